@@ -1,0 +1,395 @@
+"""Offline imitation on Hopper, end to end: simulator -> shared memory -> transformer -> simulator.
+
+Two processes run a small expert policy in Hopper-v5 and write their episodes in place into one
+shared-memory store. A causal transformer over windows of return, observation and action is
+trained from that store through geartrain's Replay, and then has to hop in the simulator itself.
+
+    python examples/offline_gato_hopper.py            about a minute and a half on two cores
+    python examples/offline_gato_hopper.py --quick    a smoke run: the whole path, no pass mark
+
+It prints a table, writes learning_curve.png and result.json to --out, and exits with 1 if the
+model falls short of 90 % of the expert's return.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+MISSING = 'the demo needs {}; install it with: pip install "geartrain[demo]"'
+try:
+    import numpy as np
+    import torch
+    from rich import console, progress, table
+    from torch import Tensor, nn
+
+    import geartrain as gt
+except ModuleNotFoundError as missing:
+    raise SystemExit(MISSING.format(missing.name)) from None
+
+EXPERT_FILE = Path(__file__).parent / "data" / "hopper_expert.npz"
+EPISODE_STEPS = 1000  # Hopper-v5 stops an episode here at the latest.
+OBS, ACTION, CONTEXT, BATCH = 11, 3, 20, 32
+PASS_MARK = 0.90
+FIELDS = {
+    "obs": gt.Field((EPISODE_STEPS, OBS), "float32"),
+    "action": gt.Field((EPISODE_STEPS, ACTION), "float32"),
+    "return_to_go": gt.Field((EPISODE_STEPS,), "float32"),
+    "kicked": gt.Field((), "bool"),
+}
+WINDOW_FIELDS = ["return_to_go", "obs", "action"]
+
+
+# ------------------------------------------------------------------ the expert fills the store
+
+
+def make_hopper() -> Any:
+    import gymnasium
+
+    with warnings.catch_warnings():  # MuJoCo 4 deprecates a name that Gymnasium still uses.
+        warnings.simplefilter("ignore")
+        return gymnasium.make("Hopper-v5", disable_env_checker=True)
+
+
+def write_episodes(store_name: str, episodes: int, seed: int) -> None:
+    """What a collector process runs: expert episodes, each written straight into its row.
+
+    An episode is seeded by the index of its row, so row i holds the same episode whichever
+    process came first, and one seed repeats the whole run.
+    """
+    expert = np.load(EXPERT_FILE)
+    env = make_hopper()
+    with gt.Store.open(store_name) as store:
+        for _ in range(episodes):
+            with store.row() as row:
+                rng = np.random.default_rng([seed, row.index])
+                # Every second episode gets kicks on the way, for the model must see recoveries.
+                kicked = row.index % 2 == 1
+                reward = np.zeros(EPISODE_STEPS, np.float32)
+                obs, _ = env.reset(seed=int(rng.integers(2**31)))
+                for t in range(EPISODE_STEPS):
+                    action = expert["W"] @ ((obs - expert["mean"]) / expert["std"])
+                    if kicked and rng.random() < 0.05:
+                        action += rng.normal(0.0, 0.2, ACTION)
+                    row["obs"][t], row["action"][t] = obs, action.clip(-1.0, 1.0)
+                    obs, reward[t], fell, out_of_time, _ = env.step(row["action"][t])
+                    if fell or out_of_time:
+                        break
+                row.length = t + 1
+                row["return_to_go"][: t + 1] = reward[t::-1].cumsum()[::-1]
+                row["kicked"][...] = kicked
+
+
+def collect(store: gt.Store, episodes: int, seed: int, bars: progress.Progress) -> None:
+    """Fills `store` with episodes from two processes, which attach to it by name."""
+    spawn = multiprocessing.get_context("spawn")
+    shares = (episodes - episodes // 2, episodes // 2)
+    workers = [
+        spawn.Process(target=write_episodes, args=(store.name, share, seed), daemon=True)
+        for share in shares
+    ]
+    bar = bars.add_task("expert episodes", total=episodes)
+    try:
+        # Children inherit "ignore", so Ctrl-C is handled, and cleaned up after, in one place.
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for worker in workers:
+            worker.start()
+        signal.signal(signal.SIGINT, interrupt)
+        while running := [worker.sentinel for worker in workers if worker.is_alive()]:
+            multiprocessing.connection.wait(running, timeout=0.1)
+            bars.update(bar, completed=len(store))
+            if any(worker.exitcode for worker in workers):
+                raise SystemExit("a collector process failed; its traceback is above")
+    finally:
+        for worker in workers:
+            if worker.pid is not None:
+                worker.terminate()
+                worker.join()
+
+
+# ----------------------------------------------------------------------------------- the model
+
+
+class DecisionTransformer(nn.Module):
+    """Predicts each step's action from the returns, observations and actions up to it.
+
+    A step is three tokens: return-to-go, observation, action. The prediction is read off the
+    observation token and attention only looks back, so the action itself is never in sight.
+    """
+
+    def __init__(
+        self, obs: int, action: int, *, width: int = 128, layers: int = 3, heads: int = 4
+    ) -> None:
+        super().__init__()
+        self.register_buffer("obs_mean", torch.zeros(obs))
+        self.register_buffer("obs_std", torch.ones(obs))
+        self.register_buffer("return_scale", torch.ones(()))
+        self.embed_return, self.embed_obs = nn.Linear(1, width), nn.Linear(obs, width)
+        self.embed_action = nn.Linear(action, width)
+        self.embed_place = nn.Parameter(0.02 * torch.randn(3 * CONTEXT, width))
+        self.heads = heads
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, action)
+
+    def forward(self, window: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        """(B, W, action) for a `window` of (B, W, ...) tensors; `mask` is True at real steps."""
+        returns = window["return_to_go"][..., None] / self.return_scale
+        obs = (window["obs"] - self.obs_mean) / self.obs_std
+        action = self.embed_action(window["action"])
+        tokens = torch.stack([self.embed_return(returns), self.embed_obs(obs), action], dim=2)
+        x = tokens.flatten(1, 2) + self.embed_place
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        real = mask.repeat_interleave(3, dim=1)[:, None, None, :]
+        # Padding sees itself, because attention to nothing at all would give NaN.
+        seen = (real & causal) | torch.eye(x.shape[1], dtype=torch.bool)
+        hidden = ~seen.expand(-1, self.heads, -1, -1).flatten(0, 1)
+        for layer in self.layers:
+            x = layer(x, src_mask=hidden)
+        return self.head(self.norm(x[:, 1::3]))
+
+
+def learning_rate(step: int, steps: int, peak: float = 1e-3, warmup: int = 20) -> float:
+    """Linear warm-up to `peak`, then half a cosine down to 2 % of it."""
+    done = max(0.0, (step - warmup) / max(1, steps - warmup))
+    return peak * min(1.0, (step + 1) / warmup) * (0.51 + 0.49 * math.cos(math.pi * done))
+
+
+def train(model: DecisionTransformer, replay: gt.Replay, steps: int) -> Iterator[float]:
+    """Trains on `steps` batches and yields the loss, the mean squared action error, of each."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=1e-4)
+    for step, batch in zip(range(steps), replay, strict=False):
+        optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
+        error = (model(batch, batch.mask) - batch["action"]).square().mean(-1)
+        loss = error[batch.mask].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        yield loss.item()
+
+
+# ----------------------------------------------------------------------- back to the simulator
+
+
+@torch.inference_mode()
+def evaluate(
+    model: DecisionTransformer, episodes: int, *, target: float, bars: progress.Progress, title: str
+) -> np.ndarray:
+    """The returns of `episodes` episodes stepped together: one model call per step for all."""
+    bar = bars.add_task(title, total=EPISODE_STEPS)
+    envs = [make_hopper() for _ in range(episodes)]
+    obs = np.stack([env.reset(seed=10_000 + i)[0] for i, env in enumerate(envs)])
+    shapes = {name: FIELDS[name].step_shape for name in WINDOW_FIELDS}
+    window = {name: torch.zeros(episodes, CONTEXT, *shape) for name, shape in shapes.items()}
+    mask = torch.zeros(episodes, CONTEXT, dtype=torch.bool)
+    returns, hopping = np.zeros(episodes), list(range(episodes))
+    for _ in range(EPISODE_STEPS):
+        for past in (*window.values(), mask):
+            past[:, :-1] = past[:, 1:].clone()
+        window["return_to_go"][:, -1] = torch.from_numpy(target - returns)
+        window["obs"][:, -1] = torch.from_numpy(obs)
+        window["action"][:, -1] = 0.0
+        mask[:, -1] = True
+        action = model({name: past[hopping] for name, past in window.items()}, mask[hopping])
+        window["action"][hopping, -1] = action[:, -1].clamp(-1.0, 1.0)
+        for i in hopping.copy():
+            obs[i], reward, fell, _, _ = envs[i].step(window["action"][i, -1].numpy())
+            returns[i] += reward
+            if fell:
+                hopping.remove(i)
+        bars.update(bar, advance=1)
+        if not hopping:
+            break
+    bars.update(bar, completed=EPISODE_STEPS)
+    return returns
+
+
+# ---------------------------------------------------------------------- the job and its report
+
+
+def run(options: argparse.Namespace, store: gt.Store, bars: progress.Progress) -> dict[str, Any]:
+    """The job: collect, read the statistics, train with evaluations on the way, measure."""
+    clock = {"collect": -time.perf_counter(), "train": 0.0, "evaluate": 0.0}
+    collect(store, options.episodes, options.seed, bars)
+    clock["collect"] += time.perf_counter()
+
+    rows = gt.fetch(store, store.keys(), fields=["obs", "return_to_go", "kicked"], as_="numpy")
+    seen_obs = torch.from_numpy(rows["obs"][rows.mask])
+    expert = rows["return_to_go"][~rows["kicked"], 0]
+    target = float(expert.mean())
+    torch.manual_seed(options.seed)
+    model = DecisionTransformer(OBS, ACTION)
+    model.obs_mean.copy_(seen_obs.mean(0))
+    model.obs_std.copy_(seen_obs.std(0) + 1e-6)
+    model.return_scale.fill_(target)
+
+    # A row weighs as much as it has steps, so every recorded step is equally likely to be drawn.
+    store.update_weights(store.keys(), rows.length)
+    selection = gt.selection.Weighted(seed=options.seed)
+    source = {"fields": WINDOW_FIELDS, "window": CONTEXT}
+    losses: list[float] = []
+    curve: list[dict[str, Any]] = []
+    with gt.Replay(store, selection, batch_size=BATCH, **source) as replay:
+        bar = bars.add_task("training", total=options.steps)
+        since = time.perf_counter()
+        for loss in train(model, replay, options.steps):
+            losses.append(loss)
+            bars.update(bar, advance=1, description=f"training, loss {loss:.4f}")
+            last = len(losses) == options.steps
+            if last or len(losses) % math.ceil(options.steps / 6) == 0:
+                clock["train"] += time.perf_counter() - since
+                since = time.perf_counter()
+                episodes = options.eval_episodes if last else min(3, options.eval_episodes)
+                title = f"evaluation, step {len(losses)}"
+                returns = evaluate(model, episodes, target=target, bars=bars, title=title)
+                curve.append({"step": len(losses), "returns": returns.tolist()})
+                clock["evaluate"] += time.perf_counter() - since
+                since = time.perf_counter()
+        used = replay.stats()
+    # The path by itself, with nobody training: what selection and fetch can deliver.
+    with gt.Replay(store, selection, batch_size=1024, **source) as replay:
+        since = time.perf_counter()
+        for _ in replay:
+            if time.perf_counter() - since > 1.0:
+                break
+        alone = replay.stats()
+    return {
+        "seed": options.seed,
+        "episodes": len(store),
+        "recorded_steps": len(seen_obs),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "expert_return": {"mean": target, "std": float(expert.std())},
+        "model_return": {"mean": float(returns.mean()), "std": float(returns.std())},
+        "share_of_expert": float(returns.mean()) / target,
+        "wait_share": used["wait_s"] / clock["train"],
+        "training_samples_per_s": used["rows"] / clock["train"],
+        "path_gb_per_s": alone["gb_per_s"],
+        "path_samples_per_s": alone["samples_per_s"],
+        "wall_s": clock,
+        "evaluations": curve,
+        "losses": losses,
+    }
+
+
+def report(result: dict[str, Any]) -> table.Table:
+    lines = table.Table("", "", "", title="Hopper-v5 from the replay store", show_header=False)
+    expert, model = result["expert_return"], result["model_return"]
+    lines.add_row("expert return", f"{expert['mean']:,.0f} ± {expert['std']:,.0f}", "not kicked")
+    share = f"{100 * result['share_of_expert']:.1f} % of the expert"
+    lines.add_row("model return", f"{model['mean']:,.0f} ± {model['std']:,.0f}", share)
+    lines.add_row("data path", f"{result['path_gb_per_s']:.2f} GB/s", "batches of 1,024")
+    lines.add_row("", f"{result['path_samples_per_s']:,.0f} samples/s", f"{CONTEXT} steps each")
+    lines.add_row("waiting for data", f"{100 * result['wait_share']:.2f} %", "of training time")
+    parts = ", ".join(f"{name} {wall:.0f}" for name, wall in result["wall_s"].items())
+    lines.add_row("wall time", f"{result['total_s']:.0f} s", parts)
+    lines.add_row("processor time", f"{result['cpu_s']:.0f} s", "all processes")
+    return lines
+
+
+def plot(result: dict[str, Any], file: Path) -> None:
+    """Two panels: the training loss, and the return as percent of the expert's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    losses, curve = np.array(result["losses"]), result["evaluations"]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    left.semilogy(1 + np.arange(len(losses)), losses, color="#9ecae1", lw=1, label="each batch")
+    mean = np.convolve(losses, np.ones(10) / 10, mode="valid")
+    left.semilogy(10 + np.arange(len(mean)), mean, color="#08519c", lw=2, label="mean of 10")
+    left.set(xlabel="training step", ylabel="mean squared action error", title="Training loss")
+    steps = [point["step"] for point in curve]
+    unit = result["expert_return"]["mean"] / 100
+    percent = [np.array(point["returns"]) / unit for point in curve]
+    right.plot(steps, [p.mean() for p in percent], "o-", color="#08519c", label="model, mean")
+    low, high = [p.min() for p in percent], [p.max() for p in percent]
+    right.vlines(steps, low, high, color="#9ecae1", lw=5, zorder=1, label="its episodes")
+    right.axhline(100, color="#31a354", label="expert")
+    right.axhline(100 * PASS_MARK, color="#de2d26", ls="--", label="pass mark")
+    right.set(xlabel="training step", ylabel="return, % of the expert's", ylim=(0, 112))
+    right.set(title="Return in the simulator", xlim=(0, 1.03 * steps[-1]))
+    for panel in (left, right):
+        panel.legend(frameon=False, loc="upper right" if panel is left else "lower right")
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=130)
+
+
+def parse_options() -> argparse.Namespace:
+    text = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = text.add_argument
+    add("--seed", type=int, default=0, help="episodes, batches and weights follow from it (0)")
+    add("--episodes", type=int, help="expert episodes to collect, up to 1,000 steps each (100)")
+    add("--steps", type=int, help=f"training steps, {BATCH} windows of {CONTEXT} steps each (500)")
+    add("--eval-episodes", type=int, help="episodes in the final evaluation (10)")
+    add("--out", type=Path, default=Path("runs/hopper"), help="result folder (runs/hopper)")
+    add("--quick", action="store_true", help="8 episodes, 40 steps, no pass mark: does it run?")
+    options = text.parse_args()
+    sizes = (8, 40, 2) if options.quick else (100, 500, 10)
+    for name, size in zip(("episodes", "steps", "eval_episodes"), sizes, strict=True):
+        chosen = getattr(options, name)
+        setattr(options, name, size if chosen is None else chosen)
+        if chosen is not None and chosen < 1 + (name == "episodes"):
+            text.error(f"--{name.replace('_', '-')} {chosen} is too small")
+    return options
+
+
+def main() -> int:
+    start = time.perf_counter()
+    options = parse_options()
+    for module in ("gymnasium", "mujoco", "matplotlib"):
+        if importlib.util.find_spec(module) is None:
+            raise SystemExit(MISSING.format(module))
+    options.out.mkdir(parents=True, exist_ok=True)
+    # A polite `kill` unwinds like Ctrl-C does, so the segment below is always taken away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    torch.set_num_threads(2)  # Fixed, because sums split over more threads round differently.
+    store = gt.Store.create(f"hopper-demo-{os.getpid()}", FIELDS, capacity=options.episodes)
+    screen = console.Console()
+    try:
+        columns = (progress.TextColumn("{task.description:<24}"), progress.BarColumn())
+        columns += (progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
+        with progress.Progress(*columns, console=screen) as bars:
+            result = run(options, store, bars)
+    except KeyboardInterrupt:
+        screen.print("interrupted; the store is removed")
+        return 130
+    finally:
+        store.close()
+        store.unlink()
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    result["cpu_s"] = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    result["total_s"] = time.perf_counter() - start
+    screen.print(report(result))
+    plot(result, options.out / "learning_curve.png")
+    (options.out / "result.json").write_text(json.dumps(result, indent=1))
+    screen.print(f"wrote {options.out}/learning_curve.png and {options.out}/result.json")
+    if not options.quick and result["share_of_expert"] < PASS_MARK:
+        screen.print(f"below the pass mark, {100 * PASS_MARK:.0f} % of the expert's return")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

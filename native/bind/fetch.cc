@@ -1,0 +1,160 @@
+// geartrain._native.fetch: batches in warm, recycled memory, or in the caller's own.
+
+#include "fetch.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind.h"
+#include "copy.h"
+#include "errors.h"
+#include "pool.h"
+
+namespace geartrain {
+namespace {
+
+constexpr size_t kAlign = 64;
+
+// One pooled buffer that a batch's arrays share; it goes back to the pool with the last of them.
+class BatchMemory {
+ public:
+  explicit BatchMemory(size_t bytes) : base_(static_cast<std::byte*>(take_buffer(bytes))) {
+    owner_ = nb::capsule(base_, [](void* p) noexcept { give_buffer(p); });
+  }
+  static size_t padded(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+  std::byte* take(size_t bytes) {
+    std::byte* at = base_ + used_;
+    used_ += padded(bytes);
+    return at;
+  }
+  nb::object array(std::byte* at, const std::vector<size_t>& shape, nb::dlpack::dtype dtype) const {
+    return nb::cast(nb::ndarray<nb::numpy>(at, shape.size(), shape.data(), owner_, nullptr, dtype));
+  }
+  template <typename T>
+  nb::object array(std::span<T> values, const std::vector<size_t>& shape) const {
+    return array(reinterpret_cast<std::byte*>(values.data()), shape, nb::dtype<T>());
+  }
+
+ private:
+  std::byte* base_;
+  size_t used_ = 0;
+  nb::capsule owner_;
+};
+
+std::vector<size_t> batch_shape(const FieldRecord& field, size_t rows, uint32_t window) {
+  std::vector<size_t> shape{rows};
+  shape.insert(shape.end(), field.shape, field.shape + field.ndim);
+  if (field.timed != 0 && window != 0) shape[1] = window;
+  return shape;
+}
+
+size_t elements(const std::vector<size_t>& shape) {
+  size_t n = 1;
+  for (size_t axis : shape) n *= axis;
+  return n;
+}
+
+// Returns (arrays of the fields, torn, mask, starts, lengths, versions, number torn).
+nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                     const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
+                     const std::optional<In<int32_t>>& ends, unsigned threads,
+                     const std::optional<std::vector<AnyArray>>& out) {
+  const size_t n = rows.size();
+  const size_t steps = window != 0 ? window : store.header().max_length;
+  std::vector<std::vector<size_t>> shapes;
+  size_t bytes = 0;
+  for (uint32_t field : fields) {
+    if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+    const FieldRecord& record = store.fields()[field];
+    shapes.push_back(batch_shape(record, n, window));
+    if (!out) bytes += BatchMemory::padded(elements(shapes.back()) * record.itemsize);
+  }
+  if (out && out->size() != fields.size()) {
+    fail(ErrorKind::schema, fields.size(), " fields were asked for with ", out->size(), " output arrays");
+  }
+  bytes += 2 * BatchMemory::padded(n * 4) + BatchMemory::padded(n * 8) + BatchMemory::padded(n) +
+           BatchMemory::padded(n * steps);
+
+  BatchMemory memory(bytes);
+  std::vector<FetchField> targets;
+  nb::list arrays;
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const FieldRecord& record = store.fields()[fields[i]];
+    const size_t size = elements(shapes[i]) * record.itemsize;
+    if (out) {
+      const AnyArray& given = (*out)[i];
+      if (given.nbytes() != size || given.itemsize() != record.itemsize) {
+        fail(ErrorKind::schema, "the output array of field '", record.name, "' has ", given.nbytes(),
+             " bytes, the batch needs ", size);
+      }
+      targets.push_back({fields[i], static_cast<std::byte*>(given.data())});
+    } else {
+      std::byte* at = memory.take(size);
+      targets.push_back({fields[i], at});
+      arrays.append(memory.array(at, shapes[i], array_dtype(record.dtype, record.itemsize)));
+    }
+  }
+  const auto part = [&]<typename T>(size_t count, T*) {
+    return std::span<T>(reinterpret_cast<T*>(memory.take(count * sizeof(T))), count);
+  };
+  FetchRequest request;
+  request.rows = view(rows);
+  request.generations = view(generations);
+  request.fields = targets;
+  request.window = window;
+  request.pad_left = pad_left;
+  request.ends = view(ends);
+  request.threads = threads;
+  request.versions = part(n, static_cast<int64_t*>(nullptr));
+  request.starts = part(n, static_cast<int32_t*>(nullptr));
+  request.lengths = part(n, static_cast<int32_t*>(nullptr));
+  request.torn = part(n, static_cast<uint8_t*>(nullptr));
+  request.mask = part(n * steps, static_cast<uint8_t*>(nullptr));
+  uint64_t torn = 0;
+  {
+    nb::gil_scoped_release unlocked;
+    torn = fetch(store, request);
+  }
+  return nb::make_tuple(arrays, memory.array(request.torn, {n}),
+                        memory.array(reinterpret_cast<std::byte*>(request.mask.data()), {n, steps}, nb::dtype<bool>()),
+                        memory.array(request.starts, {n}), memory.array(request.lengths, {n}),
+                        memory.array(request.versions, {n}), torn);
+}
+
+nb::dict pool_dict() {
+  const PoolCounts counts = pool_counts();
+  nb::dict out;
+  out["buffers_made"] = counts.buffers_made;
+  out["buffers_reused"] = counts.buffers_reused;
+  out["bytes_in_use"] = counts.bytes_in_use;
+  out["bytes_kept"] = counts.bytes_kept;
+  return out;
+}
+
+// The floor that benchmarks print beside fetch and insert: rows of `row_bytes` copied one after the other into a warm
+// destination, with nothing else done. `stream` picks the copy.
+void gather_floor(const nb::ndarray<nb::ro, nb::device::cpu>& source, const nb::ndarray<nb::device::cpu>& destination,
+                  const In<uint32_t>& rows, uint64_t row_bytes, uint64_t stride, bool stream) {
+  const auto* from = static_cast<const std::byte*>(source.data());
+  auto* to = static_cast<std::byte*>(destination.data());
+  nb::gil_scoped_release unlocked;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    copy_block(to + i * row_bytes, from + rows.data()[i] * stride, row_bytes, stream);
+  }
+  if (stream) stream_fence();
+}
+
+}  // namespace
+
+void bind_fetch(nb::module_& module) {
+  module.def("fetch", &fetch_rows, nb::arg("store"), nb::arg("rows"), nb::arg("generations"), nb::arg("fields"),
+             nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(), nb::arg("threads"),
+             nb::arg("out").none());
+  module.def("gather_floor", &gather_floor);
+  module.def("pool_counts", &pool_dict);
+}
+
+}  // namespace geartrain

@@ -1,0 +1,27 @@
+// Copying blocks: plain for what the reader will find in its cache, streaming for what is too large for it.
+//
+// A streaming copy writes around the cache: the destination's lines are not first read from memory, a third of
+// the traffic. It pays once a batch outgrows the last-level cache and costs below that (docs/benchmarks.md).
+// The widest form the CPU has is chosen at run time. `stream_fence` must follow streaming copies, on the thread
+// that made them, before anyone is told of the data.
+#pragma once
+
+#include <cstddef>
+
+namespace geartrain {
+
+// A batch of this many bytes and more is streamed.
+constexpr size_t kStreamFrom = size_t{8} << 20;
+
+// The source may be overwritten meanwhile by another process (a torn row): the bytes are then worthless, and the
+// caller finds out from the row's generation.
+void copy_block(void* to, const void* from, size_t bytes, bool stream);
+void zero_block(void* to, size_t bytes);
+void stream_fence();
+
+// "avx512", "avx2", "sse2" or "memcpy": what streaming copies use on this machine.
+const char* copy_kernel();
+// Forces one of them, for tests and benchmarks; false when this machine does not have it.
+bool set_copy_kernel(const char* name);
+
+}  // namespace geartrain

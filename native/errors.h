@@ -1,0 +1,42 @@
+// The native layer's errors: one exception type that carries which named Python error it becomes.
+// Anyone may throw; nothing here allocates beyond the message.
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace geartrain {
+
+// Each kind is one class of geartrain.errors; bind/module.cc holds the table.
+enum class ErrorKind {
+  schema,
+  exists,
+  missing,
+  stale_store,
+  incompatible,
+  closed,
+  full,
+  empty,
+  stale_key,
+  no_space,
+  lock_timeout,
+  corrupt,
+  os,
+};
+
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorKind kind, const std::string& message) : std::runtime_error(message), kind(kind) {}
+  const ErrorKind kind;
+};
+
+// Throws Error(kind) with the parts written one after the other: fail(k, "asked for ", n, " rows").
+template <typename... Parts>
+[[noreturn]] void fail(ErrorKind kind, const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw Error(kind, message.str());
+}
+
+}  // namespace geartrain

@@ -1,0 +1,59 @@
+// A file mapped into memory and shared by every process that maps it: the ground a segment stands on.
+//
+// A segment is a file, in /dev/shm (memory) or anywhere else that can be mapped (an NVMe disk). A new file
+// is built without a name and appears under its own in one step (publish), so that nobody ever sees half a
+// segment. The mapping outlives the file's name: unlink removes the name, the memory goes when the
+// last process unmaps it.
+//
+// Threads: a Mapping is made and destroyed by one thread; its memory is anyone's.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace geartrain {
+
+// Where a segment called `name` lives: /dev/shm/geartrain.NAME, or the path itself if it has a slash.
+std::string segment_path(const std::string& name);
+
+class Mapping {
+ public:
+  // A new file of `bytes` zeros beside `path`, not yet visible under that name. With `reserve`, every block
+  // is allocated now, so that a full file system is an error here and not a SIGBUS later.
+  // Throws no_space (how much there is, what to do), missing (the directory), os.
+  static Mapping create(const std::string& path, uint64_t bytes, bool reserve);
+
+  // The file at `path`, whole. Throws missing, os.
+  static Mapping attach(const std::string& path, bool writable);
+
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) = delete;
+  Mapping(const Mapping&) = delete;
+  ~Mapping();
+
+  // Gives the file its name. Throws exists when the name is taken.
+  void publish();
+
+  // Removes the name if it still means this file; false when it does not (any more).
+  bool unlink();
+
+  std::byte* data() const { return data_; }
+  uint64_t bytes() const { return bytes_; }
+  int fd() const { return fd_; }
+  bool writable() const { return writable_; }
+  const std::string& path() const { return path_; }
+
+ private:
+  Mapping() = default;
+  void map(bool writable);
+
+  std::byte* data_ = nullptr;
+  uint64_t bytes_ = 0;
+  int fd_ = -1;
+  bool writable_ = true;
+  std::string path_;
+  std::string temporary_;  // the name until publish(), where the file system has no nameless files
+};
+
+}  // namespace geartrain

@@ -1,0 +1,470 @@
+// Rows: how they are taken, committed, weighed and removed.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "clock.h"
+#include "errors.h"
+#include "store.h"
+#include "store_heap.h"
+
+namespace geartrain {
+namespace {
+
+constexpr auto kRelaxed = std::memory_order_relaxed;
+constexpr uint64_t kReapEvery_ns = 100'000'000;
+
+void count(std::atomic<uint64_t>& counter, uint64_t n = 1) {
+  if (n != 0) counter.fetch_add(n, kRelaxed);
+}
+
+}  // namespace
+
+// Announces that this process is changing weights without the lock, so that a rebuild waits for it, and a
+// rebuild after its death knows that sums may be half updated.
+class WeightWriter {
+ public:
+  explicit WeightWriter(Store& store) : writers_(store.client(store.client_slot_).weight_writers) {
+    writers_.fetch_add(1, std::memory_order_seq_cst);
+    while (store.control().rebuilding.load(std::memory_order_seq_cst) != 0) {
+      writers_.fetch_sub(1, std::memory_order_seq_cst);
+      { Store::Guard wait_for_the_rebuild(store); }
+      writers_.fetch_add(1, std::memory_order_seq_cst);
+    }
+  }
+  ~WeightWriter() { writers_.fetch_sub(1, std::memory_order_seq_cst); }
+  WeightWriter(const WeightWriter&) = delete;
+  WeightWriter& operator=(const WeightWriter&) = delete;
+
+ private:
+  std::atomic<uint32_t>& writers_;
+};
+
+// --- the calls ------------------------------------------------------------------------------------------------
+
+void Store::allocate(std::span<uint32_t> rows) {
+  ensure_client();
+  Guard guard(*this);
+  Control& c = control();
+  if (header().max_age_ns != 0) expire_locked(wall_ns());
+  if (c.free_count < rows.size()) {
+    // Dead writers' rows come before living ones' experience. Asking the kernel who is alive costs a system
+    // call per client, so it is not done for every row of a full store.
+    const bool short_of_rows = c.free_count + c.committed_count.load(kRelaxed) < rows.size();
+    if (short_of_rows || monotonic_ns() - c.last_reap_ns > kReapEvery_ns) reap_locked();
+  }
+  if (c.free_count + c.committed_count.load(kRelaxed) < rows.size()) {
+    fail(ErrorKind::full, rows.size(), " rows were asked for, but of ", header().capacity, " rows ",
+         c.writing_count, " are being written and ", c.spent_count,
+         " are being read for the last time; commit or abandon some, or create the store with more capacity");
+  }
+  for (uint32_t& row : rows) {
+    if (c.free_count == 0) evict_one();
+    row = take_free_row();
+    hold(row, client_slot_, RowState::writing);
+  }
+  // A reader that still copies an evicted row must see its new generation before any of the bytes that the
+  // caller writes next.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations) {
+  ensure_client();
+  const auto sized = [&](size_t size, const char* what) {
+    if (size != 0 && size != rows.size()) {
+      fail(ErrorKind::schema, rows.size(), " rows were given with ", size, " ", what);
+    }
+  };
+  sized(values.lengths.size(), "lengths");
+  sized(values.weights.size(), "weights");
+  sized(values.versions.size(), "versions");
+  for (size_t i = 0; i < values.lengths.size(); ++i) {
+    if (values.lengths[i] == 0 || values.lengths[i] > header().max_length) {
+      fail(ErrorKind::schema, "row ", i, " has length ", values.lengths[i], ", a block holds 1 to ",
+           header().max_length, " steps");
+    }
+  }
+  validate_weights(values.weights);
+
+  // Streaming stores by whoever filled the blocks must not overtake the words that publish them.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  Guard guard(*this);
+  check_held(rows);
+  Control& c = control();
+  const uint64_t now_ns = wall_ns();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const uint32_t row = rows[i];
+    // At the cap the oldest of the others makes room, by the remover's choice.
+    if (c.committed_count.load(kRelaxed) >= header().max_rows) evict_one();
+    RowStatus& s = status()[row];
+    unhold(row);
+    s.sequence = c.next_sequence++;
+    s.inserted_at_ns = now_ns;
+    s.length.store(values.lengths.empty() ? header().max_length : values.lengths[i], kRelaxed);
+    s.version.store(values.versions.empty() ? 0 : values.versions[i], kRelaxed);
+    s.times_sampled.store(0, kRelaxed);
+    const uint32_t weight = fixed_point(values.weights.empty() ? 1.0 : values.weights[i]);
+    const uint32_t generation = generation_of(words()[row].load(kRelaxed)) + 1;
+    s.state = RowState::committed;
+    words()[row].store(make_word(generation, weight), std::memory_order_release);  // the row is true from here on
+    weight_tree_.add(row, weight);
+    set_bit(row, true);
+    link_order(row);
+    if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).push(row);
+    c.committed_count.fetch_add(1, kRelaxed);
+    generations[i] = generation;
+  }
+  count(c.counters.inserted, rows.size());
+}
+
+void Store::abandon(std::span<const uint32_t> rows) {
+  ensure_client();
+  Guard guard(*this);
+  check_held(rows);
+  for (uint32_t row : rows) {
+    unhold(row);
+    put_free_row(row);
+  }
+  count(control().counters.abandoned, rows.size());
+}
+
+uint64_t Store::update_weights(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                               std::span<const double> weights) {
+  ensure_client();
+  if (rows.size() != weights.size() || rows.size() != generations.size()) {
+    fail(ErrorKind::schema, rows.size(), " rows were given with ", weights.size(), " weights");
+  }
+  check_rows(rows);
+  validate_weights(weights);
+  uint64_t stale = 0;
+  if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) {
+    Guard guard(*this);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (generation_of(words()[rows[i]].load(kRelaxed)) != generations[i] || (generations[i] & 1) == 0 ||
+          status()[rows[i]].state != RowState::committed) {
+        ++stale;
+        continue;
+      }
+      set_weight_locked(rows[i], fixed_point(weights[i]));
+      Heap(*this).moved(rows[i]);
+    }
+  } else {
+    WeightWriter writer(*this);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const uint32_t weight = fixed_point(weights[i]);
+      std::atomic<uint64_t>& word = words()[rows[i]];
+      uint64_t old = word.load(kRelaxed);
+      // A spent row keeps its generation for its last reader, but its weight stays zero: its bit tells.
+      const auto holds = [&] {
+        return generation_of(old) == generations[i] && is_committed(old) &&
+               (bit_tree_.leaves()[rows[i] / 64].load(kRelaxed) >> (rows[i] % 64) & 1) != 0;
+      };
+      while (holds() && !word.compare_exchange_weak(old, make_word(generations[i], weight), kRelaxed)) {
+      }
+      if (holds()) {
+        weight_tree_.add(rows[i], uint64_t{weight} - weight_of(old));
+      } else {
+        ++stale;
+      }
+    }
+  }
+  count(control().counters.weights_updated, rows.size() - stale);
+  count(control().counters.stale_keys, stale);
+  return stale;
+}
+
+uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations) {
+  ensure_client();
+  check_rows(rows);
+  Guard guard(*this);
+  uint64_t stale = 0;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const uint64_t word = words()[rows[i]].load(kRelaxed);
+    if (generation_of(word) != generations[i] || status()[rows[i]].state != RowState::committed ||
+        !is_committed(word)) {
+      ++stale;
+      continue;
+    }
+    retire(rows[i]);
+    put_free_row(rows[i]);
+  }
+  count(control().counters.deleted, rows.size() - stale);
+  count(control().counters.stale_keys, stale);
+  return stale;
+}
+
+void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                          std::span<uint8_t> taken) {
+  ensure_client();
+  check_rows(rows);
+  uint64_t counted = 0;
+  const uint32_t limit = header().max_times_sampled;
+  if (limit == 0) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      taken[i] = generation_of(words()[rows[i]].load(kRelaxed)) == generations[i];
+      if (taken[i] != 0) status()[rows[i]].times_sampled.fetch_add(1, kRelaxed);
+      counted += taken[i];
+    }
+  } else {
+    Guard guard(*this);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const uint32_t row = rows[i];
+      RowStatus& s = status()[row];
+      const uint64_t word = words()[row].load(kRelaxed);
+      taken[i] = generation_of(word) == generations[i] && is_committed(word) && s.state == RowState::committed;
+      if (taken[i] == 0) continue;
+      ++counted;
+      if (s.times_sampled.fetch_add(1, kRelaxed) + 1 < limit) continue;
+      // The last sample: out of everybody's sight, but readable under its generation until release_spent.
+      if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).erase(row);
+      unlink_order(row);
+      set_bit(row, false);
+      control().committed_count.fetch_sub(1, kRelaxed);
+      hold(row, client_slot_, RowState::spent);
+      set_weight_locked(row, 0);
+    }
+  }
+  count(control().counters.sampled, counted);
+}
+
+void Store::release_spent(std::span<const uint32_t> rows, std::span<const uint32_t> generations) {
+  if (header().max_times_sampled == 0) return;
+  ensure_client();
+  check_rows(rows);
+  Guard guard(*this);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const RowStatus& s = status()[rows[i]];
+    if (s.state != RowState::spent || s.owner != client_slot_ ||
+        generation_of(words()[rows[i]].load(kRelaxed)) != generations[i]) {
+      continue;
+    }
+    unhold(rows[i]);
+    free_spent(rows[i]);
+    put_free_row(rows[i]);
+  }
+}
+
+uint64_t Store::expire() {
+  if (header().max_age_ns == 0) return 0;
+  ensure_client();
+  Guard guard(*this);
+  return expire_locked(wall_ns());
+}
+
+void Store::keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations) {
+  rows->clear();
+  generations->clear();
+  if (read_only_) {
+    // Without the lock the list cannot be walked; the words and sequence numbers can be read.
+    std::vector<std::pair<uint64_t, uint32_t>> found;
+    for (uint32_t row = 0; row < header().capacity; ++row) {
+      if (is_committed(words()[row].load(std::memory_order_acquire))) found.emplace_back(status()[row].sequence, row);
+    }
+    std::sort(found.begin(), found.end());
+    for (const auto& [sequence, row] : found) {
+      rows->push_back(row);
+      generations->push_back(generation_of(words()[row].load(kRelaxed)));
+    }
+    return;
+  }
+  Guard guard(*this);
+  rows->reserve(committed_count());
+  generations->reserve(committed_count());
+  for (uint32_t row = control().order_head; row != kNoRow; row = status()[row].next) {
+    rows->push_back(row);
+    generations->push_back(generation_of(words()[row].load(kRelaxed)));
+  }
+}
+
+std::vector<uint32_t> Store::free_rows() {
+  Guard guard(*this);
+  std::vector<uint32_t> rows;
+  for (uint32_t row = control().free_head; row != kNoRow; row = status()[row].next) rows.push_back(row);
+  return rows;
+}
+
+// --- the lists ------------------------------------------------------------------------------------------------
+
+uint32_t Store::take_free_row() {
+  Control& c = control();
+  const uint32_t row = c.free_head;
+  c.free_head = status()[row].next;
+  (c.free_head == kNoRow ? c.free_tail : status()[c.free_head].previous) = kNoRow;
+  --c.free_count;
+  return row;
+}
+
+void Store::put_free_row(uint32_t row) {
+  Control& c = control();
+  RowStatus& s = status()[row];
+  s.state = RowState::free;
+  s.previous = c.free_tail;
+  s.next = kNoRow;
+  (c.free_tail == kNoRow ? c.free_head : status()[c.free_tail].next) = row;
+  c.free_tail = row;
+  ++c.free_count;
+}
+
+void Store::hold(uint32_t row, uint32_t slot, RowState state) {
+  Client& mine = client(slot);
+  RowStatus& s = status()[row];
+  s.owner = static_cast<uint16_t>(slot);
+  s.state = state;
+  s.previous = kNoRow;
+  s.next = mine.held;
+  if (mine.held != kNoRow) status()[mine.held].previous = row;
+  mine.held = row;
+  ++mine.held_count;
+  ++(state == RowState::writing ? control().writing_count : control().spent_count);
+}
+
+void Store::unhold(uint32_t row) {
+  RowStatus& s = status()[row];
+  Client& owner = client(s.owner);
+  (s.previous == kNoRow ? owner.held : status()[s.previous].next) = s.next;
+  if (s.next != kNoRow) status()[s.next].previous = s.previous;
+  --owner.held_count;
+  --(s.state == RowState::writing ? control().writing_count : control().spent_count);
+}
+
+void Store::link_order(uint32_t row) {
+  Control& c = control();
+  RowStatus& s = status()[row];
+  s.previous = c.order_tail;
+  s.next = kNoRow;
+  (c.order_tail == kNoRow ? c.order_head : status()[c.order_tail].next) = row;
+  c.order_tail = row;
+}
+
+void Store::unlink_order(uint32_t row) {
+  Control& c = control();
+  RowStatus& s = status()[row];
+  (s.previous == kNoRow ? c.order_head : status()[s.previous].next) = s.next;
+  (s.next == kNoRow ? c.order_tail : status()[s.next].previous) = s.previous;
+}
+
+void Store::set_bit(uint32_t row, bool selectable) {
+  const uint64_t bit = uint64_t{1} << (row % 64);
+  std::atomic<uint64_t>& word = bit_tree_.leaves()[row / 64];
+  if (selectable) {
+    word.fetch_or(bit, kRelaxed);
+    bit_tree_.add(row / 64, 1);
+  } else {
+    word.fetch_and(~bit, kRelaxed);
+    bit_tree_.add(row / 64, ~uint64_t{0});
+  }
+}
+
+// --- removal --------------------------------------------------------------------------------------------------
+
+bool Store::evict_one() {
+  const Control& c = control();
+  uint32_t victim = kNoRow;
+  switch (static_cast<Remover>(header().remover)) {
+    case Remover::fifo: victim = c.order_head; break;
+    case Remover::lifo: victim = c.order_tail; break;
+    case Remover::lowest_weight: victim = Heap(*this).top(); break;
+  }
+  if (victim == kNoRow) return false;
+  retire(victim);
+  put_free_row(victim);
+  count(control().counters.evicted);
+  return true;
+}
+
+void Store::retire(uint32_t row) {
+  if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).erase(row);
+  // One exchange takes the weight away and makes every key of the row stale; updates that come later lose.
+  const uint32_t generation = generation_of(words()[row].load(kRelaxed));
+  const uint64_t old = words()[row].exchange(make_word(generation + 1, 0), std::memory_order_acq_rel);
+  weight_tree_.add(row, uint64_t{0} - weight_of(old));
+  set_bit(row, false);
+  unlink_order(row);
+  control().committed_count.fetch_sub(1, kRelaxed);
+}
+
+void Store::free_spent(uint32_t row) {
+  const uint32_t generation = generation_of(words()[row].load(kRelaxed));
+  const uint64_t old = words()[row].exchange(make_word(generation + 1, 0), std::memory_order_acq_rel);
+  // An update that read weight 0 before the row was spent may have slipped in; its weight goes as well.
+  weight_tree_.add(row, uint64_t{0} - weight_of(old));
+  count(control().counters.spent);
+}
+
+uint64_t Store::expire_locked(uint64_t now_ns) {
+  const Control& c = control();
+  const uint64_t limit = header().max_age_ns;
+  uint64_t expired = 0;
+  // The order list is by commit, so the oldest come first.
+  while (limit != 0 && c.order_head != kNoRow && status()[c.order_head].inserted_at_ns + limit < now_ns) {
+    const uint32_t row = c.order_head;
+    retire(row);
+    put_free_row(row);
+    ++expired;
+  }
+  count(control().counters.expired, expired);
+  return expired;
+}
+
+// --- weights and checks ---------------------------------------------------------------------------------------
+
+void Store::set_weight_locked(uint32_t row, uint32_t weight) {
+  // Updates without the lock may race for the same word: take what was there, whatever it was.
+  uint64_t old = words()[row].load(kRelaxed);
+  while (!words()[row].compare_exchange_weak(old, make_word(generation_of(old), weight), kRelaxed)) {
+  }
+  weight_tree_.add(row, uint64_t{weight} - weight_of(old));
+}
+
+uint32_t Store::fixed_point(double weight) {
+  const double scaled = weight * weight_scale_;
+  if (scaled >= 4294967295.5) {
+    count(control().counters.weights_saturated);
+    return std::numeric_limits<uint32_t>::max();
+  }
+  const auto fixed = static_cast<uint32_t>(std::nearbyint(scaled));
+  if (fixed == 0 && weight > 0) {
+    count(control().counters.weights_rounded_up);  // a row with some weight must stay reachable
+    return 1;
+  }
+  return fixed;
+}
+
+void Store::validate_weights(std::span<const double> weights) const {
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (!(weights[i] >= 0) || std::isinf(weights[i])) {
+      fail(ErrorKind::schema, "a weight is a finite number >= 0, weight ", i, " of ", weights.size(), " is ",
+           weights[i]);
+    }
+  }
+}
+
+void Store::check_rows(std::span<const uint32_t> rows) const {
+  for (uint32_t row : rows) {
+    if (row >= header().capacity) {
+      fail(ErrorKind::schema, "row ", row, " is beyond the store's capacity of ", header().capacity);
+    }
+  }
+}
+
+void Store::check_held(std::span<const uint32_t> rows) const {
+  check_rows(rows);
+  const auto clear_marks = [&] {
+    for (uint32_t row : rows) status()[row].mark = 0;
+  };
+  for (uint32_t row : rows) {
+    RowStatus& s = status()[row];
+    if (s.state != RowState::writing || s.owner != client_slot_ || s.mark != 0) {
+      const bool twice = s.mark != 0;
+      clear_marks();
+      if (twice) fail(ErrorKind::schema, "row ", row, " is named twice in one call");
+      fail(ErrorKind::stale_key, "row ", row,
+           " is not being written by this process (committed, abandoned or another's)");
+    }
+    s.mark = 1;
+  }
+  clear_marks();
+}
+
+}  // namespace geartrain

@@ -1,0 +1,179 @@
+// A sum tree with wide nodes over integer leaves: find the leaf that a number falls into, in a few cache misses.
+//
+//   level 2            [ 96 ]                      one node, the total
+//   level 1      [ 40 | 31 | 25 | ... ]            a node is the sum of 16 below it
+//   level 0   [ 9 | 0 | 31 | ... ] [ ... ]         a node is the sum of 16 leaves
+//   leaves    w w w w w w w w w w w w w w w w ...  (kept by the owner, in any 64-bit form)
+//
+// The 16 children of a node lie side by side on two cache lines, so a step down is two misses fetched together.
+// Sums are unsigned 64-bit integers, hence associative: an update is one atomic add per level, in any order,
+// from any number of processes, without locks and without drift. While an update is under way a reader may see
+// a node that does not match its children; `find` then says so (false) instead of naming a wrong leaf.
+//
+// The inner nodes are derived: rebuild() makes them from the leaves, audit() compares. Neither may run while
+// others update (store.cc keeps them out).
+//
+// `Leaf` says what a leaf word counts: its low 32 bits (row weights) or its set bits (row bitmaps).
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+namespace geartrain {
+
+constexpr uint64_t kFanout = 16;
+constexpr int kMaxLevels = 10;  // 16^9 leaves and more: beyond any segment
+
+// A row's word: generation above, fixed-point weight below (segment.h says more).
+struct WeightLeaf {
+  static uint64_t count(uint64_t word) { return word & 0xffffffffu; }
+};
+
+// 64 rows' selectable bits.
+struct BitLeaf {
+  static uint64_t count(uint64_t word) { return static_cast<uint64_t>(std::popcount(word)); }
+};
+
+// How many nodes a tree has and where each level starts. Level 0 is the widest; the last level is one node.
+struct TreeShape {
+  uint64_t leaves = 0;
+  int levels = 0;
+  std::array<uint64_t, kMaxLevels> offset{};
+  std::array<uint64_t, kMaxLevels> width{};
+  uint64_t nodes = 0;
+
+  static TreeShape of(uint64_t leaves) {
+    TreeShape shape;
+    shape.leaves = leaves;
+    uint64_t width = leaves;
+    do {
+      width = std::max<uint64_t>(1, (width + kFanout - 1) / kFanout);
+      shape.offset[shape.levels] = shape.nodes;
+      shape.width[shape.levels] = width;
+      // Each level is padded to whole nodes, so that a node's children can always be read together.
+      shape.nodes += (width + kFanout - 1) / kFanout * kFanout;
+      ++shape.levels;
+    } while (width > 1);
+    return shape;
+  }
+};
+
+// Leaves a caller must allocate so that the last node's 16 children exist.
+constexpr uint64_t padded_leaves(uint64_t leaves) { return (leaves + kFanout - 1) / kFanout * kFanout; }
+
+template <typename Leaf>
+class SumTree {
+ public:
+  using Word = std::atomic<uint64_t>;
+  struct Found {
+    uint64_t leaf;
+    uint64_t residual;  // how far into the leaf's count the target lies
+  };
+
+  SumTree() = default;
+  // Views, not copies: `leaves` has padded_leaves(n) words, `nodes` has TreeShape::of(n).nodes, both 64-byte aligned.
+  SumTree(Word* leaves, Word* nodes, uint64_t count)
+      : shape_(TreeShape::of(count)), leaves_(leaves), nodes_(nodes) {}
+
+  const TreeShape& shape() const { return shape_; }
+  Word* leaves() const { return leaves_; }
+  Word* nodes() const { return nodes_; }
+  uint64_t total() const { return nodes_[shape_.offset[shape_.levels - 1]].load(std::memory_order_relaxed); }
+
+  // Adds `delta` (modulo 2^64, so a difference may be passed) to every node above `leaf`.
+  void add(uint64_t leaf, uint64_t delta) const {
+    if (delta == 0) return;
+    uint64_t node = leaf;
+    for (int level = 0; level < shape_.levels; ++level) {
+      node /= kFanout;
+      nodes_[shape_.offset[level] + node].fetch_add(delta, std::memory_order_relaxed);
+    }
+  }
+
+  // Finds the leaves that targets[0..n) fall into, all of them one level at a time, so that their cache misses
+  // overlap. When the tree changed on the way, found[i].residual is not below the leaf's count: `inside` tells.
+  void find(const uint64_t* targets, size_t n, Found* found) const {
+    for (size_t i = 0; i < n; ++i) found[i] = {0, targets[i]};
+    for (int level = shape_.levels - 2; level >= 0; --level) {
+      descend(nodes_ + shape_.offset[level], shape_.width[level], n, found,
+              level > 0 ? nodes_ + shape_.offset[level - 1] : leaves_, [](uint64_t value) { return value; });
+    }
+    descend(leaves_, shape_.leaves, n, found, nullptr, [](uint64_t word) { return Leaf::count(word); });
+  }
+
+  bool inside(const Found& found) const {
+    return found.leaf < shape_.leaves &&
+           found.residual < Leaf::count(leaves_[found.leaf].load(std::memory_order_relaxed));
+  }
+
+  void rebuild() const {
+    uint64_t below = shape_.leaves;
+    for (int level = 0; level < shape_.levels; ++level) {
+      for (uint64_t node = 0; node < shape_.width[level]; ++node) {
+        nodes_[shape_.offset[level] + node].store(sum_of_children(level, node, below), std::memory_order_relaxed);
+      }
+      below = shape_.width[level];
+    }
+  }
+
+  // The number of nodes that differ from the sum of their children.
+  uint64_t audit() const {
+    uint64_t wrong = 0;
+    uint64_t below = shape_.leaves;
+    for (int level = 0; level < shape_.levels; ++level) {
+      for (uint64_t node = 0; node < shape_.width[level]; ++node) {
+        wrong += nodes_[shape_.offset[level] + node].load(std::memory_order_relaxed) !=
+                 sum_of_children(level, node, below);
+      }
+      below = shape_.width[level];
+    }
+    return wrong;
+  }
+
+ private:
+  template <typename Value>
+  static void descend(const Word* level, uint64_t width, size_t n, Found* found, const Word* next, Value value) {
+    for (size_t i = 0; i < n; ++i) {
+      const Word* child = level + found[i].leaf * kFanout;
+      const uint64_t target = found[i].residual;
+      uint64_t sum = 0, index = 0, passed = 0;
+      for (uint64_t c = 0; c + 1 < kFanout; ++c) {  // no branches: which child it is cannot be predicted
+        sum += value(child[c].load(std::memory_order_relaxed));
+        const bool beyond = sum <= target;
+        index += beyond;
+        passed = beyond ? sum : passed;
+      }
+      const uint64_t leaf = found[i].leaf * kFanout + index;
+      // Past the end only when sums and children disagree: stay in bounds, and never look inside again.
+      found[i] = leaf < width ? Found{leaf, target - passed} : Found{width - 1, ~uint64_t{0}};
+      if (next != nullptr) {
+        __builtin_prefetch(next + found[i].leaf * kFanout);
+        __builtin_prefetch(next + found[i].leaf * kFanout + 8);
+      }
+    }
+  }
+
+  uint64_t sum_of_children(int level, uint64_t node, uint64_t below) const {
+    const uint64_t first = node * kFanout;
+    const uint64_t last = std::min(first + kFanout, below);
+    uint64_t sum = 0;
+    for (uint64_t child = first; child < last; ++child) {
+      sum += level == 0 ? Leaf::count(leaves_[child].load(std::memory_order_relaxed))
+                        : nodes_[shape_.offset[level - 1] + child].load(std::memory_order_relaxed);
+    }
+    return sum;
+  }
+
+  TreeShape shape_;
+  Word* leaves_ = nullptr;
+  Word* nodes_ = nullptr;
+};
+
+using WeightTree = SumTree<WeightLeaf>;
+using BitTree = SumTree<BitLeaf>;
+
+}  // namespace geartrain

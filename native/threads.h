@@ -1,0 +1,28 @@
+// A few threads that copy. One pool per process, made on first use and again after a fork.
+//
+// Any thread may call parallel_for; the caller works too, so progress never depends on a free worker.
+#pragma once
+
+#include <cstddef>
+#include <type_traits>
+
+namespace geartrain {
+
+// Runs body(context, first, last) over [0, count) in pieces of `grain`, on up to `threads` threads including the
+// caller. Returns when all is done. The body must not throw.
+void parallel_for(size_t count, size_t grain, unsigned threads, void (*body)(void*, size_t, size_t), void* context);
+
+template <typename Body>
+void parallel_for(size_t count, size_t grain, unsigned threads, Body&& body) {
+  parallel_for(
+      count, grain, threads,
+      [](void* context, size_t first, size_t last) {
+        (*static_cast<std::remove_reference_t<Body>*>(context))(first, last);
+      },
+      &body);
+}
+
+// Cores this process may use, as its affinity mask says.
+unsigned available_cores();
+
+}  // namespace geartrain

@@ -1,0 +1,85 @@
+"""A batch: the fields of chosen rows, and what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from geartrain.keys import Keys
+
+
+@dataclass(frozen=True, eq=False)
+class Batch(Mapping[str, Any]):
+    """A mapping from field names to arrays (B, ...), with the rows' books as attributes.
+
+    Timed fields have shape (B, W, ...) for windows of W steps and (B, max_length, ...) for whole rows; steps
+    that are not there are zero and False in `mask`.
+
+    The arrays lie in one buffer that is recycled when the last of them (and of views into them) is dropped. A
+    batch that is kept is never overwritten; it only costs memory. All of them support DLPack.
+
+    Attributes:
+        rows: the keys, for `update_weights`.
+        probability: (B,) float64, of the row in one draw; None for a fetch by key.
+        mask: (B, W) bool, True for a real step.
+        start: (B,) int32, the first step of the row that the batch holds.
+        length: (B,) int32, steps of the whole row.
+        version: (B,) int64, of the model that produced the row.
+    """
+
+    fields: dict[str, Any]
+    rows: Keys
+    mask: Any
+    start: Any
+    length: Any
+    version: Any
+    probability: Any = None
+    step: int | None = field(default=None)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows in the batch."""
+        return len(self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fields."""
+        return sum(int(array.nbytes) for array in self.fields.values())
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
+        """The batch with its tensors on another device. Needs torch tensors."""
+
+        def move(value: Any) -> Any:
+            return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
+
+        return Batch(
+            {name: move(array) for name, array in self.fields.items()},
+            self.rows,
+            move(self.mask),
+            move(self.start),
+            move(self.length),
+            move(self.version),
+            move(self.probability),
+            self.step,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields and books in one plain dict, as data loaders like it; field names win over books."""
+        books = {"mask": self.mask, "start": self.start, "length": self.length, "version": self.version}
+        if self.probability is not None:
+            books["probability"] = self.probability
+        return {**books, **self.fields}
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}: {tuple(array.shape)} {array.dtype}" for name, array in self.fields.items())
+        return f"Batch({shapes})"

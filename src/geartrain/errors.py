@@ -1,0 +1,90 @@
+"""The operating events geartrain names, and the mistakes it refuses at the door.
+
+Every class here derives from `GeartrainError`. Those that report a caller's mistake also derive from
+the built-in that Python users expect (`ValueError`, `KeyError`, `FileExistsError`, ...), so that code
+which has never heard of geartrain still catches them.
+"""
+
+from __future__ import annotations
+
+
+class GeartrainError(Exception):
+    """Base of every error that geartrain raises on purpose."""
+
+
+class SchemaError(GeartrainError, ValueError):
+    """A field, dtype, shape, length or weight that the store does not hold."""
+
+
+class FieldError(SchemaError, KeyError):
+    """A field name that the store does not have, or a field that cannot be shown as asked."""
+
+    def __str__(self) -> str:  # KeyError would show the repr, quotes and all
+        return str(self.args[0]) if self.args else ""
+
+
+class StoreExistsError(GeartrainError, FileExistsError):
+    """A segment of that name is already there, alive or left behind."""
+
+
+class StoreMissingError(GeartrainError, FileNotFoundError):
+    """No segment of that name is on this host."""
+
+
+class StaleStoreError(GeartrainError):
+    """The segment was left by a run that has ended; joining it must be asked for (`adopt=True`)."""
+
+
+class IncompatibleStoreError(GeartrainError):
+    """The segment is not geartrain's, or has another format version, layout or schema."""
+
+
+class StoreClosedError(GeartrainError, ValueError):
+    """The handle was closed; the segment may well live on."""
+
+
+class StoreFullError(GeartrainError):
+    """No block can be had: all of them are being written right now."""
+
+
+class EmptyStoreError(GeartrainError):
+    """Nothing can be drawn: no selectable row, or none with a positive weight."""
+
+
+class NotEnoughRowsError(EmptyStoreError, ValueError):
+    """More rows were asked for than are selectable."""
+
+
+class StaleKeyError(GeartrainError, KeyError):
+    """Keys whose rows were overwritten or removed since the keys were made."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class NoSpaceError(GeartrainError, MemoryError):
+    """The file system (most often /dev/shm) cannot hold the segment."""
+
+
+class LockTimeoutError(GeartrainError, TimeoutError):
+    """Another process held the segment's lock for longer than the deadline (stopped, perhaps)."""
+
+
+class WaitTimeoutError(GeartrainError, TimeoutError):
+    """A wait, such as the one for the next batch, met its deadline."""
+
+
+class CorruptStoreError(GeartrainError):
+    """The segment's own books do not agree, and repair did not help."""
+
+
+class CheckpointError(GeartrainError):
+    """A checkpoint that is absent, incomplete, of another version, or damaged."""
+
+
+class SourceError(GeartrainError, ValueError):
+    """A dataset, or one episode of it, that cannot go into the store."""
+
+
+class MissingDependencyError(GeartrainError, ImportError):
+    """An optional package is needed; the message carries the line that installs it."""

@@ -1,0 +1,20 @@
+"""Importers: datasets in other people's formats become stores of raw columns.
+
+`import_dataset(source, into)` is what most people want; `ingest` fills a store of one's own, and
+`open_source` gives the episodes alone. One file per format, each with one optional dependency that is
+imported on use.
+"""
+
+from geartrain.integrations.ingest import FORMATS, Report, import_dataset, ingest, open_source
+from geartrain.integrations.source import Episode, Extent, Source
+
+__all__ = [
+    "Episode",
+    "Extent",
+    "FORMATS",
+    "Report",
+    "Source",
+    "import_dataset",
+    "ingest",
+    "open_source",
+]

@@ -1,0 +1,796 @@
+"""A shard of trajectories in shared memory: allocate, write in place, commit; any process attaches by name.
+
+The bytes and the rules for processes, threads and deaths are native (native/segment.h, native/store.h). This
+module gives them Python's manners: fields by name, NumPy and torch views, context managers, named errors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from geartrain import _native
+from geartrain.errors import (
+    FieldError,
+    IncompatibleStoreError,
+    SchemaError,
+    StaleStoreError,
+    StoreExistsError,
+    StoreMissingError,
+)
+from geartrain.keys import Keys
+from geartrain.schema import (
+    DTYPES,
+    Field,
+    as_dtype,
+    as_raw,
+    as_tensor,
+    check_fields,
+    dtype_of_code,
+    numpy_dtype,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+Remover = Literal["fifo", "lifo", "lowest_weight"]
+Create = Literal["never", "missing", "replace"]
+REMOVERS: tuple[Remover, ...] = ("fifo", "lifo", "lowest_weight")
+
+#: Named states of a row, as `Store.status` reports them.
+ROW_STATES = ("free", "writing", "committed", "spent")
+
+
+class Store:
+    """A table of trajectories shared by every process of this host.
+
+    Make one with `Store.create`, join one with `Store.open`, bring one back with `Store.load`. A store is a
+    context manager; leaving it closes the handle.
+
+    A name is a plain word for a segment in /dev/shm, or a path (anything with a slash) for a file, such as
+    one on an NVMe disk for sets larger than memory. The segment lives until the last attached process closes it;
+    with `persist=True` (the default for paths) the file stays. A segment whose processes were all killed stays
+    too, so that its rows can be adopted.
+
+    A handle may be used by many threads, in forked children, and pickled to other processes of the host.
+
+    Example:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> with gt.Store.create("doc-store", {"obs": gt.Field((100, 3), "float32")}, capacity=10) as store:
+        ...     with store.row() as row:
+        ...         row["obs"][:5] = np.ones((5, 3))
+        ...         row.length = 5
+        ...     len(store)
+        1
+    """
+
+    def __init__(self, native: _native.Store, name: str) -> None:
+        self._native = native
+        self._name = name
+        about = native.describe()
+        self._about: dict[str, Any] = about
+        self._fields = {
+            field: Field(shape, dtype_of_code(code), timed=timed)
+            for field, code, shape, timed in about["fields"]
+        }
+        self._numbers = {field: i for i, field in enumerate(self._fields)}
+        self._columns: dict[str, NDArray[Any]] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    # --- making and joining ---------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        name: str | os.PathLike[str],
+        fields: Mapping[str, Field],
+        *,
+        capacity: int | None = None,
+        capacity_bytes: int | None = None,
+        max_rows: int | None = None,
+        remover: Remover = "fifo",
+        max_times_sampled: int | None = None,
+        max_age_s: float | None = None,
+        weight_fraction_bits: int = 16,
+        persist: bool | None = None,
+        reserve: bool = True,
+        timeout_s: float = 10.0,
+    ) -> Store:
+        """Makes a new, empty store.
+
+        Args:
+            name: a word (a segment in /dev/shm) or a path with a slash (a file anywhere).
+            fields: the columns. At most 64.
+            capacity: rows. Give this or `capacity_bytes`.
+            capacity_bytes: bytes of field data; as many rows as fit into them.
+            max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
+                written. All of the capacity by default.
+            remover: which row makes room when none is free: the oldest ("fifo"), the newest ("lifo") or the
+                one with the lowest weight ("lowest_weight", the older of equals).
+            max_times_sampled: a row is removed once it has been sampled so often. No limit by default.
+            max_age_s: a row is removed once it is older, in seconds since its commit. No limit by default.
+            weight_fraction_bits: weights are kept as round(weight * 2**bits) in 32 bits. The default of 16
+                holds 1.5e-5 to 65535; larger weights saturate, smaller ones become the smallest, both counted.
+            persist: keep the segment after the last process has closed it. By default for paths only.
+            reserve: allocate the memory or disk space now, so that a lack of it is an error here.
+            timeout_s: longest wait for another process that holds the store's lock.
+
+        Raises:
+            SchemaError: fields or limits that make no store.
+            StoreExistsError: the name is taken; says by whom, and what to do.
+            NoSpaceError: the file system is too small; says how much there is.
+
+        Cost: reserving runs at the speed of clearing memory.
+        """
+        name = os.fspath(name)
+        fields = check_fields(fields)
+        rows = _rows_of(fields, capacity, capacity_bytes)
+        if remover not in REMOVERS:
+            raise SchemaError(f"remover is one of {', '.join(REMOVERS)}, found {remover!r}")
+        for what, limit in (("max_times_sampled", max_times_sampled), ("max_age_s", max_age_s), ("max_rows", max_rows)):
+            if limit is not None and not limit > 0:
+                raise SchemaError(f"{what} must be above zero, found {limit} (leave it out for no limit)")
+        specs = [
+            (field, DTYPES[spec.dtype].code, spec.itemsize, spec.timed, list(spec.shape))
+            for field, spec in fields.items()
+        ]
+        try:
+            native = _native.Store.create(
+                name,
+                specs,
+                rows,
+                max_rows or 0,
+                REMOVERS.index(remover),
+                max_times_sampled or 0,
+                int((max_age_s or 0) * 1e9),
+                weight_fraction_bits,
+                "/" in name if persist is None else persist,
+                reserve,
+                timeout_s,
+            )
+        except StoreExistsError:
+            raise StoreExistsError(_describe_existing(name)) from None
+        return cls(native, name)
+
+    @classmethod
+    def open(
+        cls,
+        name: str | os.PathLike[str],
+        fields: Mapping[str, Field] | None = None,
+        *,
+        create: Create = "never",
+        adopt: bool = False,
+        timeout_s: float = 10.0,
+        **options: Any,
+    ) -> Store:
+        """Joins a store that other processes use, or makes it, as asked; never joins a dead run's data unasked.
+
+        Args:
+            name: as in `create`.
+            fields: what the store must hold; required when it may have to be created.
+            create: "never" (join only), "missing" (join, or create when there is none), or "replace" (create;
+                a segment left by a dead run is removed first, one in use is an error).
+            adopt: join a segment whose processes were all killed, with the rows they committed.
+            timeout_s: longest wait for another process that holds the store's lock.
+            options: passed to `create` when the store is created.
+
+        Raises:
+            StoreMissingError: there is none.
+            StaleStoreError: the processes that used it died, and `adopt` was not given.
+            IncompatibleStoreError: another format, layout or schema than expected.
+        """
+        name = os.fspath(name)
+        if create not in ("never", "missing", "replace"):
+            raise SchemaError(f"create is 'never', 'missing' or 'replace', found {create!r}")
+        if create != "never" and fields is None:
+            raise SchemaError(f"create={create!r} needs the fields of the store to create")
+        if create == "never" and options:
+            raise SchemaError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
+        if create == "replace":
+            _remove_unused(name, timeout_s)
+            assert fields is not None
+            return cls.create(name, fields, timeout_s=timeout_s, **options)
+        while True:
+            try:
+                store = cls(_native.Store.attach(name, adopt, False, timeout_s), name)
+                break
+            except StaleStoreError as error:
+                raise StaleStoreError(
+                    f"{error}. Join them with adopt=True, start afresh with create='replace', or remove the "
+                    f"segment with `geartrain remove {name}`"
+                ) from None
+            except StoreMissingError:
+                if create == "never":
+                    raise
+                assert fields is not None
+                try:
+                    return cls.create(name, fields, timeout_s=timeout_s, **options)
+                except StoreExistsError:
+                    continue  # somebody else made it between our two looks
+        if fields is not None and check_fields(fields) != store.fields:
+            differing = _schema_difference(check_fields(fields), store.fields)
+            store.close()
+            raise IncompatibleStoreError(f"the store {name!r} has another schema than asked for: {differing}")
+        return store
+
+    @classmethod
+    def peek(cls, name: str | os.PathLike[str]) -> Store:
+        """A read-only look at a store, living or dead: leaves no trace and cannot change it."""
+        name = os.fspath(name)
+        return cls(_native.Store.attach(name, False, True, 1.0), name)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        name: str | os.PathLike[str],
+        *,
+        progress: bool = False,
+        **options: Any,
+    ) -> Store:
+        """Brings back what `save` wrote: rows in their places, weights, order and counters.
+
+        Args:
+            directory: what was given to `save`.
+            name: of the new store, as in `create`.
+            progress: show a progress bar.
+            options: override what the checkpoint says for `persist`, `reserve` and `timeout_s`.
+
+        Raises:
+            CheckpointError: absent, incomplete, or damaged; names the file and its first bad block.
+        """
+        from geartrain.checkpoint import load
+
+        return load(Path(directory), os.fspath(name), progress=progress, **options)
+
+    def save(self, directory: str | os.PathLike[str], *, progress: bool = False) -> None:
+        """Writes all committed rows to a directory, complete or not at all.
+
+        The directory appears (or is replaced) in one step, after everything in it was checksummed and
+        flushed. Other processes may go on using the store; rows that are overwritten while saving are left
+        out, and counted in the manifest.
+
+        Raises:
+            CheckpointError: `directory` exists and is not a checkpoint.
+        """
+        from geartrain.checkpoint import save
+
+        save(self, Path(directory), progress=progress)
+
+    # --- what it is -----------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name it was created or opened with."""
+        return self._name
+
+    @property
+    def path(self) -> Path:
+        """The file that the segment is."""
+        return Path(self._about["path"])
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The columns, in the order they were given."""
+        return dict(self._fields)
+
+    @property
+    def capacity(self) -> int:
+        """Rows there is room for."""
+        return int(self._about["capacity"])
+
+    @property
+    def max_length(self) -> int:
+        """The longest row, in steps."""
+        return int(self._about["max_length"])
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole segment in bytes."""
+        return int(self._about["nbytes"])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The limits it was created with, under the names `create` has for them."""
+        about = self._about
+        return {
+            "capacity": about["capacity"],
+            "max_rows": about["max_rows"],
+            "remover": REMOVERS[about["remover"]],
+            "max_times_sampled": about["max_times_sampled"] or None,
+            "max_age_s": about["max_age_ns"] / 1e9 or None,
+            "weight_fraction_bits": about["weight_fraction_bits"],
+            "persist": about["persist"],
+        }
+
+    def __len__(self) -> int:
+        """Rows that can be selected now."""
+        return int(self._native.committed_count())
+
+    def stats(self) -> dict[str, int]:
+        """How many rows are in which state, and counts of everything that happened since the store was made.
+
+        The counters live in the segment, so they cover all processes: inserted, evicted, expired, spent,
+        deleted, abandoned, reclaimed, sampled, torn, stale_keys, weights_updated, weights_saturated,
+        weights_rounded_up, repairs.
+        """
+        return dict(self._native.counters())
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self)}/{self.capacity} rows"
+        return f"Store({self._name!r}, {state}, fields={list(self._fields)}, {self.nbytes / 1e6:.1f} MB)"
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def row(self, *, weight: float = 1.0, version: int = 0) -> Row:
+        """One block in every column, to be written in place.
+
+        As a context manager it commits on a clean exit and gives the block back on an exception. By hand:
+        `row.commit()` or `row.abandon()`.
+
+        Args:
+            weight: the row's weight in weighted selection; can be changed later.
+            version: of the model that acted, kept with the row.
+
+        Raises:
+            StoreFullError: every block is being written.
+        """
+        return Row(self, self._native.allocate_one(), weight, version)
+
+    def rows(self, n: int, *, weight: float = 1.0, version: int = 0) -> Rows:
+        """`n` blocks at once, to be written in place and committed together (all or nothing)."""
+        if n < 1:
+            raise SchemaError(f"at least one row must be asked for, found {n}")
+        return Rows(self, self._native.allocate(n), weight, version)
+
+    def insert(
+        self,
+        fields: Mapping[str, Any],
+        *,
+        lengths: ArrayLike | None = None,
+        weights: ArrayLike | None = None,
+        versions: ArrayLike | None = None,
+        threads: int | None = None,
+    ) -> Keys:
+        """Copies `n` rows in and returns their keys.
+
+        Args:
+            fields: for every field of the store an array or tensor (n, t, ...) of its dtype, t up to
+                `max_length` (fields without time: (n, ...)).
+            lengths: (n,) steps of each row; by default t.
+            weights: (n,) finite and >= 0; by default 1.
+            versions: (n,) integers; by default 0.
+            threads: threads that copy; by default up to 4 of the cores this process may use.
+
+        Raises:
+            SchemaError, FieldError: with what was asked and what was found, before anything is written.
+            StoreFullError: too many blocks are being written.
+
+        Cost: one copy, streamed past the cache when large. More than 1024 rows (or half the store's) go in
+        pieces of so many, each all or nothing.
+        """
+        if set(fields) != set(self._fields):
+            missing, unknown = set(self._fields) - set(fields), set(fields) - set(self._fields)
+            raise FieldError(
+                f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown)}"
+            )
+        sources = []
+        n = steps = -1
+        for name, data in fields.items():
+            array, data_n, data_steps = self._checked_source(name, data)
+            if n not in (-1, data_n):
+                raise SchemaError(f"field {name!r} has {data_n} rows, the fields before it have {n}")
+            n = data_n
+            if self._fields[name].timed:
+                if steps not in (-1, data_steps):
+                    raise SchemaError(f"field {name!r} has {data_steps} steps, the fields before it have {steps}")
+                steps = data_steps
+            sources.append((self._numbers[name], array))
+        if n == 0:
+            return Keys.empty()
+        as_lengths = _column(lengths, n, np.uint32, "lengths")
+        if steps != -1 and as_lengths is None and steps != self.max_length:
+            as_lengths = np.full(n, steps, np.uint32)
+        elif steps != -1 and as_lengths is not None and as_lengths.max(initial=0) > steps:
+            raise SchemaError(f"the longest of `lengths` is {as_lengths.max()}, the arrays have {steps} steps")
+        return Keys(
+            *self._native.insert(
+                n,
+                sources,
+                as_lengths,
+                _column(weights, n, np.float64, "weights"),
+                _column(versions, n, np.int64, "versions"),
+                default_threads(threads),
+            )
+        )
+
+    def _checked_source(self, name: str, data: Any) -> tuple[Any, int, int]:
+        """The data as a C-contiguous array of the field's bytes, its rows and its steps."""
+        field = self._fields[name]
+        if not hasattr(data, "dtype"):
+            data = np.asarray(data)
+        if as_dtype(data.dtype).name != field.dtype:
+            raise SchemaError(f"field {name!r} holds {field.dtype}, found {as_dtype(data.dtype).name}")
+        shape = tuple(data.shape)
+        fits = len(shape) == len(field.shape) + 1
+        if fits and field.timed:
+            fits = shape[2:] == field.step_shape and 1 <= shape[1] <= field.shape[0]
+        elif fits:
+            fits = shape[1:] == field.shape
+        if not fits:
+            wanted = ("n", f"t <= {field.shape[0]}", *field.step_shape) if field.timed else ("n", *field.shape)
+            raise SchemaError(f"field {name!r} takes ({', '.join(map(str, wanted))}), found shape {shape}")
+        if hasattr(data, "detach"):  # a torch tensor
+            if data.device.type != "cpu":
+                raise SchemaError(f"field {name!r} is on {data.device}; the store takes host memory")
+            data = data.detach().contiguous()
+        else:
+            data = np.ascontiguousarray(data)
+        if DTYPES[field.dtype].numpy_name is None:
+            data = as_raw(data, DTYPES[field.dtype])
+        return data, shape[0], shape[1] if field.timed else 1
+
+    # --- changing and removing ------------------------------------------------------------------------------
+
+    def update_weights(self, keys: Keys, weights: ArrayLike) -> int:
+        """Sets the weights of rows, by key; returns how many keys were stale and skipped.
+
+        Args:
+            keys: of committed rows; a key given twice gets the last of its weights.
+            weights: (n,) finite and >= 0. All are checked before any is set.
+
+        Cost: no lock (one with the lowest_weight remover); a cache miss per level of the tree.
+        """
+        if hasattr(weights, "detach"):
+            weights = weights.detach().cpu()
+        column = _column(weights, len(keys), np.float64, "weights")
+        return int(self._native.update_weights(keys.row, keys.generation, column))
+
+    def delete(self, keys: Keys) -> int:
+        """Removes rows, by key; returns how many were already gone."""
+        return int(self._native.remove(keys.row, keys.generation))
+
+    def expire(self) -> int:
+        """Removes the rows older than `max_age_s`; returns how many. Sampling and inserting do it as well."""
+        return int(self._native.expire())
+
+    def reap(self) -> int:
+        """Takes back what dead processes held; returns how many were found dead.
+
+        Happens by itself when a process joins and when free rows run out.
+        """
+        return int(self._native.reap())
+
+    def audit(self) -> list[str]:
+        """Everything in the store's books that does not add up, a sentence each; empty for a sound store."""
+        return list(self._native.audit())
+
+    # --- looking --------------------------------------------------------------------------------------------
+
+    def keys(self) -> Keys:
+        """The keys of all selectable rows, oldest first."""
+        return Keys(*self._native.keys())
+
+    def status(self, keys: Keys | None = None) -> dict[str, NDArray[Any]]:
+        """The books of some rows (of all selectable ones by default), an array (n,) each.
+
+        sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
+        (uint32), weight (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES).
+        """
+        rows = (self.keys() if keys is None else keys).row
+        infos = dict(self._native.infos(rows))
+        infos["weight"] = infos["weight"] / 2.0 ** self._about["weight_fraction_bits"]
+        return infos
+
+    def column(self, name: str) -> NDArray[Any]:
+        """All blocks of a field, (capacity, *shape), a view of the shared memory.
+
+        Free and half-written blocks are in it as well; to read rows safely use `geartrain.fetch`.
+        For types NumPy lacks this is an array of unsigned integers unless `ml_dtypes` is installed.
+        """
+        if name not in self._columns:
+            self._columns[name] = self._native.column(self.field_number(name))
+        return self._columns[name]
+
+    def field_number(self, name: str) -> int:
+        """A field's place among the fields. Raises `FieldError` for an unknown one."""
+        if name not in self._numbers:
+            raise FieldError(f"the store has no field {name!r}; it has {', '.join(self._numbers)}")
+        return self._numbers[name]
+
+    def _numpy_column(self, name: str) -> NDArray[Any]:
+        column = self.column(name)
+        dtype = numpy_dtype(DTYPES[self._fields[name].dtype])
+        return column if column.dtype == dtype else column.view(dtype)
+
+    def _torch_column(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            self._tensors[name] = as_tensor(self.column(name), DTYPES[self._fields[name].dtype])
+        return self._tensors[name]
+
+    @property
+    def native(self) -> _native.Store:
+        """The native store, for the layers above."""
+        return self._native
+
+    # --- leaving --------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether this handle was closed."""
+        return bool(self._native.closed)
+
+    def close(self) -> None:
+        """Leaves the store: rows being written by this handle are given back.
+
+        The last process to leave removes the segment, unless it persists. Views already taken stay readable.
+        """
+        self._native.close()
+
+    def unlink(self) -> bool:
+        """Removes the segment's name; the memory goes when the last process lets go. False if already gone."""
+        return bool(self._native.unlink())
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return Store.open, (self._name,)
+
+
+class Row:
+    """A row being written: views of its blocks, its length, weight and version.
+
+    `row["obs"]` is a NumPy view of the shared memory, `row.torch("obs")` a tensor over the same bytes. Set
+    `length` when the row is shorter than the block.
+    """
+
+    __slots__ = ("_done", "_index", "_store", "key", "length", "version", "weight")
+
+    def __init__(self, store: Store, index: int, weight: float, version: int) -> None:
+        self._store = store
+        self._index = index
+        self._done = False
+        self.length: int = store._about["max_length"]
+        self.weight = weight
+        self.version = version
+        self.key: Keys | None = None
+
+    def __getitem__(self, field: str) -> NDArray[Any]:
+        self._check_open()
+        view: NDArray[Any] = self._store._numpy_column(field)[self._index, ...]
+        return view
+
+    def __setitem__(self, field: str, value: Any) -> None:
+        self[field][...] = value
+
+    def torch(self, field: str) -> torch.Tensor:
+        """A tensor over the block's memory."""
+        self._check_open()
+        return self._store._torch_column(field)[self._index, ...]
+
+    def commit(self) -> Keys:
+        """Makes the row selectable and returns its key."""
+        self._check_open()
+        try:
+            length = int(self.length)
+            if not 0 < length <= self._store._about["max_length"]:
+                raise SchemaError(f"the row's length is {length}, a block holds 1 to {self._store.max_length} steps")
+            generation = self._store._native.commit_one(self._index, length, float(self.weight), int(self.version))
+        except BaseException:
+            self.abandon()
+            raise
+        self._done = True
+        self.key = Keys(np.array([self._index], np.uint32), np.array([generation], np.uint32))
+        return self.key
+
+    def abandon(self) -> None:
+        """Gives the block back unwritten. Harmless when the row is already committed or given back."""
+        if not self._done:
+            self._done = True
+            if not self._store.closed:
+                self._store._native.abandon_one(self._index)
+
+    def _check_open(self) -> None:
+        if self._done:
+            raise SchemaError("this row was already committed or given back")
+
+    def __enter__(self) -> Row:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abandon()
+        elif not self._done:
+            self.commit()
+
+    def __del__(self) -> None:
+        # A row that was forgotten must not stay locked for as long as the process lives.
+        if not self._done:
+            self.abandon()
+
+
+class Rows(Sequence["RowView"]):
+    """Several rows being written, committed together. `rows[i]["obs"]` is row i's block.
+
+    Set `lengths`, `weights` and `versions` (arrays (n,)) before the commit.
+    """
+
+    def __init__(self, store: Store, index: NDArray[np.uint32], weight: float, version: int) -> None:
+        self._store = store
+        self._index = index
+        self._done = False
+        n = len(index)
+        self.lengths: ArrayLike = np.full(n, store.max_length, np.uint32)
+        self.weights: ArrayLike = np.full(n, weight, np.float64)
+        self.versions: ArrayLike = np.full(n, version, np.int64)
+        self.keys: Keys | None = None
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, i: Any) -> RowView:
+        if self._done:
+            raise SchemaError("these rows were already committed or given back")
+        return RowView(self._store, int(self._index[i]))
+
+    def __iter__(self) -> Iterator[RowView]:
+        return (self[i] for i in range(len(self)))
+
+    def commit(self) -> Keys:
+        """Makes all the rows selectable and returns their keys. On an error all are given back."""
+        if self._done:
+            raise SchemaError("these rows were already committed or given back")
+        n = len(self._index)
+        try:
+            generations = self._store._native.commit(
+                self._index,
+                _column(self.lengths, n, np.uint32, "lengths"),
+                _column(self.weights, n, np.float64, "weights"),
+                _column(self.versions, n, np.int64, "versions"),
+            )
+        except BaseException:
+            self.abandon()
+            raise
+        self._done = True
+        self.keys = Keys(self._index, generations)
+        return self.keys
+
+    def abandon(self) -> None:
+        """Gives all the blocks back. Harmless after a commit."""
+        if not self._done:
+            self._done = True
+            if not self._store.closed:
+                self._store._native.abandon(self._index)
+
+    def __enter__(self) -> Rows:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abandon()
+        elif not self._done:
+            self.commit()
+
+    def __del__(self) -> None:
+        if not self._done:
+            self.abandon()
+
+
+class RowView:
+    """One of several rows being written: its blocks as NumPy views, or as tensors with `torch`."""
+
+    __slots__ = ("_index", "_store")
+
+    def __init__(self, store: Store, index: int) -> None:
+        self._store = store
+        self._index = index
+
+    def __getitem__(self, field: str) -> NDArray[Any]:
+        view: NDArray[Any] = self._store._numpy_column(field)[self._index, ...]
+        return view
+
+    def __setitem__(self, field: str, value: Any) -> None:
+        self[field][...] = value
+
+    def torch(self, field: str) -> torch.Tensor:
+        """A tensor over the block's memory."""
+        return self._store._torch_column(field)[self._index, ...]
+
+
+def default_threads(threads: int | None) -> int:
+    """Threads that copy: what was asked for, or up to four of the cores this process may use."""
+    if threads is None:
+        return min(4, int(_native.available_cores()))
+    if threads < 1:
+        raise SchemaError(f"at least one thread must copy, found threads={threads}")
+    return threads
+
+
+def _column(values: Any, n: int, dtype: Any, what: str) -> NDArray[Any] | None:
+    """Per-row values as a contiguous array (n,), or None. A single number stands for all rows."""
+    if values is None:
+        return None
+    array = np.asarray(values)
+    if array.ndim == 0:
+        array = np.broadcast_to(array, (n,))
+    if array.shape != (n,):
+        raise SchemaError(f"`{what}` must be one number or have shape ({n},), found {array.shape}")
+    if dtype == np.uint32:
+        if array.dtype.kind not in "iu" or (array.size and int(array.min()) < 0) or (
+            array.size and int(array.max()) > 0xFFFFFFFF
+        ):
+            raise SchemaError(f"`{what}` must be whole numbers >= 0, found {array.dtype} from {array.min()}")
+    elif dtype == np.int64 and array.dtype.kind not in "iu":
+        raise SchemaError(f"`{what}` must be whole numbers, found {array.dtype}")
+    return np.ascontiguousarray(array, dtype=dtype)
+
+
+def _rows_of(fields: Mapping[str, Field], capacity: int | None, capacity_bytes: int | None) -> int:
+    if (capacity is None) == (capacity_bytes is None):
+        raise SchemaError("give the store's size once: capacity (rows) or capacity_bytes")
+    if capacity is None:
+        assert capacity_bytes is not None
+        row_bytes = sum((field.nbytes + 63) // 64 * 64 for field in fields.values())
+        capacity = capacity_bytes // row_bytes
+        if capacity == 0:
+            raise SchemaError(f"capacity_bytes is {capacity_bytes}, and one row alone takes {row_bytes}")
+    if capacity < 1:
+        raise SchemaError(f"a store needs room for at least one row, capacity is {capacity}")
+    return capacity
+
+
+def _describe_existing(name: str) -> str:
+    path = _native.segment_path(name)
+    try:
+        store = Store.peek(name)
+    except Exception:  # whatever is there, it is not a segment we can say more about
+        return f"{path} exists already and is not a segment this build can read; choose another name"
+    return (
+        f"a store named {name!r} exists already ({path}, {len(store)} rows). "
+        f"Join it with Store.open({name!r}), or, if its run is over, replace it with "
+        f"Store.open(..., create='replace') or remove it with `geartrain remove {name}`"
+    )
+
+
+def _remove_unused(name: str, timeout_s: float) -> None:
+    """Removes the segment of that name if no living process uses it."""
+    path = Path(_native.segment_path(name))
+    if not path.exists():
+        return
+    peeked = Store.peek(name)
+    users = peeked.native.live_clients()
+    if users:
+        raise StoreExistsError(
+            f"the store {name!r} is in use by {users} process{'es' if users > 1 else ''}; it can only be joined"
+        )
+    peeked.unlink()
+
+
+def _schema_difference(wanted: dict[str, Field], found: dict[str, Field]) -> str:
+    for field in wanted:
+        if field not in found:
+            return f"it has no field {field!r}"
+        if wanted[field] != found[field]:
+            return f"field {field!r} is {found[field]}, asked for {wanted[field]}"
+    for field in found:
+        if field not in wanted:
+            return f"it has a field {field!r} that was not asked for"
+    return "the fields stand in another order"
+
+
+__all__ = ["ROW_STATES", "Row", "RowView", "Rows", "Store"]
