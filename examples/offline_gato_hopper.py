@@ -26,6 +26,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,42 +65,49 @@ def make_hopper() -> Any:
         return gymnasium.make("Hopper-v5", disable_env_checker=True)
 
 
-def write_episodes(store_name: str, episodes: int, seed: int) -> None:
+def write_episodes(store_name: str, numbers: range, seed: int, turn: Any, next_turn: Any) -> None:
     """What a collector process runs: expert episodes, each written straight into its row.
 
-    An episode is seeded by the index of its row, so row i holds the same episode whichever
-    process came first, and one seed repeats the whole run.
+    The collectors take their rows one after the other and then fill them side by side, so row i
+    holds episode i whoever is faster, and one seed repeats the whole run.
     """
     expert = np.load(EXPERT_FILE)
     env = make_hopper()
     with gt.Store.open(store_name) as store:
-        for _ in range(episodes):
-            with store.row() as row:
-                rng = np.random.default_rng([seed, row.index])
-                # Every second episode gets kicks on the way, for the model must see recoveries.
-                kicked = row.index % 2 == 1
-                reward = np.zeros(EPISODE_STEPS, np.float32)
-                obs, _ = env.reset(seed=int(rng.integers(2**31)))
+        turn.wait()
+        rows = [store.row() for _ in numbers]
+        next_turn.set()
+        for number, row in zip(numbers, rows, strict=True):
+            rng = np.random.default_rng([seed, number])
+            # Every second episode gets kicks on the way, for the model must see recoveries.
+            kicked = number % 2 == 1
+            obs, _ = env.reset(seed=int(rng.integers(2**31)))
+            with row:
+                seen, done, reward = row["obs"], row["action"], row["return_to_go"]
                 for t in range(EPISODE_STEPS):
                     action = expert["W"] @ ((obs - expert["mean"]) / expert["std"])
                     if kicked and rng.random() < 0.05:
                         action += rng.normal(0.0, 0.2, ACTION)
-                    row["obs"][t], row["action"][t] = obs, action.clip(-1.0, 1.0)
-                    obs, reward[t], fell, out_of_time, _ = env.step(row["action"][t])
+                    seen[t], done[t] = obs, action.clip(-1.0, 1.0)
+                    obs, reward[t], fell, out_of_time, _ = env.step(done[t])
                     if fell or out_of_time:
                         break
                 row.length = t + 1
-                row["return_to_go"][: t + 1] = reward[t::-1].cumsum()[::-1]
-                row["kicked"][...] = kicked
+                reward[: t + 1] = reward[t::-1].cumsum()[::-1]
+                row["kicked"] = kicked
+                # A row weighs as much as it has steps: every step is equally likely to be drawn.
+                row.weight = t + 1
 
 
 def collect(store: gt.Store, episodes: int, seed: int, bars: progress.Progress) -> None:
     """Fills `store` with episodes from two processes, which attach to it by name."""
     spawn = multiprocessing.get_context("spawn")
-    shares = (episodes - episodes // 2, episodes // 2)
+    shares = (range(episodes // 2), range(episodes // 2, episodes))
+    turns = [spawn.Event() for _ in range(len(shares) + 1)]
+    turns[0].set()
     workers = [
-        spawn.Process(target=write_episodes, args=(store.name, share, seed), daemon=True)
-        for share in shares
+        spawn.Process(target=write_episodes, args=(store.name, share, seed, *turn), daemon=True)
+        for share, turn in zip(shares, pairwise(turns), strict=True)
     ]
     bar = bars.add_task("expert episodes", total=episodes)
     try:
@@ -231,7 +239,9 @@ def run(options: argparse.Namespace, store: gt.Store, bars: progress.Progress) -
     collect(store, options.episodes, options.seed, bars)
     clock["collect"] += time.perf_counter()
 
-    rows = gt.fetch(store, store.keys(), fields=["obs", "return_to_go", "kicked"], as_="numpy")
+    keys = store.keys()
+    keys = keys[np.argsort(keys.row)]  # They come in order of commits, which differs between runs.
+    rows = gt.fetch(store, keys, fields=["obs", "return_to_go", "kicked"], as_="numpy")
     seen_obs = torch.from_numpy(rows["obs"][rows.mask])
     expert = rows["return_to_go"][~rows["kicked"], 0]
     target = float(expert.mean())
@@ -241,8 +251,6 @@ def run(options: argparse.Namespace, store: gt.Store, bars: progress.Progress) -
     model.obs_std.copy_(seen_obs.std(0) + 1e-6)
     model.return_scale.fill_(target)
 
-    # A row weighs as much as it has steps, so every recorded step is equally likely to be drawn.
-    store.update_weights(store.keys(), rows.length)
     selection = gt.selection.Weighted(seed=options.seed)
     source = {"fields": WINDOW_FIELDS, "window": CONTEXT}
     losses: list[float] = []
@@ -281,8 +289,8 @@ def run(options: argparse.Namespace, store: gt.Store, bars: progress.Progress) -
         "share_of_expert": float(returns.mean()) / target,
         "wait_share": used["wait_s"] / clock["train"],
         "training_samples_per_s": used["rows"] / clock["train"],
-        "path_gb_per_s": alone["gb_per_s"],
-        "path_samples_per_s": alone["samples_per_s"],
+        "path_gb_per_s": alone["bytes"] / alone["elapsed_s"] / 1e9,
+        "path_samples_per_s": alone["rows"] / alone["elapsed_s"],
         "wall_s": clock,
         "evaluations": curve,
         "losses": losses,
@@ -376,8 +384,8 @@ def main() -> int:
         screen.print("interrupted; the store is removed")
         return 130
     finally:
-        store.close()
         store.unlink()
+        store.close()
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     result["cpu_s"] = sum(usage.ru_utime + usage.ru_stime for usage in used)
     result["total_s"] = time.perf_counter() - start

@@ -55,6 +55,12 @@ std::string segment_path(const std::string& name) {
   return name.find('/') == std::string::npos ? "/dev/shm/geartrain." + name : name;
 }
 
+void exchange_paths(const std::string& one, const std::string& other) {
+  if (::renameat2(AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) != 0) {
+    fail(ErrorKind::os, "cannot exchange ", one, " and ", other, ": ", std::strerror(errno));
+  }
+}
+
 Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve) {
   Mapping mapping;
   mapping.path_ = path;

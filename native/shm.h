@@ -17,6 +17,9 @@ namespace geartrain {
 // Where a segment called `name` lives: /dev/shm/geartrain.NAME, or the path itself if it has a slash.
 std::string segment_path(const std::string& name);
 
+// Swaps the names of two files or directories in one step. Throws os.
+void exchange_paths(const std::string& one, const std::string& other);
+
 class Mapping {
  public:
   // A new file of `bytes` zeros beside `path`, not yet visible under that name. With `reserve`, every block

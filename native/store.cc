@@ -153,7 +153,7 @@ Store::~Store() {
   }
 }
 
-void Store::close() {
+void Store::close(bool keep) {
   if (closed_) return;
   closed_ = true;
   const int fd = mapping_->fd();
@@ -164,7 +164,7 @@ void Store::close() {
       reclaim(client_slot_);
     }
     drop_lease(fd, client_slot_);
-    if (live_clients() == 0) {
+    if (live_clients() == 0 && !keep) {
       control().clean = 1;
       if (header().persist == 0) {
         control().closed = 1;

@@ -79,8 +79,9 @@ class Store {
   Store& operator=(const Store&) = delete;
 
   // Gives back rows being written and leaves. The last to leave in good order removes the name, unless the store
-  // persists. Views of the memory stay valid as long as somebody holds mapping().
-  void close();
+  // persists. With `keep` it stays as it is, for a process that adopts it. Views of the memory stay valid as long as
+  // somebody holds mapping().
+  void close(bool keep = false);
   bool is_closed() const { return closed_; }
   bool unlink();
 

@@ -52,8 +52,8 @@ def assert_rows(store: Store, expected: list[dict[str, np.ndarray]]) -> None:
     assert len(found) == len(expected)
     for index, (row, episode) in enumerate(zip(found, expected, strict=True)):
         assert row.keys() == episode.keys(), index
-        for name, array in episode.items():
-            array = np.asarray(array)
+        for name, value in episode.items():
+            array = np.asarray(value)
             assert row[name].dtype == array.dtype, (index, name)
             assert row[name].shape == array.shape, (index, name)
             assert row[name].tobytes() == array.tobytes(), (index, name)

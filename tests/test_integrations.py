@@ -152,6 +152,22 @@ def test_an_import_does_not_touch_a_store_that_is_there_already() -> None:
         assert len(store) == 2
 
 
+def test_a_place_where_no_store_can_be_is_refused_before_the_data_is_read(tmp_path: Path) -> None:
+    source = Toy([4, 2])
+    with pytest.raises(StoreMissingError, match="is no folder"):
+        import_dataset(source, tmp_path / "none" / "store", progress=False)
+    with imported(Toy([1])) as store, pytest.raises(StoreExistsError):
+        import_dataset(source, store.name, progress=False)
+    assert source.passes == 0
+
+
+def test_a_store_in_a_file_stays_when_it_is_closed(tmp_path: Path) -> None:
+    source = Toy([4, 2])
+    import_dataset(source, tmp_path / "store", progress=False).close()
+    with Store.open(tmp_path / "store") as store:
+        assert_rows(store, expected(source))
+
+
 def test_values_change_their_dtype_only_when_asked() -> None:
     class Doubles(Toy):
         @staticmethod

@@ -10,10 +10,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from imports import assert_rows, imported, rows
+from imports import assert_rows, imported, rows, store_name
 
 from geartrain.errors import SourceError
-from geartrain.integrations import open_source
+from geartrain.integrations import import_dataset, open_source
 from geartrain.integrations.d4rl import D4rlSource
 
 
@@ -135,11 +135,9 @@ def test_a_file_larger_than_one_read_is_put_together_again(
 
 def test_an_episode_is_named_by_its_steps_in_the_file(tmp_path: Path) -> None:
     write(tmp_path / "d.hdf5", [4, 30], 31)
-    with (
-        pytest.raises(SourceError, match=r"episode 1 \(steps 5 to 30\): has 26 steps, .* holds 10"),
-        imported(tmp_path / "d.hdf5", max_length=10),
-    ):
-        pass
+    message = r"episode 1 \(steps 5 to 30\): has 26 steps, .* holds 10"
+    with pytest.raises(SourceError, match=message):
+        import_dataset(tmp_path / "d.hdf5", store_name(), max_length=10, progress=False)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_an_episode_may_span_batches_and_files(tmp_path: Path, monkeypatch: pyte
     joined = pa.concat_tables(whole)
     pq.write_table(joined.slice(0, 9), tmp_path / "data/chunk-000/file-000.parquet")
     pq.write_table(joined.slice(9), tmp_path / "data/chunk-000/file-001.parquet")
-    monkeypatch.setattr("geartrain.integrations.lerobot.SLICE_BYTES", 3 * 57)  # three frames a batch
+    monkeypatch.setattr("geartrain.integrations.lerobot._BATCH_BYTES", 3 * 57)  # three frames a batch
     with imported(tmp_path) as store:
         assert_rows(store, [stored(episode) for episode in data])
 

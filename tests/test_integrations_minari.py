@@ -135,6 +135,8 @@ def test_dict_and_tuple_spaces_are_flattened_with_dots(layout: str, tmp_path: Pa
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_images_are_decoded(layout: str, tmp_path: Path) -> None:
     images = [np.full((n + 1, 32, 40, 3), 40 * i + 20, np.uint8) for i, n in enumerate(LENGTHS)]
+    for frames in images:  # one frame that is larger as a JPEG, so that they are not all of one size
+        frames[0] = np.arange(40, dtype=np.uint8)[:, None] * 5
     make(layout, images, boxes(1, 0), gym.spaces.Box(0, 255, (32, 40, 3), np.uint8), BOX)
     with imported(tmp_path / f"toy/{layout}-v0", fields=["obs"]) as store:
         assert store.fields["obs"].step_shape == (32, 40, 3)
@@ -177,7 +179,7 @@ def test_an_episode_whose_pieces_may_be_out_of_order_is_refused(layout: str, tmp
         (episode,) = source
         assert episode.timed["reward"].tobytes() == np.arange(steps, dtype=np.float64).tobytes()
     else:
-        with pytest.raises(SourceError, match=r"episode_0: field 'action' .* in 2 pieces, whose order"):
+        with pytest.raises(SourceError, match=r"episode_0: it is stored in 2 pieces, whose order"):
             next(iter(source))
 
 

@@ -141,6 +141,15 @@ def test_a_known_length_saves_the_pass_that_would_find_it(tmp_path: Path) -> Non
         assert_rows(store, expected)
 
 
+def test_an_episode_without_steps_is_left_out(tmp_path: Path) -> None:
+    features = dataset_of(features_dict(rgb=image("uint8", -1, -1, 3), action=tensor("float32", 2)))
+    pixels = np.zeros((8, 6, 3), np.uint8)
+    empty: Features = {"steps/rgb": ([], "byte"), "steps/action": ([], "float")}
+    full: Features = {"steps/rgb": ([encoded(pixels, "PNG")], "byte"), "steps/action": ([1.0, 2.0], "float")}
+    with imported(folder(tmp_path, features, [empty, full])) as store:
+        assert_rows(store, [{"rgb": pixels[None], "action": np.array([[1, 2]], np.float32)}])
+
+
 def test_several_splits_must_be_told_apart(tmp_path: Path) -> None:
     records, expected = plain()
     folder(tmp_path, PLAIN, records[:3])

@@ -51,5 +51,6 @@ nb::capsule keep_alive(std::shared_ptr<Mapping> mapping);
 void bind_store(nb::module_& module);
 void bind_fetch(nb::module_& module);
 void bind_selection(nb::module_& module);
+void bind_bench(nb::module_& module);
 
 }  // namespace geartrain

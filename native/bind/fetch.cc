@@ -8,7 +8,6 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind.h"
-#include "copy.h"
 #include "errors.h"
 #include "pool.h"
 
@@ -134,26 +133,12 @@ nb::dict pool_dict() {
   return out;
 }
 
-// The floor that benchmarks print beside fetch and insert: rows of `row_bytes` copied one after the other into a warm
-// destination, with nothing else done. `stream` picks the copy.
-void gather_floor(const nb::ndarray<nb::ro, nb::device::cpu>& source, const nb::ndarray<nb::device::cpu>& destination,
-                  const In<uint32_t>& rows, uint64_t row_bytes, uint64_t stride, bool stream) {
-  const auto* from = static_cast<const std::byte*>(source.data());
-  auto* to = static_cast<std::byte*>(destination.data());
-  nb::gil_scoped_release unlocked;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    copy_block(to + i * row_bytes, from + rows.data()[i] * stride, row_bytes, stream);
-  }
-  if (stream) stream_fence();
-}
-
 }  // namespace
 
 void bind_fetch(nb::module_& module) {
   module.def("fetch", &fetch_rows, nb::arg("store"), nb::arg("rows"), nb::arg("generations"), nb::arg("fields"),
              nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(), nb::arg("threads"),
              nb::arg("out").none());
-  module.def("gather_floor", &gather_floor);
   module.def("pool_counts", &pool_dict);
 }
 

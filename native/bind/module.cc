@@ -6,6 +6,7 @@
 #include "copy.h"
 #include "errors.h"
 #include "segment.h"
+#include "shm.h"
 #include "threads.h"
 
 namespace geartrain {
@@ -67,12 +68,14 @@ NB_MODULE(_native, module) {
   module.attr("FORMAT_VERSION") = kFormatVersion;
   module.attr("MAX_CLIENTS") = kMaxClients;
   module.def("segment_path", &segment_path);
+  module.def("exchange_paths", &exchange_paths);
   module.def("copy_kernel", &copy_kernel);
   module.def("set_copy_kernel", [](const std::string& name) { return set_copy_kernel(name.c_str()); });
   module.def("available_cores", &available_cores);
   bind_store(module);
   bind_fetch(module);
   bind_selection(module);
+  bind_bench(module);
 }
 
 }  // namespace geartrain

@@ -78,29 +78,34 @@ nb::dict describe(const Store& store) {
   return out;
 }
 
+// The names of Counters' members, in their order.
+constexpr const char* kCounterNames[] = {
+    "inserted", "evicted",    "expired",         "spent",             "deleted",            "abandoned", "reclaimed",
+    "sampled",  "torn",       "stale_keys",      "weights_updated",   "weights_saturated",  "weights_rounded_up",
+    "repairs"};
+static_assert(sizeof(kCounterNames) / sizeof(kCounterNames[0]) == kCounterCount);
+
+std::atomic<uint64_t>* counter_array(const Store& store) {
+  return reinterpret_cast<std::atomic<uint64_t>*>(&store.control().counters);
+}
+
 nb::dict counters(const Store& store) {
-  const Counters& c = store.control().counters;
   const StoreCounts n = store.counts();
   nb::dict out;
   out["free"] = n.free;
   out["writing"] = n.writing;
   out["spent_unreleased"] = n.spent;
   out["committed"] = n.committed;
-  out["inserted"] = c.inserted.load();
-  out["evicted"] = c.evicted.load();
-  out["expired"] = c.expired.load();
-  out["spent"] = c.spent.load();
-  out["deleted"] = c.deleted.load();
-  out["abandoned"] = c.abandoned.load();
-  out["reclaimed"] = c.reclaimed.load();
-  out["sampled"] = c.sampled.load();
-  out["torn"] = c.torn.load();
-  out["stale_keys"] = c.stale_keys.load();
-  out["weights_updated"] = c.weights_updated.load();
-  out["weights_saturated"] = c.weights_saturated.load();
-  out["weights_rounded_up"] = c.weights_rounded_up.load();
-  out["repairs"] = c.repairs.load();
+  for (int i = 0; i < kCounterCount; ++i) out[kCounterNames[i]] = counter_array(store)[i].load();
   return out;
+}
+
+void set_counters(Store& store, const nb::dict& values) {
+  for (int i = 0; i < kCounterCount; ++i) {
+    if (values.contains(kCounterNames[i])) {
+      counter_array(store)[i].store(nb::cast<uint64_t>(values[kCounterNames[i]]));
+    }
+  }
 }
 
 // All blocks of a field as one strided array over the segment, (capacity, *shape); rows are 64-byte aligned.
@@ -301,11 +306,15 @@ void restore(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generat
 }  // namespace
 
 void bind_store(nb::module_& module) {
+  nb::list names;
+  for (const char* name : kCounterNames) names.append(name);
+  module.attr("COUNTERS") = names;
   nb::class_<Store>(module, "Store")
       .def_static("create", &create)
       .def_static("attach", &attach)
       .def("describe", &describe)
       .def("counters", &counters)
+      .def("set_counters", &set_counters)
       .def("column", &column)
       .def("allocate", &allocate)
       .def("allocate_one", &allocate_one)
@@ -333,7 +342,7 @@ void bind_store(nb::module_& module) {
       .def("reap", [](Store& s) { Unlocked u; return s.reap(); })
       .def("rebuild", [](Store& s) { Unlocked u; s.rebuild(); })
       .def("audit", [](Store& s) { Unlocked u; return s.audit(); })
-      .def("close", [](Store& s) { Unlocked u; s.close(); })
+      .def("close", [](Store& s, bool keep) { Unlocked u; s.close(keep); })
       .def("unlink", &Store::unlink)
       .def_prop_ro("closed", &Store::is_closed);
 }

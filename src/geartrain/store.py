@@ -527,12 +527,13 @@ class Store:
         """Whether this handle was closed."""
         return bool(self._native.closed)
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = False) -> None:
         """Leaves the store: rows being written by this handle are given back.
 
-        The last process to leave removes the segment, unless it persists. Views already taken stay readable.
+        The last process to leave removes the segment, unless it persists. With `keep=True` it stays, and a later
+        process joins it with `Store.open(name, adopt=True)`. Views already taken stay readable.
         """
-        self._native.close()
+        self._native.close(keep)
 
     def unlink(self) -> bool:
         """Removes the segment's name; the memory goes when the last process lets go. False if already gone."""

@@ -14,7 +14,7 @@ import numpy as np
 from geartrain.integrations.source import Array, require
 
 
-def decode_image(data: bytes, channels: int | None, dtype: str) -> Array:
+def decode_image(data: bytes, channels: int | None, dtype: str, extra: str) -> Array:
     """One image as (height, width, channels), or (height, width) where `channels` is None.
 
     Args:
@@ -22,12 +22,13 @@ def decode_image(data: bytes, channels: int | None, dtype: str) -> Array:
         channels: 1, 3, 4 or None; the image is converted to it.
         dtype: uint8, uint16 (one channel), or float32, which TFDS writes as the four bytes of an RGBA
             pixel.
+        extra: the optional dependency that brings Pillow, for the message when it is missing.
 
     Raises:
         ValueError: the bytes are not an image, or not one of that kind.
         MissingDependencyError: Pillow is not installed.
     """
-    image_module = require("PIL.Image", "rlds", "Decoding images")
+    image_module = require("PIL.Image", extra, "Decoding images")
     if not data:
         raise ValueError("the image is empty")
     try:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from geartrain.store import Store
 
 from geartrain.errors import SourceError, StoreExistsError, StoreMissingError
 from geartrain.integrations.progress import Progress
 from geartrain.integrations.source import Array, Episode, FieldChoice, Source
 from geartrain.schema import Field, as_dtype
+from geartrain.store import Store
 
 TooLong = Literal["error", "truncate", "skip"]
 
@@ -104,7 +104,8 @@ def import_dataset(
         skip_unsupported: leave out fields that no store can hold (text, video) instead of refusing.
         persist: keep the store after the last process has closed it. By default for files only.
         progress: a bar, or lines, on stderr.
-        options: what the format offers, such as `split=` for RLDS or `episode_steps=` for D4RL.
+        options: what the format offers, such as `split=` for RLDS or `episode_steps=` for D4RL. None
+            stands for the format's default.
 
     Raises:
         SourceError: the dataset, or an episode of it, does not fit.
@@ -117,7 +118,6 @@ def import_dataset(
         >>> data = {"obs": np.zeros((3, 10, 4), "float32")}
         >>> with import_dataset(data, "import-example", progress=False) as store:
         ...     len(store), store.max_length
-        ...     store.unlink()
         (3, 10)
     """
     casts = _casts(cast)
@@ -217,6 +217,7 @@ def open_source(
         format = _recognise(source)
     module, kind = FORMATS[format]
     opener = getattr(importlib.import_module(module), kind)
+    options = {name: value for name, value in options.items() if value is not None}
     known = [
         name
         for name, parameter in inspect.signature(opener).parameters.items()
@@ -324,6 +325,8 @@ def _casts(cast: Mapping[str, str] | Sequence[str] | str) -> dict[str, str]:
 
 
 def _check_absent(name: str) -> None:
+    if "/" in name and not Path(name).parent.is_dir():
+        raise StoreMissingError(f"{name} cannot be created: {Path(name).parent} is no folder")
     try:
         found = Store.peek(name)
     except StoreMissingError:

@@ -107,7 +107,11 @@ class MinariSource(Source):
         """Every episode by its id, one in memory at a time."""
         with self._opened() as opened:
             for number, length in enumerate(self._lengths):
-                yield self._episode(number, length, self._reader(opened, number))
+                try:
+                    read = self._reader(opened, number)
+                except (ValueError, KeyError, OSError) as error:
+                    raise SourceError(f"{self.name}: episode_{number}: {error}") from error
+                yield self._episode(number, length, read)
 
     def extent(self) -> Extent:
         """From the episodes' metadata; no data is read."""
@@ -164,13 +168,38 @@ class MinariSource(Source):
         if self._format == "hdf5":
             group = opened[f"episode_{number}"]
             return lambda leaf: self._from_hdf5(group, leaf)
-        dataset = require("pyarrow.dataset", "minari", "Reading Minari's Arrow files")
-        files = dataset.dataset(
-            str(self._folder / str(number)),
-            format=self._format,
-            ignore_prefixes=["_", ".", "metadata.json"],
-        )
-        return lambda leaf: self._from_arrow(files, leaf)
+        batch = self._batch(number)
+        return lambda leaf: self._from_arrow(batch, leaf)
+
+    def _batch(self, number: int) -> Any:
+        """The Arrow record batch that an episode is.
+
+        Raises:
+            ValueError: it is in several pieces, whose order is unknown.
+        """
+        files = sorted((self._folder / str(number)).glob(f"*.{self._format}"))
+        if len(files) != 1:
+            raise ValueError(f"{len(files)} .{self._format} files in its folder, expected one")
+        if self._format == "arrow":
+            arrow = require("pyarrow", "minari", "Reading Minari's Arrow files")
+            file = arrow.ipc.open_file(arrow.memory_map(str(files[0])))
+            pieces, read = file.num_record_batches, file.get_batch
+        else:
+            parquet = require("pyarrow.parquet", "minari", "Reading Minari's Parquet files")
+            file = parquet.ParquetFile(files[0])
+            wanted = [*dict.fromkeys(_TERMS[name.partition(".")[0]] for name in self._chosen.values())]
+            pieces = file.num_row_groups
+
+            def read(index: int) -> Any:
+                table = file.read_row_group(index, columns=wanted, use_threads=False)
+                return table.combine_chunks().to_batches()[0]
+
+        if pieces != 1:
+            raise ValueError(
+                f"it is stored in {pieces} pieces, whose order Minari's writer does not keep, so its "
+                f"steps may be out of order; episodes this long need Minari's HDF5 layout"
+            )
+        return read(0)
 
     def _from_hdf5(self, group: Any, leaf: tuple[str, ...]) -> Array:
         top, *below = leaf
@@ -183,16 +212,9 @@ class MinariSource(Source):
             return _images([np.asarray(image, np.uint8).tobytes() for image in values], space)
         return values
 
-    def _from_arrow(self, files: Any, leaf: tuple[str, ...]) -> Array:
+    def _from_arrow(self, batch: Any, leaf: tuple[str, ...]) -> Array:
         top, *below = leaf
-        field = files.schema.field(top)
-        pieces = files.to_table(columns=[top]).column(top)
-        if pieces.num_chunks != 1:
-            raise ValueError(
-                f"it is stored in {pieces.num_chunks} pieces, whose order Minari's writer does not keep, "
-                f"so its steps may be out of order; episodes this long need Minari's HDF5 layout"
-            )
-        column = pieces.chunk(0)
+        field, column = batch.schema.field(top), batch.column(top)
         for key in below:
             index = field.type.get_field_index(key)
             field, column = field.type.field(index), column.field(index)
@@ -250,12 +272,15 @@ class MinariSource(Source):
             for field in kind:
                 walk(field.type, (*prefix, field.name))
 
-        dataset = require("pyarrow.dataset", "minari", "Reading Minari's Arrow files")
-        schema = dataset.dataset(
-            str(self._folder / "0"),
-            format=self._format,
-            ignore_prefixes=["_", ".", "metadata.json"],
-        ).schema
+        suffix = f"*.{self._format}"
+        file = next((self._folder / "0").glob(suffix), None)
+        if file is None:
+            return leaves
+        if self._format == "arrow":
+            arrow = require("pyarrow", "minari", "Reading Minari's Arrow files")
+            schema = arrow.ipc.open_file(arrow.memory_map(str(file))).schema
+        else:
+            schema = require("pyarrow.parquet", "minari", "Reading Minari's Parquet files").read_schema(file)
         if "infos" in schema.names:
             walk(schema.field("infos").type, ())
         return leaves
@@ -288,4 +313,4 @@ def _leaves(space: Any) -> dict[tuple[str, ...], str | None]:
 
 def _images(encoded: list[bytes], space: Any) -> Array:
     channels = space.shape[2] if len(space.shape) == 3 else None
-    return np.stack([decode_image(data, channels, "uint8") for data in encoded])
+    return np.stack([decode_image(data, channels, "uint8", "minari") for data in encoded])

@@ -145,7 +145,9 @@ class RldsSource(Source):
     def _steps(self, features: Any) -> int:
         """Steps of an episode: as many values as any feature with one value per step has."""
         for leaf in self._leaves.values():
-            if not leaf.timed or leaf.ragged or leaf.key not in features:
+            if not leaf.timed or leaf.ragged or leaf.kind not in ("tensor", "image", "text"):
+                continue
+            if leaf.key not in features:
                 continue
             values = _values_of(features[leaf.key])
             size = 1 if leaf.encoding != "none" or leaf.kind != "tensor" else _size(leaf.shape)
@@ -293,8 +295,10 @@ def _decode(features: Any, leaf: _Leaf, rows: int) -> Array:
     values = _values_of(_feature(features, key))
     if leaf.kind == "image":
         _expect(len(values), rows)
+        if rows == 0:
+            return np.empty((0, *(size or 0 for size in leaf.shape)), leaf.dtype)
         channels = leaf.shape[2] if len(leaf.shape) == 3 else None
-        return np.stack([decode_image(data, channels, leaf.dtype) for data in values])
+        return np.stack([decode_image(data, channels, leaf.dtype, "rlds") for data in values])
     shape = tuple(size or 0 for size in leaf.shape)
     dtype = np.dtype("bool" if leaf.dtype == "bool" else leaf.dtype)
     if leaf.encoding != "none":

@@ -100,14 +100,15 @@ class Source(abc.ABC):
         return Extent(episodes, longest)
 
     def first(self) -> Episode:
-        """The first episode, whose shapes and dtypes all others must share.
+        """The first episode that has a step; all others must share its shapes and dtypes.
 
         Raises:
             SourceError: there is none.
         """
         for episode in self:
-            return episode
-        raise SourceError(f"{self.name}: holds no episode")
+            if episode.length:
+                return episode
+        raise SourceError(f"{self.name}: holds no episode with at least one step")
 
     def fields(self, max_length: int) -> dict[str, Field]:
         """The schema of a store for this source, with rows of `max_length` steps.

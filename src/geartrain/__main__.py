@@ -1,0 +1,20 @@
+"""The `geartrain` command; `python -m geartrain` is the same."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line, or says how to install what it needs."""
+    try:
+        from geartrain.cli import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich", "click"):
+            raise
+        sys.exit(f"the geartrain command needs {error.name}: pip install 'geartrain[cli]'")
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""The command line: look at stores, fill them from datasets, remove what was left behind, measure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Optional
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from geartrain.errors import GeartrainError
+from geartrain.store import Store
+
+app = typer.Typer(
+    help="The data plane for training large models with reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure, beside a floor and the peers that are installed.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+out = Console()
+
+HISTOGRAM_BINS = 12
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Shows what was refused as one line on stderr, not as a traceback."""
+    try:
+        yield
+    except GeartrainError as error:
+        _die(str(error))
+
+
+def _die(message: str) -> NoReturn:
+    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+    raise typer.Exit(1)
+
+
+# --- import -----------------------------------------------------------------------------------------------------
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(help="Dataset: a directory or file.")],
+    into: Annotated[str, typer.Option(help="The store to create: a path (./data/hopper.gt) or a name in /dev/shm.")],
+    format: Annotated[str, typer.Option(help="auto, or the format's name.")] = "auto",
+    field: Annotated[
+        Optional[list[str]],
+        typer.Option(help="Field to import, or stored=found; repeat for several. All usual ones by default."),
+    ] = None,
+    cast: Annotated[Optional[list[str]], typer.Option(help="Convert dtypes, e.g. float64=float32. Repeatable.")] = None,
+    capacity: Annotated[Optional[int], typer.Option(help="Rows of the store; as many as episodes by default.")] = None,
+    max_length: Annotated[Optional[int], typer.Option(help="Steps of the longest row; found by default.")] = None,
+    on_too_long: Annotated[str, typer.Option(help="error, truncate or skip episodes longer than that.")] = "error",
+    skip_unsupported: Annotated[bool, typer.Option(help="Leave out text and video fields instead of refusing.")] = False,
+    option: Annotated[
+        Optional[list[str]], typer.Option(help="An option of the format as key=value, e.g. split=train. Repeatable.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+) -> None:
+    """Import a dataset, an episode a row.
+
+    Reads Minari datasets, D4RL-layout HDF5, RLDS/TFDS files (TFRecord, ArrayRecord), LeRobot v3 datasets and
+    .npz files of arrays, each without the framework that wrote it. The store is complete or absent.
+
+    Example: geartrain import ~/datasets/hopper.hdf5 --into ./hopper.gt --cast float64=float32
+    """
+    from geartrain.integrations import import_dataset
+
+    with _errors():
+        store = import_dataset(
+            source,
+            into,
+            format=format,
+            fields=field,
+            cast=cast or (),
+            capacity=capacity,
+            max_length=max_length,
+            on_too_long=on_too_long,  # type: ignore[arg-type]  # checked by import_dataset, with a message
+            skip_unsupported=skip_unsupported,
+            persist=True,
+            progress=not quiet,
+            **_key_values(option or []),
+        )
+        out.print(_summary(store))
+        store.close()
+
+
+def _key_values(pairs: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, found, value = pair.partition("=")
+        if not found:
+            _die(f"--option takes key=value, found {pair!r}")
+        values[key] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
+    return values
+
+
+# --- inspect ----------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def inspect(
+    name: Annotated[
+        Optional[str], typer.Argument(help="A store's name or path, or a checkpoint's directory. Lists all without.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    audit: Annotated[bool, typer.Option(help="Join the store and check all of its books.")] = False,
+) -> None:
+    """Show a store: schema, rows, bytes, weights, counters. Leaves no trace unless --audit is given."""
+    with _errors():
+        if name is None:
+            _list_segments(as_json)
+        elif (Path(name) / "manifest.json").is_file():
+            _inspect_checkpoint(Path(name), as_json)
+        else:
+            _inspect_store(name, as_json)
+            if audit:
+                _audit(name)
+
+
+def _list_segments(as_json: bool) -> None:
+    found = []
+    for path in sorted(Path("/dev/shm").glob("geartrain.*")):
+        name = path.name.removeprefix("geartrain.")
+        try:
+            store = Store.peek(name)
+            found.append(
+                {
+                    "name": name,
+                    "rows": len(store),
+                    "capacity": store.capacity,
+                    "bytes": store.nbytes,
+                    "processes": store.native.live_clients(),
+                }
+            )
+        except GeartrainError as error:
+            found.append({"name": name, "error": str(error)})
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        return
+    if not found:
+        out.print("no stores in /dev/shm")
+        return
+    table = Table("name", "rows", "capacity", "MB", "processes")
+    for entry in found:
+        if "error" in entry:
+            table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", "", "", "")
+        else:
+            attached = str(entry["processes"]) if entry["processes"] else "[yellow]none (left behind)[/]"
+            table.add_row(
+                escape(entry["name"]), f"{entry['rows']:,}", f"{entry['capacity']:,}", f"{entry['bytes'] / 1e6:,.1f}", attached
+            )
+    out.print(table)
+
+
+def _describe(store: Store) -> dict[str, Any]:
+    books = store.status()
+    weights = books["weight"]
+    edges = _histogram_edges(weights)
+    counts = np.histogram(weights, edges)[0] if len(edges) else np.empty(0, int)
+    return {
+        "name": store.name,
+        "path": str(store.path),
+        "fields": [
+            {"name": name, "shape": list(f.shape), "dtype": f.dtype, "timed": f.timed, "row_bytes": f.nbytes}
+            for name, f in store.fields.items()
+        ],
+        "rows": len(weights),
+        "capacity": store.capacity,
+        "max_length": store.max_length,
+        "steps": int(books["length"].sum()),
+        "bytes": store.nbytes,
+        "row_bytes": sum(f.nbytes for f in store.fields.values()),
+        "processes": store.native.live_clients(),
+        "options": store.options,
+        "counters": store.stats(),
+        "versions": [int(books["version"].min()), int(books["version"].max())] if len(weights) else None,
+        "weights": {"edges": edges.tolist(), "rows": counts.tolist(), "zero": int((weights == 0).sum())},
+    }
+
+
+def _histogram_edges(weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Bins for positive weights: by magnitude where they span more than two orders of it."""
+    positive = weights[weights > 0]
+    if positive.size == 0:
+        return np.empty(0)
+    low, high = float(positive.min()), float(positive.max())
+    if low == high:
+        return np.array([low * 0.5, high * 1.5])
+    edges = np.geomspace(low, high, HISTOGRAM_BINS + 1) if high / low > 100 else np.linspace(low, high, HISTOGRAM_BINS + 1)
+    edges[0], edges[-1] = low, high
+    return edges
+
+
+def _inspect_store(name: str, as_json: bool) -> None:
+    about = _describe(Store.peek(name))
+    if as_json:
+        sys.stdout.write(json.dumps(about, indent=1) + "\n")
+        return
+    out.print(f"[bold]{escape(about['name'])}[/]  {escape(about['path'])}", soft_wrap=True)
+    out.print(
+        f"{about['rows']:,} of {about['capacity']:,} rows, {about['steps']:,} steps, {about['bytes'] / 1e6:,.1f} MB, "
+        + (f"{about['processes']} processes attached" if about["processes"] else "[yellow]no process attached[/]")
+    )
+    table = Table("field", "shape of a row", "dtype", "timed", "bytes a row", title_justify="left")
+    for field in about["fields"]:
+        table.add_row(
+            escape(field["name"]), str(tuple(field["shape"])), field["dtype"], "yes" if field["timed"] else "no", f"{field['row_bytes']:,}"
+        )
+    out.print(table)
+    limits = {key: value for key, value in about["options"].items() if value is not None}
+    out.print("options   " + ", ".join(f"{key}={value}" for key, value in limits.items()))
+    shown = {key: value for key, value in about["counters"].items() if value}
+    out.print("counters  " + (", ".join(f"{key} {value:,}" for key, value in shown.items()) or "nothing happened yet"))
+    if about["versions"]:
+        out.print(f"versions  {about['versions'][0]} to {about['versions'][1]}")
+    _print_histogram(about["weights"])
+
+
+def _print_histogram(weights: dict[str, Any]) -> None:
+    if weights["zero"]:
+        out.print(f"weights   {weights['zero']:,} rows have weight 0")
+    if not weights["rows"]:
+        return
+    table = Table("weight", "rows", "", box=None, padding=(0, 1))
+    largest = max(weights["rows"]) or 1
+    edges = weights["edges"]
+    for low, high, rows in zip(edges, edges[1:], weights["rows"], strict=False):
+        span = f"{(low + high) / 2:.4g}" if len(edges) == 2 else f"{low:.4g} to {high:.4g}"
+        table.add_row(span, f"{rows:,}", "█" * max(round(40 * rows / largest), 1 if rows else 0))
+    out.print(table)
+
+
+def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
+    from geartrain.checkpoint import read_manifest
+
+    manifest = read_manifest(directory)
+    if as_json:
+        sys.stdout.write(json.dumps(manifest, indent=1) + "\n")
+        return
+    size = sum(file["bytes"] for file in manifest["files"].values())
+    out.print(f"checkpoint of {manifest['created']}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB")
+    table = Table("field", "shape of a row", "dtype", "timed")
+    for field in manifest["fields"]:
+        table.add_row(escape(field["name"]), str(tuple(field["shape"])), field["dtype"], "yes" if field["timed"] else "no")
+    out.print(table)
+
+
+def _audit(name: str) -> None:
+    store = Store.open(name, adopt=True)
+    problems = store.audit()
+    store.close(keep=True)  # looking must not remove what a dead run left
+    for problem in problems:
+        out.print(f"[red]wrong:[/] {escape(problem)}")
+    if problems:
+        raise typer.Exit(1)
+    out.print("[green]audit: every row is accounted for, every sum is exact[/]")
+
+
+# --- remove, doctor ---------------------------------------------------------------------------------------------
+
+
+@app.command()
+def remove(
+    name: Annotated[str, typer.Argument(help="A store's name or path.")],
+    force: Annotated[bool, typer.Option(help="Even while processes use it; they keep the memory until they end.")] = False,
+) -> None:
+    """Remove a store that a run has left behind."""
+    with _errors():
+        store = Store.peek(name)
+        users = store.native.live_clients()
+        if users and not force:
+            _die(f"{users} living processes use {name!r}; --force removes its name all the same")
+        rows = len(store)
+        store.unlink()
+        out.print(f"removed {name} ({rows:,} rows, {store.nbytes / 1e6:,.1f} MB)")
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False) -> None:
+    """Say what this machine can do, and why not where it cannot."""
+    from geartrain.doctor import examine
+
+    findings = examine()
+    if as_json:
+        sys.stdout.write(json.dumps([vars(finding) for finding in findings], indent=1) + "\n")
+        return
+    table = Table("what", "", "because")
+    for finding in findings:
+        table.add_row(finding.what, "[green]viable[/]" if finding.viable else "[yellow]not viable[/]", escape(finding.because))
+    out.print(table)
+
+
+def _summary(store: Store) -> str:
+    steps = int(store.status()["length"].sum())
+    return f"{len(store):,} rows, {steps:,} steps, {store.nbytes / 1e6:,.1f} MB in {escape(str(store.path))}"
+
+

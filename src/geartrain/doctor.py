@@ -1,0 +1,109 @@
+"""What this machine can do for geartrain, and why not where it cannot."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from geartrain import _native
+
+# Optional packages: the module to import, and the extra that installs it.
+OPTIONAL = {
+    "torch": ("torch", "torch"),
+    "typer, rich (command line)": ("typer", "cli"),
+    "matplotlib (plots)": ("matplotlib", "plot"),
+    "minari": ("minari", "minari"),
+    "h5py (D4RL files)": ("h5py", "hdf5"),
+    "tfrecord (RLDS files)": ("tfrecord", "rlds"),
+    "array_record (RLDS files)": ("array_record", "rlds"),
+    "pyarrow (LeRobot datasets)": ("pyarrow", "lerobot"),
+    "gymnasium, mujoco (demo)": ("mujoco", "demo"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: whether it is usable, and what was found or what is missing."""
+
+    what: str
+    viable: bool
+    because: str
+
+
+def examine() -> list[Finding]:
+    """Everything worth knowing before a run. Imports optional packages to see whether they really load."""
+    return [_machine(), _copies(), _shared_memory(), _huge_pages(), _locked_memory(), *_packages(), _gpu()]
+
+
+def _machine() -> Finding:
+    cores = _native.available_cores()
+    return Finding(
+        "machine",
+        True,
+        f"{platform.machine()}, {cores} core{'s' if cores > 1 else ''} for this process, Python {platform.python_version()}",
+    )
+
+
+def _copies() -> Finding:
+    kernel = _native.copy_kernel()
+    return Finding("streaming copies", kernel != "memcpy", f"large batches are copied with {kernel}")
+
+
+def _shared_memory() -> Finding:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        return Finding("shared memory", False, "/dev/shm is missing; give stores a path on another file system")
+    usage = shutil.disk_usage(shm)
+    segments = list(shm.glob("geartrain.*"))
+    return Finding(
+        "shared memory",
+        os.access(shm, os.W_OK),
+        f"/dev/shm has {usage.free / 1e9:.1f} GB free of {usage.total / 1e9:.1f} GB, {len(segments)} segments in it",
+    )
+
+
+def _huge_pages() -> Finding:
+    try:
+        setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    except OSError as error:
+        return Finding("huge pages for segments", False, str(error))
+    chosen = setting[setting.find("[") + 1 : setting.find("]")]
+    viable = chosen in ("advise", "always", "within_size", "force")
+    why = f"shmem_enabled is {chosen}"
+    if not viable:
+        why += "; `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled` (root) turns them on"
+    return Finding("huge pages for segments", viable, why)
+
+
+def _locked_memory() -> Finding:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e6:.0f} MB"
+    return Finding("locked memory", True, f"RLIMIT_MEMLOCK is {text} (matters once a GPU reads segments)")
+
+
+def _packages() -> list[Finding]:
+    findings = []
+    for what, (module, extra) in OPTIONAL.items():
+        try:
+            loaded = importlib.import_module(module)
+            version = getattr(loaded, "__version__", "") or importlib.metadata.version(module)
+            findings.append(Finding(what, True, f"version {version}"))
+        except ImportError as error:
+            findings.append(Finding(what, False, f"{error}; pip install 'geartrain[{extra}]'"))
+    return findings
+
+
+def _gpu() -> Finding:
+    try:
+        import torch
+    except ImportError:
+        return Finding("GPU", False, "torch is not installed")
+    if not torch.cuda.is_available():
+        return Finding("GPU", False, f"torch {torch.__version__} finds no CUDA device")
+    return Finding("GPU", True, torch.cuda.get_device_name(0))

@@ -1,0 +1,95 @@
+"""How far long work is: a bar where there is a terminal and rich, plain lines otherwise."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, TextIO
+
+LINE_EVERY_S = 5.0
+
+
+class Progress:
+    """Counts units of work and bytes on stderr, and says nothing where `enabled` is False.
+
+    Args:
+        title: what is going on, such as the source's name.
+        total: units to come, or None where nobody knows.
+        unit: what is counted, in the plural.
+        enabled: False for silence.
+        stream: where to write; stderr by default.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int | None,
+        *,
+        unit: str = "episodes",
+        enabled: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.title = title
+        self.total = total
+        self.unit = unit
+        self.enabled = enabled
+        self.stream = stream if stream is not None else sys.stderr
+        self.done = 0
+        self.nbytes = 0
+        self._bar: Any = None
+        self._task: Any = None
+        self._started = self._said = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if self.enabled and self.stream.isatty():
+            self._bar = self._rich_bar()
+        return self
+
+    def advance(self, nbytes: int, count: int = 1) -> None:
+        """`count` more units, of `nbytes` altogether, are done."""
+        self.done += count
+        self.nbytes += nbytes
+        if not self.enabled:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, advance=count, mb=f"{self.nbytes / 1e6:,.0f} MB")
+        elif time.monotonic() - self._said >= LINE_EVERY_S:
+            self._said = time.monotonic()
+            of = f" of {self.total:,}" if self.total is not None else ""
+            rate = self.nbytes / 1e6 / (self._said - self._started)
+            self.say(f"{self.title}: {self.done:,}{of} {self.unit}, {rate:,.0f} MB/s")
+
+    def say(self, line: str) -> None:
+        """One line, once."""
+        if self.enabled:
+            print(line, file=self.stream, flush=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _rich_bar(self) -> Any:
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as RichProgress
+        except ImportError:
+            return None
+        bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[mb]}"),
+            TimeRemainingColumn(),
+            console=Console(file=self.stream),
+        )
+        bar.start()
+        self._task = bar.add_task(self.title, total=self.total, mb="0 MB")
+        return bar
