@@ -181,17 +181,23 @@ class Store {
   void join();         // takes a client slot; the gate is held
   void ensure_client();  // joins again in a forked child
 
-  // Under the lock.
+  // Under the lock. Rows' changes reach the trees through Sums, a node at a time; it is made after the Guard, so that
+  // the sums are whole again before the lock is let go.
+  struct Sums {
+    explicit Sums(const Store& store) : weights(store.weight_tree_), bits(store.bit_tree_) {}
+    WeightTree::Adder weights;
+    BitTree::Adder bits;
+  };
   uint32_t take_free_row();
   void put_free_row(uint32_t row);
   void hold(uint32_t row, uint32_t slot, RowState state);
   void unhold(uint32_t row);
   void link_order(uint32_t row);
   void unlink_order(uint32_t row);
-  void set_bit(uint32_t row, bool selectable);
-  bool evict_one();
-  void retire(uint32_t row);      // a committed row: no longer selectable, on no list
-  void free_spent(uint32_t row);  // a spent row: its last key is stale from here on
+  void set_bit(Sums& sums, uint32_t row, bool selectable);
+  bool evict_one(Sums& sums);
+  void retire(Sums& sums, uint32_t row);  // a committed row: no longer selectable, on no list
+  void free_spent(uint32_t row);          // a spent row: its last key is stale from here on
   uint64_t expire_locked(uint64_t now_ns);
   void check_held(std::span<const uint32_t> rows) const;
   void set_weight_locked(uint32_t row, uint32_t weight);

@@ -259,6 +259,7 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence) {
     }
     if (committed) last_sequence = from.sequence;
   }
+  Sums sums(*this);
   for (const RestoredRow& from : rows) {
     RowStatus& s = status()[from.row];
     unhold(from.row);
@@ -274,8 +275,8 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence) {
     s.times_sampled.store(from.times_sampled, kRelaxed);
     s.state = RowState::committed;
     words()[from.row].store(make_word(from.generation, from.weight), std::memory_order_release);
-    weight_tree_.add(from.row, from.weight);
-    set_bit(from.row, true);
+    sums.weights.add(from.row, from.weight);
+    set_bit(sums, from.row, true);
     link_order(from.row);
     if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).push(from.row);
     c.committed_count.fetch_add(1, kRelaxed);

@@ -46,6 +46,7 @@ class WeightWriter {
 void Store::allocate(std::span<uint32_t> rows) {
   ensure_client();
   Guard guard(*this);
+  Sums sums(*this);
   Control& c = control();
   if (header().max_age_ns != 0) expire_locked(wall_ns());
   if (c.free_count < rows.size()) {
@@ -60,7 +61,7 @@ void Store::allocate(std::span<uint32_t> rows) {
          " are being read for the last time; commit or abandon some, or create the store with more capacity");
   }
   for (uint32_t& row : rows) {
-    if (c.free_count == 0) evict_one();
+    if (c.free_count == 0) evict_one(sums);
     row = take_free_row();
     hold(row, client_slot_, RowState::writing);
   }
@@ -90,13 +91,14 @@ void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, s
   // Streaming stores by whoever filled the blocks must not overtake the words that publish them.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   Guard guard(*this);
+  Sums sums(*this);
   check_held(rows);
   Control& c = control();
   const uint64_t now_ns = wall_ns();
   for (size_t i = 0; i < rows.size(); ++i) {
     const uint32_t row = rows[i];
     // At the cap the oldest of the others makes room, by the remover's choice.
-    if (c.committed_count.load(kRelaxed) >= header().max_rows) evict_one();
+    if (c.committed_count.load(kRelaxed) >= header().max_rows) evict_one(sums);
     RowStatus& s = status()[row];
     unhold(row);
     s.sequence = c.next_sequence++;
@@ -108,11 +110,11 @@ void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, s
     const uint32_t generation = generation_of(words()[row].load(kRelaxed)) + 1;
     s.state = RowState::committed;
     words()[row].store(make_word(generation, weight), std::memory_order_release);  // the row is true from here on
-    weight_tree_.add(row, weight);
-    set_bit(row, true);
+    sums.weights.add(row, weight);
+    set_bit(sums, row, true);
     link_order(row);
     if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).push(row);
-    c.committed_count.fetch_add(1, kRelaxed);
+    c.committed_count.store(c.committed_count.load(kRelaxed) + 1, kRelaxed);
     generations[i] = generation;
   }
   count(c.counters.inserted, rows.size());
@@ -178,6 +180,7 @@ uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t>
   ensure_client();
   check_rows(rows);
   Guard guard(*this);
+  Sums sums(*this);
   uint64_t stale = 0;
   for (size_t i = 0; i < rows.size(); ++i) {
     const uint64_t word = words()[rows[i]].load(kRelaxed);
@@ -186,7 +189,7 @@ uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t>
       ++stale;
       continue;
     }
-    retire(rows[i]);
+    retire(sums, rows[i]);
     put_free_row(rows[i]);
   }
   count(control().counters.deleted, rows.size() - stale);
@@ -208,6 +211,7 @@ void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32
     }
   } else {
     Guard guard(*this);
+    Sums sums(*this);
     for (size_t i = 0; i < rows.size(); ++i) {
       const uint32_t row = rows[i];
       RowStatus& s = status()[row];
@@ -219,7 +223,7 @@ void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32
       // The last sample: out of everybody's sight, but readable under its generation until release_spent.
       if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).erase(row);
       unlink_order(row);
-      set_bit(row, false);
+      set_bit(sums, row, false);
       control().committed_count.fetch_sub(1, kRelaxed);
       hold(row, client_slot_, RowState::spent);
       set_weight_locked(row, 0);
@@ -344,21 +348,18 @@ void Store::unlink_order(uint32_t row) {
   (s.next == kNoRow ? c.order_tail : status()[s.next].previous) = s.previous;
 }
 
-void Store::set_bit(uint32_t row, bool selectable) {
+void Store::set_bit(Sums& sums, uint32_t row, bool selectable) {
+  // Only the lock's holder writes bits, so a load and a store will do.
   const uint64_t bit = uint64_t{1} << (row % 64);
   std::atomic<uint64_t>& word = bit_tree_.leaves()[row / 64];
-  if (selectable) {
-    word.fetch_or(bit, kRelaxed);
-    bit_tree_.add(row / 64, 1);
-  } else {
-    word.fetch_and(~bit, kRelaxed);
-    bit_tree_.add(row / 64, ~uint64_t{0});
-  }
+  const uint64_t old = word.load(kRelaxed);
+  word.store(selectable ? old | bit : old & ~bit, kRelaxed);
+  sums.bits.add(row / 64, selectable ? 1 : ~uint64_t{0});
 }
 
 // --- removal --------------------------------------------------------------------------------------------------
 
-bool Store::evict_one() {
+bool Store::evict_one(Sums& sums) {
   const Control& c = control();
   uint32_t victim = kNoRow;
   switch (static_cast<Remover>(header().remover)) {
@@ -367,21 +368,21 @@ bool Store::evict_one() {
     case Remover::lowest_weight: victim = Heap(*this).top(); break;
   }
   if (victim == kNoRow) return false;
-  retire(victim);
+  retire(sums, victim);
   put_free_row(victim);
   count(control().counters.evicted);
   return true;
 }
 
-void Store::retire(uint32_t row) {
+void Store::retire(Sums& sums, uint32_t row) {
   if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).erase(row);
   // One exchange takes the weight away and makes every key of the row stale; updates that come later lose.
   const uint32_t generation = generation_of(words()[row].load(kRelaxed));
   const uint64_t old = words()[row].exchange(make_word(generation + 1, 0), std::memory_order_acq_rel);
-  weight_tree_.add(row, uint64_t{0} - weight_of(old));
-  set_bit(row, false);
+  sums.weights.add(row, uint64_t{0} - weight_of(old));
+  set_bit(sums, row, false);
   unlink_order(row);
-  control().committed_count.fetch_sub(1, kRelaxed);
+  control().committed_count.store(committed_count() - 1, kRelaxed);
 }
 
 void Store::free_spent(uint32_t row) {
@@ -396,10 +397,11 @@ uint64_t Store::expire_locked(uint64_t now_ns) {
   const Control& c = control();
   const uint64_t limit = header().max_age_ns;
   uint64_t expired = 0;
+  Sums sums(*this);
   // The order list is by commit, so the oldest come first.
   while (limit != 0 && c.order_head != kNoRow && status()[c.order_head].inserted_at_ns + limit < now_ns) {
     const uint32_t row = c.order_head;
-    retire(row);
+    retire(sums, row);
     put_free_row(row);
     ++expired;
   }

@@ -94,6 +94,33 @@ class SumTree {
     }
   }
 
+  // Adds deltas of many leaves, those under one node together: neighbours cost one walk up instead of one each. The
+  // sums lag behind the leaves until flush(), which the destructor does.
+  class Adder {
+   public:
+    explicit Adder(const SumTree& tree) : tree_(tree) {}
+    ~Adder() { flush(); }
+    Adder(const Adder&) = delete;
+    Adder& operator=(const Adder&) = delete;
+
+    void add(uint64_t leaf, uint64_t delta) {
+      if (leaf / kFanout != node_) {
+        flush();
+        node_ = leaf / kFanout;
+      }
+      delta_ += delta;
+    }
+    void flush() {
+      tree_.add(node_ * kFanout, delta_);
+      delta_ = 0;
+    }
+
+   private:
+    const SumTree& tree_;
+    uint64_t node_ = 0;
+    uint64_t delta_ = 0;
+  };
+
   // Finds the leaves that targets[0..n) fall into, all of them one level at a time, so that their cache misses
   // overlap. When the tree changed on the way, found[i].residual is not below the leaf's count: `inside` tells.
   void find(const uint64_t* targets, size_t n, Found* found) const {

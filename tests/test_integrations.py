@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from imports import assert_rows, imported, rows, store_name
 
 from geartrain.errors import MissingDependencyError, SourceError, StoreExistsError, StoreMissingError
 from geartrain.integrations import Episode, Source, import_dataset, ingest, open_source
-from geartrain.integrations.progress import Progress
 from geartrain.integrations.source import choose, flatten
 from geartrain.schema import Field
 from geartrain.store import Store
@@ -267,30 +265,32 @@ def test_no_optional_package_is_imported_before_it_is_needed() -> None:
     assert out.stdout.strip() == "[]"
 
 
-def test_progress_is_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("geartrain.integrations.progress.LINE_EVERY_S", 0.0)
-    stream = io.StringIO()
-    with Progress("toy", 2, stream=stream) as progress:
-        progress.advance(1_000_000)
-        progress.advance(1_000_000)
-    assert "toy: 1 of 2 episodes" in stream.getvalue()
-    assert "toy: 2 of 2 episodes" in stream.getvalue()
-
-
-def test_progress_is_a_bar_on_a_terminal() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    stream = Terminal()
-    with Progress("toy", 3, stream=stream) as progress:
-        for _ in range(3):
-            progress.advance(2_000_000)
-    assert "3/3" in stream.getvalue()
-    assert "6 MB" in stream.getvalue()
-
-
-def test_progress_can_be_silent(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_import_can_be_silent(capfd: pytest.CaptureFixture[str]) -> None:
     with imported(Toy([3])):
         pass
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_import_says_what_it_did(capfd: pytest.CaptureFixture[str]) -> None:
+    store = import_dataset(Toy([3, 5]), store_name())
+    store.unlink()
+    store.close()
+    assert "toy: 2 episodes, 8 steps" in capfd.readouterr().err
+
+
+def test_the_command_line_imports_and_says_why_it_cannot(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from geartrain.cli import app
+
+    source = {"obs": np.arange(24.0).reshape(2, 4, 3), "lengths": np.array([4, 2])}
+    np.savez(tmp_path / "data.npz", **source)
+    command = ["import", str(tmp_path / "data.npz"), "--into", str(tmp_path / "store")]
+    refused = CliRunner().invoke(app, [*command, "--max-length", "3"])
+    assert refused.exit_code == 1
+    assert "episode 0: has 4 steps" in refused.output
+    assert not (tmp_path / "store").exists()
+    done = CliRunner().invoke(app, [*command, "--cast", "float64=float32", "--field", "x=obs"])
+    assert done.exit_code == 0, done.output
+    with Store.open(tmp_path / "store") as store:
+        assert_rows(store, [{"x": source["obs"][i, :n].astype(np.float32)} for i, n in enumerate((4, 2))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from imports import assert_rows, imported, store_name
+from imports import assert_rows, imported, rows, store_name
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from geartrain.errors import SourceError
+from geartrain.errors import MissingDependencyError, SourceError
 from geartrain.integrations import import_dataset, open_source
 
 RNG = np.random.default_rng(0)
@@ -190,6 +191,29 @@ def test_an_item_that_differs_is_named() -> None:
     ):
         with pytest.raises(SourceError, match=message):
             import_dataset([*items[:2], odd, items[3]], store_name(), progress=False)
+
+
+def test_an_item_that_cannot_be_made_is_named() -> None:
+    class Broken(Episodes):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index == 2:
+                raise ValueError("the frame is lost")
+            return super().__getitem__(index)
+
+    with pytest.raises(SourceError, match="Broken: item 2: the dataset raised ValueError: the frame is lost"):
+        import_dataset(Broken([3, 5, 1]), store_name(), max_length=5, progress=False)
+
+
+def test_bfloat16_needs_ml_dtypes_or_is_stored_as_it_is() -> None:
+    items = [{"x": torch.rand(4, 2).to(torch.bfloat16)} for _ in range(2)]
+    if importlib.util.find_spec("ml_dtypes") is None:
+        with pytest.raises(MissingDependencyError, match=r"field 'x' is bfloat16.*pip install ml_dtypes"):
+            import_dataset(items, store_name(), progress=False)
+        return
+    with imported(items) as store:
+        assert store.fields["x"].dtype == "bfloat16"
+        for row, item in zip(rows(store), items, strict=True):
+            assert row["x"].tobytes() == item["x"].view(torch.uint16).numpy().tobytes()
 
 
 def test_what_is_no_dataset_is_refused() -> None:

@@ -164,6 +164,20 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         D4rlSource(tmp_path / "d.hdf5", episode_steps=0)
 
 
+def test_a_chunk_that_cannot_be_read_is_named_by_its_episodes(tmp_path: Path) -> None:
+    path = tmp_path / "d.hdf5"
+    write(path, [4], 9)
+    with h5py.File(path, "a") as file:
+        del file["actions"]
+        file.create_dataset("actions", data=np.zeros((9, 2)), chunks=(9, 2), fletcher32=True)
+        chunk = file["actions"].id.get_chunk_info(0)
+    data = bytearray(path.read_bytes())
+    data[chunk.byte_offset] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=r"episodes 0 to 1 \(steps 0 to 8\) cannot be read"):
+        import_dataset(path, store_name(), progress=False)
+
+
 def test_memory_stays_bounded_while_a_large_file_is_read(tmp_path: Path) -> None:
     # 400,000 steps of 256 bytes: 102 MB. The peak is taken in a process of its own, after imports.
     with h5py.File(tmp_path / "large.hdf5", "w") as file:

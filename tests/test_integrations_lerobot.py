@@ -251,6 +251,16 @@ def test_missing_files_columns_and_episodes_are_noticed(tmp_path: Path) -> None:
         import_dataset(tmp_path / "c", store_name(), progress=False)
 
 
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    v3(tmp_path, [[0, 1, 2, 3]], episodes())
+    path = tmp_path / "data/chunk-000/file-000.parquet"
+    data = bytearray(path.read_bytes())
+    data[20:600] = bytes(580)
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=r"file-000\.parquet: frame 0 or later"):
+        import_dataset(tmp_path, store_name(), progress=False)
+
+
 def test_versions_that_are_not_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "meta").mkdir()
     for version in ("v1.6", "v4.0", None):

@@ -116,7 +116,13 @@ class D4rlSource(Source):
                 reach = int(np.searchsorted(self._edges, begin + steps_per_read, side="right")) - 1
                 until = max(index + 1, reach)
                 end = int(self._edges[until])
-                data = {stored: _values(column, begin, end) for stored, column in columns.items()}
+                try:
+                    data = {stored: _values(column, begin, end) for stored, column in columns.items()}
+                except OSError as error:
+                    raise SourceError(
+                        f"{self.name}: episodes {index} to {until - 1} (steps {begin} to {end - 1}) "
+                        f"cannot be read: {error}"
+                    ) from error
                 for number in range(index, until):
                     yield self._episode(number, data, begin)
                 index = until

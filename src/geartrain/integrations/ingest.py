@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from geartrain.errors import SourceError, StoreExistsError, StoreMissingError
-from geartrain.integrations.progress import Progress
 from geartrain.integrations.source import Array, Episode, FieldChoice, Source
+from geartrain.progress import Progress
 from geartrain.schema import Field, as_dtype
 from geartrain.store import Store
 
@@ -122,6 +122,7 @@ def import_dataset(
     """
     casts = _casts(cast)
     _check_too_long(on_too_long)
+    _check_absent(str(into))  # here, and not after a long look at the data
     opened = open_source(source, format=format, fields=fields, skip_unsupported=skip_unsupported, **options)
     if capacity is None:
         capacity = opened.episodes
@@ -180,7 +181,7 @@ def ingest(
                     continue
                 if on_too_long == "truncate":
                     fitting = episode.cut(store.max_length)
-            if bar.episodes == room:
+            if bar.done == room:
                 raise SourceError(
                     f"{source.name}: {episode.name}: the store is full, it takes {limit:,} rows; a "
                     f"larger one is needed, or fewer episodes"
@@ -188,7 +189,7 @@ def ingest(
             _check(source.name, fitting, schema, store.max_length, casts)
             bar.advance(_write(store, fitting))
             steps += fitting.length
-        report = Report(bar.episodes, steps, bar.nbytes, too_long, empty, time.monotonic() - started)
+        report = Report(bar.done, steps, bar.nbytes, too_long, empty, time.monotonic() - started)
     bar.say(f"{source.name}: {report}")
     return report
 

@@ -137,7 +137,7 @@ class LeRobotSource(Source):
             missing = [key for key in wanted if key not in table.schema_arrow.names]
             if missing:
                 raise SourceError(f"{self.name}: {file}: has no column {', '.join(missing)}")
-            for batch in table.iter_batches(batch_size=rows, columns=wanted):
+            for batch in self._batches(table, file, rows, wanted):
                 episodes = column_values(batch.column("episode_index"), ())
                 edges = [0, *(np.flatnonzero(np.diff(episodes)) + 1).tolist(), len(episodes)]
                 for begin, end in itertools.pairwise(edges):
@@ -145,6 +145,15 @@ class LeRobotSource(Source):
                         continue
                     piece = batch.slice(begin, end - begin)
                     yield file, int(episodes[begin]), self._columns(file, episodes[begin], piece)
+
+    def _batches(self, table: Any, file: Path, rows: int, wanted: list[str]) -> Iterator[Any]:
+        frames = 0
+        try:
+            for batch in table.iter_batches(batch_size=rows, columns=wanted):
+                yield batch
+                frames += len(batch)
+        except OSError as error:
+            raise SourceError(f"{self.name}: {file}: frame {frames} or later: {error}") from error
 
     def _columns(self, file: Path, episode: int, batch: Any) -> dict[str, Array]:
         columns = {}

@@ -11,7 +11,7 @@ torch is not imported: whatever has `detach()` is a tensor.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,16 @@ class TorchSource(Source):
 
     def __iter__(self) -> Iterator[Episode]:
         """Every item as an episode."""
-        for index, item in enumerate(self._items()):
+        items = self._items()
+        for index in count():
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise SourceError(
+                    f"{self.name}: item {index}: the dataset raised {type(error).__name__}: {error}"
+                ) from error
             yield self._episode(index, self._flat(index, item))
 
     def first(self) -> Episode:

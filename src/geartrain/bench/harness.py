@@ -1,0 +1,246 @@
+"""Timing several systems against one floor, fairly: in turns, in one run, by their medians.
+
+A *lap* is one repetition of one system: enough calls to last a millisecond or more. A *round* is one lap of
+every system, in an order that rotates, so that slow drifts of the machine hit all alike. Numbers are quantiles
+of the time per call over the laps; ratios are ratios of medians.
+
+What p50, p75, p90 and p95 mean: the time per call that so many percent of the laps stayed within. For a rate
+they are the rates at those times, so p95 is always the slow tail, never the lucky one. `ratio_to_floor` is
+always speed: 1 is as fast as the floor, 0.5 takes twice the floor's time, for rates and times alike.
+
+A shared machine takes the CPU away now and then. A lap during which it did (an involuntary context switch) says
+little about the code, for the floor as for ours; such laps are left out of every system alike as long as each
+system of the case keeps `MIN_QUIET` others. Otherwise all laps count, and a note says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Quiet laps that a system needs before the disturbed ones are left out.
+MIN_QUIET = 7
+QUANTILES = (0.50, 0.75, 0.90, 0.95)
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One repetition: seconds of wall and CPU time per call, and whether the CPU was taken away meanwhile."""
+
+    seconds: float
+    cpu_seconds: float
+    disturbed: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a result; see the module's text for what the quantiles and the ratio mean."""
+
+    case: str
+    system: str
+    metric: str
+    unit: str
+    p50: float
+    p75: float
+    p90: float
+    p95: float
+    ratio_to_floor: float
+
+
+@dataclass
+class BenchResult:
+    """Everything that a number must not travel without."""
+
+    bench: str
+    command: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+    peers_missing: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as plain JSON types."""
+        return asdict(self)
+
+
+@dataclass
+class System:
+    """Something to be timed. `lap` runs one repetition; `rounds` bounds how many of them (None: all)."""
+
+    name: str
+    lap: Callable[[], Lap]
+    floor: bool = False
+    rounds: int | None = None
+
+
+class Clock:
+    """A budget of seconds shared out evenly over the cases that are left."""
+
+    def __init__(self, budget_s: float, cases: int) -> None:
+        self._end_s = time.monotonic() + budget_s
+        self._left = cases
+
+    def next_case_s(self, most_s: float) -> float:
+        """Seconds the next case may take, `most_s` at most."""
+        share_s = (self._end_s - time.monotonic()) / max(1, self._left)
+        self._left -= 1
+        return max(0.0, min(most_s, share_s))
+
+
+def lap(calls: int, body: Callable[[], object]) -> Lap:
+    """Times `body`, which makes `calls` calls, in this process and all its threads."""
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    cpu_s, began_s = time.process_time(), time.perf_counter()
+    body()
+    seconds, cpu_seconds = time.perf_counter() - began_s, time.process_time() - cpu_s
+    disturbed = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw != switches
+    return Lap(seconds / calls, cpu_seconds / calls, disturbed)
+
+
+def take_turns(systems: Sequence[System], *, repeats: int, budget_s: float, warmups: int = 2) -> dict[str, list[Lap]]:
+    """Laps of every system, taken in turns: until each has `repeats` quiet ones, or the budget is spent.
+
+    Every system gets at least three laps, whatever the budget. Warm-up laps are not among them.
+    """
+    gc.collect()
+    for system in systems:
+        for _ in range(warmups):
+            system.lap()
+    laps: dict[str, list[Lap]] = {system.name: [] for system in systems}
+    ends_s = time.monotonic() + budget_s
+
+    def wants_more(system: System) -> bool:
+        got = laps[system.name]
+        most = repeats if system.rounds is None else min(repeats, system.rounds)
+        return sum(not one.disturbed for one in got) < most and len(got) < 4 * most
+
+    turn = 0
+    while turn < 3 or (time.monotonic() < ends_s and any(map(wants_more, systems))):
+        for place in range(len(systems)):
+            system = systems[(turn + place) % len(systems)]
+            # A system with enough laps goes on with the others, unless its laps are bounded: they are long.
+            if system.rounds is None or turn < 3 or wants_more(system):
+                laps[system.name].append(system.lap())
+        turn += 1
+    return laps
+
+
+def quiet(laps: dict[str, list[Lap]]) -> tuple[dict[str, list[Lap]], bool]:
+    """The undisturbed laps when every system has enough of them, otherwise all; and whether it is all."""
+    kept = {name: [one for one in of_one if not one.disturbed] for name, of_one in laps.items()}
+    if all(len(kept[name]) >= min(MIN_QUIET, len(laps[name])) for name in laps):
+        return kept, False
+    return laps, True
+
+
+def quantiles(values: Sequence[float]) -> list[float]:
+    """p50, p75, p90 and p95 of the values."""
+    return [float(q) for q in np.quantile(np.asarray(values, np.float64), QUANTILES)]
+
+
+def rate_row(case: str, system: str, metric: str, unit: str, seconds: Sequence[float], per_call: float,
+             floor_s: float) -> Row:  # fmt: skip
+    """A rate: `per_call` units are done in each call of so many seconds; `floor_s` is the floor's median."""
+    times = quantiles(seconds)
+    return Row(case, system, metric, unit, *(per_call / s for s in times), floor_s / times[0])
+
+
+def time_row(case: str, system: str, metric: str, unit: str, seconds: Sequence[float], floor_s: float) -> Row:
+    """A duration, in "us" or "ns"."""
+    times = quantiles(seconds)
+    scale = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[unit]
+    return Row(case, system, metric, unit, *(scale * s for s in times), floor_s / times[0] if times[0] else 0.0)
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    info = _first_values("/proc/cpuinfo")
+    memory_kib = int(_first_values("/proc/meminfo").get("MemTotal", "0 kB").split()[0])
+    caches = Path("/sys/devices/system/cpu/cpu0/cache")
+    sizes = {_text(index / "level"): _text(index / "size") for index in sorted(caches.glob("index*"))}
+    return {
+        "cpu": info.get("model name", platform.processor() or "unknown"),
+        "cpu_family": f"{info.get('cpu family', '?')}/{info.get('model', '?')}",
+        "cores": len(os.sched_getaffinity(0)),
+        "last_level_cache": sizes[max(sizes)] if sizes else "unknown",
+        "memory_gb": round(memory_kib * 1024 / 1e9, 1),
+        "kernel": platform.release(),
+        "shmem_huge_pages": _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "huge_pages": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "load_average_before": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of Python, of geartrain and of the packages that are installed."""
+    import geartrain
+
+    found = {"python": platform.python_version(), "geartrain": geartrain.__version__}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def command(bench: str, *, quick: bool, peers: Iterable[str]) -> str:
+    """The line that repeats this run; interpreters of peers are named, not located."""
+    words = ["geartrain bench", bench] + ["--quick"] * quick
+    words += [f"--peer-python {peer}=/path/to/python" for peer in peers]
+    return " ".join(words)
+
+
+def new_result(bench: str, *, quick: bool, peers: Iterable[str], packages: Sequence[str]) -> BenchResult:
+    """A result that knows its machine, versions and command, and has no rows yet."""
+    return BenchResult(bench, command(bench, quick=quick, peers=peers), machine(), versions(*packages))
+
+
+def finish(result: BenchResult, began_s: float) -> BenchResult:
+    """Adds what is only known at the end: the load meanwhile and the time it took."""
+    result.machine["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
+    result.machine["run_s"] = round(time.monotonic() - began_s, 1)
+    return result
+
+
+def say(text: str) -> None:
+    """Progress, on stderr, so that stdout holds results only."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _first_values(path: str) -> dict[str, str]:
+    """The first value of each "key : value" line of a file in /proc; empty where there is no such file."""
+    found: dict[str, str] = {}
+    try:
+        for line in Path(path).read_text().splitlines():
+            key, colon, value = line.partition(":")
+            if colon:
+                found.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _chosen(path: str) -> str:
+    """The bracketed word of a sysfs choice such as "always [madvise] never"."""
+    text = _text(Path(path))
+    return text.partition("[")[2].partition("]")[0] or text
