@@ -4,7 +4,7 @@ Two processes run a small expert policy in Hopper-v5 and write their episodes in
 shared-memory store. A causal transformer over windows of return, observation and action is
 trained from that store through geartrain's Replay, and then has to hop in the simulator itself.
 
-    python examples/offline_gato_hopper.py            about a minute and a half on two cores
+    python examples/offline_gato_hopper.py            about two minutes on two cores
     python examples/offline_gato_hopper.py --quick    a smoke run: the whole path, no pass mark
 
 It prints a table, writes learning_curve.png and result.json to --out, and exits with 1 if the
@@ -138,9 +138,7 @@ class DecisionTransformer(nn.Module):
     observation token and attention only looks back, so the action itself is never in sight.
     """
 
-    def __init__(
-        self, obs: int, action: int, *, width: int = 128, layers: int = 3, heads: int = 4
-    ) -> None:
+    def __init__(self, obs: int, action: int, *, width: int = 128, layers: int = 3, heads: int = 4) -> None:
         super().__init__()
         self.register_buffer("obs_mean", torch.zeros(obs))
         self.register_buffer("obs_std", torch.ones(obs))
@@ -150,9 +148,7 @@ class DecisionTransformer(nn.Module):
         self.embed_place = nn.Parameter(0.02 * torch.randn(3 * CONTEXT, width))
         self.heads = heads
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
-            )
+            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
             for _ in range(layers)
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, action)
@@ -262,7 +258,7 @@ def run(options: argparse.Namespace, store: gt.Store, bars: progress.Progress) -
             losses.append(loss)
             bars.update(bar, advance=1, description=f"training, loss {loss:.4f}")
             last = len(losses) == options.steps
-            if last or len(losses) % math.ceil(options.steps / 6) == 0:
+            if last or len(losses) % math.ceil(options.steps / 5) == 0:
                 clock["train"] += time.perf_counter() - since
                 since = time.perf_counter()
                 episodes = options.eval_episodes if last else min(3, options.eval_episodes)
@@ -343,18 +339,16 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    text = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    text = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = text.add_argument
     add("--seed", type=int, default=0, help="episodes, batches and weights follow from it (0)")
     add("--episodes", type=int, help="expert episodes to collect, up to 1,000 steps each (100)")
-    add("--steps", type=int, help=f"training steps, {BATCH} windows of {CONTEXT} steps each (500)")
+    add("--steps", type=int, help=f"training steps, {BATCH} windows of {CONTEXT} steps each (400)")
     add("--eval-episodes", type=int, help="episodes in the final evaluation (10)")
     add("--out", type=Path, default=Path("runs/hopper"), help="result folder (runs/hopper)")
     add("--quick", action="store_true", help="8 episodes, 40 steps, no pass mark: does it run?")
     options = text.parse_args()
-    sizes = (8, 40, 2) if options.quick else (100, 500, 10)
+    sizes = (8, 40, 2) if options.quick else (100, 400, 10)
     for name, size in zip(("episodes", "steps", "eval_episodes"), sizes, strict=True):
         chosen = getattr(options, name)
         setattr(options, name, size if chosen is None else chosen)

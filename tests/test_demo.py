@@ -92,9 +92,7 @@ def test_a_window_ends_at_its_last_step_and_shows_no_later_one(store):
     with windows(store) as replay:
         for _, batch in zip(range(20), replay, strict=False):
             assert batch.mask[:, -1].all(), "the newest step sits at the right end"
-            for mask, steps, start in zip(
-                batch.mask, batch["return_to_go"], batch.start, strict=True
-            ):
+            for mask, steps, start in zip(batch.mask, batch["return_to_go"], batch.start, strict=True):
                 real = steps[mask]
                 assert (steps[~mask] == 0).all()
                 assert torch.equal(real, float(start) + torch.arange(len(real)))
@@ -172,10 +170,8 @@ def simulator():
 def test_the_script_runs_end_to_end_and_repeats_itself(simulator, tmp_path):
     results = []
     for out in (tmp_path / "first", tmp_path / "second"):
-        command = [sys.executable, str(SCRIPT), "--quick", "--steps=6", "--episodes=4", "--seed=3"]
-        done = subprocess.run(
-            [*command, "--out", str(out)], capture_output=True, text=True, timeout=120, check=False
-        )
+        command = [sys.executable, str(SCRIPT), "--quick", "--steps=5", "--episodes=4", "--seed=3"]
+        done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         assert (out / "learning_curve.png").stat().st_size > 10_000
         for promised in ("expert return", "model return", "GB/s", "samples/s", "waiting for data"):

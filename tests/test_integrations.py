@@ -39,11 +39,7 @@ class Toy(Source):
 
 
 def expected(source: Toy, lengths: list[int] | None = None) -> list[dict[str, np.ndarray]]:
-    return [
-        {**episode.timed, **episode.untimed}
-        for episode in source
-        if lengths is None or episode.length in lengths
-    ]
+    return [{**episode.timed, **episode.untimed} for episode in source if lengths is None or episode.length in lengths]
 
 
 def test_an_import_holds_every_step_of_every_episode() -> None:

@@ -24,10 +24,7 @@ TASK = np.arange(4, dtype=np.uint8)
 
 
 def padded(lengths: list[int]) -> list[dict[str, np.ndarray]]:
-    return [
-        {"obs": OBS[i, :length], "action": ACTION[i, :length], "task": TASK[i]}
-        for i, length in enumerate(lengths)
-    ]
+    return [{"obs": OBS[i, :length], "action": ACTION[i, :length], "task": TASK[i]} for i, length in enumerate(lengths)]
 
 
 def test_padded_arrays_become_rows_of_their_lengths() -> None:
@@ -88,9 +85,7 @@ def test_array_files_say_the_same_as_arrays(tmp_path: Path) -> None:
         ({}, {}, "holds no array"),
     ],
 )
-def test_arrays_that_do_not_agree_are_refused(
-    data: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
+def test_arrays_that_do_not_agree_are_refused(data: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=message):
         open_source(data, **options)
 

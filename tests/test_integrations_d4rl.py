@@ -45,10 +45,7 @@ def episodes(data: dict[str, np.ndarray], cuts: list[tuple[int, int]]) -> list[d
         "terminated": "terminals",
         "truncated": "timeouts",
     }
-    return [
-        {stored: data[name][start:stop] for stored, name in names.items() if name in data}
-        for start, stop in cuts
-    ]
+    return [{stored: data[name][start:stop] for stored, name in names.items() if name in data} for start, stop in cuts]
 
 
 def test_the_terminal_step_is_the_last_of_its_own_episode(tmp_path: Path) -> None:
@@ -123,9 +120,7 @@ def test_the_observation_after_the_last_step_comes_along_where_the_file_has_it(t
         assert first["infos.qpos"].tobytes() == more["infos/qpos"][:5].tobytes()
 
 
-def test_a_file_larger_than_one_read_is_put_together_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_larger_than_one_read_is_put_together_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("geartrain.integrations.d4rl.SLICE_BYTES", 26 * 10)  # 10 steps a read
     monkeypatch.setattr("geartrain.integrations.d4rl._FLAGS_PER_READ", 7)
     data = write(tmp_path / "d.hdf5", [2, 4, 8, 30, 33, 40], 41)

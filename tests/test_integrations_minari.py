@@ -89,9 +89,7 @@ def test_a_dataset_comes_back_byte_for_byte(layout: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_next_observations_and_infos_come_when_asked_for(layout: str, tmp_path: Path) -> None:
     observations = boxes(0, 1)
-    infos = [
-        {"speed": list(np.arange(n + 1.0)), "pose": {"xy": boxes(2, 1, 2)[i]}} for i, n in enumerate(LENGTHS)
-    ]
+    infos = [{"speed": list(np.arange(n + 1.0)), "pose": {"xy": boxes(2, 1, 2)[i]}} for i, n in enumerate(LENGTHS)]
     make(layout, observations, boxes(1, 0), BOX, BOX, infos=infos)
     fields = ["next_obs", "speed=infos.speed", "infos.pose"]
     with imported(tmp_path / f"toy/{layout}-v0", fields=fields) as store:
@@ -112,9 +110,9 @@ def test_dict_and_tuple_spaces_are_flattened_with_dots(layout: str, tmp_path: Pa
     grip, push = [np.arange(n) % 3 for n in LENGTHS], boxes(1, 0)
     make(
         layout,
-        [{"state": s, "table": {"size": t}} for s, t in zip(state, table, strict=True)],
+        [{"state": s, "table": {"x.y": t}} for s, t in zip(state, table, strict=True)],
         [(g, p) for g, p in zip(grip, push, strict=True)],
-        gym.spaces.Dict(state=BOX, table=gym.spaces.Dict(size=gym.spaces.Box(0, 99, (2,), np.int64))),
+        gym.spaces.Dict(state=BOX, table=gym.spaces.Dict({"x.y": gym.spaces.Box(0, 99, (2,), np.int64)})),
         gym.spaces.Tuple([gym.spaces.Discrete(3), BOX]),
     )
     fields = ["obs", "action", "final_obs.table"]
@@ -122,10 +120,10 @@ def test_dict_and_tuple_spaces_are_flattened_with_dots(layout: str, tmp_path: Pa
         expected = [
             {
                 "obs.state": state[i][:-1],
-                "obs.table.size": table[i][:-1],
+                "obs.table.x.y": table[i][:-1],
                 "action.0": grip[i],
                 "action.1": push[i],
-                "final_obs.table.size": table[i][-1],
+                "final_obs.table.x.y": table[i][-1],
             }
             for i in range(3)
         ]

@@ -8,13 +8,19 @@
 The public names are these; each is documented where it is defined.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from geartrain import errors, selection
 from geartrain.batch import Batch
 from geartrain.fetch import fetch
 from geartrain.keys import Keys
 from geartrain.replay import Replay
+from geartrain.row import Row, Rows
 from geartrain.schema import Field
-from geartrain.store import Row, Rows, Store
+from geartrain.store import Store
+
+if TYPE_CHECKING:
+    from geartrain.train import ReplayDataset
 
 __version__ = "0.1.0"
 
@@ -23,6 +29,7 @@ __all__ = [
     "Field",
     "Keys",
     "Replay",
+    "ReplayDataset",
     "Row",
     "Rows",
     "Store",
@@ -30,3 +37,12 @@ __all__ = [
     "fetch",
     "selection",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Subclassing torch's IterableDataset needs torch, which the rest of the package can do without.
+    if name == "ReplayDataset":
+        from geartrain.train import ReplayDataset
+
+        return ReplayDataset
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,11 +32,8 @@ from numpy.typing import NDArray
 
 from geartrain import _native
 from geartrain.errors import CheckpointError
-from geartrain.fetch import Plan
-from geartrain.keys import Keys
 from geartrain.progress import Progress
 from geartrain.schema import Field
-from geartrain.store import Store, default_threads
 
 FORMAT = "geartrain-checkpoint"
 VERSION = 1
@@ -57,8 +54,15 @@ ROW_RECORD = np.dtype(
 )
 
 
-def save(store: Store, directory: Path, *, progress: bool = False) -> None:
-    """Writes the store's committed rows to `directory`. See `Store.save`."""
+def save(
+    store: _native.Store,
+    fields: dict[str, Field],
+    options: dict[str, Any],
+    directory: Path,
+    *,
+    progress: bool = False,
+) -> None:
+    """Writes the store's committed rows to `directory`, complete or not at all. See `Store.save`."""
     directory = directory.absolute()
     if directory.exists():
         _check_replaceable(directory)
@@ -66,7 +70,7 @@ def save(store: Store, directory: Path, *, progress: bool = False) -> None:
     fresh = directory.with_name(f".{directory.name}.{secrets.token_hex(6)}.saving")
     fresh.mkdir()
     try:
-        _write(store, fresh, progress)
+        _write(store, fields, options, fresh, progress)
         if directory.exists():
             _native.exchange_paths(str(fresh), str(directory))
         else:
@@ -77,44 +81,82 @@ def save(store: Store, directory: Path, *, progress: bool = False) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def load(directory: Path, name: str, *, progress: bool = False, **options: Any) -> Store:
-    """A new store with the rows of the checkpoint. See `Store.load`."""
-    manifest = read_manifest(directory)
-    unknown = set(options) - {"persist", "reserve", "timeout_s"}
-    if unknown:
-        raise CheckpointError(f"a loaded store takes its limits from the checkpoint; {sorted(unknown)} cannot be set")
-    fields = {
-        entry["name"]: Field(entry["shape"], entry["dtype"], timed=entry["timed"]) for entry in manifest["fields"]
-    }
-    records = np.concatenate(
-        [np.frombuffer(piece, ROW_RECORD) for piece in _pieces(directory, manifest, "rows.bin")]
-    )
-    committed = records[records["generation"] % 2 == 1]
-    if len(records) != manifest["options"]["capacity"] or len(committed) != manifest["rows"]:
-        raise CheckpointError(f"{directory / 'rows.bin'} does not have the rows that the manifest promises")
-    limits = {key: value for key, value in manifest["options"].items() if key != "persist"}
-    store = Store.create(name, fields, **{**limits, **options})
-    try:
-        store.native.allocate(store.capacity)
-        with Progress(f"loading {directory.name}", len(committed), unit="blocks", enabled=progress) as bar:
-            for number, (field, spec) in enumerate(fields.items()):
+class Checkpoint:
+    """A checkpoint that was found whole as far as names and sizes go; checksums are compared while filling.
+
+    Attributes:
+        fields: the schema.
+        options: the limits that the store was created with.
+        rows: committed rows in it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._manifest = read_manifest(directory)
+        self.fields = {
+            entry["name"]: Field(entry["shape"], entry["dtype"], timed=entry["timed"])
+            for entry in self._manifest["fields"]
+        }
+        self.options: dict[str, Any] = self._manifest["options"]
+        self.rows = int(self._manifest["rows"])
+
+    def fill(self, store: _native.Store, *, progress: bool = False) -> None:
+        """Puts every row back in its place, into a new store of the same schema and capacity.
+
+        Raises:
+            CheckpointError: damage; names the file and its first bad block.
+        """
+        records = np.concatenate([np.frombuffer(piece, ROW_RECORD) for piece in self._pieces("rows.bin")])
+        committed = records[records["generation"] % 2 == 1]
+        if len(records) != self.options["capacity"] or len(committed) != self.rows:
+            raise CheckpointError(f"{self._directory / 'rows.bin'} does not have the rows that the manifest promises")
+        store.allocate(len(records))
+        with Progress(f"loading {self._directory.name}", self.rows, unit="rows", enabled=progress) as bar:
+            for number, spec in enumerate(self.fields.values()):
+                column = store.column(number)
                 at = 0
-                column = store.column(field)
-                for piece in _pieces(directory, manifest, f"field-{number:02d}.bin"):
+                for piece in self._pieces(_field_file(number)):
                     blocks = np.frombuffer(piece, column.dtype).reshape(-1, *spec.shape)
                     column[committed["row"][at : at + len(blocks)]] = blocks
                     at += len(blocks)
                     bar.advance(len(piece), len(blocks) if number == 0 else 0)
-                if at != len(committed):
-                    raise CheckpointError(f"{directory}: field {field!r} has {at} rows, the manifest {len(committed)}")
-        books = ("row", "generation", "weight", "length", "times_sampled", "sequence", "inserted_at_ns", "version")
-        store.native.restore(*(np.ascontiguousarray(records[book]) for book in books), manifest["next_sequence"])
-        store.native.set_counters(manifest["counters"])
-    except BaseException:
-        store.unlink()
-        store.close()
-        raise
-    return store
+                if at != self.rows:
+                    raise CheckpointError(
+                        f"{self._directory / _field_file(number)} has {at} rows, the manifest {self.rows}"
+                    )
+        books = (
+            "row",
+            "generation",
+            "weight",
+            "length",
+            "times_sampled",
+            "sequence",
+            "inserted_at_ns",
+            "version",
+        )
+        columns = [np.ascontiguousarray(records[book]) for book in books]
+        store.restore(*columns, self._manifest["next_sequence"])  # type: ignore[call-arg, arg-type]
+        store.set_counters(self._manifest["counters"])
+
+    def _pieces(self, file: str) -> Iterator[bytearray]:
+        """The file's pieces, each checked before it is handed out."""
+        about = self._manifest["files"][file]
+        path = self._directory / file
+        with path.open("rb") as stream:
+            left = about["bytes"]
+            for number, crc in enumerate(about["crc32"]):
+                piece = bytearray(min(left, about["piece_bytes"]))
+                got = stream.readinto(piece)
+                if got != len(piece) or zlib.crc32(piece) != crc:
+                    first = number * about["piece_bytes"]
+                    raise CheckpointError(
+                        f"{path} is damaged: block {number} (bytes {first} to {first + len(piece) - 1}) "
+                        f"is the first bad one"
+                    )
+                left -= len(piece)
+                yield piece
+        if left:
+            raise CheckpointError(f"{path} has {left} bytes more than its checksums cover")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -166,10 +208,13 @@ class _Writer:
         self.crcs: list[int] = []
         self.bytes = 0
 
-    def write(self, data: memoryview) -> None:
+    def write(self, array: NDArray[Any]) -> None:
+        if array.size == 0:
+            return
+        data = memoryview(array.reshape(-1).view(np.uint8).data)
         self._file.write(data)
         self.bytes += len(data)
-        while len(data):
+        while data:
             part = data[: self._piece_bytes - self._in_piece]
             self._crc = zlib.crc32(part, self._crc)
             self._in_piece += len(part)
@@ -190,38 +235,47 @@ class _Writer:
         self._crc = self._in_piece = 0
 
 
-def _write(store: Store, directory: Path, progress: bool) -> None:
-    fields = store.fields
-    keys = store.keys()
-    books = store.native.infos(keys.row)
-    free = store.native.free_rows()
-    next_sequence = store.native.next_sequence()
+def _write(
+    store: _native.Store, fields: dict[str, Field], options: dict[str, Any], directory: Path, progress: bool
+) -> None:
+    rows, generations = store.keys()
+    books = store.infos(rows)
+    free = store.free_rows()
+    next_sequence = store.next_sequence()
     # A row whose generation moved between the two looks is another trajectory by now.
-    usable = np.flatnonzero(books["generation"] == keys.generation)
+    usable = np.flatnonzero(books["generation"] == generations)
     writers = [
-        _Writer(directory / f"field-{number:02d}.bin", _piece_bytes(spec)) for number, spec in enumerate(fields.values())
+        _Writer(directory / _field_file(number), _piece_bytes(spec)) for number, spec in enumerate(fields.values())
     ]
     row_bytes = sum(spec.nbytes for spec in fields.values())
     per_chunk = max(1, 2 * PIECE_BYTES // row_bytes)
-    plan = Plan(store, list(fields), 0, True, "numpy", default_threads(None))
+    numbers = list(range(len(fields)))
     kept: list[NDArray[Any]] = []
     with Progress(f"saving {directory.name}", len(usable), unit="rows", enabled=progress) as bar:
         for at in range(0, len(usable), per_chunk):
             chunk = usable[at : at + per_chunk]
-            raw = plan.fetch(keys.row[chunk], keys.generation[chunk], None)
-            if raw.torn_count:
-                whole = np.flatnonzero(raw.torn == 0)
-                chunk, raw = chunk[whole], raw.take(whole)
-            for writer, array in zip(writers, raw.arrays, strict=True):
-                writer.write(memoryview(np.ascontiguousarray(array)).cast("B") if array.size else memoryview(b""))
-            kept.append(chunk)
+            arrays, torn, *_ = _native.fetch(
+                store,
+                rows[chunk],
+                generations[chunk],
+                numbers,
+                0,
+                False,
+                None,
+                _native.available_cores(),
+                None,
+            )
+            whole = torn == 0
+            for writer, array in zip(writers, arrays, strict=True):
+                writer.write(np.ascontiguousarray(array if whole.all() else array[whole]))
+            kept.append(chunk[whole])
             bar.advance(len(chunk) * row_bytes, len(chunk))
     order = np.concatenate(kept) if kept else np.empty(0, np.int64)
-    records = _row_records(store, keys, books, order, free)
-    rows = _Writer(directory / "rows.bin", PIECE_BYTES // ROW_RECORD.itemsize * ROW_RECORD.itemsize)
-    rows.write(memoryview(records).cast("B"))
-    files = {f"field-{number:02d}.bin": writer.finish() for number, writer in enumerate(writers)}
-    files["rows.bin"] = rows.finish()
+    records = _row_records(store, rows, generations, books, order, free)
+    row_writer = _Writer(directory / "rows.bin", PIECE_BYTES // ROW_RECORD.itemsize * ROW_RECORD.itemsize)
+    row_writer.write(records)
+    files = {_field_file(number): writer.finish() for number, writer in enumerate(writers)}
+    files["rows.bin"] = row_writer.finish()
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -230,11 +284,11 @@ def _write(store: Store, directory: Path, progress: bool) -> None:
             {"name": name, "shape": list(spec.shape), "dtype": spec.dtype, "timed": spec.timed}
             for name, spec in fields.items()
         ],
-        "options": store.options,
+        "options": options,
         "rows": len(order),
-        "rows_left_out": len(keys) - len(order),
+        "rows_left_out": len(rows) - len(order),
         "next_sequence": next_sequence,
-        "counters": {name: count for name, count in store.stats().items() if name in _native.COUNTERS},
+        "counters": {name: count for name, count in store.counters().items() if name in _native.COUNTERS},
         "files": files,
     }
     manifest["checksum"] = _manifest_checksum(manifest)
@@ -246,14 +300,19 @@ def _write(store: Store, directory: Path, progress: bool) -> None:
 
 
 def _row_records(
-    store: Store, keys: Keys, books: dict[str, NDArray[Any]], order: NDArray[Any], free: NDArray[np.uint32]
+    store: _native.Store,
+    rows: NDArray[np.uint32],
+    generations: NDArray[np.uint32],
+    books: dict[str, NDArray[Any]],
+    order: NDArray[Any],
+    free: NDArray[np.uint32],
 ) -> NDArray[Any]:
     """The row table: committed rows in order, then all others as free, those of the free queue first."""
-    capacity = store.capacity
+    capacity = store.describe()["capacity"]
     records = np.zeros(capacity, ROW_RECORD)
     committed = records[: len(order)]
-    committed["row"] = keys.row[order]
-    committed["generation"] = keys.generation[order]
+    committed["row"] = rows[order]
+    committed["generation"] = generations[order]
     for book in ("sequence", "inserted_at_ns", "version", "weight", "length", "times_sampled"):
         committed[book] = books[book][order]
     taken = np.zeros(capacity, bool)
@@ -263,9 +322,13 @@ def _row_records(
     rest = records[len(order) :]
     rest["row"] = np.concatenate([queued, np.flatnonzero(~taken).astype(np.uint32)])
     # One generation on from a key somebody may hold, so that it stays stale after the restore.
-    generations = store.native.infos(np.ascontiguousarray(rest["row"]))["generation"]
-    rest["generation"] = generations + (generations & 1)
+    current = store.infos(np.ascontiguousarray(rest["row"]))["generation"]
+    rest["generation"] = current + (current & 1)
     return records
+
+
+def _field_file(number: int) -> str:
+    return f"field-{number:02d}.bin"
 
 
 def _piece_bytes(spec: Field) -> int:
@@ -301,29 +364,3 @@ def _check_replaceable(directory: Path) -> None:
             f"{directory} holds files that are not a checkpoint's ({', '.join(sorted(found - ours)[:3])}); "
             f"it will not be replaced"
         )
-
-
-# --- reading ----------------------------------------------------------------------------------------------------
-
-
-def _pieces(directory: Path, manifest: dict[str, Any], file: str) -> Iterator[bytearray]:
-    """The file's pieces, each checked before it is handed out."""
-    about = manifest["files"][file]
-    path = directory / file
-    with path.open("rb") as stream:
-        left = about["bytes"]
-        for number, crc in enumerate(about["crc32"]):
-            piece = bytearray(min(left, about["piece_bytes"]))
-            got = stream.readinto(piece)
-            if got != len(piece) or zlib.crc32(piece) != crc:
-                raise CheckpointError(
-                    f"{path} is damaged: block {number} (bytes {number * about['piece_bytes']} to "
-                    f"{number * about['piece_bytes'] + len(piece) - 1}) is the first bad one"
-                )
-            left -= len(piece)
-            yield piece
-    if left:
-        raise CheckpointError(f"{path} has {left} bytes more than its checksums cover")
-
-
-__all__ = ["ROW_RECORD", "load", "read_manifest", "save"]

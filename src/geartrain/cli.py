@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import typer
@@ -54,16 +54,19 @@ def import_(
     into: Annotated[str, typer.Option(help="The store to create: a path (./data/hopper.gt) or a name in /dev/shm.")],
     format: Annotated[str, typer.Option(help="auto, or the format's name.")] = "auto",
     field: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(help="Field to import, or stored=found; repeat for several. All usual ones by default."),
     ] = None,
-    cast: Annotated[Optional[list[str]], typer.Option(help="Convert dtypes, e.g. float64=float32. Repeatable.")] = None,
-    capacity: Annotated[Optional[int], typer.Option(help="Rows of the store; as many as episodes by default.")] = None,
-    max_length: Annotated[Optional[int], typer.Option(help="Steps of the longest row; found by default.")] = None,
+    cast: Annotated[list[str] | None, typer.Option(help="Convert dtypes, e.g. float64=float32. Repeatable.")] = None,
+    capacity: Annotated[int | None, typer.Option(help="Rows of the store; as many as episodes by default.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Steps of the longest row; found by default.")] = None,
     on_too_long: Annotated[str, typer.Option(help="error, truncate or skip episodes longer than that.")] = "error",
-    skip_unsupported: Annotated[bool, typer.Option(help="Leave out text and video fields instead of refusing.")] = False,
+    skip_unsupported: Annotated[
+        bool, typer.Option(help="Leave out text and video fields instead of refusing.")
+    ] = False,
     option: Annotated[
-        Optional[list[str]], typer.Option(help="An option of the format as key=value, e.g. split=train. Repeatable.")
+        list[str] | None,
+        typer.Option(help="An option of the format as key=value, e.g. split=train. Repeatable."),
     ] = None,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
@@ -111,7 +114,8 @@ def _key_values(pairs: list[str]) -> dict[str, Any]:
 @app.command()
 def inspect(
     name: Annotated[
-        Optional[str], typer.Argument(help="A store's name or path, or a checkpoint's directory. Lists all without.")
+        str | None,
+        typer.Argument(help="A store's name or path, or a checkpoint's directory. Lists all without."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     audit: Annotated[bool, typer.Option(help="Join the store and check all of its books.")] = False,
@@ -158,7 +162,11 @@ def _list_segments(as_json: bool) -> None:
         else:
             attached = str(entry["processes"]) if entry["processes"] else "[yellow]none (left behind)[/]"
             table.add_row(
-                escape(entry["name"]), f"{entry['rows']:,}", f"{entry['capacity']:,}", f"{entry['bytes'] / 1e6:,.1f}", attached
+                escape(entry["name"]),
+                f"{entry['rows']:,}",
+                f"{entry['capacity']:,}",
+                f"{entry['bytes'] / 1e6:,.1f}",
+                attached,
             )
     out.print(table)
 
@@ -197,7 +205,9 @@ def _histogram_edges(weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     low, high = float(positive.min()), float(positive.max())
     if low == high:
         return np.array([low * 0.5, high * 1.5])
-    edges = np.geomspace(low, high, HISTOGRAM_BINS + 1) if high / low > 100 else np.linspace(low, high, HISTOGRAM_BINS + 1)
+    edges = (
+        np.geomspace(low, high, HISTOGRAM_BINS + 1) if high / low > 100 else np.linspace(low, high, HISTOGRAM_BINS + 1)
+    )
     edges[0], edges[-1] = low, high
     return edges
 
@@ -215,7 +225,11 @@ def _inspect_store(name: str, as_json: bool) -> None:
     table = Table("field", "shape of a row", "dtype", "timed", "bytes a row", title_justify="left")
     for field in about["fields"]:
         table.add_row(
-            escape(field["name"]), str(tuple(field["shape"])), field["dtype"], "yes" if field["timed"] else "no", f"{field['row_bytes']:,}"
+            escape(field["name"]),
+            str(tuple(field["shape"])),
+            field["dtype"],
+            "yes" if field["timed"] else "no",
+            f"{field['row_bytes']:,}",
         )
     out.print(table)
     limits = {key: value for key, value in about["options"].items() if value is not None}
@@ -252,7 +266,12 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
     out.print(f"checkpoint of {manifest['created']}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB")
     table = Table("field", "shape of a row", "dtype", "timed")
     for field in manifest["fields"]:
-        table.add_row(escape(field["name"]), str(tuple(field["shape"])), field["dtype"], "yes" if field["timed"] else "no")
+        table.add_row(
+            escape(field["name"]),
+            str(tuple(field["shape"])),
+            field["dtype"],
+            "yes" if field["timed"] else "no",
+        )
     out.print(table)
 
 
@@ -273,7 +292,9 @@ def _audit(name: str) -> None:
 @app.command()
 def remove(
     name: Annotated[str, typer.Argument(help="A store's name or path.")],
-    force: Annotated[bool, typer.Option(help="Even while processes use it; they keep the memory until they end.")] = False,
+    force: Annotated[
+        bool, typer.Option(help="Even while processes use it; they keep the memory until they end.")
+    ] = False,
 ) -> None:
     """Remove a store that a run has left behind."""
     with _errors():
@@ -287,7 +308,9 @@ def remove(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
     """Say what this machine can do, and why not where it cannot."""
     from geartrain.doctor import examine
 
@@ -297,12 +320,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
         return
     table = Table("what", "", "because")
     for finding in findings:
-        table.add_row(finding.what, "[green]viable[/]" if finding.viable else "[yellow]not viable[/]", escape(finding.because))
+        table.add_row(
+            finding.what,
+            "[green]viable[/]" if finding.viable else "[yellow]not viable[/]",
+            escape(finding.because),
+        )
     out.print(table)
 
 
 def _summary(store: Store) -> str:
     steps = int(store.status()["length"].sum())
     return f"{len(store):,} rows, {steps:,} steps, {store.nbytes / 1e6:,.1f} MB in {escape(str(store.path))}"
-
-

@@ -46,7 +46,7 @@ def _machine() -> Finding:
     return Finding(
         "machine",
         True,
-        f"{platform.machine()}, {cores} core{'s' if cores > 1 else ''} for this process, Python {platform.python_version()}",
+        f"{platform.machine()}, cores for this process: {cores}, Python {platform.python_version()}",
     )
 
 

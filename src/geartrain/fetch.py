@@ -173,7 +173,15 @@ class Plan:
         """Copies, and reports torn rows; the GIL is released meanwhile."""
         return Raw(
             *_native.fetch(
-                self.store.native, rows, generations, self.numbers, self.window, self.pad_left, ends, self.threads, out
+                self.store.native,
+                rows,
+                generations,
+                self.numbers,
+                self.window,
+                self.pad_left,
+                ends,
+                self.threads,
+                out,
             )
         )
 
@@ -193,15 +201,14 @@ class Plan:
             else:
                 dtype = numpy_dtype(DTYPES[schema[name].dtype])
                 fields[name] = array if array.dtype == dtype else array.view(dtype)
-        books: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions]
+        mask, start, length, version = raw.mask, raw.starts, raw.lengths, raw.versions
         if self.as_ == "torch":
             import torch
 
-            books = [torch.from_numpy(book) for book in books]
-            return Batch(
-                fields, keys, *books, None if probability is None else torch.from_numpy(probability), step
+            mask, start, length, version, probability = (
+                None if book is None else torch.from_numpy(book) for book in (mask, start, length, version, probability)
             )
-        return Batch(fields, keys, *books, probability, step)
+        return Batch(fields, keys, mask, start, length, version, probability, step)
 
     def check_out(self, out: Mapping[str, Any], n: int) -> list[Any]:
         """The caller's own arrays in field order, raw, once they have the batch's shapes and dtypes."""
@@ -213,9 +220,7 @@ class Plan:
             dtype = DTYPES[self.store.fields[name].dtype]
             found = str(array.dtype).removeprefix("torch.")
             if tuple(array.shape) != shape or found != dtype.name:
-                raise SchemaError(
-                    f"out[{name!r}] must be {dtype.name} {shape}, found {found} {tuple(array.shape)}"
-                )
+                raise SchemaError(f"out[{name!r}] must be {dtype.name} {shape}, found {found} {tuple(array.shape)}")
             contiguous = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
             if not contiguous:
                 raise SchemaError(f"out[{name!r}] must be C-contiguous")
@@ -232,7 +237,5 @@ def _checked_ends(store: Store, keys: Keys, ends: ArrayLike) -> NDArray[np.int32
     lengths = store.native.lengths(keys.row)
     bad = np.flatnonzero((array < 0) | (array >= np.maximum(lengths, 1)))
     if bad.size:
-        raise SchemaError(
-            f"window {bad[0]} ends at step {array[bad[0]]}, its row has steps 0 to {lengths[bad[0]] - 1}"
-        )
+        raise SchemaError(f"window {bad[0]} ends at step {array[bad[0]]}, its row has steps 0 to {lengths[bad[0]] - 1}")
     return np.ascontiguousarray(array, dtype=np.int32)

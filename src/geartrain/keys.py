@@ -29,9 +29,7 @@ class Keys:
         row = np.ascontiguousarray(self.row, dtype=np.uint32)
         generation = np.ascontiguousarray(self.generation, dtype=np.uint32)
         if row.ndim != 1 or row.shape != generation.shape:
-            raise SchemaError(
-                f"keys are two arrays (n,) of the same length, found {row.shape} and {generation.shape}"
-            )
+            raise SchemaError(f"keys are two arrays (n,) of the same length, found {row.shape} and {generation.shape}")
         object.__setattr__(self, "row", row)
         object.__setattr__(self, "generation", generation)
 
@@ -45,9 +43,7 @@ class Keys:
         return (self[i] for i in range(len(self)))
 
     def __add__(self, other: Keys) -> Keys:
-        return Keys(
-            np.concatenate([self.row, other.row]), np.concatenate([self.generation, other.generation])
-        )
+        return Keys(np.concatenate([self.row, other.row]), np.concatenate([self.generation, other.generation]))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Keys):

@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -88,7 +87,11 @@ class Replay:
     ) -> None:
         if not isinstance(selection, Strategy):
             raise SchemaError(f"selection must be a strategy such as Uniform(seed=0), found {selection!r}")
-        for what, value, least in (("batch_size", batch_size, 1), ("prefetch", prefetch, 0), ("min_rows", min_rows, 1)):
+        for what, value, least in (
+            ("batch_size", batch_size, 1),
+            ("prefetch", prefetch, 0),
+            ("min_rows", min_rows, 1),
+        ):
             if value < least:
                 raise SchemaError(f"{what} must be at least {least}, found {value}")
         if steps is not None and steps < 0:
@@ -154,12 +157,6 @@ class Replay:
         if self.steps is None:
             raise TypeError("this replay is endless and has no length; give it steps=...")
         return self.steps
-
-    def dataset(self) -> Any:
-        """The replay as a torch `IterableDataset` of plain dicts, for `DataLoader(..., batch_size=None)`."""
-        from geartrain.train import ReplayDataset
-
-        return ReplayDataset(self)
 
     def update_weights(self, rows: Keys, weights: ArrayLike) -> int:
         """Sets the weights of rows of earlier batches; returns how many were gone. See `Store.update_weights`."""

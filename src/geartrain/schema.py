@@ -102,6 +102,10 @@ def as_dtype(dtype: object) -> Dtype:
     return DTYPES[name]
 
 
+def _unknown_dtype(dtype: object) -> str:
+    return f"dtype {dtype!r} cannot be stored; the store knows {', '.join(DTYPES)}"
+
+
 def dtype_of_code(code: int) -> Dtype:
     """The `Dtype` that a header's number stands for."""
     if code not in _BY_CODE:
@@ -120,7 +124,8 @@ def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
     try:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, dtype.name))
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
+        return found
     except (ImportError, AttributeError):
         raise FieldError(
             f"NumPy has no {dtype.name}. Use torch views (row.torch(name), as_='torch'), "

@@ -7,16 +7,17 @@ module gives them Python's manners: fields by name, NumPy and torch views, conte
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from geartrain import _native
+from geartrain.checkpoint import Checkpoint, save
 from geartrain.errors import (
+    CheckpointError,
     FieldError,
     IncompatibleStoreError,
     SchemaError,
@@ -25,19 +26,18 @@ from geartrain.errors import (
     StoreMissingError,
 )
 from geartrain.keys import Keys
+from geartrain.row import Columns, Row, Rows, as_column
 from geartrain.schema import (
     DTYPES,
     Field,
     as_dtype,
     as_raw,
-    as_tensor,
     check_fields,
     dtype_of_code,
-    numpy_dtype,
 )
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 Remover = Literal["fifo", "lifo", "lowest_weight"]
 Create = Literal["never", "missing", "replace"]
@@ -77,12 +77,9 @@ class Store:
         about = native.describe()
         self._about: dict[str, Any] = about
         self._fields = {
-            field: Field(shape, dtype_of_code(code), timed=timed)
-            for field, code, shape, timed in about["fields"]
+            field: Field(shape, dtype_of_code(code), timed=timed) for field, code, shape, timed in about["fields"]
         }
-        self._numbers = {field: i for i, field in enumerate(self._fields)}
-        self._columns: dict[str, NDArray[Any]] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._columns = Columns(native, self._fields)
 
     # --- making and joining ---------------------------------------------------------------------------------
 
@@ -134,7 +131,11 @@ class Store:
         rows = _rows_of(fields, capacity, capacity_bytes)
         if remover not in REMOVERS:
             raise SchemaError(f"remover is one of {', '.join(REMOVERS)}, found {remover!r}")
-        for what, limit in (("max_times_sampled", max_times_sampled), ("max_age_s", max_age_s), ("max_rows", max_rows)):
+        for what, limit in (
+            ("max_times_sampled", max_times_sampled),
+            ("max_age_s", max_age_s),
+            ("max_rows", max_rows),
+        ):
             if limit is not None and not limit > 0:
                 raise SchemaError(f"{what} must be above zero, found {limit} (leave it out for no limit)")
         specs = [
@@ -246,9 +247,19 @@ class Store:
         Raises:
             CheckpointError: absent, incomplete, or damaged; names the file and its first bad block.
         """
-        from geartrain.checkpoint import load
-
-        return load(Path(directory), os.fspath(name), progress=progress, **options)
+        found = Checkpoint(Path(directory))
+        unknown = set(options) - {"persist", "reserve", "timeout_s"}
+        if unknown:
+            raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
+        limits = {key: value for key, value in found.options.items() if key != "persist"}
+        store = cls.create(name, found.fields, **{**limits, **options})
+        try:
+            found.fill(store.native, progress=progress)
+        except BaseException:
+            store.unlink()
+            store.close()
+            raise
+        return store
 
     def save(self, directory: str | os.PathLike[str], *, progress: bool = False) -> None:
         """Writes all committed rows to a directory, complete or not at all.
@@ -260,9 +271,7 @@ class Store:
         Raises:
             CheckpointError: `directory` exists and is not a checkpoint.
         """
-        from geartrain.checkpoint import save
-
-        save(self, Path(directory), progress=progress)
+        save(self._native, self._fields, self.options, Path(directory), progress=progress)
 
     # --- what it is -----------------------------------------------------------------------------------------
 
@@ -342,13 +351,13 @@ class Store:
         Raises:
             StoreFullError: every block is being written.
         """
-        return Row(self, self._native.allocate_one(), weight, version)
+        return Row(self._columns, self._native.allocate_one(), weight, version)
 
     def rows(self, n: int, *, weight: float = 1.0, version: int = 0) -> Rows:
         """`n` blocks at once, to be written in place and committed together (all or nothing)."""
         if n < 1:
             raise SchemaError(f"at least one row must be asked for, found {n}")
-        return Rows(self, self._native.allocate(n), weight, version)
+        return Rows(self._columns, self._native.allocate(n), weight, version)
 
     def insert(
         self,
@@ -378,9 +387,7 @@ class Store:
         """
         if set(fields) != set(self._fields):
             missing, unknown = set(self._fields) - set(fields), set(fields) - set(self._fields)
-            raise FieldError(
-                f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown)}"
-            )
+            raise FieldError(f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown)}")
         sources = []
         n = steps = -1
         for name, data in fields.items():
@@ -392,10 +399,10 @@ class Store:
                 if steps not in (-1, data_steps):
                     raise SchemaError(f"field {name!r} has {data_steps} steps, the fields before it have {steps}")
                 steps = data_steps
-            sources.append((self._numbers[name], array))
+            sources.append((self._columns.number(name), array))
         if n == 0:
             return Keys.empty()
-        as_lengths = _column(lengths, n, np.uint32, "lengths")
+        as_lengths = as_column(lengths, n, np.uint32, "lengths")
         if steps != -1 and as_lengths is None and steps != self.max_length:
             as_lengths = np.full(n, steps, np.uint32)
         elif steps != -1 and as_lengths is not None and as_lengths.max(initial=0) > steps:
@@ -405,8 +412,8 @@ class Store:
                 n,
                 sources,
                 as_lengths,
-                _column(weights, n, np.float64, "weights"),
-                _column(versions, n, np.int64, "versions"),
+                as_column(weights, n, np.float64, "weights"),
+                as_column(versions, n, np.int64, "versions"),
                 default_threads(threads),
             )
         )
@@ -450,7 +457,9 @@ class Store:
         """
         if hasattr(weights, "detach"):
             weights = weights.detach().cpu()
-        column = _column(weights, len(keys), np.float64, "weights")
+        column = as_column(weights, len(keys), np.float64, "weights")
+        if column is None:
+            raise SchemaError("update_weights needs weights, found None")
         return int(self._native.update_weights(keys.row, keys.generation, column))
 
     def delete(self, keys: Keys) -> int:
@@ -493,27 +502,13 @@ class Store:
         """All blocks of a field, (capacity, *shape), a view of the shared memory.
 
         Free and half-written blocks are in it as well; to read rows safely use `geartrain.fetch`.
-        For types NumPy lacks this is an array of unsigned integers unless `ml_dtypes` is installed.
+        The types NumPy lacks are shown as unsigned integers of their size.
         """
-        if name not in self._columns:
-            self._columns[name] = self._native.column(self.field_number(name))
-        return self._columns[name]
+        return self._columns.raw(name)
 
     def field_number(self, name: str) -> int:
         """A field's place among the fields. Raises `FieldError` for an unknown one."""
-        if name not in self._numbers:
-            raise FieldError(f"the store has no field {name!r}; it has {', '.join(self._numbers)}")
-        return self._numbers[name]
-
-    def _numpy_column(self, name: str) -> NDArray[Any]:
-        column = self.column(name)
-        dtype = numpy_dtype(DTYPES[self._fields[name].dtype])
-        return column if column.dtype == dtype else column.view(dtype)
-
-    def _torch_column(self, name: str) -> torch.Tensor:
-        if name not in self._tensors:
-            self._tensors[name] = as_tensor(self.column(name), DTYPES[self._fields[name].dtype])
-        return self._tensors[name]
+        return self._columns.number(name)
 
     @property
     def native(self) -> _native.Store:
@@ -549,170 +544,6 @@ class Store:
         return Store.open, (self._name,)
 
 
-class Row:
-    """A row being written: views of its blocks, its length, weight and version.
-
-    `row["obs"]` is a NumPy view of the shared memory, `row.torch("obs")` a tensor over the same bytes. Set
-    `length` when the row is shorter than the block.
-    """
-
-    __slots__ = ("_done", "_index", "_store", "key", "length", "version", "weight")
-
-    def __init__(self, store: Store, index: int, weight: float, version: int) -> None:
-        self._store = store
-        self._index = index
-        self._done = False
-        self.length: int = store._about["max_length"]
-        self.weight = weight
-        self.version = version
-        self.key: Keys | None = None
-
-    def __getitem__(self, field: str) -> NDArray[Any]:
-        self._check_open()
-        view: NDArray[Any] = self._store._numpy_column(field)[self._index, ...]
-        return view
-
-    def __setitem__(self, field: str, value: Any) -> None:
-        self[field][...] = value
-
-    def torch(self, field: str) -> torch.Tensor:
-        """A tensor over the block's memory."""
-        self._check_open()
-        return self._store._torch_column(field)[self._index, ...]
-
-    def commit(self) -> Keys:
-        """Makes the row selectable and returns its key."""
-        self._check_open()
-        try:
-            length = int(self.length)
-            if not 0 < length <= self._store._about["max_length"]:
-                raise SchemaError(f"the row's length is {length}, a block holds 1 to {self._store.max_length} steps")
-            generation = self._store._native.commit_one(self._index, length, float(self.weight), int(self.version))
-        except BaseException:
-            self.abandon()
-            raise
-        self._done = True
-        self.key = Keys(np.array([self._index], np.uint32), np.array([generation], np.uint32))
-        return self.key
-
-    def abandon(self) -> None:
-        """Gives the block back unwritten. Harmless when the row is already committed or given back."""
-        if not self._done:
-            self._done = True
-            if not self._store.closed:
-                self._store._native.abandon_one(self._index)
-
-    def _check_open(self) -> None:
-        if self._done:
-            raise SchemaError("this row was already committed or given back")
-
-    def __enter__(self) -> Row:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abandon()
-        elif not self._done:
-            self.commit()
-
-    def __del__(self) -> None:
-        # A row that was forgotten must not stay locked for as long as the process lives.
-        if not self._done:
-            self.abandon()
-
-
-class Rows(Sequence["RowView"]):
-    """Several rows being written, committed together. `rows[i]["obs"]` is row i's block.
-
-    Set `lengths`, `weights` and `versions` (arrays (n,)) before the commit.
-    """
-
-    def __init__(self, store: Store, index: NDArray[np.uint32], weight: float, version: int) -> None:
-        self._store = store
-        self._index = index
-        self._done = False
-        n = len(index)
-        self.lengths: ArrayLike = np.full(n, store.max_length, np.uint32)
-        self.weights: ArrayLike = np.full(n, weight, np.float64)
-        self.versions: ArrayLike = np.full(n, version, np.int64)
-        self.keys: Keys | None = None
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __getitem__(self, i: Any) -> RowView:
-        if self._done:
-            raise SchemaError("these rows were already committed or given back")
-        return RowView(self._store, int(self._index[i]))
-
-    def __iter__(self) -> Iterator[RowView]:
-        return (self[i] for i in range(len(self)))
-
-    def commit(self) -> Keys:
-        """Makes all the rows selectable and returns their keys. On an error all are given back."""
-        if self._done:
-            raise SchemaError("these rows were already committed or given back")
-        n = len(self._index)
-        try:
-            generations = self._store._native.commit(
-                self._index,
-                _column(self.lengths, n, np.uint32, "lengths"),
-                _column(self.weights, n, np.float64, "weights"),
-                _column(self.versions, n, np.int64, "versions"),
-            )
-        except BaseException:
-            self.abandon()
-            raise
-        self._done = True
-        self.keys = Keys(self._index, generations)
-        return self.keys
-
-    def abandon(self) -> None:
-        """Gives all the blocks back. Harmless after a commit."""
-        if not self._done:
-            self._done = True
-            if not self._store.closed:
-                self._store._native.abandon(self._index)
-
-    def __enter__(self) -> Rows:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abandon()
-        elif not self._done:
-            self.commit()
-
-    def __del__(self) -> None:
-        if not self._done:
-            self.abandon()
-
-
-class RowView:
-    """One of several rows being written: its blocks as NumPy views, or as tensors with `torch`."""
-
-    __slots__ = ("_index", "_store")
-
-    def __init__(self, store: Store, index: int) -> None:
-        self._store = store
-        self._index = index
-
-    def __getitem__(self, field: str) -> NDArray[Any]:
-        view: NDArray[Any] = self._store._numpy_column(field)[self._index, ...]
-        return view
-
-    def __setitem__(self, field: str, value: Any) -> None:
-        self[field][...] = value
-
-    def torch(self, field: str) -> torch.Tensor:
-        """A tensor over the block's memory."""
-        return self._store._torch_column(field)[self._index, ...]
-
-
 def default_threads(threads: int | None) -> int:
     """Threads that copy: what was asked for, or up to four of the cores this process may use."""
     if threads is None:
@@ -720,25 +551,6 @@ def default_threads(threads: int | None) -> int:
     if threads < 1:
         raise SchemaError(f"at least one thread must copy, found threads={threads}")
     return threads
-
-
-def _column(values: Any, n: int, dtype: Any, what: str) -> NDArray[Any] | None:
-    """Per-row values as a contiguous array (n,), or None. A single number stands for all rows."""
-    if values is None:
-        return None
-    array = np.asarray(values)
-    if array.ndim == 0:
-        array = np.broadcast_to(array, (n,))
-    if array.shape != (n,):
-        raise SchemaError(f"`{what}` must be one number or have shape ({n},), found {array.shape}")
-    if dtype == np.uint32:
-        if array.dtype.kind not in "iu" or (array.size and int(array.min()) < 0) or (
-            array.size and int(array.max()) > 0xFFFFFFFF
-        ):
-            raise SchemaError(f"`{what}` must be whole numbers >= 0, found {array.dtype} from {array.min()}")
-    elif dtype == np.int64 and array.dtype.kind not in "iu":
-        raise SchemaError(f"`{what}` must be whole numbers, found {array.dtype}")
-    return np.ascontiguousarray(array, dtype=dtype)
 
 
 def _rows_of(fields: Mapping[str, Field], capacity: int | None, capacity_bytes: int | None) -> int:
@@ -783,15 +595,15 @@ def _remove_unused(name: str, timeout_s: float) -> None:
 
 
 def _schema_difference(wanted: dict[str, Field], found: dict[str, Field]) -> str:
-    for field in wanted:
+    for field, spec in wanted.items():
         if field not in found:
             return f"it has no field {field!r}"
-        if wanted[field] != found[field]:
-            return f"field {field!r} is {found[field]}, asked for {wanted[field]}"
+        if spec != found[field]:
+            return f"field {field!r} is {found[field]}, asked for {spec}"
     for field in found:
         if field not in wanted:
             return f"it has a field {field!r} that was not asked for"
     return "the fields stand in another order"
 
 
-__all__ = ["ROW_STATES", "Row", "RowView", "Rows", "Store"]
+__all__ = ["ROW_STATES", "Store", "default_threads"]

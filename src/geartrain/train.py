@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from geartrain.errors import SchemaError
-
-if TYPE_CHECKING:
-    from geartrain.replay import Replay
+from geartrain.replay import Replay
 
 
 class ReplayDataset(IterableDataset[dict[str, Any]]):
     """A replay as a torch `IterableDataset`: each item is one batch, a plain dict of tensors.
 
-    Use it with `DataLoader(replay.dataset(), batch_size=None)`. Batches are prepared ahead by the replay itself, so
-    the loader needs no worker processes; with `num_workers > 0` it refuses, because every worker would deliver the
+    Use it with `DataLoader(ReplayDataset(replay), batch_size=None)`. Batches are prepared ahead by the replay itself, so the
+    loader needs no worker processes; with `num_workers > 0` it refuses, because every worker would deliver the
     same batches.
     """
 

@@ -104,7 +104,15 @@ def _panel(axis: Any, metric: str, rows: list[Row], systems: list[str], colors: 
         heights = [row.ratio_to_floor for row in of_system]
         axis.bar(at, heights, 0.92 * width, label=system, color=colors[system])
         for x, row in zip(at, of_system, strict=True):
-            axis.text(x, row.ratio_to_floor + 0.015, _number(row.p50), rotation=90, fontsize=6, ha="center", va="bottom")
+            axis.text(
+                x,
+                row.ratio_to_floor + 0.015,
+                _number(row.p50),
+                rotation=90,
+                fontsize=6,
+                ha="center",
+                va="bottom",
+            )
     axis.axhline(1.0, color="black", linewidth=1.2, label="floor")
     labels = [f"{_short(case)}\nfloor {_number(floors[case])}" if case in floors else _short(case) for case in cases]
     axis.set_xticks(range(len(cases)), labels, fontsize=7)

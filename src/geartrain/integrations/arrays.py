@@ -104,9 +104,7 @@ class ArraySource(Source):
                 name = f"episode {index} (steps {where.start} to {where.stop - 1})"
                 yield Episode(name, {key: array[where] for key, array in self._arrays.items()})
                 continue
-            timed = {
-                key: array[index, :length] for key, array in self._arrays.items() if key not in self._untimed
-            }
+            timed = {key: array[index, :length] for key, array in self._arrays.items() if key not in self._untimed}
             once = {key: np.asarray(self._arrays[key][index]) for key in self._untimed}
             yield Episode(f"episode {index}", timed, once)
 
@@ -121,9 +119,7 @@ class ArraySource(Source):
             ends = np.flatnonzero(ends) + 1
         edges = np.concatenate([[0], ends.astype(np.int64)])
         if ends.ndim != 1 or np.any(np.diff(edges) <= 0) or edges[-1] > steps:
-            raise SourceError(
-                f"{self.name}: ends must rise from above 0 to at most {steps}, one past each last step"
-            )
+            raise SourceError(f"{self.name}: ends must rise from above 0 to at most {steps}, one past each last step")
         if edges[-1] < steps:  # the last episode was not finished when the data was taken
             edges = np.append(edges, steps)
         return edges[:-1], np.diff(edges)
@@ -140,14 +136,11 @@ class ArraySource(Source):
             return np.full(episodes, longest, np.int64)
         lengths = np.asarray(lengths).astype(np.int64)
         if lengths.shape != (episodes,):
-            raise SourceError(
-                f"{self.name}: {episodes} episodes need as many lengths, found shape {lengths.shape}"
-            )
+            raise SourceError(f"{self.name}: {episodes} episodes need as many lengths, found shape {lengths.shape}")
         wrong = np.flatnonzero((lengths < 0) | (lengths > longest))
         if len(wrong):
             raise SourceError(
-                f"{self.name}: episode {wrong[0]}: length {lengths[wrong[0]]}, "
-                f"but the arrays hold 0 to {longest} steps"
+                f"{self.name}: episode {wrong[0]}: length {lengths[wrong[0]]}, but the arrays hold 0 to {longest} steps"
             )
         return lengths
 

@@ -36,9 +36,7 @@ def column_values(column: Any, step_shape: tuple[int, ...] | None) -> Array:
     try:
         return flat.reshape(rows, *step_shape)
     except ValueError:
-        raise ValueError(
-            f"{rows} rows hold {len(flat)} values together, which are not {step_shape} each"
-        ) from None
+        raise ValueError(f"{rows} rows hold {len(flat)} values together, which are not {step_shape} each") from None
 
 
 def _is_list(kind: Any) -> bool:

@@ -251,9 +251,7 @@ def _recognise(source: object) -> str:
     raise SourceError("\n".join([f"{path} {state}. Looked for:", *looked_for]))
 
 
-def _check(
-    where: str, episode: Episode, schema: Mapping[str, Field], limit: int, casts: Mapping[str, str]
-) -> None:
+def _check(where: str, episode: Episode, schema: Mapping[str, Field], limit: int, casts: Mapping[str, str]) -> None:
     """Raises `SourceError` unless the episode fits a row, field by field."""
     here = f"{where}: {episode.name}"
     if episode.length > limit:
@@ -271,18 +269,14 @@ def _check(
         timed = name in episode.timed
         if timed != field.timed:
             kinds = {True: "a value per step", False: "one value per episode"}
-            raise SourceError(
-                f"{here}: field {name!r} is {kinds[timed]}, the store keeps {kinds[field.timed]}"
-            )
+            raise SourceError(f"{here}: field {name!r} is {kinds[timed]}, the store keeps {kinds[field.timed]}")
         if timed and len(array) != episode.length:
             lengths = {key: len(value) for key, value in episode.timed.items()}
             raise SourceError(f"{here}: its fields disagree about its length: {lengths}")
         shape = array.shape[1:] if timed else array.shape
         if shape != field.step_shape:
             what = "steps of shape" if timed else "shape"
-            raise SourceError(
-                f"{here}: field {name!r} has {what} {shape}, the store holds {field.step_shape}"
-            )
+            raise SourceError(f"{here}: field {name!r} has {what} {shape}, the store holds {field.step_shape}")
         _check_dtype(here, name, array, field, casts)
 
 
@@ -335,8 +329,7 @@ def _check_absent(name: str) -> None:
     rows, path = len(found), found.path
     found.close()
     raise StoreExistsError(
-        f"a store named {name!r} exists already ({path}, {rows:,} rows); import under another name, or "
-        f"remove it first"
+        f"a store named {name!r} exists already ({path}, {rows:,} rows); import under another name, or remove it first"
     )
 
 

@@ -61,9 +61,7 @@ class LeRobotSource(Source):
         MissingDependencyError: pyarrow is not installed.
     """
 
-    def __init__(
-        self, path: str | Path, *, fields: FieldChoice = None, skip_unsupported: bool = False
-    ) -> None:
+    def __init__(self, path: str | Path, *, fields: FieldChoice = None, skip_unsupported: bool = False) -> None:
         self.name = str(path)
         self._root = Path(path)
         self._parquet = require("pyarrow.parquet", "lerobot", "Reading LeRobot datasets")
@@ -102,9 +100,7 @@ class LeRobotSource(Source):
             yield self._episode(current, where, parts)
             seen += 1
         if seen != len(self._lengths):
-            raise SourceError(
-                f"{self.name}: the data files hold {seen} episodes, meta promises {len(self._lengths)}"
-            )
+            raise SourceError(f"{self.name}: the data files hold {seen} episodes, meta promises {len(self._lengths)}")
 
     def extent(self) -> Extent:
         """From meta/episodes; no data is read."""
@@ -168,9 +164,7 @@ class LeRobotSource(Source):
                     columns[stored] = column_values(batch.column(key), () if shape == (1,) else shape)
             except (ValueError, OSError) as error:
                 where = file.relative_to(self._root)
-                raise SourceError(
-                    f"{self.name}: episode {episode} ({where}): field {name!r}: {error}"
-                ) from error
+                raise SourceError(f"{self.name}: episode {episode} ({where}): field {name!r}: {error}") from error
         return columns
 
     def _images(self, column: Any, feature: dict[str, Any]) -> Array:
@@ -214,8 +208,7 @@ class LeRobotSource(Source):
         lengths = {int(row["episode_index"]): int(row["length"]) for row in rows}
         template, size = str(self._info["data_path"]), int(self._info.get("chunks_size", 1000))
         return lengths, [
-            self._file(template.format(episode_chunk=index // size, episode_index=index))
-            for index in sorted(lengths)
+            self._file(template.format(episode_chunk=index // size, episode_index=index)) for index in sorted(lengths)
         ]
 
     def _file(self, relative: str) -> Path:

@@ -25,8 +25,9 @@ file tells the order; HDF5 has no such trouble.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,7 @@ class MinariSource(Source):
         MissingDependencyError: minari, h5py or pyarrow is not installed.
     """
 
-    def __init__(
-        self, path: str | Path, *, fields: FieldChoice = None, skip_unsupported: bool = False
-    ) -> None:
+    def __init__(self, path: str | Path, *, fields: FieldChoice = None, skip_unsupported: bool = False) -> None:
         self.name = str(path)
         minari = require("minari", "minari", "Reading Minari datasets")
         self._folder = self._find(path)
@@ -93,12 +92,12 @@ class MinariSource(Source):
         self._jpeg = bool(getattr(storage, "jpeg_encoding", True))
         self._spaces = {"observations": storage.observation_space, "actions": storage.action_space}
         self._lengths = [
-            int(metadata["total_steps"])
-            for metadata in storage.get_episode_metadata(range(storage.total_episodes))
+            int(metadata["total_steps"]) for metadata in storage.get_episode_metadata(range(storage.total_episodes))
         ]
         self.episodes = len(self._lengths)
         if not self._lengths:
             raise SourceError(f"{self.name}: holds no episode")
+        self._leaf_of: dict[str, tuple[str, ...]] = {}
         available = self._available()
         default = [name for name in available if name.partition(".")[0] in _USUAL]
         self._chosen = choose(self.name, fields, available, default, skip_unsupported)
@@ -124,8 +123,7 @@ class MinariSource(Source):
         leaves: dict[tuple[str, ...], Array] = {}
         stored_as = {name: stored for stored, name in self._chosen.items()}
         for stored, name in self._chosen.items():
-            top, *below = name.split(".")
-            leaf = (_TERMS[top], *below)
+            leaf = self._leaf_of[name]
             if leaf not in leaves:
                 try:
                     leaves[leaf] = read(leaf)
@@ -140,9 +138,10 @@ class MinariSource(Source):
                     f"{self.name}: episode_{number}: field {name!r} has {len(values)} steps, "
                     f"its metadata promise {needed}"
                 )
+            top, dot, below = name.partition(".")
             if top == "final_obs":
                 once[stored] = values[length]
-                follows[stored] = stored_as.get(".".join(["obs", *below]), "obs")
+                follows[stored] = stored_as.get(f"obs{dot}{below}", "obs")
             else:
                 start = 1 if top == "next_obs" else 0
                 timed[stored] = values[start : start + length]
@@ -161,8 +160,11 @@ class MinariSource(Source):
         """What stays open while the episodes are read: the HDF5 file, or nothing."""
         if self._format == "hdf5":
             h5py = require("h5py", "minari", "Reading Minari's HDF5 files")
-            return h5py.File(self._folder / "main_data.hdf5", "r")
-        return require("contextlib", "minari", "").nullcontext()
+            try:
+                return h5py.File(self._folder / "main_data.hdf5", "r")
+            except OSError as error:
+                raise SourceError(f"{self.name}: main_data.hdf5 cannot be opened: {error}") from error
+        return contextlib.nullcontext()
 
     def _reader(self, opened: Any, number: int) -> _Reader:
         if self._format == "hdf5":
@@ -187,7 +189,7 @@ class MinariSource(Source):
         else:
             parquet = require("pyarrow.parquet", "minari", "Reading Minari's Parquet files")
             file = parquet.ParquetFile(files[0])
-            wanted = [*dict.fromkeys(_TERMS[name.partition(".")[0]] for name in self._chosen.values())]
+            wanted = [*dict.fromkeys(self._leaf_of[name][0] for name in self._chosen.values())]
             pieces = file.num_row_groups
 
             def read(index: int) -> Any:
@@ -242,15 +244,20 @@ class MinariSource(Source):
     def _available(self) -> dict[str, str | None]:
         """Field -> why it cannot be stored, from the spaces, and from the first episode's infos."""
         found: dict[str, str | None] = {}
-        observations = _leaves(self._spaces["observations"])
+
+        def add(top: str, leaves: Mapping[tuple[str, ...], str | None]) -> None:
+            for leaf, reason in leaves.items():
+                name = ".".join([top, *leaf])
+                found[name] = reason
+                self._leaf_of[name] = (_TERMS[top], *leaf)
+
         for top in ("obs", "final_obs", "next_obs"):
-            found |= {".".join([top, *leaf]): reason for leaf, reason in observations.items()}
-        actions = _leaves(self._spaces["actions"])
-        found |= {".".join(["action", *leaf]): reason for leaf, reason in actions.items()}
-        found |= dict.fromkeys(("reward", "terminated", "truncated"))
+            add(top, _leaves(self._spaces["observations"]))
+        add("action", _leaves(self._spaces["actions"]))
+        for top in ("reward", "terminated", "truncated"):
+            add(top, {(): None})
         with self._opened() as opened:
-            for leaf in self._info_leaves(opened):
-                found[".".join(["infos", *leaf])] = None
+            add("infos", dict.fromkeys(self._info_leaves(opened)))
         return found
 
     def _info_leaves(self, opened: Any) -> list[tuple[str, ...]]:
@@ -259,9 +266,7 @@ class MinariSource(Source):
             group = opened["episode_0"].get("infos")
             if group is not None:
                 group.visit(
-                    lambda path: (
-                        leaves.append(tuple(path.split("/"))) if hasattr(group[path], "shape") else None
-                    )
+                    lambda path: leaves.append(tuple(path.split("/"))) if hasattr(group[path], "shape") else None
                 )
             return leaves
 

@@ -108,9 +108,7 @@ def _example_class() -> Callable[[], Any]:
     pools = require("google.protobuf.descriptor_pool", "rlds", purpose)
     factory = require("google.protobuf.message_factory", "rlds", purpose)
     kind = descriptor.FieldDescriptorProto
-    file = descriptor.FileDescriptorProto(
-        name="geartrain/example.proto", package="tensorflow", syntax="proto3"
-    )
+    file = descriptor.FileDescriptorProto(name="geartrain/example.proto", package="tensorflow", syntax="proto3")
 
     def message(parent: Any, name: str, fields: list[tuple[str, int, int, bool, str]]) -> Any:
         made = parent.add(name=name)

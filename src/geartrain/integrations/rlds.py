@@ -182,8 +182,7 @@ class RldsSource(Source):
                 continue
             if match["kind"] not in _READERS:
                 raise SourceError(
-                    f"{self.name}: {file.name}: {match['kind']} files are not read, only "
-                    f"{' and '.join(_READERS)}"
+                    f"{self.name}: {file.name}: {match['kind']} files are not read, only {' and '.join(_READERS)}"
                 )
             shards.setdefault(match["split"], {})[int(match["index"])] = file
             counts[match["split"]] = int(match["count"])
@@ -193,9 +192,7 @@ class RldsSource(Source):
             split = next(iter(shards))
         if split is None or (split != "all" and split not in shards):
             asked = "has several splits" if split is None else f"has no split {split!r}"
-            raise SourceError(
-                f"{self.name}: {asked}: say split= one of {', '.join(sorted(shards))}, or 'all'"
-            )
+            raise SourceError(f"{self.name}: {asked}: say split= one of {', '.join(sorted(shards))}, or 'all'")
         promised = _shard_lengths(_json(folder / "dataset_info.json"))
         found: list[tuple[Path, int | None]] = []
         for name in sorted(shards) if split == "all" else [split]:

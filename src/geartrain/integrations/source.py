@@ -222,8 +222,7 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingDependencyError(
-            f"{purpose} needs {module.partition('.')[0]} ({error}). "
-            f'Install it with: pip install "geartrain[{extra}]"'
+            f'{purpose} needs {module.partition(".")[0]} ({error}). Install it with: pip install "geartrain[{extra}]"'
         ) from error
 
 

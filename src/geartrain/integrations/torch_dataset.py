@@ -59,8 +59,7 @@ class TorchSource(Source):
         self._mapped = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if not self._mapped and not hasattr(dataset, "__iter__"):
             raise SourceError(
-                f"{self.name} is neither a path, a dict of arrays nor a dataset that can be "
-                f"indexed or iterated"
+                f"{self.name} is neither a path, a dict of arrays nor a dataset that can be indexed or iterated"
             )
         self.episodes = len(dataset) if self._mapped else None
         self._names = names
@@ -122,9 +121,7 @@ class TorchSource(Source):
         if self._names is None or isinstance(item, Mapping):
             return flat
         if len(self._names) != len(item):
-            raise SourceError(
-                f"{self.name}: item {index} has {len(item)} parts, names= has {len(self._names)}"
-            )
+            raise SourceError(f"{self.name}: item {index} has {len(item)} parts, names= has {len(self._names)}")
         return flatten(dict(zip(self._names, item, strict=True)))
 
     def _episode(self, index: int, item: dict[str, Any]) -> Episode:
@@ -136,8 +133,7 @@ class TorchSource(Source):
         for stored, name in self._chosen.items():
             if name not in item:
                 raise SourceError(
-                    f"{self.name}: item {index}: has no field {name!r}, which item 0 has; "
-                    f"it has {', '.join(item)}"
+                    f"{self.name}: item {index}: has no field {name!r}, which item 0 has; it has {', '.join(item)}"
                 )
             array = self._array(index, name, item[name])
             if array.ndim == 0 or self._untimed is True or self._is_untimed(name):

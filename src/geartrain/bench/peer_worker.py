@@ -1,0 +1,284 @@
+"""A peer in an environment of its own, timed on request: runs with that environment's Python, without geartrain.
+
+Reads one JSON object a line from stdin and answers each with one on stdout (peers.py is the other end):
+
+    {"do": "setup", "peer": "torchrl", "rows": 8000, "fields": {"x": [[100, 256], "float32"]}}
+        -> {"versions": {...}, "rows": 8000}
+    {"do": "threads", "n": 2}                          -> {"n": 2}; fewer where the peer has no threads
+    {"do": "sample", "batch": 32, "calls": 4}          -> {"seconds": [per call], "cpu_seconds": ..., "disturbed": ...}
+    {"do": "insert", "batch": 32, "calls": 4}          -> the same
+
+An answer {"error": "..."} ends the peer. It ends as well when stdin closes or its parent dies. Rows are noise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+CHUNK_ROWS = 64
+
+
+class Peer:
+    """What a peer must do; `most_rows` bounds how many it is filled with, because filling takes time."""
+
+    versions: dict = {}
+    most_rows = 2**31
+
+    def setup(self, rows, fields):
+        """Makes a buffer of so many rows and fills it."""
+        self.rows, self.fields = min(rows, self.most_rows), fields
+        self.noise = np.random.default_rng(1)
+        self.sources = {}
+        self.make()
+        left = self.rows
+        while left:
+            n = min(left, CHUNK_ROWS)
+            self.extend(self.prepare(n))
+            left -= n
+
+    def arrays(self, n):
+        """n rows of noise, a field each."""
+        made = {}
+        for name, (shape, dtype) in self.fields.items():
+            if dtype == "float32":
+                made[name] = self.noise.standard_normal((n, *shape), dtype=np.float32)
+            else:
+                made[name] = self.noise.integers(0, 2, (n, *shape)).astype(dtype)
+        return made
+
+    def threads(self, n):
+        """Threads it will use of the n it may."""
+        return 1
+
+    def source(self, n):
+        """The n rows that every insert of n rows takes, made before the clock starts."""
+        if n not in self.sources:
+            self.sources = {n: self.prepare(n)}
+        return self.sources[n]
+
+    def sample_many(self, batch, calls):
+        for _ in range(calls):
+            self.sample(batch)
+
+    def insert_many(self, batch, calls):
+        source = self.source(batch)
+        for _ in range(calls):
+            self.extend(source)
+
+    def before_sample(self, batch):
+        """Whatever must happen before the clock starts."""
+
+    def after(self):
+        """Waits until the peer's own background work is over."""
+
+    def cpu_s(self):
+        """CPU time of everything that works for this peer."""
+        return time.process_time()
+
+
+class Torchrl(Peer):
+    def make(self):
+        import tensordict
+        import torch
+        import torchrl
+        from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+        self.torch = torch
+        self.versions = {
+            "torchrl": torchrl.__version__,
+            "tensordict": tensordict.__version__,
+            "torch": torch.__version__,
+        }
+        torch.set_num_threads(1)
+        self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(self.rows), batch_size=CHUNK_ROWS)
+
+    def threads(self, n):
+        self.torch.set_num_threads(n)
+        return n
+
+    def prepare(self, n):
+        from tensordict import TensorDict
+
+        return TensorDict({k: self.torch.from_numpy(v) for k, v in self.arrays(n).items()}, batch_size=[n])
+
+    def extend(self, source):
+        self.buffer.extend(source)
+
+    def sample(self, batch):
+        self.buffer.sample(batch)
+
+
+class Cpprb(Peer):
+    def make(self):
+        from importlib.metadata import version
+
+        import cpprb
+
+        self.versions = {"cpprb": version("cpprb"), "numpy": np.__version__}
+        env = {name: {"shape": tuple(shape), "dtype": np.dtype(dtype)} for name, (shape, dtype) in self.fields.items()}
+        self.buffer = cpprb.ReplayBuffer(self.rows, env)
+
+    def prepare(self, n):
+        return self.arrays(n)
+
+    def extend(self, source):
+        self.buffer.add(**source)
+
+    def sample(self, batch):
+        self.buffer.sample(batch)
+
+
+class Reverb(Peer):
+    """One server process, one TrajectoryDataset over loopback: the fastest way in its documentation.
+
+    The dataset fetches ahead of its consumer. A lap therefore throws away as many batches as can be ahead before
+    its clock starts, and waits afterwards until server and client have gone quiet.
+    """
+
+    most_rows = 100_000
+    most_ahead_bytes = 256 << 20
+
+    def make(self):
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+        from importlib.metadata import version
+
+        import reverb
+
+        self.reverb = reverb
+        self.versions = {name: version(name) for name in ("dm-reverb", "tensorflow", "numpy")}
+        self.server = subprocess.Popen(
+            [sys.executable, __file__, "reverb-server", str(self.rows)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.address = f"localhost:{json.loads(self.server.stdout.readline())['port']}"
+        self.client = reverb.Client(self.address)
+        self.writer = self.client.trajectory_writer(num_keep_alive_refs=1)
+        self.batches, self.batches_of = None, None
+        self.row_bytes = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.fields.values())
+
+    def prepare(self, n):
+        arrays = self.arrays(n)
+        return [{name: arrays[name][i] for name in arrays} for i in range(n)]
+
+    def extend(self, source):
+        for row in source:
+            self.writer.append(row)
+            self.writer.create_item("rows", 1.0, {name: self.writer.history[name][-1] for name in row})
+        self.writer.flush()
+
+    def before_sample(self, batch):
+        import tensorflow as tf
+
+        ahead = max(1, min(2 * batch, self.most_ahead_bytes // self.row_bytes))
+        if self.batches_of != batch:
+            dataset = self.reverb.TrajectoryDataset(
+                self.address,
+                "rows",
+                dtypes={name: tf.dtypes.as_dtype(dtype) for name, (_, dtype) in self.fields.items()},
+                shapes={name: tf.TensorShape(shape) for name, (shape, _) in self.fields.items()},
+                max_in_flight_samples_per_worker=ahead,
+            )
+            self.batches, self.batches_of = iter(dataset.batch(batch)), batch
+        for _ in range(-(-ahead // batch) + 1):
+            next(self.batches)
+
+    def sample(self, batch):
+        next(self.batches)
+
+    def after(self):
+        before = self.cpu_s()
+        for _ in range(40):
+            time.sleep(0.05)
+            now = self.cpu_s()
+            if now - before < 0.01:
+                return
+            before = now
+
+    def cpu_s(self):
+        with open(f"/proc/{self.server.pid}/stat") as stat:
+            ticks = stat.read().rpartition(")")[2].split()[11:13]
+        return time.process_time() + sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def reverb_server(rows):
+    """Serves one table until stdin closes."""
+    import reverb
+
+    table = reverb.Table(
+        "rows",
+        sampler=reverb.selectors.Uniform(),
+        remover=reverb.selectors.Fifo(),
+        max_size=rows,
+        rate_limiter=reverb.rate_limiters.MinSize(1),
+    )
+    server = reverb.Server([table], port=None)
+    print(json.dumps({"port": server.port}), flush=True)
+    sys.stdin.read()
+    server.stop()
+
+
+PEERS = {"torchrl": Torchrl, "torchrl-thp": Torchrl, "cpprb": Cpprb, "reverb": Reverb}
+
+
+def timed(peer, what, batch, calls):
+    """One lap."""
+    if what == "sample":
+        peer.before_sample(batch)
+        body = peer.sample_many
+    else:
+        peer.source(batch)
+        body = peer.insert_many
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    cpu_s, began_s = peer.cpu_s(), time.perf_counter()
+    body(batch, calls)
+    seconds, cpu_seconds = time.perf_counter() - began_s, peer.cpu_s() - cpu_s
+    disturbed = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw != switches
+    peer.after()
+    return {"seconds": seconds / calls, "cpu_seconds": cpu_seconds / calls, "disturbed": disturbed}
+
+
+def serve(answers):
+    """Answers requests until stdin closes."""
+    peer = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if request["do"] == "setup":
+                peer = PEERS[request["peer"]]()
+                peer.setup(request["rows"], request["fields"])
+                answer = {"versions": peer.versions, "rows": peer.rows}
+            elif request["do"] == "threads":
+                answer = {"n": peer.threads(request["n"])}
+            else:
+                answer = timed(peer, request["do"], request["batch"], request["calls"])
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        if "error" in answer:
+            return
+
+
+def main():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan keeps gigabytes
+    if sys.argv[1:2] == ["reverb-server"]:
+        reverb_server(int(sys.argv[2]))
+        return
+    # Libraries print to stdout; answers keep the real one to themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(answers)
+
+
+if __name__ == "__main__":
+    main()
