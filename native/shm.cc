@@ -6,6 +6,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -76,11 +77,18 @@ Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve) {
   }
   mapping.bytes_ = bytes;
   struct statvfs fs {};
-  if (::fstatvfs(mapping.fd_, &fs) == 0 && reserve && fs.f_bavail * fs.f_frsize < bytes) {
+  const bool limited = ::fstatvfs(mapping.fd_, &fs) == 0 && fs.f_blocks != 0;  // a tmpfs of size=0 has no limit
+  if (limited && reserve && fs.f_bavail * fs.f_frsize < bytes) {
     fail_no_space(path, bytes);  // before fallocate, which would fill the file system to find out
   }
   int error = ::ftruncate(mapping.fd_, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
-  if (error == 0 && reserve) error = ::posix_fallocate(mapping.fd_, 0, static_cast<off_t>(bytes));
+  // In pieces, so that a signal costs one piece: memory file systems undo an interrupted allocation.
+  for (uint64_t at = 0; error == 0 && reserve && at < bytes;) {
+    const uint64_t piece = std::min<uint64_t>(bytes - at, uint64_t{16} << 20);
+    error = ::posix_fallocate(mapping.fd_, static_cast<off_t>(at), static_cast<off_t>(piece));
+    if (error == 0) at += piece;
+    if (error == EINTR) error = 0;
+  }
   if (error == ENOSPC || error == EFBIG) fail_no_space(path, bytes);
   if (error != 0) fail(ErrorKind::os, "cannot size ", path, ": ", std::strerror(error));
   mapping.map(true);

@@ -156,24 +156,35 @@ Store::~Store() {
 void Store::close(bool keep) {
   if (closed_) return;
   closed_ = true;
-  const int fd = mapping_->fd();
-  if (client_slot_ != kNoClient && fork_epoch_ == fork_epoch.load()) {
-    Gate gate(fd, lock_timeout_s_);
-    {
-      Guard guard(*this);
-      reclaim(client_slot_);
-    }
-    drop_lease(fd, client_slot_);
-    if (live_clients() == 0 && !keep) {
-      control().clean = 1;
-      if (header().persist == 0) {
-        control().closed = 1;
-        mapping_->unlink();
-      }
+  forget_fd(mapping_->fd());
+  const uint32_t slot = client_slot_;
+  if (slot != kNoClient && fork_epoch_ == fork_epoch.load()) {
+    try {
+      leave(keep);
+    } catch (...) {
+      // The lock is not to be had. Without its lease this client counts as dead, and others take back its rows.
+      drop_lease(mapping_->fd(), slot);
+      client_slot_ = kNoClient;
+      throw;
     }
   }
   client_slot_ = kNoClient;
-  forget_fd(fd);
+}
+
+void Store::leave(bool keep) {
+  Gate gate(mapping_->fd(), lock_timeout_s_);
+  {
+    Guard guard(*this);
+    reclaim(client_slot_);
+  }
+  drop_lease(mapping_->fd(), client_slot_);
+  if (live_clients() == 0 && !keep) {
+    control().clean = 1;
+    if (header().persist == 0) {
+      control().closed = 1;
+      mapping_->unlink();
+    }
+  }
 }
 
 bool Store::unlink() { return mapping_->unlink(); }
@@ -234,25 +245,27 @@ Store::Guard::Guard(const Store& store) : store_(store) {
                                  static_cast<long>(deadline % 1'000'000'000u)};
     error = ::pthread_mutex_clocklock(mutex, CLOCK_MONOTONIC, &until);
   }
-  if (error == EOWNERDEAD) {
-    auto& self = const_cast<Store&>(store);
-    ::pthread_mutex_consistent(mutex);
+  const auto repair_or_unlock = [&] {
     try {
-      self.rebuild_locked();
-      self.control().counters.repairs.fetch_add(1, std::memory_order_relaxed);
+      const_cast<Store&>(store).rebuild_locked();
     } catch (...) {
       // The next one to take the lock must try again, so it has to look unfinished to them as well.
-      self.control().rebuilding.store(1);
+      store.control().rebuilding.store(1);
       ::pthread_mutex_unlock(mutex);
       throw;
     }
+  };
+  if (error == EOWNERDEAD) {
+    ::pthread_mutex_consistent(mutex);
+    repair_or_unlock();
+    store.control().counters.repairs.fetch_add(1, std::memory_order_relaxed);
   } else if (error == ETIMEDOUT) {
     fail(ErrorKind::lock_timeout, "the lock of ", store.mapping_->path(), " was not to be had for ",
          store.lock_timeout_s_, " s; the process holding it is stopped or starved");
   } else if (error != 0) {
     fail(ErrorKind::corrupt, "the lock of ", store.mapping_->path(), " is unusable: ", std::strerror(error));
   }
-  if (error == 0 && store.control().rebuilding.load() != 0) const_cast<Store&>(store).rebuild_locked();
+  if (error == 0 && store.control().rebuilding.load() != 0) repair_or_unlock();
 }
 
 Store::Guard::~Guard() { ::pthread_mutex_unlock(&store_.control().mutex); }

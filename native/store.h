@@ -7,7 +7,7 @@
 //
 // Processes and threads. Any number of both may use one segment at once; every call here is thread-safe except
 // close(). Calls that change rows take the segment's lock for a few hundred nanoseconds per row. update_weights
-// takes no lock (but with the lowest_weight remover, whose order it changes).
+// takes no lock (but with the lowest_weight remover, whose order it changes, and with max_times_sampled).
 //
 // Death. The lock is robust: the next process to take it after its holder died rebuilds what the dead one left
 // half done. Rows a dead process was writing come back when the next one notices: on joining, on running out of
@@ -21,6 +21,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
@@ -95,7 +96,11 @@ class Store {
   // Returns their odd generations. Throws schema (length, weight), stale_key (not this process's row).
   void commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
 
-  // Gives back rows that this process allocated and did not commit.
+  // What commit checks of the values for n rows, for callers who want to know before they write.
+  void check_values(size_t n, const CommitValues& values) const;
+
+  // Gives back rows that this process allocated and did not commit. When the lock is not to be had this throws
+  // lock_timeout as ever, but the rows are not lost: the next allocate gives them back.
   void abandon(std::span<const uint32_t> rows);
 
   // Sets weights by key; keys whose row is gone are counted and skipped. Returns how many were.
@@ -179,6 +184,7 @@ class Store {
   void check_usable() const;
   void check_rows(std::span<const uint32_t> rows) const;
   void join();         // takes a client slot; the gate is held
+  void leave(bool keep);
   void ensure_client();  // joins again in a forked child
 
   // Under the lock. Rows' changes reach the trees through Sums, a node at a time; it is made after the Guard, so that
@@ -188,6 +194,7 @@ class Store {
     WeightTree::Adder weights;
     BitTree::Adder bits;
   };
+  void give_up_locked();  // rows whose abandon timed out
   uint32_t take_free_row();
   void put_free_row(uint32_t row);
   void hold(uint32_t row, uint32_t slot, RowState state);
@@ -216,6 +223,8 @@ class Store {
   BitTree bit_tree_;
   std::atomic<uint32_t> client_slot_{kNoClient};
   std::atomic<uint64_t> fork_epoch_{0};
+  std::mutex given_up_mutex_;
+  std::vector<uint32_t> given_up_;
   double lock_timeout_s_ = 10.0;
   bool read_only_ = false;
   bool closed_ = false;

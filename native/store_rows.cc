@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
 
 #include "clock.h"
 #include "errors.h"
@@ -48,6 +49,7 @@ void Store::allocate(std::span<uint32_t> rows) {
   Guard guard(*this);
   Sums sums(*this);
   Control& c = control();
+  give_up_locked();
   if (header().max_age_ns != 0) expire_locked(wall_ns());
   if (c.free_count < rows.size()) {
     // Dead writers' rows come before living ones' experience. Asking the kernel who is alive costs a system
@@ -70,12 +72,9 @@ void Store::allocate(std::span<uint32_t> rows) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
-void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations) {
-  ensure_client();
+void Store::check_values(size_t n, const CommitValues& values) const {
   const auto sized = [&](size_t size, const char* what) {
-    if (size != 0 && size != rows.size()) {
-      fail(ErrorKind::schema, rows.size(), " rows were given with ", size, " ", what);
-    }
+    if (size != 0 && size != n) fail(ErrorKind::schema, n, " rows were given with ", size, " ", what);
   };
   sized(values.lengths.size(), "lengths");
   sized(values.weights.size(), "weights");
@@ -87,7 +86,11 @@ void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, s
     }
   }
   validate_weights(values.weights);
+}
 
+void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations) {
+  ensure_client();
+  check_values(rows.size(), values);
   // Streaming stores by whoever filled the blocks must not overtake the words that publish them.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   Guard guard(*this);
@@ -122,13 +125,33 @@ void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, s
 
 void Store::abandon(std::span<const uint32_t> rows) {
   ensure_client();
-  Guard guard(*this);
-  check_held(rows);
-  for (uint32_t row : rows) {
+  try {
+    Guard guard(*this);
+    check_held(rows);
+    for (uint32_t row : rows) {
+      unhold(row);
+      put_free_row(row);
+    }
+    count(control().counters.abandoned, rows.size());
+  } catch (const Error& error) {
+    if (error.kind == ErrorKind::lock_timeout) {
+      std::lock_guard lock(given_up_mutex_);
+      given_up_.insert(given_up_.end(), rows.begin(), rows.end());
+    }
+    throw;
+  }
+}
+
+void Store::give_up_locked() {
+  std::lock_guard lock(given_up_mutex_);
+  for (uint32_t row : given_up_) {
+    // In a forked child these are the parent's, who keeps its own list.
+    if (status()[row].state != RowState::writing || status()[row].owner != client_slot_) continue;
     unhold(row);
     put_free_row(row);
+    count(control().counters.abandoned);
   }
-  count(control().counters.abandoned, rows.size());
+  given_up_.clear();
 }
 
 uint64_t Store::update_weights(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
@@ -140,7 +163,10 @@ uint64_t Store::update_weights(std::span<const uint32_t> rows, std::span<const u
   check_rows(rows);
   validate_weights(weights);
   uint64_t stale = 0;
-  if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) {
+  const bool ordered = header().remover == static_cast<uint32_t>(Remover::lowest_weight);
+  if (ordered || header().max_times_sampled != 0) {
+    // The heap follows the weights; and a row that was sampled for the last time keeps its generation while it is
+    // read, so that only its state tells that its weight is zero for good.
     Guard guard(*this);
     for (size_t i = 0; i < rows.size(); ++i) {
       if (generation_of(words()[rows[i]].load(kRelaxed)) != generations[i] || (generations[i] & 1) == 0 ||
@@ -149,7 +175,7 @@ uint64_t Store::update_weights(std::span<const uint32_t> rows, std::span<const u
         continue;
       }
       set_weight_locked(rows[i], fixed_point(weights[i]));
-      Heap(*this).moved(rows[i]);
+      if (ordered) Heap(*this).moved(rows[i]);
     }
   } else {
     WeightWriter writer(*this);
@@ -157,18 +183,14 @@ uint64_t Store::update_weights(std::span<const uint32_t> rows, std::span<const u
       const uint32_t weight = fixed_point(weights[i]);
       std::atomic<uint64_t>& word = words()[rows[i]];
       uint64_t old = word.load(kRelaxed);
-      // A spent row keeps its generation for its last reader, but its weight stays zero: its bit tells.
-      const auto holds = [&] {
-        return generation_of(old) == generations[i] && is_committed(old) &&
-               (bit_tree_.leaves()[rows[i] / 64].load(kRelaxed) >> (rows[i] % 64) & 1) != 0;
-      };
-      while (holds() && !word.compare_exchange_weak(old, make_word(generations[i], weight), kRelaxed)) {
+      bool changed = false;
+      while (!changed && generation_of(old) == generations[i] && is_committed(old)) {
+        changed = word.compare_exchange_weak(old, make_word(generations[i], weight), kRelaxed);
       }
-      if (holds()) {
-        weight_tree_.add(rows[i], uint64_t{weight} - weight_of(old));
-      } else {
-        ++stale;
-      }
+      // Whoever changed the word owes the sums the difference, even if the row is evicted in between: the eviction
+      // takes away the weight it found.
+      if (changed) weight_tree_.add(rows[i], uint64_t{weight} - weight_of(old));
+      stale += !changed;
     }
   }
   count(control().counters.weights_updated, rows.size() - stale);
@@ -261,17 +283,20 @@ void Store::keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations
   generations->clear();
   if (read_only_) {
     // Without the lock the list cannot be walked; the words and sequence numbers can be read.
-    std::vector<std::pair<uint64_t, uint32_t>> found;
+    std::vector<std::tuple<uint64_t, uint32_t, uint32_t>> found;  // (sequence, row, generation)
     for (uint32_t row = 0; row < header().capacity; ++row) {
-      if (is_committed(words()[row].load(std::memory_order_acquire))) found.emplace_back(status()[row].sequence, row);
+      const bool selectable = (bit_tree_.leaves()[row / 64].load(kRelaxed) >> (row % 64) & 1) != 0;
+      const uint64_t word = words()[row].load(std::memory_order_acquire);
+      if (selectable && is_committed(word)) found.push_back({status()[row].sequence, row, generation_of(word)});
     }
     std::sort(found.begin(), found.end());
-    for (const auto& [sequence, row] : found) {
+    for (const auto& [sequence, row, generation] : found) {
       rows->push_back(row);
-      generations->push_back(generation_of(words()[row].load(kRelaxed)));
+      generations->push_back(generation);
     }
     return;
   }
+  ensure_client();
   Guard guard(*this);
   rows->reserve(committed_count());
   generations->reserve(committed_count());
@@ -282,6 +307,7 @@ void Store::keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations
 }
 
 std::vector<uint32_t> Store::free_rows() {
+  ensure_client();
   Guard guard(*this);
   std::vector<uint32_t> rows;
   for (uint32_t row = control().free_head; row != kNoRow; row = status()[row].next) rows.push_back(row);
@@ -313,7 +339,9 @@ void Store::put_free_row(uint32_t row) {
 void Store::hold(uint32_t row, uint32_t slot, RowState state) {
   Client& mine = client(slot);
   RowStatus& s = status()[row];
+  // The owner before the state, for a rebuild after a death in between: a row in a held state belongs to its owner.
   s.owner = static_cast<uint16_t>(slot);
+  std::atomic_signal_fence(std::memory_order_release);
   s.state = state;
   s.previous = kNoRow;
   s.next = mine.held;
@@ -387,9 +415,7 @@ void Store::retire(Sums& sums, uint32_t row) {
 
 void Store::free_spent(uint32_t row) {
   const uint32_t generation = generation_of(words()[row].load(kRelaxed));
-  const uint64_t old = words()[row].exchange(make_word(generation + 1, 0), std::memory_order_acq_rel);
-  // An update that read weight 0 before the row was spent may have slipped in; its weight goes as well.
-  weight_tree_.add(row, uint64_t{0} - weight_of(old));
+  words()[row].store(make_word(generation + 1, 0), std::memory_order_release);  // its weight is zero already
   count(control().counters.spent);
 }
 

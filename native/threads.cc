@@ -34,15 +34,16 @@ struct Job {
 class Pool {
  public:
   void run(Job& job) {
+    const unsigned wanted = job.wanted;  // workers count it down once they can see the job
     {
       std::lock_guard lock(mutex_);
-      while (workers_ < job.wanted) {
+      while (workers_ < wanted) {
         std::thread([this] { serve(); }).detach();
         ++workers_;
       }
       jobs_.push_back(&job);
     }
-    for (unsigned i = 0; i < job.wanted; ++i) work_ready_.notify_one();
+    for (unsigned i = 0; i < wanted; ++i) work_ready_.notify_one();
     job.work();
     std::unique_lock lock(mutex_);
     const auto at = std::find(jobs_.begin(), jobs_.end(), &job);

@@ -99,7 +99,7 @@ nb::object window_ends(uint64_t seed, uint64_t step, uint32_t round, const In<ui
 void bind_selection(nb::module_& module) {
   nb::class_<Candidates>(module, "Candidates")
       .def(nb::init<const Store&>())
-      .def(nb::init<const In<uint32_t>&>())
+      .def(nb::init<const In<uint32_t>&>(), nb::arg("weights").noconvert())  // floats would be cut to integers
       .def("total_weight", [](const Candidates& c) { return c.weights().total(); })
       .def("count", [](const Candidates& c) { return c.bits().total(); })
       .def("draw_weighted", &weighted)

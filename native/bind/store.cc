@@ -187,6 +187,7 @@ nb::tuple insert(Store& store, size_t n, const std::vector<std::pair<uint32_t, A
   std::vector<uint32_t> rows(n), generations(n);
   {
     Unlocked unlocked;
+    store.check_values(n, {view(lengths), view(weights), view(versions)});  // before a row is evicted for nothing
     const uint64_t piece = std::clamp<uint64_t>(store.header().max_rows / 2, 1, kInsertPiece);
     const auto part = [](auto span, size_t at, size_t count) { return span.empty() ? span : span.subspan(at, count); };
     for (size_t at = 0; at < n; at += piece) {

@@ -133,7 +133,7 @@ def inspect(
 
 
 def _list_segments(as_json: bool) -> None:
-    found = []
+    found: list[dict[str, Any]] = []
     for path in sorted(Path("/dev/shm").glob("geartrain.*")):
         name = path.name.removeprefix("geartrain.")
         try:

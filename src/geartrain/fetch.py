@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from geartrain import _native
 from geartrain.batch import Batch
-from geartrain.errors import SchemaError, StaleKeyError
+from geartrain.errors import SchemaError, StaleKeyError, StoreClosedError
 from geartrain.keys import Keys
 from geartrain.schema import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
 from geartrain.store import Store, default_threads
@@ -60,13 +60,17 @@ def fetch(
 
     Cost: one copy of the bytes wanted; nothing is allocated once the recycled buffers are warm.
     """
+    if store.closed:
+        raise StoreClosedError(f"the store {store.name!r} was closed")
     plan = Plan.make(store, fields, window, pad, as_, threads)
     if ends is not None:
         if window is None:
             raise SchemaError("`ends` only means something with a window")
-        ends = _checked_ends(store, keys, ends)
+        ends = _checked_ends(store, len(keys), ends)
     outputs = None if out is None else plan.check_out(out, len(keys))
     raw = plan.fetch(keys.row, keys.generation, ends, outputs)
+    if ends is not None:
+        _check_reach(raw, ends)
     if raw.torn_count:
         if on_stale == "raise":
             raise StaleKeyError(
@@ -112,8 +116,11 @@ class Raw(NamedTuple):
         """Overwrites some rows with another batch's."""
         for mine, theirs in zip(self.arrays, other.arrays, strict=True):
             mine[index] = theirs
-        for mine_books, their_books in zip(self[1:6], other[1:6], strict=True):
-            mine_books[index] = their_books
+        self.torn[index] = other.torn
+        self.mask[index] = other.mask
+        self.starts[index] = other.starts
+        self.lengths[index] = other.lengths
+        self.versions[index] = other.versions
 
 
 class Plan:
@@ -201,13 +208,12 @@ class Plan:
             else:
                 dtype = numpy_dtype(DTYPES[schema[name].dtype])
                 fields[name] = array if array.dtype == dtype else array.view(dtype)
-        mask, start, length, version = raw.mask, raw.starts, raw.lengths, raw.versions
+        books: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability]
         if self.as_ == "torch":
             import torch
 
-            mask, start, length, version, probability = (
-                None if book is None else torch.from_numpy(book) for book in (mask, start, length, version, probability)
-            )
+            books = [None if book is None else torch.from_numpy(book) for book in books]
+        mask, start, length, version, probability = books
         return Batch(fields, keys, mask, start, length, version, probability, step)
 
     def check_out(self, out: Mapping[str, Any], n: int) -> list[Any]:
@@ -230,12 +236,20 @@ class Plan:
         return outputs
 
 
-def _checked_ends(store: Store, keys: Keys, ends: ArrayLike) -> NDArray[np.int32]:
+def _checked_ends(store: Store, n: int, ends: ArrayLike) -> NDArray[np.int32]:
     array = np.asarray(ends)
-    if array.shape != (len(keys),) or array.dtype.kind not in "iu":
-        raise SchemaError(f"`ends` must be {len(keys)} whole numbers, found {array.dtype} {array.shape}")
-    lengths = store.native.lengths(keys.row)
-    bad = np.flatnonzero((array < 0) | (array >= np.maximum(lengths, 1)))
+    if array.shape != (n,) or array.dtype.kind not in "iu":
+        raise SchemaError(f"`ends` must be {n} whole numbers, found {array.dtype} {array.shape}")
+    bad = np.flatnonzero((array < 0) | (array >= store.max_length))
     if bad.size:
-        raise SchemaError(f"window {bad[0]} ends at step {array[bad[0]]}, its row has steps 0 to {lengths[bad[0]] - 1}")
+        raise SchemaError(f"window {bad[0]} ends at step {array[bad[0]]}, rows have steps 0 to {store.max_length - 1}")
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _check_reach(raw: Raw, ends: NDArray[np.int32]) -> None:
+    # Only now is it known how long the rows behind the keys were: a stale key's row has another length.
+    bad = np.flatnonzero((ends >= raw.lengths) & (raw.torn == 0))
+    if bad.size:
+        raise SchemaError(
+            f"window {bad[0]} ends at step {ends[bad[0]]}, its row has steps 0 to {raw.lengths[bad[0]] - 1}"
+        )

@@ -11,6 +11,8 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -105,7 +107,9 @@ class Replay:
         self._prefetch = prefetch
         self._timeout_s = timeout_s
         self._step = 0
+        self._iteration = 0
         self._ahead: _Prefetcher | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
         self._closed = False
         self._batches = 0
         self._bytes = 0
@@ -117,9 +121,12 @@ class Replay:
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches from the current step on. One iteration at a time: a new one ends the one before."""
-        stop = None if self.steps is None else self._step + self.steps
         self._restart()
-        while stop is None or self._step < stop:
+        self._iteration += 1
+        return self._iterate(self._iteration, None if self.steps is None else self._step + self.steps)
+
+    def _iterate(self, iteration: int, stop: int | None) -> Iterator[Batch]:
+        while iteration == self._iteration and (stop is None or self._step < stop):
             yield self.sample()
 
     def sample(self) -> Batch:
@@ -139,9 +146,11 @@ class Replay:
         else:
             if self._ahead is None:
                 self._ahead = _Prefetcher(self._maker, self._step, self._prefetch)
-                weakref.finalize(self, self._ahead.stop)
+                self._finalizer = weakref.finalize(self, self._ahead.stop, self._timeout_s)
             try:
                 batch = self._ahead.get(self._timeout_s)
+            except WaitTimeoutError:
+                raise  # the batch is still being made: the next call may have it
             except BaseException:
                 self._restart()
                 raise
@@ -213,8 +222,11 @@ class Replay:
 
     def _restart(self) -> None:
         if self._ahead is not None:
-            self._ahead.stop()
+            self._ahead.stop(self._timeout_s)
             self._ahead = None
+        if self._finalizer is not None:
+            self._finalizer.detach()  # or it would keep every prefetcher there ever was
+            self._finalizer = None
 
     def __enter__(self) -> Replay:
         return self
@@ -264,12 +276,9 @@ class _BatchMaker:
             self.redrawn += int(lost.size)
             again, fetched = self._draw_and_fetch(step, attempt, numbers[lost])
             raw.put(lost, fetched)
-            for mine, theirs in zip(
-                (drawn.rows, drawn.generations, drawn.probability),
-                (again.rows, again.generations, again.probability),
-                strict=True,
-            ):
-                mine[lost] = theirs
+            drawn.rows[lost] = again.rows
+            drawn.generations[lost] = again.generations
+            drawn.probability[lost] = again.probability
         batch = self.plan.batch(raw, Keys(drawn.rows, drawn.generations), drawn.probability, step)
         self.make_s += time.perf_counter() - began_s
         self.made += 1
@@ -315,13 +324,20 @@ class _Prefetcher:
             raise item
         return item
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float) -> None:
         self._stopping.set()
-        while self._thread.is_alive():
-            try:  # room for the put it may be waiting in
+        deadline_s = time.monotonic() + timeout_s
+        # A thread stuck in a strategy that never returns is left behind; it ends when it comes back. The collector
+        # may call this on the thread itself.
+        while self._thread.is_alive() and time.monotonic() < deadline_s:
+            with suppress(queue.Empty):  # room for the put it may be waiting in
                 self._ready.get_nowait()
-            except queue.Empty:
-                self._thread.join(timeout=0.01)
+            if self._thread is threading.current_thread():
+                return
+            self._thread.join(timeout=0.01)
+        with suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
 
     def _run(self, step: int) -> None:
         while not self._stopping.is_set():

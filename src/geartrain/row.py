@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from geartrain import _native
-from geartrain.errors import FieldError, SchemaError
+from geartrain.errors import FieldError, SchemaError, StaleKeyError
 from geartrain.keys import Keys
 from geartrain.schema import DTYPES, Field, as_tensor, max_length, numpy_dtype
 
@@ -125,9 +126,11 @@ class Row:
             self.commit()
 
     def __del__(self) -> None:
-        # A row that was forgotten must not stay locked for as long as the process lives.
+        # A row that was forgotten must not stay locked for as long as the process lives. In a forked child it is
+        # the parent's, and stays so.
         if not self._done:
-            self.abandon()
+            with suppress(StaleKeyError):
+                self.abandon()
 
 
 class Rows:
@@ -196,7 +199,8 @@ class Rows:
 
     def __del__(self) -> None:
         if not self._done:
-            self.abandon()
+            with suppress(StaleKeyError):
+                self.abandon()
 
 
 class RowView:

@@ -8,6 +8,7 @@ without time (a task id, an embedding of the prompt) holds one value a row.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_FIELDS = 64
 MAX_DIMS = 8
+MAX_AXIS = 2**31 - 1
 MAX_NAME_BYTES = 63
 
 
@@ -186,11 +188,16 @@ class Field:
     timed: bool
 
     def __init__(self, shape: tuple[int, ...] | list[int] | int, dtype: object, timed: bool | None = None) -> None:
-        dims = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        try:
+            dims = (shape,) if isinstance(shape, int) else tuple(operator.index(n) for n in shape)
+        except TypeError:
+            raise SchemaError(f"a shape is a whole number or several, found {shape!r}") from None
         if len(dims) > MAX_DIMS:
             raise SchemaError(f"a field has at most {MAX_DIMS} axes, shape {dims} has {len(dims)}")
         if any(n <= 0 for n in dims):
             raise SchemaError(f"every axis must hold at least one element, shape is {dims}")
+        if any(n > MAX_AXIS for n in dims):
+            raise SchemaError(f"an axis holds at most {MAX_AXIS} elements, shape is {dims}")
         if timed and not dims:
             raise SchemaError("a scalar has no time axis; leave out timed=True or give a shape (T, ...)")
         object.__setattr__(self, "shape", dims)

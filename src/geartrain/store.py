@@ -6,6 +6,7 @@ module gives them Python's manners: fields by name, NumPy and torch views, conte
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -138,6 +139,7 @@ class Store:
         ):
             if limit is not None and not limit > 0:
                 raise SchemaError(f"{what} must be above zero, found {limit} (leave it out for no limit)")
+        age_ns = 0 if max_age_s is None else _nanoseconds("max_age_s", max_age_s)
         specs = [
             (field, DTYPES[spec.dtype].code, spec.itemsize, spec.timed, list(spec.shape))
             for field, spec in fields.items()
@@ -147,14 +149,14 @@ class Store:
                 name,
                 specs,
                 rows,
-                max_rows or 0,
+                _whole("max_rows", max_rows or 0, 2**32 - 1),
                 REMOVERS.index(remover),
-                max_times_sampled or 0,
-                int((max_age_s or 0) * 1e9),
-                weight_fraction_bits,
+                _whole("max_times_sampled", max_times_sampled or 0, 2**32 - 1),
+                age_ns,
+                _whole("weight_fraction_bits", weight_fraction_bits, 32),
                 "/" in name if persist is None else persist,
                 reserve,
-                timeout_s,
+                _timeout(timeout_s),
             )
         except StoreExistsError:
             raise StoreExistsError(_describe_existing(name)) from None
@@ -194,12 +196,16 @@ class Store:
             raise SchemaError(f"create={create!r} needs the fields of the store to create")
         if create == "never" and options:
             raise SchemaError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
+        timeout_s = _timeout(timeout_s)
         if create == "replace":
-            _remove_unused(name, timeout_s)
+            _remove_unused(name)
             assert fields is not None
             return cls.create(name, fields, timeout_s=timeout_s, **options)
         while True:
             try:
+                if fields is not None:
+                    # Before joining: a dead run's segment that was joined and left again would be removed.
+                    _check_schema(name, fields, cls.peek(name))
                 store = cls(_native.Store.attach(name, adopt, False, timeout_s), name)
                 break
             except StaleStoreError as error:
@@ -215,10 +221,12 @@ class Store:
                     return cls.create(name, fields, timeout_s=timeout_s, **options)
                 except StoreExistsError:
                     continue  # somebody else made it between our two looks
-        if fields is not None and check_fields(fields) != store.fields:
-            differing = _schema_difference(check_fields(fields), store.fields)
+        try:
+            if fields is not None:
+                _check_schema(name, fields, store)  # the name may have passed to another segment meanwhile
+        except IncompatibleStoreError:
             store.close()
-            raise IncompatibleStoreError(f"the store {name!r} has another schema than asked for: {differing}")
+            raise
         return store
 
     @classmethod
@@ -453,7 +461,7 @@ class Store:
             keys: of committed rows; a key given twice gets the last of its weights.
             weights: (n,) finite and >= 0. All are checked before any is set.
 
-        Cost: no lock (one with the lowest_weight remover); a cache miss per level of the tree.
+        Cost: no lock (one with the lowest_weight remover or max_times_sampled); a cache miss per level of the tree.
         """
         if hasattr(weights, "detach"):
             weights = weights.detach().cpu()
@@ -564,7 +572,29 @@ def _rows_of(fields: Mapping[str, Field], capacity: int | None, capacity_bytes: 
             raise SchemaError(f"capacity_bytes is {capacity_bytes}, and one row alone takes {row_bytes}")
     if capacity < 1:
         raise SchemaError(f"a store needs room for at least one row, capacity is {capacity}")
-    return capacity
+    return _whole("capacity", capacity, 2**63)
+
+
+def _whole(what: str, value: Any, most: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise SchemaError(f"{what} must be a whole number, found {value!r}") from None
+    if not 0 <= number <= most:
+        raise SchemaError(f"{what} must be from 0 to {most}, found {number}")
+    return number
+
+
+def _nanoseconds(what: str, seconds: float) -> int:
+    if not seconds <= 1e9:  # thirty years; also refuses NaN
+        raise SchemaError(f"{what} must be at most 1e9 seconds, found {seconds} (leave it out for no limit)")
+    return max(1, int(seconds * 1e9))
+
+
+def _timeout(timeout_s: float) -> float:
+    if not 0 <= timeout_s <= 1e9:
+        raise SchemaError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
+    return timeout_s
 
 
 def _describe_existing(name: str) -> str:
@@ -580,7 +610,7 @@ def _describe_existing(name: str) -> str:
     )
 
 
-def _remove_unused(name: str, timeout_s: float) -> None:
+def _remove_unused(name: str) -> None:
     """Removes the segment of that name if no living process uses it."""
     path = Path(_native.segment_path(name))
     if not path.exists():
@@ -592,6 +622,14 @@ def _remove_unused(name: str, timeout_s: float) -> None:
             f"the store {name!r} is in use by {users} process{'es' if users > 1 else ''}; it can only be joined"
         )
     peeked.unlink()
+
+
+def _check_schema(name: str, wanted: Mapping[str, Field], store: Store) -> None:
+    fields, found = check_fields(wanted), store.fields
+    if fields != found or list(fields) != list(found):
+        raise IncompatibleStoreError(
+            f"the store {name!r} has another schema than asked for: {_schema_difference(fields, found)}"
+        )
 
 
 def _schema_difference(wanted: dict[str, Field], found: dict[str, Field]) -> str:

@@ -14,8 +14,8 @@ from geartrain.replay import Replay
 class ReplayDataset(IterableDataset[dict[str, Any]]):
     """A replay as a torch `IterableDataset`: each item is one batch, a plain dict of tensors.
 
-    Use it with `DataLoader(ReplayDataset(replay), batch_size=None)`. Batches are prepared ahead by the replay itself, so the
-    loader needs no worker processes; with `num_workers > 0` it refuses, because every worker would deliver the
+    Use it with `DataLoader(ReplayDataset(replay), batch_size=None)`. The replay prepares batches ahead by itself, so
+    the loader needs no worker processes; with `num_workers > 0` it refuses, because every worker would deliver the
     same batches.
     """
 

@@ -1,0 +1,43 @@
+# make demo | test | bench | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+NATIVE := CMakeLists.txt $(wildcard native/*.h native/*.cc native/bind/*.h native/bind/*.cc)
+TESTS := $(wildcard native/test/*.h native/test/*.cc)
+
+.PHONY: setup demo test bench check docs native-check format clean
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt $(NATIVE)
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/offline_gato_hopper.py
+
+test: setup
+	$(BIN)/pytest
+
+bench: setup
+	$(BIN)/geartrain bench store --json runs/bench-store.json --plot runs/bench-store.png
+
+docs: setup
+	$(BIN)/pytest tests/test_docs.py tests/test_architecture.py
+
+check: setup native-check
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cc,$(NATIVE)) $(TESTS)
+	$(BIN)/pytest -m slow
+
+native-check: setup
+	@for kind in thread address; do \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/$$kind -G Ninja -DGEARTRAIN_TESTS=ON -DGEARTRAIN_SANITIZE=$$kind > /dev/null && \
+	  $(BIN)/cmake --build build/$$kind && $(BIN)/ctest --test-dir build/$$kind --output-on-failure || exit 1; done
+
+format: setup
+	$(BIN)/ruff format -q . && $(BIN)/ruff check -q --fix . ; $(BIN)/clang-format -i $(filter %.h %.cc,$(NATIVE)) $(TESTS)
+
+clean:
+	rm -rf .venv build runs
