@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from geartrain.bench import BENCHES
 from geartrain.errors import GeartrainError
 from geartrain.store import Store
 
@@ -24,8 +25,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Measure, beside a floor and the peers that are installed.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
 out = Console()
 
 HISTOGRAM_BINS = 12
@@ -326,6 +325,33 @@ def doctor(
             escape(finding.because),
         )
     out.print(table)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="Which: " + ", ".join(BENCHES) + ".")],
+    quick: Annotated[bool, typer.Option(help="Fewer cases and repeats; ends within 60 s on 2 cores.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw them into this file (PNG, SVG, PDF).")] = None,
+    peer_python: Annotated[
+        list[str] | None,
+        typer.Option(help="Interpreter of a peer's own environment, as peer=/path/to/python. Repeatable."),
+    ] = None,
+) -> None:
+    """Measure, beside the floor of this machine and the peers that are installed.
+
+    Example: geartrain bench store --quick --json store.json --plot store.png
+    """
+    from geartrain.bench import load
+
+    peers = {}
+    for pair in peer_python or []:
+        peer, found, python = pair.partition("=")
+        if not found:
+            _die(f"--peer-python takes peer=/path/to/python, found {pair!r}")
+        peers[peer] = python
+    with _errors():
+        load(name)(quick=quick, json_path=json_path, plot_path=plot_path, peers=peers or None)
 
 
 def _summary(store: Store) -> str:

@@ -31,7 +31,9 @@ class Main(Protocol):
         json_path: Path | None = None,
         plot_path: Path | None = None,
         peers: dict[str, str] | None = None,
-    ) -> BenchResult: ...
+    ) -> BenchResult:
+        """Measures, prints, writes the files asked for, and returns the result."""
+        ...
 
 
 def load(name: str) -> Main:

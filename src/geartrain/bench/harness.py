@@ -109,7 +109,7 @@ def lap(calls: int, body: Callable[[], object]) -> Lap:
     return Lap(seconds / calls, cpu_seconds / calls, disturbed)
 
 
-def take_turns(systems: Sequence[System], *, repeats: int, budget_s: float, warmups: int = 2) -> dict[str, list[Lap]]:
+def take_turns(systems: Sequence[System], *, repeats: int, budget_s: float, warmups: int = 1) -> dict[str, list[Lap]]:
     """Laps of every system, taken in turns: until each has `repeats` quiet ones, or the budget is spent.
 
     Every system gets at least three laps, whatever the budget. Warm-up laps are not among them.
@@ -145,23 +145,27 @@ def quiet(laps: dict[str, list[Lap]]) -> tuple[dict[str, list[Lap]], bool]:
     return laps, True
 
 
-def quantiles(values: Sequence[float]) -> list[float]:
+def quantiles(values: Sequence[float]) -> tuple[float, float, float, float]:
     """p50, p75, p90 and p95 of the values."""
-    return [float(q) for q in np.quantile(np.asarray(values, np.float64), QUANTILES)]
+    p50, p75, p90, p95 = np.quantile(np.asarray(values, np.float64), QUANTILES).tolist()
+    return p50, p75, p90, p95
 
 
-def rate_row(case: str, system: str, metric: str, unit: str, seconds: Sequence[float], per_call: float,
-             floor_s: float) -> Row:  # fmt: skip
+def rate_row(
+    case: str, system: str, metric: str, unit: str, seconds: Sequence[float], per_call: float, floor_s: float
+) -> Row:
     """A rate: `per_call` units are done in each call of so many seconds; `floor_s` is the floor's median."""
-    times = quantiles(seconds)
-    return Row(case, system, metric, unit, *(per_call / s for s in times), floor_s / times[0])
+    p50, p75, p90, p95 = quantiles([max(s, 1e-9) for s in seconds])
+    return Row(
+        case, system, metric, unit, per_call / p50, per_call / p75, per_call / p90, per_call / p95, floor_s / p50
+    )
 
 
 def time_row(case: str, system: str, metric: str, unit: str, seconds: Sequence[float], floor_s: float) -> Row:
-    """A duration, in "us" or "ns"."""
-    times = quantiles(seconds)
+    """A duration, in "s", "ms", "us" or "ns"."""
+    p50, p75, p90, p95 = quantiles([max(s, 1e-9) for s in seconds])
     scale = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[unit]
-    return Row(case, system, metric, unit, *(scale * s for s in times), floor_s / times[0] if times[0] else 0.0)
+    return Row(case, system, metric, unit, scale * p50, scale * p75, scale * p90, scale * p95, floor_s / p50)
 
 
 def machine() -> dict[str, Any]:

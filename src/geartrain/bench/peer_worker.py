@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -30,14 +31,14 @@ CHUNK_ROWS = 64
 class Peer:
     """What a peer must do; `most_rows` bounds how many it is filled with, because filling takes time."""
 
-    versions: dict = {}
     most_rows = 2**31
 
-    def setup(self, rows, fields):
+    def setup(self, rows: int, fields: dict[str, Any]) -> None:
         """Makes a buffer of so many rows and fills it."""
         self.rows, self.fields = min(rows, self.most_rows), fields
         self.noise = np.random.default_rng(1)
-        self.sources = {}
+        self.sources: dict[int, Any] = {}
+        self.versions: dict[str, str] = {}
         self.make()
         left = self.rows
         while left:
@@ -45,9 +46,25 @@ class Peer:
             self.extend(self.prepare(n))
             left -= n
 
-    def arrays(self, n):
+    def make(self) -> None:
+        """Makes the empty buffer and says which versions it is."""
+        raise NotImplementedError
+
+    def prepare(self, n: int) -> Any:
+        """n rows in the form that `extend` takes."""
+        raise NotImplementedError
+
+    def extend(self, source: Any) -> None:
+        """Inserts rows."""
+        raise NotImplementedError
+
+    def sample(self, batch: int) -> None:
+        """Draws rows, and drops the batch."""
+        raise NotImplementedError
+
+    def arrays(self, n: int) -> dict[str, Any]:
         """n rows of noise, a field each."""
-        made = {}
+        made: dict[str, Any] = {}
         for name, (shape, dtype) in self.fields.items():
             if dtype == "float32":
                 made[name] = self.noise.standard_normal((n, *shape), dtype=np.float32)
@@ -55,38 +72,42 @@ class Peer:
                 made[name] = self.noise.integers(0, 2, (n, *shape)).astype(dtype)
         return made
 
-    def threads(self, n):
+    def threads(self, n: int) -> int:
         """Threads it will use of the n it may."""
         return 1
 
-    def source(self, n):
+    def source(self, n: int) -> Any:
         """The n rows that every insert of n rows takes, made before the clock starts."""
         if n not in self.sources:
             self.sources = {n: self.prepare(n)}
         return self.sources[n]
 
-    def sample_many(self, batch, calls):
+    def sample_many(self, batch: int, calls: int) -> None:
+        """The body of a lap."""
         for _ in range(calls):
             self.sample(batch)
 
-    def insert_many(self, batch, calls):
+    def insert_many(self, batch: int, calls: int) -> None:
+        """The body of a lap."""
         source = self.source(batch)
         for _ in range(calls):
             self.extend(source)
 
-    def before_sample(self, batch):
+    def before_sample(self, batch: int) -> None:
         """Whatever must happen before the clock starts."""
 
-    def after(self):
+    def after(self) -> None:
         """Waits until the peer's own background work is over."""
 
-    def cpu_s(self):
+    def cpu_s(self) -> float:
         """CPU time of everything that works for this peer."""
         return time.process_time()
 
 
 class Torchrl(Peer):
-    def make(self):
+    """A buffer of whole rows in memory, drawn uniformly: its Python alone, no C++ sampler is needed."""
+
+    def make(self) -> None:
         import tensordict
         import torch
         import torchrl
@@ -101,24 +122,26 @@ class Torchrl(Peer):
         torch.set_num_threads(1)
         self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(self.rows), batch_size=CHUNK_ROWS)
 
-    def threads(self, n):
+    def threads(self, n: int) -> int:
         self.torch.set_num_threads(n)
         return n
 
-    def prepare(self, n):
+    def prepare(self, n: int) -> Any:
         from tensordict import TensorDict
 
         return TensorDict({k: self.torch.from_numpy(v) for k, v in self.arrays(n).items()}, batch_size=[n])
 
-    def extend(self, source):
+    def extend(self, source: Any) -> None:
         self.buffer.extend(source)
 
-    def sample(self, batch):
+    def sample(self, batch: int) -> None:
         self.buffer.sample(batch)
 
 
 class Cpprb(Peer):
-    def make(self):
+    """The plain ring buffer."""
+
+    def make(self) -> None:
         from importlib.metadata import version
 
         import cpprb
@@ -127,13 +150,13 @@ class Cpprb(Peer):
         env = {name: {"shape": tuple(shape), "dtype": np.dtype(dtype)} for name, (shape, dtype) in self.fields.items()}
         self.buffer = cpprb.ReplayBuffer(self.rows, env)
 
-    def prepare(self, n):
+    def prepare(self, n: int) -> Any:
         return self.arrays(n)
 
-    def extend(self, source):
+    def extend(self, source: Any) -> None:
         self.buffer.add(**source)
 
-    def sample(self, batch):
+    def sample(self, batch: int) -> None:
         self.buffer.sample(batch)
 
 
@@ -147,7 +170,7 @@ class Reverb(Peer):
     most_rows = 100_000
     most_ahead_bytes = 256 << 20
 
-    def make(self):
+    def make(self) -> None:
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
         from importlib.metadata import version
 
@@ -163,20 +186,21 @@ class Reverb(Peer):
         self.address = f"localhost:{json.loads(self.server.stdout.readline())['port']}"
         self.client = reverb.Client(self.address)
         self.writer = self.client.trajectory_writer(num_keep_alive_refs=1)
-        self.batches, self.batches_of = None, None
+        self.batches: Any = None
+        self.batches_of: int | None = None
         self.row_bytes = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.fields.values())
 
-    def prepare(self, n):
+    def prepare(self, n: int) -> Any:
         arrays = self.arrays(n)
         return [{name: arrays[name][i] for name in arrays} for i in range(n)]
 
-    def extend(self, source):
+    def extend(self, source: Any) -> None:
         for row in source:
             self.writer.append(row)
             self.writer.create_item("rows", 1.0, {name: self.writer.history[name][-1] for name in row})
         self.writer.flush()
 
-    def before_sample(self, batch):
+    def before_sample(self, batch: int) -> None:
         import tensorflow as tf
 
         ahead = max(1, min(2 * batch, self.most_ahead_bytes // self.row_bytes))
@@ -192,10 +216,10 @@ class Reverb(Peer):
         for _ in range(-(-ahead // batch) + 1):
             next(self.batches)
 
-    def sample(self, batch):
+    def sample(self, batch: int) -> None:
         next(self.batches)
 
-    def after(self):
+    def after(self) -> None:
         before = self.cpu_s()
         for _ in range(40):
             time.sleep(0.05)
@@ -204,13 +228,13 @@ class Reverb(Peer):
                 return
             before = now
 
-    def cpu_s(self):
+    def cpu_s(self) -> float:
         with open(f"/proc/{self.server.pid}/stat") as stat:
             ticks = stat.read().rpartition(")")[2].split()[11:13]
         return time.process_time() + sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
-def reverb_server(rows):
+def reverb_server(rows: int) -> None:
     """Serves one table until stdin closes."""
     import reverb
 
@@ -227,10 +251,10 @@ def reverb_server(rows):
     server.stop()
 
 
-PEERS = {"torchrl": Torchrl, "torchrl-thp": Torchrl, "cpprb": Cpprb, "reverb": Reverb}
+PEERS: dict[str, type[Peer]] = {"torchrl": Torchrl, "torchrl-thp": Torchrl, "cpprb": Cpprb, "reverb": Reverb}
 
 
-def timed(peer, what, batch, calls):
+def timed(peer: Peer, what: str, batch: int, calls: int) -> dict[str, Any]:
     """One lap."""
     if what == "sample":
         peer.before_sample(batch)
@@ -247,9 +271,9 @@ def timed(peer, what, batch, calls):
     return {"seconds": seconds / calls, "cpu_seconds": cpu_seconds / calls, "disturbed": disturbed}
 
 
-def serve(answers):
+def serve(answers: TextIO) -> None:
     """Answers requests until stdin closes."""
-    peer = None
+    peer = Peer()
     for line in sys.stdin:
         request = json.loads(line)
         try:
@@ -269,7 +293,7 @@ def serve(answers):
             return
 
 
-def main():
+def main() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan keeps gigabytes
     if sys.argv[1:2] == ["reverb-server"]:
         reverb_server(int(sys.argv[2]))

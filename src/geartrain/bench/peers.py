@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -34,7 +35,7 @@ class PeerProcess:
 
     def __init__(self, name: str, python: str, rows: int, fields: Mapping[str, Field], setup_s: float = 240.0) -> None:
         self.name = name
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         environment = {**os.environ, "OMP_NUM_THREADS": "2", **VARIANTS.get(name, {})}
         environment.pop("PYTHONPATH", None)
         try:
@@ -72,10 +73,8 @@ class PeerProcess:
     def close(self) -> None:
         """Kills the peer and whatever it started."""
         if self._process.poll() is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self._process.wait(timeout=30)
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             if stream is not None:

@@ -33,13 +33,15 @@ def print_table(result: BenchResult) -> None:
     except ImportError:
         raise MissingDependencyError("benchmark tables need rich: pip install 'geartrain[cli]'") from None
     console = Console()
+    if not console.is_terminal:
+        console.width = 120  # a file takes whole lines
     console.print(f"[bold]{result.command}[/bold]")
     for title, facts in (("machine", result.machine), ("versions", result.versions)):
         console.print(f"{title}: " + ", ".join(f"{key} {value}" for key, value in facts.items()), highlight=False)
     for metric in dict.fromkeys(row.metric for row in result.rows):
         table = Table(title=metric, title_justify="left")
-        table.add_column("case")
-        table.add_column("system")
+        table.add_column("case", no_wrap=True)
+        table.add_column("system", no_wrap=True)
         table.add_column("unit")
         for name in ("p50", "p75", "p90", "p95", "of floor"):
             table.add_column(name, justify="right")
@@ -65,7 +67,7 @@ def write_json(result: BenchResult, path: Path) -> None:
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Bars of speed relative to the floor, a group per case, a panel per metric. Needs matplotlib."""
+    """Bars of speed relative to the floor, a group per case, a panel per rate. Needs matplotlib."""
     try:
         import matplotlib
 
@@ -75,12 +77,13 @@ def plot(result: BenchResult, path: Path) -> None:
         raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
     panels: dict[str, list[Row]] = {}
     for row in result.rows:
-        if row.unit == "GB/s":
+        if row.unit == "GB/s" and "per CPU" not in row.metric:
             panels.setdefault(row.metric, []).append(row)
     if not panels:
         raise SchemaError(f"the bench {result.bench!r} has no rates to plot")
     systems = list(dict.fromkeys(row.system for rows in panels.values() for row in rows if row.system != "floor"))
-    colors = dict(zip(systems, pyplot.get_cmap("tab10").colors, strict=False))
+    palette = pyplot.get_cmap("tab10")
+    colors = {system: palette(i % 10) for i, system in enumerate(systems)}
     widest = max(len({row.case for row in rows}) for rows in panels.values())
     size = (max(9.0, 1.05 * widest + 2), 4.6 * len(panels) + 0.6)
     figure, axes = pyplot.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")

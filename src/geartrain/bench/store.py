@@ -32,7 +32,6 @@ from geartrain.bench import harness, report
 from geartrain.bench.harness import BenchResult, Clock, Lap, Row, System
 from geartrain.bench.peers import PeerError, PeerProcess
 from geartrain.fetch import fetch
-from geartrain.keys import Keys
 from geartrain.replay import Replay
 from geartrain.schema import Field
 from geartrain.selection import Uniform
@@ -60,6 +59,7 @@ class Table:
     peer_bytes: int
     batches: tuple[int, ...]
     threads: tuple[int, ...] = (1, 2)
+    with_peers: bool = True
 
     @property
     def row_bytes(self) -> int:
@@ -107,9 +107,9 @@ FULL = Plan(
 )
 QUICK = Plan(
     tables=(
-        Table("4 KB", flat(4096), 400 * MB, 200 * MB, (32, 1024), (1,)),
+        Table("4 KB", flat(4096), 400 * MB, 200 * MB, (32, 1024), (1,), False),
         Table("100 KB", flat(102_400), 400 * MB, 200 * MB, (32, 1024)),
-        Table("1 MB", flat(1 << 20), 400 * MB, 200 * MB, (32,), (1,)),
+        Table("1 MB", flat(1 << 20), 400 * MB, 200 * MB, (32,), (1,), False),
     ),
     repeats=11,
     case_s=2.0,
@@ -146,6 +146,7 @@ def run(plan: Plan, peers: dict[str, str], *, quick: bool = False) -> BenchResul
         result.peers_missing[name] = f"unknown to this bench, which knows {', '.join(ALL_PEERS)}"
     cases = sum(2 * len(table.batches) * len(table.threads) for table in plan.tables)
     clock = Clock(plan.budget_s, cases)
+    peers = {name: python for name, python in peers.items() if name in ALL_PEERS}
     with _one_torch_thread():
         for place, table in enumerate(plan.tables):
             _TableBench(plan, table, peers, clock, result).measure(single_rows=place == 0)
@@ -198,14 +199,13 @@ class _TableBench:
 
     def _start_peers(self, stack: contextlib.ExitStack) -> None:
         rows = max(1, self.table.peer_bytes // self.table.row_bytes)
-        for name, python in self.wanted_peers.items():
-            if name not in ALL_PEERS or (name in self.result.peers_missing and self.plan is QUICK):
-                continue
+        for name, python in list(self.wanted_peers.items()) if self.table.with_peers else ():
             harness.say(f"{self.table.name}: starting {name}")
             try:
                 peer = stack.enter_context(PeerProcess(name, python, rows, self.table.fields))
             except PeerError as error:
                 self._missing(name, str(error))
+                del self.wanted_peers[name]
                 continue
             self.result.versions.update(peer.versions)
             self.peers.append(peer)
@@ -256,7 +256,7 @@ class _TableBench:
         def floor(stream: bool, parts: int) -> Lap:
             jobs = []
             for rows in [draw() for _ in range(calls)]:
-                jobs.append([part for part in np.array_split(rows, parts)])
+                jobs.append(np.array_split(rows, parts))
             starts = np.cumsum([0] + [len(part) for part in jobs[0]])
 
             def work(part: int) -> None:
@@ -428,13 +428,15 @@ class _TableBench:
             self.result.notes.append(f"{what} {case}: too few laps without a context switch, all were counted")
         floors = {name: of_one for name, of_one in laps.items() if name.startswith("floor")}
         best = min(floors, key=lambda name: float(np.median([one.seconds for one in floors[name]])))
-        # Two threads on half the work each burn the CPU time of one: the floor per CPU second has one thread.
         frugal = min(floors, key=lambda name: float(np.median([one.cpu_seconds for one in floors[name]])))
-        for metric, attribute, floor in ((what, "seconds", best), (f"{what} per CPU second", "cpu_seconds", frugal)):
+        metrics = [(what, "seconds", best)]
+        if threads == 1:
+            metrics.append((f"{what} per CPU second", "cpu_seconds", frugal))
+        for metric, attribute, floor in metrics:
             shown = {"floor": laps[floor]} | {name: of for name, of in laps.items() if name not in floors}
             floor_s = float(np.median([getattr(one, attribute) for one in laps[floor]]))
             for name, of_one in shown.items():
-                seconds = [max(getattr(one, attribute), 1e-9) for one in of_one]
+                seconds = [getattr(one, attribute) for one in of_one]
                 self._add(harness.rate_row(case, name, metric, "GB/s", seconds, nbytes / 1e9, floor_s))
 
     def _add(self, row: Row) -> None:
