@@ -36,6 +36,7 @@ try:
     import torch
     from rich import console, progress, table
     from torch import Tensor, nn
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     import geartrain as gt
 except ModuleNotFoundError as missing:
@@ -44,6 +45,7 @@ except ModuleNotFoundError as missing:
 EXPERT_FILE = Path(__file__).parent / "data" / "hopper_expert.npz"
 EPISODE_STEPS = 1000  # Hopper-v5 stops an episode here at the latest.
 OBS, ACTION, CONTEXT, BATCH = 11, 3, 20, 32
+EVALUATE_AT = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # Of the steps: the early ones fall early.
 PASS_MARK = 0.90
 FIELDS = {
     "obs": gt.Field((EPISODE_STEPS, OBS), "float32"),
@@ -194,11 +196,9 @@ def train(model: DecisionTransformer, replay: gt.Replay, steps: int) -> Iterator
 
 
 @torch.inference_mode()
-def evaluate(
-    model: DecisionTransformer, episodes: int, *, target: float, bars: progress.Progress, title: str
-) -> np.ndarray:
+def evaluate(model: nn.Module, episodes: int, target: float, bars: progress.Progress) -> np.ndarray:
     """The returns of `episodes` episodes stepped together: one model call per step for all."""
-    bar = bars.add_task(title, total=EPISODE_STEPS)
+    bar = bars.add_task("evaluation, 1,000 steps", total=EPISODE_STEPS)
     envs = [make_hopper() for _ in range(episodes)]
     obs = np.stack([env.reset(seed=10_000 + i)[0] for i, env in enumerate(envs)])
     shapes = {name: FIELDS[name].step_shape for name in WINDOW_FIELDS}
@@ -222,7 +222,7 @@ def evaluate(
         bars.update(bar, advance=1)
         if not hopping:
             break
-    bars.update(bar, completed=EPISODE_STEPS)
+    bars.remove_task(bar)
     return returns
 
 
@@ -241,13 +241,17 @@ def run(options: argparse.Namespace, store: gt.Store, bars: progress.Progress) -
     seen_obs = torch.from_numpy(rows["obs"][rows.mask])
     expert = rows["return_to_go"][~rows["kicked"], 0]
     target = float(expert.mean())
+    bars.console.print(f"{len(store)} episodes, {len(seen_obs):,} steps; the expert returns {target:,.0f}")
     torch.manual_seed(options.seed)
     model = DecisionTransformer(OBS, ACTION)
     model.obs_mean.copy_(seen_obs.mean(0))
     model.obs_std.copy_(seen_obs.std(0) + 1e-6)
     model.return_scale.fill_(target)
+    # A hop forgives little, and one batch can spoil it: the mean of the last weights is evaluated.
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.97))
 
     selection = gt.selection.Weighted(seed=options.seed)
+    marks = {math.ceil(share * options.steps) for share in (*EVALUATE_AT, 1)}
     source = {"fields": WINDOW_FIELDS, "window": CONTEXT}
     losses: list[float] = []
     curve: list[dict[str, Any]] = []
@@ -256,14 +260,16 @@ def run(options: argparse.Namespace, store: gt.Store, bars: progress.Progress) -
         since = time.perf_counter()
         for loss in train(model, replay, options.steps):
             losses.append(loss)
+            average.update_parameters(model)
             bars.update(bar, advance=1, description=f"training, loss {loss:.4f}")
-            last = len(losses) == options.steps
-            if last or len(losses) % math.ceil(options.steps / 5) == 0:
+            if len(losses) in marks:
                 clock["train"] += time.perf_counter() - since
                 since = time.perf_counter()
-                episodes = options.eval_episodes if last else min(3, options.eval_episodes)
-                title = f"evaluation, step {len(losses)}"
-                returns = evaluate(model, episodes, target=target, bars=bars, title=title)
+                few = min(3, options.eval_episodes)
+                episodes = options.eval_episodes if len(losses) == options.steps else few
+                returns = evaluate(average, episodes, target, bars)
+                share = f"{100 * returns.mean() / target:5.1f} % of the expert's return"
+                bars.console.print(f"step {len(losses):>4}: loss {loss:.4f}, {share}")
                 curve.append({"step": len(losses), "returns": returns.tolist()})
                 clock["evaluate"] += time.perf_counter() - since
                 since = time.perf_counter()

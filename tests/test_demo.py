@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +38,7 @@ def one_thread():
 
 
 @pytest.fixture
-def store():
+def store(store_name):
     """Ragged episodes of random observations, in which the right action is part of what is seen.
 
     A step's return-to-go is its number in the episode, which lets a test tell steps apart.
@@ -50,18 +49,14 @@ def store():
         "return_to_go": gt.Field((STEPS,), "float32"),
     }
     rng = np.random.default_rng(0)
-    name = f"test-demo-{uuid.uuid4().hex[:8]}"
-    with gt.Store.create(name, fields, capacity=32) as store:
-        try:
-            for length in rng.integers(5, STEPS + 1, 32):
-                with store.row() as row:
-                    obs = rng.uniform(-1.0, 1.0, (length, 6)).astype(np.float32)
-                    row["obs"][:length], row["action"][:length] = obs, obs[:, :2]
-                    row["return_to_go"][:length] = np.arange(length)
-                    row.length = length
-            yield store
-        finally:
-            store.unlink()
+    with gt.Store.create(store_name(), fields, capacity=32) as store:
+        for length in rng.integers(5, STEPS + 1, 32):
+            with store.row() as row:
+                obs = rng.uniform(-1.0, 1.0, (length, 6)).astype(np.float32)
+                row["obs"][:length], row["action"][:length] = obs, obs[:, :2]
+                row["return_to_go"][:length] = np.arange(length)
+                row.length = length
+        yield store
 
 
 def windows(store, batch_size=32):
