@@ -9,8 +9,9 @@ they are the rates at those times, so p95 is always the slow tail, never the luc
 always speed: 1 is as fast as the floor, 0.5 takes twice the floor's time, for rates and times alike.
 
 A shared machine takes the CPU away now and then. A lap during which it did (an involuntary context switch) says
-little about the code, for the floor as for ours; such laps are left out of every system alike as long as each
-system of the case keeps `MIN_QUIET` others. Otherwise all laps count, and a note says so.
+little about the code, for the floor as for ours. Such laps are left out of all the systems that are timed in this
+process if each of them keeps `MIN_QUIET` others; otherwise all their laps count, and a note says so. A peer's laps
+are judged alone, by the same rule.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -99,8 +100,14 @@ class Clock:
         return max(0.0, min(most_s, share_s))
 
 
-def lap(calls: int, body: Callable[[], object]) -> Lap:
-    """Times `body`, which makes `calls` calls, in this process and all its threads."""
+def lap(calls: int, body: Callable[[], object], warm: Callable[[], object] | None = None) -> Lap:
+    """Times `body`, which makes `calls` calls, in this process and all its threads.
+
+    `warm` makes one call before the clock starts, so that a lap does not pay for what the system before it left
+    in the caches: small batches live there.
+    """
+    if warm is not None:
+        warm()
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     cpu_s, began_s = time.process_time(), time.perf_counter()
     body()
@@ -137,12 +144,16 @@ def take_turns(systems: Sequence[System], *, repeats: int, budget_s: float, warm
     return laps
 
 
-def quiet(laps: dict[str, list[Lap]]) -> tuple[dict[str, list[Lap]], bool]:
-    """The undisturbed laps when every system has enough of them, otherwise all; and whether it is all."""
+def quiet(laps: dict[str, list[Lap]], alone: Collection[str] = ()) -> tuple[dict[str, list[Lap]], list[str]]:
+    """The laps that count, and the systems of which disturbed ones had to be counted as well.
+
+    `alone` are the systems judged by themselves; the others are judged together.
+    """
     kept = {name: [one for one in of_one if not one.disturbed] for name, of_one in laps.items()}
-    if all(len(kept[name]) >= min(MIN_QUIET, len(laps[name])) for name in laps):
-        return kept, False
-    return laps, True
+    enough = {name: len(kept[name]) >= min(MIN_QUIET, len(laps[name])) for name in laps}
+    together = all(enough[name] for name in laps if name not in alone)
+    good = {name: enough[name] if name in alone else together for name in laps}
+    return {name: kept[name] if good[name] else laps[name] for name in laps}, [n for n in laps if not good[n]]
 
 
 def quantiles(values: Sequence[float]) -> tuple[float, float, float, float]:

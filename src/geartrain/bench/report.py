@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def write_json(result: BenchResult, path: Path) -> None:
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Bars of speed relative to the floor, a group per case, a panel per rate. Needs matplotlib."""
+    """Bars of speed relative to the floor: a group per case, a panel per rate and threads. Needs matplotlib."""
     try:
         import matplotlib
 
@@ -78,7 +79,8 @@ def plot(result: BenchResult, path: Path) -> None:
     panels: dict[str, list[Row]] = {}
     for row in result.rows:
         if row.unit == "GB/s" and "per CPU" not in row.metric:
-            panels.setdefault(row.metric, []).append(row)
+            _, comma, threads = row.case.rpartition(", ")
+            panels.setdefault(f"{row.metric}{comma}{threads}" if "thread" in threads else row.metric, []).append(row)
     if not panels:
         raise SchemaError(f"the bench {result.bench!r} has no rates to plot")
     systems = list(dict.fromkeys(row.system for rows in panels.values() for row in rows if row.system != "floor"))
@@ -87,15 +89,17 @@ def plot(result: BenchResult, path: Path) -> None:
     widest = max(len({row.case for row in rows}) for rows in panels.values())
     size = (max(9.0, 1.05 * widest + 2), 4.6 * len(panels) + 0.6)
     figure, axes = pyplot.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
-    for axis, (metric, rows) in zip(axes[:, 0], panels.items(), strict=True):
-        _panel(axis, metric, rows, systems, colors)
-    figure.suptitle(f"{result.command}\n{result.machine['cpu']}, {result.machine['cores']} cores", fontsize=9)
+    for axis, (title, rows) in zip(axes[:, 0], panels.items(), strict=True):
+        _panel(axis, title, rows, systems, colors)
+    words = textwrap.wrap(result.command, 110, break_on_hyphens=False)
+    where = f"{result.machine['cpu']}, {result.machine['cores']} cores"
+    figure.suptitle("\n".join([*words, where]), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def _panel(axis: Any, metric: str, rows: list[Row], systems: list[str], colors: dict[str, Any]) -> None:
+def _panel(axis: Any, title: str, rows: list[Row], systems: list[str], colors: dict[str, Any]) -> None:
     cases = list(dict.fromkeys(row.case for row in rows))
     floors = {row.case: row.p50 for row in rows if row.system == "floor"}
     here = [system for system in systems if any(row.system == system for row in rows)]
@@ -107,12 +111,14 @@ def _panel(axis: Any, metric: str, rows: list[Row], systems: list[str], colors: 
         heights = [row.ratio_to_floor for row in of_system]
         axis.bar(at, heights, 0.92 * width, label=system, color=colors[system])
         for x, row in zip(at, of_system, strict=True):
+            inside = row.ratio_to_floor > 0.25
             axis.text(
                 x,
-                row.ratio_to_floor + 0.015,
+                0.02 if inside else row.ratio_to_floor + 0.02,
                 _number(row.p50),
                 rotation=90,
-                fontsize=6,
+                fontsize=6.5,
+                color="white" if inside else "black",
                 ha="center",
                 va="bottom",
             )
@@ -122,7 +128,7 @@ def _panel(axis: Any, metric: str, rows: list[Row], systems: list[str], colors: 
     axis.set_xlim(-0.6, len(cases) - 0.4)
     axis.set_ylim(0, 1.15 * max(1.1, *(row.ratio_to_floor for row in rows)))
     axis.set_ylabel("speed, floor = 1")
-    axis.set_title(f"{metric} (numbers: {rows[0].unit}, median)", loc="left", fontsize=10)
+    axis.set_title(f"{title} (numbers: {rows[0].unit}, median)", loc="left", fontsize=10)
     axis.legend(fontsize=7, ncols=min(9, len(here) + 1), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
 
 
@@ -164,4 +170,4 @@ def _number(value: float) -> str:
 
 def _short(case: str) -> str:
     """A case's name broken for an axis."""
-    return case.replace(", ", "\n")
+    return case.rpartition(", ")[0].replace(" x ", "\nx ") if "thread" in case else case

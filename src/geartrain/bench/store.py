@@ -40,8 +40,6 @@ from geartrain.store import Store
 MB = 1_000_000
 SEED = 20230723
 ALL_PEERS = ("torchrl", "torchrl-thp", "cpprb", "reverb")
-#: Laps of a peer in one case: theirs last longer, and their spread is not what is asked.
-PEER_ROUNDS = 9
 
 
 def flat(row_bytes: int) -> dict[str, Field]:
@@ -90,8 +88,10 @@ class Plan:
     case_s: float
     budget_s: float
     peer_batch_bytes: int = 300 * MB
-    lap_bytes: int = 8 * MB
+    lap_bytes: int = 16 * MB
     single_rows: int = 200
+    peer_rounds: int = 9
+    peer_start_s: float = 1000.0
 
 
 FULL = Plan(
@@ -101,9 +101,9 @@ FULL = Plan(
         Table("1 MB", flat(1 << 20), 1100 * MB, 600 * MB, (32, 256, 1024)),
         Table("100 KB in 4 fields", MULTI, 1500 * MB, 600 * MB, (32, 1024)),
     ),
-    repeats=31,
+    repeats=21,
     case_s=20.0,
-    budget_s=1500.0,
+    budget_s=900.0,
 )
 QUICK = Plan(
     tables=(
@@ -113,7 +113,9 @@ QUICK = Plan(
     ),
     repeats=11,
     case_s=2.0,
-    budget_s=30.0,
+    budget_s=24.0,
+    peer_rounds=3,
+    peer_start_s=12.0,
 )
 
 
@@ -127,9 +129,10 @@ def main(
     """Measures, prints the table, writes what was asked for, and returns the result.
 
     `peers` maps "torchrl", "torchrl-thp" (torch's allocator told to use huge pages), "cpprb" and "reverb" to the
-    interpreter of an environment that has it. `--quick` fits peers too, as far as its minute allows.
+    interpreter of an environment that has it; GEARTRAIN_PEER_PYTHON_TORCHRL and the like do the same. `--quick`
+    fits peers too, as far as its minute allows.
     """
-    result = run(QUICK if quick else FULL, peers or {}, quick=quick)
+    result = run(QUICK if quick else FULL, {**report.parse_peers([]), **(peers or {})}, quick=quick)
     report.report(result, json_path, plot_path)
     return result
 
@@ -198,8 +201,12 @@ class _TableBench:
     # --- peers ----------------------------------------------------------------------------------------------
 
     def _start_peers(self, stack: contextlib.ExitStack) -> None:
+        began_s = time.monotonic()
         rows = max(1, self.table.peer_bytes // self.table.row_bytes)
         for name, python in list(self.wanted_peers.items()) if self.table.with_peers else ():
+            if time.monotonic() - began_s > self.plan.peer_start_s:
+                self._missing(name, "no time was left to start it; run without --quick")
+                continue
             harness.say(f"{self.table.name}: starting {name}")
             try:
                 peer = stack.enter_context(PeerProcess(name, python, rows, self.table.fields))
@@ -207,7 +214,9 @@ class _TableBench:
                 self._missing(name, str(error))
                 del self.wanted_peers[name]
                 continue
-            self.result.versions.update(peer.versions)
+            for package, version in peer.versions.items():
+                if self.result.versions.setdefault(package, version) != version:
+                    self.result.versions[f"{package} of {name}"] = version
             self.peers.append(peer)
 
     def _end_peers(self, reason: str) -> None:
@@ -240,7 +249,7 @@ class _TableBench:
                 peer.close()
                 self.peers.remove(peer)
                 continue
-            systems.append(System(peer.name, one_lap, rounds=PEER_ROUNDS))
+            systems.append(System(peer.name, one_lap, rounds=self.plan.peer_rounds))
         return systems
 
     # --- fetch ----------------------------------------------------------------------------------------------
@@ -255,12 +264,12 @@ class _TableBench:
 
         def floor(stream: bool, parts: int) -> Lap:
             jobs = []
-            for rows in [draw() for _ in range(calls)]:
+            for rows in [draw() for _ in range(calls + 1)]:
                 jobs.append(np.array_split(rows, parts))
             starts = np.cumsum([0] + [len(part) for part in jobs[0]])
 
-            def work(part: int) -> None:
-                for job in jobs:
+            def work(part: int, first: int, last: int) -> None:
+                for job in jobs[first:last]:
                     for i in every:
                         column, out = self.columns[i], outputs[i]
                         _gather(column, out[starts[part] : starts[part + 1]], job[part], stream)
@@ -275,11 +284,20 @@ class _TableBench:
                 for some in keys:
                     fetch(self.store, some, threads=threads, as_=as_)
 
-            return harness.lap(calls, body)
+            return harness.lap(calls, body, lambda: fetch(self.store, self.keys[draw()], threads=threads, as_=as_))
 
         def numpy_index() -> Lap:
             rows = [draw() for _ in range(calls)]
-            return harness.lap(calls, lambda: [[column[some] for column in self.columns] and None for some in rows])
+
+            def one_call(some: NDArray[np.uint32]) -> None:
+                for column in self.columns:
+                    column[some]
+
+            def body() -> None:
+                for some in rows:
+                    one_call(some)
+
+            return harness.lap(calls, body, lambda: one_call(draw()))
 
         systems = _floors(floor, threads)
         systems.append(System("geartrain", ours))
@@ -291,7 +309,7 @@ class _TableBench:
                 for _ in range(calls):
                     replay.sample()
 
-            systems.append(System("geartrain Replay", lambda: harness.lap(calls, sample)))
+            systems.append(System("geartrain Replay", lambda: harness.lap(calls, sample, replay.sample)))
             if threads == 1:
                 systems.append(System("NumPy column[rows]", numpy_index))
             if self.as_torch:
@@ -308,15 +326,15 @@ class _TableBench:
         outs = [torch.from_numpy(output) for output in outputs]
 
         def one_lap() -> Lap:
-            rows = [torch.from_numpy(draw().astype(np.int64)) for _ in range(calls)]
+            rows = [torch.from_numpy(draw().astype(np.int64)) for _ in range(calls + 1)]
 
-            def body() -> None:
-                for some in rows:
+            def body(first: int, last: int) -> None:
+                for some in rows[first:last]:
                     for column, out in zip(columns, outs, strict=True):
                         torch.index_select(column, 0, some, out=out)
 
             torch.set_num_threads(threads)
-            done = harness.lap(calls, body)
+            done = harness.lap(calls, lambda: body(1, calls + 1), lambda: body(0, 1))
             torch.set_num_threads(1)
             return done
 
@@ -333,14 +351,14 @@ class _TableBench:
 
         def floor(stream: bool, parts: int) -> Lap:
             nonlocal turn
-            firsts = [(turn + call) % places * batch for call in range(calls)]
-            turn += calls
+            firsts = [(turn + call) % places * batch for call in range(calls + 1)]
+            turn += calls + 1
             bounds = [batch * part // parts for part in range(parts + 1)]
             rows = np.arange(batch, dtype=np.uint32)
 
-            def work(part: int) -> None:
+            def work(part: int, start: int, stop: int) -> None:
                 lo, hi = bounds[part], bounds[part + 1]
-                for first in firsts:
+                for first in firsts[start:stop]:
                     for array, column in zip(arrays, self.columns, strict=True):
                         _scatter(array[lo:hi], column[first + lo : first + hi], rows[: hi - lo], stream)
 
@@ -351,7 +369,7 @@ class _TableBench:
                 for _ in range(calls):
                     self.store.insert(source, threads=threads)
 
-            return harness.lap(calls, body)
+            return harness.lap(calls, body, lambda: self.store.insert(source, threads=threads))
 
         systems = _floors(floor, threads)
         systems.append(System("geartrain", ours))
@@ -406,7 +424,7 @@ class _TableBench:
         fixed = 32768  # header, control, field records and clients, whatever the number of rows
         per_row = (about["nbytes"] - about["column_bytes"] - fixed) / about["capacity"]
         case = f"{about['capacity']} rows"
-        self._add(Row(case, "geartrain", "books per row, trees included", "B", *[per_row] * 4, 1.0))
+        self._add(Row(case, "geartrain", "books per row, trees included", "B", per_row, per_row, per_row, per_row, 1.0))
 
     # --- writing down ---------------------------------------------------------------------------------------
 
@@ -423,9 +441,10 @@ class _TableBench:
             self._end_peers(f"{what} of {batch}: {error}")
             ours = [system for system in systems if system.name not in names]
             laps = harness.take_turns(ours, repeats=self.plan.repeats, budget_s=2.0)
-        laps, disturbed = harness.quiet(laps)
+        laps, disturbed = harness.quiet(laps, [peer.name for peer in self.peers])
         if disturbed:
-            self.result.notes.append(f"{what} {case}: too few laps without a context switch, all were counted")
+            whose = ", ".join(dict.fromkeys("floor" if name.startswith("floor") else name for name in disturbed))
+            self.result.notes.append(f"{what} {case}: laps with context switches were counted too, of {whose}")
         floors = {name: of_one for name, of_one in laps.items() if name.startswith("floor")}
         best = min(floors, key=lambda name: float(np.median([one.seconds for one in floors[name]])))
         frugal = min(floors, key=lambda name: float(np.median([one.cpu_seconds for one in floors[name]])))
@@ -456,17 +475,21 @@ def _floors(floor: Callable[[bool, int], Lap], threads: int) -> list[System]:
     return systems
 
 
-def _in_parts(calls: int, parts: int, work: Callable[[int], None]) -> Lap:
-    """`work(part)` for every part at once; the time from the common start to the last end."""
+def _in_parts(calls: int, parts: int, work: Callable[[int, int, int], None]) -> Lap:
+    """`work(part, first, last)` makes those of `calls + 1` calls, for every part at once, the first one untimed.
+
+    The time is that of the slowest part: from when all were running to its end.
+    """
     if parts == 1:
-        return harness.lap(calls, lambda: work(0))
+        return harness.lap(calls, lambda: work(0, 1, calls + 1), lambda: work(0, 0, 1))
     ready = threading.Barrier(parts)
     seconds = [0.0] * parts
 
     def one(part: int) -> None:
+        work(part, 0, 1)
         ready.wait(timeout=60)
         began_s = time.perf_counter()
-        work(part)
+        work(part, 1, calls + 1)
         seconds[part] = time.perf_counter() - began_s
 
     threads = [threading.Thread(target=one, args=(part,)) for part in range(1, parts)]
