@@ -1,5 +1,7 @@
 #include "copy.h"
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -112,6 +114,14 @@ void copy_block(void* to, const void* from, size_t bytes, bool stream) {
   kernel().kernel(out + head, in + head, body);
   const size_t done = head + body;
   if (done != bytes) plain(out + done, in + done, bytes - done);
+}
+
+size_t stream_from() {
+  static const size_t threshold = [] {
+    const long cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
+    return cache > 0 ? static_cast<size_t>(cache) / 5 * 3 : size_t{16} << 20;
+  }();
+  return threshold;
 }
 
 void zero_block(void* to, size_t bytes) { std::memset(to, 0, bytes); }

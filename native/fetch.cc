@@ -17,6 +17,9 @@ constexpr uint64_t kPieceBytes = 256 << 10;
 // Below this a second thread costs more in waking up than it saves in copying.
 constexpr uint64_t kThreadedFrom = 1 << 20;
 
+// Columns of this size and more do not stay in a cache between two rounds of inserts.
+constexpr uint64_t kColdFrom = 256 << 20;
+
 uint64_t step_bytes(const FieldRecord& field) { return field.block_bytes / field.shape[0]; }
 
 uint64_t field_bytes(const FieldRecord& field, uint32_t steps) {
@@ -36,7 +39,7 @@ class Gather {
         request_(request),
         fields_(store.fields()),
         steps_(request.window != 0 ? request.window : store.header().max_length),
-        stream_(batch_bytes(store, request) >= kStreamFrom) {}
+        stream_(batch_bytes(store, request) >= stream_from()) {}
 
   uint64_t rows(size_t first, size_t last) const {
     uint64_t torn = 0;
@@ -149,7 +152,8 @@ void fill(const Store& store, std::span<const uint32_t> rows, std::span<const In
   uint64_t bytes = 0;
   for (const InsertField& field : fields) bytes += store.fields()[field.field].block_bytes;
   bytes *= rows.size();
-  const bool stream = bytes >= kStreamFrom;
+  // A store larger than any cache: the blocks' places are cold, and whoever reads them next will find them in memory.
+  const bool stream = bytes >= stream_from() || store.header().regions[kColumnsRegion].bytes >= kColdFrom;
   run(rows.size(), bytes, threads, [&](size_t first, size_t last) {
     for (size_t i = first; i < last; ++i) {
       for (const InsertField& field : fields) {

@@ -71,6 +71,22 @@ void init_mutex(pthread_mutex_t* mutex) {
   ::pthread_mutexattr_destroy(&attributes);
 }
 
+int lock_within(pthread_mutex_t* mutex, double timeout_s) {
+#if defined(__SANITIZE_THREAD__)
+  constexpr clockid_t kClock = CLOCK_REALTIME;  // ThreadSanitizer only knows the call that waits by this clock
+#else
+  constexpr clockid_t kClock = CLOCK_MONOTONIC;
+#endif
+  const uint64_t deadline = clock_ns(kClock) + static_cast<uint64_t>(timeout_s * 1e9);
+  const struct timespec until {static_cast<time_t>(deadline / 1'000'000'000u),
+                               static_cast<long>(deadline % 1'000'000'000u)};
+#if defined(__SANITIZE_THREAD__)
+  return ::pthread_mutex_timedlock(mutex, &until);
+#else
+  return ::pthread_mutex_clocklock(mutex, kClock, &until);
+#endif
+}
+
 }  // namespace
 
 Store::Store(Mapping mapping) : mapping_(std::make_shared<Mapping>(std::move(mapping))) {
@@ -239,12 +255,7 @@ Store::Guard::Guard(const Store& store) : store_(store) {
   if (store.read_only_) fail(ErrorKind::closed, "the store ", store.mapping_->path(), " was opened read-only");
   pthread_mutex_t* mutex = &store.control().mutex;
   int error = ::pthread_mutex_trylock(mutex);
-  if (error == EBUSY) {
-    const uint64_t deadline = monotonic_ns() + static_cast<uint64_t>(store.lock_timeout_s_ * 1e9);
-    const struct timespec until {static_cast<time_t>(deadline / 1'000'000'000u),
-                                 static_cast<long>(deadline % 1'000'000'000u)};
-    error = ::pthread_mutex_clocklock(mutex, CLOCK_MONOTONIC, &until);
-  }
+  if (error == EBUSY) error = lock_within(mutex, store.lock_timeout_s_);
   const auto repair_or_unlock = [&] {
     try {
       const_cast<Store&>(store).rebuild_locked();

@@ -1,23 +1,93 @@
-"""Fixtures for all tests: store names of their own, and nothing left behind in /dev/shm."""
+"""Names for stores, and the proof that no test leaves a segment behind."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+SHM = Path("/dev/shm")
 _numbers = itertools.count()
+
+
+class Names:
+    """Hands out names that no other test or process uses, and removes what a test was allowed to leave."""
+
+    def __init__(self) -> None:
+        self._prefix = f"test-{os.getpid()}-{next(_numbers)}"
+        self._count = itertools.count()
+        self._forgiven: set[str] = set()
+
+    def __call__(self, *, may_stay: bool = False) -> str:
+        """A new name. With `may_stay` its segment may be there when the test ends: the test kills its users."""
+        name = f"{self._prefix}-{next(self._count)}"
+        if may_stay:
+            self._forgiven.add(name)
+        return name
+
+    def path(self, name: str) -> Path:
+        """Where the segment of that name lives."""
+        return SHM / f"geartrain.{name}"
+
+    def clear(self) -> list[str]:
+        """Removes all segments of this test; returns those that should not have been there."""
+        left = [path for path in SHM.glob(f"geartrain.{self._prefix}-*") if path.is_file()]
+        for path in left:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+        found = {path.name.removeprefix("geartrain.") for path in left}
+        return sorted(found - self._forgiven)
+
+
+@pytest.fixture
+def names() -> Iterator[Names]:
+    """Unique store names; fails a test that leaves a segment in /dev/shm."""
+    made = Names()
+    yield made
+    left = made.clear()
+    assert not left, f"the test left segments behind: {left}"
+
+
+@pytest.fixture
+def name(names: Names) -> str:
+    """One unique store name."""
+    return names()
 
 
 @pytest.fixture
 def store_name() -> Iterator[Callable[[], str]]:
-    """Makes names no other test has, and removes whatever is left under them."""
-    prefix = f"test-{os.getpid()}-{secrets.token_hex(3)}-{next(_numbers)}"
-    made = itertools.count()
-    yield lambda: f"{prefix}.{next(made)}"
-    for left in Path("/dev/shm").glob(f"geartrain.{prefix}.*"):
-        left.unlink()
+    """Unique store names for tests of the layers above, which may leave segments; they are removed."""
+    made = Names()
+    yield lambda: made(may_stay=True)
+    made.clear()
+
+
+@pytest.fixture
+def fork() -> Iterator[Callable[[Callable[[], object]], int]]:
+    """Runs a function in a forked child, which never returns into the test; children still there at the end die."""
+    children: list[int] = []
+
+    def start(body: Callable[[], object]) -> int:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = int(body() or 0)  # type: ignore[call-overload]
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(child, 9)
+            os.waitpid(child, 0)

@@ -88,13 +88,13 @@ inline int run_all(int argc, char** argv) {
     if (!(condition)) testing::failed(__FILE__, __LINE__, "not true: ", #condition); \
   } while (false)
 
-#define CHECK_EQ(found, expected)                                                                           \
-  do {                                                                                                      \
-    const auto found_value = (found);                                                                       \
-    const auto expected_value = (expected);                                                                 \
-    if (!(found_value == expected_value)) {                                                                 \
-      testing::failed(__FILE__, __LINE__, #found, " is ", found_value, ", expected ", expected_value);      \
-    }                                                                                                       \
+#define CHECK_EQ(found, expected)                                                                      \
+  do {                                                                                                 \
+    const auto found_value = (found);                                                                  \
+    const auto expected_value = (expected);                                                            \
+    if (!(found_value == expected_value)) {                                                            \
+      testing::failed(__FILE__, __LINE__, #found, " is ", found_value, ", expected ", expected_value); \
+    }                                                                                                  \
   } while (false)
 
 #define CHECK_THROWS(expected_kind, statement)                                                       \
@@ -109,5 +109,7 @@ inline int run_all(int argc, char** argv) {
     if (!thrown) testing::failed(__FILE__, __LINE__, #statement, " did not throw ", #expected_kind); \
   } while (false)
 
-#define RUN_TESTS() \
-  int main(int argc, char** argv) { return testing::run_all(argc, argv); }
+#define RUN_TESTS()                      \
+  int main(int argc, char** argv) {      \
+    return testing::run_all(argc, argv); \
+  }

@@ -20,19 +20,17 @@ inline std::vector<FieldSpec> tagged_fields() {
 inline uint64_t tagged_step(uint64_t tag, uint64_t step, uint64_t at) {
   return tag * 0x9e3779b97f4a7c15u + step * kTaggedWidth + at;
 }
-inline uint32_t tagged_length(uint64_t tag) { return 1 + static_cast<uint32_t>(tag * 0x2545f4914f6cdd1du >> 32) % kTaggedSteps; }
+inline uint32_t tagged_length(uint64_t tag) {
+  return 1 + static_cast<uint32_t>(tag * 0x2545f4914f6cdd1du >> 32) % kTaggedSteps;
+}
 
-// Fills and commits rows of these tags, which allocate() has given us.
-inline void commit_tagged(Store& store, std::span<const uint32_t> rows, std::span<const uint64_t> tags,
-                          std::span<uint32_t> generations, double weight = 1) {
+// Writes rows of these tags, which allocate() has given us; returns their lengths.
+inline std::vector<uint32_t> fill_tagged(Store& store, std::span<const uint32_t> rows, std::span<const uint64_t> tags) {
   const size_t n = rows.size();
   std::vector<uint64_t> steps(n * kTaggedSteps * kTaggedWidth), late(n * 3);
   std::vector<uint32_t> lengths(n);
-  std::vector<double> weights(n, weight);
-  std::vector<int64_t> versions(n);
   for (size_t i = 0; i < n; ++i) {
     lengths[i] = tagged_length(tags[i]);
-    versions[i] = static_cast<int64_t>(tags[i]);
     for (uint32_t t = 0; t < kTaggedSteps; ++t) {
       for (uint32_t k = 0; k < kTaggedWidth; ++k) {
         steps[(i * kTaggedSteps + t) * kTaggedWidth + k] = tagged_step(tags[i], t, k);
@@ -40,11 +38,18 @@ inline void commit_tagged(Store& store, std::span<const uint32_t> rows, std::spa
     }
     for (uint32_t k = 0; k < 3; ++k) late[i * 3 + k] = tags[i] ^ k;
   }
-  const InsertField fields[3] = {
-      {0, reinterpret_cast<const std::byte*>(tags.data()), 8},
-      {1, reinterpret_cast<const std::byte*>(steps.data()), kTaggedSteps * kTaggedWidth * 8},
-      {2, reinterpret_cast<const std::byte*>(late.data()), 24}};
+  const InsertField fields[3] = {{0, reinterpret_cast<const std::byte*>(tags.data()), 8},
+                                 {1, reinterpret_cast<const std::byte*>(steps.data()), kTaggedSteps * kTaggedWidth * 8},
+                                 {2, reinterpret_cast<const std::byte*>(late.data()), 24}};
   fill(store, rows, fields, lengths, 1);
+  return lengths;
+}
+
+inline void commit_tagged(Store& store, std::span<const uint32_t> rows, std::span<const uint64_t> tags,
+                          std::span<uint32_t> generations, double weight = 1) {
+  const std::vector<uint32_t> lengths = fill_tagged(store, rows, tags);
+  const std::vector<double> weights(rows.size(), weight);
+  const std::vector<int64_t> versions(tags.begin(), tags.end());
   store.commit(rows, {lengths, weights, versions}, generations);
 }
 

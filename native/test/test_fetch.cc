@@ -48,8 +48,9 @@ TEST(a_row_overwritten_during_its_copy_is_reported_and_never_mixed) {
       n += generations[n] & 1;
     }
     const uint32_t window = round % 3 == 0 ? 0 : 1 + random() % 40;
-    const TaggedBatch batch = fetch_tagged(*store, {rows, n}, {generations, n}, window,
-                                           window == 0 ? std::span<const int32_t>{} : std::span<const int32_t>{ends, n});
+    const TaggedBatch batch =
+        fetch_tagged(*store, {rows, n}, {generations, n}, window,
+                     window == 0 ? std::span<const int32_t>{} : std::span<const int32_t>{ends, n});
     seen.whole += batch.whole;
     seen.torn += batch.torn;
     seen.mixed += batch.mixed;

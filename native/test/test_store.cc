@@ -34,11 +34,24 @@ class Busy {
 
   void step() {
     switch (random_() % 8) {
-      case 0: case 1: case 2: insert(1 + random_() % 3); break;
-      case 3: abandon(); break;
-      case 4: case 5: reweigh(); break;
-      case 6: sample(); break;
-      default: random_() % 4 == 0 ? remove() : void(store_.expire()); break;
+      case 0:
+      case 1:
+      case 2:
+        insert(1 + random_() % 3);
+        break;
+      case 3:
+        abandon();
+        break;
+      case 4:
+      case 5:
+        reweigh();
+        break;
+      case 6:
+        sample();
+        break;
+      default:
+        random_() % 4 == 0 ? remove() : void(store_.expire());
+        break;
     }
   }
 
@@ -121,7 +134,7 @@ TEST(threads_sharing_a_handle_leave_sound_books) {
     for (uint32_t t = 0; t < 4; ++t) {
       threads.emplace_back([&, t] {
         Busy busy(*store, t + 1);
-        for (int i = 0; i < (kThreadSanitizer ? 300 : 2000); ++i) busy.step();
+        for (int i = 0; i < (kThreadSanitizer || kAddressSanitizer ? 300 : 2000); ++i) busy.step();
       });
     }
     for (int i = 0; i < 20; ++i) {
@@ -146,7 +159,7 @@ TEST(threads_with_handles_of_their_own_leave_sound_books) {
       threads.emplace_back([&, t] {
         auto mine = Store::attach(name, {});
         Busy busy(*mine, t + 1);
-        for (int i = 0; i < 1000; ++i) busy.step();
+        for (int i = 0; i < (kAddressSanitizer ? 300 : 1000); ++i) busy.step();
       });
     }
     for (auto& thread : threads) thread.join();

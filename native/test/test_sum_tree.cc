@@ -15,7 +15,8 @@ namespace {
 
 struct TreeMemory {
   explicit TreeMemory(uint64_t leaves)
-      : leaf_words(make(padded_leaves(leaves))), nodes(make(TreeShape::of(leaves).nodes)),
+      : leaf_words(make(padded_leaves(leaves))),
+        nodes(make(TreeShape::of(leaves).nodes)),
         tree(leaf_words.get(), nodes.get(), leaves) {}
 
   static std::unique_ptr<std::atomic<uint64_t>[], void (*)(void*)> make(uint64_t count) {
@@ -24,7 +25,8 @@ struct TreeMemory {
     return {static_cast<std::atomic<uint64_t>*>(memory), &std::free};
   }
 
-  std::unique_ptr<std::atomic<uint64_t>[], void (*)(void*)> leaf_words, nodes;
+  std::unique_ptr<std::atomic<uint64_t>[], void (*)(void*)> leaf_words,
+      nodes;
   WeightTree tree;
 };
 

@@ -230,6 +230,10 @@ class Plan:
             contiguous = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
             if not contiguous:
                 raise SchemaError(f"out[{name!r}] must be C-contiguous")
+            if isinstance(array, np.ndarray) and not array.flags.writeable:
+                raise SchemaError(f"out[{name!r}] is read-only")
+            if hasattr(array, "is_cpu") and not array.is_cpu:
+                raise SchemaError(f"out[{name!r}] is on {array.device}; rows are gathered into host memory")
             if dtype.numpy_name is None:
                 array = as_raw(array, dtype)
             outputs.append(array)

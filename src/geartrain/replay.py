@@ -6,6 +6,7 @@ a row that was lost meanwhile is drawn again. All of it happens on a thread of i
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -53,7 +54,8 @@ class Replay:
             updated before; with more, a batch may have been drawn up to so many steps earlier.
         as_: "torch" tensors or "numpy" arrays.
         steps: batches per iteration; endless by default.
-        min_rows: fewer selectable rows than this are an error, not a batch of near-copies.
+        min_rows: fewer selectable rows than this are an error, not a batch of near-copies. 1 by default; for a store
+            with `max_times_sampled` the batch size, lest half a batch use up rows that nobody gets to see.
         threads: threads that copy; up to 4 of the process's cores by default.
         timeout_s: longest wait for a batch.
 
@@ -83,7 +85,7 @@ class Replay:
         prefetch: int = 2,
         as_: As = "torch",
         steps: int | None = None,
-        min_rows: int = 1,
+        min_rows: int | None = None,
         threads: int | None = None,
         timeout_s: float = 60.0,
     ) -> None:
@@ -92,17 +94,21 @@ class Replay:
         for what, value, least in (
             ("batch_size", batch_size, 1),
             ("prefetch", prefetch, 0),
-            ("min_rows", min_rows, 1),
+            ("min_rows", 1 if min_rows is None else min_rows, 1),
         ):
             if value < least:
                 raise SchemaError(f"{what} must be at least {least}, found {value}")
         if steps is not None and steps < 0:
             raise SchemaError(f"steps must be at least 0, found {steps}")
+        if not 0 <= timeout_s <= 1e9:
+            raise SchemaError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
         self.store = store
         self.selection = selection
         self.batch_size = batch_size
         self.steps = steps
         self._plan = Plan.make(store, fields, window, pad, as_, threads)
+        if min_rows is None:
+            min_rows = 1 if store.options["max_times_sampled"] is None else batch_size
         self._maker = _BatchMaker(self._plan, selection, batch_size, min_rows)
         self._prefetch = prefetch
         self._timeout_s = timeout_s
@@ -144,6 +150,8 @@ class Replay:
         if self._prefetch == 0:
             batch = self._maker.make(self._step)
         else:
+            if self._ahead is not None and not self._ahead.is_mine():
+                self._restart()  # a forked child has none of its parent's threads
             if self._ahead is None:
                 self._ahead = _Prefetcher(self._maker, self._step, self._prefetch)
                 self._finalizer = weakref.finalize(self, self._ahead.stop, self._timeout_s)
@@ -292,6 +300,9 @@ class _BatchMaker:
             store.reap()
             drawn = self.selection.select(self.candidates, len(numbers), step, attempt=attempt, numbers=numbers)
             if drawn.failed:
+                store.native.rebuild()  # or somebody living is in the middle of one: this waits for them
+                drawn = self.selection.select(self.candidates, len(numbers), step, attempt=attempt, numbers=numbers)
+            if drawn.failed:
                 raise CorruptStoreError(f"{drawn.failed} draws found no row; store.audit() tells what is wrong")
         taken = store.native.count_samples(drawn.rows, drawn.generations)
         ends = None
@@ -311,6 +322,7 @@ class _Prefetcher:
     def __init__(self, maker: _BatchMaker, step: int, depth: int) -> None:
         self._maker = maker
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=depth)
+        self._pid = os.getpid()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(step,), name="geartrain-prefetch", daemon=True)
         self._thread.start()
@@ -324,7 +336,13 @@ class _Prefetcher:
             raise item
         return item
 
+    def is_mine(self) -> bool:
+        """Whether the thread belongs to this process, and not to the one it was forked from."""
+        return self._pid == os.getpid()
+
     def stop(self, timeout_s: float) -> None:
+        if not self.is_mine():
+            return
         self._stopping.set()
         deadline_s = time.monotonic() + timeout_s
         # A thread stuck in a strategy that never returns is left behind; it ends when it comes back. The collector

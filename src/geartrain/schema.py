@@ -152,7 +152,7 @@ def as_tensor(array: NDArray[Any], dtype: Dtype) -> torch.Tensor:
     if dtype.numpy_name is None:
         array = array.view(f"int{8 * dtype.itemsize}")  # torch.from_numpy knows signed integers of every size
         return torch.from_numpy(array).view(torch_dtype(dtype))
-    return torch.from_numpy(array)
+    return torch.from_numpy(array.view(dtype.numpy_name))  # NumPy has two types of 64-bit integers, torch knows one
 
 
 def as_raw(array: Any, dtype: Dtype) -> Any:

@@ -46,7 +46,10 @@ class Drawn:
 class Strategy(Protocol):
     """What `Replay` asks of a selection strategy."""
 
-    seed: int
+    @property
+    def seed(self) -> int:
+        """Of everything it draws."""
+        ...
 
     def select(
         self,

@@ -626,7 +626,7 @@ def _remove_unused(name: str) -> None:
 
 def _check_schema(name: str, wanted: Mapping[str, Field], store: Store) -> None:
     fields, found = check_fields(wanted), store.fields
-    if fields != found or list(fields) != list(found):
+    if fields != found:  # their order means nothing: fields are found by name
         raise IncompatibleStoreError(
             f"the store {name!r} has another schema than asked for: {_schema_difference(fields, found)}"
         )
@@ -638,10 +638,8 @@ def _schema_difference(wanted: dict[str, Field], found: dict[str, Field]) -> str
             return f"it has no field {field!r}"
         if spec != found[field]:
             return f"field {field!r} is {found[field]}, asked for {spec}"
-    for field in found:
-        if field not in wanted:
-            return f"it has a field {field!r} that was not asked for"
-    return "the fields stand in another order"
+    unasked = next(field for field in found if field not in wanted)
+    return f"it has a field {unasked!r} that was not asked for"
 
 
 __all__ = ["ROW_STATES", "Store", "default_threads"]
