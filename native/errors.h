@@ -18,6 +18,7 @@ enum class ErrorKind {
   closed,
   full,
   empty,
+  not_enough,
   stale_key,
   no_space,
   lock_timeout,

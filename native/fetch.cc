@@ -63,6 +63,8 @@ class Gather {
     const std::atomic<uint64_t>& word = store_.words()[row];
     const RowStatus& status = store_.status()[row];
     const uint32_t generation = generation_of(word.load(std::memory_order_acquire));
+    request_.torn[i] = 1;
+    if (generation != request_.generations[i] || (generation & 1) == 0) return false;  // stale: nothing to copy
     const uint32_t length = std::min(status.length.load(std::memory_order_relaxed), store_.header().max_length);
     // The steps [start, start + count) of the row go to [at, at + count) of the batch.
     uint32_t start = 0, count = length, at = 0;
@@ -96,8 +98,7 @@ class Gather {
     if (!request_.versions.empty()) request_.versions[i] = status.version.load(std::memory_order_relaxed);
     // Everything above was read before the word is read again; a writer changes the word first.
     std::atomic_thread_fence(std::memory_order_acquire);
-    const bool whole = generation == request_.generations[i] && (generation & 1) != 0 &&
-                       generation_of(word.load(std::memory_order_relaxed)) == generation;
+    const bool whole = generation_of(word.load(std::memory_order_relaxed)) == generation;
     request_.torn[i] = !whole;
     return whole;
   }

@@ -20,6 +20,7 @@ struct DrawKey {
 // Streams in use. Numbers stand for results that people reproduce: never renumber, only append.
 constexpr uint32_t kRowStream = 0;
 constexpr uint32_t kWindowStream = 1;
+constexpr uint32_t kDistinctStream = 2;
 
 // 128 random bits, most significant first.
 struct Random128 {

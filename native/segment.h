@@ -166,9 +166,9 @@ static_assert(sizeof(pthread_mutex_t) <= 64);
 static_assert(sizeof(Control) <= 4096);
 
 struct RowStatus {
-  uint64_t sequence;  // 1, 2, 3, ... in the order of commits
+  std::atomic<uint64_t> sequence;  // 1, 2, 3, ... in the order of commits
   std::atomic<int64_t> version;
-  uint64_t inserted_at_ns;  // wall clock
+  std::atomic<uint64_t> inserted_at_ns;  // wall clock
   std::atomic<uint32_t> length;
   std::atomic<uint32_t> times_sampled;
   uint32_t previous, next;  // in the one list the row is on: free queue, order list or a client's held list

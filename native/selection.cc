@@ -1,39 +1,130 @@
+// Draws with replacement, and what all draws share. Without replacement and in order: selection_exact.cc.
+
 #include "selection.h"
 
 #include <algorithm>
 #include <bit>
+#include <vector>
 
 #include "errors.h"
-#include "segment.h"
+#include "selection_detail.h"
 
 namespace geartrain {
 namespace {
 
-constexpr size_t kInFlight = 16;
+// Enough draws at once to keep the memory system busy; more no longer helps.
+constexpr size_t kInFlight = 32;
 
-// Draws `numbers` through `tree`; accept(found, i) takes a leaf or refuses it, and then it is drawn again.
-template <typename Tree, typename Accept>
-uint64_t draw(const Tree& tree, const DrawKey& key, uint32_t round, std::span<const uint32_t> numbers,
-              const char* what_is_empty, Accept accept) {
-  uint64_t failed = 0;
+struct ByWeight {
+  const Population& from;
+  const WeightTree& tree = from.weights;
+
+  uint32_t row_of(const WeightTree::Found& found) const { return static_cast<uint32_t>(found.node); }
+  double share(uint64_t word) const { return weight_of(word); }
+  bool has(uint64_t word) const { return is_committed(word) && weight_of(word) != 0; }
+};
+
+struct ByRow {
+  const Population& from;
+  const BitTree& tree = from.bits;
+
+  uint32_t row_of(const BitTree::Found& found) const {
+    const uint64_t bits = tree.leaves()[found.node].load(std::memory_order_relaxed);
+    if (found.residual >= BitLeaf::count(bits)) return kNoRow;
+    const auto row = static_cast<uint32_t>(found.node * 64 + select_bit(bits, static_cast<uint32_t>(found.residual)));
+    __builtin_prefetch(&from.words[row]);
+    return row;
+  }
+  double share(uint64_t) const { return 1.0; }
+  bool has(uint64_t word) const { return is_committed(word); }
+};
+
+uint64_t target_of(const DrawPlan& plan, uint32_t draw, uint32_t attempt, uint64_t total) {
+  const Random128 bits = random_bits(plan.key, draw, plan.round * kAttemptsPerRound + attempt);
+  if (plan.strata == 0) return below(bits, total);
+  const auto first = static_cast<uint64_t>(static_cast<uint128>(draw) * total / plan.strata);
+  const auto last = static_cast<uint64_t>(static_cast<uint128>(draw + uint64_t{1}) * total / plan.strata);
+  return std::min(first + below(bits, std::max<uint64_t>(last - first, 1)), total - 1);
+}
+
+// A draw of the batch and what it aims at.
+struct Aim {
+  uint64_t target;
+  uint32_t index;
+};
+
+// Large batches are walked through in the order of their targets, roughly, so that neighbouring draws meet in the
+// cache and on the same pages. One pass of counting by the leading bits is enough; smaller batches gain nothing.
+constexpr size_t kSortFrom = 1 << 15;
+constexpr int kSortBits = 12;
+
+std::vector<Aim> sorted_aims(const DrawPlan& plan, std::span<const uint32_t> numbers, uint64_t total) {
+  std::vector<uint64_t> targets(numbers.size());
+  const int shift = std::max(0, static_cast<int>(std::bit_width(total)) - kSortBits);
+  std::vector<uint32_t> place((size_t{1} << kSortBits) + 1, 0);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    targets[i] = target_of(plan, numbers[i], 0, total);
+    ++place[(targets[i] >> shift) + 1];
+  }
+  for (size_t bucket = 1; bucket < place.size(); ++bucket) place[bucket] += place[bucket - 1];
+  std::vector<Aim> aims(numbers.size());
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    aims[place[targets[i] >> shift]++] = {targets[i], static_cast<uint32_t>(i)};
+  }
+  return aims;
+}
+
+template <typename Kind>
+uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out) {
+  const Population& from = kind.from;
+  const bool limited = !plan.limits.none();
+  Search found[kInFlight];
   uint64_t targets[kInFlight];
-  typename Tree::Found found[kInFlight];
-  size_t index[kInFlight];
+  uint32_t index[kInFlight], rows[kInFlight];
+  std::fill(out.rows.begin(), out.rows.end(), kNoRow);
+
+  // Looks for index[0..n) at targets[0..n); those refused come first in index afterwards. Returns how many.
+  const auto look = [&](size_t n, uint64_t total) {
+    kind.tree.find(targets, n, found);
+    for (size_t i = 0; i < n; ++i) {
+      rows[i] = kind.tree.inside(found[i]) ? kind.row_of(found[i]) : kNoRow;
+      if (limited && rows[i] != kNoRow) __builtin_prefetch(&from.status[rows[i]]);
+    }
+    size_t again = 0;
+    for (size_t i = 0; i < n; ++i) {
+      const uint32_t row = rows[i];
+      const uint64_t word = row == kNoRow ? 0 : from.words[row].load(std::memory_order_acquire);
+      if (!kind.has(word) || (limited && !plan.limits.allow(from.status[row]))) {
+        index[again++] = index[i];
+        continue;
+      }
+      out.rows[index[i]] = row;
+      out.generations[index[i]] = generation_of(word);
+      out.probability[index[i]] = kind.share(word) / static_cast<double>(total);
+    }
+    return again;
+  };
+  const auto total_now = [&] {
+    const uint64_t total = kind.tree.total();
+    if (total == 0) fail_empty(plan);
+    return total;
+  };
+
+  std::vector<Aim> aims;
+  const uint64_t first_total = total_now();
+  if (numbers.size() >= kSortFrom && plan.strata == 0) aims = sorted_aims(plan, numbers, first_total);
+  uint64_t failed = 0;
   for (size_t first = 0; first < numbers.size(); first += kInFlight) {
     size_t n = std::min(kInFlight, numbers.size() - first);
-    for (size_t i = 0; i < n; ++i) index[i] = first + i;
-    for (uint32_t attempt = 0; n > 0 && attempt < kAttemptsPerRound; ++attempt) {
-      const uint64_t total = tree.total();
-      if (total == 0) fail(ErrorKind::empty, what_is_empty);
-      for (size_t i = 0; i < n; ++i) {
-        targets[i] = below(random_bits(key, numbers[index[i]], round * kAttemptsPerRound + attempt), total);
-      }
-      tree.find(targets, n, found);
-      size_t again = 0;
-      for (size_t i = 0; i < n; ++i) {
-        if (!tree.inside(found[i]) || !accept(found[i], index[i], total)) index[again++] = index[i];
-      }
-      n = again;
+    for (size_t i = 0; i < n; ++i) {
+      index[i] = aims.empty() ? static_cast<uint32_t>(first + i) : aims[first + i].index;
+      targets[i] = aims.empty() ? target_of(plan, numbers[index[i]], 0, first_total) : aims[first + i].target;
+    }
+    n = look(n, first_total);
+    for (uint32_t attempt = 1; n > 0 && attempt < kRefusals; ++attempt) {
+      const uint64_t total = total_now();
+      for (size_t i = 0; i < n; ++i) targets[i] = target_of(plan, numbers[index[i]], attempt, total);
+      n = look(n, total);
     }
     failed += n;
   }
@@ -41,6 +132,20 @@ uint64_t draw(const Tree& tree, const DrawKey& key, uint32_t round, std::span<co
 }
 
 }  // namespace
+
+uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out) {
+  const uint64_t failed = plan.by == By::weight ? draw_by(ByWeight{from}, plan, numbers, out)
+                                                : draw_by(ByRow{from}, plan, numbers, out);
+  if (failed == 0 || plan.limits.none()) return failed;
+  // Limits that let few rows through: draw those that are left from a copy of just these rows.
+  const Allowed allowed(from, plan.by, plan.limits, {});
+  const uint64_t total = allowed.total();
+  if (total == 0) fail_empty(plan);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (out.rows[i] == kNoRow) allowed.take(target_of(plan, numbers[i], kRefusals, total), i, out);
+  }
+  return 0;
+}
 
 uint32_t select_bit(uint64_t word, uint32_t rank) {
   uint32_t position = 0;
@@ -52,37 +157,6 @@ uint32_t select_bit(uint64_t word, uint32_t rank) {
     word = upper ? word >> half : word;
   }
   return position;
-}
-
-uint64_t draw_weighted(const WeightTree& tree, const DrawKey& key, uint32_t round, std::span<const uint32_t> numbers,
-                       const Draws& out) {
-  std::fill(out.rows.begin(), out.rows.end(), kNoRow);
-  return draw(tree, key, round, numbers, "no selectable row has a weight above zero",
-              [&](const WeightTree::Found& found, size_t i, uint64_t total) {
-                const uint64_t word = tree.leaves()[found.leaf].load(std::memory_order_acquire);
-                if (!is_committed(word) || weight_of(word) == 0) return false;
-                out.rows[i] = static_cast<uint32_t>(found.leaf);
-                out.generations[i] = generation_of(word);
-                out.probability[i] = static_cast<double>(weight_of(word)) / static_cast<double>(total);
-                return true;
-              });
-}
-
-uint64_t draw_uniform(const BitTree& tree, const std::atomic<uint64_t>* words, const DrawKey& key, uint32_t round,
-                      std::span<const uint32_t> numbers, const Draws& out) {
-  std::fill(out.rows.begin(), out.rows.end(), kNoRow);
-  return draw(tree, key, round, numbers, "the store has no selectable row",
-              [&](const BitTree::Found& found, size_t i, uint64_t total) {
-                const uint64_t bits = tree.leaves()[found.leaf].load(std::memory_order_relaxed);
-                if (found.residual >= BitLeaf::count(bits)) return false;
-                const uint64_t row = found.leaf * 64 + select_bit(bits, static_cast<uint32_t>(found.residual));
-                const uint64_t word = words[row].load(std::memory_order_acquire);
-                if (!is_committed(word)) return false;
-                out.rows[i] = static_cast<uint32_t>(row);
-                out.generations[i] = generation_of(word);
-                out.probability[i] = 1.0 / static_cast<double>(total);
-                return true;
-              });
 }
 
 void draw_window_ends(const DrawKey& key, uint32_t round, std::span<const uint32_t> numbers,

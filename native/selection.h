@@ -1,38 +1,97 @@
-// Drawing rows: exact, seeded, many at a time.
+// Choosing rows: exact, seeded, many at a time.
 //
-// Works on trees and words, wherever they live; knows no store. Every draw is a function of (tree contents, seed,
-// step, draw number, attempt), so the same contents give the same rows on any machine. While rows change under a
-// draw, it is made again with the next attempt; what comes back was selectable when it was looked at.
+// Works on trees and arrays, wherever they live; knows no store. Every choice is a function of the population, the
+// seed, the step, the draw number and the attempt, so the same population gives the same rows on any machine. While
+// rows change under a draw, it is made again with the next attempt; what comes back was selectable when it was looked
+// at.
 //
-// Cost: one cache miss per level, 16 draws in flight; no locks.
+// What a draw is, exactly (every other implementation follows this to the bit):
+//   total    = the sum of the weights (by weight) or the number of selectable rows (by row)
+//   bits     = 128 bits from Philox(seed, step, stream, draw, attempt); below(x) = floor(bits * x / 2^128)
+//   plain    target = below(total)
+//   strata   n draws share the total: first = floor(draw * total / n), last = floor((draw + 1) * total / n),
+//            target = first + below(max(last - first, 1)), at most total - 1
+//   distinct draws 0, 1, 2, ... of kDistinctStream are made like plain ones; each that finds a row not yet chosen
+//            chooses it. This is drawing without replacement, one row after the other, each in proportion to its
+//            weight among those left. After 4 n + 64 draws the rest are drawn from a copy without the chosen rows.
+//   the row is the one whose share of the running sum, in order of row numbers, holds the target
+//
+// Limits refuse rows after they are drawn; a refused draw is made again with the next attempt. When kRefusals
+// attempts were refused, it is made from a copy of the allowed rows.
+//
+// Cost: one cache miss per level of the tree, 32 draws in flight; no locks. The copies cost a pass over the population.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 
 #include "random.h"
+#include "segment.h"
 #include "sum_tree.h"
 
 namespace geartrain {
 
+// What rows are chosen from. Without `status` (bare arrays) the sequence of a row is its number, and no limit but
+// the row's own weight can be set.
+struct Population {
+  WeightTree weights;
+  BitTree bits;
+  const std::atomic<uint64_t>* words = nullptr;
+  const RowStatus* status = nullptr;
+
+  uint64_t rows() const { return weights.shape().leaves; }
+};
+
+// Rows that do not meet these are not chosen.
+struct Limits {
+  int64_t min_version = std::numeric_limits<int64_t>::min();
+  uint64_t inserted_from_ns = 0;
+  uint32_t min_length = 0;
+
+  bool none() const {
+    return min_version == std::numeric_limits<int64_t>::min() && inserted_from_ns == 0 && min_length == 0;
+  }
+  bool allow(const RowStatus& status) const {
+    return status.version.load(std::memory_order_relaxed) >= min_version &&
+           status.inserted_at_ns.load(std::memory_order_relaxed) >= inserted_from_ns &&
+           status.length.load(std::memory_order_relaxed) >= min_length;
+  }
+};
+
+enum class By : uint8_t { weight, row };
+
 struct Draws {
   std::span<uint32_t> rows;
   std::span<uint32_t> generations;
-  std::span<double> probability;  // of this row in one draw
+  std::span<double> probability;  // of this row in one plain draw, limits aside
 };
 
-// Tries within one call before it gives up on a tree whose sums and leaves disagree.
-constexpr uint32_t kAttemptsPerRound = 16;
+struct DrawPlan {
+  DrawKey key;
+  By by = By::weight;
+  uint32_t round = 0;   // 0, and one more each time the caller draws again for the same numbers (a torn row)
+  uint32_t strata = 0;  // 0: plain draws; n: the n draws of the batch share the total
+  Limits limits;
+};
 
-// Draws rows with replacement, in proportion to their weights, for the given draw numbers. `round` starts at 0 and
-// grows when the caller draws again for the same numbers (a torn row). Returns how many draws failed for good, which
-// only a tree in need of repair causes; their rows are kNoRow. Throws empty when the total is zero.
-uint64_t draw_weighted(const WeightTree& tree, const DrawKey& key, uint32_t round, std::span<const uint32_t> numbers,
-                       const Draws& out);
+// Attempts that belong to one round. The last is the one made from a copy.
+constexpr uint32_t kAttemptsPerRound = 64;
+constexpr uint32_t kRefusals = kAttemptsPerRound - 1;
 
-// The same for uniform draws over the rows whose bit is set; `words` tells their generations.
-uint64_t draw_uniform(const BitTree& tree, const std::atomic<uint64_t>* words, const DrawKey& key, uint32_t round,
-                      std::span<const uint32_t> numbers, const Draws& out);
+// With replacement. Returns how many draws failed for good, which only a tree in need of repair causes; their rows
+// are kNoRow. Throws empty when there is nothing to draw.
+uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out);
+
+// Without replacement: out.rows.size() rows, none twice and none of `excluded`. Throws not_enough.
+void draw_distinct(const Population& from, const DrawPlan& plan, std::span<const uint32_t> excluded, const Draws& out);
+
+// The first rows in some order, none of `excluded`; sequences up to and including `after` are passed over. Equal
+// weights: the older first. Returns how many were found, fewer than out.rows.size() when there are no more. A pass
+// over the population. The probabilities are 1.
+enum class Order : uint8_t { oldest, newest, heaviest };
+size_t first_rows(const Population& from, Order order, uint64_t after, const Limits& limits,
+                  std::span<const uint32_t> excluded, const Draws& out);
 
 // For each draw, the last step of its window: uniform over [0, length).
 void draw_window_ends(const DrawKey& key, uint32_t round, std::span<const uint32_t> numbers,

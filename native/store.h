@@ -107,6 +107,9 @@ class Store {
   uint64_t update_weights(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                           std::span<const double> weights);
 
+  // Raises all weights to a power; a pass over the words, without the lock but with the lowest_weight remover.
+  void raise_weights(double power);
+
   // Removes rows by key. Returns how many were already gone.
   uint64_t remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
 

@@ -268,8 +268,8 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence) {
       put_free_row(from.row);
       continue;
     }
-    s.sequence = from.sequence;
-    s.inserted_at_ns = from.inserted_at_ns;
+    s.sequence.store(from.sequence, kRelaxed);
+    s.inserted_at_ns.store(from.inserted_at_ns, kRelaxed);
     s.version.store(from.version, kRelaxed);
     s.length.store(from.length, kRelaxed);
     s.times_sampled.store(from.times_sampled, kRelaxed);

@@ -104,8 +104,8 @@ void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, s
     if (c.committed_count.load(kRelaxed) >= header().max_rows) evict_one(sums);
     RowStatus& s = status()[row];
     unhold(row);
-    s.sequence = c.next_sequence++;
-    s.inserted_at_ns = now_ns;
+    s.sequence.store(c.next_sequence++, kRelaxed);
+    s.inserted_at_ns.store(now_ns, kRelaxed);
     s.length.store(values.lengths.empty() ? header().max_length : values.lengths[i], kRelaxed);
     s.version.store(values.versions.empty() ? 0 : values.versions[i], kRelaxed);
     s.times_sampled.store(0, kRelaxed);
@@ -196,6 +196,36 @@ uint64_t Store::update_weights(std::span<const uint32_t> rows, std::span<const u
   count(control().counters.weights_updated, rows.size() - stale);
   count(control().counters.stale_keys, stale);
   return stale;
+}
+
+void Store::raise_weights(double power) {
+  ensure_client();
+  const auto raised = [&](uint64_t word) {
+    return fixed_point(std::pow(weight_of(word) / weight_scale_, power));
+  };
+  const uint64_t rows = header().capacity;
+  if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) {
+    Guard guard(*this);
+    Heap heap(*this);
+    for (uint32_t row = 0; row < rows; ++row) {
+      const uint64_t word = words()[row].load(kRelaxed);
+      if (weight_of(word) == 0) continue;
+      set_weight_locked(row, raised(word));
+      heap.moved(row);  // different weights may have become equal, and then age decides
+    }
+    return;
+  }
+  WeightWriter writer(*this);
+  WeightTree::Adder sums(weight_tree_);
+  for (uint64_t row = 0; row < rows; ++row) {
+    uint64_t old = words()[row].load(kRelaxed);
+    uint64_t fresh = old;
+    do {
+      if (weight_of(old) == 0) break;  // free, spent or not to be drawn
+      fresh = make_word(generation_of(old), raised(old));
+    } while (!words()[row].compare_exchange_weak(old, fresh, kRelaxed));
+    if (weight_of(old) != 0) sums.add(row, uint64_t{weight_of(fresh)} - weight_of(old));
+  }
 }
 
 uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations) {

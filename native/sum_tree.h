@@ -23,18 +23,21 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "descend.h"
+
 namespace geartrain {
 
-constexpr uint64_t kFanout = 16;
 constexpr int kMaxLevels = 10;  // 16^9 leaves and more: beyond any segment
 
 // A row's word: generation above, fixed-point weight below (segment.h says more).
 struct WeightLeaf {
+  static constexpr Count kCount = Count::low_half;
   static uint64_t count(uint64_t word) { return word & 0xffffffffu; }
 };
 
 // 64 rows' selectable bits.
 struct BitLeaf {
+  static constexpr Count kCount = Count::bits;
   static uint64_t count(uint64_t word) { return static_cast<uint64_t>(std::popcount(word)); }
 };
 
@@ -69,10 +72,8 @@ template <typename Leaf>
 class SumTree {
  public:
   using Word = std::atomic<uint64_t>;
-  struct Found {
-    uint64_t leaf;
-    uint64_t residual;  // how far into the leaf's count the target lies
-  };
+  // Found: node is the leaf, residual is how far into the leaf's count the target lies.
+  using Found = Search;
 
   SumTree() = default;
   // Views, not copies: `leaves` has padded_leaves(n) words, `nodes` has TreeShape::of(n).nodes, both 64-byte aligned.
@@ -122,19 +123,19 @@ class SumTree {
   };
 
   // Finds the leaves that targets[0..n) fall into, all of them one level at a time, so that their cache misses
-  // overlap. When the tree changed on the way, found[i].residual is not below the leaf's count: `inside` tells.
+  // overlap. When the tree changed on the way, a residual is not below the leaf's count: `inside` tells.
   void find(const uint64_t* targets, size_t n, Found* found) const {
     for (size_t i = 0; i < n; ++i) found[i] = {0, targets[i]};
     for (int level = shape_.levels - 2; level >= 0; --level) {
-      descend(nodes_ + shape_.offset[level], shape_.width[level], n, found,
-              level > 0 ? nodes_ + shape_.offset[level - 1] : leaves_, [](uint64_t value) { return value; });
+      descend(Count::sum, nodes_ + shape_.offset[level], shape_.width[level], n, found,
+              level > 0 ? nodes_ + shape_.offset[level - 1] : leaves_);
     }
-    descend(leaves_, shape_.leaves, n, found, nullptr, [](uint64_t word) { return Leaf::count(word); });
+    descend(Leaf::kCount, leaves_, shape_.leaves, n, found, nullptr);
   }
 
   bool inside(const Found& found) const {
-    return found.leaf < shape_.leaves &&
-           found.residual < Leaf::count(leaves_[found.leaf].load(std::memory_order_relaxed));
+    return found.node < shape_.leaves &&
+           found.residual < Leaf::count(leaves_[found.node].load(std::memory_order_relaxed));
   }
 
   void rebuild() const {
@@ -162,28 +163,6 @@ class SumTree {
   }
 
  private:
-  template <typename Value>
-  static void descend(const Word* level, uint64_t width, size_t n, Found* found, const Word* next, Value value) {
-    for (size_t i = 0; i < n; ++i) {
-      const Word* child = level + found[i].leaf * kFanout;
-      const uint64_t target = found[i].residual;
-      uint64_t sum = 0, index = 0, passed = 0;
-      for (uint64_t c = 0; c + 1 < kFanout; ++c) {  // no branches: which child it is cannot be predicted
-        sum += value(child[c].load(std::memory_order_relaxed));
-        const bool beyond = sum <= target;
-        index += beyond;
-        passed = beyond ? sum : passed;
-      }
-      const uint64_t leaf = found[i].leaf * kFanout + index;
-      // Past the end only when sums and children disagree: stay in bounds, and never look inside again.
-      found[i] = leaf < width ? Found{leaf, target - passed} : Found{width - 1, ~uint64_t{0}};
-      if (next != nullptr) {
-        __builtin_prefetch(next + found[i].leaf * kFanout);
-        __builtin_prefetch(next + found[i].leaf * kFanout + 8);
-      }
-    }
-  }
-
   uint64_t sum_of_children(int level, uint64_t node, uint64_t below) const {
     const uint64_t first = node * kFanout;
     const uint64_t last = std::min(first + kFanout, below);

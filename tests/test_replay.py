@@ -193,10 +193,10 @@ class Faulty:
         self.at_step = at_step
         self.fault = fault
 
-    def select(self, candidates, n, step, *, attempt=0, numbers=None):
+    def select(self, candidates, n, step, *, state=None, again=None):
         if step == self.at_step:
             self.fault()
-        return Uniform().select(candidates, n, step, attempt=attempt, numbers=numbers)
+        return Uniform().select(candidates, n, step, state=state, again=again)
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])

@@ -50,10 +50,34 @@ std::vector<size_t> batch_shape(const FieldRecord& field, size_t rows, uint32_t 
   return shape;
 }
 
-size_t elements(const std::vector<size_t>& shape) {
-  size_t n = 1;
-  for (size_t axis : shape) n *= axis;
-  return n;
+// Bytes of an array of that shape; refused when there cannot be so many.
+size_t bytes_of(const std::vector<size_t>& shape, size_t itemsize) {
+  size_t bytes = itemsize;
+  for (size_t axis : shape) {
+    if (__builtin_mul_overflow(bytes, axis, &bytes) || bytes > (size_t{1} << 56)) {
+      fail(ErrorKind::no_space, "a batch of ", shape[0], " rows with such windows is larger than memory can be");
+    }
+  }
+  return bytes;
+}
+
+// Pooled arrays for the fields of a batch, and nothing in them.
+nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window) {
+  std::vector<std::vector<size_t>> shapes;
+  size_t bytes = 0;
+  for (uint32_t field : fields) {
+    if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+    shapes.push_back(batch_shape(store.fields()[field], n, window));
+    bytes += BatchMemory::padded(bytes_of(shapes.back(), store.fields()[field].itemsize));
+  }
+  BatchMemory memory(bytes);
+  nb::list arrays;
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const FieldRecord& record = store.fields()[fields[i]];
+    arrays.append(memory.array(memory.take(bytes_of(shapes[i], record.itemsize)), shapes[i],
+                               array_dtype(record.dtype, record.itemsize)));
+  }
+  return arrays;
 }
 
 // Returns (arrays of the fields, torn, mask, starts, lengths, versions, number torn).
@@ -69,20 +93,20 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
     if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
     const FieldRecord& record = store.fields()[field];
     shapes.push_back(batch_shape(record, n, window));
-    if (!out) bytes += BatchMemory::padded(elements(shapes.back()) * record.itemsize);
+    if (!out) bytes += BatchMemory::padded(bytes_of(shapes.back(), record.itemsize));
   }
   if (out && out->size() != fields.size()) {
     fail(ErrorKind::schema, fields.size(), " fields were asked for with ", out->size(), " output arrays");
   }
   bytes += 2 * BatchMemory::padded(n * 4) + BatchMemory::padded(n * 8) + BatchMemory::padded(n) +
-           BatchMemory::padded(n * steps);
+           BatchMemory::padded(bytes_of({n, steps}, 1));
 
   BatchMemory memory(bytes);
   std::vector<FetchField> targets;
   nb::list arrays;
   for (size_t i = 0; i < fields.size(); ++i) {
     const FieldRecord& record = store.fields()[fields[i]];
-    const size_t size = elements(shapes[i]) * record.itemsize;
+    const size_t size = bytes_of(shapes[i], record.itemsize);
     if (out) {
       const AnyArray& given = (*out)[i];
       if (given.nbytes() != size || given.itemsize() != record.itemsize) {
@@ -139,6 +163,7 @@ void bind_fetch(nb::module_& module) {
   module.def("fetch", &fetch_rows, nb::arg("store"), nb::arg("rows"), nb::arg("generations"), nb::arg("fields"),
              nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(), nb::arg("threads"),
              nb::arg("out").none());
+  module.def("empty_batch", &empty_batch);
   module.def("pool_counts", &pool_dict);
 }
 

@@ -4,6 +4,7 @@
 
 #include "bind.h"
 #include "copy.h"
+#include "descend.h"
 #include "errors.h"
 #include "segment.h"
 #include "shm.h"
@@ -23,6 +24,7 @@ const char* error_class(ErrorKind kind) {
     case ErrorKind::closed: return "StoreClosedError";
     case ErrorKind::full: return "StoreFullError";
     case ErrorKind::empty: return "EmptyStoreError";
+    case ErrorKind::not_enough: return "NotEnoughRowsError";
     case ErrorKind::stale_key: return "StaleKeyError";
     case ErrorKind::no_space: return "NoSpaceError";
     case ErrorKind::lock_timeout: return "LockTimeoutError";
@@ -71,6 +73,8 @@ NB_MODULE(_native, module) {
   module.def("exchange_paths", &exchange_paths);
   module.def("copy_kernel", &copy_kernel);
   module.def("set_copy_kernel", [](const std::string& name) { return set_copy_kernel(name.c_str()); });
+  module.def("descend_kernel", &descend_kernel);
+  module.def("set_descend_kernel", [](const std::string& name) { return set_descend_kernel(name.c_str()); });
   module.def("available_cores", &available_cores);
   bind_store(module);
   bind_fetch(module);

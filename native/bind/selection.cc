@@ -3,6 +3,7 @@
 #include "selection.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
 
 #include <cstdlib>
 #include <new>
@@ -18,31 +19,31 @@ namespace {
 class Candidates {
  public:
   explicit Candidates(const Store& store)
-      : mapping_(store.mapping()), words_(store.words()), weights_(store.weight_tree()), bits_(store.bit_tree()) {}
+      : mapping_(store.mapping()), from_{store.weight_tree(), store.bit_tree(), store.words(), store.status()} {}
 
   // A copy of fixed-point weights; every row is selectable and has generation 1.
   explicit Candidates(const In<uint32_t>& weights) {
     const uint64_t n = weights.size();
     if (n == 0 || n > kMaxRows) fail(ErrorKind::schema, "1 to ", kMaxRows, " rows can be drawn from, found ", n);
     const uint64_t bit_words = (n + 63) / 64;
-    words_ = make(padded_leaves(n));
-    weights_ = WeightTree(words_, make(TreeShape::of(n).nodes), n);
+    auto* words = make(padded_leaves(n));
     auto* bits = make(padded_leaves(bit_words));
-    bits_ = BitTree(bits, make(TreeShape::of(bit_words).nodes), bit_words);
     for (uint64_t row = 0; row < n; ++row) {
-      words_[row].store(make_word(1, weights.data()[row]), std::memory_order_relaxed);
-      bits[row / 64].fetch_or(uint64_t{1} << (row % 64), std::memory_order_relaxed);
+      words[row].store(make_word(1, weights.data()[row]), std::memory_order_relaxed);
+      bits[row / 64].store(bits[row / 64].load(std::memory_order_relaxed) | uint64_t{1} << (row % 64),
+                           std::memory_order_relaxed);
     }
-    weights_.rebuild();
-    bits_.rebuild();
+    from_.weights = WeightTree(words, make(TreeShape::of(n).nodes), n);
+    from_.bits = BitTree(bits, make(TreeShape::of(bit_words).nodes), bit_words);
+    from_.words = words;
+    from_.weights.rebuild();
+    from_.bits.rebuild();
   }
-
   Candidates(const Candidates&) = delete;
   Candidates& operator=(const Candidates&) = delete;
 
-  const std::atomic<uint64_t>* words() const { return words_; }
-  const WeightTree& weights() const { return weights_; }
-  const BitTree& bits() const { return bits_; }
+  const Population& population() const { return from_; }
+  bool is_array() const { return mapping_ == nullptr; }
 
  private:
   std::atomic<uint64_t>* make(uint64_t count) {
@@ -55,35 +56,90 @@ class Candidates {
 
   std::shared_ptr<Mapping> mapping_;
   std::vector<std::unique_ptr<void, void (*)(void*)>> owned_;
-  std::atomic<uint64_t>* words_ = nullptr;
-  WeightTree weights_;
-  BitTree bits_;
+  Population from_;
 };
 
-// Returns (rows, generations, probability, number of draws that failed).
-template <typename Draw>
-nb::tuple drawn(size_t n, Draw draw) {
+using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
+
+Limits limits_of(const Candidates& from, const std::optional<LimitTuple>& limits) {
+  if (!limits) return {};
+  if (from.is_array()) fail(ErrorKind::schema, "bare arrays have no versions, ages or lengths to limit");
+  return {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
+}
+
+void check_known(const Candidates& from, std::span<const uint32_t> rows) {
+  for (uint32_t row : rows) {
+    if (row >= from.population().rows()) fail(ErrorKind::schema, "there is no row ", row);
+  }
+}
+
+// Arrays for n rows, filled by `choose` without the GIL, which returns a number that goes with them.
+template <typename Choose>
+nb::tuple chosen(size_t n, Choose choose) {
   std::vector<uint32_t> rows(n), generations(n);
   std::vector<double> probability(n);
-  uint64_t failed = 0;
+  uint64_t count = 0;
   {
     nb::gil_scoped_release unlocked;
-    failed = draw(Draws{rows, generations, probability});
+    count = choose(Draws{rows, generations, probability});
   }
   return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)),
-                        to_numpy(std::move(probability)), failed);
+                        to_numpy(std::move(probability)), count);
 }
 
-nb::tuple weighted(const Candidates& from, uint64_t seed, uint64_t step, uint32_t round, const In<uint32_t>& numbers) {
-  return drawn(numbers.size(), [&](const Draws& out) {
-    return draw_weighted(from.weights(), {seed, step, kRowStream}, round, view(numbers), out);
+// Returns (rows, generations, probability, number of draws that failed).
+nb::tuple draw_rows(const Candidates& from, bool by_weight, uint64_t seed, uint64_t step, uint32_t round,
+                    const In<uint32_t>& numbers, uint32_t strata, const std::optional<LimitTuple>& limits) {
+  const DrawPlan plan{{seed, step, kRowStream}, by_weight ? By::weight : By::row, round, strata, limits_of(from, limits)};
+  if (strata != 0) {
+    for (uint32_t number : view(numbers)) {
+      if (number >= strata) fail(ErrorKind::schema, "draw ", number, " is none of ", strata, " strata");
+    }
+  }
+  return chosen(numbers.size(),
+                [&](const Draws& out) { return draw(from.population(), plan, view(numbers), out); });
+}
+
+nb::tuple distinct_rows(const Candidates& from, bool by_weight, uint64_t seed, uint64_t step, uint32_t round, size_t n,
+                        const In<uint32_t>& excluded, const std::optional<LimitTuple>& limits) {
+  check_known(from, view(excluded));
+  const DrawPlan plan{{seed, step, kDistinctStream}, by_weight ? By::weight : By::row, round, 0, limits_of(from, limits)};
+  return chosen(n, [&](const Draws& out) {
+    draw_distinct(from.population(), plan, view(excluded), out);
+    return 0;
   });
 }
 
-nb::tuple uniform(const Candidates& from, uint64_t seed, uint64_t step, uint32_t round, const In<uint32_t>& numbers) {
-  return drawn(numbers.size(), [&](const Draws& out) {
-    return draw_uniform(from.bits(), from.words(), {seed, step, kRowStream}, round, view(numbers), out);
+// Returns (rows, generations, probability, number found); only the first so many are meant.
+nb::tuple first(const Candidates& from, int order, size_t n, uint64_t after, const In<uint32_t>& excluded,
+                const std::optional<LimitTuple>& limits) {
+  check_known(from, view(excluded));
+  const Limits limit = limits_of(from, limits);
+  return chosen(n, [&](const Draws& out) {
+    return first_rows(from.population(), static_cast<Order>(order), after, limit, view(excluded), out);
   });
+}
+
+// Fixed-point weights of some rows.
+nb::object weights_of(const Candidates& from, const In<uint32_t>& rows) {
+  check_known(from, view(rows));
+  std::vector<uint32_t> weights(rows.size());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    weights[i] = weight_of(from.population().words[rows.data()[i]].load(std::memory_order_relaxed));
+  }
+  return to_numpy(std::move(weights));
+}
+
+// The order of commits of some rows; of bare arrays their row numbers, from 1.
+nb::object sequences_of(const Candidates& from, const In<uint32_t>& rows) {
+  check_known(from, view(rows));
+  std::vector<uint64_t> sequences(rows.size());
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const uint32_t row = rows.data()[i];
+    sequences[i] = from.is_array() ? row + uint64_t{1}
+                                   : from.population().status[row].sequence.load(std::memory_order_relaxed);
+  }
+  return to_numpy(std::move(sequences));
 }
 
 nb::object window_ends(uint64_t seed, uint64_t step, uint32_t round, const In<uint32_t>& numbers,
@@ -100,10 +156,16 @@ void bind_selection(nb::module_& module) {
   nb::class_<Candidates>(module, "Candidates")
       .def(nb::init<const Store&>())
       .def(nb::init<const In<uint32_t>&>(), nb::arg("weights").noconvert())  // floats would be cut to integers
-      .def("total_weight", [](const Candidates& c) { return c.weights().total(); })
-      .def("count", [](const Candidates& c) { return c.bits().total(); })
-      .def("draw_weighted", &weighted)
-      .def("draw_uniform", &uniform);
+      .def("total_weight", [](const Candidates& c) { return c.population().weights.total(); })
+      .def("count", [](const Candidates& c) { return c.population().bits.total(); })
+      .def("weights", &weights_of)
+      .def("sequences", &sequences_of)
+      .def("draw", &draw_rows, nb::arg("by_weight"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
+           nb::arg("numbers"), nb::arg("strata") = 0, nb::arg("limits").none() = nb::none())
+      .def("draw_distinct", &distinct_rows, nb::arg("by_weight"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
+           nb::arg("n"), nb::arg("excluded"), nb::arg("limits").none() = nb::none())
+      .def("first", &first, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
+           nb::arg("limits").none() = nb::none());
   module.def("window_ends", &window_ends);
 }
 

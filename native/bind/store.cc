@@ -327,6 +327,7 @@ void bind_store(nb::module_& module) {
       .def("insert", &insert, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(), nb::arg("weights").none(),
            nb::arg("versions").none(), nb::arg("threads"))
       .def("update_weights", &update_weights)
+      .def("raise_weights", [](Store& s, double power) { Unlocked u; s.raise_weights(power); })
       .def("remove", &remove)
       .def("count_samples", &count_samples)
       .def("release_spent", &release_spent)

@@ -4,11 +4,13 @@
 
 #include <unistd.h>
 
+#include <cmath>
 #include <map>
 #include <random>
 #include <thread>
 
 #include "check.h"
+#include "descend.h"
 #include "store.h"
 
 namespace geartrain {
@@ -52,6 +54,10 @@ std::unique_ptr<Store> store_of(uint64_t capacity, const std::string& name = tes
   return Store::create(name, {{"x", 8, 8, false, {}}}, options);
 }
 
+Population population(const Store& store) {
+  return {store.weight_tree(), store.bit_tree(), store.words(), store.status()};
+}
+
 TEST(a_draw_depends_on_its_number_alone_not_on_its_company) {
   auto store = store_of(1000);
   std::vector<uint32_t> rows(1000), generations(1000);
@@ -66,8 +72,7 @@ TEST(a_draw_depends_on_its_number_alone_not_on_its_company) {
   for (bool uniform : {false, true}) {
     const auto draw = [&](std::span<const uint32_t> which, std::span<uint32_t> out) {
       const Draws draws{out, std::span(generation).first(which.size()), std::span(probability).first(which.size())};
-      return uniform ? draw_uniform(store->bit_tree(), store->words(), key, 0, which, draws)
-                     : draw_weighted(store->weight_tree(), key, 0, which, draws);
+      return geartrain::draw(population(*store), {key, uniform ? By::row : By::weight}, which, draws);
     };
     CHECK_EQ(draw(numbers, all), uint64_t{0});
     for (size_t i = 0; i < 100; i += 3) {
@@ -112,8 +117,7 @@ TEST(rows_drawn_while_others_insert_delete_and_reweigh_were_selectable_and_never
     const Draws out{rows, generations, probability};
     try {
       const bool uniform = step % 2 == 0;
-      uniform ? draw_uniform(store->bit_tree(), store->words(), key, 0, numbers, out)
-              : draw_weighted(store->weight_tree(), key, 0, numbers, out);
+      draw(population(*store), {key, uniform ? By::row : By::weight}, numbers, out);
       for (size_t i = 0; i < rows.size(); ++i) {
         if (rows[i] == kNoRow) continue;
         CHECK(rows[i] < kRows);
@@ -139,8 +143,60 @@ TEST(nothing_to_draw_is_an_error_and_names_no_row) {
   uint32_t number = 0, row = 0, generation = 0;
   double probability = 0;
   const Draws out{{&row, 1}, {&generation, 1}, {&probability, 1}};
-  CHECK_THROWS(empty, draw_weighted(store->weight_tree(), {}, 0, {&number, 1}, out));
-  CHECK_THROWS(empty, draw_uniform(store->bit_tree(), store->words(), {}, 0, {&number, 1}, out));
+  for (By by : {By::weight, By::row}) {
+    const DrawPlan plan{{}, by};
+    CHECK_THROWS(empty, draw(population(*store), plan, {&number, 1}, out));
+    CHECK_THROWS(not_enough, draw_distinct(population(*store), plan, {}, out));
+  }
+  CHECK_EQ(first_rows(population(*store), Order::oldest, 0, {}, {}, out), size_t{0});
+}
+
+TEST(every_form_of_the_descent_finds_the_same_leaves) {
+  std::mt19937_64 random(6);
+  for (int round = 0; round < 40; ++round) {
+    const uint64_t rows = 1 + random() % 5000;
+    auto store = store_of(rows);
+    std::vector<uint32_t> all(rows), generations(rows);
+    store->allocate(all);
+    std::vector<double> weights(rows);
+    for (double& weight : weights) weight = std::ldexp(static_cast<double>(random() % 1000), static_cast<int>(random() % 6));
+    weights[random() % rows] = 1;
+    store->commit(all, {{}, weights, {}}, generations);
+    std::vector<uint32_t> numbers(300), found(300), expected(300), generation(300);
+    std::vector<double> probability(300);
+    for (uint32_t i = 0; i < 300; ++i) numbers[i] = i;
+    for (By by : {By::weight, By::row}) {
+      const DrawPlan plan{{static_cast<uint64_t>(round), 1, kRowStream}, by};
+      CHECK(set_descend_kernel("portable"));
+      draw(population(*store), plan, numbers, {expected, generation, probability});
+      for (const char* form : {"avx2", "avx512", "avx512vpopcntdq"}) {
+        if (!set_descend_kernel(form)) continue;  // not a machine that has it
+        draw(population(*store), plan, numbers, {found, generation, probability});
+        for (size_t i = 0; i < 300; ++i) CHECK_EQ(found[i], expected[i]);
+      }
+    }
+  }
+}
+
+TEST(large_batches_are_the_same_draws_as_small_ones) {
+  auto store = store_of(3000);
+  std::vector<uint32_t> all(3000), generations(3000);
+  store->allocate(all);
+  std::vector<double> weights(3000);
+  for (size_t i = 0; i < weights.size(); ++i) weights[i] = static_cast<double>(i % 11);
+  store->commit(all, {{}, weights, {}}, generations);
+  constexpr size_t kMany = 50'000;  // beyond the size from which targets are sorted
+  std::vector<uint32_t> numbers(kMany), many(kMany), one(100), generation(kMany);
+  std::vector<double> probability(kMany);
+  for (uint32_t i = 0; i < kMany; ++i) numbers[i] = i;
+  const DrawPlan plan{{1, 2, kRowStream}};
+  CHECK_EQ(draw(population(*store), plan, numbers, {many, generation, probability}), uint64_t{0});
+  for (size_t at = 0; at < kMany; at += 4999) {
+    const size_t n = std::min<size_t>(100, kMany - at);
+    draw(population(*store), plan, std::span(numbers).subspan(at, n),
+         {std::span(one).first(n), std::span(generation).first(n), std::span(probability).first(n)});
+    for (size_t i = 0; i < n; ++i) CHECK_EQ(one[i], many[at + i]);
+  }
 }
 
 }  // namespace

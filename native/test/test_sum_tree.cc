@@ -58,7 +58,7 @@ TEST(a_target_falls_into_the_leaf_that_a_linear_scan_finds) {
     memory.tree.find(targets.data(), targets.size(), found.data());
     for (size_t i = 0; i < targets.size(); ++i) {
       const auto expected = slow_find(memory.tree, targets[i]);
-      CHECK_EQ(found[i].leaf, expected.leaf);
+      CHECK_EQ(found[i].node, expected.node);
       CHECK_EQ(found[i].residual, expected.residual);
       CHECK(memory.tree.inside(found[i]));
     }
@@ -74,7 +74,7 @@ TEST(a_target_beyond_the_total_is_never_inside_a_leaf) {
       const uint64_t target = memory.tree.total() + beyond;
       WeightTree::Found found;
       memory.tree.find(&target, 1, &found);
-      CHECK(found.leaf < leaves);
+      CHECK(found.node < leaves);
       CHECK(!memory.tree.inside(found));
     }
   }
@@ -90,8 +90,8 @@ TEST(the_largest_weights_add_up_without_loss) {
     const uint64_t targets[2] = {leaf * 0xffffffffu, (leaf + 1) * 0xffffffffu - 1};
     WeightTree::Found found[2];
     memory.tree.find(targets, 2, found);
-    CHECK_EQ(found[0].leaf, leaf);
-    CHECK_EQ(found[1].leaf, leaf);
+    CHECK_EQ(found[0].node, leaf);
+    CHECK_EQ(found[1].node, leaf);
   }
 }
 
@@ -123,7 +123,7 @@ TEST(updates_from_many_threads_leave_every_sum_exact) {
     for (uint64_t& target : targets) target = random() % (memory.tree.total() | 1);
     memory.tree.find(targets, 16, found);
     for (const auto& each : found) {
-      CHECK(each.leaf < kLeaves);
+      CHECK(each.node < kLeaves);
       inside += memory.tree.inside(each);
     }
   } while (writers != 0);

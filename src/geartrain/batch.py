@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from geartrain.keys import Keys
@@ -22,6 +22,8 @@ class Batch(Mapping[str, Any]):
     Attributes:
         rows: the keys, for `update_weights`.
         probability: (B,) float64, of the row in one draw; None for a fetch by key.
+        importance: (B,) float64, importance weights; None unless the strategy makes them (`Weighted(beta=...)`).
+        step: the number of the batch; None for a fetch by key.
         mask: (B, W) bool, True for a real step.
         start: (B,) int32, the first step of the row that the batch holds.
         length: (B,) int32, steps of the whole row.
@@ -35,7 +37,8 @@ class Batch(Mapping[str, Any]):
     length: Any
     version: Any
     probability: Any = None
-    step: int | None = field(default=None)
+    importance: Any = None
+    step: int | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
@@ -70,14 +73,16 @@ class Batch(Mapping[str, Any]):
             move(self.length),
             move(self.version),
             move(self.probability),
+            move(self.importance),
             self.step,
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Fields and books in one plain dict, as data loaders like it; field names win over books."""
         books = {"mask": self.mask, "start": self.start, "length": self.length, "version": self.version}
-        if self.probability is not None:
-            books["probability"] = self.probability
+        for name, book in (("probability", self.probability), ("importance", self.importance)):
+            if book is not None:
+                books[name] = book
         return {**books, **self.fields}
 
     def __repr__(self) -> str:

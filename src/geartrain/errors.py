@@ -51,6 +51,10 @@ class EmptyStoreError(GeartrainError):
     """Nothing can be drawn: no selectable row, or none with a positive weight."""
 
 
+class TurnoverError(GeartrainError):
+    """Rows are overwritten faster than they can be read: the store is too small for its rate of inserts."""
+
+
 class NotEnoughRowsError(EmptyStoreError, ValueError):
     """More rows were asked for than are selectable."""
 

@@ -122,6 +122,19 @@ class Raw(NamedTuple):
         self.lengths[index] = other.lengths
         self.versions[index] = other.versions
 
+    @staticmethod
+    def join(arrays: list[NDArray[Any]], parts: list[Raw]) -> Raw:
+        """Parts of one batch that were fetched into consecutive pieces of `arrays`."""
+        return Raw(
+            arrays,
+            np.concatenate([part.torn for part in parts]),
+            np.concatenate([part.mask for part in parts]),
+            np.concatenate([part.starts for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.versions for part in parts]),
+            0,
+        )
+
 
 class Plan:
     """What to fetch, checked once and used for every batch."""
@@ -163,6 +176,14 @@ class Plan:
             (torch_dtype if as_ == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
         return Plan(store, names, window or 0, pad == "left", as_, default_threads(threads))
 
+    def schema(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each field of a batch of one row."""
+        return {name: (self.shape(name, 1), self.store.fields[name].dtype) for name in self.names}
+
+    def empty(self, n: int) -> list[NDArray[Any]]:
+        """Recycled memory for the fields of a batch of n rows, of raw dtypes."""
+        return list(_native.empty_batch(self.store.native, n, self.numbers, self.window))
+
     def shape(self, name: str, n: int) -> tuple[int, ...]:
         """The shape of a field's array in a batch of n rows."""
         spec = self.store.fields[name]
@@ -197,6 +218,7 @@ class Plan:
         raw: Raw,
         keys: Keys,
         probability: NDArray[np.float64] | None = None,
+        importance: NDArray[np.float64] | None = None,
         step: int | None = None,
     ) -> Batch:
         """The batch that users see, over the same memory."""
@@ -208,13 +230,13 @@ class Plan:
             else:
                 dtype = numpy_dtype(DTYPES[schema[name].dtype])
                 fields[name] = array if array.dtype == dtype else array.view(dtype)
-        books: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability]
+        books: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance]
         if self.as_ == "torch":
             import torch
 
             books = [None if book is None else torch.from_numpy(book) for book in books]
-        mask, start, length, version, probability = books
-        return Batch(fields, keys, mask, start, length, version, probability, step)
+        mask, start, length, version, probability, importance = books
+        return Batch(fields, keys, mask, start, length, version, probability, importance, step)
 
     def check_out(self, out: Mapping[str, Any], n: int) -> list[Any]:
         """The caller's own arrays in field order, raw, once they have the batch's shapes and dtypes."""

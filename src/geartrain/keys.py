@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +14,19 @@ from geartrain.errors import SchemaError
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Rows of one store, each with the generation it had: (n,) uint32 and (n,) uint32.
+    """Rows of a store, each with the generation it had: (n,) uint32 and (n,) uint32.
 
     A row's generation changes whenever it is overwritten or removed, so a key names one trajectory, not
     whatever stands in that place later. Stale keys are skipped and counted by whoever takes keys.
+
+    `shard` (n,) uint16 tells which of several stores a row is in; None when there is only one.
 
     Index with an integer, slice, mask or index array to get the keys of some; `+` joins.
     """
 
     row: NDArray[np.uint32]
     generation: NDArray[np.uint32]
+    shard: NDArray[np.uint16] | None = None
 
     def __post_init__(self) -> None:
         row = np.ascontiguousarray(self.row, dtype=np.uint32)
@@ -37,22 +40,42 @@ class Keys:
         return len(self.row)
 
     def __getitem__(self, index: Any) -> Keys:
-        return Keys(np.atleast_1d(self.row[index]), np.atleast_1d(self.generation[index]))
+        shard = None if self.shard is None else np.atleast_1d(self.shard[index])
+        return Keys(np.atleast_1d(self.row[index]), np.atleast_1d(self.generation[index]), shard)
 
     def __iter__(self) -> Iterator[Keys]:
         return (self[i] for i in range(len(self)))
 
     def __add__(self, other: Keys) -> Keys:
-        return Keys(np.concatenate([self.row, other.row]), np.concatenate([self.generation, other.generation]))
+        return Keys.join([self, other])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Keys):
             return NotImplemented
-        return np.array_equal(self.row, other.row) and np.array_equal(self.generation, other.generation)
+        if (self.shard is None) != (other.shard is None):
+            return False
+        same_shard = self.shard is None or other.shard is None or np.array_equal(self.shard, other.shard)
+        return same_shard and np.array_equal(self.row, other.row) and np.array_equal(self.generation, other.generation)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{r}@{g}" for r, g in zip(self.row[:4], self.generation[:4], strict=True))
         return f"Keys({len(self)}: {shown}{', ...' if len(self) > 4 else ''})"
+
+    def of_shard(self, number: int) -> Keys:
+        """The same rows, said to be in store `number` of several."""
+        return Keys(self.row, self.generation, np.full(len(self), number, np.uint16))
+
+    @staticmethod
+    def join(parts: Sequence[Keys]) -> Keys:
+        """The keys of all parts. Raises `SchemaError` when only some of them tell their shard."""
+        shards = [part.shard for part in parts if part.shard is not None]
+        if shards and len(shards) != len(parts):
+            raise SchemaError("keys that tell their shard cannot be joined with keys that do not")
+        return Keys(
+            np.concatenate([part.row for part in parts]),
+            np.concatenate([part.generation for part in parts]),
+            np.concatenate(shards) if shards else None,
+        )
 
     @staticmethod
     def empty() -> Keys:

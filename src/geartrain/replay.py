@@ -16,24 +16,25 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from geartrain import _native
 from geartrain.batch import Batch
 from geartrain.errors import (
-    CorruptStoreError,
-    NotEnoughRowsError,
     SchemaError,
     StoreClosedError,
     WaitTimeoutError,
 )
 from geartrain.fetch import As, Pad, Plan, Raw
 from geartrain.keys import Keys
-from geartrain.selection import Candidates, Drawn, Strategy
+from geartrain.sampling import Sampler
+from geartrain.selection import Mixture, Strategy, Weighted, at_step
 from geartrain.store import Store
 
-# A draw that loses its row this often in a row is drawing from a store that turns over faster than it can be read.
-MAX_ATTEMPTS = 64
+# What every strategy has to know at its next step.
+State = list[dict[str, int]]
+
+# A schedule of the exponent is followed in steps of this share of its value.
+EXPONENT_STEP = 0.01
 
 
 class Replay:
@@ -43,9 +44,9 @@ class Replay:
     the step, so a resumed run goes on with the batches that the uninterrupted one would have drawn.
 
     Args:
-        store: where the rows are.
+        store: where the rows are; a list of stores for a `Mixture`.
         selection: the strategy, e.g. `geartrain.selection.Weighted(seed=0)`.
-        batch_size: rows per batch, drawn with replacement.
+        batch_size: rows per batch.
         fields: names of the fields wanted; all by default.
         window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
             later. Whole rows by default.
@@ -75,8 +76,8 @@ class Replay:
 
     def __init__(
         self,
-        store: Store,
-        selection: Strategy,
+        store: Store | Sequence[Store],
+        selection: Strategy | Mixture,
         batch_size: int,
         *,
         fields: Sequence[str] | None = None,
@@ -89,8 +90,8 @@ class Replay:
         threads: int | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        if not isinstance(selection, Strategy):
-            raise SchemaError(f"selection must be a strategy such as Uniform(seed=0), found {selection!r}")
+        stores = [store] if isinstance(store, Store) else list(store)
+        strategies = _strategies(stores, selection)
         for what, value, least in (
             ("batch_size", batch_size, 1),
             ("prefetch", prefetch, 0),
@@ -102,14 +103,24 @@ class Replay:
             raise SchemaError(f"steps must be at least 0, found {steps}")
         if not 0 <= timeout_s <= 1e9:
             raise SchemaError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
-        self.store = store
+        self.stores = stores
         self.selection = selection
         self.batch_size = batch_size
         self.steps = steps
-        self._plan = Plan.make(store, fields, window, pad, as_, threads)
-        if min_rows is None:
-            min_rows = 1 if store.options["max_times_sampled"] is None else batch_size
-        self._maker = _BatchMaker(self._plan, selection, batch_size, min_rows)
+        parts: list[Sampler] = []
+        for each, strategy in zip(stores, strategies, strict=True):
+            plan = Plan.make(each, fields, window, pad, as_, threads)
+            if parts and plan.schema() != parts[0].plan.schema():
+                raise SchemaError(
+                    f"the fields of a mixture must be the same in all stores: {plan.schema()} in {each.name!r}, "
+                    f"{parts[0].plan.schema()} in {stores[0].name!r}"
+                )
+            limited = each.options["max_times_sampled"] is not None
+            least = (batch_size if limited else 1) if min_rows is None else min_rows
+            parts.append(Sampler(plan, strategy, least))
+        self._maker = _BatchMaker(parts, selection, batch_size)
+        self._state: State = [{} for _ in parts]
+        self._exponents = [_exponent_at(strategy, 0) for strategy in strategies]
         self._prefetch = prefetch
         self._timeout_s = timeout_s
         self._step = 0
@@ -148,15 +159,15 @@ class Replay:
         if self._started_s is None:
             self._started_s = asked_s
         if self._prefetch == 0:
-            batch = self._maker.make(self._step)
+            batch, state = self._maker.make(self._step, self._state)
         else:
             if self._ahead is not None and not self._ahead.is_mine():
                 self._restart()  # a forked child has none of its parent's threads
             if self._ahead is None:
-                self._ahead = _Prefetcher(self._maker, self._step, self._prefetch)
+                self._ahead = _Prefetcher(self._maker, self._step, self._state, self._prefetch)
                 self._finalizer = weakref.finalize(self, self._ahead.stop, self._timeout_s)
             try:
-                batch = self._ahead.get(self._timeout_s)
+                batch, state = self._ahead.get(self._timeout_s)
             except WaitTimeoutError:
                 raise  # the batch is still being made: the next call may have it
             except BaseException:
@@ -167,6 +178,7 @@ class Replay:
         self._batches += 1
         self._bytes += batch.nbytes
         self._step += 1
+        self._state = state
         return batch
 
     def __len__(self) -> int:
@@ -175,9 +187,37 @@ class Replay:
             raise TypeError("this replay is endless and has no length; give it steps=...")
         return self.steps
 
-    def update_weights(self, rows: Keys, weights: ArrayLike) -> int:
-        """Sets the weights of rows of earlier batches; returns how many were gone. See `Store.update_weights`."""
-        return self.store.update_weights(rows, weights)
+    def update_weights(self, rows: Keys, priorities: ArrayLike) -> int:
+        """Sets the weights of rows of earlier batches to |priority| ** exponent; returns how many were gone.
+
+        The exponent is the strategy's, 1 unless it is `Weighted(exponent=...)`. Where it follows a schedule, all
+        weights of the store are raised to its new value each time that has moved by 1 %, so that they always speak
+        of one exponent; let one process of a job do this.
+
+        Raises:
+            SchemaError: a priority that is not finite.
+        """
+        if hasattr(priorities, "detach"):
+            priorities = priorities.detach().cpu()
+        array = np.asarray(priorities, dtype=np.float64)
+        gone = 0
+        for number, (store, part) in enumerate(zip(self.stores, self._maker.parts, strict=True)):
+            self._follow_exponent(number, store, part.strategy)
+            mine = slice(None) if rows.shard is None else np.flatnonzero(rows.shard == number)
+            keys = rows[mine]
+            if len(keys):
+                values = np.broadcast_to(array, (len(rows),)) if array.ndim == 0 else array
+                if values.shape != (len(rows),):
+                    raise SchemaError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
+                gone += store.update_weights(keys, np.abs(values[mine]) ** self._exponents[number])
+        return gone
+
+    def _follow_exponent(self, number: int, store: Store, strategy: Strategy) -> None:
+        wanted, applied = _exponent_at(strategy, self._step), self._exponents[number]
+        if abs(wanted - applied) <= EXPONENT_STEP * applied:
+            return
+        store.raise_weights(wanted / applied)
+        self._exponents[number] = wanted
 
     # --- state and figures ----------------------------------------------------------------------------------
 
@@ -186,16 +226,29 @@ class Replay:
         """The number of the next batch."""
         return self._step
 
-    def state_dict(self) -> dict[str, int]:
-        """All that is needed to go on with the same batches, given the same rows: seed and step."""
-        return {"seed": self.selection.seed, "step": self._step}
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on with the same batches, given the same rows, as a few numbers for JSON."""
+        return {
+            "seed": self.selection.seed,
+            "step": self._step,
+            "state": [dict(state) for state in self._state],
+            "exponents": list(self._exponents),
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where `state_dict` was taken. Raises `SchemaError` when the strategy has another seed."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was taken.
+
+        Raises:
+            SchemaError: the strategy has another seed, or there are more or fewer stores.
+        """
         if state["seed"] != self.selection.seed:
             raise SchemaError(f"the state was taken with seed {state['seed']}, the strategy has {self.selection.seed}")
+        if len(state["state"]) != len(self.stores):
+            raise SchemaError(f"the state was taken with {len(state['state'])} stores, there are {len(self.stores)}")
         self._restart()
         self._step = int(state["step"])
+        self._state = [dict(each) for each in state["state"]]
+        self._exponents = [float(exponent) for exponent in state["exponents"]]
 
     def stats(self) -> dict[str, float]:
         """Figures since the first batch.
@@ -218,7 +271,7 @@ class Replay:
             "make_s": make_s,
             "gb_per_s": made * bytes_per_batch / make_s / 1e9 if make_s else 0.0,
             "samples_per_s": made * self.batch_size / make_s if make_s else 0.0,
-            "redrawn": self._maker.redrawn,
+            "redrawn": sum(part.redrawn for part in self._maker.parts),
         }
 
     # --- leaving --------------------------------------------------------------------------------------------
@@ -243,91 +296,90 @@ class Replay:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Replay({self.store!r}, {self.selection!r}, batch_size={self.batch_size}, step={self._step})"
+        stores = self.stores[0] if len(self.stores) == 1 else self.stores
+        return f"Replay({stores!r}, {self.selection!r}, batch_size={self.batch_size}, step={self._step})"
+
+
+def _strategies(stores: list[Store], selection: Strategy | Mixture) -> list[Strategy]:
+    if isinstance(selection, Mixture):
+        if len(selection.strategies) != len(stores):
+            raise SchemaError(f"a mixture of {len(selection.strategies)} needs as many stores, found {len(stores)}")
+        return selection.strategies
+    if not isinstance(selection, Strategy):
+        raise SchemaError(f"selection must be a strategy such as Uniform(seed=0), found {selection!r}")
+    if len(stores) != 1:
+        raise SchemaError(f"{len(stores)} stores need a Mixture, found {selection!r}")
+    return [selection]
+
+
+def _exponent_at(strategy: Strategy, step: int) -> float:
+    if not isinstance(strategy, Weighted):
+        return 1.0
+    exponent = at_step(strategy.exponent, step)
+    if not 0 < exponent < float("inf"):
+        raise SchemaError(f"the exponent of weights must be above zero and finite, found {exponent} at step {step}")
+    return exponent
 
 
 class _BatchMaker:
-    """Makes the batch of a given step: draw, count, place windows, copy; again for what was lost."""
+    """Makes the batch of a given step, from one store or a mixture of several."""
 
-    def __init__(self, plan: Plan, selection: Strategy, batch_size: int, min_rows: int) -> None:
-        self.plan = plan
+    def __init__(self, parts: list[Sampler], selection: Strategy | Mixture, batch_size: int) -> None:
+        self.parts = parts
         self.selection = selection
         self.batch_size = batch_size
-        self.min_rows = min_rows
-        self.candidates = Candidates(plan.store.native)
-        self.expires = plan.store.options["max_age_s"] is not None
-        self.limited = plan.store.options["max_times_sampled"] is not None
         self.make_s = 0.0
         self.made = 0
-        self.redrawn = 0
 
-    def make(self, step: int) -> Batch:
+    def make(self, step: int, state: State) -> tuple[Batch, State]:
+        """The batch of a step, and the strategies' state after it."""
         began_s = time.perf_counter()
-        store = self.plan.store
-        if self.expires:
-            store.expire()
-        if len(store) < self.min_rows:
-            raise NotEnoughRowsError(
-                f"{self.min_rows} selectable rows are asked for, the store {store.name!r} has {len(store)}"
-            )
-        numbers = np.arange(self.batch_size, dtype=np.uint32)
-        drawn, raw = self._draw_and_fetch(step, 0, numbers)
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            lost = np.flatnonzero(raw.torn)
-            if lost.size == 0:
-                break
-            if attempt == MAX_ATTEMPTS:
-                raise CorruptStoreError(
-                    f"{lost.size} rows were overwritten before they could be copied, {MAX_ATTEMPTS} times in a "
-                    f"row; the store of {store.capacity} rows is too small for the rate of inserts"
-                )
-            self.redrawn += int(lost.size)
-            again, fetched = self._draw_and_fetch(step, attempt, numbers[lost])
-            raw.put(lost, fetched)
-            drawn.rows[lost] = again.rows
-            drawn.generations[lost] = again.generations
-            drawn.probability[lost] = again.probability
-        batch = self.plan.batch(raw, Keys(drawn.rows, drawn.generations), drawn.probability, step)
+        if isinstance(self.selection, Mixture):
+            made = self._mix(step, state, self.selection.quotas(self.batch_size, step))
+        else:
+            (part,) = self.parts
+            sample = part.sample(self.batch_size, step, state[0])
+            made = part.plan.batch(sample.raw, sample.keys, sample.probability, sample.importance, step), [sample.state]
         self.make_s += time.perf_counter() - began_s
         self.made += 1
-        return batch
+        return made
 
-    def _draw_and_fetch(self, step: int, attempt: int, numbers: NDArray[np.uint32]) -> tuple[Drawn, Raw]:
-        store, seed = self.plan.store, self.selection.seed
-        drawn = self.selection.select(self.candidates, len(numbers), step, attempt=attempt, numbers=numbers)
-        if drawn.failed:
-            # Sums that disagree with their leaves: somebody died in the middle of an update. Repair, then redraw.
-            store.reap()
-            drawn = self.selection.select(self.candidates, len(numbers), step, attempt=attempt, numbers=numbers)
-            if drawn.failed:
-                store.native.rebuild()  # or somebody living is in the middle of one: this waits for them
-                drawn = self.selection.select(self.candidates, len(numbers), step, attempt=attempt, numbers=numbers)
-            if drawn.failed:
-                raise CorruptStoreError(f"{drawn.failed} draws found no row; store.audit() tells what is wrong")
-        taken = store.native.count_samples(drawn.rows, drawn.generations)
-        ends = None
-        if self.plan.window:
-            lengths = store.native.lengths(drawn.rows)
-            ends = _native.window_ends(seed, step, attempt, numbers, lengths)
-        raw = self.plan.fetch(drawn.rows, drawn.generations, ends)
-        if self.limited:
-            store.native.release_spent(drawn.rows, drawn.generations)
-            raw.torn[taken == 0] = 1  # somebody else drew its last allowed sample first
-        return drawn, raw
+    def _mix(self, step: int, state: State, quotas: list[int]) -> tuple[Batch, State]:
+        plan = self.parts[0].plan
+        arrays = plan.empty(self.batch_size)
+        samples = []
+        at = 0
+        for number, (part, quota) in enumerate(zip(self.parts, quotas, strict=True)):
+            if quota:
+                out = [array[at : at + quota] for array in arrays]
+                samples.append((number, part.sample(quota, step, state[number], out)))
+                at += quota
+        state = list(state)
+        for number, sample in samples:
+            state[number] = sample.state
+        raw = Raw.join(arrays, [sample.raw for _, sample in samples])
+        keys = Keys.join([sample.keys.of_shard(number) for number, sample in samples])
+        probability = np.concatenate([sample.probability for _, sample in samples])
+        importance = None
+        if any(sample.importance is not None for _, sample in samples):
+            importance = np.concatenate(
+                [np.ones(len(s.keys)) if s.importance is None else s.importance for _, s in samples]
+            )
+        return plan.batch(raw, keys, probability, importance, step), state
 
 
 class _Prefetcher:
     """A thread that makes batches ahead of their use, in step order, at most `depth` of them."""
 
-    def __init__(self, maker: _BatchMaker, step: int, depth: int) -> None:
+    def __init__(self, maker: _BatchMaker, step: int, state: State, depth: int) -> None:
         self._maker = maker
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=depth)
+        self._ready: queue.Queue[tuple[Batch, State] | BaseException] = queue.Queue(maxsize=depth)
         self._pid = os.getpid()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(step,), name="geartrain-prefetch", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(step, state), name="geartrain-prefetch", daemon=True)
         self._thread.start()
 
-    def get(self, timeout_s: float) -> Batch:
+    def get(self, timeout_s: float) -> tuple[Batch, State]:
         try:
             item = self._ready.get(timeout=timeout_s)
         except queue.Empty:
@@ -357,11 +409,12 @@ class _Prefetcher:
             while True:
                 self._ready.get_nowait()
 
-    def _run(self, step: int) -> None:
+    def _run(self, step: int, state: State) -> None:
         while not self._stopping.is_set():
-            item: Batch | BaseException
+            item: tuple[Batch, State] | BaseException
             try:
-                item = self._maker.make(step)
+                item = self._maker.make(step, state)
+                state = item[1]
             except BaseException as error:
                 item = error
             self._ready.put(item)

@@ -1,10 +1,20 @@
 """Which rows make a batch: strategies that are plain functions of arrays, a seed and a step.
 
-A strategy holds nothing but its settings. Everything random comes from Philox counters keyed by (seed, step,
-draw number), so the same candidates, seed and step give the same rows on any machine, and a resumed run draws
-what the uninterrupted one would have (Salmon et al., 2011; GEAR, section 3.3).
+A strategy holds settings and nothing else. Everything random comes from Philox counters keyed by (seed, step, draw
+number), so the same candidates, seed and step give the same rows on any machine, and a resumed run draws what the
+uninterrupted one would have (Salmon et al., 2011; GEAR, section 3.3). What a draw is, to the bit, stands in
+native/selection.h; weights are fixed-point integers summed in 64 bits, exact whatever their number and order.
 
-Weights are fixed-point integers summed in 64 bits: exact, whatever their number and order.
+| strategy | chooses |
+|---|---|
+| `Uniform` | each selectable row with the same probability |
+| `Weighted` | rows in proportion to their weights: prioritized replay, with exponent and importance weights |
+| `TopK`, `Lifo` | the heaviest rows; the newest rows |
+| `Fifo` | the oldest rows it has not yet chosen, each once |
+| `Group` | whole groups of rows, such as all answers to one prompt |
+| `Mixture` | from several stores at once, in fixed shares |
+
+All of them leave out rows that are free, half-written, removed or spent, and take `Limits` on version, age and length.
 
 Example:
     >>> import numpy as np
@@ -16,35 +26,105 @@ Example:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from geartrain._native import Candidates
-from geartrain.errors import SchemaError
+from geartrain import _native
+from geartrain.errors import FieldError, NotEnoughRowsError, SchemaError
 
-MAX_DRAWS = 2**32 - 1
+MAX_DRAWS = 2**31 - 1
+_OLDEST, _NEWEST, _HEAVIEST = range(3)
+_NO_ROWS = np.empty(0, np.uint32)
+
+
+class Candidates:
+    """What can be chosen: weights, selectable bits and columns, as arrays.
+
+    Args:
+        weights: (N,) unsigned integers below 2**32, one a row. All rows are selectable and have generation 1.
+        columns: further values of the rows, (N,) each, for strategies that ask for them by name (`Group`).
+
+    A store's own candidates are made with `Candidates.of_store` and follow the store as it changes.
+    """
+
+    def __init__(self, weights: ArrayLike, columns: Mapping[str, NDArray[Any]] | None = None) -> None:
+        array = np.asarray(weights)
+        if (
+            array.ndim != 1
+            or array.dtype.kind not in "iu"
+            or (array.size and (array.min() < 0 or array.max() >= 2**32))
+        ):
+            raise SchemaError(f"weights are whole numbers (N,) from 0 to 2**32 - 1, found {array.dtype} {array.shape}")
+        self.native = _native.Candidates(np.ascontiguousarray(array, np.uint32))
+        self._columns: Mapping[str, NDArray[Any]] = columns or {}
+        self._column_of: Callable[[str], NDArray[Any]] | None = None
+
+    @classmethod
+    def of_store(cls, store: _native.Store, column_of: Callable[[str], NDArray[Any]]) -> Candidates:
+        """A store's rows; `column_of` gives a field's column by name."""
+        made = cls.__new__(cls)
+        made.native = _native.Candidates(store)
+        made._columns = {}
+        made._column_of = column_of
+        return made
+
+    def __len__(self) -> int:
+        """Rows that can be chosen now."""
+        return int(self.native.count())
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A column's values, indexed by row. Raises `FieldError` when there is none of that name."""
+        if self._column_of is not None:
+            return self._column_of(name)
+        if name not in self._columns:
+            raise FieldError(f"the candidates have no column {name!r}; they have {', '.join(self._columns) or 'none'}")
+        return self._columns[name]
 
 
 @dataclass(frozen=True)
 class Drawn:
     """What a strategy chose: arrays (n,).
 
-    rows and generations (uint32) name the rows; probability (float64) is that of the row in one draw; `failed`
-    counts draws that found the sums and the weights at odds, which only a store in need of repair causes.
+    Attributes:
+        rows, generations: uint32, the keys.
+        probability: float64, of the row in one draw with replacement, limits aside; 1 where nothing was random.
+        importance: float64, importance weights, for `Weighted(beta=...)`; None otherwise.
+        failed: draws that found sums and weights at odds, which only a store in need of repair causes.
+        state: what the strategy has to know at its next step (a FIFO's cursor), as a few numbers.
     """
 
     rows: NDArray[np.uint32]
     generations: NDArray[np.uint32]
     probability: NDArray[np.float64]
-    failed: int
+    importance: NDArray[np.float64] | None = None
+    failed: int = 0
+    state: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Again:
+    """A request to replace the rows of some draws of a step, which were lost before they could be read.
+
+    Attributes:
+        attempt: 1 for the first replacement, and so on.
+        numbers: (k,) uint32, the draws to be made again.
+        kept: (n - k,) uint32, the batch's other rows.
+    """
+
+    attempt: int
+    numbers: NDArray[np.uint32]
+    kept: NDArray[np.uint32]
 
 
 @runtime_checkable
 class Strategy(Protocol):
-    """What `Replay` asks of a selection strategy."""
+    """What `Replay` asks of a selection strategy. Anything with these two members is one."""
 
     @property
     def seed(self) -> int:
@@ -57,28 +137,94 @@ class Strategy(Protocol):
         n: int,
         step: int,
         *,
-        attempt: int = 0,
-        numbers: NDArray[np.uint32] | None = None,
+        state: Mapping[str, int] | None = None,
+        again: Again | None = None,
     ) -> Drawn:
-        """Draws `n` rows for this step.
+        """Chooses the `n` rows of a step, or replaces those that `again` names.
 
-        `numbers` are the draw numbers, 0..n-1 by default. A draw whose row was lost before it could be read
-        is asked for again under its number with the next `attempt`.
+        `state` is what the step before returned in `Drawn.state`, None at the first.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Uniform:
-    """Every selectable row with the same probability, with replacement.
+class Limits:
+    """Rows that do not meet these are not chosen.
 
-    Cost: one cache miss per level of a tree over one bit per row.
+    Args:
+        min_version: least model version; a number, or a function that is asked at every step.
+        max_age_s: greatest age in seconds since the row's commit.
+        min_length: least length in steps.
+    """
+
+    min_version: int | Callable[[], int] | None = None
+    max_age_s: float | None = None
+    min_length: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_age_s is not None and not self.max_age_s > 0:
+            raise SchemaError(f"max_age_s must be above zero, found {self.max_age_s}")
+        if not 0 <= self.min_length < 2**32:
+            raise SchemaError(f"min_length must be 0 or more, found {self.min_length}")
+
+    def now(self) -> tuple[int, int, int]:
+        """The limits as the native layer takes them: least version, least commit time in ns, least length."""
+        version = self.min_version() if callable(self.min_version) else self.min_version
+        from_ns = 0 if self.max_age_s is None else max(0, time.time_ns() - int(self.max_age_s * 1e9))
+        return (-(2**63) if version is None else int(version), from_ns, self.min_length)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A schedule from `start` to `end` over `steps` steps, constant afterwards.
+
+    Example:
+        >>> Linear(0.4, 1.0, steps=100)(50)
+        0.7
+    """
+
+    start: float
+    end: float
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        """The schedule's value at a step."""
+        if step >= self.steps:
+            return self.end
+        return self.start + (self.end - self.start) * step / self.steps
+
+
+Schedule = float | Callable[[int], float]
+
+
+def at_step(schedule: Schedule, step: int) -> float:
+    """A schedule's value: the number itself, or what the function says."""
+    return float(schedule(step)) if callable(schedule) else float(schedule)
+
+
+# --- random ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Every selectable row with the same probability.
+
+    Args:
+        seed: of the random numbers, 0 to 2**64 - 1.
+        replacement: whether a row may be in a batch twice.
+        stratified: spread the draws of a batch evenly over the rows: one from each n-th of them.
+        limits: rows that may be chosen.
+
+    Cost: a cache miss per level of a tree over one bit a row.
     """
 
     seed: int = 0
+    replacement: bool = True
+    stratified: bool = False
+    limits: Limits | None = None
 
     def __post_init__(self) -> None:
-        _check_seed(self.seed)
+        _check_random(self)
 
     def select(
         self,
@@ -86,24 +232,42 @@ class Uniform:
         n: int,
         step: int,
         *,
-        attempt: int = 0,
-        numbers: NDArray[np.uint32] | None = None,
+        state: Mapping[str, int] | None = None,
+        again: Again | None = None,
     ) -> Drawn:
-        """Draws `n` rows; see `Strategy.select`. Raises `EmptyStoreError` when there is none."""
-        return Drawn(*candidates.draw_uniform(self.seed, step, attempt, _numbers(n, numbers)))
+        """Draws; see `Strategy.select`. Raises `EmptyStoreError`, `NotEnoughRowsError`."""
+        return _draw(self, False, candidates, n, step, again)
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """Rows in proportion to their weights, with replacement.
+    """Rows in proportion to their weights; a row with weight 0 is never drawn.
 
-    A row with weight 0 is never drawn. Cost: one cache miss per level of the sum tree.
+    Without replacement rows are drawn one after the other, each in proportion to its weight among those left.
+
+    Args:
+        seed: of the random numbers, 0 to 2**64 - 1.
+        replacement: whether a row may be in a batch twice.
+        stratified: one draw from each n-th of the total weight, which lowers the variance.
+        exponent: alpha of prioritized replay (Schaul et al., 2016): `Replay.update_weights` stores
+            |priority| ** exponent. A number or a schedule of the step. A schedule is followed in steps of 1 % of its
+            value: each rewrites all weights once, no batch does.
+        beta: of the importance weights (N * probability) ** -beta, scaled so that a batch's largest is 1. A number
+            or a schedule of the step. None for no importance weights.
+        limits: rows that may be chosen.
+
+    Cost: a cache miss per level of the sum tree.
     """
 
     seed: int = 0
+    replacement: bool = True
+    stratified: bool = False
+    exponent: Schedule = 1.0
+    beta: Schedule | None = None
+    limits: Limits | None = None
 
     def __post_init__(self) -> None:
-        _check_seed(self.seed)
+        _check_random(self)
 
     def select(
         self,
@@ -111,19 +275,277 @@ class Weighted:
         n: int,
         step: int,
         *,
-        attempt: int = 0,
-        numbers: NDArray[np.uint32] | None = None,
+        state: Mapping[str, int] | None = None,
+        again: Again | None = None,
     ) -> Drawn:
-        """Draws `n` rows; see `Strategy.select`. Raises `EmptyStoreError` when all weights are 0."""
-        return Drawn(*candidates.draw_weighted(self.seed, step, attempt, _numbers(n, numbers)))
+        """Draws; see `Strategy.select`. Raises `EmptyStoreError` when all weights are 0, `NotEnoughRowsError`."""
+        return _draw(self, True, candidates, n, step, again)
+
+    def importance(self, probability: NDArray[np.float64], count: int, step: int) -> NDArray[np.float64] | None:
+        """Importance weights of a whole batch drawn from `count` rows."""
+        if self.beta is None:
+            return None
+        return importance_weights(probability, count, at_step(self.beta, step))
 
 
-def _numbers(n: int, numbers: NDArray[np.uint32] | None) -> NDArray[np.uint32]:
-    if numbers is not None:
-        return numbers
+def importance_weights(probability: NDArray[np.float64], count: int, beta: float) -> NDArray[np.float64]:
+    """(count * probability) ** -beta, scaled so that the largest is 1.
+
+    Raises:
+        SchemaError: beta is negative or not finite.
+    """
+    if not 0 <= beta < float("inf"):
+        raise SchemaError(f"beta is a finite number >= 0, found {beta}")
+    weights = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -beta
+    return np.asarray(weights / weights.max())
+
+
+def _check_random(strategy: Uniform | Weighted) -> None:
+    _check_seed(strategy.seed)
+    if strategy.stratified and not strategy.replacement:
+        raise SchemaError("stratified draws are with replacement; choose one of the two")
+
+
+def _draw(
+    strategy: Uniform | Weighted, by_weight: bool, candidates: Candidates, n: int, step: int, again: Again | None
+) -> Drawn:
+    _check_n(n)
+    limits = None if strategy.limits is None else strategy.limits.now()
+    attempt = 0 if again is None else again.attempt
+    numbers = np.arange(n, dtype=np.uint32) if again is None else again.numbers
+    native = candidates.native
+    if strategy.replacement:
+        strata = n if strategy.stratified else 0
+        rows, generations, probability, failed = native.draw(
+            by_weight, strategy.seed, step, attempt, numbers, strata, limits
+        )
+    else:
+        kept = _NO_ROWS if again is None else again.kept
+        rows, generations, probability, failed = native.draw_distinct(
+            by_weight, strategy.seed, step, attempt, len(numbers), kept, limits
+        )
+    return Drawn(rows, generations, probability, failed=failed)
+
+
+# --- in order --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The rows with the largest weights, heaviest first; the older of equals.
+
+    Cost: a pass over the rows.
+    """
+
+    limits: Limits | None = None
+    seed: int = 0
+
+    def select(
+        self,
+        candidates: Candidates,
+        n: int,
+        step: int,
+        *,
+        state: Mapping[str, int] | None = None,
+        again: Again | None = None,
+    ) -> Drawn:
+        """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError`."""
+        return _first(candidates, _HEAVIEST, n, 0, self.limits, again)
+
+
+@dataclass(frozen=True)
+class Lifo:
+    """The rows committed last, newest first. Cost: a pass over the rows."""
+
+    limits: Limits | None = None
+    seed: int = 0
+
+    def select(
+        self,
+        candidates: Candidates,
+        n: int,
+        step: int,
+        *,
+        state: Mapping[str, int] | None = None,
+        again: Again | None = None,
+    ) -> Drawn:
+        """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError`."""
+        return _first(candidates, _NEWEST, n, 0, self.limits, again)
+
+
+@dataclass(frozen=True)
+class Fifo:
+    """The oldest rows that it has not chosen yet: every row once, in the order of their commits.
+
+    Its state is the sequence number of the last row it chose. Cost: a pass over the rows.
+    """
+
+    limits: Limits | None = None
+    seed: int = 0
+
+    def select(
+        self,
+        candidates: Candidates,
+        n: int,
+        step: int,
+        *,
+        state: Mapping[str, int] | None = None,
+        again: Again | None = None,
+    ) -> Drawn:
+        """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError` when too few are new."""
+        after = 0 if state is None else int(state["after"])
+        drawn = _first(candidates, _OLDEST, n, after, self.limits, again)
+        last = max(int(candidates.native.sequences(drawn.rows).max()), after)
+        return Drawn(drawn.rows, drawn.generations, drawn.probability, state={"after": last})
+
+
+def _first(candidates: Candidates, order: int, n: int, after: int, limits: Limits | None, again: Again | None) -> Drawn:
+    _check_n(n)
+    wanted = n if again is None else len(again.numbers)
+    kept = _NO_ROWS if again is None else again.kept
+    rows, generations, probability, found = candidates.native.first(
+        order, wanted, after, kept, None if limits is None else limits.now()
+    )
+    if found < wanted:
+        raise NotEnoughRowsError(f"{n} rows were asked for, {found + len(kept)} can be chosen")
+    return Drawn(rows, generations, probability)
+
+
+# --- groups ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Whole groups of rows: rows that share the value of a column, such as the answers to one prompt (GRPO).
+
+    A group counts once it has `size` selectable rows; of a larger one the oldest `size` are taken. A batch of n rows
+    holds n / size different groups, members of a group side by side, the oldest first.
+
+    Args:
+        by: the column, a field of whole numbers without time.
+        size: rows of a group.
+        seed: of the random numbers, 0 to 2**64 - 1.
+        weighted: draw groups in proportion to the sum of their rows' weights, instead of uniformly.
+        limits: rows that may be chosen.
+
+    Cost: a pass over the rows and a sort of the selectable ones.
+    """
+
+    by: str
+    size: int
+    seed: int = 0
+    weighted: bool = False
+    limits: Limits | None = None
+
+    @property
+    def atom(self) -> int:
+        """Rows that stand or fall together: when one is lost before it was read, its group is replaced."""
+        return self.size
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+        if self.size < 1:
+            raise SchemaError(f"a group has at least one row, found size={self.size}")
+
+    def select(
+        self,
+        candidates: Candidates,
+        n: int,
+        step: int,
+        *,
+        state: Mapping[str, int] | None = None,
+        again: Again | None = None,
+    ) -> Drawn:
+        """Draws; see `Strategy.select`. Raises `NotEnoughRowsError` when too few groups are whole."""
+        _check_n(n)
+        if n % self.size:
+            raise SchemaError(f"a batch of {n} rows does not hold whole groups of {self.size}")
+        ids = candidates.column(self.by)
+        if ids.ndim != 1 or ids.dtype.kind not in "iub":
+            raise SchemaError(f"groups need a column of one whole number a row, {self.by!r} is {ids.dtype} {ids.shape}")
+        limits = None if self.limits is None else self.limits.now()
+        rows, generations, _, found = candidates.native.first(_OLDEST, max(len(candidates), 1), 0, _NO_ROWS, limits)
+        rows, generations = rows[:found], generations[:found]
+        order = np.argsort(ids[rows], kind="stable")
+        values, starts, counts = np.unique(ids[rows][order], return_index=True, return_counts=True)
+        whole = np.flatnonzero(counts >= self.size)
+        wanted = n // self.size
+        if again is not None:  # a group that lost a row is no longer whole; its place goes to another
+            kept = np.isin(values[whole], ids[again.kept])
+            whole = whole[~kept]
+            wanted = len(again.numbers) // self.size
+        if len(whole) < wanted:
+            raise NotEnoughRowsError(
+                f"{wanted} groups of {self.size} were asked for, {len(whole)} of {len(values)} are whole"
+            )
+        members = order[starts[whole][:, None] + np.arange(self.size)]
+        if self.weighted:
+            sums = candidates.native.weights(rows)[members].sum(1, dtype=np.uint64)
+            shift = max(0, int(sums.max(initial=0)).bit_length() - 32)
+            weights = (sums >> np.uint64(shift)).astype(np.uint32)
+        else:
+            weights = np.ones(len(whole), np.uint32)
+        attempt = 0 if again is None else again.attempt
+        chosen, _, probability, _ = _native.Candidates(weights).draw_distinct(
+            True, self.seed, step, attempt, wanted, _NO_ROWS, None
+        )
+        flat = members[chosen].reshape(-1)
+        return Drawn(rows[flat], generations[flat], np.repeat(probability, self.size))
+
+
+# --- several stores --------------------------------------------------------------------------------------------
+
+
+class Mixture:
+    """Batches from several stores in fixed shares, such as 75 % offline and 25 % online.
+
+    Give it to `Replay` together with a list of as many stores. The quotas of a batch add up to its size, differ from
+    share times size by less than one row, and are right on average to the last digit.
+
+    Args:
+        shares: of each store; they are scaled to add up to 1.
+        strategies: one for each store.
+        seed: of the rounding.
+
+    Example:
+        >>> mixture = Mixture([0.75, 0.25], [Uniform(seed=0), Weighted(seed=1)])
+        >>> mixture.quotas(256, step=0)
+        [192, 64]
+    """
+
+    def __init__(self, shares: Sequence[float], strategies: Sequence[Strategy], seed: int = 0) -> None:
+        _check_seed(seed)
+        if len(shares) != len(strategies) or not shares:
+            raise SchemaError(f"a mixture needs a strategy for each share, found {len(shares)} and {len(strategies)}")
+        if any(not 0 <= share < float("inf") for share in shares) or not sum(shares) > 0:
+            raise SchemaError(f"shares are finite numbers >= 0 and not all 0, found {list(shares)}")
+        exact = [Fraction(share).limit_denominator(1_000_000) for share in shares]
+        self.shares = [share / sum(exact) for share in exact]
+        self.strategies = list(strategies)
+        self.seed = seed
+
+    def quotas(self, n: int, step: int) -> list[int]:
+        """Rows from each store in the batch of a step."""
+        # Whole parts first. What is left goes to stores by systematic sampling of the fractions: with one random
+        # offset, a store gets one more row with exactly the probability of its fraction.
+        offset = Fraction(int(_native.window_ends(self.seed, step, 0, np.zeros(1, np.uint32), _MILLION)[0]), 10**6)
+        quotas, run = [], offset
+        for share in self.shares:
+            whole, part = divmod(share * n, 1)
+            before, run = run, run + part
+            quotas.append(int(whole) + int(run // 1 - before // 1))
+        return quotas
+
+    def __repr__(self) -> str:
+        return f"Mixture({[float(share) for share in self.shares]}, {self.strategies}, seed={self.seed})"
+
+
+_MILLION = np.array([10**6], np.int32)
+
+
+def _check_n(n: int) -> None:
     if not 0 < n <= MAX_DRAWS:
-        raise SchemaError(f"1 to {MAX_DRAWS} rows can be drawn at once, found {n}")
-    return np.arange(n, dtype=np.uint32)
+        raise SchemaError(f"1 to {MAX_DRAWS} rows can be chosen at once, found {n}")
 
 
 def _check_seed(seed: int) -> None:
@@ -131,4 +553,21 @@ def _check_seed(seed: int) -> None:
         raise SchemaError(f"a seed is a whole number from 0 to 2**64 - 1, found {seed}")
 
 
-__all__ = ["Candidates", "Drawn", "Strategy", "Uniform", "Weighted"]
+__all__ = [
+    "Again",
+    "Candidates",
+    "Drawn",
+    "Fifo",
+    "Group",
+    "Lifo",
+    "Limits",
+    "Linear",
+    "Mixture",
+    "Schedule",
+    "Strategy",
+    "TopK",
+    "Uniform",
+    "Weighted",
+    "at_step",
+    "importance_weights",
+]

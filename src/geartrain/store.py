@@ -470,6 +470,21 @@ class Store:
             raise SchemaError("update_weights needs weights, found None")
         return int(self._native.update_weights(keys.row, keys.generation, column))
 
+    def raise_weights(self, power: float) -> None:
+        """Raises the weights of all rows to a power; zero stays zero.
+
+        For prioritized replay whose exponent changes: the power is the new exponent divided by the old one. Weights
+        that other processes set meanwhile are raised or not.
+
+        Raises:
+            SchemaError: the power is not above zero and finite.
+
+        Cost: a pass over the weights, about 20 ns a row.
+        """
+        if not 0 < power < float("inf"):
+            raise SchemaError(f"weights are raised to a finite power above zero, found {power}")
+        self._native.raise_weights(power)
+
     def delete(self, keys: Keys) -> int:
         """Removes rows, by key; returns how many were already gone."""
         return int(self._native.remove(keys.row, keys.generation))
