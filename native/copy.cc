@@ -25,7 +25,9 @@ __attribute__((no_sanitize("thread"), noinline)) void plain(unsigned char* to, c
   }
 }
 #else
-void plain(unsigned char* to, const unsigned char* from, size_t bytes) { std::memcpy(to, from, bytes); }
+void plain(unsigned char* to, const unsigned char* from, size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
 #endif
 
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
@@ -34,8 +36,7 @@ void plain(unsigned char* to, const unsigned char* from, size_t bytes) { std::me
 void stream_sse2(unsigned char* to, const unsigned char* from, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) {
     for (size_t j = i; j < i + 64; j += 16) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + j),
-                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j)));
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + j), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j)));
     }
   }
 }
@@ -124,7 +125,9 @@ size_t stream_from() {
   return threshold;
 }
 
-void zero_block(void* to, size_t bytes) { std::memset(to, 0, bytes); }
+void zero_block(void* to, size_t bytes) {
+  std::memset(to, 0, bytes);
+}
 
 void stream_fence() {
 #if defined(__x86_64__)
@@ -134,7 +137,9 @@ void stream_fence() {
 #endif
 }
 
-const char* copy_kernel() { return kernel().name; }
+const char* copy_kernel() {
+  return kernel().name;
+}
 
 bool set_copy_kernel(const char* name) {
   for (const Named& named : kKernels) {

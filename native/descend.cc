@@ -174,7 +174,9 @@ void descend(Count count, const Word* level, uint64_t width, size_t n, Search* s
   step(level, width, n, searches, next);
 }
 
-const char* descend_kernel() { return form().name; }
+const char* descend_kernel() {
+  return form().name;
+}
 
 bool set_descend_kernel(const char* name) {
   for (const Form& some : kForms) {

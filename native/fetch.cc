@@ -20,7 +20,9 @@ constexpr uint64_t kThreadedFrom = 1 << 20;
 // Columns of this size and more do not stay in a cache between two rounds of inserts.
 constexpr uint64_t kColdFrom = 256 << 20;
 
-uint64_t step_bytes(const FieldRecord& field) { return field.block_bytes / field.shape[0]; }
+uint64_t step_bytes(const FieldRecord& field) {
+  return field.block_bytes / field.shape[0];
+}
 
 uint64_t field_bytes(const FieldRecord& field, uint32_t steps) {
   return field.timed != 0 ? step_bytes(field) * steps : field.block_bytes;
@@ -139,9 +141,8 @@ uint64_t fetch(const Store& store, const FetchRequest& request) {
   }
   const Gather gather(store, request);
   std::atomic<uint64_t> torn{0};
-  run(request.rows.size(), batch_bytes(store, request), request.threads, [&](size_t first, size_t last) {
-    torn.fetch_add(gather.rows(first, last), std::memory_order_relaxed);
-  });
+  run(request.rows.size(), batch_bytes(store, request), request.threads,
+      [&](size_t first, size_t last) { torn.fetch_add(gather.rows(first, last), std::memory_order_relaxed); });
   const uint64_t count = torn.load();
   if (count != 0 && !store.read_only()) store.control().counters.torn.fetch_add(count, std::memory_order_relaxed);
   return count;

@@ -30,8 +30,8 @@ struct FetchRequest {
   std::span<const int32_t> ends;  // last step of each window; empty: the row's last step
   unsigned threads = 1;
   // Filled for every row; all but `torn` may be empty.
-  std::span<uint8_t> torn;  // 1: the key is stale or the row changed during the copy
-  std::span<uint8_t> mask;  // (rows, window or max_length): 1 for a real step
+  std::span<uint8_t> torn;     // 1: the key is stale or the row changed during the copy
+  std::span<uint8_t> mask;     // (rows, window or max_length): 1 for a real step
   std::span<int32_t> starts;   // first step of the row that the batch holds
   std::span<int32_t> lengths;  // of the whole row
   std::span<int64_t> versions;

@@ -16,7 +16,7 @@ namespace {
 constexpr off_t kLeaseArea = off_t{1} << 61;  // no segment is that long
 
 struct flock one_byte(uint32_t number, short type) {
-  struct flock lock {};
+  struct flock lock{};
   lock.l_type = type;
   lock.l_whence = SEEK_SET;
   lock.l_start = kLeaseArea + static_cast<off_t>(number);
@@ -52,11 +52,13 @@ Gate::Gate(int fd, double timeout_s) : fd_(fd) {
       fail(ErrorKind::lock_timeout, "another process has been joining or leaving the store for ", timeout_s,
            " s; it may be stopped");
     }
-    struct timespec pause {0, 1'000'000};
+    struct timespec pause{0, 1'000'000};
     ::nanosleep(&pause, nullptr);
   }
 }
 
-Gate::~Gate() { drop_lease(fd_, kGateLease); }
+Gate::~Gate() {
+  drop_lease(fd_, kGateLease);
+}
 
 }  // namespace geartrain

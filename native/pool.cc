@@ -18,7 +18,7 @@ namespace {
 
 struct Pool {
   std::mutex mutex;
-  std::multimap<size_t, void*> kept;            // by size
+  std::multimap<size_t, void*> kept;  // by size
   std::unordered_map<void*, size_t> in_use;
   size_t largest = 0;
   PoolCounts counts{};

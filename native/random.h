@@ -41,9 +41,9 @@ inline std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::
 
 // `attempt` is below 2^24: which try at the same draw this is.
 inline Random128 random_bits(const DrawKey& key, uint32_t draw, uint32_t attempt) {
-  const auto out = philox4x32({draw, key.stream << 24 | attempt, static_cast<uint32_t>(key.step),
-                               static_cast<uint32_t>(key.step >> 32)},
-                              {static_cast<uint32_t>(key.seed), static_cast<uint32_t>(key.seed >> 32)});
+  const auto out = philox4x32(
+      {draw, key.stream << 24 | attempt, static_cast<uint32_t>(key.step), static_cast<uint32_t>(key.step >> 32)},
+      {static_cast<uint32_t>(key.seed), static_cast<uint32_t>(key.seed >> 32)});
   return {uint64_t{out[0]} << 32 | out[1], uint64_t{out[2]} << 32 | out[3]};
 }
 

@@ -9,7 +9,9 @@
 namespace geartrain {
 namespace {
 
-constexpr uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
+constexpr uint64_t round_up(uint64_t value, uint64_t to) {
+  return (value + to - 1) / to * to;
+}
 
 class Fingerprint {  // FNV-1a, 64 bits
  public:
@@ -138,8 +140,8 @@ uint64_t layout_fingerprint(const Header& header, const FieldRecord* records) {
   plain.created_ns = 0;
   plain.store_id = 0;
   Fingerprint fingerprint;
-  for (uint64_t size : {sizeof(Header), sizeof(Control), sizeof(pthread_mutex_t), sizeof(FieldRecord),
-                        sizeof(Client), sizeof(RowStatus)}) {
+  for (uint64_t size : {sizeof(Header), sizeof(Control), sizeof(pthread_mutex_t), sizeof(FieldRecord), sizeof(Client),
+                        sizeof(RowStatus)}) {
     fingerprint.add(size);
   }
   fingerprint.add(plain);
@@ -148,9 +150,7 @@ uint64_t layout_fingerprint(const Header& header, const FieldRecord* records) {
 }
 
 void check_segment(const std::byte* base, uint64_t bytes, const std::string& path) {
-  const auto refuse = [&](const auto&... parts) {
-    fail(ErrorKind::incompatible, path, " cannot be used: ", parts...);
-  };
+  const auto refuse = [&](const auto&... parts) { fail(ErrorKind::incompatible, path, " cannot be used: ", parts...); };
   if (bytes < kRegionsOffset) refuse("it has ", bytes, " bytes, less than a segment's head");
   Header header;
   std::memcpy(&header, base, sizeof header);

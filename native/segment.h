@@ -85,8 +85,8 @@ struct Header {
   uint64_t fingerprint;        // over everything below and the sizes this build gives to every struct here
   uint64_t required_features;  // a bit this build does not know means: keep out
   uint64_t segment_bytes;
-  uint64_t capacity;  // rows
-  uint64_t max_rows;  // committed rows kept at most, <= capacity
+  uint64_t capacity;    // rows
+  uint64_t max_rows;    // committed rows kept at most, <= capacity
   uint64_t max_age_ns;  // 0: no limit
   uint32_t max_length;  // steps
   uint32_t field_count;
@@ -130,16 +130,16 @@ static_assert(sizeof(Client) == 64);
 
 // Events since the store was made. Relaxed atomics: exact when nothing is going on.
 struct Counters {
-  std::atomic<uint64_t> inserted;         // rows committed
-  std::atomic<uint64_t> evicted;          // by the remover, to make room
-  std::atomic<uint64_t> expired;          // by age
-  std::atomic<uint64_t> spent;            // by their last allowed sample
-  std::atomic<uint64_t> deleted;          // on request
-  std::atomic<uint64_t> abandoned;        // given back unwritten
-  std::atomic<uint64_t> reclaimed;        // taken back from processes that died
-  std::atomic<uint64_t> sampled;          // draws counted against rows
-  std::atomic<uint64_t> torn;             // copies thrown away because the row changed meanwhile
-  std::atomic<uint64_t> stale_keys;       // updates and deletions of rows that were gone
+  std::atomic<uint64_t> inserted;    // rows committed
+  std::atomic<uint64_t> evicted;     // by the remover, to make room
+  std::atomic<uint64_t> expired;     // by age
+  std::atomic<uint64_t> spent;       // by their last allowed sample
+  std::atomic<uint64_t> deleted;     // on request
+  std::atomic<uint64_t> abandoned;   // given back unwritten
+  std::atomic<uint64_t> reclaimed;   // taken back from processes that died
+  std::atomic<uint64_t> sampled;     // draws counted against rows
+  std::atomic<uint64_t> torn;        // copies thrown away because the row changed meanwhile
+  std::atomic<uint64_t> stale_keys;  // updates and deletions of rows that were gone
   std::atomic<uint64_t> weights_updated;
   std::atomic<uint64_t> weights_saturated;   // too large for 32 bits, stored as the largest
   std::atomic<uint64_t> weights_rounded_up;  // positive but below the resolution, stored as the smallest
@@ -188,12 +188,18 @@ constexpr uint64_t kRegionsOffset = kClientsOffset + kMaxClients * sizeof(Client
 static_assert(kClientsOffset == 16384 && kRegionsOffset == 32768);
 
 // The word of a row.
-constexpr uint32_t generation_of(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
-constexpr uint32_t weight_of(uint64_t word) { return static_cast<uint32_t>(word); }
+constexpr uint32_t generation_of(uint64_t word) {
+  return static_cast<uint32_t>(word >> 32);
+}
+constexpr uint32_t weight_of(uint64_t word) {
+  return static_cast<uint32_t>(word);
+}
 constexpr uint64_t make_word(uint32_t generation, uint32_t weight) {
   return static_cast<uint64_t>(generation) << 32 | weight;
 }
-constexpr bool is_committed(uint64_t word) { return (generation_of(word) & 1) != 0; }
+constexpr bool is_committed(uint64_t word) {
+  return (generation_of(word) & 1) != 0;
+}
 
 // What a caller says about a field and a store; plan_segment turns it into a header.
 struct FieldSpec {

@@ -134,8 +134,8 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
 }  // namespace
 
 uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out) {
-  const uint64_t failed = plan.by == By::weight ? draw_by(ByWeight{from}, plan, numbers, out)
-                                                : draw_by(ByRow{from}, plan, numbers, out);
+  const uint64_t failed =
+      plan.by == By::weight ? draw_by(ByWeight{from}, plan, numbers, out) : draw_by(ByRow{from}, plan, numbers, out);
   if (failed == 0 || plan.limits.none()) return failed;
   // Limits that let few rows through: draw those that are left from a copy of just these rows.
   const Allowed allowed(from, plan.by, plan.limits, {});

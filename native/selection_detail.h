@@ -27,7 +27,7 @@ class Allowed {
   const Population& from_;
   uint64_t rows_ = 0;
   double whole_;  // of the population, for probabilities
-  std::vector<std::atomic<uint64_t>> memory_;
+  Words words_, nodes_;
   WeightTree tree_;
 };
 

@@ -29,24 +29,25 @@ void for_each_row(const Population& from, const Limits& limits, Visit visit) {
 
 void fail_empty(const DrawPlan& plan) {
   if (!plan.limits.none()) fail(ErrorKind::empty, "no selectable row meets the limits on version, age and length");
-  fail(ErrorKind::empty, plan.by == By::weight ? "no selectable row has a weight above zero"
-                                               : "the store has no selectable row");
+  fail(ErrorKind::empty,
+       plan.by == By::weight ? "no selectable row has a weight above zero" : "the store has no selectable row");
 }
 
 Allowed::Allowed(const Population& from, By by, const Limits& limits, std::span<const uint32_t> excluded)
-    : from_(from), whole_(static_cast<double>(by == By::weight ? from.weights.total() : from.bits.total())) {
-  const uint64_t leaves = padded_leaves(from.rows());
-  memory_ = std::vector<std::atomic<uint64_t>>(leaves + TreeShape::of(from.rows()).nodes);
-  tree_ = WeightTree(memory_.data(), memory_.data() + leaves, from.rows());
+    : from_(from),
+      whole_(static_cast<double>(by == By::weight ? from.weights.total() : from.bits.total())),
+      words_(padded_leaves(from.rows())),
+      nodes_(TreeShape::of(from.rows()).nodes) {
+  tree_ = WeightTree(words_.get(), nodes_.get(), from.rows());
   for_each_row(from, limits, [&](uint32_t row, uint64_t word) {
     const uint32_t weight = by == By::weight ? weight_of(word) : 1;
-    memory_[row].store(make_word(generation_of(word), weight), std::memory_order_relaxed);
+    words_.get()[row].store(make_word(generation_of(word), weight), std::memory_order_relaxed);
     rows_ += weight != 0;
   });
   for (uint32_t row : excluded) {
-    const uint64_t word = memory_[row].load(std::memory_order_relaxed);
+    const uint64_t word = words_.get()[row].load(std::memory_order_relaxed);
     rows_ -= weight_of(word) != 0;
-    memory_[row].store(make_word(generation_of(word), 0), std::memory_order_relaxed);
+    words_.get()[row].store(make_word(generation_of(word), 0), std::memory_order_relaxed);
   }
   tree_.rebuild();
 }
@@ -54,7 +55,7 @@ Allowed::Allowed(const Population& from, By by, const Limits& limits, std::span<
 uint32_t Allowed::take(uint64_t target, size_t i, const Draws& out) const {
   WeightTree::Found found{};
   tree_.find(&target, 1, &found);
-  const uint64_t word = memory_[found.node].load(std::memory_order_relaxed);
+  const uint64_t word = words_.get()[found.node].load(std::memory_order_relaxed);
   out.rows[i] = static_cast<uint32_t>(found.node);
   out.generations[i] = generation_of(word);
   out.probability[i] = weight_of(word) / whole_;
@@ -62,8 +63,8 @@ uint32_t Allowed::take(uint64_t target, size_t i, const Draws& out) const {
 }
 
 void Allowed::remove(uint32_t row) {
-  const uint64_t word = memory_[row].load(std::memory_order_relaxed);
-  memory_[row].store(make_word(generation_of(word), 0), std::memory_order_relaxed);
+  const uint64_t word = words_.get()[row].load(std::memory_order_relaxed);
+  words_.get()[row].store(make_word(generation_of(word), 0), std::memory_order_relaxed);
   tree_.add(row, uint64_t{0} - weight_of(word));
   --rows_;
 }
@@ -81,8 +82,7 @@ bool SeenRows::insert(uint32_t row) {
   }
 }
 
-void draw_distinct(const Population& from, const DrawPlan& plan, std::span<const uint32_t> excluded,
-                   const Draws& out) {
+void draw_distinct(const Population& from, const DrawPlan& plan, std::span<const uint32_t> excluded, const Draws& out) {
   const size_t wanted = out.rows.size();
   const auto fail_not_enough = [&](uint64_t available) {
     fail(ErrorKind::not_enough, wanted, " different rows were asked for, ", available, " can be drawn");
@@ -151,7 +151,8 @@ size_t first_rows(const Population& from, Order order, uint64_t after, const Lim
     worst = best.back().rank;
   };
   for_each_row(from, limits, [&](uint32_t row, uint64_t word) {
-    const uint64_t sequence = from.status == nullptr ? row + uint64_t{1} : from.status[row].sequence.load(std::memory_order_relaxed);
+    const uint64_t sequence =
+        from.status == nullptr ? row + uint64_t{1} : from.status[row].sequence.load(std::memory_order_relaxed);
     const uint64_t rank = order == Order::oldest   ? sequence
                           : order == Order::newest ? ~sequence
                                                    : ~uint64_t{weight_of(word)};

@@ -37,7 +37,7 @@ std::string temporary_suffix() {
 }
 
 [[noreturn]] void fail_no_space(const std::string& path, uint64_t bytes) {
-  struct statvfs fs {};
+  struct statvfs fs{};
   const std::string directory = directory_of(path);
   const bool known = ::statvfs(directory.c_str(), &fs) == 0;
   const uint64_t block = known ? fs.f_frsize : 0;
@@ -76,7 +76,7 @@ Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve) {
     fail(errno == ENOENT ? ErrorKind::missing : ErrorKind::os, "cannot create ", path, ": ", std::strerror(errno));
   }
   mapping.bytes_ = bytes;
-  struct statvfs fs {};
+  struct statvfs fs{};
   const bool limited = ::fstatvfs(mapping.fd_, &fs) == 0 && fs.f_blocks != 0;  // a tmpfs of size=0 has no limit
   if (limited && reserve && fs.f_bavail * fs.f_frsize < bytes) {
     fail_no_space(path, bytes);  // before fallocate, which would fill the file system to find out
@@ -103,7 +103,7 @@ Mapping Mapping::attach(const std::string& path, bool writable) {
     fail(errno == ENOENT ? ErrorKind::missing : ErrorKind::os, "cannot open the segment ", path, ": ",
          std::strerror(errno));
   }
-  struct stat st {};
+  struct stat st{};
   if (::fstat(mapping.fd_, &st) != 0) fail(ErrorKind::os, "cannot stat ", path, ": ", std::strerror(errno));
   if (!S_ISREG(st.st_mode)) fail(ErrorKind::incompatible, path, " is not a segment: not a regular file");
   mapping.bytes_ = static_cast<uint64_t>(st.st_size);
@@ -151,7 +151,7 @@ void Mapping::publish() {
 }
 
 bool Mapping::unlink() {
-  struct stat mine {}, named {};
+  struct stat mine{}, named{};
   if (::fstat(fd_, &mine) != 0 || ::stat(path_.c_str(), &named) != 0) return false;
   if (mine.st_ino != named.st_ino || mine.st_dev != named.st_dev) return false;
   return ::unlink(path_.c_str()) == 0;

@@ -32,8 +32,12 @@ std::vector<int>& open_store_fds() {
 }
 std::atomic<uint64_t> fork_epoch{0};
 
-void before_fork() { open_stores_mutex.lock(); }
-void after_fork_in_parent() { open_stores_mutex.unlock(); }
+void before_fork() {
+  open_stores_mutex.lock();
+}
+void after_fork_in_parent() {
+  open_stores_mutex.unlock();
+}
 void after_fork_in_child() {
   for (int fd : open_store_fds()) {
     char path[40];
@@ -78,8 +82,8 @@ int lock_within(pthread_mutex_t* mutex, double timeout_s) {
   constexpr clockid_t kClock = CLOCK_MONOTONIC;
 #endif
   const uint64_t deadline = clock_ns(kClock) + static_cast<uint64_t>(timeout_s * 1e9);
-  const struct timespec until {static_cast<time_t>(deadline / 1'000'000'000u),
-                               static_cast<long>(deadline % 1'000'000'000u)};
+  const struct timespec until{static_cast<time_t>(deadline / 1'000'000'000u),
+                              static_cast<long>(deadline % 1'000'000'000u)};
 #if defined(__SANITIZE_THREAD__)
   return ::pthread_mutex_timedlock(mutex, &until);
 #else
@@ -203,7 +207,9 @@ void Store::leave(bool keep) {
   }
 }
 
-bool Store::unlink() { return mapping_->unlink(); }
+bool Store::unlink() {
+  return mapping_->unlink();
+}
 
 void Store::check_usable() const {
   if (closed_) fail(ErrorKind::closed, "the store ", mapping_->path(), " was closed");
@@ -279,7 +285,9 @@ Store::Guard::Guard(const Store& store) : store_(store) {
   if (error == 0 && store.control().rebuilding.load() != 0) repair_or_unlock();
 }
 
-Store::Guard::~Guard() { ::pthread_mutex_unlock(&store_.control().mutex); }
+Store::Guard::~Guard() {
+  ::pthread_mutex_unlock(&store_.control().mutex);
+}
 
 StoreCounts Store::counts() const {
   const Control& c = control();

@@ -116,8 +116,7 @@ class Store {
   // Counts one sample against each key. taken[i] is 0 when the key is stale or its samples are used up (draw
   // again). With max_times_sampled, a row whose last sample this is stays readable for this process, and for
   // nobody else, until release_spent.
-  void count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
-                     std::span<uint8_t> taken);
+  void count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations, std::span<uint8_t> taken);
   void release_spent(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
 
   // Removes rows older than max_age; returns how many. Cheap when there is nothing to do.
@@ -186,7 +185,7 @@ class Store {
 
   void check_usable() const;
   void check_rows(std::span<const uint32_t> rows) const;
-  void join();         // takes a client slot; the gate is held
+  void join();  // takes a client slot; the gate is held
   void leave(bool keep);
   void ensure_client();  // joins again in a forked child
 

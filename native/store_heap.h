@@ -13,10 +13,7 @@ namespace geartrain {
 class Heap {
  public:
   explicit Heap(const Store& store)
-      : rows_(store.heap_rows()),
-        count_(&store.control().heap_count),
-        status_(store.status()),
-        words_(store.words()) {}
+      : rows_(store.heap_rows()), count_(&store.control().heap_count), status_(store.status()), words_(store.words()) {}
 
   uint32_t top() const { return *count_ == 0 ? kNoRow : rows_[0]; }
 
@@ -45,7 +42,8 @@ class Heap {
   uint64_t audit() const {
     uint64_t misplaced = 0;
     for (uint32_t slot = 0; slot < *count_; ++slot) {
-      misplaced += status_[rows_[slot]].heap_slot != slot || key(rows_[slot == 0 ? 0 : (slot - 1) / 2]) > key(rows_[slot]);
+      misplaced +=
+          status_[rows_[slot]].heap_slot != slot || key(rows_[slot == 0 ? 0 : (slot - 1) / 2]) > key(rows_[slot]);
     }
     return misplaced;
   }

@@ -83,7 +83,7 @@ void Store::wait_for_weight_writers() const {
         fail(ErrorKind::lock_timeout, "process ", other.pid, " has been updating weights for ", lock_timeout_s_,
              " s; it may be stopped, and the sums cannot be rebuilt meanwhile");
       }
-      const struct timespec pause {0, 20'000};
+      const struct timespec pause{0, 20'000};
       ::nanosleep(&pause, nullptr);
     }
   }
@@ -198,9 +198,7 @@ std::vector<std::string> Store::audit() {
   };
 
   uint32_t before = kNoRow;
-  const uint64_t free_count = walk(c.free_head, "free", [&](uint32_t row) {
-    state_is(row, RowState::free, false);
-  });
+  const uint64_t free_count = walk(c.free_head, "free", [&](uint32_t row) { state_is(row, RowState::free, false); });
   const uint64_t committed = walk(c.order_head, "order", [&](uint32_t row) {
     state_is(row, RowState::committed, true);
     if (before != kNoRow && status()[before].sequence >= status()[row].sequence) {
@@ -248,7 +246,8 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence) {
   }
   Guard guard(*this);
   Control& c = control();
-  if (c.writing_count != rows.size()) fail(ErrorKind::schema, "only a new store, all its rows allocated, can be restored");
+  if (c.writing_count != rows.size())
+    fail(ErrorKind::schema, "only a new store, all its rows allocated, can be restored");
   std::vector<uint8_t> seen(rows.size(), 0);
   uint64_t last_sequence = 0;
   for (const RestoredRow& from : rows) {

@@ -30,7 +30,9 @@ class WeightWriter {
     writers_.fetch_add(1, std::memory_order_seq_cst);
     while (store.control().rebuilding.load(std::memory_order_seq_cst) != 0) {
       writers_.fetch_sub(1, std::memory_order_seq_cst);
-      { Store::Guard wait_for_the_rebuild(store); }
+      {
+        Store::Guard wait_for_the_rebuild(store);
+      }
       writers_.fetch_add(1, std::memory_order_seq_cst);
     }
   }
@@ -58,8 +60,8 @@ void Store::allocate(std::span<uint32_t> rows) {
     if (short_of_rows || monotonic_ns() - c.last_reap_ns > kReapEvery_ns) reap_locked();
   }
   if (c.free_count + c.committed_count.load(kRelaxed) < rows.size()) {
-    fail(ErrorKind::full, rows.size(), " rows were asked for, but of ", header().capacity, " rows ",
-         c.writing_count, " are being written and ", c.spent_count,
+    fail(ErrorKind::full, rows.size(), " rows were asked for, but of ", header().capacity, " rows ", c.writing_count,
+         " are being written and ", c.spent_count,
          " are being read for the last time; commit or abandon some, or create the store with more capacity");
   }
   for (uint32_t& row : rows) {
@@ -200,9 +202,7 @@ uint64_t Store::update_weights(std::span<const uint32_t> rows, std::span<const u
 
 void Store::raise_weights(double power) {
   ensure_client();
-  const auto raised = [&](uint64_t word) {
-    return fixed_point(std::pow(weight_of(word) / weight_scale_, power));
-  };
+  const auto raised = [&](uint64_t word) { return fixed_point(std::pow(weight_of(word) / weight_scale_, power)); };
   const uint64_t rows = header().capacity;
   if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) {
     Guard guard(*this);
@@ -421,9 +421,15 @@ bool Store::evict_one(Sums& sums) {
   const Control& c = control();
   uint32_t victim = kNoRow;
   switch (static_cast<Remover>(header().remover)) {
-    case Remover::fifo: victim = c.order_head; break;
-    case Remover::lifo: victim = c.order_tail; break;
-    case Remover::lowest_weight: victim = Heap(*this).top(); break;
+    case Remover::fifo:
+      victim = c.order_head;
+      break;
+    case Remover::lifo:
+      victim = c.order_tail;
+      break;
+    case Remover::lowest_weight:
+      victim = Heap(*this).top();
+      break;
   }
   if (victim == kNoRow) return false;
   retire(sums, victim);

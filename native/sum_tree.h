@@ -22,6 +22,9 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
 
 #include "descend.h"
 
@@ -66,7 +69,25 @@ struct TreeShape {
 };
 
 // Leaves a caller must allocate so that the last node's 16 children exist.
-constexpr uint64_t padded_leaves(uint64_t leaves) { return (leaves + kFanout - 1) / kFanout * kFanout; }
+constexpr uint64_t padded_leaves(uint64_t leaves) {
+  return (leaves + kFanout - 1) / kFanout * kFanout;
+}
+
+// Zeroed words for leaves or nodes outside a segment, aligned as the descent's vectors need them.
+class Words {
+ public:
+  explicit Words(uint64_t count = 0)
+      : memory_(count == 0 ? nullptr
+                           : static_cast<std::atomic<uint64_t>*>(std::aligned_alloc(64, (count * 8 + 63) / 64 * 64)),
+                &std::free) {
+    if (count != 0 && memory_ == nullptr) throw std::bad_alloc();
+    for (uint64_t i = 0; i < count; ++i) new (memory_.get() + i) std::atomic<uint64_t>(0);
+  }
+  std::atomic<uint64_t>* get() const { return memory_.get(); }
+
+ private:
+  std::unique_ptr<std::atomic<uint64_t>, void (*)(void*)> memory_;
+};
 
 template <typename Leaf>
 class SumTree {
@@ -77,8 +98,7 @@ class SumTree {
 
   SumTree() = default;
   // Views, not copies: `leaves` has padded_leaves(n) words, `nodes` has TreeShape::of(n).nodes, both 64-byte aligned.
-  SumTree(Word* leaves, Word* nodes, uint64_t count)
-      : shape_(TreeShape::of(count)), leaves_(leaves), nodes_(nodes) {}
+  SumTree(Word* leaves, Word* nodes, uint64_t count) : shape_(TreeShape::of(count)), leaves_(leaves), nodes_(nodes) {}
 
   const TreeShape& shape() const { return shape_; }
   Word* leaves() const { return leaves_; }
@@ -154,8 +174,8 @@ class SumTree {
     uint64_t below = shape_.leaves;
     for (int level = 0; level < shape_.levels; ++level) {
       for (uint64_t node = 0; node < shape_.width[level]; ++node) {
-        wrong += nodes_[shape_.offset[level] + node].load(std::memory_order_relaxed) !=
-                 sum_of_children(level, node, below);
+        wrong +=
+            nodes_[shape_.offset[level] + node].load(std::memory_order_relaxed) != sum_of_children(level, node, below);
       }
       below = shape_.width[level];
     }

@@ -161,8 +161,7 @@ nb::dict pool_dict() {
 
 void bind_fetch(nb::module_& module) {
   module.def("fetch", &fetch_rows, nb::arg("store"), nb::arg("rows"), nb::arg("generations"), nb::arg("fields"),
-             nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(), nb::arg("threads"),
-             nb::arg("out").none());
+             nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(), nb::arg("threads"), nb::arg("out").none());
   module.def("empty_batch", &empty_batch);
   module.def("pool_counts", &pool_dict);
 }

@@ -16,20 +16,34 @@ namespace {
 // The class of geartrain.errors that each kind becomes.
 const char* error_class(ErrorKind kind) {
   switch (kind) {
-    case ErrorKind::schema: return "SchemaError";
-    case ErrorKind::exists: return "StoreExistsError";
-    case ErrorKind::missing: return "StoreMissingError";
-    case ErrorKind::stale_store: return "StaleStoreError";
-    case ErrorKind::incompatible: return "IncompatibleStoreError";
-    case ErrorKind::closed: return "StoreClosedError";
-    case ErrorKind::full: return "StoreFullError";
-    case ErrorKind::empty: return "EmptyStoreError";
-    case ErrorKind::not_enough: return "NotEnoughRowsError";
-    case ErrorKind::stale_key: return "StaleKeyError";
-    case ErrorKind::no_space: return "NoSpaceError";
-    case ErrorKind::lock_timeout: return "LockTimeoutError";
-    case ErrorKind::corrupt: return "CorruptStoreError";
-    case ErrorKind::os: return "GeartrainError";
+    case ErrorKind::schema:
+      return "SchemaError";
+    case ErrorKind::exists:
+      return "StoreExistsError";
+    case ErrorKind::missing:
+      return "StoreMissingError";
+    case ErrorKind::stale_store:
+      return "StaleStoreError";
+    case ErrorKind::incompatible:
+      return "IncompatibleStoreError";
+    case ErrorKind::closed:
+      return "StoreClosedError";
+    case ErrorKind::full:
+      return "StoreFullError";
+    case ErrorKind::empty:
+      return "EmptyStoreError";
+    case ErrorKind::not_enough:
+      return "NotEnoughRowsError";
+    case ErrorKind::stale_key:
+      return "StaleKeyError";
+    case ErrorKind::no_space:
+      return "NoSpaceError";
+    case ErrorKind::lock_timeout:
+      return "LockTimeoutError";
+    case ErrorKind::corrupt:
+      return "CorruptStoreError";
+    case ErrorKind::os:
+      return "GeartrainError";
   }
   return "GeartrainError";
 }
@@ -49,11 +63,26 @@ nb::dlpack::dtype array_dtype(uint8_t code, uint8_t itemsize) {
   using nb::dlpack::dtype_code;
   dtype_code kind = dtype_code::UInt;
   switch (code) {  // schema.py's DTYPES
-    case 1: kind = dtype_code::Bool; break;
-    case 3: case 5: case 7: case 9: kind = dtype_code::Int; break;
-    case 10: case 12: case 13: kind = dtype_code::Float; break;
-    case 15: case 16: kind = dtype_code::Complex; break;
-    default: break;
+    case 1:
+      kind = dtype_code::Bool;
+      break;
+    case 3:
+    case 5:
+    case 7:
+    case 9:
+      kind = dtype_code::Int;
+      break;
+    case 10:
+    case 12:
+    case 13:
+      kind = dtype_code::Float;
+      break;
+    case 15:
+    case 16:
+      kind = dtype_code::Complex;
+      break;
+    default:
+      break;
   }
   return {static_cast<uint8_t>(kind), static_cast<uint8_t>(8 * itemsize), 1};
 }

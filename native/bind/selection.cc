@@ -5,9 +5,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 
-#include <cstdlib>
-#include <new>
-
 #include "bind.h"
 #include "errors.h"
 #include "segment.h"
@@ -26,15 +23,19 @@ class Candidates {
     const uint64_t n = weights.size();
     if (n == 0 || n > kMaxRows) fail(ErrorKind::schema, "1 to ", kMaxRows, " rows can be drawn from, found ", n);
     const uint64_t bit_words = (n + 63) / 64;
-    auto* words = make(padded_leaves(n));
-    auto* bits = make(padded_leaves(bit_words));
+    words_ = Words(padded_leaves(n));
+    nodes_ = Words(TreeShape::of(n).nodes);
+    bits_ = Words(padded_leaves(bit_words));
+    bit_nodes_ = Words(TreeShape::of(bit_words).nodes);
+    auto* words = words_.get();
+    auto* bits = bits_.get();
     for (uint64_t row = 0; row < n; ++row) {
       words[row].store(make_word(1, weights.data()[row]), std::memory_order_relaxed);
       bits[row / 64].store(bits[row / 64].load(std::memory_order_relaxed) | uint64_t{1} << (row % 64),
                            std::memory_order_relaxed);
     }
-    from_.weights = WeightTree(words, make(TreeShape::of(n).nodes), n);
-    from_.bits = BitTree(bits, make(TreeShape::of(bit_words).nodes), bit_words);
+    from_.weights = WeightTree(words, nodes_.get(), n);
+    from_.bits = BitTree(bits, bit_nodes_.get(), bit_words);
     from_.words = words;
     from_.weights.rebuild();
     from_.bits.rebuild();
@@ -46,16 +47,8 @@ class Candidates {
   bool is_array() const { return mapping_ == nullptr; }
 
  private:
-  std::atomic<uint64_t>* make(uint64_t count) {
-    auto* memory = static_cast<std::atomic<uint64_t>*>(std::aligned_alloc(64, (count * 8 + 63) / 64 * 64));
-    if (memory == nullptr) throw std::bad_alloc();
-    owned_.emplace_back(memory, &std::free);
-    for (uint64_t i = 0; i < count; ++i) new (memory + i) std::atomic<uint64_t>(0);
-    return memory;
-  }
-
   std::shared_ptr<Mapping> mapping_;
-  std::vector<std::unique_ptr<void, void (*)(void*)>> owned_;
+  Words words_, nodes_, bits_, bit_nodes_;
   Population from_;
 };
 
@@ -83,27 +76,28 @@ nb::tuple chosen(size_t n, Choose choose) {
     nb::gil_scoped_release unlocked;
     count = choose(Draws{rows, generations, probability});
   }
-  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)),
-                        to_numpy(std::move(probability)), count);
+  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(probability)),
+                        count);
 }
 
 // Returns (rows, generations, probability, number of draws that failed).
 nb::tuple draw_rows(const Candidates& from, bool by_weight, uint64_t seed, uint64_t step, uint32_t round,
                     const In<uint32_t>& numbers, uint32_t strata, const std::optional<LimitTuple>& limits) {
-  const DrawPlan plan{{seed, step, kRowStream}, by_weight ? By::weight : By::row, round, strata, limits_of(from, limits)};
+  const DrawPlan plan{
+      {seed, step, kRowStream}, by_weight ? By::weight : By::row, round, strata, limits_of(from, limits)};
   if (strata != 0) {
     for (uint32_t number : view(numbers)) {
       if (number >= strata) fail(ErrorKind::schema, "draw ", number, " is none of ", strata, " strata");
     }
   }
-  return chosen(numbers.size(),
-                [&](const Draws& out) { return draw(from.population(), plan, view(numbers), out); });
+  return chosen(numbers.size(), [&](const Draws& out) { return draw(from.population(), plan, view(numbers), out); });
 }
 
 nb::tuple distinct_rows(const Candidates& from, bool by_weight, uint64_t seed, uint64_t step, uint32_t round, size_t n,
                         const In<uint32_t>& excluded, const std::optional<LimitTuple>& limits) {
   check_known(from, view(excluded));
-  const DrawPlan plan{{seed, step, kDistinctStream}, by_weight ? By::weight : By::row, round, 0, limits_of(from, limits)};
+  const DrawPlan plan{
+      {seed, step, kDistinctStream}, by_weight ? By::weight : By::row, round, 0, limits_of(from, limits)};
   return chosen(n, [&](const Draws& out) {
     draw_distinct(from.population(), plan, view(excluded), out);
     return 0;
@@ -136,8 +130,8 @@ nb::object sequences_of(const Candidates& from, const In<uint32_t>& rows) {
   std::vector<uint64_t> sequences(rows.size());
   for (size_t i = 0; i < sequences.size(); ++i) {
     const uint32_t row = rows.data()[i];
-    sequences[i] = from.is_array() ? row + uint64_t{1}
-                                   : from.population().status[row].sequence.load(std::memory_order_relaxed);
+    sequences[i] =
+        from.is_array() ? row + uint64_t{1} : from.population().status[row].sequence.load(std::memory_order_relaxed);
   }
   return to_numpy(std::move(sequences));
 }

@@ -80,9 +80,8 @@ nb::dict describe(const Store& store) {
 
 // The names of Counters' members, in their order.
 constexpr const char* kCounterNames[] = {
-    "inserted", "evicted",    "expired",         "spent",             "deleted",            "abandoned", "reclaimed",
-    "sampled",  "torn",       "stale_keys",      "weights_updated",   "weights_saturated",  "weights_rounded_up",
-    "repairs"};
+    "inserted", "evicted", "expired",    "spent",           "deleted",           "abandoned",          "reclaimed",
+    "sampled",  "torn",    "stale_keys", "weights_updated", "weights_saturated", "weights_rounded_up", "repairs"};
 static_assert(sizeof(kCounterNames) / sizeof(kCounterNames[0]) == kCounterCount);
 
 std::atomic<uint64_t>* counter_array(const Store& store) {
@@ -125,8 +124,7 @@ nb::object column(const Store& store, uint32_t field) {
   const nb::dlpack::dtype dtype = array_dtype(f.dtype, f.itemsize);
   std::byte* data = store.block(field, 0);
   if (store.read_only()) {
-    return nb::cast(
-        nb::ndarray<nb::numpy, nb::ro>(data, shape.size(), shape.data(), owner, strides.data(), dtype));
+    return nb::cast(nb::ndarray<nb::numpy, nb::ro>(data, shape.size(), shape.data(), owner, strides.data(), dtype));
   }
   return nb::cast(nb::ndarray<nb::numpy>(data, shape.size(), shape.data(), owner, strides.data(), dtype));
 }
@@ -297,7 +295,7 @@ void restore(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generat
   }
   std::vector<RestoredRow> restored(n);
   for (size_t i = 0; i < n; ++i) {
-    restored[i] = {rows.data()[i],         generations.data()[i], weights.data()[i],        lengths.data()[i],
+    restored[i] = {rows.data()[i],          generations.data()[i], weights.data()[i],        lengths.data()[i],
                    times_sampled.data()[i], sequences.data()[i],   inserted_at_ns.data()[i], versions.data()[i]};
   }
   Unlocked unlocked;
@@ -322,16 +320,32 @@ void bind_store(nb::module_& module) {
       .def("commit", &commit, nb::arg("rows"), nb::arg("lengths").none(), nb::arg("weights").none(),
            nb::arg("versions").none())
       .def("commit_one", &commit_one)
-      .def("abandon", [](Store& s, const In<uint32_t>& rows) { Unlocked u; s.abandon(view(rows)); })
-      .def("abandon_one", [](Store& s, uint32_t row) { Unlocked u; s.abandon({&row, 1}); })
+      .def("abandon",
+           [](Store& s, const In<uint32_t>& rows) {
+             Unlocked u;
+             s.abandon(view(rows));
+           })
+      .def("abandon_one",
+           [](Store& s, uint32_t row) {
+             Unlocked u;
+             s.abandon({&row, 1});
+           })
       .def("insert", &insert, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(), nb::arg("weights").none(),
            nb::arg("versions").none(), nb::arg("threads"))
       .def("update_weights", &update_weights)
-      .def("raise_weights", [](Store& s, double power) { Unlocked u; s.raise_weights(power); })
+      .def("raise_weights",
+           [](Store& s, double power) {
+             Unlocked u;
+             s.raise_weights(power);
+           })
       .def("remove", &remove)
       .def("count_samples", &count_samples)
       .def("release_spent", &release_spent)
-      .def("expire", [](Store& s) { Unlocked u; return s.expire(); })
+      .def("expire",
+           [](Store& s) {
+             Unlocked u;
+             return s.expire();
+           })
       .def("keys", &keys)
       .def("free_rows", [](Store& s) { return to_numpy(s.free_rows()); })
       .def("infos", &infos)
@@ -341,10 +355,26 @@ void bind_store(nb::module_& module) {
       .def("committed_count", &Store::committed_count)
       .def("total_weight", [](const Store& s) { return s.weight_tree().total(); })
       .def("next_sequence", [](const Store& s) { return s.control().next_sequence; })
-      .def("reap", [](Store& s) { Unlocked u; return s.reap(); })
-      .def("rebuild", [](Store& s) { Unlocked u; s.rebuild(); })
-      .def("audit", [](Store& s) { Unlocked u; return s.audit(); })
-      .def("close", [](Store& s, bool keep) { Unlocked u; s.close(keep); })
+      .def("reap",
+           [](Store& s) {
+             Unlocked u;
+             return s.reap();
+           })
+      .def("rebuild",
+           [](Store& s) {
+             Unlocked u;
+             s.rebuild();
+           })
+      .def("audit",
+           [](Store& s) {
+             Unlocked u;
+             return s.audit();
+           })
+      .def("close",
+           [](Store& s, bool keep) {
+             Unlocked u;
+             s.close(keep);
+           })
       .def("unlink", &Store::unlink)
       .def_prop_ro("closed", &Store::is_closed);
 }

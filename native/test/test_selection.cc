@@ -159,7 +159,8 @@ TEST(every_form_of_the_descent_finds_the_same_leaves) {
     std::vector<uint32_t> all(rows), generations(rows);
     store->allocate(all);
     std::vector<double> weights(rows);
-    for (double& weight : weights) weight = std::ldexp(static_cast<double>(random() % 1000), static_cast<int>(random() % 6));
+    for (double& weight : weights)
+      weight = std::ldexp(static_cast<double>(random() % 1000), static_cast<int>(random() % 6));
     weights[random() % rows] = 1;
     store->commit(all, {{}, weights, {}}, generations);
     std::vector<uint32_t> numbers(300), found(300), expected(300), generation(300);

@@ -14,7 +14,7 @@ from geartrain.bench.harness import BenchResult
 from geartrain.errors import SchemaError
 
 #: What `geartrain bench` knows: name -> module.
-BENCHES = {"store": "geartrain.bench.store"}
+BENCHES = {"store": "geartrain.bench.store", "selection": "geartrain.bench.selection"}
 
 
 class Main(Protocol):

@@ -8,6 +8,14 @@ Reads one JSON object a line from stdin and answers each with one on stdout (pee
     {"do": "sample", "batch": 32, "calls": 4}          -> {"seconds": [per call], "cpu_seconds": ..., "disturbed": ...}
     {"do": "insert", "batch": 32, "calls": 4}          -> the same
 
+With "kind": "weights" the peer keeps priorities only, and has other laps to run:
+
+    {"do": "setup", "kind": "weights", "peer": "cpprb", "rows": 1000, "fields": {}}   -> as above
+    {"do": "sample" or "update", "batch": ..., "calls": ...}                          -> as its sampler does it
+    {"do": "sample tree" or "update tree", ...}        -> its sum tree alone; an error where it has no way to that
+    {"do": "laps"}                                     -> {"laps": ["sample", ...]}: those it can run
+    {"do": "counts", "draws": 4000000}                 -> {"counts": [8 numbers]}: see WeightPeer.counts
+
 An answer {"error": "..."} ends the peer. It ends as well when stdin closes or its parent dies. Rows are noise.
 """
 
@@ -21,11 +29,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import numpy as np
 
 CHUNK_ROWS = 64
+#: Priorities written at once, and the exponents of prioritized replay.
+CHUNK_WEIGHTS = 1_000_000
+ALPHA, BETA = 0.6, 0.4
 
 
 class Peer:
@@ -76,6 +88,14 @@ class Peer:
         """Threads it will use of the n it may."""
         return 1
 
+    def laps(self) -> list[str]:
+        """What can be asked of it and timed."""
+        return ["sample", "insert"]
+
+    def counts(self, draws: int) -> list[int]:
+        """See `WeightPeer.counts`."""
+        raise NotImplementedError
+
     def source(self, n: int) -> Any:
         """The n rows that every insert of n rows takes, made before the clock starts."""
         if n not in self.sources:
@@ -92,6 +112,14 @@ class Peer:
         source = self.source(batch)
         for _ in range(calls):
             self.extend(source)
+
+    def body(self, what: str, batch: int, calls: int) -> Callable[[int], None]:
+        """Prepares a lap and one call more; what it returns makes the next so many of these calls."""
+        if what == "sample":
+            self.before_sample(batch)
+            return lambda n: self.sample_many(batch, n)
+        self.source(batch)
+        return lambda n: self.insert_many(batch, n)
 
     def before_sample(self, batch: int) -> None:
         """Whatever must happen before the clock starts."""
@@ -258,18 +286,181 @@ def reverb_server(rows: int) -> None:
 PEERS: dict[str, type[Peer]] = {"torchrl": Torchrl, "torchrl-thp": Torchrl, "cpprb": Cpprb, "reverb": Reverb}
 
 
+class WeightPeer(Peer):
+    """A peer's way of drawing by priority, without rows: exponential priorities, alpha 0.6, beta 0.4."""
+
+    dtype = "float32"
+
+    def setup(self, rows: int, fields: dict[str, Any]) -> None:
+        self.rows = rows
+        self.noise = np.random.default_rng(1)
+        self.versions = {"numpy": np.__version__}
+        self.make()
+        self.fill(lambda n: self.noise.standard_exponential(n, np.float32) + np.float32(1e-4))
+
+    def fill(self, priorities: Callable[[int], Any]) -> None:
+        """Gives every row a priority."""
+        for first in range(0, self.rows, CHUNK_WEIGHTS):
+            rows = np.arange(first, min(first + CHUNK_WEIGHTS, self.rows))
+            self.write(rows, priorities(len(rows)).astype(self.dtype))
+
+    def write(self, rows: Any, priorities: Any) -> None:
+        """Sets priorities, as the peer's sampler does."""
+        raise NotImplementedError
+
+    def draw(self, n: int) -> Any:
+        """Row numbers, drawn as the peer's sampler does; their importance weights are computed as well."""
+        raise NotImplementedError
+
+    def laps(self) -> list[str]:
+        trees = ["sample tree", "update tree"] if hasattr(self, "draw_from_tree") else []
+        return ["sample", "update", *trees]
+
+    def body(self, what: str, batch: int, calls: int) -> Callable[[int], None]:
+        kind, _, tree = what.partition(" ")
+        step = getattr(self, {"sample": "draw", "update": "write"}[kind] + ("_from_tree" if tree else ""))
+        if kind == "sample":
+            todo: Any = iter([(batch,)] * (calls + 1))
+        else:
+            todo = iter([self.random_update(batch) for _ in range(calls + 1)])
+
+        def some(n: int) -> None:
+            for _ in range(n):
+                step(*next(todo))
+
+        return some
+
+    def random_update(self, n: int) -> tuple[Any, Any]:
+        """Rows and their new priorities."""
+        priorities = self.noise.standard_exponential(n, np.float32) + np.float32(1e-4)
+        return self.noise.integers(0, self.rows, n), priorities.astype(self.dtype)
+
+    def counts(self, draws: int) -> list[int]:
+        """Makes all priorities equal, draws, and counts row number mod 8 of the rows in the upper half.
+
+        Rounding errors of a sum tree are largest there, where the running sum is.
+        """
+        self.fill(np.ones)
+        found = np.zeros(8, np.int64)
+        for _ in range(-(-draws // CHUNK_WEIGHTS)):
+            rows = np.asarray(self.draw(min(draws, CHUNK_WEIGHTS))).astype(np.int64)
+            found += np.bincount(rows[rows >= self.rows // 2] % 8, minlength=8)
+        return [int(count) for count in found]
+
+
+class TorchrlWeights(WeightPeer):
+    """PrioritizedSampler; "tree" is its C++ SumSegmentTree alone."""
+
+    def make(self) -> None:
+        import torch
+        import torchrl
+        from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+        self.torch = torch
+        self.versions |= {"torchrl": torchrl.__version__, "torch": torch.__version__}
+        torch.set_num_threads(1)
+        self.sampler = PrioritizedSampler(self.rows, ALPHA, BETA, dtype=getattr(torch, self.dtype))
+        self.storage = Rows(self.rows)
+
+    def write(self, rows: Any, priorities: Any) -> None:
+        self.sampler.update_priority(self.torch.from_numpy(rows), self.torch.from_numpy(priorities))
+
+    def draw(self, n: int) -> Any:
+        return self.sampler.sample(self.storage, n)[0].numpy()
+
+    def write_from_tree(self, rows: Any, priorities: Any) -> None:
+        """The sum tree without the min tree and the exponent."""
+        self.sampler._sum_tree[self.torch.from_numpy(rows)] = self.torch.from_numpy(priorities)
+
+    def draw_from_tree(self, n: int) -> Any:
+        """The descent, and random numbers for it."""
+        total = self.sampler._sum_tree.query(0, self.rows)
+        return self.sampler._sum_tree.scan_lower_bound((self.noise.random(n, self.dtype) * total).astype(self.dtype))
+
+
+class TorchrlWeights64(TorchrlWeights):
+    """The same in double precision, which TensorDictPrioritizedReplayBuffer has no option for."""
+
+    dtype = "float64"
+
+
+class Rows:
+    """As much of a torchrl storage as its sampler looks at."""
+
+    ndim = 1
+    device = None
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.shape = (rows,)
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+class CpprbWeights(WeightPeer):
+    """PrioritizedReplayBuffer with one byte a row, which is fetched as well; its draws are stratified."""
+
+    def make(self) -> None:
+        from importlib.metadata import version
+
+        import cpprb
+
+        self.versions["cpprb"] = version("cpprb")
+        self.buffer = cpprb.PrioritizedReplayBuffer(self.rows, {"x": {"dtype": np.uint8}}, alpha=ALPHA)
+        self.stored = 0
+
+    def write(self, rows: Any, priorities: Any) -> None:
+        if self.stored < self.rows:
+            self.stored += len(rows)
+            self.buffer.add(x=np.zeros(len(rows), np.uint8), priorities=priorities)
+        else:
+            self.buffer.update_priorities(rows, priorities)
+
+    def draw(self, n: int) -> Any:
+        return self.buffer.sample(n, beta=BETA)["indexes"]
+
+
+class TianshouWeights(WeightPeer):
+    """The segment tree of its PrioritizedReplayBuffer (numba, double precision), with what that does around it."""
+
+    dtype = "float64"
+
+    def make(self) -> None:
+        from importlib.metadata import version
+
+        from tianshou.data import SegmentTree
+
+        self.versions |= {name: version(name) for name in ("tianshou", "numba")}
+        self.tree = SegmentTree(self.rows)
+        self.least = 1e-4
+
+    def write(self, rows: Any, priorities: Any) -> None:
+        weights = np.abs(priorities) + np.finfo(np.float32).eps
+        self.tree[rows] = weights**ALPHA
+        self.least = min(self.least, weights.min())
+
+    def draw(self, n: int) -> Any:
+        rows = self.tree.get_prefix_sum_idx(self.noise.random(n) * self.tree.reduce())
+        _ = (self.tree[rows] / self.least) ** -BETA
+        return rows
+
+
+WEIGHT_PEERS: dict[str, type[WeightPeer]] = {
+    "torchrl fp32": TorchrlWeights,
+    "torchrl fp64": TorchrlWeights64,
+    "cpprb": CpprbWeights,
+    "tianshou": TianshouWeights,
+}
+
+
 def timed(peer: Peer, what: str, batch: int, calls: int) -> dict[str, Any]:
     """One lap."""
-    if what == "sample":
-        peer.before_sample(batch)
-        body = peer.sample_many
-    else:
-        peer.source(batch)
-        body = peer.insert_many
-    body(batch, 1)  # untimed: a lap does not pay for what the system before it left in the caches
+    body = peer.body(what, batch, calls)
+    body(1)  # untimed: a lap does not pay for what the system before it left in the caches
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     cpu_s, began_s = peer.cpu_s(), time.perf_counter()
-    body(batch, calls)
+    body(calls)
     seconds, cpu_seconds = time.perf_counter() - began_s, peer.cpu_s() - cpu_s
     disturbed = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw != switches
     peer.after()
@@ -283,11 +474,16 @@ def serve(answers: TextIO) -> None:
         request = json.loads(line)
         try:
             if request["do"] == "setup":
-                peer = PEERS[request["peer"]]()
+                kinds = WEIGHT_PEERS if request.get("kind") == "weights" else PEERS
+                peer = kinds[request["peer"]]()
                 peer.setup(request["rows"], request["fields"])
-                answer = {"versions": peer.versions, "rows": peer.rows}
+                answer: dict[str, Any] = {"versions": peer.versions, "rows": peer.rows}
             elif request["do"] == "threads":
                 answer = {"n": peer.threads(request["n"])}
+            elif request["do"] == "laps":
+                answer = {"laps": peer.laps()}
+            elif request["do"] == "counts":
+                answer = {"counts": peer.counts(request["draws"])}
             else:
                 answer = timed(peer, request["do"], request["batch"], request["calls"])
         except Exception as error:

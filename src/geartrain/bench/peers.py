@@ -30,10 +30,13 @@ class PeerError(GeartrainError):
 class PeerProcess:
     """A peer that is set up and waits to be timed. A context manager; leaving it kills the peer.
 
+    `kind` is "rows" for a buffer of rows with these fields, "weights" for the peer's sampler of so many priorities.
     Raises `PeerError` from everything that asks the peer something. Every wait has a deadline.
     """
 
-    def __init__(self, name: str, python: str, rows: int, fields: Mapping[str, Field], setup_s: float = 240.0) -> None:
+    def __init__(
+        self, name: str, python: str, rows: int, fields: Mapping[str, Field], setup_s: float = 240.0, kind: str = "rows"
+    ) -> None:
         self.name = name
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         environment = {**os.environ, "OMP_NUM_THREADS": "2", **VARIANTS.get(name, {})}
@@ -54,7 +57,7 @@ class PeerProcess:
         self._unread = b""
         shapes = {name: [list(field.shape), field.dtype] for name, field in fields.items()}
         try:
-            about = self._ask({"do": "setup", "peer": name, "rows": rows, "fields": shapes}, setup_s)
+            about = self._ask({"do": "setup", "kind": kind, "peer": name, "rows": rows, "fields": shapes}, setup_s)
         except BaseException:
             self.close()
             raise
@@ -66,9 +69,17 @@ class PeerProcess:
         return int(self._ask({"do": "threads", "n": n}, 30)["n"])
 
     def lap(self, what: str, batch: int, calls: int, timeout_s: float = 120.0) -> Lap:
-        """One lap of "sample" or "insert"."""
+        """One lap of what the peer can do: `laps` names it."""
         got = self._ask({"do": what, "batch": batch, "calls": calls}, timeout_s)
         return Lap(got["seconds"], got["cpu_seconds"], got["disturbed"])
+
+    def laps(self) -> list[str]:
+        """What it can be timed at."""
+        return [str(what) for what in self._ask({"do": "laps"}, 30)["laps"]]
+
+    def counts(self, draws: int, timeout_s: float = 300.0) -> list[int]:
+        """Draws with equal weights and counts the upper half's row numbers mod 8. It keeps equal weights."""
+        return [int(count) for count in self._ask({"do": "counts", "draws": draws}, timeout_s)["counts"]]
 
     def close(self) -> None:
         """Kills the peer and whatever it started."""

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,22 @@ def print_table(result: BenchResult) -> None:
         console.print(f"note: {note}", highlight=False, markup=False)
 
 
+def print_counts(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
+    """A further table: a line for each key. After `print_table`, which has asked for rich."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, no_wrap=True)
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    console.print(table)
+
+
 def write_json(result: BenchResult, path: Path) -> None:
     """The result as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +112,60 @@ def plot(result: BenchResult, path: Path) -> None:
     figure.suptitle("\n".join([*words, where]), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+#: A panel's lines: system -> its points, with x ascending.
+Lines = Mapping[str, Sequence[tuple[float, float]]]
+
+
+def plot_lines(
+    result: BenchResult, path: Path, panels: Mapping[str, Lines], x_label: str, y_label: str, columns: int
+) -> None:
+    """Lines over two logarithmic axes, a panel for each title, all with the same ends. Needs matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    if not panels:
+        raise SchemaError(f"the bench {result.bench!r} has no lines to plot")
+    systems = list(dict.fromkeys(system for lines in panels.values() for system in lines))
+    palette = pyplot.get_cmap("tab20")
+    deep = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(
+        deep, columns, figsize=(4.6 * columns, 3.9 * deep + 1.6), squeeze=False, sharex=True, layout="constrained"
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    shown: dict[str, Any] = {}
+    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
+        for system, points in lines.items():
+            ours, floor = system.startswith("geartrain"), system == "floor"
+            (shown[system],) = axis.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                color="black" if floor else palette(systems.index(system) % 20),
+                linestyle="--" if floor else "-",
+                linewidth=2.2 if ours else 1.2,
+                marker="o" if ours else ".",
+                markersize=5,
+            )
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.grid(alpha=0.25, which="both", linewidth=0.4)
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_ylabel(y_label, fontsize=9)
+        axis.set_xlabel(x_label, fontsize=9)
+    words = textwrap.wrap(result.command, 110, break_on_hyphens=False)
+    where = f"{result.machine['cpu']}, {result.machine['cores']} cores"
+    figure.suptitle("\n".join([*words, where]), fontsize=9)
+    names = [system for system in systems if system in shown]
+    figure.legend([shown[name] for name in names], names, fontsize=8, ncols=4, loc="outside lower center")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
