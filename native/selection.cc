@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <bit>
-#include <vector>
 
+#include "bucket_order.h"
 #include "errors.h"
 #include "selection_detail.h"
 
@@ -47,32 +47,11 @@ uint64_t target_of(const DrawPlan& plan, uint32_t draw, uint32_t attempt, uint64
   return std::min(first + below(bits, std::max<uint64_t>(last - first, 1)), total - 1);
 }
 
-// A draw of the batch and what it aims at.
+// A draw of the batch, and the number it aims at.
 struct Aim {
   uint64_t target;
   uint32_t index;
 };
-
-// Large batches are walked through in the order of their targets, roughly, so that neighbouring draws meet in the
-// cache and on the same pages. One pass of counting by the leading bits is enough; smaller batches gain nothing.
-constexpr size_t kSortFrom = 1 << 15;
-constexpr int kSortBits = 12;
-
-std::vector<Aim> sorted_aims(const DrawPlan& plan, std::span<const uint32_t> numbers, uint64_t total) {
-  std::vector<uint64_t> targets(numbers.size());
-  const int shift = std::max(0, static_cast<int>(std::bit_width(total)) - kSortBits);
-  std::vector<uint32_t> place((size_t{1} << kSortBits) + 1, 0);
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    targets[i] = target_of(plan, numbers[i], 0, total);
-    ++place[(targets[i] >> shift) + 1];
-  }
-  for (size_t bucket = 1; bucket < place.size(); ++bucket) place[bucket] += place[bucket - 1];
-  std::vector<Aim> aims(numbers.size());
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    aims[place[targets[i] >> shift]++] = {targets[i], static_cast<uint32_t>(i)};
-  }
-  return aims;
-}
 
 template <typename Kind>
 uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out) {
@@ -110,9 +89,17 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
     return total;
   };
 
-  std::vector<Aim> aims;
+  // Large batches are walked through in the order of their targets, roughly, so that neighbouring draws meet in the
+  // cache and on the same pages. Strata are in that order already.
   const uint64_t first_total = total_now();
-  if (numbers.size() >= kSortFrom && plan.strata == 0) aims = sorted_aims(plan, numbers, first_total);
+  PooledArray<Aim> aims;
+  if (numbers.size() >= kOrderFrom && plan.strata == 0) {
+    PooledArray<uint64_t> drawn(numbers.size());
+    for (size_t i = 0; i < numbers.size(); ++i) drawn[i] = target_of(plan, numbers[i], 0, first_total);
+    aims = bucket_order<Aim>(
+        numbers.size(), first_total, [&](size_t i) { return drawn[i]; },
+        [&](size_t i) { return Aim{drawn[i], static_cast<uint32_t>(i)}; });
+  }
   uint64_t failed = 0;
   for (size_t first = 0; first < numbers.size(); first += kInFlight) {
     size_t n = std::min(kInFlight, numbers.size() - first);

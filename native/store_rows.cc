@@ -5,6 +5,7 @@
 #include <limits>
 #include <tuple>
 
+#include "bucket_order.h"
 #include "clock.h"
 #include "errors.h"
 #include "store.h"
@@ -14,6 +15,7 @@ namespace geartrain {
 namespace {
 
 constexpr auto kRelaxed = std::memory_order_relaxed;
+constexpr size_t kAhead = 12;  // rows whose words are fetched ahead of their update
 constexpr uint64_t kReapEvery_ns = 100'000'000;
 
 void count(std::atomic<uint64_t>& counter, uint64_t n = 1) {
@@ -180,18 +182,28 @@ uint64_t Store::update_weights(std::span<const uint32_t> rows, std::span<const u
       if (ordered) Heap(*this).moved(rows[i]);
     }
   } else {
+    struct Update {
+      uint32_t row, generation, weight;
+    };
+    const auto update = [&](size_t i) { return Update{rows[i], generations[i], fixed_point(weights[i])}; };
+    PooledArray<Update> ordered;  // the same row's updates keep their order, so the last one wins
+    if (rows.size() >= kOrderFrom) {
+      ordered = bucket_order<Update>(rows.size(), header().capacity, [&](size_t i) { return rows[i]; }, update);
+    }
     WeightWriter writer(*this);
+    WeightTree::Adder sums(weight_tree_);
     for (size_t i = 0; i < rows.size(); ++i) {
-      const uint32_t weight = fixed_point(weights[i]);
-      std::atomic<uint64_t>& word = words()[rows[i]];
-      uint64_t old = word.load(kRelaxed);
+      const size_t ahead = i + kAhead;
+      if (ahead < rows.size()) weight_tree_.prefetch(ordered.empty() ? rows[ahead] : ordered[ahead].row);
+      const auto [row, generation, weight] = ordered.empty() ? update(i) : ordered[i];
+      uint64_t old = words()[row].load(kRelaxed);
       bool changed = false;
-      while (!changed && generation_of(old) == generations[i] && is_committed(old)) {
-        changed = word.compare_exchange_weak(old, make_word(generations[i], weight), kRelaxed);
+      while (!changed && generation_of(old) == generation && is_committed(old)) {
+        changed = words()[row].compare_exchange_weak(old, make_word(generation, weight), kRelaxed);
       }
       // Whoever changed the word owes the sums the difference, even if the row is evicted in between: the eviction
       // takes away the weight it found.
-      if (changed) weight_tree_.add(rows[i], uint64_t{weight} - weight_of(old));
+      if (changed) sums.add(row, uint64_t{weight} - weight_of(old));
       stale += !changed;
     }
   }

@@ -115,8 +115,14 @@ class SumTree {
     }
   }
 
-  // Adds deltas of many leaves, those under one node together: neighbours cost one walk up instead of one each. The
-  // sums lag behind the leaves until flush(), which the destructor does.
+  // Fetches ahead what an update of `leaf` will touch first.
+  void prefetch(uint64_t leaf) const {
+    __builtin_prefetch(&leaves_[leaf], 1);
+    __builtin_prefetch(&nodes_[leaf / kFanout], 1);
+  }
+
+  // Adds deltas of many leaves, those under one node together, level by level: neighbours share their way up. The sums
+  // lag behind the leaves until flush(), which the destructor does, and for at most kLag additions.
   class Adder {
    public:
     explicit Adder(const SumTree& tree) : tree_(tree) {}
@@ -125,21 +131,37 @@ class SumTree {
     Adder& operator=(const Adder&) = delete;
 
     void add(uint64_t leaf, uint64_t delta) {
-      if (leaf / kFanout != node_) {
-        flush();
-        node_ = leaf / kFanout;
-      }
-      delta_ += delta;
+      if (++added_ == kLag) flush();
+      carry(0, leaf / kFanout, delta);
     }
     void flush() {
-      tree_.add(node_ * kFanout, delta_);
-      delta_ = 0;
+      for (int level = 0; level < tree_.shape_.levels; ++level) settle(level);
+      added_ = 0;
     }
 
    private:
+    static constexpr uint32_t kLag = 4096;
+
+    void carry(int level, uint64_t node, uint64_t delta) {
+      if (node_[level] != node) {
+        settle(level);
+        node_[level] = node;
+      }
+      delta_[level] += delta;
+    }
+    // Pays what is owed to the node that this level is at, and owes it to the one above.
+    void settle(int level) {
+      const uint64_t delta = delta_[level];
+      if (delta == 0) return;
+      delta_[level] = 0;
+      tree_.nodes_[tree_.shape_.offset[level] + node_[level]].fetch_add(delta, std::memory_order_relaxed);
+      if (level + 1 < tree_.shape_.levels) carry(level + 1, node_[level] / kFanout, delta);
+    }
+
     const SumTree& tree_;
-    uint64_t node_ = 0;
-    uint64_t delta_ = 0;
+    std::array<uint64_t, kMaxLevels> node_{};
+    std::array<uint64_t, kMaxLevels> delta_{};
+    uint32_t added_ = 0;
   };
 
   // Finds the leaves that targets[0..n) fall into, all of them one level at a time, so that their cache misses

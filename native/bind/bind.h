@@ -10,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include "pool.h"
 #include "store.h"
 
 namespace geartrain {
@@ -41,6 +42,33 @@ nb::object to_numpy(std::vector<T>&& values) {
   const size_t shape[1] = {moved->size()};
   return nb::cast(nb::ndarray<nb::numpy, T>(moved->data(), 1, shape, owner));
 }
+
+// One pooled buffer that several arrays share, 64-byte aligned each; it goes back to the pool with the last of them.
+class PooledMemory {
+ public:
+  explicit PooledMemory(size_t bytes) : base_(static_cast<std::byte*>(take_buffer(bytes))) {
+    owner_ = nb::capsule(base_, [](void* p) noexcept { give_buffer(p); });
+  }
+  static size_t padded(size_t bytes) { return (bytes + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment; }
+
+  std::byte* take(size_t bytes) {
+    std::byte* at = base_ + used_;
+    used_ += padded(bytes);
+    return at;
+  }
+  nb::object array(std::byte* at, const std::vector<size_t>& shape, nb::dlpack::dtype dtype) const {
+    return nb::cast(nb::ndarray<nb::numpy>(at, shape.size(), shape.data(), owner_, nullptr, dtype));
+  }
+  template <typename T>
+  nb::object array(std::span<T> values, const std::vector<size_t>& shape) const {
+    return array(reinterpret_cast<std::byte*>(values.data()), shape, nb::dtype<T>());
+  }
+
+ private:
+  std::byte* base_;
+  size_t used_ = 0;
+  nb::capsule owner_;
+};
 
 // The element type of a stored dtype code: NumPy's where it has one, an unsigned integer of that size where not.
 nb::dlpack::dtype array_dtype(uint8_t code, uint8_t itemsize);

@@ -14,35 +14,6 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kAlign = 64;
-
-// One pooled buffer that a batch's arrays share; it goes back to the pool with the last of them.
-class BatchMemory {
- public:
-  explicit BatchMemory(size_t bytes) : base_(static_cast<std::byte*>(take_buffer(bytes))) {
-    owner_ = nb::capsule(base_, [](void* p) noexcept { give_buffer(p); });
-  }
-  static size_t padded(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-
-  std::byte* take(size_t bytes) {
-    std::byte* at = base_ + used_;
-    used_ += padded(bytes);
-    return at;
-  }
-  nb::object array(std::byte* at, const std::vector<size_t>& shape, nb::dlpack::dtype dtype) const {
-    return nb::cast(nb::ndarray<nb::numpy>(at, shape.size(), shape.data(), owner_, nullptr, dtype));
-  }
-  template <typename T>
-  nb::object array(std::span<T> values, const std::vector<size_t>& shape) const {
-    return array(reinterpret_cast<std::byte*>(values.data()), shape, nb::dtype<T>());
-  }
-
- private:
-  std::byte* base_;
-  size_t used_ = 0;
-  nb::capsule owner_;
-};
-
 std::vector<size_t> batch_shape(const FieldRecord& field, size_t rows, uint32_t window) {
   std::vector<size_t> shape{rows};
   shape.insert(shape.end(), field.shape, field.shape + field.ndim);
@@ -68,9 +39,9 @@ nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& 
   for (uint32_t field : fields) {
     if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
     shapes.push_back(batch_shape(store.fields()[field], n, window));
-    bytes += BatchMemory::padded(bytes_of(shapes.back(), store.fields()[field].itemsize));
+    bytes += PooledMemory::padded(bytes_of(shapes.back(), store.fields()[field].itemsize));
   }
-  BatchMemory memory(bytes);
+  PooledMemory memory(bytes);
   nb::list arrays;
   for (size_t i = 0; i < fields.size(); ++i) {
     const FieldRecord& record = store.fields()[fields[i]];
@@ -93,15 +64,15 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
     if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
     const FieldRecord& record = store.fields()[field];
     shapes.push_back(batch_shape(record, n, window));
-    if (!out) bytes += BatchMemory::padded(bytes_of(shapes.back(), record.itemsize));
+    if (!out) bytes += PooledMemory::padded(bytes_of(shapes.back(), record.itemsize));
   }
   if (out && out->size() != fields.size()) {
     fail(ErrorKind::schema, fields.size(), " fields were asked for with ", out->size(), " output arrays");
   }
-  bytes += 2 * BatchMemory::padded(n * 4) + BatchMemory::padded(n * 8) + BatchMemory::padded(n) +
-           BatchMemory::padded(bytes_of({n, steps}, 1));
+  bytes += 2 * PooledMemory::padded(n * 4) + PooledMemory::padded(n * 8) + PooledMemory::padded(n) +
+           PooledMemory::padded(bytes_of({n, steps}, 1));
 
-  BatchMemory memory(bytes);
+  PooledMemory memory(bytes);
   std::vector<FetchField> targets;
   nb::list arrays;
   for (size_t i = 0; i < fields.size(); ++i) {

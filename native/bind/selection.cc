@@ -69,15 +69,17 @@ void check_known(const Candidates& from, std::span<const uint32_t> rows) {
 // Arrays for n rows, filled by `choose` without the GIL, which returns a number that goes with them.
 template <typename Choose>
 nb::tuple chosen(size_t n, Choose choose) {
-  std::vector<uint32_t> rows(n), generations(n);
-  std::vector<double> probability(n);
+  PooledMemory memory(2 * PooledMemory::padded(4 * n) + PooledMemory::padded(8 * n));
+  const auto part = [&]<typename T>(T*) { return std::span<T>(reinterpret_cast<T*>(memory.take(n * sizeof(T))), n); };
+  const Draws out{part(static_cast<uint32_t*>(nullptr)), part(static_cast<uint32_t*>(nullptr)),
+                  part(static_cast<double*>(nullptr))};
   uint64_t count = 0;
   {
     nb::gil_scoped_release unlocked;
-    count = choose(Draws{rows, generations, probability});
+    count = choose(out);
   }
-  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(probability)),
-                        count);
+  return nb::make_tuple(memory.array(out.rows, {n}), memory.array(out.generations, {n}),
+                        memory.array(out.probability, {n}), count);
 }
 
 // Returns (rows, generations, probability, number of draws that failed).

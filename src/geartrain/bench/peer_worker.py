@@ -375,7 +375,8 @@ class TorchrlWeights(WeightPeer):
     def draw_from_tree(self, n: int) -> Any:
         """The descent, and random numbers for it."""
         total = self.sampler._sum_tree.query(0, self.rows)
-        return self.sampler._sum_tree.scan_lower_bound((self.noise.random(n, self.dtype) * total).astype(self.dtype))
+        masses = (self.noise.random(n) * total).astype(self.dtype)
+        return self.sampler._sum_tree.scan_lower_bound(masses)
 
 
 class TorchrlWeights64(TorchrlWeights):
@@ -429,11 +430,11 @@ class TianshouWeights(WeightPeer):
     def make(self) -> None:
         from importlib.metadata import version
 
-        from tianshou.data import SegmentTree
+        from tianshou.data import SegmentTree  # type: ignore[import-not-found, unused-ignore]
 
         self.versions |= {name: version(name) for name in ("tianshou", "numba")}
         self.tree = SegmentTree(self.rows)
-        self.least = 1e-4
+        self.least = 1.0
 
     def write(self, rows: Any, priorities: Any) -> None:
         weights = np.abs(priorities) + np.finfo(np.float32).eps

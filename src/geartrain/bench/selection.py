@@ -129,8 +129,7 @@ def show(plan: Plan, result: SelectionResult, json_path: Path | None, plot_path:
     report.report(result, json_path)
     chances = {row.system: row.p50 for row in result.rows if row.metric == P_METRIC}
     report.print_counts(
-        f"{plan.check_draws} draws of {short(plan.check_rows)} rows with equal weights: rows of the upper half, by "
-        f"row number mod {MOD}",
+        f"{short(plan.check_draws)} draws of {short(plan.check_rows)} equal rows: the upper half's, by index mod {MOD}",
         ["system", *(str(i) for i in range(MOD)), "p"],
         {name: [*map(str, counts), f"{chances[name]:.2g}"] for name, counts in result.counts.items()},
     )
@@ -319,10 +318,11 @@ class _SizeBench:
         values = self.values
         fresh = self._priorities(batch)
         out = np.empty(batch, np.float32)
+        forms: dict[str, Callable[[Any], object]] = {}
         if what == "sample":
-            forms = {"floor numpy": lambda some: np.take(values, some, out=out, mode="clip")}
+            forms["floor numpy"] = lambda some: np.take(values, some, out=out, mode="clip")
         else:
-            forms = {"floor numpy": lambda some: values.__setitem__(some, fresh)}
+            forms["floor numpy"] = lambda some: values.__setitem__(some, fresh)
         if self.torch is not None:
             tensor, fresh_tensor, out_tensor = map(self.torch.from_numpy, (values, fresh, out))
             if what == "sample":
@@ -485,12 +485,13 @@ class _SizeBench:
             for name, of_one in seconds.items():
                 if name in floors and name != best:
                     continue
-                name = "floor" if name == best else name
-                per_row = [s / batch for s in of_one]
-                self._add(harness.time_row(case, name, f"{what}, {clock} time per row", "ns", per_row, floor_s / batch))
-                if batch == self.plan.batches[0]:
-                    metric = f"{what}, {clock} time per call"
-                    self._add(harness.time_row(case, name, metric, "us", of_one, floor_s))
+                system = "floor" if name == best else name
+                quantiles = np.array(harness.quantiles(of_one))
+                units = [("row", "ns", 1e9 / batch)] + [("call", "us", 1e6)] * (batch == self.plan.batches[0])
+                for per, unit, scale in units:
+                    p50, p75, p90, p95 = (scale * quantiles).tolist()
+                    metric = f"{what}, {clock} time per {per}"
+                    self._add(Row(case, system, metric, unit, p50, p75, p90, p95, floor_s / float(quantiles[0])))
 
     def _check_ours(self) -> None:
         draws, chunk = self.plan.check_draws, min(self.plan.check_draws, 1_000_000)
@@ -503,7 +504,7 @@ class _SizeBench:
     def _check(self, name: str, counts: list[int]) -> None:
         self.result.counts[name] = counts
         p = uniformity(counts)
-        case = f"N {short(self.rows)}, {self.plan.check_draws} draws"
+        case = f"N {short(self.rows)}, {short(self.plan.check_draws)} draws"
         self._add(Row(case, name, P_METRIC, "p", p, p, p, p, 1.0))
 
     def _add(self, row: Row) -> None:
