@@ -17,8 +17,9 @@ from geartrain import _native
 from geartrain.batch import Batch
 from geartrain.errors import SchemaError, StaleKeyError, StoreClosedError
 from geartrain.keys import Keys
+from geartrain.options import default_threads
 from geartrain.schema import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
-from geartrain.store import Store, default_threads
+from geartrain.store import Store
 
 Pad = Literal["left", "right"]
 As = Literal["torch", "numpy"]

@@ -253,7 +253,8 @@ class Replay:
     def stats(self) -> dict[str, float]:
         """Figures since the first batch.
 
-        batches, rows, bytes (delivered); wait_s (the consumer's), elapsed_s, wait_share; make_s (the time spent
+        batches, rows, bytes (delivered); wait_s (the consumer's), elapsed_s (from the first request to the last batch,
+        the consumer's own pauses included), wait_share; make_s (the time spent
         selecting and fetching, on whichever thread), gb_per_s and samples_per_s of that time; redrawn (rows
         lost between their draw and their copy).
         """

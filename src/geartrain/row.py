@@ -88,6 +88,11 @@ class Row:
         self._check_open()
         return self._columns.torch(field)[self._index, ...]
 
+    @property
+    def index(self) -> int:
+        """The row's place in the store, known before the commit; its key adds the generation."""
+        return self._index
+
     def commit(self) -> Keys:
         """Makes the row selectable and returns its key."""
         self._check_open()

@@ -6,7 +6,6 @@ module gives them Python's manners: fields by name, NumPy and torch views, conte
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from geartrain.errors import (
     StoreMissingError,
 )
 from geartrain.keys import Keys
+from geartrain.options import default_threads, nanoseconds, rows_of, schema_difference, timeout, whole_number
 from geartrain.row import Columns, Row, Rows, as_column
 from geartrain.schema import (
     DTYPES,
@@ -129,7 +129,7 @@ class Store:
         """
         name = os.fspath(name)
         fields = check_fields(fields)
-        rows = _rows_of(fields, capacity, capacity_bytes)
+        rows = rows_of(fields, capacity, capacity_bytes)
         if remover not in REMOVERS:
             raise SchemaError(f"remover is one of {', '.join(REMOVERS)}, found {remover!r}")
         for what, limit in (
@@ -139,7 +139,7 @@ class Store:
         ):
             if limit is not None and not limit > 0:
                 raise SchemaError(f"{what} must be above zero, found {limit} (leave it out for no limit)")
-        age_ns = 0 if max_age_s is None else _nanoseconds("max_age_s", max_age_s)
+        age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", max_age_s)
         specs = [
             (field, DTYPES[spec.dtype].code, spec.itemsize, spec.timed, list(spec.shape))
             for field, spec in fields.items()
@@ -149,14 +149,14 @@ class Store:
                 name,
                 specs,
                 rows,
-                _whole("max_rows", max_rows or 0, 2**32 - 1),
+                whole_number("max_rows", max_rows or 0, 2**32 - 1),
                 REMOVERS.index(remover),
-                _whole("max_times_sampled", max_times_sampled or 0, 2**32 - 1),
+                whole_number("max_times_sampled", max_times_sampled or 0, 2**32 - 1),
                 age_ns,
-                _whole("weight_fraction_bits", weight_fraction_bits, 32),
+                whole_number("weight_fraction_bits", weight_fraction_bits, 32),
                 "/" in name if persist is None else persist,
                 reserve,
-                _timeout(timeout_s),
+                timeout(timeout_s),
             )
         except StoreExistsError:
             raise StoreExistsError(_describe_existing(name)) from None
@@ -196,7 +196,7 @@ class Store:
             raise SchemaError(f"create={create!r} needs the fields of the store to create")
         if create == "never" and options:
             raise SchemaError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
-        timeout_s = _timeout(timeout_s)
+        timeout_s = timeout(timeout_s)
         if create == "replace":
             _remove_unused(name)
             assert fields is not None
@@ -567,51 +567,6 @@ class Store:
         return Store.open, (self._name,)
 
 
-def default_threads(threads: int | None) -> int:
-    """Threads that copy: what was asked for, or up to four of the cores this process may use."""
-    if threads is None:
-        return min(4, int(_native.available_cores()))
-    if threads < 1:
-        raise SchemaError(f"at least one thread must copy, found threads={threads}")
-    return threads
-
-
-def _rows_of(fields: Mapping[str, Field], capacity: int | None, capacity_bytes: int | None) -> int:
-    if (capacity is None) == (capacity_bytes is None):
-        raise SchemaError("give the store's size once: capacity (rows) or capacity_bytes")
-    if capacity is None:
-        assert capacity_bytes is not None
-        row_bytes = sum((field.nbytes + 63) // 64 * 64 for field in fields.values())
-        capacity = capacity_bytes // row_bytes
-        if capacity == 0:
-            raise SchemaError(f"capacity_bytes is {capacity_bytes}, and one row alone takes {row_bytes}")
-    if capacity < 1:
-        raise SchemaError(f"a store needs room for at least one row, capacity is {capacity}")
-    return _whole("capacity", capacity, 2**63)
-
-
-def _whole(what: str, value: Any, most: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise SchemaError(f"{what} must be a whole number, found {value!r}") from None
-    if not 0 <= number <= most:
-        raise SchemaError(f"{what} must be from 0 to {most}, found {number}")
-    return number
-
-
-def _nanoseconds(what: str, seconds: float) -> int:
-    if not seconds <= 1e9:  # thirty years; also refuses NaN
-        raise SchemaError(f"{what} must be at most 1e9 seconds, found {seconds} (leave it out for no limit)")
-    return max(1, int(seconds * 1e9))
-
-
-def _timeout(timeout_s: float) -> float:
-    if not 0 <= timeout_s <= 1e9:
-        raise SchemaError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
-    return timeout_s
-
-
 def _describe_existing(name: str) -> str:
     path = _native.segment_path(name)
     try:
@@ -643,18 +598,8 @@ def _check_schema(name: str, wanted: Mapping[str, Field], store: Store) -> None:
     fields, found = check_fields(wanted), store.fields
     if fields != found:  # their order means nothing: fields are found by name
         raise IncompatibleStoreError(
-            f"the store {name!r} has another schema than asked for: {_schema_difference(fields, found)}"
+            f"the store {name!r} has another schema than asked for: {schema_difference(fields, found)}"
         )
 
 
-def _schema_difference(wanted: dict[str, Field], found: dict[str, Field]) -> str:
-    for field, spec in wanted.items():
-        if field not in found:
-            return f"it has no field {field!r}"
-        if spec != found[field]:
-            return f"field {field!r} is {found[field]}, asked for {spec}"
-    unasked = next(field for field in found if field not in wanted)
-    return f"it has a field {unasked!r} that was not asked for"
-
-
-__all__ = ["ROW_STATES", "Store", "default_threads"]
+__all__ = ["ROW_STATES", "Store"]

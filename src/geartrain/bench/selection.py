@@ -71,7 +71,7 @@ class Plan:
     peers_until_s: float = math.inf
     #: From here on ours, in a store, and peers are measured one after the other, for want of memory.
     rows_beside_peers: int = 20_000_000
-    #: Peers that are left out above so many rows, because filling them takes minutes.
+    #: Peers that are left out above so many rows, to keep the run short.
     peer_most_rows: tuple[tuple[str, int], ...] = (("tianshou", 10_000_000),)
     lap_s: float = 4e-3
 
@@ -280,7 +280,7 @@ class _SizeBench:
         for name, python in list(self.samplers.items()):
             most = dict(self.plan.peer_most_rows).get(name)
             if most is not None and self.rows > most:
-                self._missing(name, f"left out above {short(most)} rows, where filling it takes minutes")
+                self._missing(name, f"left out above {short(most)} rows, to keep the run short")
                 continue
             if time.monotonic() > self.peers_until_s:
                 self._missing(name, "no time was left to start it; run without --quick")
