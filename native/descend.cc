@@ -63,16 +63,17 @@ __attribute__((target("avx512f"))) inline __m512i running_sums(__m512i v) {
 // Takes one search down, given what its node's children count.
 __attribute__((target("avx512f,popcnt"))) inline void step_down(__m512i low, __m512i high, Search& search,
                                                                 uint64_t width, const Word* next) {
-  alignas(64) uint64_t sums[kFanout];
+  alignas(64) uint64_t sums[8 + kFanout];
+  sums[7] = 0;  // what stands before the first child, so that looking it up takes no branch
   low = running_sums(low);
   high = _mm512_add_epi64(running_sums(high), _mm512_permutexvar_epi64(_mm512_set1_epi64(7), low));
   const __m512i target = _mm512_set1_epi64(static_cast<long long>(search.residual));
   const auto beyond = static_cast<unsigned>(_mm512_cmple_epu64_mask(low, target)) |
                       static_cast<unsigned>(_mm512_cmple_epu64_mask(high, target)) << 8;
-  _mm512_store_si512(sums, low);
-  _mm512_store_si512(sums + 8, high);
+  _mm512_store_si512(sums + 8, low);
+  _mm512_store_si512(sums + 16, high);
   const auto index = static_cast<uint64_t>(std::popcount(beyond & 0x7fffu));
-  arrive(search, index, index == 0 ? 0 : sums[index - 1], width, next);
+  arrive(search, index, sums[7 + index], width, next);
 }
 
 template <Count kCount>
@@ -105,7 +106,8 @@ __attribute__((target("avx2"))) inline __m256i running_sums(__m256i v) {
 template <Count kCount>
 __attribute__((target("avx2,popcnt"))) void avx2(const Word* level, uint64_t width, size_t n, Search* searches,
                                                  const Word* next) {
-  alignas(32) uint64_t sums[kFanout];
+  alignas(32) uint64_t sums[4 + kFanout];
+  sums[3] = 0;
   const __m256i sign = _mm256_set1_epi64x(static_cast<long long>(uint64_t{1} << 63));  // compares are signed
   for (size_t i = 0; i < n; ++i) {
     const auto* child = reinterpret_cast<const __m256i*>(level + searches[i].node * kFanout);
@@ -117,12 +119,12 @@ __attribute__((target("avx2,popcnt"))) void avx2(const Word* level, uint64_t wid
       if constexpr (kCount == Count::low_half) v = _mm256_and_si256(v, _mm256_set1_epi64x(0xffffffff));
       v = _mm256_add_epi64(running_sums(v), carry);
       carry = _mm256_permute4x64_epi64(v, 0b11111111);
-      _mm256_store_si256(reinterpret_cast<__m256i*>(sums) + part, v);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(sums + 4) + part, v);
       const __m256i above = _mm256_cmpgt_epi64(_mm256_xor_si256(v, sign), target);
       before |= static_cast<unsigned>(_mm256_movemask_pd(_mm256_castsi256_pd(above))) << (4 * part);
     }
     const auto index = static_cast<uint64_t>(std::popcount(~before & 0x7fffu));
-    arrive(searches[i], index, index == 0 ? 0 : sums[index - 1], width, next);
+    arrive(searches[i], index, sums[3 + index], width, next);
   }
 }
 

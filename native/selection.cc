@@ -13,7 +13,7 @@ namespace geartrain {
 namespace {
 
 // Enough draws at once to keep the memory system busy; more no longer helps.
-constexpr size_t kInFlight = 32;
+constexpr size_t kInFlight = 64;
 
 struct ByWeight {
   const Population& from;
@@ -52,6 +52,9 @@ struct Aim {
   uint64_t target;
   uint32_t index;
 };
+
+// In smaller populations the tree stays in the cache, and ordering the draws costs more than it saves.
+constexpr uint64_t kOrderRows = uint64_t{1} << 25;
 
 template <typename Kind>
 uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out) {
@@ -93,7 +96,7 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
   // cache and on the same pages. Strata are in that order already.
   const uint64_t first_total = total_now();
   PooledArray<Aim> aims;
-  if (numbers.size() >= kOrderFrom && plan.strata == 0) {
+  if (numbers.size() >= kOrderFrom && from.rows() >= kOrderRows && plan.strata == 0) {
     PooledArray<uint64_t> drawn(numbers.size());
     for (size_t i = 0; i < numbers.size(); ++i) drawn[i] = target_of(plan, numbers[i], 0, first_total);
     aims = bucket_order<Aim>(

@@ -13,13 +13,14 @@
 //            target = first + below(max(last - first, 1)), at most total - 1
 //   distinct draws 0, 1, 2, ... of kDistinctStream are made like plain ones; each that finds a row not yet chosen
 //            chooses it. This is drawing without replacement, one row after the other, each in proportion to its
-//            weight among those left. After 4 n + 64 draws the rest are drawn from a copy without the chosen rows.
+//            weight among those left. After 4 n + 64 draws the rest are drawn from a copy without the chosen rows;
+//            their numbers go on from there, under the round's last attempt.
 //   the row is the one whose share of the running sum, in order of row numbers, holds the target
 //
 // Limits refuse rows after they are drawn; a refused draw is made again with the next attempt. When kRefusals
 // attempts were refused, it is made from a copy of the allowed rows.
 //
-// Cost: one cache miss per level of the tree, 32 draws in flight; no locks. The copies cost a pass over the population.
+// Cost: one cache miss per level of the tree, 64 draws in flight; no locks. The copies cost a pass over the population.
 #pragma once
 
 #include <cstdint>
