@@ -172,6 +172,10 @@ size_t first_rows(const Population& from, Order order, uint64_t after, const Lim
     out.generations[i] = best[i].generation;
     out.probability[i] = 1.0;
   }
+  for (size_t i = found; i < wanted; ++i) {  // not meant, but not left to chance either
+    out.rows[i] = out.generations[i] = 0;
+    out.probability[i] = 0.0;
+  }
   return found;
 }
 

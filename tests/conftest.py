@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kernel_worker import Interpreter
 
 SHM = Path("/dev/shm")
 _numbers = itertools.count()
@@ -91,3 +92,12 @@ def fork() -> Iterator[Callable[[Callable[[], object]], int]]:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(child, 9)
             os.waitpid(child, 0)
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """A process in which Triton's interpreter runs the kernels."""
+    pytest.importorskip("triton")
+    one = Interpreter()
+    yield one
+    one.close()

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from geartrain import _native
+from geartrain import _native, kernels
 
 # Optional packages: the module to import, and the extra that installs it.
 OPTIONAL = {
@@ -38,7 +38,16 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything worth knowing before a run. Imports optional packages to see whether they really load."""
-    return [_machine(), _copies(), _shared_memory(), _huge_pages(), _locked_memory(), *_packages(), _gpu()]
+    return [
+        _machine(),
+        _copies(),
+        _shared_memory(),
+        _huge_pages(),
+        _locked_memory(),
+        *_packages(),
+        _gpu(),
+        _gpu_selection(),
+    ]
 
 
 def _machine() -> Finding:
@@ -107,3 +116,11 @@ def _gpu() -> Finding:
     if not torch.cuda.is_available():
         return Finding("GPU", False, f"torch {torch.__version__} finds no CUDA device")
     return Finding("GPU", True, torch.cuda.get_device_name(0))
+
+
+def _gpu_selection() -> Finding:
+    reason = kernels.why_not_viable()
+    if reason is not None:
+        return Finding("selection on a GPU", False, f"{reason}; rows are chosen on the CPU")
+    how = "Triton's interpreter, for tests" if kernels.interpreting() else "Triton kernels"
+    return Finding("selection on a GPU", True, f"{how}, triton {importlib.metadata.version('triton')}")

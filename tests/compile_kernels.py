@@ -1,0 +1,181 @@
+"""Compiles every kernel for GPUs that need not be there, and prints what came out as JSON.
+
+    python tests/compile_kernels.py cuda:80 cuda:90 cuda:100 hip:gfx942     every kernel, once (--all: every variant)
+    python tests/compile_kernels.py --launches                              as DeviceCandidates launches them
+
+A program of its own, since Triton either compiles or interprets, whichever TRITON_INTERPRET said at import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+MODULES = ("weighted_draw", "distinct_draw", "first_rows", "scatter_update", "philox")
+
+# What pointers point to, by the names of arguments.
+POINTERS = {
+    "sums": "*i64", "running": "*i64", "numbers": "*u32", "tile_of": "*i32", "rest_of": "*i64", "rows": "*i64",
+    "probability": "*fp64", "selectable": "*u8", "weights": "*u32", "old": "*u32", "won": "*u8", "age_of": "*i32",
+    "best": "*i64", "keys": "*i64", "bits": "*i64", "groups": "*i64", "top": "*i64", "shares": "*i64",
+    "tiles": "*i64", "values": "*u32",
+}  # fmt: skip
+
+# Constants that kernels are launched with, the sizes those on a GPU.
+SIZES = {
+    "tile_sums_kernel": {"TILE": 256, "TILES": 8},
+    "find_tiles_kernel": {"DRAWS": 256},
+    "find_rows_kernel": {"PART": 16, "DRAWS": 16},
+    "any_row_kernel": {"DRAWS": 256},
+    "bits_kernel": {"BLOCK": 256},
+    "take_rows_kernel": {"TOP": 8, "GROUP": 1024, "TILE": 256},
+    "best_keys_kernel": {"TILE": 256, "TILES": 8},
+    "tile_keys_kernel": {"TILE": 256, "TILES": 8},
+    "take_kernel": {"BLOCK": 256},
+    "bid_kernel": {"BLOCK": 256},
+    "settle_kernel": {"BLOCK": 256},
+    "write_kernel": {"TILE": 256, "BLOCK": 256},
+}
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "HAS_SELECTABLE": (False, True), "HAS_NUMBERS": (False, True), "STRATIFIED": (False, True),
+    "HAS_AGES": (False, True), "ORDER": (0, 1, 2),
+}  # fmt: skip
+
+
+def kernels() -> dict[str, JITFunction[Any]]:
+    found = {}
+    for module in MODULES:
+        for name, value in vars(importlib.import_module(f"geartrain.kernels.{module}")).items():
+            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                found[name] = value
+    return found
+
+
+def variants(kernel: JITFunction[Any], name: str, all_of_them: bool) -> list[dict[str, Any]]:
+    """The constants a kernel is compiled with: every choice, or all switched on."""
+    free = [p.name for p in kernel.params if p.is_constexpr and p.name not in SIZES[name]]
+    choices = [CHOICES[p] if all_of_them else CHOICES[p][-1:] for p in free]
+    return [SIZES[name] | dict(zip(free, chosen, strict=True)) for chosen in itertools.product(*choices)]
+
+
+def source(kernel: JITFunction[Any], constants: dict[str, Any], value: str = "*u32") -> ASTSource:
+    signature, attributes = {}, {}
+    for i, p in enumerate(kernel.params):
+        if p.is_constexpr:
+            signature[p.name] = "constexpr"
+        elif p.annotation_type:
+            signature[p.name] = p.annotation_type
+        else:
+            signature[p.name] = value if p.name == "values" else POINTERS[p.name]
+            attributes[(i,)] = [["tt.divisibility", 16]]  # as every tensor that torch allocates
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def nvidia_report(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of memory it spills into."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
+
+
+def compile_for(target: str, all_of_them: bool) -> list[dict[str, Any]]:
+    kind, arch = target.split(":")
+    gpu = GPUTarget("cuda", int(arch), 32) if kind == "cuda" else GPUTarget("hip", arch, 64)
+    results = []
+    for name, kernel in sorted(kernels().items()):
+        for constants in variants(kernel, name, all_of_them):
+            code = triton.compile(source(kernel, constants), target=gpu).asm
+            result: dict[str, Any] = {"kernel": name, "target": target, "constants": constants}
+            if kind == "cuda":
+                result |= nvidia_report(code["cubin"])
+                result["wide_loads"] = len(re.findall(r"ld\.global\S*\.v4\.[bu]32", code["ptx"]))
+            else:
+                spills = re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", code["amdgcn"])
+                result["spilled"] = sum(int(n) for n in spills)
+                result["registers"] = int(re.search(r"\.vgpr_count:\s*(\d+)", code["amdgcn"])[1])  # type: ignore[index]
+                result["wide_loads"] = len(re.findall(r"(?:global|buffer)_load_dwordx4", code["amdgcn"]))
+            results.append(result)
+    return results
+
+
+class NoDriver:
+    """Stands in for a GPU's driver, for as long as nothing is launched."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def launches(target: GPUTarget) -> dict[str, int]:
+    """Every launch of `DeviceCandidates`, compiled with the very arguments that are passed, and not executed.
+
+    Returns how many times each kernel had to be compiled: once for each set of constants, whatever the seeds.
+    torch.empty is made to give ones, so that what the kernels did not write is something to go on with.
+    """
+    import torch
+    from triton.runtime import driver
+
+    from geartrain.kernels import candidates, door
+
+    seen: set[tuple[str, ...]] = set()
+
+    def run(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        _, _, _, backend, binder = self.create_binder()
+        bound, specialization, options = binder(*args, **named)
+        options, signature, constants, attributes = self._pack_args(backend, named, bound, specialization, options)
+        code = triton.compile(
+            ASTSource(self, signature, constants, attributes), target=target, options=options.__dict__
+        )
+        assert code.asm["ptx"]
+        assert all(size > 0 for size in grid)
+        seen.add((self.__name__, str(signature), str(constants), str(attributes)))
+
+    driver.set_active(NoDriver(target))
+    JITFunction.run = run
+    torch.empty = torch.ones
+    for module in MODULES[:-1]:
+        importlib.import_module(f"geartrain.kernels.{module}").check = lambda *args, **named: None
+    candidates.check = lambda *args, **named: None
+    assert not door.interpreting()
+    bits, order = torch.ones(5000, dtype=torch.bool), torch.arange(5000).flip(0).contiguous()
+    for arrays in ((), (bits, order)):
+        rows = candidates.DeviceCandidates(torch.ones(5000, dtype=torch.int32).view(torch.uint32), *arrays)
+        for by_weight in (True, False):
+            for strata in (0, 70):
+                for seed in (0, 1, 2**40, 2**64 - 1):
+                    rows.draw(by_weight, seed, seed, 0, 70, strata)
+            rows.draw(by_weight, 1, 1, 1, torch.ones(70, dtype=torch.int32).view(torch.uint32), 0)
+            rows.draw_distinct(by_weight, 1, 1, 0, 5)
+        for kind in range(3):
+            rows.first(kind, 5, 3)
+        rows.update(torch.arange(5), torch.ones(5, dtype=torch.int32).view(torch.uint32))
+    return Counter(name for name, *_ in seen)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--launches"]:
+        print(json.dumps(launches(GPUTarget("cuda", 90, 32))))
+        raise SystemExit
+    chosen = [argument for argument in sys.argv[1:] if argument != "--all"]
+    print(json.dumps([result for target in chosen for result in compile_for(target, "--all" in sys.argv)]))
