@@ -20,7 +20,9 @@ test: setup
 	$(BIN)/pytest
 
 bench: setup
+	@mkdir -p runs
 	$(BIN)/geartrain bench store --json runs/bench-store.json --plot runs/bench-store.png
+	$(BIN)/geartrain bench selection --json runs/bench-selection.json --plot runs/bench-selection.png
 
 docs: setup
 	$(BIN)/pytest tests/test_docs.py tests/test_architecture.py

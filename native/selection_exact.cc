@@ -87,6 +87,9 @@ void draw_distinct(const Population& from, const DrawPlan& plan, std::span<const
   const auto fail_not_enough = [&](uint64_t available) {
     fail(ErrorKind::not_enough, wanted, " different rows were asked for, ", available, " can be drawn");
   };
+  constexpr size_t kMost = size_t{1} << 29;  // draw numbers are 32 bits, and there may be four times as many and more
+  if (wanted > kMost)
+    fail(ErrorKind::schema, "at most ", kMost, " different rows can be drawn at once, found ", wanted);
   if (from.bits.total() < wanted + excluded.size()) {
     fail_not_enough(from.bits.total() - std::min<uint64_t>(from.bits.total(), excluded.size()));
   }
