@@ -337,6 +337,7 @@ def bench(
         list[str] | None,
         typer.Option(help="Interpreter of a peer's own environment, as peer=/path/to/python. Repeatable."),
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda for benches that have a GPU form (selection).")] = "cpu",
 ) -> None:
     """Measure, beside the floor of this machine and the peers that are installed.
 
@@ -351,7 +352,7 @@ def bench(
             _die(f"--peer-python takes peer=/path/to/python, found {pair!r}")
         peers[peer] = python
     with _errors():
-        load(name)(quick=quick, json_path=json_path, plot_path=plot_path, peers=peers or None)
+        load(name, device)(quick=quick, json_path=json_path, plot_path=plot_path, peers=peers or None)
 
 
 def _summary(store: Store) -> str:

@@ -15,6 +15,8 @@ from geartrain.errors import SchemaError
 
 #: What `geartrain bench` knows: name -> module.
 BENCHES = {"store": "geartrain.bench.store", "selection": "geartrain.bench.selection"}
+#: The same on a GPU, where there is such a bench.
+GPU_BENCHES = {"selection": "geartrain.bench.selection_gpu"}
 
 
 class Main(Protocol):
@@ -36,11 +38,14 @@ class Main(Protocol):
         ...
 
 
-def load(name: str) -> Main:
-    """The `main` of a bench. Raises `SchemaError` for a name that is none."""
-    if name not in BENCHES:
-        raise SchemaError(f"there is no bench {name!r}; there are {', '.join(BENCHES)}")
-    return cast(Main, import_module(BENCHES[name]).main)
+def load(name: str, device: str = "cpu") -> Main:
+    """The `main` of a bench on "cpu" or "cuda". Raises `SchemaError` when there is none."""
+    if device not in ("cpu", "cuda"):
+        raise SchemaError(f"a bench runs on cpu or cuda, found {device!r}")
+    benches = BENCHES if device == "cpu" else GPU_BENCHES
+    if name not in benches:
+        raise SchemaError(f"there is no bench {name!r} on {device}; there are {', '.join(benches)}")
+    return cast(Main, import_module(benches[name]).main)
 
 
-__all__ = ["BENCHES", "BenchResult", "Main", "load"]
+__all__ = ["BENCHES", "GPU_BENCHES", "BenchResult", "Main", "load"]
