@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -120,7 +121,9 @@ void copy_block(void* to, const void* from, size_t bytes, bool stream) {
 size_t stream_from() {
   static const size_t threshold = [] {
     const long cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
-    return cache > 0 ? static_cast<size_t>(cache) / 5 * 3 : size_t{16} << 20;
+    // A virtual machine may be told of the caches of the whole host, of which it has a slice.
+    constexpr size_t kMost = size_t{20} << 20;
+    return cache > 0 ? std::min(static_cast<size_t>(cache) / 5 * 3, kMost) : kMost;
   }();
   return threshold;
 }
