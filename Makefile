@@ -9,7 +9,7 @@ setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja setuptools wheel
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
