@@ -78,6 +78,14 @@ class WaitTimeoutError(GeartrainError, TimeoutError):
     """A wait, such as the one for the next batch, met its deadline."""
 
 
+class PeerLostError(GeartrainError, ConnectionError):
+    """A rank of the group is gone, or did not answer in time; the message says which and why."""
+
+
+class RanksDisagreeError(GeartrainError, ValueError):
+    """The ranks of one replay were set up differently; the message names two of them and the difference."""
+
+
 class CorruptStoreError(GeartrainError):
     """The segment's own books do not agree, and repair did not help."""
 

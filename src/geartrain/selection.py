@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -39,7 +39,7 @@ from geartrain import _native
 from geartrain.errors import FieldError, NotEnoughRowsError, SchemaError
 
 MAX_DRAWS = 2**31 - 1
-_OLDEST, _NEWEST, _HEAVIEST = range(3)
+OLDEST, NEWEST, HEAVIEST = range(3)  # native/selection.h: Order
 _NO_ROWS = np.empty(0, np.uint32)
 
 
@@ -350,7 +350,7 @@ class TopK:
         again: Again | None = None,
     ) -> Drawn:
         """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError`."""
-        return _first(candidates, _HEAVIEST, n, 0, self.limits, again)
+        return _first(candidates, HEAVIEST, n, 0, self.limits, again)
 
 
 @dataclass(frozen=True)
@@ -370,7 +370,7 @@ class Lifo:
         again: Again | None = None,
     ) -> Drawn:
         """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError`."""
-        return _first(candidates, _NEWEST, n, 0, self.limits, again)
+        return _first(candidates, NEWEST, n, 0, self.limits, again)
 
 
 @dataclass(frozen=True)
@@ -394,7 +394,7 @@ class Fifo:
     ) -> Drawn:
         """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError` when too few are new."""
         after = 0 if state is None else int(state["after"])
-        drawn = _first(candidates, _OLDEST, n, after, self.limits, again)
+        drawn = _first(candidates, OLDEST, n, after, self.limits, again)
         last = max(int(candidates.native.sequences(drawn.rows).max()), after)
         return Drawn(drawn.rows, drawn.generations, drawn.probability, state={"after": last})
 
@@ -403,12 +403,24 @@ def _first(candidates: Candidates, order: int, n: int, after: int, limits: Limit
     _check_n(n)
     wanted = n if again is None else len(again.numbers)
     kept = _NO_ROWS if again is None else again.kept
-    rows, generations, probability, found = candidates.native.first(
-        order, wanted, after, kept, None if limits is None else limits.now()
-    )
+    rows, generations, found = first_rows(candidates, order, wanted, after, limits, kept)
     if found < wanted:
         raise NotEnoughRowsError(f"{n} rows were asked for, {found + len(kept)} can be chosen")
-    return Drawn(rows, generations, probability)
+    return Drawn(rows, generations, np.ones(wanted))
+
+
+def first_rows(
+    candidates: Candidates, order: int, n: int, after: int, limits: Limits | None, excluded: NDArray[np.uint32]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32], int]:
+    """The first rows in an order: rows (n,), generations (n,), and how many of them there are.
+
+    Args:
+        after: the sequence number up to which rows are passed over.
+    """
+    rows, generations, _, found = candidates.native.first(
+        order, n, after, excluded, None if limits is None else limits.now()
+    )
+    return rows, generations, found
 
 
 # --- groups ----------------------------------------------------------------------------------------------------
@@ -457,40 +469,56 @@ class Group:
         again: Again | None = None,
     ) -> Drawn:
         """Draws; see `Strategy.select`. Raises `NotEnoughRowsError` when too few groups are whole."""
-        _check_n(n)
-        if n % self.size:
-            raise SchemaError(f"a batch of {n} rows does not hold whole groups of {self.size}")
-        ids = candidates.column(self.by)
-        if ids.ndim != 1 or ids.dtype.kind not in "iub":
-            raise SchemaError(f"groups need a column of one whole number a row, {self.by!r} is {ids.dtype} {ids.shape}")
-        limits = None if self.limits is None else self.limits.now()
-        rows, generations, _, found = candidates.native.first(_OLDEST, max(len(candidates), 1), 0, _NO_ROWS, limits)
-        rows, generations = rows[:found], generations[:found]
-        order = np.argsort(ids[rows], kind="stable")
-        values, starts, counts = np.unique(ids[rows][order], return_index=True, return_counts=True)
-        whole = np.flatnonzero(counts >= self.size)
-        wanted = n // self.size
-        if again is not None:  # a group that lost a row is no longer whole; its place goes to another
-            kept = np.isin(values[whole], ids[again.kept])
-            whole = whole[~kept]
-            wanted = len(again.numbers) // self.size
-        if len(whole) < wanted:
+        groups = whole_groups(self, candidates, n, () if again is None else again.kept)
+        wanted = (n if again is None else len(again.numbers)) // self.size
+        if len(groups.weights) < wanted:
             raise NotEnoughRowsError(
-                f"{wanted} groups of {self.size} were asked for, {len(whole)} of {len(values)} are whole"
+                f"{wanted} groups of {self.size} were asked for, {len(groups.weights)} of {groups.seen} are whole"
             )
-        members = order[starts[whole][:, None] + np.arange(self.size)]
-        if self.weighted:
-            sums = candidates.native.weights(rows)[members].sum(1, dtype=np.uint64)
-            shift = max(0, int(sums.max(initial=0)).bit_length() - 32)
-            weights = (sums >> np.uint64(shift)).astype(np.uint32)
-        else:
-            weights = np.ones(len(whole), np.uint32)
         attempt = 0 if again is None else again.attempt
-        chosen, _, probability, _ = _native.Candidates(weights).draw_distinct(
+        chosen, _, probability, _ = _native.Candidates(groups.weights).draw_distinct(
             True, self.seed, step, attempt, wanted, _NO_ROWS, None
         )
-        flat = members[chosen].reshape(-1)
-        return Drawn(rows[flat], generations[flat], np.repeat(probability, self.size))
+        return Drawn(
+            groups.rows[chosen].reshape(-1),
+            groups.generations[chosen].reshape(-1),
+            np.repeat(probability, self.size),
+        )
+
+
+class Groups(NamedTuple):
+    """Whole groups, in the order of the first row number of each: rows and generations (G, size), weights (G,)."""
+
+    rows: NDArray[np.uint32]
+    generations: NDArray[np.uint32]
+    weights: NDArray[np.uint32]
+    seen: int  # groups, whole or not
+
+
+def whole_groups(strategy: Group, candidates: Candidates, n: int, kept: ArrayLike = ()) -> Groups:
+    """The groups that a batch of n rows can be drawn from; not those that rows in `kept` belong to."""
+    _check_n(n)
+    if n % strategy.size:
+        raise SchemaError(f"a batch of {n} rows does not hold whole groups of {strategy.size}")
+    ids = candidates.column(strategy.by)
+    if ids.ndim != 1 or ids.dtype.kind not in "iub":
+        raise SchemaError(f"groups need a column of one whole number a row, {strategy.by!r} is {ids.dtype} {ids.shape}")
+    rows, generations, found = first_rows(candidates, OLDEST, max(len(candidates), 1), 0, strategy.limits, _NO_ROWS)
+    rows, generations = rows[:found], generations[:found]
+    order = np.argsort(ids[rows], kind="stable")
+    values, starts, counts = np.unique(ids[rows][order], return_index=True, return_counts=True)
+    # A group that lost a row is no longer whole; its place goes to one that nothing was taken from.
+    kept = np.asarray(kept, np.uint32)
+    whole = np.flatnonzero((counts >= strategy.size) & ~np.isin(values, ids[kept]))
+    members = order[starts[whole][:, None] + np.arange(strategy.size)]
+    members = members[np.argsort(rows[members].min(1), kind="stable")] if len(members) else members
+    if strategy.weighted:
+        # So many 32-bit weights fit into 32 bits when the sum's last bits are dropped; what is above 0 stays so.
+        sums = candidates.native.weights(rows)[members].sum(1, dtype=np.uint64)
+        weights = np.maximum(sums >> np.uint64((strategy.size - 1).bit_length()), np.minimum(sums, 1)).astype(np.uint32)
+    else:
+        weights = np.ones(len(members), np.uint32)
+    return Groups(rows[members], generations[members], weights, len(values))
 
 
 # --- several stores --------------------------------------------------------------------------------------------

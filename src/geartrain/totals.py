@@ -1,0 +1,386 @@
+"""Selection over shards: every rank finds out the whole batch from a few numbers of each shard.
+
+The rows of all shards, one shard after the other, are one population. What is drawn from it is what would be drawn if
+they lay in one store (native/selection.h), so the same rows in the same order give the same batch, however they are cut
+into shards. Each shard contributes, per batch:
+
+| strategy | what its ranks learn from a shard | bytes |
+|---|---|---|
+| `Uniform`, `Weighted`, stratified or not | the sum of its weights, or the number of its rows | 8 |
+| the same without replacement, `Group` | that, and a bit per draw: was this a new row? | 8 + n/8, rarely more |
+| `TopK`, `Fifo`, `Lifo` | its first n rows: order and key | 16 or 24 a row |
+
+With totals in hand a draw is a number below their sum; whose shard it falls into is a search among W numbers, which
+every rank does for itself, and which row it is only that shard's ranks need to find out. (GEAR, section 3.3, gathers
+all N weights on one GPU and broadcasts the result.)
+
+A strategy of your own takes part by a method `select_shards(shard, n, step, *, state) -> Chosen`.
+
+Under `Limits`, draws are made from a copy of the allowed rows at once, a pass over the shard a batch, where a single
+store first tries without: the rows are as likely, but not the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain import _native
+from geartrain.errors import EmptyStoreError, NotEnoughRowsError, SchemaError
+from geartrain.selection import (
+    HEAVIEST,
+    NEWEST,
+    OLDEST,
+    Candidates,
+    Fifo,
+    Group,
+    Lifo,
+    Limits,
+    Strategy,
+    TopK,
+    Uniform,
+    Weighted,
+    first_rows,
+    whole_groups,
+)
+
+# Where a row is unknown: another shard's, or one that changed under the draw and is to be drawn again.
+NO_ROW = np.uint32(0xFFFFFFFF)
+_NONE = np.empty(0, np.uint32)
+# Rows, generations and weights.
+_Found = tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's shard, and what is known of the others.
+
+    Attributes:
+        candidates: the shard's rows.
+        number, count: which of how many shards it is.
+        gather: takes this shard's array and returns every shard's, (count, ...), in their order. Only one rank of a
+            shard is heard; the others get what it said.
+    """
+
+    candidates: Candidates
+    number: int
+    count: int
+    gather: Callable[[NDArray[Any]], NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A batch as one rank knows it: arrays (n,), in the order of draws.
+
+    Attributes:
+        shard: int64, whose row each is; the same on all ranks.
+        rows, generations: uint32; of this rank's shard only, NO_ROW elsewhere.
+        probability: float64, of the row in one draw with replacement; of this rank's shard only, 0 elsewhere.
+        state: what the strategy has to know at its next step; the same on all ranks.
+        share: of the total that is this rank's shard's; what a probability within the shard is multiplied with.
+    """
+
+    shard: NDArray[np.int64]
+    rows: NDArray[np.uint32]
+    generations: NDArray[np.uint32]
+    probability: NDArray[np.float64]
+    state: dict[str, int] = field(default_factory=dict)
+    share: float = 1.0
+
+
+class ShardedStrategy(Protocol):
+    """A strategy of a user's that can draw from several shards."""
+
+    def select_shards(self, shard: Shard, n: int, step: int, *, state: Mapping[str, int] | None) -> Chosen:
+        """Chooses the `n` rows of a step from all shards."""
+        ...
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Raises `SchemaError` unless the strategy can draw from several shards."""
+    if not isinstance(strategy, Uniform | Weighted | TopK | Lifo | Fifo | Group) and not hasattr(
+        strategy, "select_shards"
+    ):
+        raise SchemaError(
+            f"{type(strategy).__name__} does not say how to choose over several ranks; give it a method "
+            f"select_shards(shard, n, step, *, state) -> geartrain.totals.Chosen"
+        )
+
+
+def select_shards(strategy: Strategy, shard: Shard, n: int, step: int, state: Mapping[str, int] | None) -> Chosen:
+    """The batch of a step from all shards together.
+
+    Raises:
+        EmptyStoreError, NotEnoughRowsError: on all ranks alike.
+    """
+    if hasattr(strategy, "select_shards"):
+        chosen: Chosen = strategy.select_shards(shard, n, step, state=state)
+        return chosen
+    if isinstance(strategy, TopK):
+        return _first(HEAVIEST, strategy.limits, shard, n, None)
+    if isinstance(strategy, Lifo):
+        return _first(NEWEST, strategy.limits, shard, n, None)
+    if isinstance(strategy, Fifo):
+        return _first(OLDEST, strategy.limits, shard, n, state or {})
+    if isinstance(strategy, Group):
+        return _groups(strategy, shard, n, step)
+    if not isinstance(strategy, Uniform | Weighted):
+        check_strategy(strategy)
+        raise AssertionError("unreachable")
+    by_weight = isinstance(strategy, Weighted)
+    if strategy.replacement:
+        return _independent(_Rows(shard.candidates, by_weight, strategy.limits), shard, n, step, strategy)
+    return _distinct(_Rows(shard.candidates, by_weight, strategy.limits), shard, n, strategy.seed, step)
+
+
+# --- draws that are numbers below a total ----------------------------------------------------------------------
+
+
+class _Rows:
+    """A shard's rows, to be found by numbers below their total."""
+
+    def __init__(self, candidates: Candidates, by_weight: bool, limits: Limits | None) -> None:
+        self._candidates = candidates.native
+        self._by_weight = by_weight
+        self._limits = None if limits is None else limits.now()
+        self._allowed = self.without(_NONE) if limits is not None else None
+        self.nothing = (
+            "no selectable row meets the limits on version, age and length"
+            if limits is not None
+            else "no selectable row has a weight above zero"
+            if by_weight
+            else "no store of the group has a selectable row"
+        )
+
+    def total(self) -> int:
+        if self._allowed is not None:
+            return self._allowed.total()
+        return self._candidates.total_weight() if self._by_weight else self._candidates.count()
+
+    def count(self) -> int:
+        """Rows that can be drawn, of weight 0 as well."""
+        return self._candidates.count() if self._allowed is None else self._allowed.count()
+
+    def find(self, targets: NDArray[np.uint64]) -> _Found:
+        """Rows, generations and weights; NO_ROW where the shard changed since its total was told."""
+        if self._allowed is not None:
+            return self._allowed.find(targets)[:3]
+        return self._candidates.find(self._by_weight, targets)[:3]
+
+    def without(self, rows: NDArray[np.uint32]) -> _native.AllowedRows:
+        """A copy without some rows, out of which more can be taken."""
+        return _native.AllowedRows(self._candidates, self._by_weight, self._limits, np.ascontiguousarray(rows))
+
+
+class _Weights(_Rows):
+    """Weights of things that are no rows of a store (groups); maybe none at all."""
+
+    def __init__(self, weights: NDArray[np.uint32], nothing: str) -> None:
+        padded = weights if weights.size else np.zeros(1, np.uint32)
+        super().__init__(Candidates(padded), True, None)
+        self._size = weights.size
+        self.nothing = nothing
+
+    def count(self) -> int:
+        return self._size
+
+
+def _totals(shard: Shard, total: int) -> list[int]:
+    """The totals of all shards, as exact integers."""
+    return [int(each) for each in shard.gather(np.array([total], np.uint64))[:, 0]]
+
+
+def _whole(totals: list[int], nothing: str) -> int:
+    whole = sum(totals)
+    if whole == 0:
+        raise EmptyStoreError(nothing)
+    if whole >= 2**64:
+        raise SchemaError("the weights of all shards add up to more than 64 bits; use fewer weight_fraction_bits")
+    return whole
+
+
+def _owners(totals: list[int], targets: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """The shard that each target falls into, and how far into it."""
+    ends = np.cumsum(np.array(totals, np.uint64), dtype=np.uint64)
+    owner = np.searchsorted(ends, targets, side="right")
+    starts = ends - np.array(totals, np.uint64)
+    return owner.astype(np.int64), targets - starts[owner]
+
+
+def _independent(rows: _Rows, shard: Shard, n: int, step: int, strategy: Uniform | Weighted) -> Chosen:
+    totals = _totals(shard, rows.total())
+    whole = _whole(totals, rows.nothing)
+    numbers = np.arange(n, dtype=np.uint32)
+    strata = n if strategy.stratified else 0
+    targets = _native.draw_targets(strategy.seed, step, False, 0, numbers, strata, whole)
+    owner, local = _owners(totals, targets)
+    mine = np.flatnonzero(owner == shard.number)
+    return _chosen(owner, _spread(n, mine, rows.find(np.ascontiguousarray(local[mine]))), whole, totals[shard.number])
+
+
+def _spread(n: int, mine: NDArray[np.intp], found: _Found) -> _Found:
+    """What was found for this shard's draws, among all n."""
+    spread = (np.full(n, NO_ROW), np.zeros(n, np.uint32), np.zeros(n, np.uint32))
+    for into, got in zip(spread, found, strict=True):
+        into[mine] = got
+    return spread
+
+
+def _chosen(owner: NDArray[np.int64], found: _Found, whole: int, total: int) -> Chosen:
+    rows, generations, weights = found
+    return Chosen(owner, rows, generations, weights / whole, share=total / whole)
+
+
+def _distinct(rows: _Rows, shard: Shard, n: int, seed: int, step: int) -> Chosen:
+    """Draw after draw, passing over rows that were drawn before; in rounds, of which one is nearly always enough."""
+    totals_and_counts = shard.gather(np.array([rows.total(), rows.count()], np.uint64))
+    totals = [int(each) for each in totals_and_counts[:, 0]]
+    available = int(totals_and_counts[:, 1].sum())
+    if available < n:
+        raise NotEnoughRowsError(f"{n} different rows were asked for, {available} can be drawn")
+    whole = _whole(totals, rows.nothing)
+    most = 4 * n + 64
+    owner = np.empty(0, np.int64)
+    found = (_NONE, _NONE, _NONE)  # ours, of the draws so far
+    fresh = np.empty(0, bool)  # whether a draw chose its row
+    while fresh.sum() < n and len(fresh) < most:
+        # A few more than are missing, for those that will be passed over.
+        missing = n - int(fresh.sum())
+        count = min(missing + missing // 8 + 16, most - len(fresh))
+        numbers = np.arange(len(fresh), len(fresh) + count, dtype=np.uint32)
+        targets = _native.draw_targets(seed, step, True, 0, numbers, 0, whole)
+        owners, local = _owners(totals, targets)
+        mine = np.flatnonzero(owners == shard.number)
+        piece = _spread(count, mine, rows.find(np.ascontiguousarray(local[mine])))
+        found = _joined(found, piece)
+        owner = np.concatenate([owner, owners])
+        fresh = np.concatenate([fresh, _new_rows(found[0], len(fresh), shard)])
+    draws = np.flatnonzero(fresh)[:n]
+    chosen = _chosen(owner[draws], (found[0][draws], found[1][draws], found[2][draws]), whole, totals[shard.number])
+    if len(draws) == n:
+        return chosen
+    return _rest(rows, shard, n, most, seed, step, chosen, whole)
+
+
+def _joined(some: _Found, more: _Found) -> _Found:
+    rows, generations, weights = (np.concatenate(pair) for pair in zip(some, more, strict=True))
+    return rows, generations, weights
+
+
+def _new_rows(rows: NDArray[np.uint32], before: int, shard: Shard) -> NDArray[np.bool_]:
+    """Of the draws from number `before` on: whether their row, in whichever shard, was not drawn before."""
+    first = np.zeros(len(rows), bool)
+    mine = np.flatnonzero(rows != NO_ROW)
+    first[mine[np.unique(rows[mine], return_index=True)[1]]] = True
+    bits = shard.gather(np.packbits(first[before:]))
+    return np.unpackbits(np.bitwise_or.reduce(bits, axis=0), count=len(rows) - before).astype(bool)
+
+
+def _rest(rows: _Rows, shard: Shard, n: int, number: int, seed: int, step: int, chosen: Chosen, whole: int) -> Chosen:
+    """Weights so uneven, or so few rows, that drawing and passing over takes too long: one by one from those left."""
+    mine = chosen.shard == shard.number
+    left = rows.without(chosen.rows[mine])
+    totals_and_counts = shard.gather(np.array([left.total(), left.count()], np.uint64))
+    totals = [int(each) for each in totals_and_counts[:, 0]]
+    done = len(chosen.shard)
+    if int(totals_and_counts[:, 1].sum()) < n - done:
+        available = done + int(totals_and_counts[:, 1].sum())
+        raise NotEnoughRowsError(f"{n} different rows were asked for, {available} can be drawn")
+    owner = np.empty(n - done, np.int64)
+    found = _spread(n - done, np.empty(0, np.intp), (_NONE, _NONE, _NONE))
+    for i in range(n - done):
+        numbers = np.array([number + i], np.uint32)
+        target = _native.draw_targets(seed, step, True, _native.LAST_ATTEMPT, numbers, 0, sum(totals))
+        owners, local = _owners(totals, target)
+        owner[i] = owners[0]
+        if owner[i] == shard.number:
+            for into, got in zip(found, left.take(int(local[0])), strict=True):
+                into[i] = got
+        totals = _totals(shard, left.total())
+    rest = _chosen(owner, found, whole, 0)
+    return Chosen(
+        np.concatenate([chosen.shard, rest.shard]),
+        np.concatenate([chosen.rows, rest.rows]),
+        np.concatenate([chosen.generations, rest.generations]),
+        np.concatenate([chosen.probability, rest.probability]),
+        share=chosen.share,
+    )
+
+
+def _groups(strategy: Group, shard: Shard, n: int, step: int) -> Chosen:
+    """Groups are drawn like rows without replacement, from a list of each shard's whole groups."""
+    groups = whole_groups(strategy, shard.candidates, n)
+    wanted = n // strategy.size
+    nothing = f"no shard has a whole group of {strategy.size} with a weight above zero"
+    try:
+        chosen = _distinct(_Weights(groups.weights, nothing), shard, wanted, strategy.seed, step)
+    except NotEnoughRowsError:
+        counts = shard.gather(np.array([len(groups.weights)], np.uint64))
+        raise NotEnoughRowsError(
+            f"{wanted} groups of {strategy.size} were asked for, {int(counts.sum())} are whole, each on one shard"
+        ) from None
+    members = np.full((wanted, strategy.size), NO_ROW)
+    generations = np.zeros((wanted, strategy.size), np.uint32)
+    mine = np.flatnonzero((chosen.shard == shard.number) & (chosen.rows != NO_ROW))
+    members[mine] = groups.rows[chosen.rows[mine]]
+    generations[mine] = groups.generations[chosen.rows[mine]]
+    return Chosen(
+        np.repeat(chosen.shard, strategy.size),
+        members.reshape(-1),
+        generations.reshape(-1),
+        np.repeat(chosen.probability, strategy.size),
+        share=chosen.share,
+    )
+
+
+# --- in order --------------------------------------------------------------------------------------------------
+
+
+def _first(order: int, limits: Limits | None, shard: Shard, n: int, cursors: Mapping[str, int] | None) -> Chosen:
+    """The first rows of all shards, from the first n of each."""
+    native = shard.candidates.native
+    after = 0 if cursors is None else cursors.get(f"after/{shard.number}", 0)
+    rows, generations, found = first_rows(shard.candidates, order, n, after, limits, _NONE)
+    rows, generations = rows[:found], generations[:found]
+    offer = np.zeros((n, 3 if order == HEAVIEST else 2), np.uint64)
+    offer[:found, 0] = native.sequences(rows)
+    offer[:found, 1] = rows.astype(np.uint64) << np.uint64(32) | generations
+    if order == HEAVIEST:
+        offer[:found, 2] = native.weights(rows)
+    offers = shard.gather(offer)
+    width = offers.shape[2]
+    flat = offers.reshape(-1, width)
+    shards = np.repeat(np.arange(shard.count), n)
+    real = np.flatnonzero(flat[:, 0] != 0)  # sequence numbers start at 1
+    if len(real) < n:
+        raise NotEnoughRowsError(f"{n} rows were asked for, {len(real)} can be chosen")
+    sequence, key, owner = flat[real, 0], flat[real, 1], shards[real]
+    if order == NEWEST:
+        ranking = np.lexsort((-owner, ~sequence))
+    elif order == HEAVIEST:
+        ranking = np.lexsort((owner, sequence, ~flat[real, 2]))
+    else:
+        ranking = np.lexsort((owner, sequence))
+    taken = ranking[:n]
+    owner, key, sequence = owner[taken], key[taken], sequence[taken]
+    mine = owner == shard.number
+    state: dict[str, int] = {}
+    if cursors is not None:
+        state = dict(cursors)
+        for number in np.unique(owner).tolist():
+            name = f"after/{number}"
+            state[name] = max(state.get(name, 0), int(sequence[owner == number].max()))
+    return Chosen(
+        owner.astype(np.int64),
+        np.where(mine, key >> np.uint64(32), NO_ROW).astype(np.uint32),
+        np.where(mine, key & np.uint64(0xFFFFFFFF), 0).astype(np.uint32),
+        mine.astype(np.float64),
+        state,
+    )
+
+
+__all__ = ["NO_ROW", "Chosen", "Shard", "ShardedStrategy", "check_strategy", "select_shards"]
