@@ -323,7 +323,8 @@ void Store::set_times_sampled(std::span<const uint32_t> rows, std::span<const ui
   Guard guard(*this);
   for (size_t i = 0; i < rows.size(); ++i) {
     const uint32_t generation = generation_of(words()[rows[i]].load(kRelaxed));
-    if (generation == generations[i] && (generation & 1) != 0) status()[rows[i]].times_sampled.store(counts[i], kRelaxed);
+    if (generation == generations[i] && (generation & 1) != 0)
+      status()[rows[i]].times_sampled.store(counts[i], kRelaxed);
   }
 }
 

@@ -220,10 +220,8 @@ void bind_selection(nb::module_& module) {
            nb::arg("candidates"), nb::arg("by_weight"), nb::arg("limits").none(), nb::arg("excluded"))
       .def("total", [](const AllowedRows& a) { return a.get().total(); })
       .def("count", [](const AllowedRows& a) { return a.get().rows(); })
-      .def("find",
-           [](const AllowedRows& a, const In<uint64_t>& targets) {
-             return found(a.get().population(), By::weight, targets);
-           })
+      .def("find", [](const AllowedRows& a,
+                      const In<uint64_t>& targets) { return found(a.get().population(), By::weight, targets); })
       .def("take", &AllowedRows::take);
   module.def("draw_targets", &targets);
   module.attr("LAST_ATTEMPT") = kRefusals;
