@@ -460,16 +460,17 @@ class RankedMaker:
         while len(pending):
             found = pending[rows.rows[pending] != NO_ROW]
             keys = rows.rows[found], rows.generations[found]
-            torn = np.ones(len(here), np.uint8)
+            torn = np.zeros(len(here), np.uint8)
+            torn[pending] = 1
             torn[found] = ~sampler.count_samples(*keys)
-            ends = np.zeros(len(here), np.int32)
+            ends = None
             placed = sampler.ends(step, attempt, rows.numbers[found].astype(np.uint32), keys[0])
             if placed is not None:
+                ends = np.zeros(len(here), np.int32)
                 ends[found] = placed
             for order in orders:
-                torn[order.read(self._plans[number], rows, found, ends if placed is not None else None, shard)] = 1
+                torn[order.read(self._plans[number], rows, found, ends, shard)] = 1
             sampler.release(*keys)
-            torn[np.setdiff1d(np.arange(len(here)), pending)] = 0
             lost = sampler.with_atoms(torn)
             if not len(lost):
                 return

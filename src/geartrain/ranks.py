@@ -260,6 +260,17 @@ class TorchRanks:
         return notes[-1]
 
 
+def join(group: Any, members: Sequence[int], timeout_s: float) -> Ranks:
+    """The members of a job as `Ranks`: over a Gloo group of their own, or `group` where that is `Ranks` already.
+
+    Collective, unless `group` is. Raises as `TorchRanks` does.
+    """
+    if group is not None and hasattr(group, "exchange"):
+        ranks: Ranks = group
+        return ranks
+    return TorchRanks(members, timeout_s)
+
+
 def _quietly(body: Any) -> None:
     try:
         body()
@@ -267,4 +278,4 @@ def _quietly(body: Any) -> None:
         return
 
 
-__all__ = ["Bytes", "Message", "OneRank", "Ranks", "TorchRanks", "gather_by_doubling", "gather_pickled"]
+__all__ = ["Bytes", "Message", "OneRank", "Ranks", "TorchRanks", "gather_by_doubling", "gather_pickled", "join"]

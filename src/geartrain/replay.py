@@ -22,11 +22,11 @@ from geartrain.exchange import RankedMaker, Update
 from geartrain.fetch import As, Pad, Plan, Raw
 from geartrain.keys import Keys
 from geartrain.prefetch import Prefetcher
-from geartrain.ranks import Ranks, TorchRanks
+from geartrain.ranks import join
 from geartrain.sampling import Sampler
 from geartrain.selection import Mixture, Strategy
 from geartrain.store import Store
-from geartrain.topology import Place, Topology, of_group, of_mesh
+from geartrain.topology import of as topology_of
 
 # What every strategy has to know at its next step.
 State = list[dict[str, int]]
@@ -140,14 +140,14 @@ class Replay:
         if group is None and mesh is None:
             self._maker = _BatchMaker(parts, selection, batch_size)
         else:
-            ranks, place = _join(group, mesh, timeout_s)
+            topology = topology_of(group, mesh)
             names = parts[0].plan.names
             self._maker = RankedMaker(
                 parts,
                 selection,
                 batch_size,
-                ranks,
-                place,
+                join(group, topology.members, timeout_s),
+                topology.place,
                 assignment,
                 names if inputs is None else inputs,
                 names if targets is None else targets,
@@ -393,17 +393,6 @@ def _strategies(stores: list[Store], selection: Strategy | Mixture) -> list[Stra
     if len(stores) != 1:
         raise SchemaError(f"{len(stores)} stores need a Mixture, found {selection!r}")
     return [selection]
-
-
-def _join(group: Any, mesh: Any, timeout_s: float) -> tuple[Ranks, Place]:
-    """The ranks that share the replay, and this one's place among them."""
-    if group is not None and hasattr(group, "exchange"):  # not a process group: ranks of the caller's own
-        place = mesh if isinstance(mesh, Place) else Place(dp=group.rank, dp_size=group.size)
-        return group, place
-    if group is not None and mesh is not None:
-        raise SchemaError("give a group or a mesh, not both")
-    topology: Topology = of_group(group) if group is not None else of_mesh(mesh)
-    return TorchRanks(topology.members, timeout_s), topology.place
 
 
 class _BatchMaker:

@@ -135,7 +135,9 @@ class Order:
         shard: int,
     ) -> NDArray[np.intp]:
         """Copies the rows that were found and are wanted; returns those that were torn."""
-        index = np.intersect1d(self.index, found, assume_unique=True)
+        wanted = np.zeros(len(self.place), bool)
+        wanted[self.index] = True
+        index = found[wanted[found]]
         if not len(index):
             return index
         places = self.place[index]

@@ -50,6 +50,20 @@ class Topology:
     place: Place
 
 
+def of(group: Any, mesh: Any) -> Topology:
+    """From a process group, a mesh, or ranks of the caller's own (`geartrain.ranks.Ranks`), with a `Place` as mesh.
+
+    Raises:
+        SchemaError: both a process group and a mesh, or a mesh that is none.
+    """
+    if group is not None and hasattr(group, "exchange"):  # not a process group: ranks of the caller's own
+        place = mesh if isinstance(mesh, Place) else Place(dp=group.rank, dp_size=group.size)
+        return Topology(list(range(group.size)), place)
+    if group is not None and mesh is not None:
+        raise SchemaError("give a group or a mesh, not both")
+    return of_group(group) if group is not None else of_mesh(mesh)
+
+
 def of_group(group: Any) -> Topology:
     """Plain data parallelism over a process group."""
     import torch.distributed as dist
@@ -158,4 +172,4 @@ def _of_mpu(mpu: Any) -> Topology:
     return Topology(list(range(world)), place)
 
 
-__all__ = ["Place", "Topology", "of_group", "of_mesh"]
+__all__ = ["Place", "Topology", "of", "of_group", "of_mesh"]
