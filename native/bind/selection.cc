@@ -117,6 +117,24 @@ nb::tuple first(const Candidates& from, int order, size_t n, uint64_t after, con
   });
 }
 
+// The same as (rows, generations, sequences, weights), of those that were found: the numbers they were ranked by.
+nb::tuple first_ranked(const Candidates& from, int order, size_t n, uint64_t after, const In<uint32_t>& excluded,
+                       const std::optional<LimitTuple>& limits) {
+  check_known(from, view(excluded));
+  const Limits limit = limits_of(from, limits);
+  std::vector<uint32_t> rows(n), generations(n), weights(n);
+  std::vector<uint64_t> sequences(n);
+  std::vector<double> probability(n);
+  {
+    nb::gil_scoped_release unlocked;
+    const size_t found = first_rows(from.population(), static_cast<Order>(order), after, limit, view(excluded),
+                                    {rows, generations, probability}, sequences, weights);
+    rows.resize(found), generations.resize(found), weights.resize(found), sequences.resize(found);
+  }
+  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(sequences)),
+                        to_numpy(std::move(weights)));
+}
+
 // Returns (rows, generations, weights, number not found).
 nb::tuple found(const Population& from, By by, const In<uint64_t>& targets) {
   const size_t n = targets.size();
@@ -142,6 +160,20 @@ class AllowedRows {
     allowed_.emplace(from.population(), by_weight ? By::weight : By::row, limits_, view(excluded));
   }
   const Allowed& get() const { return *allowed_; }
+
+  // (rows, generations, weights) of all that are left and have a weight, in the order of their numbers.
+  nb::tuple weights() const {
+    std::vector<uint32_t> rows, generations, weights;
+    const Population left = allowed_->population();
+    for (uint64_t row = 0; row < left.rows(); ++row) {
+      const uint64_t word = left.words[row].load(std::memory_order_relaxed);
+      if (weight_of(word) == 0) continue;
+      rows.push_back(static_cast<uint32_t>(row));
+      generations.push_back(generation_of(word));
+      weights.push_back(weight_of(word));
+    }
+    return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(weights)));
+  }
 
   // (row, generation, weight) of the row that the target falls into, which is then gone.
   nb::tuple take(uint64_t target) {
@@ -212,6 +244,8 @@ void bind_selection(nb::module_& module) {
            nb::arg("n"), nb::arg("excluded"), nb::arg("limits").none() = nb::none())
       .def("first", &first, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
            nb::arg("limits").none() = nb::none())
+      .def("first_ranked", &first_ranked, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
+           nb::arg("limits").none() = nb::none())
       .def("find", [](const Candidates& c, bool by_weight, const In<uint64_t>& targets) {
         return found(c.population(), by_weight ? By::weight : By::row, targets);
       });
@@ -222,6 +256,7 @@ void bind_selection(nb::module_& module) {
       .def("count", [](const AllowedRows& a) { return a.get().rows(); })
       .def("find", [](const AllowedRows& a,
                       const In<uint64_t>& targets) { return found(a.get().population(), By::weight, targets); })
+      .def("weights", &AllowedRows::weights)
       .def("take", &AllowedRows::take);
   module.def("draw_targets", &targets);
   module.attr("LAST_ATTEMPT") = kRefusals;

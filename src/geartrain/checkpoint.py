@@ -284,6 +284,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     sync_directory(path.parent)
 
 
+def make_directory(directory: Path) -> None:
+    """Makes a directory and what is missing above it, each flushed to disk."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+
+
 def sync_directory(directory: Path) -> None:
     """Flushes the names in a directory to disk."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

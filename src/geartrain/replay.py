@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from geartrain.batch import Batch
 from geartrain.assignment import ASSIGNMENTS, Assignment
+from geartrain.batch import Batch
 from geartrain.errors import SchemaError, StoreClosedError, WaitTimeoutError
 from geartrain.exchange import RankedMaker, Update
 from geartrain.fetch import As, Pad, Plan, Raw
@@ -26,7 +26,7 @@ from geartrain.ranks import join
 from geartrain.sampling import Sampler
 from geartrain.selection import Mixture, Strategy
 from geartrain.store import Store
-from geartrain.topology import of as topology_of
+from geartrain.topology import topology_of
 
 # What every strategy has to know at its next step.
 State = list[dict[str, int]]

@@ -350,7 +350,7 @@ class TopK:
         again: Again | None = None,
     ) -> Drawn:
         """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError`."""
-        return _first(candidates, HEAVIEST, n, 0, self.limits, again)
+        return _stateless(_first(candidates, HEAVIEST, n, 0, self.limits, again))
 
 
 @dataclass(frozen=True)
@@ -370,7 +370,7 @@ class Lifo:
         again: Again | None = None,
     ) -> Drawn:
         """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError`."""
-        return _first(candidates, NEWEST, n, 0, self.limits, again)
+        return _stateless(_first(candidates, NEWEST, n, 0, self.limits, again))
 
 
 @dataclass(frozen=True)
@@ -393,34 +393,34 @@ class Fifo:
         again: Again | None = None,
     ) -> Drawn:
         """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError` when too few are new."""
-        after = 0 if state is None else int(state["after"])
-        drawn = _first(candidates, OLDEST, n, after, self.limits, again)
-        last = max(int(candidates.native.sequences(drawn.rows).max()), after)
-        return Drawn(drawn.rows, drawn.generations, drawn.probability, state={"after": last})
+        after = 0 if state is None else int(state.get("after", state.get("after/0", 0)))
+        return _first(candidates, OLDEST, n, after, self.limits, again)
+
+
+def _stateless(drawn: Drawn) -> Drawn:
+    return Drawn(drawn.rows, drawn.generations, drawn.probability)
 
 
 def _first(candidates: Candidates, order: int, n: int, after: int, limits: Limits | None, again: Again | None) -> Drawn:
     _check_n(n)
     wanted = n if again is None else len(again.numbers)
     kept = _NO_ROWS if again is None else again.kept
-    rows, generations, found = first_rows(candidates, order, wanted, after, limits, kept)
-    if found < wanted:
-        raise NotEnoughRowsError(f"{n} rows were asked for, {found + len(kept)} can be chosen")
-    return Drawn(rows, generations, np.ones(wanted))
+    rows, generations, sequences, _ = first_rows(candidates, order, wanted, after, limits, kept)
+    if len(rows) < wanted:
+        raise NotEnoughRowsError(f"{n} rows were asked for, {len(rows) + len(kept)} can be chosen")
+    # The sequence that a row was chosen by: by now another may stand in its place.
+    return Drawn(rows, generations, np.ones(wanted), state={"after": max(int(sequences.max(initial=0)), after)})
 
 
 def first_rows(
     candidates: Candidates, order: int, n: int, after: int, limits: Limits | None, excluded: NDArray[np.uint32]
-) -> tuple[NDArray[np.uint32], NDArray[np.uint32], int]:
-    """The first rows in an order: rows (n,), generations (n,), and how many of them there are.
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32]]:
+    """The first rows in an order, at most n: rows, generations, sequence numbers and fixed-point weights.
 
     Args:
         after: the sequence number up to which rows are passed over.
     """
-    rows, generations, _, found = candidates.native.first(
-        order, n, after, excluded, None if limits is None else limits.now()
-    )
-    return rows, generations, found
+    return candidates.native.first_ranked(order, n, after, excluded, None if limits is None else limits.now())
 
 
 # --- groups ----------------------------------------------------------------------------------------------------
@@ -495,16 +495,20 @@ class Groups(NamedTuple):
     seen: int  # groups, whole or not
 
 
-def whole_groups(strategy: Group, candidates: Candidates, n: int, kept: ArrayLike = ()) -> Groups:
-    """The groups that a batch of n rows can be drawn from; not those that rows in `kept` belong to."""
+def check_groups(strategy: Group, n: int) -> None:
+    """Raises `SchemaError` unless a batch of n rows holds whole groups."""
     _check_n(n)
     if n % strategy.size:
         raise SchemaError(f"a batch of {n} rows does not hold whole groups of {strategy.size}")
+
+
+def whole_groups(strategy: Group, candidates: Candidates, n: int, kept: ArrayLike = ()) -> Groups:
+    """The groups that a batch of n rows can be drawn from; not those that rows in `kept` belong to."""
+    check_groups(strategy, n)
     ids = candidates.column(strategy.by)
     if ids.ndim != 1 or ids.dtype.kind not in "iub":
         raise SchemaError(f"groups need a column of one whole number a row, {strategy.by!r} is {ids.dtype} {ids.shape}")
-    rows, generations, found = first_rows(candidates, OLDEST, max(len(candidates), 1), 0, strategy.limits, _NO_ROWS)
-    rows, generations = rows[:found], generations[:found]
+    rows, generations, *_ = first_rows(candidates, OLDEST, max(len(candidates), 1), 0, strategy.limits, _NO_ROWS)
     order = np.argsort(ids[rows], kind="stable")
     values, starts, counts = np.unique(ids[rows][order], return_index=True, return_counts=True)
     # A group that lost a row is no longer whole; its place goes to one that nothing was taken from.

@@ -50,7 +50,7 @@ class Topology:
     place: Place
 
 
-def of(group: Any, mesh: Any) -> Topology:
+def topology_of(group: Any, mesh: Any) -> Topology:
     """From a process group, a mesh, or ranks of the caller's own (`geartrain.ranks.Ranks`), with a `Place` as mesh.
 
     Raises:
@@ -172,4 +172,4 @@ def _of_mpu(mpu: Any) -> Topology:
     return Topology(list(range(world)), place)
 
 
-__all__ = ["Place", "Topology", "of", "of_group", "of_mesh"]
+__all__ = ["Place", "Topology", "of_group", "of_mesh", "topology_of"]

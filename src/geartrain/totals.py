@@ -7,12 +7,16 @@ into shards. Each shard contributes, per batch:
 | strategy | what its ranks learn from a shard | bytes |
 |---|---|---|
 | `Uniform`, `Weighted`, stratified or not | the sum of its weights, or the number of its rows | 8 |
-| the same without replacement, `Group` | that, and a bit per draw: was this a new row? | 8 + n/8, rarely more |
+| the same without replacement, `Group` | that, and a bit per draw: was this a new row? | 16 + n/8, rarely more |
 | `TopK`, `Fifo`, `Lifo` | its first n rows: order and key | 16 or 24 a row |
 
 With totals in hand a draw is a number below their sum; whose shard it falls into is a search among W numbers, which
 every rank does for itself, and which row it is only that shard's ranks need to find out. (GEAR, section 3.3, gathers
 all N weights on one GPU and broadcasts the result.)
+
+Where several ranks share a shard, one of them leads: it speaks for the shard, and where it matters that all of them see
+the same rows while writers change them (no row twice, limits, limited samples) it finds the rows and tells the others,
+12 bytes a draw within the host.
 
 A strategy of your own takes part by a method `select_shards(shard, n, step, *, state) -> Chosen`.
 
@@ -23,7 +27,7 @@ store first tries without: the rows are as likely, but not the same ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,6 +48,7 @@ from geartrain.selection import (
     TopK,
     Uniform,
     Weighted,
+    check_groups,
     first_rows,
     whole_groups,
 )
@@ -62,14 +67,21 @@ class Shard:
     Attributes:
         candidates: the shard's rows.
         number, count: which of how many shards it is.
-        gather: takes this shard's array and returns every shard's, (count, ...), in their order. Only one rank of a
-            shard is heard; the others get what it said.
+        gather: takes this shard's array and returns every shard's, (count, ...), in their order. Only the rank that
+            leads the shard is heard.
+        leads: whether this rank does.
+        tell: takes the leader's array and returns it on all ranks of the shard.
+        exact: whether ranks may only read rows that the leader has found: the store limits how often rows are
+            sampled, so that they vanish as they are drawn.
     """
 
     candidates: Candidates
     number: int
     count: int
     gather: Callable[[NDArray[Any]], NDArray[Any]]
+    leads: bool = True
+    tell: Callable[[NDArray[Any]], NDArray[Any]] = lambda array: array
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,10 +143,39 @@ def select_shards(strategy: Strategy, shard: Shard, n: int, step: int, state: Ma
     if not isinstance(strategy, Uniform | Weighted):
         check_strategy(strategy)
         raise AssertionError("unreachable")
-    by_weight = isinstance(strategy, Weighted)
+    rows = _Rows(shard, isinstance(strategy, Weighted), strategy.limits)
     if strategy.replacement:
-        return _independent(_Rows(shard.candidates, by_weight, strategy.limits), shard, n, step, strategy)
-    return _distinct(_Rows(shard.candidates, by_weight, strategy.limits), shard, n, strategy.seed, step)
+        return _independent(rows, shard, np.arange(n, dtype=np.uint32), 0, n, step, strategy)
+    return _distinct(rows, shard, n, strategy.seed, step)
+
+
+def is_independent(strategy: Strategy) -> bool:
+    """Whether the strategy's draws do not depend on each other, so that some can be made again on their own."""
+    return isinstance(strategy, Uniform | Weighted) and strategy.replacement
+
+
+def draw_again(
+    strategy: Strategy, shard: Shard, chosen: Chosen, refused: NDArray[np.intp], round: int, step: int
+) -> Chosen:
+    """The same batch with some draws made again, from all shards, as one store would make them.
+
+    Raises:
+        EmptyStoreError: on all ranks alike.
+    """
+    assert isinstance(strategy, Uniform | Weighted)
+    rows = _Rows(shard, isinstance(strategy, Weighted), strategy.limits)
+    numbers = refused.astype(np.uint32)
+    again = _independent(rows, shard, numbers, round, len(chosen.shard), step, strategy)
+    merged = replace(
+        chosen,
+        shard=chosen.shard.copy(),
+        rows=chosen.rows.copy(),
+        generations=chosen.generations.copy(),
+        probability=chosen.probability.copy(),
+    )
+    for name in ("shard", "rows", "generations", "probability"):
+        getattr(merged, name)[refused] = getattr(again, name)
+    return merged
 
 
 # --- draws that are numbers below a total ----------------------------------------------------------------------
@@ -143,11 +184,13 @@ def select_shards(strategy: Strategy, shard: Shard, n: int, step: int, state: Ma
 class _Rows:
     """A shard's rows, to be found by numbers below their total."""
 
-    def __init__(self, candidates: Candidates, by_weight: bool, limits: Limits | None) -> None:
-        self._candidates = candidates.native
+    def __init__(self, shard: Shard, by_weight: bool, limits: Limits | None) -> None:
+        self._candidates = shard.candidates.native
         self._by_weight = by_weight
-        self._limits = None if limits is None else limits.now()
-        self._allowed = self.without(_NONE) if limits is not None else None
+        # Only who leads copies the allowed rows: others would see other rows by now, or another clock.
+        self._limits = None if limits is None or not shard.leads else limits.now()
+        self._allowed = None if self._limits is None else self.without(_NONE)
+        self.alone = limits is not None or shard.exact  # the leader finds rows for all of the shard's ranks
         self.nothing = (
             "no selectable row meets the limits on version, age and length"
             if limits is not None
@@ -157,8 +200,10 @@ class _Rows:
         )
 
     def total(self) -> int:
-        if self._allowed is not None:
-            return self._allowed.total()
+        return self.unlimited() if self._allowed is None else self._allowed.total()
+
+    def unlimited(self) -> int:
+        """The total without limits, which probabilities are of."""
         return self._candidates.total_weight() if self._by_weight else self._candidates.count()
 
     def count(self) -> int:
@@ -179,19 +224,14 @@ class _Rows:
 class _Weights(_Rows):
     """Weights of things that are no rows of a store (groups); maybe none at all."""
 
-    def __init__(self, weights: NDArray[np.uint32], nothing: str) -> None:
+    def __init__(self, weights: NDArray[np.uint32], shard: Shard, nothing: str) -> None:
         padded = weights if weights.size else np.zeros(1, np.uint32)
-        super().__init__(Candidates(padded), True, None)
+        super().__init__(replace(shard, candidates=Candidates(padded)), True, None)
         self._size = weights.size
         self.nothing = nothing
 
     def count(self) -> int:
         return self._size
-
-
-def _totals(shard: Shard, total: int) -> list[int]:
-    """The totals of all shards, as exact integers."""
-    return [int(each) for each in shard.gather(np.array([total], np.uint64))[:, 0]]
 
 
 def _whole(totals: list[int], nothing: str) -> int:
@@ -211,59 +251,84 @@ def _owners(totals: list[int], targets: NDArray[np.uint64]) -> tuple[NDArray[np.
     return owner.astype(np.int64), targets - starts[owner]
 
 
-def _independent(rows: _Rows, shard: Shard, n: int, step: int, strategy: Uniform | Weighted) -> Chosen:
-    totals = _totals(shard, rows.total())
+def _independent(
+    rows: _Rows,
+    shard: Shard,
+    numbers: NDArray[np.uint32],
+    round: int,
+    n: int,
+    step: int,
+    strategy: Uniform | Weighted,
+) -> Chosen:
+    totals, unlimited = _integers(shard.gather(np.array([rows.total(), rows.unlimited()], np.uint64)))
     whole = _whole(totals, rows.nothing)
-    numbers = np.arange(n, dtype=np.uint32)
-    strata = n if strategy.stratified else 0
-    targets = _native.draw_targets(strategy.seed, step, False, 0, numbers, strata, whole)
+    attempt = round * (_native.LAST_ATTEMPT + 1)
+    targets = _native.draw_targets(strategy.seed, step, False, attempt, numbers, n * strategy.stratified, whole)
     owner, local = _owners(totals, targets)
-    mine = np.flatnonzero(owner == shard.number)
-    return _chosen(owner, _spread(n, mine, rows.find(np.ascontiguousarray(local[mine]))), whole, totals[shard.number])
+    found = _find(rows, shard, owner, local)
+    if rows.alone:
+        found = _told(shard, found)
+    return _chosen(owner, found, unlimited, shard)
 
 
-def _spread(n: int, mine: NDArray[np.intp], found: _Found) -> _Found:
-    """What was found for this shard's draws, among all n."""
-    spread = (np.full(n, NO_ROW), np.zeros(n, np.uint32), np.zeros(n, np.uint32))
-    for into, got in zip(spread, found, strict=True):
-        into[mine] = got
-    return spread
+def _integers(gathered: NDArray[np.uint64]) -> tuple[list[int], list[int]]:
+    """Two columns of numbers as exact integers."""
+    first, second = ([int(each) for each in column] for column in gathered.T)
+    return first, second
 
 
-def _chosen(owner: NDArray[np.int64], found: _Found, whole: int, total: int) -> Chosen:
+def _find(rows: _Rows, shard: Shard, owner: NDArray[np.int64], local: NDArray[np.uint64]) -> _Found:
+    """This shard's rows among all draws; none on ranks that are told them."""
+    n = len(owner)
+    found = (np.full(n, NO_ROW), np.zeros(n, np.uint32), np.zeros(n, np.uint32))
+    if shard.leads or not rows.alone:
+        mine = np.flatnonzero(owner == shard.number)
+        for into, got in zip(found, rows.find(np.ascontiguousarray(local[mine])), strict=True):
+            into[mine] = got
+    return found
+
+
+def _told(shard: Shard, found: _Found) -> _Found:
+    """What the leader has found, on all ranks of the shard."""
+    rows, generations, weights = shard.tell(np.stack(found))
+    return rows, generations, weights
+
+
+def _chosen(owner: NDArray[np.int64], found: _Found, totals: list[int], shard: Shard) -> Chosen:
     rows, generations, weights = found
-    return Chosen(owner, rows, generations, weights / whole, share=total / whole)
+    whole = sum(totals)
+    return Chosen(owner, rows, generations, weights / whole, share=totals[shard.number] / whole)
 
 
 def _distinct(rows: _Rows, shard: Shard, n: int, seed: int, step: int) -> Chosen:
     """Draw after draw, passing over rows that were drawn before; in rounds, of which one is nearly always enough."""
-    totals_and_counts = shard.gather(np.array([rows.total(), rows.count()], np.uint64))
-    totals = [int(each) for each in totals_and_counts[:, 0]]
-    available = int(totals_and_counts[:, 1].sum())
-    if available < n:
-        raise NotEnoughRowsError(f"{n} different rows were asked for, {available} can be drawn")
+    rows.alone = True
+    told = shard.gather(np.array([rows.total(), rows.count(), rows.unlimited()], np.uint64))
+    totals, counts = _integers(told[:, :2])
+    unlimited = [int(each) for each in told[:, 2]]
+    if sum(counts) < n:
+        raise NotEnoughRowsError(f"{n} different rows were asked for, {sum(counts)} can be drawn")
     whole = _whole(totals, rows.nothing)
     most = 4 * n + 64
     owner = np.empty(0, np.int64)
     found = (_NONE, _NONE, _NONE)  # ours, of the draws so far
     fresh = np.empty(0, bool)  # whether a draw chose its row
-    while fresh.sum() < n and len(fresh) < most:
-        # A few more than are missing, for those that will be passed over.
-        missing = n - int(fresh.sum())
-        count = min(missing + missing // 8 + 16, most - len(fresh))
+    while (chosen := int(fresh.sum())) < n and len(fresh) < most:
+        # A few more than it takes if as many are passed over as so far.
+        expected = (n - chosen) * (len(fresh) or 1) // (chosen or 1)
+        count = min(expected + expected // 8 + 16, most - len(fresh))
         numbers = np.arange(len(fresh), len(fresh) + count, dtype=np.uint32)
         targets = _native.draw_targets(seed, step, True, 0, numbers, 0, whole)
         owners, local = _owners(totals, targets)
-        mine = np.flatnonzero(owners == shard.number)
-        piece = _spread(count, mine, rows.find(np.ascontiguousarray(local[mine])))
-        found = _joined(found, piece)
+        found = _joined(found, _find(rows, shard, owners, local))
         owner = np.concatenate([owner, owners])
         fresh = np.concatenate([fresh, _new_rows(found[0], len(fresh), shard)])
     draws = np.flatnonzero(fresh)[:n]
-    chosen = _chosen(owner[draws], (found[0][draws], found[1][draws], found[2][draws]), whole, totals[shard.number])
-    if len(draws) == n:
-        return chosen
-    return _rest(rows, shard, n, most, seed, step, chosen, whole)
+    owner, found = owner[draws], (found[0][draws], found[1][draws], found[2][draws])
+    if len(draws) < n:
+        others, rest = _rest(rows, shard, n, found[0][owner == shard.number], len(draws), most, seed, step)
+        owner, found = np.concatenate([owner, others]), _joined(found, rest)
+    return _chosen(owner, _told(shard, found), unlimited, shard)
 
 
 def _joined(some: _Found, more: _Found) -> _Found:
@@ -280,54 +345,71 @@ def _new_rows(rows: NDArray[np.uint32], before: int, shard: Shard) -> NDArray[np
     return np.unpackbits(np.bitwise_or.reduce(bits, axis=0), count=len(rows) - before).astype(bool)
 
 
-def _rest(rows: _Rows, shard: Shard, n: int, number: int, seed: int, step: int, chosen: Chosen, whole: int) -> Chosen:
+# Rather than ask for the weights that are left after every row, ask for all of them once, up to so many bytes a row.
+_ASK_BYTES = 4096
+
+
+def _rest(
+    rows: _Rows, shard: Shard, n: int, gone: NDArray[np.uint32], done: int, number: int, seed: int, step: int
+) -> tuple[NDArray[np.int64], _Found]:
     """Weights so uneven, or so few rows, that drawing and passing over takes too long: one by one from those left."""
-    mine = chosen.shard == shard.number
-    left = rows.without(chosen.rows[mine])
-    totals_and_counts = shard.gather(np.array([left.total(), left.count()], np.uint64))
-    totals = [int(each) for each in totals_and_counts[:, 0]]
-    done = len(chosen.shard)
-    if int(totals_and_counts[:, 1].sum()) < n - done:
-        available = done + int(totals_and_counts[:, 1].sum())
-        raise NotEnoughRowsError(f"{n} different rows were asked for, {available} can be drawn")
-    owner = np.empty(n - done, np.int64)
-    found = _spread(n - done, np.empty(0, np.intp), (_NONE, _NONE, _NONE))
-    for i in range(n - done):
+    left = rows.without(gone if shard.leads else _NONE)
+    totals, counts = _integers(shard.gather(np.array([left.total(), left.count()], np.uint64)))
+    if sum(counts) < n - done:
+        raise NotEnoughRowsError(f"{n} different rows were asked for, {done + sum(counts)} can be drawn")
+
+    def target_of(i: int, total: int) -> NDArray[np.uint64]:
         numbers = np.array([number + i], np.uint32)
-        target = _native.draw_targets(seed, step, True, _native.LAST_ATTEMPT, numbers, 0, sum(totals))
-        owners, local = _owners(totals, target)
+        return _native.draw_targets(seed, step, True, _native.LAST_ATTEMPT, numbers, 0, total)
+
+    owner = np.empty(n - done, np.int64)
+    found = (np.full(n - done, NO_ROW), np.zeros(n - done, np.uint32), np.zeros(n - done, np.uint32))
+    if 4 * sum(counts) <= _ASK_BYTES * (n - done):
+        mine = left.weights()
+        padded = np.zeros(max(counts), np.uint32)
+        if shard.leads:
+            padded[: counts[shard.number]] = mine[2]
+        every = np.concatenate([part[:count] for part, count in zip(shard.gather(padded), counts, strict=True)])
+        together = _native.AllowedRows(_native.Candidates(every), True, None, _NONE)
+        ends = np.cumsum(counts)
+        for i in range(n - done):
+            at, _, _ = together.take(int(target_of(i, together.total())[0]))
+            owner[i] = np.searchsorted(ends, at, side="right")
+            if owner[i] == shard.number and shard.leads:
+                for into, got in zip(found, mine, strict=True):
+                    into[i] = got[at - (ends[owner[i]] - counts[owner[i]])]
+        return owner, found
+    for i in range(n - done):
+        owners, local = _owners(totals, target_of(i, sum(totals)))
         owner[i] = owners[0]
-        if owner[i] == shard.number:
+        if owner[i] == shard.number and shard.leads:
             for into, got in zip(found, left.take(int(local[0])), strict=True):
                 into[i] = got
-        totals = _totals(shard, left.total())
-    rest = _chosen(owner, found, whole, 0)
-    return Chosen(
-        np.concatenate([chosen.shard, rest.shard]),
-        np.concatenate([chosen.rows, rest.rows]),
-        np.concatenate([chosen.generations, rest.generations]),
-        np.concatenate([chosen.probability, rest.probability]),
-        share=chosen.share,
-    )
+        totals = [int(each) for each in shard.gather(np.array([left.total()], np.uint64))[:, 0]]
+    return owner, found
 
 
 def _groups(strategy: Group, shard: Shard, n: int, step: int) -> Chosen:
     """Groups are drawn like rows without replacement, from a list of each shard's whole groups."""
-    groups = whole_groups(strategy, shard.candidates, n)
+    check_groups(strategy, n)
     wanted = n // strategy.size
     nothing = f"no shard has a whole group of {strategy.size} with a weight above zero"
+    groups = whole_groups(strategy, shard.candidates, n) if shard.leads else None
+    weights = np.empty(0, np.uint32) if groups is None else groups.weights
     try:
-        chosen = _distinct(_Weights(groups.weights, nothing), shard, wanted, strategy.seed, step)
+        chosen = _distinct(_Weights(weights, shard, nothing), shard, wanted, strategy.seed, step)
     except NotEnoughRowsError:
-        counts = shard.gather(np.array([len(groups.weights)], np.uint64))
+        counts = shard.gather(np.array([len(weights)], np.uint64))
         raise NotEnoughRowsError(
             f"{wanted} groups of {strategy.size} were asked for, {int(counts.sum())} are whole, each on one shard"
         ) from None
     members = np.full((wanted, strategy.size), NO_ROW)
     generations = np.zeros((wanted, strategy.size), np.uint32)
-    mine = np.flatnonzero((chosen.shard == shard.number) & (chosen.rows != NO_ROW))
-    members[mine] = groups.rows[chosen.rows[mine]]
-    generations[mine] = groups.generations[chosen.rows[mine]]
+    if groups is not None:
+        mine = np.flatnonzero(chosen.rows != NO_ROW)
+        members[mine] = groups.rows[chosen.rows[mine]]
+        generations[mine] = groups.generations[chosen.rows[mine]]
+    members, generations = shard.tell(np.stack([members, generations]))
     return Chosen(
         np.repeat(chosen.shard, strategy.size),
         members.reshape(-1),
@@ -342,15 +424,16 @@ def _groups(strategy: Group, shard: Shard, n: int, step: int) -> Chosen:
 
 def _first(order: int, limits: Limits | None, shard: Shard, n: int, cursors: Mapping[str, int] | None) -> Chosen:
     """The first rows of all shards, from the first n of each."""
-    native = shard.candidates.native
-    after = 0 if cursors is None else cursors.get(f"after/{shard.number}", 0)
-    rows, generations, found = first_rows(shard.candidates, order, n, after, limits, _NONE)
-    rows, generations = rows[:found], generations[:found]
+    after = 0
+    if cursors:  # one store's own cursor is that of the only shard
+        after = cursors.get(f"after/{shard.number}", cursors.get("after", 0) if shard.count == 1 else 0)
     offer = np.zeros((n, 3 if order == HEAVIEST else 2), np.uint64)
-    offer[:found, 0] = native.sequences(rows)
-    offer[:found, 1] = rows.astype(np.uint64) << np.uint64(32) | generations
-    if order == HEAVIEST:
-        offer[:found, 2] = native.weights(rows)
+    if shard.leads:
+        rows, generations, sequences, weights = first_rows(shard.candidates, order, n, after, limits, _NONE)
+        offer[: len(rows), 0] = sequences
+        offer[: len(rows), 1] = rows.astype(np.uint64) << np.uint64(32) | generations
+        if order == HEAVIEST:
+            offer[: len(rows), 2] = weights
     offers = shard.gather(offer)
     width = offers.shape[2]
     flat = offers.reshape(-1, width)
@@ -370,7 +453,7 @@ def _first(order: int, limits: Limits | None, shard: Shard, n: int, cursors: Map
     mine = owner == shard.number
     state: dict[str, int] = {}
     if cursors is not None:
-        state = dict(cursors)
+        state = {name: value for name, value in cursors.items() if name != "after"}
         for number in np.unique(owner).tolist():
             name = f"after/{number}"
             state[name] = max(state.get(name, 0), int(sequence[owner == number].max()))
@@ -383,4 +466,13 @@ def _first(order: int, limits: Limits | None, shard: Shard, n: int, cursors: Map
     )
 
 
-__all__ = ["NO_ROW", "Chosen", "Shard", "ShardedStrategy", "check_strategy", "select_shards"]
+__all__ = [
+    "NO_ROW",
+    "Chosen",
+    "Shard",
+    "ShardedStrategy",
+    "check_strategy",
+    "draw_again",
+    "is_independent",
+    "select_shards",
+]
