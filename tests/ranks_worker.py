@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -59,11 +61,63 @@ def mesh(name: str) -> None:
             say(rank=rank, slice=replay.sample().draw.tolist())
 
 
+def again(name: str) -> None:
+    """One replay after the other, and two at once, on ranks that have made different groups before."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.new_group([0])
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    store = store_of(f"{name}-{rank}", N * rank // size, N * (rank + 1) // size)
+    with store:
+        for seed in range(3):
+            with gt.Replay(store, Uniform(seed=seed), B, group=dist.group.WORLD, steps=2, timeout_s=20) as replay:
+                drawn = [batch.rows.row.tolist() for batch in replay]
+        one = gt.Replay(store, Uniform(seed=2), B, group=dist.group.WORLD)
+        other = gt.Replay(store, Uniform(seed=2), B, group=dist.group.WORLD)
+        assert [one.sample().rows.row.tolist(), one.sample().rows.row.tolist()] == drawn
+        assert other.sample().rows.row.tolist() == drawn[0]
+        one.close()
+        assert other.sample().rows.row.tolist() == drawn[1]
+        other.close()
+    say(rank=rank, drawn=drawn)
+
+
+def leaves(name: str) -> None:
+    """Ends like a script that closes nothing."""
+    rank = dist.get_rank()
+    store = store_of(f"{name}-{rank}", N * rank // 2, N * (rank + 1) // 2)
+    replay = gt.Replay(store, Uniform(), B, group=dist.group.WORLD)
+    for _ in range(5):
+        replay.sample()
+    sys.exit(0)
+
+
+def interrupted(name: str) -> None:
+    """Rank 1 stops answering; rank 0 is interrupted while it waits for a batch, and says how long that took."""
+    rank = dist.get_rank()
+    with store_of(f"{name}-{rank}", N * rank // 2, N * (rank + 1) // 2) as store:
+        replay = gt.Replay(store, Uniform(), B, group=dist.group.WORLD, prefetch=int(os.environ["PREFETCH"]))
+        replay.sample()
+        if rank == 1:
+            time.sleep(1000)
+        threading.Timer(0.3, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+        began_s = time.monotonic()
+        try:
+            while True:
+                replay.sample()
+        except KeyboardInterrupt:
+            say(waited_s=time.monotonic() - began_s)
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def killed(name: str) -> None:
     """Rank 1 kills itself (or stops) in the middle; the others say what they see, and when."""
     rank, how = dist.get_rank(), os.environ["HOW"]
     store = store_of(f"{name}-{rank}", N * rank // 3, N * (rank + 1) // 3)
-    replay = gt.Replay(store, Uniform(seed=1), B, group=dist.group.WORLD, prefetch=0, timeout_s=3)
+    replay = gt.Replay(
+        store, Uniform(seed=1), B, group=dist.group.WORLD, prefetch=int(os.environ["PREFETCH"]), timeout_s=3
+    )
     for step in range(1000):
         if rank == 1 and step == 5:
             os.kill(os.getpid(), 9 if how == "kill" else 19)
@@ -84,5 +138,7 @@ if __name__ == "__main__":
     scenario, name = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", os.environ["MEET"], timedelta(seconds=30), size, rank)
-    {"batches": batches, "mesh": mesh, "killed": killed}[scenario](name)
+    {"batches": batches, "mesh": mesh, "killed": killed, "again": again, "leaves": leaves, "interrupted": interrupted}[
+        scenario
+    ](name)
     dist.destroy_process_group()

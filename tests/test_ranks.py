@@ -11,6 +11,7 @@ import pytest
 
 import geartrain as gt
 from geartrain.errors import (
+    FieldError,
     NotEnoughRowsError,
     PeerLostError,
     RanksDisagreeError,
@@ -211,8 +212,8 @@ def test_local_first_moves_the_surplus_and_ordered_nearly_all(store_name: Callab
         assert moved[2] == 0
         for stats in (first, ordered):
             assert sum(s["received_bytes"] for s in stats) == sum(s["sent_bytes"] for s in stats)
-            # Totals and heads, relayed in two rounds each, and nothing that grows with the batch.
-            assert all(s["selection_bytes"] == 40 * 3 * (6 * 8 + 8) for s in stats)
+            # One gather of 64 bytes from each rank, relayed to three others, and nothing that grows with the batch.
+            assert all(s["selection_bytes"] == 40 * 3 * 64 for s in stats)
     finally:
         for store in stores:
             store.close()
@@ -281,6 +282,162 @@ def test_a_resumed_run_goes_on_with_the_batches_it_would_have_drawn(make_stores:
 
     run_ranks(3, body)
     assert states[0] == states[1] == states[2]
+
+
+def test_a_settled_run_is_the_run_that_is_resumed_from_it(make_stores: Callable[..., list[gt.Store]]) -> None:
+    selection = Weighted(seed=5, exponent=Linear(0.5, 1.0, 12), beta=0.4)
+    for prefetch in (0, 2):
+        stores = make_stores(2)
+        saved: dict[int, Any] = {}
+
+        def run(
+            rank: ThreadRanks, resume: bool, stores: Any = stores, prefetch: int = prefetch, saved: Any = saved
+        ) -> Any:
+            options = {"window": 4, "as_": "numpy", "group": rank, "prefetch": prefetch}
+            store = stores[rank.rank]
+            with gt.Replay(store, selection, B, **options) as replay:
+                if resume:
+                    state, keys, weights = saved[rank.rank]
+                    store.update_weights(keys, weights)
+                    replay.load_state_dict(state)
+                made = []
+                for step in range(replay.step, 9):
+                    batch = replay.sample()
+                    # Windows of a row that was drawn twice are different: the later draw's priority holds.
+                    replay.update_weights(batch.rows, batch["action"][:, -1] % 13 + batch.start)
+                    made.append(as_record(batch))
+                    if step == 4 and not resume:
+                        replay.settle()
+                        keys = store.keys()
+                        saved[rank.rank] = (replay.state_dict(), keys, store.status(keys)["weight"])
+                return made
+
+        first = run_ranks(2, lambda rank: run(rank, False))
+        again = run_ranks(2, lambda rank: run(rank, True))
+        for one, other in zip(first, again, strict=True):
+            assert same(one[5:], other)
+
+
+def test_priorities_of_a_row_drawn_twice_are_set_in_the_order_of_draws(
+    make_stores: Callable[..., list[gt.Store]],
+) -> None:
+    def run(shards: int, ranks: int) -> list[dict[str, np.ndarray]]:
+        stores = make_stores(shards)
+
+        def body(rank: ThreadRanks) -> list[gt.Batch]:
+            options = {"window": 4, "as_": "numpy", "steps": 6, "group": rank}
+            with gt.Replay(stores[rank.rank % shards], Weighted(seed=3), B, **options) as replay:
+                made = []
+                for batch in replay:
+                    replay.update_weights(batch.rows, 1.0 + batch.draw % 5)
+                    made.append(batch)
+                return made
+
+        results = run_ranks(ranks, body)
+        return [join([result[step] for result in results]) for step in range(6)]
+
+    expected = run(1, 1)
+    for shards, ranks in ((2, 2), (3, 3), (4, 8)):
+        assert same(run(shards, ranks), expected)
+
+
+def test_rows_with_a_limit_on_samples_are_all_used_and_never_more_often(store_name: Callable[[], str]) -> None:
+    for shards, ranks in ((1, 1), (1, 2), (2, 2), (4, 4)):
+        stores = []
+        for shard in range(shards):
+            stores.append(gt.Store.create(store_name(), FIELDS, capacity=N, max_times_sampled=1))
+            insert(stores[-1], N * shard // shards, N * (shard + 1) // shards)
+
+        def body(rank: ThreadRanks, stores: Any = stores) -> tuple[list[int], list[gt.Batch]]:
+            seen: list[int] = []
+            options = {"window": 4, "as_": "numpy", "group": rank, "prefetch": 0}
+            with gt.Replay(stores[rank.rank % len(stores)], Uniform(seed=1), 40, **options) as replay:
+                for _ in range(N // 40):
+                    batch = replay.sample()
+                    check(batch)
+                    seen += batch["number"].tolist()
+                with pytest.raises(NotEnoughRowsError):
+                    replay.sample()
+                return seen
+
+        seen = [number for part in run_ranks(ranks, body) for number in part]
+        assert sorted(seen) == list(range(N)), (shards, ranks)
+        for store in stores:
+            assert store.audit() == []
+            store.close()
+
+
+def test_limits_hold_their_promise_with_updates_and_shared_shards(make_stores: Callable[..., list[gt.Store]]) -> None:
+    for selection in (Weighted(seed=1, limits=Limits(min_version=lambda: 100)), Weighted(seed=2, replacement=False)):
+        runs = []
+        for shards, ranks in ((1, 1), (1, 3), (2, 4)):
+            stores = make_stores(shards)
+
+            def body(rank: ThreadRanks, stores: Any = stores, selection: Any = selection) -> list[gt.Batch]:
+                options = {"window": 4, "as_": "numpy", "steps": 5, "group": rank}
+                with gt.Replay(stores[rank.rank % len(stores)], selection, B, **options) as replay:
+                    made = []
+                    for batch in replay:
+                        replay.update_weights(batch.rows, batch["number"] % 11 + 1)
+                        made.append(batch)
+                    return made
+
+            results = run_ranks(ranks, body)
+            runs.append([join([result[step] for result in results]) for step in range(5)])
+        assert all(same(run, runs[0]) for run in runs)
+
+
+def test_a_mixture_with_groups_fills_replicas_with_whole_groups(make_stores: Callable[..., list[gt.Store]]) -> None:
+    selection = Mixture([0.5, 0.5], [Uniform(seed=1), Group(by="group", size=4, seed=2)], seed=3)
+    for ranks in (1, 2, 3):
+        stores = [list(pair) for pair in zip(make_stores(ranks), make_stores(ranks), strict=True)]
+
+        def body(rank: ThreadRanks, stores: Any = stores) -> None:
+            with gt.Replay(stores[rank.rank], selection, 24, window=4, as_="numpy", steps=4, group=rank) as replay:
+                for batch in replay:
+                    check(batch)
+                    grouped = batch["group"][batch.draw >= 12]
+                    assert (np.unique(grouped, return_counts=True)[1] == 4).all()
+
+        run_ranks(ranks, body)
+    stores = [list(pair) for pair in zip(make_stores(2), make_stores(2), strict=True)]
+
+    def refused(rank: ThreadRanks) -> None:
+        with pytest.raises(SchemaError, match="would cut groups"):
+            gt.Replay(stores[rank.rank], selection, 24, group=rank, assignment="ordered")
+
+    run_ranks(2, refused)
+
+
+def test_one_process_and_a_group_take_up_each_others_state(make_stores: Callable[..., list[gt.Store]]) -> None:
+    (store,) = make_stores(1)
+    with gt.Replay(store, Fifo(), 24, as_="numpy", prefetch=0) as replay:
+        replay.sample()
+        state, expected = replay.state_dict(), replay.sample().rows.row
+    (rank,) = ThreadRanks.make(1)
+    with gt.Replay(store, Fifo(), 24, as_="numpy", prefetch=0, group=rank) as replay:
+        replay.load_state_dict(state)
+        assert np.array_equal(replay.sample().rows.row, expected)
+        state, expected = replay.state_dict(), replay.sample().rows.row
+    with gt.Replay(store, Fifo(), 24, as_="numpy", prefetch=0) as replay:
+        replay.load_state_dict(state)
+        assert np.array_equal(replay.sample().rows.row, expected)
+
+
+def test_weights_given_before_an_error_all_agree_on_are_not_lost(make_stores: Callable[..., list[gt.Store]]) -> None:
+    stores = make_stores(2)
+
+    def body(rank: ThreadRanks) -> None:
+        with gt.Replay(stores[rank.rank], Fifo(), 120, as_="numpy", group=rank) as replay:
+            batches = [replay.sample(), replay.sample()]
+            replay.update_weights(batches[1].rows, 900.0)
+            with pytest.raises(NotEnoughRowsError):
+                replay.sample()
+            replay.settle()
+
+    run_ranks(2, body)
+    weights = np.concatenate([store.status()["weight"] for store in stores])
+    assert (weights == 900.0).sum() == 120
 
 
 # --- pipelines and tensor parallelism ---------------------------------------------------------------------------
@@ -379,14 +536,16 @@ def test_no_torn_row_arrives_while_every_shard_is_overwritten(store_name: Callab
     shards = 2
     stores = [gt.Store.create(store_name(), FIELDS, capacity=40) for _ in range(shards)]
     for store in stores:
-        store.insert(rows(0, 40), lengths=np.arange(40) % STEPS + 1, versions=np.arange(40))
+        # Weights that have nothing to do with age, lest top-k ask for just the rows that are overwritten next.
+        store.insert(rows(0, 40), lengths=np.arange(40) % STEPS + 1, versions=np.arange(40), weights=np.arange(40) % 17)
     stop = threading.Event()
 
     def write(store: gt.Store) -> None:
         at = 40
         while not stop.is_set():
             numbers = np.arange(at, at + 4)
-            store.insert(rows(at, at + 4), lengths=numbers % STEPS + 1, versions=numbers, threads=1)
+            values = rows(at, at + 4)
+            store.insert(values, lengths=numbers % STEPS + 1, versions=numbers, weights=numbers % 17, threads=1)
             at += 4
 
     writers = [threading.Thread(target=write, args=(store,), daemon=True) for store in stores]
@@ -499,6 +658,9 @@ def test_too_few_rows_are_the_same_error_on_all_ranks_and_not_the_end(
         ({"batch_size": 32}, r"batch_size is 48 on rank 0 and 32 on rank 1"),
         ({"window": 5}, r"window is 4 on rank 0 and 5 on rank 1"),
         ({"assignment": "ordered"}, r"assignment is local_first on rank 0 and ordered on rank 1"),
+        ({"prefetch": 0}, r"prefetch is 2 on rank 0 and 0 on rank 1"),
+        ({"steps": 3}, r"steps is None on rank 0 and 3 on rank 1"),
+        ({"min_rows": 7}, r"min_rows is 1 on rank 0 and 7 on rank 1"),
     ],
 )
 def test_ranks_that_disagree_are_told_so(
@@ -527,6 +689,35 @@ def test_a_shard_of_another_schema_is_named_with_its_field_and_ranks(store_name:
     run_ranks(2, body)
     for store in stores:
         store.close()
+
+
+def test_a_field_that_one_shard_lacks_is_named_everywhere(
+    make_stores: Callable[..., list[gt.Store]], store_name: Any
+) -> None:
+    (store,) = make_stores(1)
+    with gt.Store.create(store_name(), {"obs": FIELDS["obs"]}, capacity=4) as other:
+
+        def body(rank: ThreadRanks) -> None:
+            with pytest.raises((FieldError, RanksDisagreeError), match="has no field 'action'"):
+                gt.Replay([store, other][rank.rank], Uniform(), 4, fields=["obs", "action"], group=rank)
+
+        run_ranks(2, body)
+
+
+def test_keys_of_nowhere_and_priorities_that_are_none_are_refused(make_stores: Callable[..., list[gt.Store]]) -> None:
+    stores = make_stores(2)
+
+    def body(rank: ThreadRanks) -> None:
+        with gt.Replay(stores[rank.rank], Weighted(), B, as_="numpy", group=rank, prefetch=0) as replay:
+            batch = replay.sample()
+            with pytest.raises(SchemaError, match="do not tell a shard of this replay"):
+                replay.update_weights(batch.rows.of_shard(9), 1.0)
+            with pytest.raises(SchemaError, match="priority 0 is not finite"):
+                replay.update_weights(batch.rows, np.full(batch.batch_size, np.nan))
+            replay.update_weights(batch.rows, 1e300)  # saturates, as ever
+            replay.sample()
+
+    run_ranks(2, body)
 
 
 def test_ranks_at_different_steps_are_told_so(make_stores: Callable[..., list[gt.Store]]) -> None:

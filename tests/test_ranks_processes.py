@@ -74,12 +74,42 @@ def test_a_mesh_says_who_reads_what(store_name: Callable[[], str], tmp_path: Pat
         assert sorted(said[one][2]["slice"] + said[other][2]["slice"]) == list(range(24))
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_rank_killed_or_stopped_is_a_named_error_within_the_deadline(
-    store_name: Callable[[], str], tmp_path: Path, how: str
+def test_replays_follow_each_other_on_ranks_with_groups_of_their_own(
+    store_name: Callable[[], str], tmp_path: Path
+) -> None:
+    one, other = (lines(p)[0]["drawn"] for p in start("again", store_name(), 2, tmp_path))
+    assert len(one) == len(other) == 2
+
+
+def test_a_script_that_closes_nothing_leaves_nothing(names: Callable[[], str], tmp_path: Path) -> None:
+    name = names()
+    for process in start("leaves", name, 2, tmp_path):
+        lines(process)
+    assert not list(Path("/dev/shm").glob(f"geartrain.{name}-*"))
+
+
+@pytest.mark.parametrize("prefetch", ["0", "2"])
+def test_an_interrupt_is_not_kept_waiting_by_a_rank_that_does_not_answer(
+    store_name: Callable[[], str], tmp_path: Path, prefetch: str
 ) -> None:
     name = store_name()
-    processes = start("killed", name, 3, tmp_path, HOW=how)
+    processes = start("interrupted", name, 2, tmp_path, PREFETCH=prefetch)
+    try:
+        (said,) = lines(processes[0])
+        assert said["waited_s"] < 5
+    finally:
+        processes[1].kill()
+        processes[1].communicate()
+        for rank in range(2):
+            Path(f"/dev/shm/geartrain.{name}-{rank}").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("how", "prefetch"), [("kill", "0"), ("kill", "2"), ("stop", "2")])
+def test_a_rank_killed_or_stopped_is_a_named_error_within_the_deadline(
+    store_name: Callable[[], str], tmp_path: Path, how: str, prefetch: str
+) -> None:
+    name = store_name()
+    processes = start("killed", name, 3, tmp_path, HOW=how, PREFETCH=prefetch)
     try:
         for rank in (0, 2):
             (said,) = lines(processes[rank])

@@ -2,13 +2,13 @@
 
 In synchronous data parallelism it does not matter which replica trains on which row of the global batch. `local_first`
 gives every replica rows of its own host as long as there are any; only what one host has too much of, and another too
-little, crosses the network: of n draws over W equal shards about 0.4 sqrt(n (W - 1)), the part of a multinomial draw above its
-mean, where `ordered`, which gives replica i the i-th slice, moves n (W - 1) / W.
+little, crosses the network: of n draws over W equal shards about 0.4 sqrt(n (W - 1)), the part of a multinomial draw
+above its mean, where `ordered`, which gives replica i the i-th slice, moves n (W - 1) / W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,44 +77,54 @@ def _local_first(
 ) -> NDArray[np.int64]:
     replica = np.full(len(shard), -1, np.int64)
     room = np.full(len(readers), per_replica, np.int64)
-    present = np.unique(shard).tolist()
-    most = max(len(reader.homes) for reader in readers)
-    for preference in range(most):
-        for number in present:
-            near = [
-                r
-                for r, reader in enumerate(readers)
-                if preference < len(reader.homes) and number in reader.homes[preference]
-            ]
-            _deal(np.flatnonzero((shard == number) & (replica < 0)), near, sizes, room, replica)
-    _deal(np.flatnonzero(replica < 0), list(range(len(readers))), sizes, room, replica)
+    near = _near(readers)
+    # Large atoms first: what is left of a replica is then a multiple of every smaller size.
+    for size in np.unique(sizes)[::-1].tolist():
+        waiting = np.flatnonzero(sizes == size)
+        for level in near:
+            waiting = waiting[replica[waiting] < 0]
+            for number, draws in _by_shard(waiting, shard):
+                if number in level:
+                    _deal(draws, level[number], size, room, replica)
+        waiting = waiting[replica[waiting] < 0]
+        _deal(waiting, np.arange(len(readers)), size, room, replica)
+    if (replica < 0).any():
+        raise ValueError(f"{np.count_nonzero(replica < 0)} draws found no replica with room for them")
     return replica
 
 
+def _by_shard(draws: NDArray[np.intp], shard: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.intp]]]:
+    """The draws of each shard, in order."""
+    if len(draws):
+        ordered = draws[np.argsort(shard[draws], kind="stable")]
+        numbers, starts = np.unique(shard[ordered], return_index=True)
+        yield from zip(numbers.tolist(), np.split(ordered, starts[1:]), strict=True)
+
+
+def _near(readers: Sequence[Reader]) -> list[dict[int, NDArray[np.int64]]]:
+    """For each preference, the replicas that have a shard at home, by shard."""
+    levels: list[dict[int, list[int]]] = []
+    for number, reader in enumerate(readers):
+        for preference, homes in enumerate(reader.homes):
+            if preference == len(levels):
+                levels.append({})
+            for shard in homes:
+                levels[preference].setdefault(shard, []).append(number)
+    return [{shard: np.array(replicas) for shard, replicas in level.items()} for level in levels]
+
+
 def _deal(
-    draws: NDArray[np.intp],
-    among: list[int],
-    sizes: NDArray[np.int64],
-    room: NDArray[np.int64],
-    replica: NDArray[np.int64],
+    draws: NDArray[np.intp], among: NDArray[np.int64], size: int, room: NDArray[np.int64], replica: NDArray[np.int64]
 ) -> None:
-    """Deals draws round among replicas, in order, until there is no room or no draw left."""
-    if not len(draws) or not among:
+    """Deals draws of one size round among replicas, in order, until there is no room or no draw left."""
+    if not len(draws):
         return
-    if (sizes == sizes[0]).all():
-        # Places that are free: the first of every replica, then the second of every replica, and so on.
-        free = room[among] // sizes[0]
-        turn = np.concatenate([np.arange(count) for count in free])
-        whose = np.repeat(among, free)
-        places = whose[np.argsort(turn, kind="stable")][: len(draws)]
-        replica[draws[: len(places)]] = places
-        np.subtract.at(room, places, sizes[0])
-        return
-    for draw in draws.tolist():  # a mixture with groups: few and of different sizes
-        best = max(among, key=lambda r: room[r])
-        if room[best] >= sizes[draw]:
-            replica[draw] = best
-            room[best] -= sizes[draw]
+    # Places that are free: the first of every replica, then the second of every replica, and so on.
+    free = room[among] // size
+    turn = np.arange(free.sum()) - np.repeat(np.cumsum(free) - free, free)
+    places = np.repeat(among, free)[np.argsort(turn, kind="stable")][: len(draws)]
+    replica[draws[: len(places)]] = places
+    room -= size * np.bincount(places, minlength=len(room))
 
 
 def _servers(
@@ -124,14 +134,21 @@ def _servers(
     servers: Sequence[Sequence[int]],
 ) -> NDArray[np.int64]:
     """A rank of the replica itself where one has the shard; the shard's ranks in turn otherwise."""
-    near = np.full((len(readers), len(servers)), -1, np.int64)
-    for r, reader in enumerate(readers):
-        for rank, homes in zip(reversed(reader.ranks), reversed(reader.homes), strict=True):
-            near[r, list(homes)] = rank
-    server = near[replica, shard]
-    for number in np.unique(shard[server < 0]).tolist():
-        far = np.flatnonzero((shard == number) & (server < 0))
-        server[far] = np.asarray(servers[number], np.int64)[np.arange(len(far)) % len(servers[number])]
+    # (replica, shard) pairs that are near, with the rank that makes them so; of several the one that reads most.
+    near = {
+        number * len(servers) + home: rank
+        for number, reader in enumerate(readers)
+        for rank, homes in zip(reversed(reader.ranks), reversed(reader.homes), strict=True)
+        for home in homes
+    }
+    pairs = np.array(sorted(near), np.int64)
+    ranks = np.array([near[pair] for pair in pairs.tolist()], np.int64)
+    wanted = replica * len(servers) + shard
+    at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+    server = np.where(pairs[at] == wanted, ranks[at], -1)
+    far = np.flatnonzero(server < 0)
+    for number, draws in _by_shard(far, shard):
+        server[draws] = np.asarray(servers[number], np.int64)[np.arange(len(draws)) % len(servers[number])]
     return server
 
 

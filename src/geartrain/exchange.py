@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import time
 import zlib
@@ -29,32 +30,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.assignment import Assignment, Reader, assign
+from geartrain.assignment import Assignment, assign
 from geartrain.batch import Batch
-from geartrain.errors import EmptyStoreError, PeerLostError, RanksDisagreeError, SchemaError
+from geartrain.errors import EmptyStoreError, NotEnoughRowsError, PeerLostError, RanksDisagreeError, SchemaError
 from geartrain.fetch import Plan, Raw
 from geartrain.keys import Keys
+from geartrain.members import Consumer, Members
 from geartrain.ranks import Bytes, Message, Ranks
-from geartrain.sampling import Sampler
-from geartrain.selection import Again, Fifo, Mixture, Strategy, Weighted, at_step
-from geartrain.serving import Box, Consumer, Draws, Served, message_of, order_of
+from geartrain.sampling import MAX_ATTEMPTS, Sampler
+from geartrain.selection import Again, Fifo, Mixture, Strategy, Weighted, at_step, check_beta
+from geartrain.serving import Box, Draws, Served, message_of, order_of
 from geartrain.topology import Place
-from geartrain.totals import NO_ROW, Chosen, Shard, check_strategy, select_shards
+from geartrain.totals import NO_ROW, Chosen, Shard, check_strategy, draw_again, is_independent, select_shards, totals_of
+from geartrain.updates import Update, send_updates
 
 State = list[dict[str, int]]
 
-# A weight to be set, as it travels to the shard.
-UPDATE = np.dtype([("part", "<u4"), ("row", "<u4"), ("generation", "<u4"), ("reserved", "<u4"), ("priority", "<f8")])
-# What each rank tells first; then, per store, its count, its next sequence number and its last sequence used.
+# What each rank tells first; then, per store, six numbers (`_about_store`).
 HEAD = ("fingerprint", "step", "updates")
-
-
-@dataclass(frozen=True)
-class Update:
-    """Priorities that a consumer has given to rows of its batch."""
-
-    keys: Keys
-    priorities: NDArray[np.float64]
+PER_STORE = 5
 
 
 @dataclass
@@ -70,15 +64,6 @@ class Traffic:
     exchange_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Store:
-    """One of the stores of the job (several for a mixture), as sharded over its ranks."""
-
-    shard_of: list[int]  # by rank: which shard it has attached
-    servers: list[list[int]]  # by shard: the ranks that have
-    first: int  # number of its first shard among those of all stores
-
-
 class RankedMaker:
     """Makes this rank's part of the batch of each step, together with all other ranks.
 
@@ -90,6 +75,7 @@ class RankedMaker:
         place: where this rank stands in it.
         assignment: "local_first" or "ordered".
         inputs, targets: fields for the first and the last stage of a pipeline.
+        job: further settings that all ranks must have alike.
 
     Raises:
         RanksDisagreeError: the ranks do not agree on strategy, seed, schema or sizes.
@@ -106,6 +92,7 @@ class RankedMaker:
         assignment: Assignment,
         inputs: Sequence[str],
         targets: Sequence[str],
+        job: Mapping[str, Any],
     ) -> None:
         for sampler in samplers:
             check_strategy(sampler.strategy)
@@ -119,113 +106,73 @@ class RankedMaker:
         self.made = 0
         self._assignment: Assignment = assignment
         self._after = [0 for _ in samplers]  # sequence numbers used to replace lost rows, for FIFO
-        wanted = (inputs if place.is_head else ()), (targets if place.is_tail else ())
-        mine = tuple(dict.fromkeys([*wanted[0], *wanted[1]]))
-        everyone = self._introduce(mine)
-        self._stores = [self._map_store(number, everyone) for number in range(len(samplers))]
-        self._consumers = _consumers(everyone)
-        self.readers = self._map_readers(everyone)
-        replicas = len(self.readers)
-        if batch_size % replicas:
-            raise SchemaError(
-                f"a global batch of {batch_size} rows cannot be shared out to {replicas} data-parallel replicas evenly"
-            )
-        self.rows_per_replica = batch_size // replicas
-        for sampler in samplers:
-            if self.rows_per_replica % sampler.atom:
-                raise SchemaError(
-                    f"{self.rows_per_replica} rows a replica do not hold whole groups of {sampler.atom}; choose a "
-                    f"batch_size that is a multiple of {sampler.atom * replicas}"
-                )
-        # The memory format of what a consumer gets, by its fields; the plan of the first store serves for all of them.
-        self._plans = [
-            {
-                consumer.fields: sampler.plan.of_fields(consumer.fields)
-                for consumer in self._consumers
-                if consumer.fields
-            }
-            for sampler in samplers
-        ]
-        self._me = next((c for c in self._consumers if c.rank == ranks.rank or ranks.rank in c.peers), None)
+        self._spent: list[list[tuple[NDArray[np.uint32], NDArray[np.uint32]]]] = [[] for _ in samplers]
+        self._random = all(is_independent(sampler.strategy) and not sampler.limited for sampler in samplers)
+        mine = [*(inputs if place.is_head else ()), *(targets if place.is_tail else ())]
+        fields = tuple(dict.fromkeys(mine))
+        plan = samplers[0].plan
+        job = self._job() | dict(job)
+        self._fingerprint = zlib.crc32(json.dumps(job, sort_keys=True).encode())
+        self.members = Members(
+            ranks,
+            place,
+            job,
+            [sampler.plan.store.native.describe()["store_id"] for sampler in samplers],
+            fields,
+            sum(plan.row_bytes(name) for name in fields),
+        )
+        self._check_sizes()
+        # The memory format of what a consumer gets, by its fields; the plans of the first store serve for all of them.
+        wanted = {consumer.fields for consumer in self.members.consumers if consumer.fields}
+        self._plans = [{names: sampler.plan.of_fields(names) for names in wanted} for sampler in samplers]
 
     # --- setting up -----------------------------------------------------------------------------------------------
 
-    def _introduce(self, fields: tuple[str, ...]) -> list[dict[str, Any]]:
-        """What every rank is and takes the job to be; raises when they do not agree."""
+    def _job(self) -> dict[str, Any]:
+        """What this rank takes the job to be, as words that two processes agree on."""
         job: dict[str, Any] = {
-            "seed": self.selection.seed,
+            "seed": int(self.selection.seed),
             "strategy": describe_strategy(self.selection),
-            "batch_size": self.batch_size,
+            "batch_size": int(self.batch_size),
             "assignment": self._assignment,
         }
         for number, part in enumerate(self.parts):
             which = f" of store {number}" if len(self.parts) > 1 else ""
-            plan = part.plan
+            plan, options = part.plan, part.plan.store.options
             job |= {f"window{which}": plan.window, f"pad{which}": "left" if plan.pad_left else "right"}
-            job[f"weight_fraction_bits{which}"] = plan.store.options["weight_fraction_bits"]
+            job[f"min_rows{which}"] = int(part.min_rows)
+            for name in ("weight_fraction_bits", "max_times_sampled", "max_age_s"):
+                job[f"{name}{which}"] = options[name]
             for name, spec in plan.store.fields.items():
                 job[f"field {name!r}{which}"] = f"{spec.dtype} {spec.shape}{'' if spec.timed else ' without time'}"
-        self._fingerprint = zlib.crc32(json.dumps(job, sort_keys=True).encode())
-        about = {
-            "job": job,
-            "place": dataclasses.astuple(self.place),
-            "fields": fields,
-            "row_bytes": {
-                name: int(self.parts[0].plan.row_bytes(name)) for name in fields if name in self.parts[0].plan.names
-            },
-            "stores": [part.plan.store.native.describe()["store_id"] for part in self.parts],
-        }
-        everyone: list[dict[str, Any]] = self.ranks.gather_objects(about)
-        first = everyone[0]
-        for rank, other in enumerate(everyone):
-            for name in {**first["job"], **other["job"]}:
-                mine, theirs = first["job"].get(name, "missing"), other["job"].get(name, "missing")
-                if mine != theirs:
-                    raise RanksDisagreeError(f"{name} is {mine} on rank 0 and {theirs} on rank {rank}")
-            if other["place"][3:] != first["place"][3:]:
-                raise RanksDisagreeError(
-                    f"the mesh has (data, pipeline, tensor) sizes {first['place'][3:]} on rank 0 and "
-                    f"{other['place'][3:]} on rank {rank}"
-                )
-        places = [tuple(each["place"][:3]) for each in everyone]
-        if len(set(places)) != len(places) or len(places) != int(np.prod(first["place"][3:])):
-            raise RanksDisagreeError(
-                f"{len(places)} ranks stand at {len(set(places))} different places of a mesh of "
-                f"{' x '.join(map(str, first['place'][3:]))}"
+        return job
+
+    def _check_sizes(self) -> None:
+        replicas = len(self.members.readers)
+        if self.batch_size % replicas:
+            raise SchemaError(
+                f"a global batch of {self.batch_size} rows cannot be shared out to {replicas} data-parallel replicas "
+                f"evenly"
             )
-        return everyone
-
-    def _map_store(self, number: int, everyone: list[dict[str, Any]]) -> _Store:
-        """Shards are numbered in the order of the lowest ranks that have them attached."""
-        ids = [each["stores"][number] for each in everyone]
-        order = list(dict.fromkeys(ids))
-        shard_of = [order.index(each) for each in ids]
-        servers = [[rank for rank, each in enumerate(shard_of) if each == shard] for shard in range(len(order))]
-        return _Store(shard_of, servers, number and self._shards_before(number, everyone))
-
-    @staticmethod
-    def _shards_before(number: int, everyone: list[dict[str, Any]]) -> int:
-        return sum(len({each["stores"][before] for each in everyone}) for before in range(number))
-
-    def _map_readers(self, everyone: list[dict[str, Any]]) -> list[Reader]:
-        readers = []
-        for replica in range(everyone[0]["place"][3]):
-            ranks = [c.rank for c in self._consumers if c.replica == replica and c.fields]
-            ranks.sort(key=lambda rank: (-sum(everyone[rank]["row_bytes"].values()), rank))
-            if not ranks:
-                raise SchemaError(f"replica {replica} has no rank that reads anything; name inputs or targets")
-            homes = [frozenset(store.first + store.shard_of[rank] for store in self._stores) for rank in ranks]
-            readers.append(Reader(tuple(ranks), tuple(homes)))
-        return readers
-
-    def _leads(self, number: int) -> bool:
-        """Whether this rank speaks for its shard of a store."""
-        store = self._stores[number]
-        return store.servers[store.shard_of[self.ranks.rank]][0] == self.ranks.rank
+        self.rows_per_replica = self.batch_size // replicas
+        sizes = sorted({sampler.atom for sampler in self.parts})
+        for size in sizes:
+            if self.rows_per_replica % size:
+                raise SchemaError(
+                    f"{self.rows_per_replica} rows a replica do not hold whole groups of {size}; choose a batch_size "
+                    f"that is a multiple of {size * replicas}"
+                )
+        for small, large in itertools.pairwise(sizes):
+            if large % small:
+                raise SchemaError(
+                    f"groups of {small} and of {large} rows cannot fill a replica together; one must divide the other"
+                )
+        if len(sizes) > 1 and self._assignment == "ordered" and replicas > 1:
+            raise SchemaError("slices of a mixture with groups would cut groups; use assignment='local_first'")
 
     # --- a batch --------------------------------------------------------------------------------------------------
 
-    def make(self, step: int, state: State, updates: Sequence[Update] = ()) -> tuple[Batch, State]:
+    def make(self, step: int, state: State, updates: list[Update]) -> tuple[Batch, State]:
         """This rank's part of the batch of a step, and the strategies' state after it.
 
         Raises:
@@ -233,29 +180,36 @@ class RankedMaker:
             PeerLostError: a rank failed or is gone; the replay is over.
         """
         began_s = time.perf_counter()
-        try:
-            made = self._make(step, state, updates)
-        except _AgreedError as error:
-            raise error.error from None
-        except BaseException as error:
-            # The job is over and may be restarted: what is in shared memory stays, to be adopted.
-            for part in self.parts:
-                part.plan.store.native.keep_segment()
-            if not isinstance(error, PeerLostError):
-                self.ranks.fail(f"{type(error).__name__}: {error}")
-            raise
+        made: tuple[Batch, State] = self._or_leave(lambda: self._make(step, state, updates))
         self.make_s += time.perf_counter() - began_s
         self.made += 1
         return made
 
-    def _make(self, step: int, state: State, updates: Sequence[Update]) -> tuple[Batch, State]:
+    def settle(self, step: int, updates: list[Update]) -> None:
+        """Steps 1 and 2 alone: sets the weights that were given. Raises `PeerLostError`."""
+        self._or_leave(lambda: self._set_weights(self._heads(step, updates), step, updates))
+
+    def _or_leave(self, body: Callable[[], Any]) -> Any:
+        """Runs a piece of the protocol; whoever fails in the middle of it tells the others and leaves."""
+        try:
+            return body()
+        except _AgreedError as error:
+            raise error.error from None
+        except PeerLostError as error:
+            self.leave(str(error))
+            raise
+        except BaseException as error:
+            self.leave(f"{type(error).__name__}: {error}")
+            raise
+
+    def _make(self, step: int, state: State, updates: list[Update]) -> tuple[Batch, State]:
         began_s, sent = time.perf_counter(), self.ranks.sent_bytes
         quotas = (
             self.selection.quotas(self.batch_size, step) if isinstance(self.selection, Mixture) else [self.batch_size]
         )
-        counts, state = self._meet(step, state, updates)
-        chosen = [self._choose(number, quota, step, state) for number, quota in enumerate(quotas)]
-        state = [old if each is None else {**old, **each.state} for old, each in zip(state, chosen, strict=True)]
+        counts, state, totals = self._meet(step, state, updates)
+        chosen = [self._choose(number, quota, step, state, totals[number]) for number, quota in enumerate(quotas)]
+        state = [old if each is None else each.state for old, each in zip(state, chosen, strict=True)]
         self.traffic.selection_bytes += self.ranks.sent_bytes - sent
         selected_s = time.perf_counter()
         draws = self._assign(chosen, quotas)
@@ -271,38 +225,62 @@ class RankedMaker:
         self.traffic.exchange_s += ended_s - served_s
         return batch, state
 
-    def _meet(self, step: int, state: State, updates: Sequence[Update]) -> tuple[list[int], State]:
-        """Steps 1 and 2: nobody draws before everybody is here, and all weights that were given are set.
-
-        Returns the number of selectable rows of each store, and the state with what ranks did on their own.
-        """
-        for number, part in enumerate(self.parts):
-            if self._leads(number):
-                part.expire()
+    def _heads(self, step: int, updates: Sequence[Update]) -> NDArray[np.int64]:
         head = [self._fingerprint, step, sum(len(update.keys) for update in updates)]
         for number, part in enumerate(self.parts):
             native = part.plan.store.native
-            head += [native.committed_count(), native.next_sequence(), self._after[number]]
-        heads = self._gather(np.array(head, np.int64))
+            if self.members.leads(number):
+                part.expire()
+            # Everybody has read the rows of the batch before by now, or will not get them.
+            for keys in self._spent[number]:
+                part.release(*keys)
+            self._spent[number].clear()
+            told = totals_of(part.strategy, part.candidates)
+            totals = [] if told is None else [int(each) for each in told.astype(np.int64)]
+            head += [native.committed_count(), native.next_sequence(), self._after[number], *(totals or [0, 0])]
+        heads = self.members.gather(np.array(head, np.int64))
         self._check_heads(heads, step)
-        if heads[:, 2].any():
-            self._send_updates(updates)
-        counts = []
+        return heads
+
+    def _set_weights(self, heads: NDArray[np.int64], step: int, updates: list[Update]) -> bool:
+        """Whether any weight was set."""
+        if not heads[:, 2].any():
+            return False
+        for number, part in enumerate(self.parts):
+            part.follow_exponent(step, apply=self.members.leads(number))
+        send_updates(self.members, self.parts, updates)
+        updates.clear()  # so that nobody sends them again when this batch cannot be made
+        return True
+
+    def _meet(
+        self, step: int, state: State, updates: list[Update]
+    ) -> tuple[list[int], State, list[NDArray[np.uint64] | None]]:
+        """Steps 1 and 2: nobody draws before everybody is here, and all weights that were given are set.
+
+        Returns the number of selectable rows of each store, the state with what ranks did on their own, and the totals
+        of each store's shards where these are known by now.
+        """
+        heads = self._heads(step, updates)
+        changed = self._set_weights(heads, step, updates)
+        counts: list[int] = []
+        known: list[NDArray[np.uint64] | None] = []
         state = [dict(each) for each in state]
-        for number, (part, store) in enumerate(zip(self.parts, self._stores, strict=True)):
-            count, sequence, after = heads[:, len(HEAD) + 3 * number :].T[:3]
-            if self._leads(number):
+        for number, (part, store) in enumerate(zip(self.parts, self.members.stores, strict=True)):
+            at = len(HEAD) + PER_STORE * number
+            count, sequence, after = heads[:, at : at + 3].T
+            if self.members.leads(number):
                 part.plan.store.native.advance_sequence(int(sequence.max()))
-            part.follow_exponent(step, apply=self._leads(number))
-            counts.append(int(count[[servers[0] for servers in store.servers]].sum()))
+            counts.append(int(count[store.leaders].sum()))
+            told = not changed and totals_of(part.strategy, part.candidates) is not None
+            known.append(heads[store.leaders, at + 3 : at + 5].astype(np.uint64) if told else None)
             if isinstance(part.strategy, Fifo):
                 for rank, used in enumerate(after.tolist()):
                     if used:
-                        name = f"after/{store.shard_of[rank]}"
+                        name = f"after/{store.of_rank[rank]}"
                         state[number][name] = max(state[number].get(name, 0), used)
         for part, count in zip(self.parts, counts, strict=True):
             self._agreed(functools.partial(part.check_count, count))
-        return counts, state
+        return counts, state, known
 
     def _check_heads(self, heads: NDArray[np.int64], step: int) -> None:
         for rank, (fingerprint, other_step) in enumerate(heads[:, :2].tolist()):
@@ -316,53 +294,55 @@ class RankedMaker:
                     f"and load their state, together"
                 )
 
-    def _send_updates(self, updates: Sequence[Update]) -> None:
-        """Each update goes to the rank that leads its row's shard, which sets the weights in the order of ranks."""
-        keys = Keys.join([update.keys for update in updates]) if updates else Keys.empty().of_shard(0)
-        priorities = np.concatenate([update.priorities for update in updates]) if updates else np.empty(0)
-        assert keys.shard is not None
-        records = np.zeros(len(keys), UPDATE)
-        leader = np.zeros(len(keys), np.int64)
-        for number, store in enumerate(self._stores):
-            for shard, servers in enumerate(store.servers):
-                here = keys.shard == store.first + shard
-                records["part"][here], leader[here] = number, servers[0]
-        records["row"], records["generation"], records["priority"] = keys.row, keys.generation, priorities
-        size = self.ranks.size
-        counts = self._gather(np.bincount(leader, minlength=size).astype(np.int64))
-        to_me = counts[:, self.ranks.rank]
-        inboxes = [np.empty(count, UPDATE) for count in to_me.tolist()]
-        outboxes = [np.ascontiguousarray(records[leader == rank]) for rank in range(size)]
-        inboxes[self.ranks.rank] = outboxes[self.ranks.rank]
-        others = [rank for rank in range(size) if rank != self.ranks.rank]
-        self.ranks.exchange(
-            [(rank, outboxes[rank].view(np.uint8)) for rank in others],
-            [(rank, inboxes[rank].view(np.uint8)) for rank in others],
-        )
-        every = np.concatenate(inboxes)
-        for number, part in enumerate(self.parts):
-            mine = every[every["part"] == number]
-            if len(mine):
-                weights = np.abs(mine["priority"]) ** part.exponent
-                part.plan.store.update_weights(Keys(mine["row"], mine["generation"]), weights)
-
-    def _choose(self, number: int, quota: int, step: int, state: State) -> Chosen | None:
+    def _choose(
+        self, number: int, quota: int, step: int, state: State, totals: NDArray[np.uint64] | None
+    ) -> Chosen | None:
+        """Step 3, for one store."""
         if quota == 0:
             return None
-        part, store = self.parts[number], self._stores[number]
-        leaders = [servers[0] for servers in store.servers]
-
-        def gather(mine: NDArray[Any]) -> NDArray[Any]:
-            return self._gather(mine)[leaders]
-
-        shard = Shard(part.candidates, store.shard_of[self.ranks.rank], len(leaders), gather)
+        part, store = self.parts[number], self.members.stores[number]
+        shard = Shard(
+            part.candidates,
+            store.of_rank[self.ranks.rank],
+            len(store.servers),
+            functools.partial(self.members.gather_shards, number),
+            self.members.leads(number),
+            functools.partial(self.members.tell, number),
+            part.limited,
+            totals,
+        )
         chosen: Chosen = self._agreed(lambda: select_shards(part.strategy, shard, quota, step, state[number] or None))
-        return chosen
+        return self._count_samples(number, shard, chosen, step) if part.limited else chosen
 
-    def _gather(self, mine: NDArray[Any]) -> NDArray[Any]:
-        mine = np.ascontiguousarray(mine)
-        every = self.ranks.gather(mine.reshape(-1).view(np.uint8))
-        return np.ascontiguousarray(every).view(mine.dtype).reshape(self.ranks.size, *mine.shape)
+    def _count_samples(self, number: int, shard: Shard, chosen: Chosen, step: int) -> Chosen:
+        """Counts samples in a store that limits them, before the rows are read; draws that came too late are redrawn.
+
+        The leader counts for its shard, and holds rows on their last sample until everybody has read them.
+        """
+        part = self.parts[number]
+        shard = dataclasses.replace(shard, totals=None)
+        open_draws = np.arange(len(chosen.shard))
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            refused = np.zeros(len(chosen.shard), bool)
+            if shard.leads:
+                mine = open_draws[chosen.shard[open_draws] == shard.number]
+                found = mine[chosen.rows[mine] != NO_ROW]
+                keys = np.ascontiguousarray(chosen.rows[found]), np.ascontiguousarray(chosen.generations[found])
+                refused[mine] = True
+                refused[found] = ~part.count_samples(*keys)
+                self._spent[number].append(keys)
+            bits = np.bitwise_or.reduce(shard.gather(np.packbits(refused)), axis=0)
+            open_draws = np.flatnonzero(np.unpackbits(bits, count=len(refused)))
+            if not len(open_draws):
+                return chosen
+            if not is_independent(part.strategy):
+                chosen.rows[open_draws] = NO_ROW  # whoever reads them finds others
+                return chosen
+            part.note_lost(len(open_draws), attempt)
+            chosen = self._agreed(
+                functools.partial(draw_again, part.strategy, shard, chosen, open_draws, attempt, step)
+            )
+        raise AssertionError("unreachable")
 
     @staticmethod
     def _agreed(body: Callable[[], Any]) -> Any:
@@ -377,20 +357,17 @@ class RankedMaker:
     def _assign(self, chosen: Sequence[Chosen | None], quotas: Sequence[int]) -> Draws:
         """Step 4, for the draws of all stores one after the other."""
         part = np.repeat(np.arange(len(quotas)), quotas)
+        stores = self.members.stores
         shard = np.concatenate(
-            [each.shard + store.first for each, store in zip(chosen, self._stores, strict=True) if each is not None]
+            [each.shard + store.first for each, store in zip(chosen, stores, strict=True) if each is not None]
         )
-        atom = None
-        if any(sampler.atom > 1 for sampler in self.parts):
-            sizes = np.repeat([sampler.atom for sampler in self.parts], quotas)
-            atom = np.cumsum(_starts_of_atoms(part, sizes)) - 1
-        servers = [servers for store in self._stores for servers in store.servers]
-        assigned = assign(shard, self.readers, servers, self._assignment, atom)
+        sizes = np.repeat([sampler.atom for sampler in self.parts], quotas)
+        servers = [servers for store in stores for servers in store.servers]
+        assigned = assign(shard, self.members.readers, servers, self._assignment, _atoms(part, sizes))
         # Each replica's rows lie in its batch in the order of draws.
+        order = np.argsort(assigned.replica, kind="stable")
         place = np.empty(len(part), np.int64)
-        for replica in range(len(self.readers)):
-            its = np.flatnonzero(assigned.replica == replica)
-            place[its] = np.arange(len(its))
+        place[order] = np.arange(len(part)) % self.rows_per_replica
         first = np.concatenate([[0], np.cumsum(quotas)]).astype(np.int64)
         return Draws(part, shard, assigned.replica, assigned.server, place, first)
 
@@ -398,17 +375,17 @@ class RankedMaker:
         """A place for the rows that this rank reads for each consumer, and for its own batch."""
         boxes: dict[int, Box] = {}
         rank = self.ranks.rank
-        served = draws.server == rank
+        counts = np.bincount(draws.replica[draws.server == rank], minlength=len(self.members.readers))
         mine: Box | None = None
-        for consumer in self._consumers:
+        for consumer in self.members.consumers:
             if not consumer.fields:
                 continue
             plan = self._plans[0][consumer.fields]
             if consumer.rank == rank:
                 mine = Box(plan, self.rows_per_replica, plan.empty(self.rows_per_replica))
                 boxes[rank] = mine
-            elif count := int(np.count_nonzero(served & (draws.replica == consumer.replica))):
-                boxes[consumer.rank] = Box(plan, count)
+            elif counts[consumer.replica]:
+                boxes[consumer.rank] = Box(plan, int(counts[consumer.replica]))
         return boxes, mine
 
     # --- reading --------------------------------------------------------------------------------------------------
@@ -426,14 +403,29 @@ class RankedMaker:
         Returns the lowest probability among the rows it read, for each store.
         """
         lowest = [np.inf for _ in self.parts]
+        failed: EmptyStoreError | None = None
         for number, each in enumerate(chosen):
             if each is None:
                 continue
             here = np.flatnonzero((draws.part == number) & (draws.server == self.ranks.rank))
             if len(here):
                 rows = Served(each, here - draws.first[number])
-                self._read(number, rows, here, step, state[number], draws, boxes)
+                try:
+                    self._read(number, rows, here, step, state[number], draws, boxes)
+                except EmptyStoreError as error:
+                    if self._random:
+                        raise
+                    failed = error
                 lowest[number] = float(rows.probability.min())
+        if not self._random:
+            # No other row may be left to take a lost one's place; then there is no batch, for anybody.
+            flags = self.members.gather(np.array([failed is not None]))[:, 0]
+            if flags.any():
+                rank = int(np.flatnonzero(flags)[0])
+                raise _AgreedError(
+                    failed
+                    or NotEnoughRowsError(f"rank {rank} found no other rows in its shard for those that were lost")
+                )
         return lowest
 
     def _read(
@@ -446,15 +438,15 @@ class RankedMaker:
         draws: Draws,
         boxes: Mapping[int, Box],
     ) -> None:
-        sampler, store = self.parts[number], self._stores[number]
+        sampler, store = self.parts[number], self.members.stores[number]
         orders = [
             order
-            for consumer in self._consumers
+            for consumer in self.members.consumers
             if consumer.rank in boxes
             for order in [order_of(consumer, boxes[consumer.rank], here, draws, self.ranks.rank)]
             if len(order.index)
         ]
-        shard = store.first + store.shard_of[self.ranks.rank]
+        shard = store.first + store.of_rank[self.ranks.rank]
         pending = np.arange(len(here))
         attempt = 0
         while len(pending):
@@ -462,7 +454,8 @@ class RankedMaker:
             keys = rows.rows[found], rows.generations[found]
             torn = np.zeros(len(here), np.uint8)
             torn[pending] = 1
-            torn[found] = ~sampler.count_samples(*keys)
+            counted = sampler.limited and attempt == 0  # by the shard's leader
+            torn[found] = 0 if counted else ~sampler.count_samples(*keys)
             ends = None
             placed = sampler.ends(step, attempt, rows.numbers[found].astype(np.uint32), keys[0])
             if placed is not None:
@@ -470,7 +463,8 @@ class RankedMaker:
                 ends[found] = placed
             for order in orders:
                 torn[order.read(self._plans[number], rows, found, ends, shard)] = 1
-            sampler.release(*keys)
+            if not counted:
+                sampler.release(*keys)
             lost = sampler.with_atoms(torn)
             if not len(lost):
                 return
@@ -483,11 +477,16 @@ class RankedMaker:
         self, number: int, rows: Served, lost: NDArray[np.intp], attempt: int, step: int, state: dict[str, int]
     ) -> None:
         """Replaces rows of this rank's shard that were lost, by others of the same shard."""
-        sampler, store = self.parts[number], self._stores[number]
-        cursor = state.get(f"after/{store.shard_of[self.ranks.rank]}")
+        sampler, store = self.parts[number], self.members.stores[number]
+        shard = store.of_rank[self.ranks.rank]
+        cursor = state.get(f"after/{shard}")
         numbers = rows.numbers[lost].astype(np.uint32)
-        again = Again(attempt, numbers, rows.kept(lost))
-        mine = sampler.draw(rows.n, step, {} if cursor is None else {"after": cursor}, again)
+        # Ranks that share the shard draw under different attempts, so as not to find the same rows.
+        servers = store.servers[shard]
+        turn = (attempt - 1) * len(servers) + servers.index(self.ranks.rank) + 1
+        mine = sampler.draw(
+            rows.n, step, {} if cursor is None else {"after": cursor}, Again(turn, numbers, rows.kept(lost))
+        )
         rows.replace(lost, mine)
         if isinstance(sampler.strategy, Fifo):
             self._after[number] = max(self._after[number], mine.state["after"])
@@ -504,8 +503,8 @@ class RankedMaker:
                 sends.append((peer, box.message))
                 self.traffic.sent_bytes += sum(array.nbytes for array in box.arrays)
         letters: list[tuple[int, Bytes, list[Any], NDArray[Any], NDArray[np.int64]]] = []
-        if mine is not None and self._me is not None:
-            its = draws.replica == self._me.replica
+        if mine is not None and self.members.me is not None:
+            its = draws.replica == self.members.me.replica
             for peer in np.unique(draws.server[its]).tolist():
                 places = draws.place[its & (draws.server == peer)]
                 if peer == rank:
@@ -530,23 +529,25 @@ class RankedMaker:
         ]
         if all(beta is None for beta in betas):
             return None
-        lowest_of_all = self._gather(np.array(lowest)).min(0)
+        lowest_of_all = self.members.gather(np.array(lowest)).min(0)
         if mine is None:
             return None
         importance = np.ones(mine.n)
-        assert self._me is not None
-        its = np.flatnonzero(draws.replica == self._me.replica)
+        assert self.members.me is not None
+        its = np.flatnonzero(draws.replica == self.members.me.replica)
         for number, (beta, count) in enumerate(zip(betas, counts, strict=True)):
             places = draws.place[its[draws.part[its] == number]]
             if beta is not None and len(places):
                 probability = np.concatenate([mine.books["probability"][places], lowest_of_all[[number]]])
-                weights = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -at_step(beta, step)
+                weights = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -check_beta(
+                    at_step(beta, step)
+                )
                 importance[places] = weights[:-1] / weights[-1]
         return importance
 
     def _hand_out(self, mine: Box | None, draws: Draws, importance: NDArray[np.float64] | None, step: int) -> Batch:
         """Step 7: the batch, for this rank and its tensor-parallel peers."""
-        me = self._me
+        me = self.members.me
         if me is None or not me.fields:
             self._pass_on(None, None, None)
             return _empty_batch(self.parts[0].plan, step)
@@ -569,8 +570,8 @@ class RankedMaker:
             np.ascontiguousarray(books["version"]),
             0,
         )
-        keys = Keys(books["row"], books["generation"], books["shard"].astype(np.uint16))
-        its = np.flatnonzero(draws.replica == me.replica)
+        its = np.flatnonzero(draws.replica == me.replica).astype(np.int64)
+        keys = Keys(books["row"], books["generation"], books["shard"].astype(np.uint16), its)
         batch = plan.batch(
             raw,
             keys,
@@ -578,11 +579,11 @@ class RankedMaker:
             weights if len(weights) else None,
             step,
         )
-        return dataclasses.replace(batch, draw=plan.book(its.astype(np.int64)))
+        return dataclasses.replace(batch, draw=plan.book(its))
 
     def _pass_on(self, me: Consumer | None, mine: Box | None, weights: NDArray[np.float64] | None) -> None:
         """The batch from the first of the tensor-parallel peers to the others."""
-        if not any(consumer.peers for consumer in self._consumers):
+        if not any(consumer.peers for consumer in self.members.consumers):
             return
         sends: list[Message] = []
         receives: list[Message] = []
@@ -596,12 +597,30 @@ class RankedMaker:
                 self.traffic.received_bytes += sum(array.nbytes for array in mine.arrays)
         self.ranks.exchange(sends, receives)
 
+    def check_update(self, keys: Keys, priorities: NDArray[np.float64]) -> None:
+        """Raises `SchemaError` for weights that cannot be set."""
+        if not np.isfinite(priorities).all():
+            raise SchemaError(f"priority {np.flatnonzero(~np.isfinite(priorities))[0]} is not finite")
+        if len(keys) and (keys.shard is None or int(keys.shard.max()) >= self.members.shards):
+            raise SchemaError("these keys do not tell a shard of this replay; use the rows of its batches")
+
     def rewind(self) -> None:
         """Forgets what later batches had used, before the state of an earlier one is loaded."""
         self._after = [0 for _ in self.parts]
 
+    def leave(self, reason: str) -> None:
+        """Ends the group at once, telling the others why; what is in shared memory stays."""
+        for part in self.parts:
+            part.plan.store.native.keep_segment()
+        self.ranks.fail(reason)
+
     def close(self) -> None:
-        """Leaves the group."""
+        """Leaves the group in good order."""
+        for number, part in enumerate(self.parts):
+            for keys in self._spent[number]:
+                if not part.plan.store.closed:
+                    part.release(*keys)
+            self._spent[number].clear()
         self.ranks.close()
 
 
@@ -610,23 +629,13 @@ class _AgreedError(Exception):
         self.error = error
 
 
-def _consumers(everyone: list[dict[str, Any]]) -> list[Consumer]:
-    """The ranks with tensor-parallel number 0, in the order of ranks."""
-    made = []
-    for rank, each in enumerate(everyone):
-        dp, pp, tp = each["place"][:3]
-        if tp == 0:
-            peers = [
-                r for r, other in enumerate(everyone) if tuple(other["place"][:2]) == (dp, pp) and other["place"][2]
-            ]
-            made.append(Consumer(rank, dp, tuple(each["fields"]), tuple(peers)))
-    return made
-
-
-def _starts_of_atoms(part: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _atoms(part: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """A number for each draw that it shares with those it stands and falls with; None when all stand alone."""
+    if (sizes == 1).all():
+        return None
     index = np.arange(len(part)) - np.searchsorted(part, part)
-    starts: NDArray[np.bool_] = index % sizes == 0
-    return starts
+    atoms: NDArray[np.int64] = np.cumsum(index % sizes == 0) - 1
+    return atoms
 
 
 def _flat(array: NDArray[Any]) -> Bytes:
@@ -650,12 +659,17 @@ def describe_strategy(selection: Strategy | Mixture) -> str:
         return f"Mixture([{shares}], [{', '.join(describe_strategy(each) for each in selection.strategies)}])"
     if not dataclasses.is_dataclass(selection):
         return type(selection).__qualname__
-    settings = []
-    for field in dataclasses.fields(selection):
-        value = getattr(selection, field.name)
-        named = callable(value) and not dataclasses.is_dataclass(value)
-        settings.append(f"{field.name}={getattr(value, '__qualname__', type(value).__name__) if named else value!r}")
+    settings = [f"{field.name}={_in_words(getattr(selection, field.name))}" for field in dataclasses.fields(selection)]
     return f"{type(selection).__qualname__}({', '.join(settings)})"
+
+
+def _in_words(value: Any) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [f"{field.name}={_in_words(getattr(value, field.name))}" for field in dataclasses.fields(value)]
+        return f"{type(value).__qualname__}({', '.join(parts)})"
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(value.item() if isinstance(value, np.generic) else value)
 
 
 __all__ = ["RankedMaker", "Traffic", "Update", "describe_strategy"]

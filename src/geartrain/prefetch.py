@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from geartrain.errors import WaitTimeoutError
@@ -33,6 +34,7 @@ class Prefetcher(Generic[Item]):
         self._ready: queue.SimpleQueue[Item | BaseException] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._stopping = False
+        self._left: list[Any] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -54,26 +56,39 @@ class Prefetcher(Generic[Item]):
         """Whether the thread belongs to this process, and not to the one it was forked from."""
         return self._pid == os.getpid()
 
-    def stop(self, timeout_s: float, *, finish: bool = False) -> None:
+    def stop(self, timeout_s: float, *, finish: bool = False) -> list[Any]:
         """Ends the thread: after the item it is at, or, with `finish`, after all that was asked for.
 
-        A thread stuck in a strategy that never returns is left behind; it ends when it comes back.
+        Returns the orders of items that were not made. A thread stuck in a strategy that never returns is left behind;
+        it ends when it comes back.
         """
         if not self.is_mine():
-            return
+            return []
         self._stopping = not finish
         self._asked.put(None)
         if self._thread is not threading.current_thread():  # the collector may call this on the thread itself
             deadline_s = time.monotonic() + timeout_s
             self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        with suppress(queue.Empty):
+            while True:
+                asked = self._asked.get_nowait()
+                if asked is not None:
+                    self._left.append(asked[0])
+        if self._thread.is_alive():
+            self._asked.put(None)  # for when it comes back
+        return self._left
 
     def _run(self) -> None:
-        while (asked := self._asked.get()) is not None and not self._stopping:
+        while (asked := self._asked.get()) is not None:
+            if self._stopping:
+                self._left.append(asked[0])
+                return
             item: Item | BaseException
             try:
                 item = self._make(asked[0])
             except BaseException as error:
                 item = error
+                self._left.append(asked[0])
             del asked
             self._ready.put(item)
             if isinstance(item, BaseException):

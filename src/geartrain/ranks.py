@@ -14,21 +14,20 @@ others notice at once and can say what happened. A group that has lost a rank st
 
 from __future__ import annotations
 
-import itertools
+import os
 import pickle
 import threading
 import time
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.errors import PeerLostError, SchemaError
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 Bytes = NDArray[np.uint8]
 # Bytes for or from a rank.
@@ -111,18 +110,29 @@ def gather_by_doubling(ranks: Ranks, mine: Bytes) -> Bytes:
     In round k every rank passes on what it has to the rank 2^k before it, and has twice as much afterwards (Bruck et
     al., 1997). (size - 1) * n bytes leave every rank in all, whatever the number of rounds.
     """
-    size, rank = ranks.size, ranks.rank
-    have = np.empty((size, mine.size), np.uint8)
+    return gather_among(ranks, range(ranks.size), mine)
+
+
+def gather_among(ranks: Ranks, members: Sequence[int], mine: Bytes) -> Bytes:
+    """The same among some of the ranks, (len(members), n); all make the call, and the others get zeros."""
+    size = len(members)
+    have = np.zeros((size, mine.size), np.uint8)
+    at = members.index(ranks.rank) if ranks.rank in members else None
     have[0] = mine
     step = 1
     while step < size:
-        count = min(step, size - step)
-        ranks.exchange(
-            [((rank - step) % size, have[:count].reshape(-1))],
-            [((rank + step) % size, have[step : step + count].reshape(-1))],
-        )
+        if at is None:
+            ranks.exchange([], [])
+        else:
+            count = min(step, size - step)
+            ranks.exchange(
+                [(members[(at - step) % size], have[:count].reshape(-1))],
+                [(members[(at + step) % size], have[step : step + count].reshape(-1))],
+            )
         step *= 2
-    rolled: Bytes = np.roll(have, rank, axis=0)
+    if at is None:
+        return np.zeros_like(have)
+    rolled: Bytes = np.roll(have, at, axis=0)
     return rolled
 
 
@@ -137,7 +147,8 @@ def gather_pickled(ranks: Ranks, mine: Any) -> list[Any]:
     ]
 
 
-_groups_made = itertools.count()
+# How many groups these ranks have made in this process; the same number on all of them.
+_groups_made: Counter[tuple[int, ...]] = Counter()
 
 
 class TorchRanks:
@@ -150,6 +161,7 @@ class TorchRanks:
 
     Raises:
         SchemaError: there is no process group, or this rank is not a member.
+        PeerLostError: not all of them came in time.
     """
 
     def __init__(self, members: Sequence[int], timeout_s: float = 60.0) -> None:
@@ -170,16 +182,23 @@ class TorchRanks:
         self._timeout_s = timeout_s
         self._calls = 0
         self._broken: str | None = None
-        # Gloo sorts the members of a group; ours are numbered as they were given.
-        self._group: dist.ProcessGroup | None = dist.new_group(
-            sorted(self._members),
-            backend="gloo",
-            timeout=timedelta(seconds=timeout_s),
-            use_local_synchronization=True,
-            group_desc=f"geartrain-{next(_groups_made)}",
+        # Groups that torch makes are named by what else the process has made, which may differ between ranks, and a
+        # name is used again once its group is gone. Ours have names of their own, for ever.
+        key = tuple(self._members)
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        name = f"geartrain/{life}/{zlib.crc32(repr(key).encode()):08x}/{_groups_made[key]}"
+        _groups_made[key] += 1
+        self._store = dist.PrefixStore(  # type: ignore[attr-defined]
+            name, dist.distributed_c10d._get_default_store()
         )
-        get_store = getattr(self._group, "get_group_store", None)
-        self._store: Any = get_store() if get_store is not None else None
+        try:
+            self._group: Any = dist.ProcessGroupGloo(
+                self._store, self.rank, self.size, timedelta(seconds=max(timeout_s, 1e-3))
+            )
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"ranks {self._members} did not all meet within {timeout_s} s: {error}{_restart_hint()}"
+            ) from error
 
     def gather(self, mine: Bytes) -> Bytes:
         """See `Ranks`."""
@@ -191,17 +210,17 @@ class TorchRanks:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """See `Ranks`."""
-        if self._broken is not None:
-            raise PeerLostError(self._broken)
+        group = self._group
+        if self._broken is not None or group is None:
+            raise PeerLostError(self._broken or "this replay has left its group")
         import torch
-        import torch.distributed as dist
 
         self._calls += 1
         under_way: list[tuple[int, Any]] = []
         deadline_s = time.monotonic() + self._timeout_s
         peer = self.rank
         try:
-            for start, messages in ((dist.irecv, receives), (dist.isend, sends)):
+            for start, messages in ((group.recv, receives), (group.send, sends)):
                 numbers: dict[int, int] = {}
                 for peer, array in messages:
                     number = numbers[peer] = numbers.get(peer, -1) + 1
@@ -209,8 +228,7 @@ class TorchRanks:
                         raise SchemaError(f"at most {MAX_MESSAGES} messages a peer fit in one exchange")
                     if array.size:
                         tag = self._calls % 65536 * MAX_MESSAGES + number
-                        work = start(torch.from_numpy(array), self._members[peer], self._group, tag)
-                        under_way.append((peer, work))
+                        under_way.append((peer, start([torch.from_numpy(array)], peer, tag)))
             self.sent_bytes += sum(array.size for _, array in sends)
             for peer, work in under_way:  # noqa: B007  the error names the peer
                 work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
@@ -221,17 +239,13 @@ class TorchRanks:
         """See `Ranks`."""
         if self._broken is None:
             self._broken = self._leave_note(f"rank {self._members[self.rank]} gave up: {reason}")
-            self.close()
+        self.close()
 
     def close(self) -> None:
         """See `Ranks`."""
-        import torch.distributed as dist
-
-        group, self._group = self._group, None
         if self._broken is None:
             self._broken = "this replay has left its group"
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        self._group = None  # its connections close with it, which the others notice
 
     def _lost(self, peer: int, error: RuntimeError) -> NoReturn:
         timed_out = "imed out" in str(error)
@@ -250,8 +264,7 @@ class TorchRanks:
         notes = [note]
 
         def leave() -> None:
-            if self._store is not None:
-                notes.append(self._store.compare_set("geartrain-lost", "", note).decode())
+            notes.append(self._store.compare_set("lost", "", note).decode())
 
         # The key-value store may have died with the rank that kept it, and waits much longer than we do.
         thread = threading.Thread(target=_quietly, args=(leave,), daemon=True)
@@ -271,6 +284,15 @@ def join(group: Any, members: Sequence[int], timeout_s: float) -> Ranks:
     return TorchRanks(members, timeout_s)
 
 
+def _restart_hint() -> str:
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return ""
+    return (
+        " (this job was restarted by torchrun: ranks of its lives may mix up their addresses unless it is started with "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone or --rdzv-backend c10d)"
+    )
+
+
 def _quietly(body: Any) -> None:
     try:
         body()
@@ -278,4 +300,14 @@ def _quietly(body: Any) -> None:
         return
 
 
-__all__ = ["Bytes", "Message", "OneRank", "Ranks", "TorchRanks", "gather_by_doubling", "gather_pickled", "join"]
+__all__ = [
+    "Bytes",
+    "Message",
+    "OneRank",
+    "Ranks",
+    "TorchRanks",
+    "gather_among",
+    "gather_by_doubling",
+    "gather_pickled",
+    "join",
+]

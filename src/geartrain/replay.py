@@ -7,9 +7,10 @@ a row that was lost meanwhile is drawn again. All of it happens on a thread of i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,17 @@ from numpy.typing import ArrayLike
 
 from geartrain.assignment import ASSIGNMENTS, Assignment
 from geartrain.batch import Batch
-from geartrain.errors import SchemaError, StoreClosedError, WaitTimeoutError
-from geartrain.exchange import RankedMaker, Update
+from geartrain.errors import RanksDisagreeError, SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.exchange import RankedMaker
 from geartrain.fetch import As, Pad, Plan, Raw
 from geartrain.keys import Keys
 from geartrain.prefetch import Prefetcher
-from geartrain.ranks import join
+from geartrain.ranks import NOTE_S, Ranks, join
 from geartrain.sampling import Sampler
 from geartrain.selection import Mixture, Strategy
 from geartrain.store import Store
 from geartrain.topology import topology_of
+from geartrain.updates import Update
 
 # What every strategy has to know at its next step.
 State = list[dict[str, int]]
@@ -125,34 +127,32 @@ class Replay:
         self.selection = selection
         self.batch_size = batch_size
         self.steps = steps
-        parts: list[Sampler] = []
-        for each, strategy in zip(stores, strategies, strict=True):
-            plan = Plan.make(each, fields, window, pad, as_, threads)
-            if parts and plan.schema() != parts[0].plan.schema():
-                raise SchemaError(
-                    f"the fields of a mixture must be the same in all stores: {plan.schema()} in {each.name!r}, "
-                    f"{parts[0].plan.schema()} in {stores[0].name!r}"
-                )
-            limited = each.options["max_times_sampled"] is not None
-            least = (batch_size if limited else 1) if min_rows is None else min_rows
-            parts.append(Sampler(plan, strategy, least))
+        make = functools.partial(_samplers, stores, strategies, batch_size, fields, window, pad, as_, threads, min_rows)
         self._maker: _BatchMaker | RankedMaker
         if group is None and mesh is None:
-            self._maker = _BatchMaker(parts, selection, batch_size)
+            self._maker = _BatchMaker(make(), selection, batch_size)
         else:
             topology = topology_of(group, mesh)
-            names = parts[0].plan.names
-            self._maker = RankedMaker(
-                parts,
-                selection,
-                batch_size,
-                join(group, topology.members, timeout_s),
-                topology.place,
-                assignment,
-                names if inputs is None else inputs,
-                names if targets is None else targets,
-            )
-        self._state: State = [{} for _ in parts]
+            ranks = join(group, topology.members, timeout_s)
+            try:
+                parts = _together(ranks, make)
+                names = parts[0].plan.names
+                self._maker = RankedMaker(
+                    parts,
+                    selection,
+                    batch_size,
+                    ranks,
+                    topology.place,
+                    assignment,
+                    names if inputs is None else inputs,
+                    names if targets is None else targets,
+                    {"prefetch": prefetch, "steps": steps},
+                )
+            except BaseException:
+                if ranks is not group:
+                    ranks.close()
+                raise
+        self._state: State = [{} for _ in stores]
         self._updates: list[Update] = []
         self._prefetch = prefetch
         self._timeout_s = timeout_s
@@ -176,6 +176,9 @@ class Replay:
         self._restart()
         self._iteration += 1
         self._stop = None if self.steps is None else self._step + self.steps
+        if self._ranked and self._prefetch and self._stop != self._step:
+            # All ranks have to ask before any of them gets a batch, and engines may ask one after the other.
+            self._ask(self._taken_updates())
         return self._iterate(self._iteration, self._stop)
 
     def _iterate(self, iteration: int, stop: int | None) -> Iterator[Batch]:
@@ -194,16 +197,20 @@ class Replay:
         asked_s = time.perf_counter()
         if self._started_s is None:
             self._started_s = asked_s
-        updates, self._updates = self._updates, []
-        if self._prefetch == 0:
-            batch, state = self._maker.make(self._step, self._state, updates)
+        if self._prefetch == 0 and not self._ranked:
+            batch, state = self._maker.make(self._step, self._state, [])
         else:
             if self._ahead is not None and not self._ahead.is_mine():
                 self._restart()  # a forked child has none of its parent's threads
             try:
-                batch, state = self._ask(updates).get(self._timeout_s)
+                # Over ranks the thread has an answer in time, if only that one of them has none.
+                patience_s = self._timeout_s + (2 * NOTE_S if self._ranked else 0)
+                batch, state = self._ask(self._taken_updates()).get(patience_s)
             except WaitTimeoutError:
                 raise  # the batch is still being made: the next call may have it
+            except KeyboardInterrupt:
+                self._give_up("interrupted")
+                raise
             except BaseException:
                 self._restart()
                 raise
@@ -230,7 +237,7 @@ class Replay:
                 return made
 
             self._ahead = Prefetcher(make_next, "geartrain-prefetch")
-            self._finalizer = weakref.finalize(self, self._ahead.stop, self._timeout_s)
+            self._finalizer = weakref.finalize(self, self._ahead.stop, self._timeout_s, finish=self._ranked)
             self._asked = self._step - 1
         while self._asked < last:
             self._asked += 1
@@ -238,6 +245,14 @@ class Replay:
             updates = []
         self._updates = [*updates, *self._updates]  # with the next request, when this one asked for nothing
         return self._ahead
+
+    def _taken_updates(self) -> list[Update]:
+        updates, self._updates = self._updates, []
+        return updates
+
+    @property
+    def _ranked(self) -> bool:
+        return isinstance(self._maker, RankedMaker)
 
     def __len__(self) -> int:
         """Batches per iteration. Raises TypeError for an endless replay."""
@@ -266,10 +281,7 @@ class Replay:
         if values.shape != (len(rows),):
             raise SchemaError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
         if isinstance(self._maker, RankedMaker):
-            if not np.isfinite(values).all():
-                raise SchemaError(f"priority {np.flatnonzero(~np.isfinite(values))[0]} is not finite")
-            if len(rows) and rows.shard is None:
-                raise SchemaError("these keys do not tell their shard; use the rows of a batch of this replay")
+            self._maker.check_update(rows, values)
             self._updates.append(Update(rows, np.array(values)))
             return 0
         gone = 0
@@ -283,13 +295,30 @@ class Replay:
 
     # --- state and figures ----------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Brings the stores to where this replay stands, before they are saved. Every rank calls it.
+
+        Weights that were given are set, and batches that were prepared are dropped and will be drawn again, from the
+        stores as they are now. So this run goes on as one does that is resumed from what is saved now.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        self._restart()
+        if isinstance(self._maker, RankedMaker):
+            self._maker.settle(self._step, self._updates)
+            self._updates = []
+
     @property
     def step(self) -> int:
         """The number of the next batch."""
         return self._step
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on with the same batches, given the same rows, as a few numbers for JSON."""
+        """All that is needed to go on with the same batches, given the same rows, as a few numbers for JSON.
+
+        Where weights are updated, call `settle` first: it brings the rows' weights to where this state is.
+        """
         return {
             "seed": self.selection.seed,
             "step": self._step,
@@ -308,6 +337,7 @@ class Replay:
         if len(state["state"]) != len(self.stores):
             raise SchemaError(f"the state was taken with {len(state['state'])} stores, there are {len(self.stores)}")
         self._restart()
+        self._updates = []
         self._step = int(state["step"])
         self._state = [dict(each) for each in state["state"]]
         for part, exponent in zip(self._maker.parts, state["exponents"], strict=True):
@@ -366,11 +396,19 @@ class Replay:
     def _restart(self) -> None:
         if self._ahead is not None:
             # Other ranks make what was asked for as well, and need this one for it.
-            self._ahead.stop(self._timeout_s, finish=isinstance(self._maker, RankedMaker))
+            left = self._ahead.stop(self._timeout_s, finish=self._ranked)
+            self._updates = [*(update for updates in left for update in updates), *self._updates]
             self._ahead = None
         if self._finalizer is not None:
             self._finalizer.detach()  # or it would keep every prefetcher there ever was
             self._finalizer = None
+
+    def _give_up(self, reason: str) -> None:
+        if isinstance(self._maker, RankedMaker):
+            self._maker.leave(reason)
+        if self._ahead is not None:
+            self._ahead.stop(0.0)
+            self._ahead = None
 
     def __enter__(self) -> Replay:
         return self
@@ -395,6 +433,48 @@ def _strategies(stores: list[Store], selection: Strategy | Mixture) -> list[Stra
     return [selection]
 
 
+def _samplers(
+    stores: list[Store],
+    strategies: list[Strategy],
+    batch_size: int,
+    fields: Sequence[str] | None,
+    window: int | None,
+    pad: Pad,
+    as_: As,
+    threads: int | None,
+    min_rows: int | None,
+) -> list[Sampler]:
+    parts: list[Sampler] = []
+    for each, strategy in zip(stores, strategies, strict=True):
+        plan = Plan.make(each, fields, window, pad, as_, threads)
+        if parts and plan.schema() != parts[0].plan.schema():
+            raise SchemaError(
+                f"the fields of a mixture must be the same in all stores: {plan.schema()} in {each.name!r}, "
+                f"{parts[0].plan.schema()} in {stores[0].name!r}"
+            )
+        limited = each.options["max_times_sampled"] is not None
+        least = (batch_size if limited else 1) if min_rows is None else min_rows
+        parts.append(Sampler(plan, strategy, least))
+    return parts
+
+
+def _together(ranks: Ranks, make: Callable[[], list[Sampler]]) -> list[Sampler]:
+    """What every rank makes; when one cannot, all say so."""
+    made, failed = None, None
+    try:
+        made = make()
+    except Exception as error:
+        failed = error
+    complaints = ranks.gather_objects(None if failed is None else f"{type(failed).__name__}: {failed}")
+    if failed is not None:
+        raise failed
+    for rank, complaint in enumerate(complaints):
+        if complaint is not None:
+            raise RanksDisagreeError(f"rank {rank} cannot take part: {complaint}")
+    assert made is not None
+    return made
+
+
 class _BatchMaker:
     """Makes the batch of a given step, from one store or a mixture of several."""
 
@@ -405,7 +485,7 @@ class _BatchMaker:
         self.make_s = 0.0
         self.made = 0
 
-    def make(self, step: int, state: State, updates: Sequence[Update] = ()) -> tuple[Batch, State]:
+    def make(self, step: int, state: State, updates: list[Update]) -> tuple[Batch, State]:
         """The batch of a step, and the strategies' state after it. One process sets weights when they are given."""
         began_s = time.perf_counter()
         if isinstance(self.selection, Mixture):

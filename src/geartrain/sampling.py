@@ -53,7 +53,7 @@ class Sampler:
         store = plan.store
         self.candidates = Candidates.of_store(store.native, store.column)
         self._expires = store.options["max_age_s"] is not None
-        self._limited = store.options["max_times_sampled"] is not None
+        self.limited = store.options["max_times_sampled"] is not None
         # Rows that stand or fall together (a group), and so are replaced together.
         self.atom = int(getattr(strategy, "atom", 1))
 
@@ -90,7 +90,7 @@ class Sampler:
             self.plan.store.expire()
 
     def follow_exponent(self, step: int, *, apply: bool = True) -> None:
-        """Raises the store's weights to the exponent of the step, once it has moved by 1 %; or notes that another did."""
+        """Raises the weights to the exponent of the step, once it has moved by 1 %; or notes that another does."""
         wanted = exponent_at(self.strategy, step)
         if abs(wanted - self.exponent) > EXPONENT_STEP * self.exponent:
             if apply:
@@ -147,11 +147,11 @@ class Sampler:
     def count_samples(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Counts the draws; False where somebody else drew the row's last allowed sample first."""
         taken = self.plan.store.native.count_samples(rows, generations)
-        return taken != 0 if self._limited else np.ones(len(rows), bool)
+        return taken != 0 if self.limited else np.ones(len(rows), bool)
 
     def release(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> None:
         """Lets go of rows whose last allowed samples these were, once they are copied."""
-        if self._limited:
+        if self.limited:
             self.plan.store.native.release_spent(rows, generations)
 
     def _draw_and_fetch(

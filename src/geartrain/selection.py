@@ -294,10 +294,15 @@ def importance_weights(probability: NDArray[np.float64], count: int, beta: float
     Raises:
         SchemaError: beta is negative or not finite.
     """
+    weights = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -check_beta(beta)
+    return np.asarray(weights / weights.max())
+
+
+def check_beta(beta: float) -> float:
+    """Beta itself; raises `SchemaError` when it is negative or not finite."""
     if not 0 <= beta < float("inf"):
         raise SchemaError(f"beta is a finite number >= 0, found {beta}")
-    weights = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -beta
-    return np.asarray(weights / weights.max())
+    return beta
 
 
 def _check_random(strategy: Uniform | Weighted) -> None:

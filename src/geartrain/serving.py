@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from geartrain import _native
 from geartrain.fetch import Plan
+from geartrain.members import Consumer
 from geartrain.ranks import Bytes
 from geartrain.selection import Drawn
 from geartrain.totals import NO_ROW, Chosen
@@ -35,16 +36,6 @@ BOOK = np.dtype(
         ("probability", "<f8"),
     ]
 )
-
-
-@dataclass(frozen=True)
-class Consumer:
-    """A rank that gets fields, from whom its tensor-parallel peers get the same."""
-
-    rank: int
-    replica: int
-    fields: tuple[str, ...]
-    peers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -171,4 +162,4 @@ def order_of(consumer: Consumer, box: Box, here: NDArray[np.intp], draws: Draws,
     return Order(box, consumer.fields, np.flatnonzero(wanted), place)
 
 
-__all__ = ["BOOK", "Box", "Consumer", "Draws", "Order", "Served", "message_of", "order_of"]
+__all__ = ["BOOK", "Box", "Draws", "Order", "Served", "message_of", "order_of"]

@@ -73,6 +73,7 @@ class Shard:
         tell: takes the leader's array and returns it on all ranks of the shard.
         exact: whether ranks may only read rows that the leader has found: the store limits how often rows are
             sampled, so that they vanish as they are drawn.
+        totals: what `totals_of` says on the leader of every shard, (count, 2), where that is known already.
     """
 
     candidates: Candidates
@@ -82,6 +83,7 @@ class Shard:
     leads: bool = True
     tell: Callable[[NDArray[Any]], NDArray[Any]] = lambda array: array
     exact: bool = False
+    totals: NDArray[np.uint64] | None = None
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,18 @@ def select_shards(strategy: Strategy, shard: Shard, n: int, step: int, state: Ma
     return _distinct(rows, shard, n, strategy.seed, step)
 
 
+def totals_of(strategy: Strategy, candidates: Candidates) -> NDArray[np.uint64] | None:
+    """The numbers that a shard tells for draws that need no more than its total; None for other strategies."""
+    if not is_independent(strategy) or strategy.limits is not None:  # type: ignore[attr-defined]
+        return None
+    native = candidates.native
+    total = native.total_weight() if isinstance(strategy, Weighted) else native.count()
+    return np.array([total, total], np.uint64)
+
+
 def is_independent(strategy: Strategy) -> bool:
     """Whether the strategy's draws do not depend on each other, so that some can be made again on their own."""
-    return isinstance(strategy, Uniform | Weighted) and strategy.replacement
+    return isinstance(strategy, Uniform | Weighted) and strategy.replacement and not hasattr(strategy, "select_shards")
 
 
 def draw_again(
@@ -260,7 +271,10 @@ def _independent(
     step: int,
     strategy: Uniform | Weighted,
 ) -> Chosen:
-    totals, unlimited = _integers(shard.gather(np.array([rows.total(), rows.unlimited()], np.uint64)))
+    told = shard.totals
+    if told is None:
+        told = shard.gather(np.array([rows.total(), rows.unlimited()], np.uint64))
+    totals, unlimited = _integers(told)
     whole = _whole(totals, rows.nothing)
     attempt = round * (_native.LAST_ATTEMPT + 1)
     targets = _native.draw_targets(strategy.seed, step, False, attempt, numbers, n * strategy.stratified, whole)
@@ -373,18 +387,18 @@ def _rest(
         together = _native.AllowedRows(_native.Candidates(every), True, None, _NONE)
         ends = np.cumsum(counts)
         for i in range(n - done):
-            at, _, _ = together.take(int(target_of(i, together.total())[0]))
-            owner[i] = np.searchsorted(ends, at, side="right")
+            index = int(together.take(int(target_of(i, together.total())[0]))[0])
+            owner[i] = np.searchsorted(ends, index, side="right")
             if owner[i] == shard.number and shard.leads:
                 for into, got in zip(found, mine, strict=True):
-                    into[i] = got[at - (ends[owner[i]] - counts[owner[i]])]
+                    into[i] = got[index - (ends[owner[i]] - counts[owner[i]])]
         return owner, found
     for i in range(n - done):
         owners, local = _owners(totals, target_of(i, sum(totals)))
         owner[i] = owners[0]
         if owner[i] == shard.number and shard.leads:
-            for into, got in zip(found, left.take(int(local[0])), strict=True):
-                into[i] = got
+            for into, value in zip(found, left.take(int(local[0])), strict=True):
+                into[i] = value
         totals = [int(each) for each in shard.gather(np.array([left.total()], np.uint64))[:, 0]]
     return owner, found
 
@@ -475,4 +489,5 @@ __all__ = [
     "draw_again",
     "is_independent",
     "select_shards",
+    "totals_of",
 ]
