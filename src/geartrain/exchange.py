@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.agreement import describe_job
 from geartrain.assignment import Assignment, assign
 from geartrain.batch import Batch
 from geartrain.errors import EmptyStoreError, NotEnoughRowsError, PeerLostError, RanksDisagreeError, SchemaError
@@ -111,7 +112,7 @@ class RankedMaker:
         mine = [*(inputs if place.is_head else ()), *(targets if place.is_tail else ())]
         fields = tuple(dict.fromkeys(mine))
         plan = samplers[0].plan
-        job = self._job() | dict(job)
+        job = describe_job(samplers, selection, batch_size) | {"assignment": assignment} | dict(job)
         self._fingerprint = zlib.crc32(json.dumps(job, sort_keys=True).encode())
         self.members = Members(
             ranks,
@@ -127,25 +128,6 @@ class RankedMaker:
         self._plans = [{names: sampler.plan.of_fields(names) for names in wanted} for sampler in samplers]
 
     # --- setting up -----------------------------------------------------------------------------------------------
-
-    def _job(self) -> dict[str, Any]:
-        """What this rank takes the job to be, as words that two processes agree on."""
-        job: dict[str, Any] = {
-            "seed": int(self.selection.seed),
-            "strategy": describe_strategy(self.selection),
-            "batch_size": int(self.batch_size),
-            "assignment": self._assignment,
-        }
-        for number, part in enumerate(self.parts):
-            which = f" of store {number}" if len(self.parts) > 1 else ""
-            plan, options = part.plan, part.plan.store.options
-            job |= {f"window{which}": plan.window, f"pad{which}": "left" if plan.pad_left else "right"}
-            job[f"min_rows{which}"] = int(part.min_rows)
-            for name in ("weight_fraction_bits", "max_times_sampled", "max_age_s"):
-                job[f"{name}{which}"] = options[name]
-            for name, spec in plan.store.fields.items():
-                job[f"field {name!r}{which}"] = f"{spec.dtype} {spec.shape}{'' if spec.timed else ' without time'}"
-        return job
 
     def _check_sizes(self) -> None:
         replicas = len(self.members.readers)
@@ -652,24 +634,4 @@ def _empty_batch(plan: Plan, step: int) -> Batch:
     return dataclasses.replace(batch, draw=empty.book(np.empty(0, np.int64)))
 
 
-def describe_strategy(selection: Strategy | Mixture) -> str:
-    """A strategy in words that two processes agree on: functions by their names."""
-    if isinstance(selection, Mixture):
-        shares = ", ".join(str(float(share)) for share in selection.shares)
-        return f"Mixture([{shares}], [{', '.join(describe_strategy(each) for each in selection.strategies)}])"
-    if not dataclasses.is_dataclass(selection):
-        return type(selection).__qualname__
-    settings = [f"{field.name}={_in_words(getattr(selection, field.name))}" for field in dataclasses.fields(selection)]
-    return f"{type(selection).__qualname__}({', '.join(settings)})"
-
-
-def _in_words(value: Any) -> str:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [f"{field.name}={_in_words(getattr(value, field.name))}" for field in dataclasses.fields(value)]
-        return f"{type(value).__qualname__}({', '.join(parts)})"
-    if callable(value):
-        return str(getattr(value, "__qualname__", type(value).__qualname__))
-    return repr(value.item() if isinstance(value, np.generic) else value)
-
-
-__all__ = ["RankedMaker", "Traffic", "Update", "describe_strategy"]
+__all__ = ["RankedMaker", "Traffic", "Update"]

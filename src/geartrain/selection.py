@@ -27,6 +27,7 @@ Example:
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -202,11 +203,38 @@ def at_step(schedule: Schedule, step: int) -> float:
     return float(schedule(step)) if callable(schedule) else float(schedule)
 
 
+_State = Mapping[str, int] | None
+
+
+class _BuiltIn(ABC):
+    """What the strategies here have in common: the way they are asked."""
+
+    def select(
+        self,
+        candidates: Candidates,
+        n: int,
+        step: int,
+        *,
+        state: Mapping[str, int] | None = None,
+        again: Again | None = None,
+    ) -> Drawn:
+        """Chooses; see `Strategy.select`.
+
+        Raises:
+            EmptyStoreError: there is nothing to choose from, or all weights are 0.
+            NotEnoughRowsError: fewer rows, or whole groups, than were asked for.
+        """
+        return self._select(candidates, n, step, state, again)
+
+    @abstractmethod
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn: ...
+
+
 # --- random ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(_BuiltIn):
     """Every selectable row with the same probability.
 
     Args:
@@ -226,21 +254,12 @@ class Uniform:
     def __post_init__(self) -> None:
         _check_random(self)
 
-    def select(
-        self,
-        candidates: Candidates,
-        n: int,
-        step: int,
-        *,
-        state: Mapping[str, int] | None = None,
-        again: Again | None = None,
-    ) -> Drawn:
-        """Draws; see `Strategy.select`. Raises `EmptyStoreError`, `NotEnoughRowsError`."""
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
         return _draw(self, False, candidates, n, step, again)
 
 
 @dataclass(frozen=True)
-class Weighted:
+class Weighted(_BuiltIn):
     """Rows in proportion to their weights; a row with weight 0 is never drawn.
 
     Without replacement rows are drawn one after the other, each in proportion to its weight among those left.
@@ -269,16 +288,7 @@ class Weighted:
     def __post_init__(self) -> None:
         _check_random(self)
 
-    def select(
-        self,
-        candidates: Candidates,
-        n: int,
-        step: int,
-        *,
-        state: Mapping[str, int] | None = None,
-        again: Again | None = None,
-    ) -> Drawn:
-        """Draws; see `Strategy.select`. Raises `EmptyStoreError` when all weights are 0, `NotEnoughRowsError`."""
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
         return _draw(self, True, candidates, n, step, again)
 
     def importance(self, probability: NDArray[np.float64], count: int, step: int) -> NDArray[np.float64] | None:
@@ -336,7 +346,7 @@ def _draw(
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(_BuiltIn):
     """The rows with the largest weights, heaviest first; the older of equals.
 
     Cost: a pass over the rows.
@@ -345,41 +355,23 @@ class TopK:
     limits: Limits | None = None
     seed: int = 0
 
-    def select(
-        self,
-        candidates: Candidates,
-        n: int,
-        step: int,
-        *,
-        state: Mapping[str, int] | None = None,
-        again: Again | None = None,
-    ) -> Drawn:
-        """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError`."""
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
         return _stateless(_first(candidates, HEAVIEST, n, 0, self.limits, again))
 
 
 @dataclass(frozen=True)
-class Lifo:
+class Lifo(_BuiltIn):
     """The rows committed last, newest first. Cost: a pass over the rows."""
 
     limits: Limits | None = None
     seed: int = 0
 
-    def select(
-        self,
-        candidates: Candidates,
-        n: int,
-        step: int,
-        *,
-        state: Mapping[str, int] | None = None,
-        again: Again | None = None,
-    ) -> Drawn:
-        """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError`."""
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
         return _stateless(_first(candidates, NEWEST, n, 0, self.limits, again))
 
 
 @dataclass(frozen=True)
-class Fifo:
+class Fifo(_BuiltIn):
     """The oldest rows that it has not chosen yet: every row once, in the order of their commits.
 
     Its state is the sequence number of the last row it chose. Cost: a pass over the rows.
@@ -388,16 +380,7 @@ class Fifo:
     limits: Limits | None = None
     seed: int = 0
 
-    def select(
-        self,
-        candidates: Candidates,
-        n: int,
-        step: int,
-        *,
-        state: Mapping[str, int] | None = None,
-        again: Again | None = None,
-    ) -> Drawn:
-        """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError` when too few are new."""
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
         after = 0 if state is None else int(state.get("after", state.get("after/0", 0)))
         return _first(candidates, OLDEST, n, after, self.limits, again)
 
@@ -432,7 +415,7 @@ def first_rows(
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(_BuiltIn):
     """Whole groups of rows: rows that share the value of a column, such as the answers to one prompt (GRPO).
 
     A group counts once it has `size` selectable rows; of a larger one the oldest `size` are taken. A batch of n rows
@@ -464,16 +447,7 @@ class Group:
         if self.size < 1:
             raise SchemaError(f"a group has at least one row, found size={self.size}")
 
-    def select(
-        self,
-        candidates: Candidates,
-        n: int,
-        step: int,
-        *,
-        state: Mapping[str, int] | None = None,
-        again: Again | None = None,
-    ) -> Drawn:
-        """Draws; see `Strategy.select`. Raises `NotEnoughRowsError` when too few groups are whole."""
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
         groups = whole_groups(self, candidates, n, () if again is None else again.kept)
         wanted = (n if again is None else len(again.numbers)) // self.size
         if len(groups.weights) < wanted:
