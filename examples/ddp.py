@@ -1,11 +1,14 @@
-"""Plain data parallelism (DDP) from one replay over all ranks, which goes on after a crash where it was.
+r"""Plain data parallelism (DDP) from one replay over all ranks, which goes on after a crash where it was.
 
     torchrun --nproc-per-node 2 examples/ddp.py
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1     # or a second life may meet the first (docs/ranks.md)
-    torchrun --standalone --nproc-per-node 2 --max-restarts 1 examples/ddp.py --directory runs/ddp --crash-at 70
+    torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
+        examples/ddp.py --prioritize --directory runs/ddp --crash-at 70
 
-With --directory the rows, the replay's step and the model are saved together, and a job that is started again goes on
-from the newest complete step. Shards that are still in shared memory are taken over instead of being read from disk.
+With --prioritize rows are drawn as often as the model was wrong about them when it saw them last. With --directory the
+rows, their weights, the replay's step and the model are saved together, and a job that is started again goes on from
+the newest complete step, with the batches it would have had. Shards that are still in shared memory are taken over
+instead of being read from disk.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 import geartrain as gt
 import memory_task as task
 from geartrain.ranks import TorchRanks
-from geartrain.shards import load_shards, save_shards
+from geartrain.shards import load_shards, newest_step, save_shards
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
     text = task.options(__doc__)
+    text.add_argument("--prioritize", action="store_true", help="weigh rows by the model's errors")
     text.add_argument("--directory", type=Path, help="where to save, and to go on from")
     text.add_argument("--save-every", type=task.count, default=20, help="steps between two saves (20)")
     text.add_argument("--crash-at", type=task.count, help="kill the last rank after this step, in the job's first life")
@@ -42,7 +46,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     ranks = TorchRanks(range(world))  # for saving; the replay has its own
     # The segments outlive a crash of all their processes, so they are removed by hand in the end.
     keep = {"persist": where is not None}
-    if where and all(ranks.gather_objects(any(where.glob("step-*/replay.json")))):
+    if where and newest_step(where, ranks) is not None:
         shard = task.shard_of(chosen.shards)
         store, resumed, found = load_shards(where, f"{chosen.store}-{shard[0]}", ranks, shard=shard, adopt=True, **keep)
         saved = torch.load(found.path / "model.pt", map_location=device)
@@ -60,15 +64,19 @@ def main(arguments: list[str] | None = None) -> list[float]:
             replay.load_state_dict(resumed)
         for batch in replay:  # this rank's part of the batch
             part = batch.to(device)
-            loss = task.loss_of(model(part["obs"]), task.target_of(part))
+            errors = task.errors_of(model(part["obs"]), task.target_of(part))
+            loss = errors.mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(task.mean_over(None, loss))
+            if chosen.prioritize:  # on whichever host the rows are; what is known well is still drawn now and then
+                replay.update_weights(batch.rows, errors + 1e-3)
             if talks and len(losses) % 20 == 0:
                 print(f"step {len(losses):>4}  loss {losses[-1]:.4f}", flush=True)
 
             if where and len(losses) % chosen.save_every == 0:
+                replay.settle()  # brings the rows' weights to where the replay is
                 # The model first, a copy for every host's disk: a step counts as complete once its rows are.
                 if os.environ["LOCAL_RANK"] == "0":
                     place, draft = where / f"step-{replay.step:08d}", where / f"model-{rank}.tmp"

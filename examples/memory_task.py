@@ -143,10 +143,15 @@ def target_of(batch: gt.Batch) -> Tensor:
     return torch.cat([batch["action"], batch.mask[..., None]], -1)
 
 
-def loss_of(predicted: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error; steps before a row's start count as right, so parts of a batch average to the whole."""
+def errors_of(predicted: Tensor, target: Tensor) -> Tensor:
+    """(B,): every row's mean squared error; steps before its start count as right."""
     action, mask = target.split([ACTION, 1], -1)
-    return ((predicted - action) * mask).square().mean()
+    return ((predicted - action) * mask).square().mean((1, 2))
+
+
+def loss_of(predicted: Tensor, target: Tensor) -> Tensor:
+    """Their mean, so that parts of a batch average to the whole."""
+    return errors_of(predicted, target).mean()
 
 
 def mean_over(group: dist.ProcessGroup | None, loss: Tensor) -> float:

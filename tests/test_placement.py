@@ -525,7 +525,7 @@ def test_a_fifo_and_a_replay_go_on_after_rows_have_moved(make_stores: Stores) ->
             Placement(stores[rank.rank], group=others[rank.rank]) as made,
         ):
             replay.sample()
-            replay.load_state_dict(replay.state_dict())  # drops what was made ahead
+            replay.settle()
             made.rebalance()
             replay.update_weights(replay.sample().rows, 1.0)
             return replay.sample()["number"].tolist()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from geartrain import _native, kernels
+from geartrain.testing import Hosts
 
 # Optional packages: the module to import, and the extra that installs it.
 OPTIONAL = {
@@ -37,7 +38,10 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Everything worth knowing before a run. Imports optional packages to see whether they really load."""
+    """Everything worth knowing before a run, in a second or two.
+
+    Imports optional packages to see whether they really load, and makes two emulated hosts for a moment.
+    """
     return [
         _machine(),
         _copies(),
@@ -47,6 +51,9 @@ def examine() -> list[Finding]:
         *_packages(),
         _gpu(),
         _gpu_selection(),
+        _gloo(),
+        _deepspeed(),
+        _hosts(),
     ]
 
 
@@ -124,3 +131,35 @@ def _gpu_selection() -> Finding:
         return Finding("selection on a GPU", False, f"{reason}; rows are chosen on the CPU")
     how = "Triton's interpreter, for tests" if kernels.interpreting() else "Triton kernels"
     return Finding("selection on a GPU", True, f"{how}, triton {importlib.metadata.version('triton')}")
+
+
+def _gloo() -> Finding:
+    what = "one replay over many ranks"
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        return Finding(what, False, f"{error}; pip install 'geartrain[torch]'")
+    if not dist.is_available():
+        return Finding(what, False, f"torch {torch.__version__} was built without torch.distributed")
+    if not dist.is_gloo_available():
+        return Finding(what, False, f"torch {torch.__version__} was built without Gloo, over which ranks speak")
+    return Finding(what, True, f"torch.distributed has Gloo, torch {torch.__version__}")
+
+
+def _deepspeed() -> Finding:
+    what = "DeepSpeed (pipelines)"
+    try:
+        # Not imported: that takes seconds, prints a page and looks for compilers.
+        return Finding(what, True, f"version {importlib.metadata.version('deepspeed')}")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(what, False, "it is not installed; pip install 'geartrain[deepspeed]'")
+
+
+def _hosts() -> Finding:
+    reason = Hosts.viable()
+    return Finding(
+        "emulated hosts (bench ranks, tests)",
+        reason is None,
+        "network namespaces, with links as slow as asked" if reason is None else reason,
+    )

@@ -15,7 +15,6 @@ which costs no network, and `rebalance` evens out what that leads to.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,10 +22,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from geartrain.assignment import Reader, assign
+from geartrain.assignment import assign
 from geartrain.dealing import deal, expected_up_to, flows, heaviest_within, meetings
-from geartrain.errors import PeerLostError, RanksDisagreeError, SchemaError
+from geartrain.errors import PeerLostError, SchemaError
 from geartrain.fetch import Plan
+from geartrain.members import Members, agree
 from geartrain.options import default_threads, timeout
 from geartrain.progress import Progress
 from geartrain.ranks import Bytes, Message, OneRank, Ranks, join
@@ -185,77 +185,48 @@ class Placement:
         self.row_bytes = sum(self._rows.row_bytes(name) for name in names)
         self._scale = 2.0 ** store.options["weight_fraction_bits"]
         self._max_rows = int(store.options["max_rows"])
-        self._ranks: Ranks
-        if group is None and mesh is None:
-            self._ranks, place = OneRank(), Place()
-        else:
+        self._ranks: Ranks = OneRank()
+        place = Place()
+        if group is not None or mesh is not None:
             topology = topology_of(group, mesh)
             self._ranks, place = join(group, topology.members, timeout_s), topology.place
-        mine = {*(inputs if place.is_head else ()), *(targets if place.is_tail else ())}
-        read = Plan(store, sorted(mine), window or 0, True, "numpy", 1)
-        everyone = self._introduce(place, inputs, targets, window, sum(map(read.row_bytes, mine)))
-        ids = [each["store"] for each in everyone]
-        order = list(dict.fromkeys(ids))  # shards are numbered in the order of the lowest ranks that have them
-        self._shard_of = [order.index(each) for each in ids]
-        self._members = [tuple(r for r, each in enumerate(self._shard_of) if each == s) for s in range(len(order))]
-        self.shard = self._shard_of[self._ranks.rank]
-        self._map_readers(everyone)
-        self.shards: tuple[ShardStatus, ...] = ()
-        self.refresh()
+        try:
+            self._members = self._introduce(place, inputs, targets, window)
+            self._map_readers()
+            self.shards: tuple[ShardStatus, ...] = ()
+            self.refresh()
+        except BaseException:
+            if self._ranks is not group:
+                self._ranks.close()
+            raise
 
-    def _introduce(
-        self, place: Place, inputs: list[str], targets: list[str], window: int | None, reads: int
-    ) -> list[dict[str, Any]]:
-        """What every rank is and takes the job to be; raises when they do not agree."""
-        job: dict[str, Any] = {
-            "by": self.by,
-            "inputs": inputs,
-            "targets": targets,
-            "window": window,
-            "weight_fraction_bits": self.store.options["weight_fraction_bits"],
-        }
+    def _introduce(self, place: Place, inputs: list[str], targets: list[str], window: int | None) -> Members:
+        job: dict[str, Any] = {"by": self.by, "inputs": inputs, "targets": targets, "window": window}
+        job["weight_fraction_bits"] = self.store.options["weight_fraction_bits"]
         for name, spec in self.store.fields.items():
             job[f"field {name!r}"] = f"{spec.dtype} {spec.shape}{'' if spec.timed else ' without time'}"
-        about = {
-            "job": job,
-            "place": dataclasses.astuple(place),
-            "reads": reads if place.tp == 0 else 0,  # the other parts of a stage get a copy
-            "store": self.store.native.describe()["store_id"],
-        }
-        everyone: list[dict[str, Any]] = self._ranks.gather_objects(about)
-        first = everyone[0]
-        for rank, other in enumerate(everyone):
-            for name in {**first["job"], **other["job"]}:
-                _agree(name, first["job"].get(name, "missing"), other["job"].get(name, "missing"), rank)
-            _agree("the mesh's (data, pipeline, tensor) size", first["place"][3:], other["place"][3:], rank)
-        places = {tuple(each["place"][:3]) for each in everyone}
-        if len(places) != len(everyone) or len(places) != int(np.prod(first["place"][3:])):
-            raise RanksDisagreeError(
-                f"{len(everyone)} ranks stand at {len(places)} different places of a mesh of "
-                f"{' x '.join(map(str, first['place'][3:]))}"
-            )
-        return everyone
+        fields = list(dict.fromkeys([*(inputs if place.is_head else ()), *(targets if place.is_tail else ())]))
+        read = Plan(self.store, fields, window or 0, True, "numpy", 1)
+        store_id = self.store.native.describe()["store_id"]
+        return Members(self._ranks, place, job, [store_id], fields, sum(map(read.row_bytes, fields)))
 
-    def _map_readers(self, everyone: list[dict[str, Any]]) -> None:
-        """Who reads how much, as `Replay` has it."""
-        self._bytes_read = [int(each["reads"]) for each in everyone]  # of a row of its replica's batch, by rank
-        self._readers: list[Reader] = []
-        for replica in range(everyone[0]["place"][3]):
-            ranks = [r for r, each in enumerate(everyone) if each["place"][0] == replica and self._bytes_read[r]]
-            if not ranks:
-                raise SchemaError(f"replica {replica} has no rank that reads anything; name inputs or targets")
-            ranks.sort(key=lambda rank: (-self._bytes_read[rank], rank))
-            self._readers.append(Reader(tuple(ranks), tuple(frozenset([self._shard_of[rank]]) for rank in ranks)))
-        shards = len(self._members)
-        first = np.bincount([self._shard_of[reader.ranks[0]] for reader in self._readers], minlength=shards)
-        self._reader_share: NDArray[np.float64] = first / len(self._readers)
-        reads = np.bincount(self._shard_of, self._bytes_read, minlength=shards)
+    def _map_readers(self) -> None:
+        """What is read from each shard, and by how many replicas first."""
+        (shards,) = self._members.stores
+        self._shard_of, self._servers = shards.of_rank, shards.servers
+        self.shard = self._shard_of[self._ranks.rank]
+        # Bytes of a row of its replica's batch, by rank; other parts of a stage get a copy from their first.
+        self._bytes_read = [0] * self._ranks.size
+        for consumer in self._members.consumers:
+            self._bytes_read[consumer.rank] = self._members.row_bytes[consumer.rank]
+        firsts = [self._shard_of[reader.ranks[0]] for reader in self._members.readers]
+        self._reader_share: NDArray[np.float64] = np.bincount(firsts, minlength=len(self._servers)) / len(firsts)
+        reads = np.bincount(self._shard_of, self._bytes_read, minlength=len(self._servers))
         self._reads: NDArray[np.float64] = reads / reads.sum()
-        self._copies = int(everyone[0]["place"][5])  # of a batch, for tensor-parallel peers; all but one are moved
 
     @property
     def _leads(self) -> bool:
-        return self._members[self.shard][0] == self._ranks.rank
+        return self._members.leads(0)
 
     # --- what is there --------------------------------------------------------------------------------------------
 
@@ -265,13 +236,12 @@ class Placement:
         if self._leads and self.store.options["max_age_s"] is not None:
             self.store.expire()
         amount = native.total_weight() if self.by == "weight" else len(self.store)
-        every = self._gather(np.array([len(self.store), self._free(), amount], np.uint64))
-        every = every[[ranks[0] for ranks in self._members]]
+        every = self._members.gather_shards(0, np.array([len(self.store), self._free(), amount], np.uint64))
         amounts = every[:, 2].astype(np.float64) / (self._scale if self.by == "weight" else 1.0)
         whole = float(amounts.sum())
         self.shards = tuple(
             ShardStatus(
-                ranks,
+                tuple(ranks),
                 rows,
                 free,
                 rows * self.row_bytes,
@@ -281,7 +251,7 @@ class Placement:
                 float(self._reads[number]),
             )
             for number, (ranks, (rows, free, _), amount) in enumerate(
-                zip(self._members, every.tolist(), amounts, strict=True)
+                zip(self._servers, every.tolist(), amounts, strict=True)
             )
         )
         return self.shards
@@ -304,10 +274,10 @@ class Placement:
         """
         if batch_size is None and replay is not None:
             batch_size = int(replay.batch_size)
-        if batch_size is not None and (batch_size < 1 or batch_size % len(self._readers)):
+        replicas = len(self._members.readers)
+        if batch_size is not None and (batch_size < 1 or batch_size % replicas):
             raise SchemaError(
-                f"a global batch of {batch_size} rows cannot be shared out to {len(self._readers)} data-parallel "
-                f"replicas evenly"
+                f"a global batch of {batch_size} rows cannot be shared out to {replicas} data-parallel replicas evenly"
             )
         moved = None
         if replay is not None:
@@ -317,8 +287,8 @@ class Placement:
         shards = self.refresh()
         told = self._ranks.gather_objects((batch_size, moved))
         for rank, (size, figures) in enumerate(told):
-            _agree("batch_size", told[0][0], size, rank)
-            _agree("the replay", "given" if told[0][1] else "missing", "given" if figures else "missing", rank)
+            agree("batch_size", told[0][0], size, rank)
+            agree("the replay", "given" if told[0][1] else "missing", "given" if figures else "missing", rank)
         measured = None
         if moved is not None:
             local, received = np.array([figures for _, figures in told], np.float64).sum(0)
@@ -332,24 +302,24 @@ class Placement:
         """The local share that is to be expected of batches."""
         if batch_size is None or not share.any():
             return None, None
-        replicas = len(self._readers)
-        if all(len(set(reader.homes)) == 1 for reader in self._readers):
+        readers, copies = self._members.readers, self._members.place.tp_size  # all copies but one are moved
+        if all(len(set(reader.homes)) == 1 for reader in readers):
             # A shard's draws are local up to the number that the replicas beside it train on, whatever the others'.
             here = np.rint(self._reader_share * batch_size).astype(np.int64)
             local = sum(
                 expected_up_to(batch_size, float(p), int(most)) for p, most in zip(share, here, strict=True) if most
             )
-            return local / (batch_size * self._copies), "exact"
-        at_home = np.zeros((replicas, len(self._members)))
-        for replica, reader in enumerate(self._readers):
+            return local / (batch_size * copies), "exact"
+        at_home = np.zeros((len(readers), len(share)))
+        for replica, reader in enumerate(readers):
             for rank in reader.ranks:
                 at_home[replica, self._shard_of[rank]] += self._bytes_read[rank]
-        delivered = batch_size * self._copies * sum(self._bytes_read) / replicas
+        delivered = batch_size * copies * sum(self._bytes_read) / len(readers)
         rng = np.random.default_rng(0)
         local_bytes = 0.0
         for _ in range(SIMULATED):
             shard = np.minimum(np.searchsorted(share.cumsum(), rng.random(batch_size), side="right"), len(share) - 1)
-            assigned = assign(shard.astype(np.int64), self._readers, self._members, "local_first")
+            assigned = assign(shard.astype(np.int64), readers, self._servers, "local_first")
             local_bytes += at_home[assigned.replica, shard].sum()
         return float(local_bytes / (SIMULATED * delivered)), "simulated"
 
@@ -392,8 +362,8 @@ class Placement:
         The rows of a shard, as `deal` has them, are split into contiguous parts for its ranks.
         """
         rows = np.flatnonzero(self.deal(weights) == self.shard)
-        members = self._members[self.shard]
-        return np.array_split(rows, len(members))[members.index(self._ranks.rank)].astype(np.int64)
+        servers = self._servers[self.shard]
+        return np.array_split(rows, len(servers))[servers.index(self._ranks.rank)].astype(np.int64)
 
     def _checked_weights(self, weights: ArrayLike) -> NDArray[np.float64]:
         if hasattr(weights, "detach"):
@@ -421,9 +391,9 @@ class Placement:
         so that the fewest bytes move (the newest first with by="rows"). A row is committed where it goes before it is
         deleted where it was: a job that is killed in between has some rows twice, and never lost one.
 
-        Call it between steps, with no batch in flight and nobody inserting: `replay.load_state_dict(
-        replay.state_dict())` drops the batches that were made ahead. Otherwise weights that are updated meanwhile may
-        be lost, and writers may take the room that rows are moved into, so that old ones are evicted for them.
+        Call it between steps, after `replay.settle()` and with nobody inserting. Otherwise weights that are updated
+        meanwhile may be lost, and writers may take the room that rows are moved into, so that old ones are evicted
+        for them.
 
         Fields, length, weight, version and count of samples of a row are kept exactly. Its key is new, so earlier
         batches' keys are stale; it counts as inserted now, in the order of commits (`Fifo` draws it again) and in its
@@ -446,9 +416,10 @@ class Placement:
             raise SchemaError(f"tolerance is a share, from 0 to 1, found {tolerance}")
         if max_bytes is not None and max_bytes < 0:
             raise SchemaError(f"max_bytes must be at least 0, found {max_bytes}")
-        for rank, (asked, theirs) in enumerate(self._ranks.gather_objects((tolerance, max_bytes))):
-            _agree("tolerance", tolerance, asked, rank, self._ranks.rank)
-            _agree("max_bytes", max_bytes, theirs, rank, self._ranks.rank)
+        asked = self._ranks.gather_objects((tolerance, max_bytes))
+        for rank, (their_tolerance, their_bytes) in enumerate(asked):
+            agree("tolerance", asked[0][0], their_tolerance, rank)
+            agree("max_bytes", asked[0][1], their_bytes, rank)
         try:
             return self._rebalance(tolerance, max_bytes, progress)
         except BaseException as error:
@@ -471,7 +442,7 @@ class Placement:
             self._oldest_first(chosen, counts)
             with Progress("rebalance", int(counts.sum()), unit="rows", enabled=progress and self._leads) as bar:
                 done = self._move(chosen, counts, bar)
-            done = int(self._gather(np.array([done], np.int64)).sum())
+            done = int(self._members.gather_shards(0, np.array([done], np.int64)).sum())
             shards = self.refresh()
             moved += done
             if not done:
@@ -511,7 +482,7 @@ class Placement:
         mine = np.zeros(len(shards), np.int64)
         for shard, keys in chosen.items():
             mine[shard] = len(keys)
-        counts = self._gather(mine)[[ranks[0] for ranks in self._members]]
+        counts = self._members.gather_shards(0, mine)
         for shard, status in enumerate(shards):
             counts[:, shard] = np.diff(np.minimum(counts[:, shard].cumsum(), status.free), prepend=0)
         wanted = int(counts.sum())
@@ -539,12 +510,12 @@ class Placement:
             keys, letter = None, None
             for sender, receiver, start, count in together:
                 if self._leads and sender == self.shard:
-                    peer = self._members[receiver][0]
+                    peer = self._servers[receiver][0]
                     keys = chosen[receiver][start : start + count]
                     sends = [(peer, piece) for piece in self._pack(keys)]
                     replies.append((False, (peer, np.zeros(count, np.uint8))))
                 elif self._leads and receiver == self.shard:
-                    peer = self._members[sender][0]
+                    peer = self._servers[sender][0]
                     message, arrays, books = message_of(self._rows, count)
                     ledger = np.zeros(count, LEDGER)
                     letter = arrays, books, ledger
@@ -599,11 +570,7 @@ class Placement:
             self.store.native.set_times_sampled(rows, generations, np.ascontiguousarray(ledger["times_sampled"]))
         return taken
 
-    # --- talking --------------------------------------------------------------------------------------------------
-
-    def _gather(self, mine: NDArray[Any]) -> NDArray[Any]:
-        every = self._ranks.gather(np.ascontiguousarray(mine).view(np.uint8))
-        return np.ascontiguousarray(every).view(mine.dtype).reshape(self._ranks.size, -1)
+    # --- leaving --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leaves the group. The store stays open; it is the caller's."""
@@ -616,15 +583,7 @@ class Placement:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Placement({self.store!r}, by={self.by!r}, shard {self.shard} of {len(self._members)})"
-
-
-# --- words ------------------------------------------------------------------------------------------------------
-
-
-def _agree(what: str, mine: Any, theirs: Any, rank: int, me: int = 0) -> None:
-    if mine != theirs:
-        raise RanksDisagreeError(f"{what} is {mine} on rank {me} and {theirs} on rank {rank}")
+        return f"Placement({self.store!r}, by={self.by!r}, shard {self.shard} of {len(self._servers)})"
 
 
 def _ranks_in_words(ranks: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ every rank, one after the other on the replay's own thread:
 
 | stage | time |
 |---|---|
-| gather | two gathers of ceil(log2 D) rounds each: who is here, and the shards' totals |
+| gather | one gather of ceil(log2 D) rounds: who is here, and the shards' totals |
 | choose | a target for each of B draws, a descent for each of the B / W draws of the rank's own shard |
 | assign | `geartrain.assignment.assign` itself, run here on draws like those, with that many ranks |
 | fetch | B / D rows at the rate of a copy, or of the host's memory shared by its G ranks |
@@ -19,8 +19,9 @@ They overlap with training: a step takes the longer of the two. What moves:
     ordered       rank i trains on slice i: B (W - 1) / W rows move
     central       one host has all rows: B (W - 1) / W rows leave through its one link
 
-What is not in the model: other traffic on the links, ranks that wait for stragglers, strategies that draw without
-replacement (fewer rows move) or stratified (hardly any do).
+What is not in the model: other traffic on the links, ranks that wait for stragglers, weights that are updated (they
+travel, and the totals follow them), strategies that draw without replacement (fewer rows move) or stratified (hardly
+any do).
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ import numpy as np
 
 from geartrain.assignment import Reader, assign
 from geartrain.errors import SchemaError
+from geartrain.exchange import HEAD, PER_STORE
 from geartrain.plan.constants import Constants, median_s
 
 Arm = Literal["local_first", "ordered", "central"]
 ARMS: tuple[Arm, ...] = get_args(Arm)
-#: Rounds of the gathers of a batch, and the bytes a rank tells in them: geartrain/exchange.py, steps 1 and 3.
-GATHERS = 2
-TOLD_BYTES = 56
+#: What a rank tells in the gather of a batch: geartrain/exchange.py, step 1.
+TOLD_BYTES = 8 * (len(HEAD) + PER_STORE)
 SIMULATED_BATCHES = 4000
 
 
@@ -174,7 +175,7 @@ def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
     turns = max(1.0, busy / constants.cores)
     moved, busiest = moved_rows(cluster, arm)
 
-    rounds = GATHERS * math.ceil(math.log2(ranks)) if ranks > 1 else 0
+    rounds = math.ceil(math.log2(ranks))
     gather_s = rounds * constants.round_us * 1e-6 * turns
     # In the central arm the one shard's host finds all rows, and its ranks read what the others train on.
     found, read = (batch, batch / cluster.gpus) if arm == "central" else (batch / hosts, per_rank)
@@ -196,7 +197,7 @@ def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
     batch_s = max(make_s, step_s)
     stages = {
         "training": step_s if step_s >= make_s else 0.0,
-        "gathers": gather_s,
+        "gather": gather_s,
         "selection": choose_s,
         "assignment": assign_s,
         "copying": fetch_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from geartrain.testing.hosts import Hosts, HostsError, Moved
 from geartrain.testing.ranks import ThreadRanks, run_ranks
 
-__all__ = ["ThreadRanks", "run_ranks"]
+__all__ = ["Hosts", "HostsError", "Moved", "ThreadRanks", "run_ranks"]
