@@ -44,6 +44,18 @@ const char* error_class(ErrorKind kind) {
       return "CorruptStoreError";
     case ErrorKind::os:
       return "GeartrainError";
+    case ErrorKind::peer_lost:
+      return "PeerLostError";
+    case ErrorKind::timed_out:
+      return "WaitTimeoutError";
+    case ErrorKind::not_viable:
+      return "TransportError";
+    case ErrorKind::untrusted:
+      return "UntrustedPeerError";
+    case ErrorKind::frame:
+      return "MessageError";
+    case ErrorKind::hung_up:
+      return "ConnectionClosedError";
   }
   return "GeartrainError";
 }

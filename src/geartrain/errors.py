@@ -78,6 +78,26 @@ class WaitTimeoutError(GeartrainError, TimeoutError):
     """A wait, such as the one for the next batch, met its deadline."""
 
 
+class PeerLostError(GeartrainError, ConnectionError):
+    """The other side died, hung up, or broke the protocol; what was under way with it is lost."""
+
+
+class TransportError(GeartrainError, OSError):
+    """A way of reaching a peer that is not viable here; the message says why."""
+
+
+class UntrustedPeerError(GeartrainError, PermissionError):
+    """The other side did not prove that it knows the secret, or something is only done between those who do."""
+
+
+class MessageError(GeartrainError, ValueError):
+    """A message that is malformed, exceeds a limit, or holds what cannot be sent."""
+
+
+class ConnectionClosedError(GeartrainError, ValueError):
+    """The connection was closed on this side, or belongs to the process that this one was forked from."""
+
+
 class CorruptStoreError(GeartrainError):
     """The segment's own books do not agree, and repair did not help."""
 
