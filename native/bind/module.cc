@@ -6,6 +6,7 @@
 #include "copy.h"
 #include "descend.h"
 #include "errors.h"
+#include "messages.h"
 #include "segment.h"
 #include "shm.h"
 #include "threads.h"
@@ -121,6 +122,8 @@ NB_MODULE(_native, module) {
   bind_fetch(module);
   bind_selection(module);
   bind_bench(module);
+  bind_codec(module);
+  bind_transport(module);
 }
 
 }  // namespace geartrain

@@ -461,13 +461,10 @@ class Listener::Body {
       reply.viable = 0;
       std::strncpy(reply.reason, error.what(), sizeof reply.reason - 1);
     }
-    if (connection != nullptr) {
-      write_exactly(socket, std::as_bytes(std::span(&reply, 1)), Deadline::after(0));
-      deliver(std::move(connection));
-      pending_.erase(place);
-    } else {
-      refuse(place);
-    }
+    write_exactly(socket, std::as_bytes(std::span(&reply, 1)), Deadline::after(0));
+    if (connection == nullptr) return refuse(place);
+    deliver(std::move(connection));
+    pending_.erase(place);
   }
 
   void deliver(std::shared_ptr<Connection> connection) {

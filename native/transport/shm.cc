@@ -653,7 +653,7 @@ std::shared_ptr<Connection> dial_shm(const Address& address, const Options& opti
   return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(mine), session, options);
 }
 
-std::shared_ptr<Connection> take_shm(Descriptor socket, const ShmOffer& offer, std::vector<Descriptor> fds,
+std::shared_ptr<Connection> take_shm(Descriptor&& socket, const ShmOffer& offer, std::vector<Descriptor> fds,
                                      const Session& session, const Options& options) {
   if (std::memcmp(offer.magic, kOfferMagic, sizeof offer.magic) != 0 || fds.size() != kShmOfferFds ||
       offer.segment_bytes != kControlBytes) {
