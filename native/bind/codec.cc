@@ -176,7 +176,10 @@ class Codec {
     void string(PyObject* o) {
       Py_ssize_t n = 0;
       const char* text = PyUnicode_AsUTF8AndSize(o, &n);
-      if (text == nullptr) throw nb::python_error();
+      if (text == nullptr) {
+        PyErr_Clear();
+        fail(ErrorKind::frame, "a str holds half a surrogate pair, and cannot be written as UTF-8");
+      }
       tag('s');
       count(static_cast<size_t>(n));
       raw(text, static_cast<size_t>(n));
@@ -482,7 +485,7 @@ class Codec {
       }
       const nb::capsule keep(new std::shared_ptr<void>(std::move(owner)),
                              [](void* p) noexcept { delete static_cast<std::shared_ptr<void>*>(p); });
-      const nb::dlpack::dtype dtype = array_dtype(code, static_cast<uint8_t>(itemsize));
+      nb::dlpack::dtype dtype = array_dtype(code, static_cast<uint8_t>(itemsize));
       if (which != 'A') {
         if (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt) && !is_unsigned(code)) {
           refuse("an array has a dtype that NumPy does not know");
@@ -493,12 +496,16 @@ class Codec {
       }
       // By way of NumPy: several times as fast as torch's own way in through DLPack.
       codec.need_torch();
+      if (code == kUint64) dtype.code = static_cast<uint8_t>(nb::dlpack::dtype_code::Int);  // it knows one name of two
       nb::object made = codec.names_.from_numpy(
           nb::cast(nb::ndarray<nb::numpy>(elements.data(), shape.size(), shape.data(), keep, nullptr, dtype)));
-      const bool as_raw = dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt) && !is_unsigned(code);
+      const bool as_raw =
+          code == kUint64 ||
+          (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt) && !is_unsigned(code));
       return as_raw ? made.attr("view")(nb::object(codec.names_.torch_dtypes[nb::int_(code)])) : made;
     }
 
+    static constexpr uint8_t kUint64 = 8;
     static bool is_unsigned(uint8_t code) { return code == 2 || code == 4 || code == 6 || code == 8; }
 
     nb::object pickled() {
@@ -606,7 +613,7 @@ void bind_codec(nb::module_& module) {
 
   nb::class_<Codec>(module, "Codec")
       .def(nb::init<nb::dict, const nb::dict&, nb::object, nb::object, nb::object, uint32_t>())
-      .def("encode", &Codec::encode, nb::arg("value"), nb::arg("pickle") = false)
+      .def("encode", &Codec::encode, nb::arg("value").none(), nb::arg("pickle") = false)
       .def("decode", &Codec::decode, nb::arg("message"), nb::arg("pickle") = false);
 }
 
