@@ -181,11 +181,12 @@ void bind_transport(nb::module_& module) {
       .def("add", &Inbox::add, nb::call_guard<nb::gil_scoped_release>())
       .def("watch", &Inbox::watch, nb::call_guard<nb::gil_scoped_release>())
       .def("remove", &Inbox::remove, nb::call_guard<nb::gil_scoped_release>())
+      .def("resume", &Inbox::resume)
       .def("receive", &next_event)
       .def("close", &Inbox::close, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Calls>(module, "Calls")
-      .def(nb::init<std::shared_ptr<Connection>>())
+      .def(nb::init<std::shared_ptr<Connection>, size_t>())
       .def("start",
            [](Calls& calls, uint32_t kind, const Parcel& parcel, bool loose, double timeout_s) {
              nb::gil_scoped_release unlocked;
@@ -194,6 +195,7 @@ void bind_transport(nb::module_& module) {
       .def("wait", &wait_for_answer)
       .def("call", &call)
       .def("ready", &Calls::ready)
+      .def("loosen", &Calls::loosen)
       .def("forget", &Calls::forget)
       .def("next_loose",
            [](Calls& calls, double timeout_s) {

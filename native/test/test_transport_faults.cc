@@ -241,10 +241,12 @@ TEST(a_forked_child_may_not_use_its_parents_connections_and_does_not_keep_them_o
     // The child's copies came and went without a trace in the parent.
     for (uint64_t i = 0; i < 80; ++i) {
       Parcel(i, 5, {kMiB}).send(*pair.one, i, soon());
+      inbox.resume(1);
       CHECK(inbox.receive(&event, soon()));
       CHECK(Parcel(i, 5, {kMiB}).is(event.message));
     }
     CHECK(Parcel(1, 5, {kMiB}).is(kept));
+    inbox.resume(1);
     // The child lives, and the end is seen nevertheless.
     pair.one->close();
     pair.one.reset();

@@ -7,11 +7,16 @@ namespace geartrain {
 uint64_t Calls::start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, bool loose, Deadline deadline) {
   uint64_t tag = 0;
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     if (failed_) fail(failed_kind_, reason_);
+    if (unanswered_ >= max_open_) {
+      std::condition_variable mine;
+      read_until(lock, &mine, deadline, [&] { return unanswered_ < max_open_; });
+    }
     tag = next_tag_++;
     questions_[tag].loose = loose;
     loose_open_ += loose;
+    ++unanswered_;
   }
   try {
     connection_->send({tag, kind, header, buffers}, deadline);
@@ -109,9 +114,10 @@ void Calls::read_until(std::unique_lock<std::mutex>& lock, std::condition_variab
 
 void Calls::deliver(Message&& message) {
   const auto found = questions_.find(message.tag);
-  if (found == questions_.end() || found->second.answered) return;  // forgotten, or never asked
+  if (found == questions_.end() || found->second.answered || found->second.forgotten) return;  // or never asked
   Question& question = found->second;
   question.answered = true;
+  --unanswered_;
   question.answer = std::move(message);
   if (question.loose) {
     loose_answered_.push_back(found->first);
@@ -131,10 +137,24 @@ bool Calls::ready(uint64_t tag) const {
   return failed_ || (found != questions_.end() && found->second.answered);
 }
 
+void Calls::loosen(uint64_t tag) {
+  std::lock_guard lock(mutex_);
+  const auto found = questions_.find(tag);
+  if (found == questions_.end() || found->second.waiter != nullptr) {
+    fail(ErrorKind::schema, "no call number ", tag, " that nobody waits for");
+  }
+  if (found->second.loose) return;
+  found->second.loose = true;
+  ++loose_open_;
+  if (found->second.answered) loose_answered_.push_back(tag);
+  loose_.notify_one();
+}
+
 void Calls::forget(uint64_t tag) {
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
-  if (found == questions_.end()) return;
+  if (found == questions_.end() || found->second.forgotten) return;
+  unanswered_ -= !found->second.answered;
   if (found->second.waiter != nullptr) {
     found->second.forgotten = true;
     found->second.waiter->notify_one();

@@ -39,15 +39,11 @@ void Inbox::watch(uint64_t id, std::shared_ptr<Connection> connection) {
 
 void Inbox::insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only) {
   std::lock_guard lock(mutex_);
-  if (id == kBell || !entries_.try_emplace(id, Entry{connection, watched_only, false}).second) {
+  if (id == kBell || !entries_.try_emplace(id, Entry{connection, watched_only, false, false}).second) {
     fail(ErrorKind::schema, "the inbox has a connection number ", id, " already");
   }
-  std::vector<Connection::Wake> wakes;
-  if (!watched_only) {
-    wakes = connection->wakes();
-  } else if (connection->end_descriptor() >= 0) {
-    wakes = {{connection->end_descriptor(), false}};
-  }
+  std::vector<Connection::Wake> wakes = {{connection->end_descriptor(), false}};
+  if (!watched_only) wakes = connection->wakes();
   for (const Connection::Wake& wake : wakes) {
     struct epoll_event event{};
     event.events = EPOLLRDHUP | (watched_only ? 0u : EPOLLIN) | (wake.edge ? EPOLLET : 0u);
@@ -70,7 +66,17 @@ void Inbox::remove(uint64_t id) {
   for (const Connection::Wake& wake : connection->wakes()) {
     ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, wake.fd, nullptr);
   }
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection->end_descriptor(), nullptr);
   entries_.erase(found);
+}
+
+void Inbox::resume(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  const auto found = entries_.find(id);
+  if (found == entries_.end() || !found->second.paused) return;
+  found->second.paused = false;
+  mark_ready(id);
+  if (sleeping_) wake_leader();  // it did not ask this one to wake it
 }
 
 void Inbox::close() {
@@ -180,8 +186,10 @@ bool Inbox::take_ready(Event* event) {
       return true;
     }
     lock.lock();
-    if (polled != Connection::Poll::nothing) mark_ready(id);
+    if (polled == Connection::Poll::more) mark_ready(id);
     if (polled == Connection::Poll::message) {
+      const auto still = entries_.find(id);
+      if (still != entries_.end()) still->second.paused = true;
       event->id = id;
       event->connection = connection;
       event->lost = false;
@@ -193,7 +201,7 @@ bool Inbox::take_ready(Event* event) {
 
 void Inbox::mark_ready(uint64_t id) {
   const auto found = entries_.find(id);
-  if (found == entries_.end() || found->second.queued) return;
+  if (found == entries_.end() || found->second.queued || found->second.paused) return;
   found->second.queued = true;
   ready_.push_back(id);
 }
@@ -204,7 +212,7 @@ bool Inbox::look_around() {
   {
     std::lock_guard lock(mutex_);
     for (auto& [id, entry] : entries_) {
-      if (entry.watched_only) continue;
+      if (entry.watched_only || entry.paused) continue;
       sockets |= !entry.connection->can_look();
       if (entry.connection->can_look() && entry.connection->might_have_data()) mark_ready(id);
     }
@@ -221,13 +229,15 @@ void Inbox::sleep(Deadline deadline) {
     std::lock_guard lock(mutex_);
     if (closed_) fail(ErrorKind::hung_up, "the inbox was closed");
     for (auto& [id, entry] : entries_) {
-      if (!entry.watched_only && !entry.connection->arm()) mark_ready(id);
+      if (!entry.watched_only && !entry.paused && !entry.connection->arm()) mark_ready(id);
     }
     if (!ready_.empty()) return;
+    sleeping_ = true;
   }
   struct epoll_event events[64];
   const int n = ::epoll_wait(epoll_.get(), events, 64, deadline.left_ms());
   std::lock_guard lock(mutex_);
+  sleeping_ = false;
   for (int i = 0; i < n; ++i) {
     if (events[i].data.u64 != kBell) mark_ready(events[i].data.u64);
   }

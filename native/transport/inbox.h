@@ -2,8 +2,11 @@
 //
 // Any number of threads may ask for the next message; one of them waits for the peers, and takes what comes itself.
 // While it works on that message nobody waits, so that a quick answer costs no switch between threads; when it is not
-// back after kTakeover, another thread that asked takes its place. So a peer's messages are handed out in their
-// order, and a slow answer holds up the others for a millisecond.
+// back after kTakeover, another thread that asked takes its place. So a slow answer holds up the others for a
+// millisecond.
+//
+// Order. A peer's next message is not taken before whoever got the last one calls resume(): at once when order does
+// not matter, else when it has put the message where it belongs, or is done with it.
 //
 // A connection in an inbox is received from here and nowhere else.
 #pragma once
@@ -30,6 +33,8 @@ class Inbox {
   void add(uint64_t id, std::shared_ptr<Connection> connection);
   void watch(uint64_t id, std::shared_ptr<Connection> connection);
   void remove(uint64_t id);
+  // The last message of this connection is taken care of.
+  void resume(uint64_t id);
   // False at the deadline. Throws hung_up once closed.
   bool receive(Event* event, Deadline deadline);
   void close();
@@ -41,6 +46,7 @@ class Inbox {
     std::shared_ptr<Connection> connection;
     bool watched_only;
     bool queued;  // in ready_
+    bool paused;  // until resume()
   };
   void insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only);
   bool lead(Event* event, Deadline deadline);
@@ -54,7 +60,7 @@ class Inbox {
   Descriptor epoll_, bell_;
   std::mutex mutex_;  // of all below
   std::condition_variable standby_;
-  bool leading_ = false, dormant_ = false, closed_ = false;
+  bool leading_ = false, sleeping_ = false, dormant_ = false, closed_ = false;
   uint32_t standing_by_ = 0;
   uint64_t left_ns_ = 0;  // when a leader last left with a message
   std::map<uint64_t, Entry> entries_;

@@ -1,7 +1,9 @@
 // Two ends in one process: a queue each way, and one copy, so that a message belongs to its receiver alone.
 
+#include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <condition_variable>
 #include <cstring>
 
@@ -29,9 +31,12 @@ struct Pipe {
 
 class InprocConnection final : public Connection {
  public:
-  InprocConnection(const Options& options, std::shared_ptr<Pipe> in, std::shared_ptr<Pipe> out, std::string name,
-                   bool authenticated)
-      : Connection(options, std::move(name), authenticated), in_(std::move(in)), out_(std::move(out)) {
+  InprocConnection(const Options& options, std::shared_ptr<Pipe> in, std::shared_ptr<Pipe> out, Descriptor end,
+                   std::string name, bool authenticated)
+      : Connection(options, std::move(name), authenticated),
+        in_(std::move(in)),
+        out_(std::move(out)),
+        end_(std::move(end)) {
     in_->bell = Descriptor(::dup(wake_.get()));
   }
   ~InprocConnection() override {
@@ -42,6 +47,7 @@ class InprocConnection final : public Connection {
   std::string describe() const override { return "inproc " + name(); }
   bool can_look() const override { return true; }
   std::vector<Wake> wakes() const override { return {{wake_.get(), true}}; }
+  int end_descriptor() const override { return end_.get(); }
 
  protected:
   bool look() const override { return in_->count.load(std::memory_order_acquire) != 0; }
@@ -61,6 +67,7 @@ class InprocConnection final : public Connection {
       pipe->changed.notify_all();
       pipe->ring();
     }
+    ::shutdown(end_.get(), SHUT_RDWR);
   }
 
   void write(const Outgoing& outgoing, Deadline deadline) override {
@@ -119,6 +126,7 @@ class InprocConnection final : public Connection {
 
  private:
   const std::shared_ptr<Pipe> in_, out_;
+  const Descriptor end_;  // one of a pair of sockets that carry nothing, and tell of the end
 };
 
 }  // namespace
@@ -127,10 +135,15 @@ std::pair<std::shared_ptr<Connection>, std::shared_ptr<Connection>> make_inproc(
                                                                                 const Options& listener,
                                                                                 bool authenticated) {
   auto there = std::make_shared<Pipe>(), back = std::make_shared<Pipe>();
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) {
+    fail(ErrorKind::os, "cannot make a pair of sockets: ", std::strerror(errno));
+  }
   Session session;
   random_bytes(session.id);
-  auto one = std::make_shared<InprocConnection>(dialer, back, there, session.name(), authenticated);
-  auto other = std::make_shared<InprocConnection>(listener, there, back, session.name(), authenticated);
+  auto one = std::make_shared<InprocConnection>(dialer, back, there, Descriptor(ends[0]), session.name(), authenticated);
+  auto other =
+      std::make_shared<InprocConnection>(listener, there, back, Descriptor(ends[1]), session.name(), authenticated);
   return {std::move(one), std::move(other)};
 }
 

@@ -206,8 +206,8 @@ class Connection {
   };
   bool arm();
   virtual std::vector<Wake> wakes() const = 0;
-  // A socket that tells (EPOLLRDHUP) of the peer's end, for who does not read; -1: the peer is this process.
-  virtual int end_descriptor() const { return -1; }
+  // A socket that tells (EPOLLRDHUP) of the peer's end, for who does not read.
+  virtual int end_descriptor() const = 0;
   // A look without a system call, where can_look(): may something be there?
   bool might_have_data() const { return has_ahead_.load(std::memory_order_acquire) || look(); }
   virtual bool can_look() const { return false; }

@@ -48,7 +48,7 @@ def encode(value: object, *, pickle: bool = False) -> Parcel:
         >>> decode(pack(encode({"step": 3, "done": (True, None)})))
         {'step': 3, 'done': (True, None)}
     """
-    return _codec().encode(value, pickle)
+    return native_codec().encode(value, pickle)
 
 
 def decode(message: Message, *, pickle: bool = False) -> Any:
@@ -58,7 +58,7 @@ def decode(message: Message, *, pickle: bool = False) -> Any:
         MessageError: these bytes are no value, whatever they are.
         UntrustedPeerError: they hold a pickle, and `pickle` is not allowed.
     """
-    return _codec().decode(message, pickle)
+    return native_codec().decode(message, pickle)
 
 
 def pack(parcel: Parcel) -> Message:
@@ -69,7 +69,8 @@ def pack(parcel: Parcel) -> Message:
 _made: _native.Codec | None = None
 
 
-def _codec() -> _native.Codec:
+def native_codec() -> _native.Codec:
+    """What does the work, for callers who count microseconds: `encode(value, pickle)` and `decode(message, pickle)`."""
     global _made
     if _made is None:
         with_numpy = {numpy_dtype(d): d.code for d in DTYPES.values() if d.numpy_name is not None}

@@ -98,6 +98,31 @@ class ConnectionClosedError(GeartrainError, ValueError):
     """The connection was closed on this side, or belongs to the process that this one was forked from."""
 
 
+class RemoteError(GeartrainError):
+    """A function of a peer raised. `remote_type` and `remote_traceback` say what and where.
+
+    When the peer raised a built-in exception, this is also one: `except ValueError` catches it here as well.
+    """
+
+    remote_type: str = ""
+    remote_traceback: str = ""
+
+
+class CallCancelledError(GeartrainError):
+    """The call was cancelled before its result was there."""
+
+
+class BusyError(GeartrainError):
+    """A queue of the peer is full: it is asked for more than it can do."""
+
+
+class UnknownPeerError(GeartrainError, KeyError):
+    """No peer of that name has joined within the deadline."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
 class CorruptStoreError(GeartrainError):
     """The segment's own books do not agree, and repair did not help."""
 

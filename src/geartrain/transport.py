@@ -191,7 +191,7 @@ def listen(
         UntrustedPeerError: everyone could reach it, and there is no secret.
         GeartrainError: the port is taken, or the host is not this one.
     """
-    options = _options(secret, limits, spin_us, views)
+    options = options_of(secret, limits, spin_us, views)
     return Listener(_native.Listener.make(options, host or "", port, list(advertise), shm))
 
 
@@ -219,7 +219,7 @@ def connect(
         UntrustedPeerError: the secrets are not the same.
         WaitTimeoutError: the peer did not answer in time.
     """
-    options = _options(secret, limits, spin_us, views)
+    options = options_of(secret, limits, spin_us, views)
     if transport is not None:
         if transport not in TRANSPORTS:
             raise TransportError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
@@ -228,6 +228,7 @@ def connect(
     return Connection(_native.connect(address, options, timeout_s))
 
 
-def _options(secret: bytes, limits: Limits | None, spin_us: float, views: bool) -> dict[str, Any]:
+def options_of(secret: bytes, limits: Limits | None, spin_us: float, views: bool) -> dict[str, Any]:
+    """What the native layer wants to know."""
     options: dict[str, Any] = {} if limits is None else asdict(limits)
     return options | {"secret": bytes(secret), "spin_us": float(spin_us), "views": views}
