@@ -31,8 +31,8 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kInlineMost = 512;            // an array of so many bytes stands in the header
-constexpr size_t kInlineBytesMost = 4096;      // and so do bytes
+constexpr size_t kInlineMost = 512;        // an array of so many bytes stands in the header
+constexpr size_t kInlineBytesMost = 4096;  // and so do bytes
 constexpr size_t kMostInlinePerHeader = 32 << 20;
 constexpr uint32_t kMostIntBytes = 1 << 16;
 constexpr uint32_t kMostAxes = 64;
@@ -48,8 +48,8 @@ struct Names {
 class Codec {
  public:
   // `numpy_codes`: dict of numpy dtypes to codes; `itemsizes`: dict of codes to sizes; `torch_part`: called once torch
-  // is needed, returns (Tensor, dict of dtypes to codes, dict of codes to dtypes, function to a plain CPU tensor, from_numpy).
-  // `dumps(value, add_buffer)` and `loads(bytes, buffers)` are for what only pickle can do.
+  // is needed, returns (Tensor, dict of dtypes to codes, dict of codes to dtypes, function to a plain CPU tensor,
+  // from_numpy). `dumps(value, add_buffer)` and `loads(bytes, buffers)` are for what only pickle can do.
   Codec(nb::dict numpy_codes, const nb::dict& itemsizes, nb::object torch_part, nb::object dumps, nb::object loads,
         uint32_t max_depth)
       : torch_part_(std::move(torch_part)), dumps_(std::move(dumps)), loads_(std::move(loads)), max_depth_(max_depth) {
@@ -153,7 +153,8 @@ class Codec {
       if (PyDict_CheckExact(o)) return dict(o, depth);
       if (PyBytes_CheckExact(o)) return bytes(object, 'b', PyBytes_AS_STRING(o), PyBytes_GET_SIZE(o));
       if (Py_TYPE(o) == reinterpret_cast<PyTypeObject*>(codec.names_.numpy_array.ptr())) return numpy(object, 'a');
-      if (codec.torch_is_loaded() && PyObject_IsInstance(o, codec.names_.torch_tensor.ptr()) == 1) return tensor(object);
+      if (codec.torch_is_loaded() && PyObject_IsInstance(o, codec.names_.torch_tensor.ptr()) == 1)
+        return tensor(object);
       rare(object, depth);
     }
 
@@ -328,7 +329,9 @@ class Codec {
     size_t buffer = 0;  // the next
     bool in_pickle = false;
 
-    [[noreturn]] static void refuse(const char* what) { fail(ErrorKind::frame, "the message cannot be decoded: ", what); }
+    [[noreturn]] static void refuse(const char* what) {
+      fail(ErrorKind::frame, "the message cannot be decoded: ", what);
+    }
     size_t left() const { return message.header.size() - at; }
 
     const std::byte* raw(size_t bytes) {
@@ -490,8 +493,8 @@ class Codec {
         if (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt) && !is_unsigned(code)) {
           refuse("an array has a dtype that NumPy does not know");
         }
-        nb::object made = nb::cast(
-            nb::ndarray<nb::numpy>(elements.data(), shape.size(), shape.data(), keep, nullptr, dtype));
+        nb::object made =
+            nb::cast(nb::ndarray<nb::numpy>(elements.data(), shape.size(), shape.data(), keep, nullptr, dtype));
         return which == 'g' ? nb::object(made[nb::tuple()]) : made;
       }
       // By way of NumPy: several times as fast as torch's own way in through DLPack.
@@ -500,8 +503,7 @@ class Codec {
       nb::object made = codec.names_.from_numpy(
           nb::cast(nb::ndarray<nb::numpy>(elements.data(), shape.size(), shape.data(), keep, nullptr, dtype)));
       const bool as_raw =
-          code == kUint64 ||
-          (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt) && !is_unsigned(code));
+          code == kUint64 || (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt) && !is_unsigned(code));
       return as_raw ? made.attr("view")(nb::object(codec.names_.torch_dtypes[nb::int_(code)])) : made;
     }
 
@@ -510,7 +512,8 @@ class Codec {
 
     nb::object pickled() {
       if (!pickle) {
-        fail(ErrorKind::untrusted, "the message holds a pickle, and pickles are only taken from peers that proved they "
+        fail(ErrorKind::untrusted,
+             "the message holds a pickle, and pickles are only taken from peers that proved they "
              "know the cluster's secret, where pickle is allowed");
       }
       const uint32_t n = count();

@@ -49,7 +49,6 @@ class Parcel {
   std::vector<nb::object> owners_;
 };
 
-
 void bind_codec(nb::module_& module);
 void bind_transport(nb::module_& module);
 

@@ -115,13 +115,13 @@ nb::dict counts(const Connection& connection) {
   return out;
 }
 
-// None at the deadline; else (id, connection, message), or (id, connection, why it is lost).
+// None at the deadline; else (id, message or why it is lost, how many other threads ask).
 nb::object next_event(Inbox& inbox, double timeout_s) {
   Inbox::Event event;
   if (!patiently(timeout_s, [&](Deadline slice, Deadline) { return inbox.receive(&event, slice); })) return nb::none();
-  if (event.lost) return nb::make_tuple(event.id, event.connection, event.reason);
+  if (event.lost) return nb::make_tuple(event.id, event.reason, event.standing_by);
   auto arrived = std::make_unique<Arrived>(Arrived{std::move(event.message)});
-  return nb::make_tuple(event.id, event.connection, nb::cast(arrived.release(), nb::rv_policy::take_ownership));
+  return nb::make_tuple(event.id, nb::cast(arrived.release(), nb::rv_policy::take_ownership), event.standing_by);
 }
 
 Arrived* wait_for_answer(Calls& calls, uint64_t tag, double timeout_s) {

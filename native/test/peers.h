@@ -49,7 +49,8 @@ struct Parcel {
   std::vector<std::byte> header;
   std::vector<std::vector<std::byte>> buffers;
 
-  Parcel(uint64_t seed, uint64_t header_bytes, const std::vector<uint64_t>& sizes) : header(pattern(seed, header_bytes)) {
+  Parcel(uint64_t seed, uint64_t header_bytes, const std::vector<uint64_t>& sizes)
+      : header(pattern(seed, header_bytes)) {
     for (const uint64_t size : sizes) buffers.push_back(pattern(seed + buffers.size() + 1, size));
   }
 

@@ -32,8 +32,9 @@ TEST(hashes_and_proofs_are_those_of_the_standards) {
   // RFC 4231, cases 2 and 6.
   CHECK_EQ(text(hmac_sha256("Jefe", {bytes("what do ya want "), bytes("for nothing?")})),
            "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
-  CHECK_EQ(text(hmac_sha256(std::string(131, '\xaa'), {bytes("Test Using Larger Than Block-Size Key - Hash Key First")})),
-           "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
+  CHECK_EQ(
+      text(hmac_sha256(std::string(131, '\xaa'), {bytes("Test Using Larger Than Block-Size Key - Hash Key First")})),
+      "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
 }
 
 TEST(messages_arrive_whole_and_in_order_whatever_their_sizes) {

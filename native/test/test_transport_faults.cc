@@ -3,9 +3,9 @@
 
 #include <arpa/inet.h>
 #include <dirent.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
-#include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -260,7 +260,8 @@ TEST(garbage_and_silence_on_the_port_are_refused_and_disturb_nobody) {
   options.options.limits.handshake_timeout_s = 0.5;
   Listener listener(options);
   std::vector<Descriptor> silent;
-  for (int i = 0; i < 64; ++i) silent.push_back(i % 2 == 0 ? raw_tcp(listener.address()) : raw_unix(listener.address()));
+  for (int i = 0; i < 64; ++i)
+    silent.push_back(i % 2 == 0 ? raw_tcp(listener.address()) : raw_unix(listener.address()));
   std::mt19937_64 random(5);
   for (int i = 0; i < 100; ++i) {
     const Descriptor socket = i % 2 == 0 ? raw_tcp(listener.address()) : raw_unix(listener.address());
@@ -307,14 +308,10 @@ struct Liar {
 TEST(a_frame_that_claims_what_cannot_be_ends_its_connection_before_memory_is_taken) {
   const uint64_t huge = uint64_t{1} << 63;
   const FrameHeader frames[] = {
-      {kFrameMagic, 0, 0, huge, 0, 0, 0, 0},
-      {kFrameMagic, 0, 0, 0, huge, 1, 0, 0},
-      {kFrameMagic, 0, 0, 0, 0, 0xffffffff, 0, 0},
-      {kFrameMagic, 0, 0, 0, 0, 0, kInSegment, 0},
-      {kFrameMagic, 0, 0, 0, 0, 0, kOnLanes, 0},
-      {kFrameMagic, 0, 0, 0, 0, 0, 0, 1},
-      {kFrameMagic + 1, 0, 0, 0, 0, 0, 0, 0},
-      {kFrameMagic, 0, 0, 0, 10, 0, 0, 0},  // ten bytes in no buffer
+      {kFrameMagic, 0, 0, huge, 0, 0, 0, 0},       {kFrameMagic, 0, 0, 0, huge, 1, 0, 0},
+      {kFrameMagic, 0, 0, 0, 0, 0xffffffff, 0, 0}, {kFrameMagic, 0, 0, 0, 0, 0, kInSegment, 0},
+      {kFrameMagic, 0, 0, 0, 0, 0, kOnLanes, 0},   {kFrameMagic, 0, 0, 0, 0, 0, 0, 1},
+      {kFrameMagic + 1, 0, 0, 0, 0, 0, 0, 0},      {kFrameMagic, 0, 0, 0, 10, 0, 0, 0},  // ten bytes in no buffer
   };
   const uint64_t before_mib = resident_mib();
   for (const FrameHeader& frame : frames) {

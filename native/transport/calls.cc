@@ -35,7 +35,8 @@ void Calls::tell(uint64_t tag, uint32_t kind, Bytes header, Deadline deadline) {
 void Calls::wait(uint64_t tag, Message* answer, Deadline deadline) {
   std::unique_lock lock(mutex_);
   auto found = questions_.find(tag);
-  if (found == questions_.end() || found->second.loose) fail(ErrorKind::schema, "no call number ", tag, " is waited for");
+  if (found == questions_.end() || found->second.loose)
+    fail(ErrorKind::schema, "no call number ", tag, " is waited for");
   Question& question = found->second;  // stays where it is: the map is of nodes
   std::condition_variable mine;
   if (!question.answered) {

@@ -105,8 +105,8 @@ void Connection::send(const Outgoing& message, Deadline deadline) {
   if (message.header.size() > options_.limits.max_header_bytes || payload > options_.limits.max_message_bytes ||
       message.buffers.size() > options_.limits.max_buffers) {
     fail(ErrorKind::frame, "a message has a header of ", options_.limits.max_header_bytes, " bytes, ",
-         options_.limits.max_buffers, " buffers and ", options_.limits.max_message_bytes, " bytes in them at most; found ",
-         message.header.size(), ", ", message.buffers.size(), " and ", payload);
+         options_.limits.max_buffers, " buffers and ", options_.limits.max_message_bytes,
+         " bytes in them at most; found ", message.header.size(), ", ", message.buffers.size(), " and ", payload);
   }
   Turn::Hold turn(send_turn_, deadline, "sending");
   check_usable();
@@ -246,7 +246,8 @@ void Connection::fail_lost() const {
 
 void Connection::check_usable() const {
   if (forked()) {
-    fail(ErrorKind::hung_up, "this connection belongs to the process that this one was forked from; connect again here");
+    fail(ErrorKind::hung_up,
+         "this connection belongs to the process that this one was forked from; connect again here");
   }
   if (closed()) fail(ErrorKind::hung_up, "the connection was closed");
 }

@@ -42,10 +42,14 @@ struct SegmentPlace {
 static_assert(sizeof(SegmentPlace) == 8);
 
 inline FrameHeader frame_of(const Outgoing& message, uint16_t flags) {
-  return {kFrameMagic,          message.kind,
-          message.tag,          message.header.size(),
-          message.payload_bytes(), static_cast<uint32_t>(message.buffers.size()),
-          flags,                0};
+  return {kFrameMagic,
+          message.kind,
+          message.tag,
+          message.header.size(),
+          message.payload_bytes(),
+          static_cast<uint32_t>(message.buffers.size()),
+          flags,
+          0};
 }
 
 // Throws frame when this is not the beginning of a message, or of one beyond the limits.

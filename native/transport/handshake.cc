@@ -65,8 +65,8 @@ Proof prove(const std::string& secret, const Hello& hello, const Challenge& chal
 void seal(const std::string& secret, const Hello& hello, const Challenge& challenge, Verdict* verdict) {
   std::memset(verdict->mac, 0, sizeof verdict->mac);
   if (secret.empty()) return;
-  const Digest mac = hmac_sha256(
-      secret, {label("geartrain listener"), bytes_of(hello), bytes_of(challenge), bytes_of(*verdict)});
+  const Digest mac =
+      hmac_sha256(secret, {label("geartrain listener"), bytes_of(hello), bytes_of(challenge), bytes_of(*verdict)});
   std::memcpy(verdict->mac, mac.data(), mac.size());
 }
 
@@ -86,7 +86,8 @@ void write_exactly(int socket, Bytes bytes, Deadline deadline) {
     if (written > 0) {
       bytes = bytes.subspan(static_cast<size_t>(written));
     } else if (errno == EAGAIN) {
-      if (!wait_for(socket, POLLOUT, deadline)) fail(ErrorKind::timed_out, "the peer did not take the handshake in time");
+      if (!wait_for(socket, POLLOUT, deadline))
+        fail(ErrorKind::timed_out, "the peer did not take the handshake in time");
     } else if (errno != EINTR) {
       fail(ErrorKind::peer_lost, "the peer hung up during the handshake: ", std::strerror(errno));
     }
@@ -101,7 +102,8 @@ void read_exactly(int socket, std::span<std::byte> bytes, Deadline deadline) {
     } else if (got == 0) {
       fail(ErrorKind::peer_lost, "the peer hung up during the handshake");
     } else if (errno == EAGAIN) {
-      if (!wait_for(socket, POLLIN, deadline)) fail(ErrorKind::timed_out, "the peer did not answer the handshake in time");
+      if (!wait_for(socket, POLLIN, deadline))
+        fail(ErrorKind::timed_out, "the peer did not answer the handshake in time");
     } else if (errno != EINTR) {
       fail(ErrorKind::peer_lost, "the peer hung up during the handshake: ", std::strerror(errno));
     }
@@ -133,15 +135,16 @@ Session greet(int socket, Intent intent, const Address& address, const Options& 
     fail(ErrorKind::frame, "another listener answers there: the one with this address is gone");
   }
   if ((challenge.has_secret != 0) != (hello.has_secret != 0)) {
-    fail(ErrorKind::untrusted, "the peer refuses: ",
-         reason(challenge.has_secret != 0 ? Answer::secret_needed : Answer::no_secret_here));
+    fail(ErrorKind::untrusted,
+         "the peer refuses: ", reason(challenge.has_secret != 0 ? Answer::secret_needed : Answer::no_secret_here));
   }
   const Proof proof = prove(options.secret, hello, challenge);
   write_exactly(socket, bytes_of(proof), deadline);
 
   Verdict verdict{};
   read_exactly(socket, std::as_writable_bytes(std::span(&verdict, 1)), deadline);
-  if (verdict.answer != 0) fail(ErrorKind::untrusted, "the peer refuses: ", reason(static_cast<Answer>(verdict.answer)));
+  if (verdict.answer != 0)
+    fail(ErrorKind::untrusted, "the peer refuses: ", reason(static_cast<Answer>(verdict.answer)));
   Verdict expected = verdict;
   seal(options.secret, hello, challenge, &expected);
   Digest mine, theirs;

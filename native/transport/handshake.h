@@ -27,7 +27,7 @@ struct Hello {
   char magic[8];
   uint32_t version;
   uint32_t intent;
-  uint32_t lanes;       // stream: how many will follow; lane: which of them this is
+  uint32_t lanes;  // stream: how many will follow; lane: which of them this is
   uint32_t has_secret;
   uint8_t session[16];  // lane: of its connection
   uint8_t nonce[32];
@@ -47,7 +47,15 @@ struct Proof {
   uint8_t mac[32];
 };
 
-enum class Answer : uint32_t { welcome = 0, wrong_secret, secret_needed, no_secret_here, other_user, unknown_session, other_version };
+enum class Answer : uint32_t {
+  welcome = 0,
+  wrong_secret,
+  secret_needed,
+  no_secret_here,
+  other_user,
+  unknown_session,
+  other_version
+};
 
 struct Verdict {
   uint32_t answer;

@@ -127,6 +127,7 @@ bool Inbox::receive(Event* event, Deadline deadline) {
   lock.lock();
   leading_ = false;
   left_ns_ = monotonic_ns();
+  event->standing_by = standing_by_;
   // Sleepers without a clock must start one; they have one while messages keep coming.
   if (standing_by_ != 0 && dormant_) {
     dormant_ = false;

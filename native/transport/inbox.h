@@ -24,8 +24,9 @@ class Inbox {
     uint64_t id = 0;
     std::shared_ptr<Connection> connection;
     Message message;
-    bool lost = false;   // the connection is gone, and no longer in the inbox; `reason` says why
+    bool lost = false;  // the connection is gone, and no longer in the inbox; `reason` says why
     std::string reason;
+    uint32_t standing_by = 0;  // threads that could take this one's place
   };
 
   explicit Inbox(double spin_us = 30.0);

@@ -141,7 +141,8 @@ std::pair<std::shared_ptr<Connection>, std::shared_ptr<Connection>> make_inproc(
   }
   Session session;
   random_bytes(session.id);
-  auto one = std::make_shared<InprocConnection>(dialer, back, there, Descriptor(ends[0]), session.name(), authenticated);
+  auto one =
+      std::make_shared<InprocConnection>(dialer, back, there, Descriptor(ends[0]), session.name(), authenticated);
   auto other =
       std::make_shared<InprocConnection>(listener, there, back, Descriptor(ends[1]), session.name(), authenticated);
   return {std::move(one), std::move(other)};

@@ -33,7 +33,8 @@ void check_options(const Options& options) {
   if (limits.max_buffers > kMostBuffers) {
     fail(ErrorKind::schema, "a message has ", kMostBuffers, " buffers at most, found max_buffers=", limits.max_buffers);
   }
-  if (options.lanes > kMaxLanes) fail(ErrorKind::schema, "there are ", kMaxLanes, " lanes at most, found ", options.lanes);
+  if (options.lanes > kMaxLanes)
+    fail(ErrorKind::schema, "there are ", kMaxLanes, " lanes at most, found ", options.lanes);
   if (options.transport.empty()) return;
   for (const Provider& provider : kProviders) {
     if (options.transport == provider.name) return;
@@ -246,8 +247,8 @@ class Listener::Body {
     struct sockaddr_storage bound{};
     socklen_t size = sizeof bound;
     ::getsockname(tcp_.get(), reinterpret_cast<struct sockaddr*>(&bound), &size);
-    const uint16_t bound_port = ntohs(bound.ss_family == AF_INET6
-                                          ? reinterpret_cast<const struct sockaddr_in6*>(&bound)->sin6_port
+    const uint16_t bound_port =
+        ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<const struct sockaddr_in6*>(&bound)->sin6_port
                                           : reinterpret_cast<const struct sockaddr_in*>(&bound)->sin_port);
     std::vector<std::string> hosts = options_.advertise;
     if (hosts.empty() && is_wildcard(found->ai_addr)) hosts = interface_hosts();
@@ -455,8 +456,8 @@ class Listener::Body {
     unwatch(pending);
     const int socket = pending.socket.get();
     try {
-      connection = take_shm(std::move(pending.socket), pending.offer, std::move(pending.fds), pending.session,
-                            options_.options);
+      connection =
+          take_shm(std::move(pending.socket), pending.offer, std::move(pending.fds), pending.session, options_.options);
     } catch (const Error& error) {
       reply.viable = 0;
       std::strncpy(reply.reason, error.what(), sizeof reply.reason - 1);
@@ -580,7 +581,9 @@ std::shared_ptr<Connection> connect(const std::string& text, const Options& opti
   }
   std::string reasons;
   for (const auto& [name, reason] : considered) reasons += (reasons.empty() ? "" : "; ") + name + ": " + reason;
-  fail(ErrorKind::not_viable, options.transport.empty() ? "no transport reaches the peer. " : "the transport asked for does not reach the peer. ",
+  fail(ErrorKind::not_viable,
+       options.transport.empty() ? "no transport reaches the peer. "
+                                 : "the transport asked for does not reach the peer. ",
        reasons);
 }
 

@@ -42,7 +42,8 @@ struct ShmReply {
 };
 static_assert(sizeof(ShmReply) == 128);
 
-// Opens the dialer's segment, reads its nonce and answers it there. Throws not_viable, and leaves the socket alone then.
+// Opens the dialer's segment, reads its nonce and answers it there. Throws not_viable, and leaves the socket alone
+// then.
 std::shared_ptr<Connection> take_shm(Descriptor&& socket, const ShmOffer& offer, std::vector<Descriptor> fds,
                                      const Session& session, const Options& options);
 

@@ -50,14 +50,14 @@ constexpr char kControlMagic[8] = {'G', 'E', 'A', 'R', 'S', 'H', 'M', '\n'};
 constexpr char kOfferMagic[8] = {'G', 'E', 'A', 'R', 'O', 'F', 'R', '\n'};
 constexpr uint32_t kControlVersion = 1;
 constexpr uint64_t kRingBytes = uint64_t{1} << 20;
-constexpr uint64_t kInlineMost = uint64_t{32} << 10;       // frames up to this size stand in the ring whole
-constexpr uint64_t kInlineHeader = uint64_t{16} << 10;     // headers up to this size, when the buffers do not
-constexpr uint64_t kViewFrom = uint64_t{512} << 10;        // a smaller message is copied: that is soon done
+constexpr uint64_t kInlineMost = uint64_t{32} << 10;    // frames up to this size stand in the ring whole
+constexpr uint64_t kInlineHeader = uint64_t{16} << 10;  // headers up to this size, when the buffers do not
+constexpr uint64_t kViewFrom = uint64_t{512} << 10;     // a smaller message is copied: that is soon done
 constexpr uint64_t kSmallestSegment = uint64_t{256} << 10;
-constexpr uint64_t kIdleNs = 10'000'000'000;               // a segment unused for so long is given up
-constexpr uint64_t kGlanceNs = 5'000'000;                  // how often a busy sender looks whether the peer lives
+constexpr uint64_t kIdleNs = 10'000'000'000;  // a segment unused for so long is given up
+constexpr uint64_t kGlanceNs = 5'000'000;     // how often a busy sender looks whether the peer lives
 constexpr uint32_t kSlots = 64;
-constexpr uint32_t kMostViews = kSlots / 2;                // the others stay free for messages that are copied
+constexpr uint32_t kMostViews = kSlots / 2;  // the others stay free for messages that are copied
 
 struct ControlHeader {
   char magic[8];
@@ -104,12 +104,12 @@ class Memory {
  public:
   Memory() = default;
   Memory(int fd, uint64_t bytes, bool populate) : bytes_(bytes) {
-    void* at =
-        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (populate ? MAP_POPULATE : 0), fd, 0);
+    void* at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (populate ? MAP_POPULATE : 0), fd, 0);
     if (at == MAP_FAILED) fail(ErrorKind::no_space, "cannot map ", bytes, " bytes: ", std::strerror(errno));
     data_ = static_cast<std::byte*>(at);
   }
-  Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Memory(Memory&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
   Memory& operator=(Memory&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
@@ -175,9 +175,7 @@ struct Control {
   Direction& direction(bool outgoing) const {
     return reinterpret_cast<Direction*>(memory.data() + kDirectionsOffset)[outgoing == dialer ? 0 : 1];
   }
-  std::byte* ring(bool outgoing) const {
-    return memory.data() + kRingsOffset + (outgoing == dialer ? 0 : kRingBytes);
-  }
+  std::byte* ring(bool outgoing) const { return memory.data() + kRingsOffset + (outgoing == dialer ? 0 : kRingBytes); }
   void wake_if(std::atomic<uint32_t>& flag) const {
     std::atomic_thread_fence(std::memory_order_seq_cst);  // what was published before, the flag after
     if (flag.load(std::memory_order_relaxed) != 0 && flag.exchange(0) != 0) ring_bell(peer_wake);
@@ -222,7 +220,9 @@ class ShmConnection final : public Connection {
   int end_descriptor() const override { return socket_.get(); }
 
  protected:
-  bool look() const override { return in_.head.load(std::memory_order_acquire) != tail_.load(std::memory_order_relaxed); }
+  bool look() const override {
+    return in_.head.load(std::memory_order_acquire) != tail_.load(std::memory_order_relaxed);
+  }
 
   bool prepare_to_sleep() override {
     check_socket_.store(true, std::memory_order_relaxed);
@@ -448,6 +448,9 @@ class ShmConnection final : public Connection {
         return Poll::nothing;
       }
       if (ended) check_socket_.store(true, std::memory_order_relaxed);
+    } else {
+      // The ring explains why this thread is awake; whatever else there is will not let the next sleep begin.
+      check_socket_.store(false, std::memory_order_relaxed);
     }
     const uint64_t there = head - tail;
     FrameHeader frame{};

@@ -214,7 +214,8 @@ class TcpConnection final : public Connection {
     check_usable();
     if (lost()) fail_lost();
     if (read_ahead()) return;
-    if (deadline.passed()) fail(ErrorKind::timed_out, "the peer over ", describe(), " took nothing before the deadline");
+    if (deadline.passed())
+      fail(ErrorKind::timed_out, "the peer over ", describe(), " took nothing before the deadline");
     struct pollfd all[kMaxLanes];
     size_t n = 0;
     for (const Descriptor& socket : sockets) all[n++] = {socket.get(), POLLOUT, 0};
@@ -349,8 +350,8 @@ class TcpConnection final : public Connection {
         return 0;
       }
       const std::string why = got == 0 ? "it died, or hung up" : std::strerror(errno);
-      fail(ErrorKind::peer_lost, "the peer over ", describe(), " is gone", in_message_ ? " in the middle of a message" : "",
-           ": ", why);
+      fail(ErrorKind::peer_lost, "the peer over ", describe(), " is gone",
+           in_message_ ? " in the middle of a message" : "", ": ", why);
     }
   }
 

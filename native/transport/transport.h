@@ -87,9 +87,9 @@ struct Limits {
   uint64_t max_header_bytes = uint64_t{64} << 20;
   uint64_t max_message_bytes = uint64_t{16} << 30;  // all buffers of one message
   uint32_t max_buffers = 4096;
-  uint64_t max_queued_bytes = uint64_t{256} << 20;   // received by a waiting send, and not yet asked for
-  uint64_t max_segment_bytes = uint64_t{8} << 30;    // shm: lent to the peer and kept warm, for one connection
-  uint32_t max_pending = 64;                         // connections to a listener that have not yet proved themselves
+  uint64_t max_queued_bytes = uint64_t{256} << 20;  // received by a waiting send, and not yet asked for
+  uint64_t max_segment_bytes = uint64_t{8} << 30;   // shm: lent to the peer and kept warm, for one connection
+  uint32_t max_pending = 64;                        // connections to a listener that have not yet proved themselves
   double handshake_timeout_s = 5.0;
 };
 
@@ -115,7 +115,7 @@ struct ConnectionCounts {
 using Bytes = std::span<const std::byte>;
 
 struct Outgoing {
-  uint64_t tag = 0;   // the caller's own: both are passed on as they are
+  uint64_t tag = 0;  // the caller's own: both are passed on as they are
   uint32_t kind = 0;
   Bytes header;
   std::span<const Bytes> buffers;
@@ -275,7 +275,7 @@ class Connection {
   bool ended_ = false;  // read() threw; under read_mutex_
   std::atomic<bool> has_ahead_{false};
   Descriptor sleeper_;  // an epoll over wakes(); made by the first receive() that sleeps
-  Patience patience_;     // under receive_turn_
+  Patience patience_;   // under receive_turn_
 
   std::atomic<bool> lost_{false}, closed_{false};
   mutable std::mutex reason_mutex_;

@@ -10,7 +10,6 @@ from typing import Any
 
 from geartrain.errors import BusyError, MessageError, SchemaError
 
-
 _LOCK = threading.Lock()  # of the one moment in which a result meets whoever wants it
 
 
@@ -106,7 +105,9 @@ class Batcher:
 
     def _keep_time(self) -> None:
         if self._timer is None:
-            self._timer = threading.Thread(target=self._watch, name=f"geartrain batches {self.__qualname__}", daemon=True)
+            self._timer = threading.Thread(
+                target=self._watch, name=f"geartrain batches {self.__qualname__}", daemon=True
+            )
             self._timer.start()
         elif self._timer_sleeps:
             self._changed.notify()
