@@ -21,6 +21,7 @@ from geartrain import rpc
 from geartrain.errors import (
     BusyError,
     CallCancelledError,
+    ConnectionClosedError,
     GeartrainError,
     MessageError,
     PeerLostError,
@@ -36,6 +37,16 @@ TRANSPORTS = ("inproc", "shm", "tcp")
 @rpc.function
 def add(a: object, b: object) -> object:
     return a + b  # type: ignore[operator]
+
+
+@rpc.function
+def overwhelmed() -> None:
+    raise BusyError("too much")
+
+
+@rpc.function
+def missing() -> None:
+    {}["x"]  # type: ignore[index]
 
 
 @rpc.function
@@ -140,6 +151,13 @@ def test_an_exception_comes_back_with_its_type_and_traceback(pair: tuple[rpc.Nod
         client.call("server", "add", 1)
     with pytest.raises(MessageError, match="pickle"):
         client.call("server", "add", object(), 1)
+    with pytest.raises(BusyError, match="too much") as busy:
+        client.call("server", "overwhelmed")
+    assert isinstance(busy.value, RemoteError)
+    with pytest.raises(KeyError) as caught_key:
+        client.call("server", "missing")
+    assert "line" in str(caught_key.value)
+    assert "\\n" not in str(caught_key.value)
     assert client.call("server", "add", 1, 2) == 3
 
 
@@ -305,6 +323,25 @@ def test_a_node_calls_itself_and_is_called_back(pair: tuple[rpc.Node, rpc.Node])
     assert client.call("server", "ping-pong", 12, ["server", "client"]) == 12
 
 
+def test_a_forked_child_makes_a_node_of_its_own(
+    pair: tuple[rpc.Node, rpc.Node], fork: Callable[[Callable[[], object]], int]
+) -> None:
+    server, client = pair
+    assert client.call("server", "add", 1, 2) == 3
+
+    def child() -> int:
+        with pytest.raises(ConnectionClosedError, match="forked"):
+            client.call("server", "add", 1, 2)
+        with pytest.raises(ConnectionClosedError, match="forked"):
+            client.call("client", "add", 1, 2)
+        own = "tcp" if client.connections()["server"].startswith("tcp") else "shm"
+        with rpc.Node("child", peers={"server": server.address}, transport=own) as mine:
+            return 0 if own != server._options["transport"] or mine.call("server", "add", 1, 2) == 3 else 1
+
+    assert os.waitstatus_to_exitcode(os.waitpid(fork(child), 0)[1]) == 0
+    assert client.call("server", "add", 1, 2) == 3
+
+
 def test_unknown_peers_are_named_errors_in_time() -> None:
     with rpc.Node("alone") as alone, pytest.raises(UnknownPeerError, match="nobody"):
         alone.call("nobody", "add", 1, 2)
@@ -410,6 +447,9 @@ def test_a_killed_peer_fails_its_calls_at_once_and_memory_and_files_come_back(
             process.communicate()
             del waiting
             me._peers.clear()
+        until_s = time.monotonic() + 3
+        while len(set(lost)) < 4 and time.monotonic() < until_s:
+            time.sleep(0.01)
         assert set(lost) == {f"peer-{i}" for i in range(4)}
         gc.collect()
         assert files() <= before + 6  # the last round's connection at most, not four

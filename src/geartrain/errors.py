@@ -101,11 +101,14 @@ class ConnectionClosedError(GeartrainError, ValueError):
 class RemoteError(GeartrainError):
     """A function of a peer raised. `remote_type` and `remote_traceback` say what and where.
 
-    When the peer raised a built-in exception, this is also one: `except ValueError` catches it here as well.
+    When the peer raised a built-in exception or one of these, this is also one: `except ValueError` catches it here.
     """
 
     remote_type: str = ""
     remote_traceback: str = ""
+
+    def __str__(self) -> str:  # whatever the built-in would make of it
+        return str(self.args[0]) if self.args else ""
 
 
 class CallCancelledError(GeartrainError):

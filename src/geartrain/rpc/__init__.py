@@ -110,6 +110,13 @@ def shutdown() -> None:
         _node = None
 
 
+def _forget_parents_node() -> None:
+    global _node
+    _node = None
+
+
+os.register_at_fork(after_in_child=_forget_parents_node)
+
 __all__ = [
     "Future",
     "Node",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import traceback
@@ -63,10 +64,12 @@ class Node:
         self.directory = Directory(store, dict(peers or {}))
         self._codec = native_codec()
         self._peers: dict[str, Peer] = {}
+        self._watched: dict[int, str] = {}  # number in the server's inbox -> peer
         self._dialling: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
         self._on_lost: list[Callable[[str, str], object]] = []
         self._closed = False
+        self._pid = os.getpid()
         listener = listen(host, secret=secret, advertise=advertise, limits=limits, spin_us=spin_us)
         self.address = listener.address
         self.server = Server(
@@ -154,7 +157,8 @@ class Node:
                 return
             self._closed = True
             peers = list(self._peers.values())
-        self.directory.remove(self.name, self.address)
+        if self._pid == os.getpid():
+            self.directory.remove(self.name, self.address)
         for peer in peers:
             peer.connection.close()
         self.server.close()
@@ -192,9 +196,14 @@ class Node:
                     raise
                 self._peers[name] = peer
                 peer.number = self.server.watch(connection)
+                self._watched[peer.number] = name
         return peer
 
     def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise ConnectionClosedError(
+                f"the node {self.name!r} belongs to the process that this one was forked from; make one here"
+            )
         if self._closed:
             raise ConnectionClosedError(f"the node {self.name!r} was closed")
 
@@ -204,8 +213,9 @@ class Node:
     def _lost(self, name: str | None, number: int, reason: str) -> None:
         if name is None:
             with self._lock:
-                name = next((peer.name for peer in self._peers.values() if peer.number == number), "")
-                self._peers.pop(name, None)  # who waits for it finds out alone
+                name = self._watched.pop(number, "")
+                if name in self._peers and self._peers[name].number == number:
+                    del self._peers[name]  # who waits for it finds out alone
         if name and not self._closed:
             for callback in list(self._on_lost):
                 try:

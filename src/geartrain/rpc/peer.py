@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from geartrain import _native
+from geartrain import _native, errors
 from geartrain.codec import native_codec
 from geartrain.errors import (
     CallCancelledError,
@@ -250,9 +250,9 @@ class Peer:
 
 def remote_error(kind: str, text: str, where: str, peer: str) -> RemoteError:
     """An error that is also the built-in exception that the peer raised, where it was one."""
-    base = getattr(builtins, kind, None)
+    base = getattr(builtins, kind, None) or getattr(errors, kind, None)
     made: Any = RemoteError
-    if isinstance(base, type) and issubclass(base, Exception):
+    if isinstance(base, type) and issubclass(base, Exception) and not issubclass(RemoteError, base):
         with contextlib.suppress(TypeError):
             made = type(kind, (RemoteError, base), {"__module__": "geartrain.rpc"})
     try:

@@ -129,7 +129,10 @@ class Server:
             if isinstance(message, str):
                 self._lost(number, message)
             elif caller is not None:  # else its end was told to another thread meanwhile
-                self._take(caller, message)
+                try:
+                    self._take(caller, message)
+                except Exception:  # ours, not the function's: the thread goes on
+                    traceback.print_exc()
             del event, message, caller  # memory of the peer's, perhaps
 
     def _lost(self, number: int, reason: str) -> None:
@@ -254,7 +257,9 @@ def _told(error: BaseException) -> tuple[str, str, str]:
     own = Path(__file__).parent
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent != own]
     lines = traceback.format_list(frames) + traceback.format_exception_only(type(error), error)
-    return type(error).__name__, str(error), "".join(lines) if frames else ""
+    said = (type(error).__name__, str(error), "".join(lines) if frames else "")
+    name, text, where = (part.encode(errors="replace").decode() for part in said)
+    return name, text, where
 
 
 # --- objects that peers keep here ---------------------------------------------------------------------------------
