@@ -290,6 +290,38 @@ def test_remote_objects_live_with_their_peer(pair: tuple[rpc.Node, rpc.Node]) ->
         client.remote("server", "add", 1)
 
 
+def test_a_topic_reaches_its_subscribers_in_order_and_late_ones_get_the_newest(pair: tuple[rpc.Node, rpc.Node]) -> None:
+    server, client = pair
+    topic = server.topic("weights", history=2)
+    with pytest.raises(LookupError, match="no topic 'nonsense'"):
+        client.subscribe("server", "nonsense", print)
+    for version in range(3):
+        assert topic.publish({"version": version}) == version
+    got: list[int] = []
+    enough = threading.Event()
+
+    def take(number: int, value: dict[str, int]) -> None:
+        assert value == {"version": number}
+        got.append(number)
+        if number == 49:
+            enough.set()
+
+    client.subscribe("server", "weights", take)
+    assert topic.subscribers == ["client"]
+    for version in range(3, 50):
+        topic.publish({"version": version})
+    assert enough.wait(10)
+    assert got == list(range(1, 50))
+    client.unsubscribe("server", "weights")
+    assert topic.subscribers == []
+    client.subscribe("server", "weights", take)
+    client.close()
+    for _ in range(3):
+        topic.publish({"version": 0})
+        time.sleep(0.02)
+    assert topic.subscribers == []
+
+
 def test_objects_and_functions_go_by_pickle_only_between_peers_with_the_secret() -> None:
     for pickle in (True, False):
         with rpc.Node("server", secret=b"s", pickle=pickle) as server:

@@ -34,6 +34,7 @@ from geartrain.rpc.functions import batched, function
 from geartrain.rpc.node import Node, Remote
 from geartrain.rpc.peer import Future
 from geartrain.rpc.rendezvous import store_of
+from geartrain.rpc.topic import Topic
 
 _node: Node | None = None
 
@@ -122,6 +123,7 @@ __all__ = [
     "Node",
     "PeerLostError",
     "Remote",
+    "Topic",
     "batched",
     "call",
     "call_async",

@@ -30,7 +30,7 @@ class Caller:
         self.pickle = server.pickle and connection.authenticated
         self.name = ""
         self.objects: dict[int, Any] = {}
-        self._server = server
+        self.server = server
         self._open: dict[int, Pending] = {}
         self._lock = threading.Lock()
         self._turn: Turn | None = None  # of the call that others wait for
@@ -44,8 +44,8 @@ class Caller:
             if self._turn is None:
                 self._turn, self._running = object(), call[1]
                 return self._turn
-            if len(self._queue) >= self._server.max_open or self._queued_bytes > self._server.max_queued_bytes:
-                raise BusyError(f"{len(self._queue)} calls of {self.name!r} wait for {self._server.name!r} already")
+            if len(self._queue) >= self.server.max_open or self._queued_bytes > self.server.max_queued_bytes:
+                raise BusyError(f"{len(self._queue)} calls of {self.name!r} wait for {self.server.name!r} already")
             self._queue.append(call)
             self._queued_bytes += call[5]
             return None
@@ -77,7 +77,7 @@ class Caller:
             call = self._queue.popleft()
             self._queued_bytes -= call[5]
             self._running = call[1]
-        run = self._server.run_in_order
+        run = self.server.run_in_order
         threading.Thread(target=run, args=(self, call, mine), name="geartrain goes on", daemon=True).start()
 
     def keep(self, tag: int, pending: Pending) -> None:

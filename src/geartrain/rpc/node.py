@@ -20,6 +20,7 @@ from geartrain.rpc.kinds import CALL, HELLO, TELL
 from geartrain.rpc.peer import Future, Peer
 from geartrain.rpc.rendezvous import Directory
 from geartrain.rpc.server import Server
+from geartrain.rpc.topic import Topic, Topics
 from geartrain.transport import Limits, listen, options_of
 
 
@@ -72,7 +73,9 @@ class Node:
         self._pid = os.getpid()
         listener = listen(host, secret=secret, advertise=advertise, limits=limits, spin_us=spin_us)
         self.address = listener.address
+        self.topics = Topics(self)
         self.server = Server(
+            self,
             name,
             listener,
             pickle=pickle,
@@ -118,18 +121,36 @@ class Node:
         kind, parcel = found.parcel(function, args, kwargs)
         return Future(found, found.calls.start(kind, parcel, False, limit_s), until_s)
 
-    def tell(self, peer: str, function: str | Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def tell(
+        self, peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> None:
         """Calls without wanting an answer: returns once it is sent. What the function raises is printed there."""
-        found = self._peer(peer, self.timeout_s)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        found = self._peer(peer, limit_s)
         kind, parcel = found.parcel(function, args, kwargs)
         if kind != CALL:
             raise MessageError("only functions with a name can be told")
-        found.connection.send(0, TELL, parcel, self.timeout_s)
+        found.connection.send(0, TELL, parcel, limit_s)
 
     def remote(self, peer: str, cls: str | type, *args: Any, **kwargs: Any) -> Remote:
         """An object of a registered class, made and kept by the peer until closed, or until this node is lost."""
         name = cls if isinstance(cls, str) else names.get(cls, cls.__name__)
         return Remote(self, peer, self.call(peer, "geartrain.rpc.make", name, args, kwargs))
+
+    def topic(self, name: str, *, history: int = 1, timeout_s: float = 5.0) -> Topic:
+        """A topic of this node's; `publish` sends to whoever has subscribed."""
+        return self.topics.make(name, history, timeout_s)
+
+    def subscribe(self, peer: str, topic: str, callback: Callable[[int, Any], object]) -> None:
+        """Has `callback(number, value)` called for each value of a peer's topic, in order, from a thread of this node.
+
+        The newest values that the topic keeps come first. Subscribe again when the peer was lost and came back.
+        """
+        self.topics.subscribe(peer, topic, callback)
+
+    def unsubscribe(self, peer: str, topic: str) -> None:
+        """The callback is not called any more."""
+        self.topics.unsubscribe(peer, topic)
 
     def on_peer_lost(self, callback: Callable[[str, str], object]) -> None:
         """Calls back with the name of a peer that is lost, and why."""

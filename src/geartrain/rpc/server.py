@@ -33,6 +33,7 @@ class Server:
 
     def __init__(
         self,
+        node: Any,
         name: str,
         listener: Listener,
         *,
@@ -44,6 +45,7 @@ class Server:
         spin_us: float,
         lost: Callable[[str | None, int, str], None],
     ) -> None:
+        self.node = node  # for the functions of geartrain.rpc itself
         self.name, self.pickle, self.timeout_s = name, pickle, timeout_s
         self.max_threads, self.max_open, self.max_queued_bytes = max_threads, max_open, max_queued_bytes
         self._listener, self._told_of = listener, lost
@@ -70,14 +72,14 @@ class Server:
         """Runs something in a thread that `close` waits for."""
 
         def body() -> None:
+            mine = threading.current_thread()
+            self._running.add(mine)
             try:
                 run()
             finally:
-                self._running.discard(thread)
+                self._running.discard(mine)
 
-        thread = threading.Thread(target=body, name=f"geartrain {what} {self.name}", daemon=True)
-        self._running.add(thread)
-        thread.start()
+        threading.Thread(target=body, name=f"geartrain {what} {self.name}", daemon=True).start()
 
     def close(self) -> None:
         """Hangs up on all callers. Functions that still run are left to end."""
