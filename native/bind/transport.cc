@@ -62,7 +62,7 @@ Options options_from(const nb::dict& given) {
   options.spin_us = item(given, "spin_us", options.spin_us);
   options.views = item(given, "views", options.views);
   options.lanes = item(given, "lanes", options.lanes);
-  Limits& limits = options.limits;
+  MessageLimits& limits = options.limits;
   limits.max_header_bytes = item(given, "max_header_bytes", limits.max_header_bytes);
   limits.max_message_bytes = item(given, "max_message_bytes", limits.max_message_bytes);
   limits.max_buffers = item(given, "max_buffers", limits.max_buffers);

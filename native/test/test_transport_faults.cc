@@ -21,6 +21,7 @@
 #include "transport/frame.h"
 #include "transport/handshake.h"
 #include "transport/inbox.h"
+#include "transport/memfd.h"
 #include "transport/provider.h"
 
 namespace geartrain {

@@ -53,7 +53,7 @@ inline FrameHeader frame_of(const Outgoing& message, uint16_t flags) {
 }
 
 // Throws frame when this is not the beginning of a message, or of one beyond the limits.
-inline void check(const FrameHeader& frame, const Limits& limits, uint16_t allowed_flags) {
+inline void check(const FrameHeader& frame, const MessageLimits& limits, uint16_t allowed_flags) {
   if (frame.magic != kFrameMagic || frame.reserved != 0 || (frame.flags & ~allowed_flags) != 0) {
     fail(ErrorKind::frame, "the peer sent what is not a message");
   }

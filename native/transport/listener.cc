@@ -20,6 +20,7 @@
 #include <map>
 #include <thread>
 
+#include "transport/memfd.h"
 #include "transport/provider.h"
 
 namespace geartrain {
@@ -29,7 +30,7 @@ constexpr size_t kMostAccepted = 1024;  // connections that nobody has asked for
 constexpr uint32_t kMostBuffers = 16384;
 
 void check_options(const Options& options) {
-  const Limits& limits = options.limits;
+  const MessageLimits& limits = options.limits;
   if (limits.max_buffers > kMostBuffers) {
     fail(ErrorKind::schema, "a message has ", kMostBuffers, " buffers at most, found max_buffers=", limits.max_buffers);
   }

@@ -52,11 +52,6 @@ std::shared_ptr<Connection> take_tcp(Descriptor socket, std::vector<Descriptor> 
 
 // --- shared by them -----------------------------------------------------------------------------------------------
 
-// One recvmsg: bytes into `to`, and descriptors that came with them appended to `fds`. As recv returns.
-ssize_t receive_with_fds(int socket, std::span<std::byte> to, std::vector<Descriptor>* fds);
-// All the bytes, with the descriptors. Throws timed_out, peer_lost.
-void send_with_fds(int socket, Bytes bytes, std::span<const int> fds, Deadline deadline);
-
 // A copy that uses several cores and goes around the cache where that is faster.
 void copy_large(std::byte* to, const std::byte* from, uint64_t bytes);
 

@@ -16,7 +16,7 @@
 // Threads. Any number may send on one connection: messages leave whole, in the order of the calls. One thread at a
 // time receives; a second waits for its turn. The thread that sends does the work itself, and so does the one that
 // receives: there is no thread in between. While a send waits for room it also reads what the peer sends, up to
-// Limits::max_queued_bytes, so that two peers that both send do not wait for each other.
+// MessageLimits::max_queued_bytes, so that two peers that both send do not wait for each other.
 //
 // Memory. A received message lives in memory of its own, or is a view of the sender's segment, which then lends it to
 // nobody else. Either way it goes back to where it came from with the last copy of Message::owner. All buffers begin
@@ -83,7 +83,7 @@ class Deadline {
 };
 
 // What one side takes from the other. A message beyond a limit is refused before memory is taken for it.
-struct Limits {
+struct MessageLimits {
   uint64_t max_header_bytes = uint64_t{64} << 20;
   uint64_t max_message_bytes = uint64_t{16} << 30;  // all buffers of one message
   uint32_t max_buffers = 4096;
@@ -96,7 +96,7 @@ struct Limits {
 struct Options {
   std::string secret;     // the same on both sides, or empty on both
   std::string transport;  // a provider's name; empty: the fastest that works
-  Limits limits;
+  MessageLimits limits;
   double spin_us = 30.0;  // how long a receive looks again and again before it sleeps; less when that was in vain
   bool views = true;      // shm: hand out big messages where they are, not as copies
   uint32_t lanes = 2;     // tcp: connections beside the first one, for big buffers

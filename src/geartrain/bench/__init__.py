@@ -14,7 +14,11 @@ from geartrain.bench.harness import BenchResult
 from geartrain.errors import SchemaError
 
 #: What `geartrain bench` knows: name -> module.
-BENCHES = {"store": "geartrain.bench.store", "selection": "geartrain.bench.selection"}
+BENCHES = {
+    "store": "geartrain.bench.store",
+    "selection": "geartrain.bench.selection",
+    "p2p": "geartrain.bench.p2p",
+}
 #: The same on a GPU, where there is such a bench.
 GPU_BENCHES = {"selection": "geartrain.bench.selection_gpu"}
 
