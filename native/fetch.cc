@@ -77,15 +77,16 @@ class Gather {
       start = end + 1 - count;
       at = request_.pad_left ? steps_ - count : 0;
     }
+    const size_t place = request_.places.empty() ? i : request_.places[i];
     for (const FetchField& field : request_.fields) {
       const FieldRecord& record = fields_[field.field];
       const std::byte* from = store_.block(field.field, row);
       if (record.timed == 0) {
-        copy_block(field.out + i * record.block_bytes, from, record.block_bytes, stream_);
+        copy_block(field.out + place * record.block_bytes, from, record.block_bytes, stream_);
         continue;
       }
       const uint64_t step = step_bytes(record);
-      std::byte* to = field.out + i * steps_ * step;
+      std::byte* to = field.out + place * steps_ * step;
       if (at != 0) zero_block(to, at * step);
       copy_block(to + at * step, from + start * step, count * step, stream_);
       if (at + count < steps_) zero_block(to + (at + count) * step, (steps_ - at - count) * step);
@@ -136,7 +137,8 @@ uint64_t fetch(const Store& store, const FetchRequest& request) {
   for (const FetchField& field : request.fields) check(store, {}, field.field);
   check(store, request.rows, 0);
   if (request.generations.size() != request.rows.size() || request.torn.size() != request.rows.size() ||
-      (!request.ends.empty() && request.ends.size() != request.rows.size())) {
+      (!request.ends.empty() && request.ends.size() != request.rows.size()) ||
+      (!request.places.empty() && request.places.size() != request.rows.size())) {
     fail(ErrorKind::schema, "a fetch of ", request.rows.size(), " rows was given arrays of other sizes");
   }
   const Gather gather(store, request);

@@ -28,6 +28,9 @@ struct FetchRequest {
   uint32_t window = 0;  // steps; 0: whole rows
   bool pad_left = true;
   std::span<const int32_t> ends;  // last step of each window; empty: the row's last step
+  // Where in the fields' outputs each row goes, in rows; empty: one after the other. `torn` and the other books below
+  // are in the order of `rows` all the same.
+  std::span<const uint32_t> places;
   unsigned threads = 1;
   // Filled for every row; all but `torn` may be empty.
   std::span<uint8_t> torn;     // 1: the key is stale or the row changed during the copy

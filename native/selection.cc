@@ -39,12 +39,40 @@ struct ByRow {
   bool has(uint64_t word) const { return is_committed(word); }
 };
 
-uint64_t target_of(const DrawPlan& plan, uint32_t draw, uint32_t attempt, uint64_t total) {
-  const Random128 bits = random_bits(plan.key, draw, plan.round * kAttemptsPerRound + attempt);
-  if (plan.strata == 0) return below(bits, total);
-  const auto first = static_cast<uint64_t>(static_cast<uint128>(draw) * total / plan.strata);
-  const auto last = static_cast<uint64_t>(static_cast<uint128>(draw + uint64_t{1}) * total / plan.strata);
+uint64_t target_of(const DrawKey& key, uint32_t strata, uint32_t draw, uint32_t attempt, uint64_t total) {
+  const Random128 bits = random_bits(key, draw, attempt);
+  if (strata == 0) return below(bits, total);
+  const auto first = static_cast<uint64_t>(static_cast<uint128>(draw) * total / strata);
+  const auto last = static_cast<uint64_t>(static_cast<uint128>(draw + uint64_t{1}) * total / strata);
   return std::min(first + below(bits, std::max<uint64_t>(last - first, 1)), total - 1);
+}
+
+uint64_t target_of(const DrawPlan& plan, uint32_t draw, uint32_t attempt, uint64_t total) {
+  return target_of(plan.key, plan.strata, draw, plan.round * kAttemptsPerRound + attempt, total);
+}
+
+template <typename Kind>
+uint64_t find_by(const Kind& kind, std::span<const uint64_t> targets, std::span<uint32_t> rows,
+                 std::span<uint32_t> generations, std::span<uint32_t> weights) {
+  Search found[kInFlight];
+  uint64_t missing = 0;
+  for (size_t first = 0; first < targets.size(); first += kInFlight) {
+    const size_t n = std::min(kInFlight, targets.size() - first);
+    kind.tree.find(targets.data() + first, n, found);
+    for (size_t i = 0; i < n; ++i) rows[first + i] = kind.tree.inside(found[i]) ? kind.row_of(found[i]) : kNoRow;
+    for (size_t i = first; i < first + n; ++i) {
+      const uint64_t word = rows[i] == kNoRow ? 0 : kind.from.words[rows[i]].load(std::memory_order_acquire);
+      if (!kind.has(word)) {
+        rows[i] = kNoRow;
+        generations[i] = weights[i] = 0;
+        ++missing;
+        continue;
+      }
+      generations[i] = generation_of(word);
+      weights[i] = static_cast<uint32_t>(kind.share(word));
+    }
+  }
+  return missing;
 }
 
 // A draw of the batch, and the number it aims at.
@@ -135,6 +163,18 @@ uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint
     if (out.rows[i] == kNoRow) allowed.take(target_of(plan, numbers[i], kRefusals, total), i, out);
   }
   return 0;
+}
+
+void draw_targets(const DrawKey& key, uint32_t attempt, uint32_t strata, uint64_t total,
+                  std::span<const uint32_t> numbers, std::span<uint64_t> targets) {
+  if (total == 0) fail(ErrorKind::empty, "nothing can be drawn from a total of 0");
+  for (size_t i = 0; i < numbers.size(); ++i) targets[i] = target_of(key, strata, numbers[i], attempt, total);
+}
+
+uint64_t find_rows(const Population& from, By by, std::span<const uint64_t> targets, std::span<uint32_t> rows,
+                   std::span<uint32_t> generations, std::span<uint32_t> weights) {
+  return by == By::weight ? find_by(ByWeight{from}, targets, rows, generations, weights)
+                          : find_by(ByRow{from}, targets, rows, generations, weights);
 }
 
 uint32_t select_bit(uint64_t word, uint32_t rank) {

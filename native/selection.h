@@ -89,10 +89,22 @@ void draw_distinct(const Population& from, const DrawPlan& plan, std::span<const
 
 // The first rows in some order, none of `excluded`; sequences up to and including `after` are passed over. Equal
 // weights: the older first. Returns how many were found, fewer than out.rows.size() when there are no more. A pass
-// over the population. The probabilities are 1.
+// over the population. The probabilities are 1; sequences and fixed-point weights, where asked for, are those that the
+// rows were ranked by.
 enum class Order : uint8_t { oldest, newest, heaviest };
 size_t first_rows(const Population& from, Order order, uint64_t after, const Limits& limits,
-                  std::span<const uint32_t> excluded, const Draws& out);
+                  std::span<const uint32_t> excluded, const Draws& out, std::span<uint64_t> sequences = {},
+                  std::span<uint32_t> weights = {});
+
+// The numbers that plain draws (or, of kDistinctStream, distinct ones) aim at in a population of that total, which may
+// lie in several pieces (shards): whoever holds the piece that a target falls into finds the row.
+void draw_targets(const DrawKey& key, uint32_t attempt, uint32_t strata, uint64_t total,
+                  std::span<const uint32_t> numbers, std::span<uint64_t> targets);
+
+// The rows that targets fall into, as of now, with their weights (1 by row); kNoRow where the population changed on
+// the way. Targets are below the total. Returns how many were not found.
+uint64_t find_rows(const Population& from, By by, std::span<const uint64_t> targets, std::span<uint32_t> rows,
+                   std::span<uint32_t> generations, std::span<uint32_t> weights);
 
 // For each draw, the last step of its window: uniform over [0, length).
 void draw_window_ends(const DrawKey& key, uint32_t round, std::span<const uint32_t> numbers,

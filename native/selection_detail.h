@@ -19,6 +19,9 @@ class Allowed {
   uint64_t total() const { return tree_.total(); }
   uint64_t rows() const { return rows_; }
 
+  // The allowed rows as a population to draw from by weight; rows taken out of it are gone from there as well.
+  Population population() const { return {tree_, {}, words_.get(), nullptr}; }
+
   // Writes the row that `target`, below total(), falls into.
   uint32_t take(uint64_t target, size_t i, const Draws& out) const;
   void remove(uint32_t row);

@@ -131,11 +131,12 @@ void draw_distinct(const Population& from, const DrawPlan& plan, std::span<const
 }
 
 size_t first_rows(const Population& from, Order order, uint64_t after, const Limits& limits,
-                  std::span<const uint32_t> excluded, const Draws& out) {
+                  std::span<const uint32_t> excluded, const Draws& out, std::span<uint64_t> sequences,
+                  std::span<uint32_t> weights) {
   struct Ranked {
     uint64_t rank;  // smallest first
     uint64_t sequence;
-    uint32_t row, generation;
+    uint32_t row, generation, weight;
     bool operator<(const Ranked& other) const {
       return rank != other.rank ? rank < other.rank : sequence < other.sequence;
     }
@@ -160,7 +161,7 @@ size_t first_rows(const Population& from, Order order, uint64_t after, const Lim
                           : order == Order::newest ? ~sequence
                                                    : ~uint64_t{weight_of(word)};
     if (rank > worst || sequence <= after) return;
-    best.push_back({rank, sequence, row, generation_of(word)});
+    best.push_back({rank, sequence, row, generation_of(word), weight_of(word)});
     if (best.size() == keep) prune();
   });
   if (!excluded.empty()) {
@@ -174,6 +175,8 @@ size_t first_rows(const Population& from, Order order, uint64_t after, const Lim
     out.rows[i] = best[i].row;
     out.generations[i] = best[i].generation;
     out.probability[i] = 1.0;
+    if (!sequences.empty()) sequences[i] = best[i].sequence;
+    if (!weights.empty()) weights[i] = best[i].weight;
   }
   for (size_t i = found; i < wanted; ++i) {  // not meant, but not left to chance either
     out.rows[i] = out.generations[i] = 0;

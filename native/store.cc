@@ -198,7 +198,7 @@ void Store::leave(bool keep) {
     reclaim(client_slot_);
   }
   drop_lease(mapping_->fd(), client_slot_);
-  if (live_clients() == 0 && !keep) {
+  if (live_clients() == 0 && !keep && !keep_) {
     control().clean = 1;
     if (header().persist == 0) {
       control().closed = 1;

@@ -83,6 +83,8 @@ class Store {
   // persists. With `keep` it stays as it is, for a process that adopts it. Views of the memory stay valid as long as
   // somebody holds mapping().
   void close(bool keep = false);
+  // Whoever leaves this handle leaves the segment where it is: a job that lost a process is restarted and adopts it.
+  void keep_segment() { keep_ = true; }
   bool is_closed() const { return closed_; }
   bool unlink();
 
@@ -109,6 +111,13 @@ class Store {
 
   // Raises all weights to a power; a pass over the words, without the lock but with the lowest_weight remover.
   void raise_weights(double power);
+  // Sets how often rows were sampled, by key, as a checkpoint had it; keys whose row is gone are skipped.
+  void set_times_sampled(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                         std::span<const uint32_t> counts);
+
+  // The next commit gets this sequence number, or the one after the last commit's where that is larger: shards of one
+  // population keep their commits in one order this way.
+  void advance_sequence(uint64_t next);
 
   // Removes rows by key. Returns how many were already gone.
   uint64_t remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
@@ -230,6 +239,7 @@ class Store {
   double lock_timeout_s_ = 10.0;
   bool read_only_ = false;
   bool closed_ = false;
+  std::atomic<bool> keep_{false};
   double weight_scale_ = 1.0;  // 2^weight_fraction_bits
 };
 

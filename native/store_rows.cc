@@ -313,6 +313,29 @@ void Store::release_spent(std::span<const uint32_t> rows, std::span<const uint32
   }
 }
 
+void Store::set_times_sampled(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                              std::span<const uint32_t> counts) {
+  ensure_client();
+  check_rows(rows);
+  if (generations.size() != rows.size() || counts.size() != rows.size()) {
+    fail(ErrorKind::schema, "as many generations and counts as rows are needed");
+  }
+  Guard guard(*this);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const uint32_t generation = generation_of(words()[rows[i]].load(kRelaxed));
+    if (generation == generations[i] && (generation & 1) != 0)
+      status()[rows[i]].times_sampled.store(counts[i], kRelaxed);
+  }
+}
+
+void Store::advance_sequence(uint64_t next) {
+  // 2^63 leaves room for commits for ever.
+  if (next > uint64_t{1} << 63) fail(ErrorKind::schema, "sequence numbers go up to 2^63, found ", next);
+  ensure_client();
+  Guard guard(*this);
+  control().next_sequence = std::max(control().next_sequence, next);
+}
+
 uint64_t Store::expire() {
   if (header().max_age_ns == 0) return 0;
   ensure_client();

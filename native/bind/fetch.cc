@@ -55,8 +55,14 @@ nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& 
 nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
                      const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
                      const std::optional<In<int32_t>>& ends, unsigned threads,
-                     const std::optional<std::vector<AnyArray>>& out) {
+                     const std::optional<std::vector<AnyArray>>& out, const std::optional<In<uint32_t>>& places) {
   const size_t n = rows.size();
+  // Rows that the outputs have room for: those asked for, or as many as `places` reaches.
+  size_t room = n;
+  if (places) {
+    if (!out) fail(ErrorKind::schema, "places only mean something in output arrays");
+    for (uint32_t place : view(*places)) room = std::max<size_t>(room, size_t{place} + 1);
+  }
   const size_t steps = window != 0 ? window : store.header().max_length;
   std::vector<std::vector<size_t>> shapes;
   size_t bytes = 0;
@@ -80,9 +86,10 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
     const size_t size = bytes_of(shapes[i], record.itemsize);
     if (out) {
       const AnyArray& given = (*out)[i];
-      if (given.nbytes() != size || given.itemsize() != record.itemsize) {
+      const size_t needed = places ? bytes_of(batch_shape(record, room, window), record.itemsize) : size;
+      if ((places ? given.nbytes() < needed : given.nbytes() != needed) || given.itemsize() != record.itemsize) {
         fail(ErrorKind::schema, "the output array of field '", record.name, "' has ", given.nbytes(),
-             " bytes, the batch needs ", size);
+             " bytes, the batch needs ", needed);
       }
       targets.push_back({fields[i], static_cast<std::byte*>(given.data())});
     } else {
@@ -101,6 +108,7 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
   request.window = window;
   request.pad_left = pad_left;
   request.ends = view(ends);
+  if (places) request.places = view(*places);
   request.threads = threads;
   request.versions = part(n, static_cast<int64_t*>(nullptr));
   request.starts = part(n, static_cast<int32_t*>(nullptr));
@@ -118,6 +126,13 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
                         memory.array(request.versions, {n}), torn);
 }
 
+// Recycled bytes, for messages.
+nb::object pooled_bytes(size_t bytes) {
+  PooledMemory memory(PooledMemory::padded(bytes));
+  auto* at = reinterpret_cast<uint8_t*>(memory.take(bytes));
+  return memory.array(std::span<uint8_t>(at, bytes), {bytes});
+}
+
 nb::dict pool_dict() {
   const PoolCounts counts = pool_counts();
   nb::dict out;
@@ -132,8 +147,10 @@ nb::dict pool_dict() {
 
 void bind_fetch(nb::module_& module) {
   module.def("fetch", &fetch_rows, nb::arg("store"), nb::arg("rows"), nb::arg("generations"), nb::arg("fields"),
-             nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(), nb::arg("threads"), nb::arg("out").none());
+             nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(), nb::arg("threads"), nb::arg("out").none(),
+             nb::arg("places").none() = nb::none());
   module.def("empty_batch", &empty_batch);
+  module.def("pooled_bytes", &pooled_bytes);
   module.def("pool_counts", &pool_dict);
 }
 

@@ -8,6 +8,7 @@
 #include "bind.h"
 #include "errors.h"
 #include "segment.h"
+#include "selection_detail.h"
 
 namespace geartrain {
 namespace {
@@ -116,6 +117,87 @@ nb::tuple first(const Candidates& from, int order, size_t n, uint64_t after, con
   });
 }
 
+// The same as (rows, generations, sequences, weights), of those that were found: the numbers they were ranked by.
+nb::tuple first_ranked(const Candidates& from, int order, size_t n, uint64_t after, const In<uint32_t>& excluded,
+                       const std::optional<LimitTuple>& limits) {
+  check_known(from, view(excluded));
+  const Limits limit = limits_of(from, limits);
+  std::vector<uint32_t> rows(n), generations(n), weights(n);
+  std::vector<uint64_t> sequences(n);
+  std::vector<double> probability(n);
+  {
+    nb::gil_scoped_release unlocked;
+    const size_t found = first_rows(from.population(), static_cast<Order>(order), after, limit, view(excluded),
+                                    {rows, generations, probability}, sequences, weights);
+    rows.resize(found), generations.resize(found), weights.resize(found), sequences.resize(found);
+  }
+  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(sequences)),
+                        to_numpy(std::move(weights)));
+}
+
+// Returns (rows, generations, weights, number not found).
+nb::tuple found(const Population& from, By by, const In<uint64_t>& targets) {
+  const size_t n = targets.size();
+  PooledMemory memory(3 * PooledMemory::padded(4 * n));
+  const auto part = [&] { return std::span<uint32_t>(reinterpret_cast<uint32_t*>(memory.take(4 * n)), n); };
+  const std::span<uint32_t> rows = part(), generations = part(), weights = part();
+  uint64_t missing = 0;
+  {
+    nb::gil_scoped_release unlocked;
+    missing = find_rows(from, by, view(targets), rows, generations, weights);
+  }
+  return nb::make_tuple(memory.array(rows, {n}), memory.array(generations, {n}), memory.array(weights, {n}), missing);
+}
+
+// A copy of the rows that limits allow, without some, out of which rows can be taken one by one.
+class AllowedRows {
+ public:
+  AllowedRows(const Candidates& from, bool by_weight, const std::optional<LimitTuple>& limits,
+              const In<uint32_t>& excluded)
+      : limits_(limits_of(from, limits)) {
+    check_known(from, view(excluded));
+    nb::gil_scoped_release unlocked;
+    allowed_.emplace(from.population(), by_weight ? By::weight : By::row, limits_, view(excluded));
+  }
+  const Allowed& get() const { return *allowed_; }
+
+  // (rows, generations, weights) of all that are left and have a weight, in the order of their numbers.
+  nb::tuple weights() const {
+    std::vector<uint32_t> rows, generations, weights;
+    const Population left = allowed_->population();
+    for (uint64_t row = 0; row < left.rows(); ++row) {
+      const uint64_t word = left.words[row].load(std::memory_order_relaxed);
+      if (weight_of(word) == 0) continue;
+      rows.push_back(static_cast<uint32_t>(row));
+      generations.push_back(generation_of(word));
+      weights.push_back(weight_of(word));
+    }
+    return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(weights)));
+  }
+
+  // (row, generation, weight) of the row that the target falls into, which is then gone.
+  nb::tuple take(uint64_t target) {
+    if (target >= allowed_->total()) fail(ErrorKind::schema, "target ", target, " is beyond the total");
+    uint32_t row = 0, generation = 0;
+    double probability = 0;
+    const uint64_t before = allowed_->total();
+    allowed_->take(target, 0, {{&row, 1}, {&generation, 1}, {&probability, 1}});
+    allowed_->remove(row);
+    return nb::make_tuple(row, generation, before - allowed_->total());
+  }
+
+ private:
+  Limits limits_;
+  std::optional<Allowed> allowed_;
+};
+
+nb::object targets(uint64_t seed, uint64_t step, bool distinct, uint32_t attempt, const In<uint32_t>& numbers,
+                   uint32_t strata, uint64_t total) {
+  std::vector<uint64_t> out(numbers.size());
+  draw_targets({seed, step, distinct ? kDistinctStream : kRowStream}, attempt, strata, total, view(numbers), out);
+  return to_numpy(std::move(out));
+}
+
 // Fixed-point weights of some rows.
 nb::object weights_of(const Candidates& from, const In<uint32_t>& rows) {
   check_known(from, view(rows));
@@ -161,7 +243,23 @@ void bind_selection(nb::module_& module) {
       .def("draw_distinct", &distinct_rows, nb::arg("by_weight"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
            nb::arg("n"), nb::arg("excluded"), nb::arg("limits").none() = nb::none())
       .def("first", &first, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
-           nb::arg("limits").none() = nb::none());
+           nb::arg("limits").none() = nb::none())
+      .def("first_ranked", &first_ranked, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
+           nb::arg("limits").none() = nb::none())
+      .def("find", [](const Candidates& c, bool by_weight, const In<uint64_t>& targets) {
+        return found(c.population(), by_weight ? By::weight : By::row, targets);
+      });
+  nb::class_<AllowedRows>(module, "AllowedRows")
+      .def(nb::init<const Candidates&, bool, const std::optional<LimitTuple>&, const In<uint32_t>&>(),
+           nb::arg("candidates"), nb::arg("by_weight"), nb::arg("limits").none(), nb::arg("excluded"))
+      .def("total", [](const AllowedRows& a) { return a.get().total(); })
+      .def("count", [](const AllowedRows& a) { return a.get().rows(); })
+      .def("find", [](const AllowedRows& a,
+                      const In<uint64_t>& targets) { return found(a.get().population(), By::weight, targets); })
+      .def("weights", &AllowedRows::weights)
+      .def("take", &AllowedRows::take);
+  module.def("draw_targets", &targets);
+  module.attr("LAST_ATTEMPT") = kRefusals;
   module.def("window_ends", &window_ends);
 }
 

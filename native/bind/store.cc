@@ -338,6 +338,17 @@ void bind_store(nb::module_& module) {
              Unlocked u;
              s.raise_weights(power);
            })
+      .def("keep_segment", &Store::keep_segment)
+      .def("set_times_sampled",
+           [](Store& s, const In<uint32_t>& rows, const In<uint32_t>& generations, const In<uint32_t>& counts) {
+             Unlocked u;
+             s.set_times_sampled(view(rows), view(generations), view(counts));
+           })
+      .def("advance_sequence",
+           [](Store& s, uint64_t next) {
+             Unlocked u;
+             s.advance_sequence(next);
+           })
       .def("remove", &remove)
       .def("count_samples", &count_samples)
       .def("release_spent", &release_spent)

@@ -158,6 +158,36 @@ TEST(what_does_not_fit_the_store_is_refused) {
   CHECK_THROWS(schema, fetch(*store, request));
 }
 
+TEST(rows_go_to_the_places_that_are_asked_for_and_nowhere_else) {
+  auto store = tagged_store(8);
+  std::vector<uint64_t> tags(8);
+  std::vector<uint32_t> rows(8), generations(8);
+  for (size_t i = 0; i < 8; ++i) tags[i] = 100 + i;
+  insert_tagged(*store, tags, rows, generations);
+  const uint64_t block = store->fields()[0].block_bytes;
+  std::vector<std::byte> straight(8 * block), placed(11 * block, std::byte{0xee});
+  const FetchField to_straight[1] = {{0, straight.data()}}, to_placed[1] = {{0, placed.data()}};
+  uint8_t torn[8];
+  FetchRequest request;
+  request.rows = rows;
+  request.generations = generations;
+  request.torn = torn;
+  request.fields = to_straight;
+  CHECK_EQ(fetch(*store, request), uint64_t{0});
+  const uint32_t places[8] = {10, 3, 0, 7, 1, 9, 4, 2};
+  request.places = places;
+  request.fields = to_placed;
+  CHECK_EQ(fetch(*store, request), uint64_t{0});
+  for (size_t i = 0; i < 8; ++i) {
+    CHECK(std::memcmp(placed.data() + places[i] * block, straight.data() + i * block, block) == 0);
+  }
+  for (size_t untouched : {5, 6, 8}) {
+    for (size_t b = 0; b < block; ++b) CHECK(placed[untouched * block + b] == std::byte{0xee});
+  }
+  request.places = std::span(places).first(7);
+  CHECK_THROWS(schema, fetch(*store, request));
+}
+
 }  // namespace
 }  // namespace geartrain
 

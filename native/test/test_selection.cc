@@ -200,6 +200,48 @@ TEST(large_batches_are_the_same_draws_as_small_ones) {
   }
 }
 
+TEST(targets_found_piece_by_piece_are_the_draws_of_the_whole) {
+  constexpr uint64_t kRows = 500, kCut = 173;
+  auto whole = store_of(kRows), left = store_of(kCut), right = store_of(kRows - kCut);
+  const auto fill = [](Store& store, uint64_t first) {
+    std::vector<uint32_t> rows(store.header().capacity), generations(rows.size());
+    std::vector<double> weights(rows.size());
+    store.allocate(rows);
+    for (size_t i = 0; i < rows.size(); ++i) weights[i] = static_cast<double>((first + i) % 7);
+    store.commit(rows, {{}, weights, {}}, generations);
+  };
+  fill(*whole, 0), fill(*left, 0), fill(*right, kCut);
+  std::vector<uint32_t> numbers(300), rows(300), generations(300), row(1), generation(1), weight(1);
+  std::vector<uint64_t> targets(300);
+  std::vector<double> probability(300);
+  for (uint32_t i = 0; i < 300; ++i) numbers[i] = i;
+  for (By by : {By::weight, By::row}) {
+    for (uint32_t strata : {0u, 300u}) {
+      const auto total_of = [&](Store& store) {
+        return by == By::weight ? store.weight_tree().total() : store.bit_tree().total();
+      };
+      const uint64_t total = total_of(*whole), before = total_of(*left);
+      CHECK_EQ(before + total_of(*right), total);
+      const DrawPlan plan{{9, 4, kRowStream}, by, 0, strata};
+      CHECK_EQ(draw(population(*whole), plan, numbers, {rows, generations, probability}), uint64_t{0});
+      draw_targets(plan.key, 0, strata, total, numbers, targets);
+      for (size_t i = 0; i < 300; ++i) {
+        const bool first = targets[i] < before;
+        const uint64_t target = targets[i] - (first ? 0 : before);
+        CHECK_EQ(find_rows(population(first ? *left : *right), by, {&target, 1}, row, generation, weight), uint64_t{0});
+        CHECK_EQ(row[0] + (first ? 0 : kCut), uint64_t{rows[i]});
+        CHECK_EQ(weight[0], by == By::weight ? static_cast<uint32_t>((rows[i] % 7) << 16) : 1u);
+      }
+      // A total that is no longer true: the row is missing, not another one.
+      const uint64_t beyond[2] = {0, total};
+      std::vector<uint32_t> two(2), twos(2), weights(2);
+      CHECK_EQ(find_rows(population(*whole), by, beyond, two, twos, weights), uint64_t{1});
+      CHECK(two[0] != kNoRow && two[1] == kNoRow);
+    }
+  }
+  CHECK_THROWS(empty, draw_targets({}, 0, 0, 0, numbers, targets));
+}
+
 }  // namespace
 }  // namespace geartrain
 

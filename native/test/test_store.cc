@@ -316,6 +316,54 @@ TEST(an_audit_finds_what_does_not_add_up) {
   CHECK_EQ(store->committed_count(), uint64_t{1});
 }
 
+TEST(sequence_numbers_can_be_moved_on_and_never_back) {
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
+  const auto sequence_of_next = [&] {
+    uint32_t row = 0, generation = 0;
+    const uint64_t tag = 1;
+    insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1});
+    return store->info(row).sequence;
+  };
+  CHECK_EQ(sequence_of_next(), uint64_t{1});
+  store->advance_sequence(1000);
+  CHECK_EQ(sequence_of_next(), uint64_t{1000});
+  store->advance_sequence(5);
+  CHECK_EQ(sequence_of_next(), uint64_t{1001});
+  store->rebuild();
+  CHECK_EQ(sequence_of_next(), uint64_t{1002});
+  CHECK_THROWS(schema, store->advance_sequence(~uint64_t{0}));
+  check_sound(*store);
+}
+
+TEST(sample_counts_are_set_by_key) {
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(2));
+  uint32_t row = 0, generation = 0;
+  const uint64_t tag = 1;
+  insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1});
+  const uint32_t seven = 7, nine = 9, stale = generation + 2;
+  store->set_times_sampled({&row, 1}, {&generation, 1}, {&seven, 1});
+  store->set_times_sampled({&row, 1}, {&stale, 1}, {&nine, 1});
+  CHECK_EQ(store->info(row).times_sampled, 7u);
+  const uint32_t beyond = 2;
+  CHECK_THROWS(schema, store->set_times_sampled({&beyond, 1}, {&generation, 1}, {&seven, 1}));
+}
+
+TEST(a_segment_that_is_to_be_kept_outlives_whoever_leaves_it_last) {
+  const std::string name = testing::unique_name();
+  auto store = Store::create(name, tagged_fields(), options_of(2));
+  uint32_t row = 0, generation = 0;
+  const uint64_t tag = 1;
+  insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1});
+  store->keep_segment();
+  store->close();
+  CHECK_THROWS(stale_store, Store::attach(name, {}));
+  AttachOptions adopting;
+  adopting.adopt = true;
+  auto adopted = Store::attach(name, adopting);
+  CHECK_EQ(adopted->committed_count(), uint64_t{1});
+  check_sound(*adopted);
+}
+
 }  // namespace
 }  // namespace geartrain
 

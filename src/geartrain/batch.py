@@ -28,6 +28,7 @@ class Batch(Mapping[str, Any]):
         start: (B,) int32, the first step of the row that the batch holds.
         length: (B,) int32, steps of the whole row.
         version: (B,) int64, of the model that produced the row.
+        draw: (B,) int64, the number of each row in the global batch; None where one rank has all of it.
     """
 
     fields: dict[str, Any]
@@ -39,6 +40,7 @@ class Batch(Mapping[str, Any]):
     probability: Any = None
     importance: Any = None
     step: int | None = None
+    draw: Any = None
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
@@ -75,6 +77,7 @@ class Batch(Mapping[str, Any]):
             move(self.probability),
             move(self.importance),
             self.step,
+            move(self.draw),
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect as inspect_module
 import json
 import sys
 from collections.abc import Iterator
@@ -114,7 +115,9 @@ def _key_values(pairs: list[str]) -> dict[str, Any]:
 def inspect(
     name: Annotated[
         str | None,
-        typer.Argument(help="A store's name or path, or a checkpoint's directory. Lists all without."),
+        typer.Argument(
+            help="A store's name or path, or the directory of a checkpoint or its steps. Lists all without."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     audit: Annotated[bool, typer.Option(help="Join the store and check all of its books.")] = False,
@@ -125,6 +128,8 @@ def inspect(
             _list_segments(as_json)
         elif (Path(name) / "manifest.json").is_file():
             _inspect_checkpoint(Path(name), as_json)
+        elif any(Path(name).glob("step-*")):
+            _inspect_steps(Path(name), as_json)
         else:
             _inspect_store(name, as_json)
             if audit:
@@ -262,7 +267,11 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
         sys.stdout.write(json.dumps(manifest, indent=1) + "\n")
         return
     size = sum(file["bytes"] for file in manifest["files"].values())
-    out.print(f"checkpoint of {manifest['created']}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB")
+    shared = sum(file["bytes"] for name, file in manifest["files"].items() if (directory / name).stat().st_nlink > 1)
+    out.print(
+        f"checkpoint of {manifest['created']}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB"
+        + (f", {shared / 1e6:,.1f} MB of them shared with other checkpoints" if shared else "")
+    )
     table = Table("field", "shape of a row", "dtype", "timed")
     for field in manifest["fields"]:
         table.add_row(
@@ -272,6 +281,47 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
             "yes" if field["timed"] else "no",
         )
     out.print(table)
+
+
+def _inspect_steps(directory: Path, as_json: bool) -> None:
+    from geartrain.shards import describe_steps
+
+    steps = describe_steps(directory)
+    if as_json:
+        sys.stdout.write(json.dumps(steps, indent=1) + "\n")
+        return
+    table = Table("step", "created", "shards", "on this disk", "rows", "MB", "ranks")
+    for step in steps:
+        shards = step["shards"]
+        table.add_row(
+            f"{step['step']:,}",
+            step["created"] if step["complete"] else "[yellow]not complete[/]",
+            f"{len(shards):,}",
+            f"{sum(shard['here'] for shard in shards):,}",
+            f"{sum(shard['rows'] for shard in shards):,}",
+            f"{sum(shard['bytes'] for shard in shards) / 1e6:,.1f}",
+            f"{step['world'] or 0:,}",
+        )
+    out.print(table)
+    newest = next((step for step in steps if step["complete"]), None)
+    if newest is None:
+        out.print("[yellow]no step is complete on this disk[/]")
+        return
+    out.print(f"step {newest['step']:,}, the newest that is complete on this disk:")
+    table = Table("shard", "rows", "capacity", "MB", "saved by ranks", "on this disk")
+    for shard in newest["shards"]:
+        table.add_row(
+            escape(shard["directory"]),
+            f"{shard['rows']:,}",
+            f"{shard['capacity']:,}",
+            f"{shard['bytes'] / 1e6:,.1f}",
+            ", ".join(map(str, shard["ranks"])),
+            "yes" if shard["here"] else "no",
+        )
+    out.print(table)
+    if newest["state"]:
+        known = {key: newest["state"][key] for key in ("step", "seed") if key in newest["state"]}
+        out.print("replay    " + ", ".join(f"{key} {value}" for key, value in known.items()))
 
 
 def _audit(name: str) -> None:
@@ -338,6 +388,11 @@ def bench(
         typer.Option(help="Interpreter of a peer's own environment, as peer=/path/to/python. Repeatable."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda for benches that have a GPU form (selection).")] = "cpu",
+    full: Annotated[bool, typer.Option(help="Every case, where the default leaves some out (ranks).")] = False,
+    train_ms: Annotated[
+        list[float] | None,
+        typer.Option(help="What the consumer's step takes, for benches that have one (ranks). Repeatable."),
+    ] = None,
 ) -> None:
     """Measure, beside the floor of this machine and the peers that are installed.
 
@@ -351,8 +406,78 @@ def bench(
         if not found:
             _die(f"--peer-python takes peer=/path/to/python, found {pair!r}")
         peers[peer] = python
+    if quick and full:
+        _die("--quick and --full ask for opposite things")
     with _errors():
-        load(name, device)(quick=quick, json_path=json_path, plot_path=plot_path, peers=peers or None)
+        main = load(name, device)
+        more = {key: value for key, value in {"full": full, "train_ms": train_ms}.items() if value}
+        for key in more.keys() - inspect_module.signature(main).parameters.keys():
+            _die(f"the bench {name!r} has no --{key.replace('_', '-')}")
+        main(quick=quick, json_path=json_path, plot_path=plot_path, peers=peers or None, **more)
+
+
+# --- plan -------------------------------------------------------------------------------------------------------
+
+plan = typer.Typer(help="Say what a cluster that is not here would do, from what was measured here.")
+app.add_typer(plan, name="plan", no_args_is_help=True)
+
+
+@plan.command("ranks")
+def plan_ranks(
+    hosts: Annotated[int | None, typer.Option(help="Hosts, each with a shard. Two known clusters without.")] = None,
+    gpus: Annotated[int, typer.Option(help="Ranks that read data, on each host.")] = 8,
+    rows: Annotated[float, typer.Option(help="Rows of all shards together.")] = 1e9,
+    batch: Annotated[int, typer.Option(help="Rows of the global batch.")] = 1024,
+    row_bytes: Annotated[float, typer.Option(help="Bytes of a row.")] = 100e3,
+    link_gbit: Annotated[float, typer.Option(help="A host's link, each way, in Gbit/s.")] = 200.0,
+    step_ms: Annotated[float, typer.Option(help="What training on a batch takes; 0 asks for the most.")] = 0.0,
+    share: Annotated[
+        list[float] | None, typer.Option(help="Chance that a draw falls on a host; once for each. Equal by default.")
+    ] = None,
+    cores: Annotated[int | None, typer.Option(help="Of a host; as measured by default.")] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="Of a host; says whether the rows fit.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine's constants first: 10 s.")] = False,
+    constants: Annotated[
+        Path | None, typer.Option(help="Constants from this file: of `bench ranks --json` or of --json here.")
+    ] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Predict the cases of this `bench ranks --json` file, beside what it measured.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write predictions and constants here.")] = None,
+) -> None:
+    """Predict GB/s per rank, bytes on the network, selection and fetch time, and what they are bound by.
+
+    Example: geartrain plan ranks --hosts 3 --gpus 8 --rows 1e9 --batch 1032 --row-bytes 100e3 --link-gbit 200
+    """
+    from geartrain.plan import report
+    from geartrain.plan.constants import DEFAULTS, read_constants, read_json
+    from geartrain.plan.constants import measure as measure_constants
+    from geartrain.plan.ranks import Cluster
+    from geartrain.plan.ranks import check as check_cases
+
+    with _errors():
+        known = measure_constants() if measure else read_constants(constants) if constants else None
+        if check is not None:
+            if not report.show_checked(check_cases(read_json(check), known)):
+                raise typer.Exit(1)
+            return
+        if hosts is None:
+            asked = report.known_clusters(known)
+        else:
+            cluster = Cluster(
+                hosts=hosts,
+                gpus=gpus,
+                rows=rows,
+                batch=batch,
+                row_bytes=row_bytes,
+                link_gbit=link_gbit,
+                step_ms=step_ms,
+                shares=tuple(share) if share else None,
+                memory_gb=memory_gb,
+            )
+            here = known or DEFAULTS
+            asked = [report.Asked(f"{hosts} x {gpus} ranks", cluster, here.of_host(cores) if cores else here)]
+        report.show(asked, json_path)
 
 
 def _summary(store: Store) -> str:

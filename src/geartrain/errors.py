@@ -79,7 +79,7 @@ class WaitTimeoutError(GeartrainError, TimeoutError):
 
 
 class PeerLostError(GeartrainError, ConnectionError):
-    """The other side died, hung up, or broke the protocol; what was under way with it is lost."""
+    """A peer, or a rank of the group, is gone, hung up or did not answer in time; the message says which and why."""
 
 
 class TransportError(GeartrainError, OSError):
@@ -124,6 +124,10 @@ class UnknownPeerError(GeartrainError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class RanksDisagreeError(GeartrainError, ValueError):
+    """The ranks of one replay were set up differently; the message names two of them and the difference."""
 
 
 class CorruptStoreError(GeartrainError):

@@ -181,6 +181,34 @@ class Plan:
         """Shape and dtype of each field of a batch of one row."""
         return {name: (self.shape(name, 1), self.store.fields[name].dtype) for name in self.names}
 
+    def of_fields(self, names: Sequence[str]) -> Plan:
+        """The same plan for some of its fields, or none."""
+        return Plan(self.store, list(names), self.window, self.pad_left, self.as_, self.threads)
+
+    def raw_dtype(self, name: str) -> np.dtype[Any]:
+        """The NumPy dtype that a field's bytes are shown as."""
+        return self.store.column(name).dtype
+
+    def row_bytes(self, name: str) -> int:
+        """Bytes of a field in a batch of one row."""
+        return int(np.prod(self.shape(name, 1))) * self.raw_dtype(name).itemsize
+
+    def mask(self, starts: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """The mask of a batch whose windows hold `counts` real steps."""
+        steps = self.window or self.store.max_length
+        first = (steps - counts if self.window and self.pad_left else np.zeros_like(counts))[:, None]
+        at = np.arange(steps)
+        mask: NDArray[np.bool_] = (at >= first) & (at < first + counts[:, None])
+        return mask
+
+    def book(self, array: NDArray[Any]) -> Any:
+        """An array as users get it: a tensor, or itself."""
+        if self.as_ == "torch":
+            import torch
+
+            return torch.from_numpy(array)
+        return array
+
     def empty(self, n: int) -> list[NDArray[Any]]:
         """Recycled memory for the fields of a batch of n rows, of raw dtypes."""
         return list(_native.empty_batch(self.store.native, n, self.numbers, self.window))
@@ -198,8 +226,12 @@ class Plan:
         generations: NDArray[np.uint32],
         ends: NDArray[np.int32] | None,
         out: list[Any] | None = None,
+        places: NDArray[np.uint32] | None = None,
     ) -> Raw:
-        """Copies, and reports torn rows; the GIL is released meanwhile."""
+        """Copies, and reports torn rows; the GIL is released meanwhile.
+
+        With `places` row i goes to place `places[i]` of the arrays in `out`.
+        """
         return Raw(
             *_native.fetch(
                 self.store.native,
@@ -211,6 +243,7 @@ class Plan:
                 ends,
                 self.threads,
                 out,
+                places,
             )
         )
 
@@ -232,10 +265,7 @@ class Plan:
                 dtype = numpy_dtype(DTYPES[schema[name].dtype])
                 fields[name] = array if array.dtype == dtype else array.view(dtype)
         books: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance]
-        if self.as_ == "torch":
-            import torch
-
-            books = [None if book is None else torch.from_numpy(book) for book in books]
+        books = [None if book is None else self.book(book) for book in books]
         mask, start, length, version, probability, importance = books
         return Batch(fields, keys, mask, start, length, version, probability, importance, step)
 

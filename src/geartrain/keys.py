@@ -19,7 +19,8 @@ class Keys:
     A row's generation changes whenever it is overwritten or removed, so a key names one trajectory, not
     whatever stands in that place later. Stale keys are skipped and counted by whoever takes keys.
 
-    `shard` (n,) uint16 tells which of several stores a row is in; None when there is only one.
+    `shard` (n,) uint16 tells which of several stores or shards a row is in; None when there is only one. `draw` (n,)
+    int64 is the row's number in a global batch, where it is part of one.
 
     Index with an integer, slice, mask or index array to get the keys of some; `+` joins.
     """
@@ -27,6 +28,7 @@ class Keys:
     row: NDArray[np.uint32]
     generation: NDArray[np.uint32]
     shard: NDArray[np.uint16] | None = None
+    draw: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         row = np.ascontiguousarray(self.row, dtype=np.uint32)
@@ -41,7 +43,8 @@ class Keys:
 
     def __getitem__(self, index: Any) -> Keys:
         shard = None if self.shard is None else np.atleast_1d(self.shard[index])
-        return Keys(np.atleast_1d(self.row[index]), np.atleast_1d(self.generation[index]), shard)
+        draw = None if self.draw is None else np.atleast_1d(self.draw[index])
+        return Keys(np.atleast_1d(self.row[index]), np.atleast_1d(self.generation[index]), shard, draw)
 
     def __iter__(self) -> Iterator[Keys]:
         return (self[i] for i in range(len(self)))
@@ -63,7 +66,7 @@ class Keys:
 
     def of_shard(self, number: int) -> Keys:
         """The same rows, said to be in store `number` of several."""
-        return Keys(self.row, self.generation, np.full(len(self), number, np.uint16))
+        return Keys(self.row, self.generation, np.full(len(self), number, np.uint16), self.draw)
 
     @staticmethod
     def join(parts: Sequence[Keys]) -> Keys:
@@ -71,10 +74,12 @@ class Keys:
         shards = [part.shard for part in parts if part.shard is not None]
         if shards and len(shards) != len(parts):
             raise SchemaError("keys that tell their shard cannot be joined with keys that do not")
+        draws = [part.draw for part in parts if part.draw is not None]
         return Keys(
             np.concatenate([part.row for part in parts]),
             np.concatenate([part.generation for part in parts]),
             np.concatenate(shards) if shards else None,
+            np.concatenate(draws) if draws and len(draws) == len(parts) else None,
         )
 
     @staticmethod

@@ -6,35 +6,32 @@ a row that was lost meanwhile is drawn again. All of it happens on a thread of i
 
 from __future__ import annotations
 
-import os
-import queue
-import threading
+import dataclasses
+import functools
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from geartrain.assignment import ASSIGNMENTS, Assignment
 from geartrain.batch import Batch
-from geartrain.errors import (
-    SchemaError,
-    StoreClosedError,
-    WaitTimeoutError,
-)
+from geartrain.errors import RanksDisagreeError, SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.exchange import RankedMaker
 from geartrain.fetch import As, Pad, Plan, Raw
 from geartrain.keys import Keys
+from geartrain.prefetch import Prefetcher
+from geartrain.ranks import NOTE_S, Ranks, join
 from geartrain.sampling import Sampler
-from geartrain.selection import Mixture, Strategy, Weighted, at_step
+from geartrain.selection import Mixture, Strategy
 from geartrain.store import Store
+from geartrain.topology import topology_of
+from geartrain.updates import Update
 
 # What every strategy has to know at its next step.
 State = list[dict[str, int]]
-
-# A schedule of the exponent is followed in steps of this share of its value.
-EXPONENT_STEP = 0.01
 
 
 class Replay:
@@ -46,7 +43,7 @@ class Replay:
     Args:
         store: where the rows are; a list of stores for a `Mixture`.
         selection: the strategy, e.g. `geartrain.selection.Weighted(seed=0)`.
-        batch_size: rows per batch.
+        batch_size: rows per batch; over several ranks, of the global batch that they share out.
         fields: names of the fields wanted; all by default.
         window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
             later. Whole rows by default.
@@ -58,10 +55,21 @@ class Replay:
         min_rows: fewer selectable rows than this are an error, not a batch of near-copies. 1 by default; for a store
             with `max_times_sampled` the batch size, lest half a batch use up rows that nobody gets to see.
         threads: threads that copy; up to 4 of the process's cores by default.
-        timeout_s: longest wait for a batch.
+        timeout_s: longest wait for a batch, and for another rank.
+        group: the ranks of a job that train together, each with the shard of its host as `store`: a process group of
+            `torch.distributed` (data parallel), or any `geartrain.ranks.Ranks`. Every rank makes the replay and asks
+            for batches alike; each gets its part of one global batch (docs/ranks.md).
+        mesh: the same with pipeline and tensor parallelism: a `DeviceMesh` with dimensions named among dp, pp and tp,
+            a DeepSpeed grid or topology, or an object with the usual mpu methods.
+        inputs, targets: fields for the first and for the last stage of a pipeline, instead of `fields`; where one
+            rank is both, it gets both.
+        assignment: "local_first" gives each rank rows of its own host as far as there are any, "ordered" gives
+            replica i the i-th slice of the global batch.
 
     Raises:
         FieldError, SchemaError: what was asked for does not fit the store.
+        RanksDisagreeError: the ranks were set up differently.
+        PeerLostError: a rank did not come, or is gone.
 
     Example:
         >>> import numpy as np
@@ -89,6 +97,11 @@ class Replay:
         min_rows: int | None = None,
         threads: int | None = None,
         timeout_s: float = 60.0,
+        group: Any = None,
+        mesh: Any = None,
+        inputs: Sequence[str] | None = None,
+        targets: Sequence[str] | None = None,
+        assignment: Assignment = "local_first",
     ) -> None:
         stores = [store] if isinstance(store, Store) else list(store)
         strategies = _strategies(stores, selection)
@@ -103,29 +116,51 @@ class Replay:
             raise SchemaError(f"steps must be at least 0, found {steps}")
         if not 0 <= timeout_s <= 1e9:
             raise SchemaError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
+        if assignment not in ASSIGNMENTS:
+            raise SchemaError(f"assignment is one of {', '.join(ASSIGNMENTS)}, found {assignment!r}")
+        if fields is not None and (inputs is not None or targets is not None):
+            raise SchemaError("give fields, or inputs and targets, not both")
+        if inputs is not None or targets is not None:
+            inputs, targets = list(inputs or ()), list(targets or ())
+            fields = list(dict.fromkeys([*inputs, *targets]))
         self.stores = stores
         self.selection = selection
         self.batch_size = batch_size
         self.steps = steps
-        parts: list[Sampler] = []
-        for each, strategy in zip(stores, strategies, strict=True):
-            plan = Plan.make(each, fields, window, pad, as_, threads)
-            if parts and plan.schema() != parts[0].plan.schema():
-                raise SchemaError(
-                    f"the fields of a mixture must be the same in all stores: {plan.schema()} in {each.name!r}, "
-                    f"{parts[0].plan.schema()} in {stores[0].name!r}"
+        make = functools.partial(_samplers, stores, strategies, batch_size, fields, window, pad, as_, threads, min_rows)
+        self._maker: _BatchMaker | RankedMaker
+        if group is None and mesh is None:
+            self._maker = _BatchMaker(make(), selection, batch_size)
+        else:
+            topology = topology_of(group, mesh)
+            ranks = join(group, topology.members, timeout_s)
+            try:
+                parts = _together(ranks, make)
+                names = parts[0].plan.names
+                self._maker = RankedMaker(
+                    parts,
+                    selection,
+                    batch_size,
+                    ranks,
+                    topology.place,
+                    assignment,
+                    names if inputs is None else inputs,
+                    names if targets is None else targets,
+                    {"prefetch": prefetch, "steps": steps},
                 )
-            limited = each.options["max_times_sampled"] is not None
-            least = (batch_size if limited else 1) if min_rows is None else min_rows
-            parts.append(Sampler(plan, strategy, least))
-        self._maker = _BatchMaker(parts, selection, batch_size)
-        self._state: State = [{} for _ in parts]
-        self._exponents = [_exponent_at(strategy, 0) for strategy in strategies]
+            except BaseException:
+                if ranks is not group:
+                    ranks.close()
+                raise
+        self._state: State = [{} for _ in stores]
+        self._updates: list[Update] = []
         self._prefetch = prefetch
         self._timeout_s = timeout_s
         self._step = 0
+        self._asked = -1  # the last step that the thread has leave to make
         self._iteration = 0
-        self._ahead: _Prefetcher | None = None
+        self._stop: int | None = None
+        self._ahead: Prefetcher[tuple[Batch, State]] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._closed = False
         self._batches = 0
@@ -140,7 +175,11 @@ class Replay:
         """Batches from the current step on. One iteration at a time: a new one ends the one before."""
         self._restart()
         self._iteration += 1
-        return self._iterate(self._iteration, None if self.steps is None else self._step + self.steps)
+        self._stop = None if self.steps is None else self._step + self.steps
+        if self._ranked and self._prefetch and self._stop != self._step:
+            # All ranks have to ask before any of them gets a batch, and engines may ask one after the other.
+            self._ask(self._taken_updates())
+        return self._iterate(self._iteration, self._stop)
 
     def _iterate(self, iteration: int, stop: int | None) -> Iterator[Batch]:
         while iteration == self._iteration and (stop is None or self._step < stop):
@@ -158,18 +197,20 @@ class Replay:
         asked_s = time.perf_counter()
         if self._started_s is None:
             self._started_s = asked_s
-        if self._prefetch == 0:
-            batch, state = self._maker.make(self._step, self._state)
+        if self._prefetch == 0 and not self._ranked:
+            batch, state = self._maker.make(self._step, self._state, [])
         else:
             if self._ahead is not None and not self._ahead.is_mine():
                 self._restart()  # a forked child has none of its parent's threads
-            if self._ahead is None:
-                self._ahead = _Prefetcher(self._maker, self._step, self._state, self._prefetch)
-                self._finalizer = weakref.finalize(self, self._ahead.stop, self._timeout_s)
             try:
-                batch, state = self._ahead.get(self._timeout_s)
+                # Over ranks the thread has an answer in time, if only that one of them has none.
+                patience_s = self._timeout_s + (2 * NOTE_S if self._ranked else 0)
+                batch, state = self._ask(self._taken_updates()).get(patience_s)
             except WaitTimeoutError:
                 raise  # the batch is still being made: the next call may have it
+            except KeyboardInterrupt:
+                self._give_up("interrupted")
+                raise
             except BaseException:
                 self._restart()
                 raise
@@ -180,6 +221,38 @@ class Replay:
         self._step += 1
         self._state = state
         return batch
+
+    def _ask(self, updates: list[Update]) -> Prefetcher[tuple[Batch, State]]:
+        """The thread that makes batches, with leave to make the one that is `prefetch` ahead of the next."""
+        last = self._step + self._prefetch
+        if self._stop is not None and self._step < self._stop:
+            last = min(last, self._stop - 1)  # nobody will ask for more
+        if self._ahead is None:
+            make, step, state = self._maker.make, self._step, self._state
+
+            def make_next(updates: list[Update]) -> tuple[Batch, State]:
+                nonlocal step, state
+                made = make(step, state, updates)
+                step, state = step + 1, made[1]
+                return made
+
+            self._ahead = Prefetcher(make_next, "geartrain-prefetch")
+            self._finalizer = weakref.finalize(self, self._ahead.stop, self._timeout_s, finish=self._ranked)
+            self._asked = self._step - 1
+        while self._asked < last:
+            self._asked += 1
+            self._ahead.ask(updates)
+            updates = []
+        self._updates = [*updates, *self._updates]  # with the next request, when this one asked for nothing
+        return self._ahead
+
+    def _taken_updates(self) -> list[Update]:
+        updates, self._updates = self._updates, []
+        return updates
+
+    @property
+    def _ranked(self) -> bool:
+        return isinstance(self._maker, RankedMaker)
 
     def __len__(self) -> int:
         """Batches per iteration. Raises TypeError for an endless replay."""
@@ -194,32 +267,47 @@ class Replay:
         weights of the store are raised to its new value each time that has moved by 1 %, so that they always speak
         of one exponent; let one process of a job do this.
 
+        Over several ranks the weights go where the rows are together with the next request for a batch, so that all
+        ranks draw from the same; each rank gives those of its own batch. Rows that are gone by then are counted as
+        `stale_keys` by their store, and 0 is returned here.
+
         Raises:
             SchemaError: a priority that is not finite.
         """
         if hasattr(priorities, "detach"):
             priorities = priorities.detach().cpu()
         array = np.asarray(priorities, dtype=np.float64)
+        values = np.broadcast_to(array, (len(rows),)) if array.ndim == 0 else array
+        if values.shape != (len(rows),):
+            raise SchemaError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
+        if isinstance(self._maker, RankedMaker):
+            self._maker.check_update(rows, values)
+            self._updates.append(Update(rows, np.array(values)))
+            return 0
         gone = 0
         for number, (store, part) in enumerate(zip(self.stores, self._maker.parts, strict=True)):
-            self._follow_exponent(number, store, part.strategy)
+            part.follow_exponent(self._step)
             mine = slice(None) if rows.shard is None else np.flatnonzero(rows.shard == number)
             keys = rows[mine]
             if len(keys):
-                values = np.broadcast_to(array, (len(rows),)) if array.ndim == 0 else array
-                if values.shape != (len(rows),):
-                    raise SchemaError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
-                gone += store.update_weights(keys, np.abs(values[mine]) ** self._exponents[number])
+                gone += store.update_weights(keys, np.abs(values[mine]) ** part.exponent)
         return gone
 
-    def _follow_exponent(self, number: int, store: Store, strategy: Strategy) -> None:
-        wanted, applied = _exponent_at(strategy, self._step), self._exponents[number]
-        if abs(wanted - applied) <= EXPONENT_STEP * applied:
-            return
-        store.raise_weights(wanted / applied)
-        self._exponents[number] = wanted
-
     # --- state and figures ----------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Brings the stores to where this replay stands, before they are saved. Every rank calls it.
+
+        Weights that were given are set, and batches that were prepared are dropped and will be drawn again, from the
+        stores as they are now. So this run goes on as one does that is resumed from what is saved now.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        self._restart()
+        if isinstance(self._maker, RankedMaker):
+            self._maker.settle(self._step, self._updates)
+            self._updates = []
 
     @property
     def step(self) -> int:
@@ -227,12 +315,15 @@ class Replay:
         return self._step
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on with the same batches, given the same rows, as a few numbers for JSON."""
+        """All that is needed to go on with the same batches, given the same rows, as a few numbers for JSON.
+
+        Where weights are updated, call `settle` first: it brings the rows' weights to where this state is.
+        """
         return {
             "seed": self.selection.seed,
             "step": self._step,
             "state": [dict(state) for state in self._state],
-            "exponents": list(self._exponents),
+            "exponents": [part.exponent for part in self._maker.parts],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -246,9 +337,13 @@ class Replay:
         if len(state["state"]) != len(self.stores):
             raise SchemaError(f"the state was taken with {len(state['state'])} stores, there are {len(self.stores)}")
         self._restart()
+        self._updates = []
         self._step = int(state["step"])
         self._state = [dict(each) for each in state["state"]]
-        self._exponents = [float(exponent) for exponent in state["exponents"]]
+        for part, exponent in zip(self._maker.parts, state["exponents"], strict=True):
+            part.exponent = float(exponent)
+        if isinstance(self._maker, RankedMaker):
+            self._maker.rewind()
 
     def stats(self) -> dict[str, float]:
         """Figures since the first batch.
@@ -257,38 +352,63 @@ class Replay:
         the consumer's own pauses included), wait_share; make_s (the time spent
         selecting and fetching, on whichever thread), gb_per_s and samples_per_s of that time; redrawn (rows
         lost between their draw and their copy).
+
+        Over several ranks rows and bytes are this rank's, and there are: local_bytes (read from the shard of this
+        host), received_bytes and sent_bytes (fields, from and for other ranks), local_share, selection_bytes (sent
+        to agree on batches), select_s, fetch_s, exchange_s.
         """
         elapsed_s = 0.0 if self._started_s is None else self._last_s - self._started_s
         make_s = self._maker.make_s
         made = self._maker.made
         bytes_per_batch = self._bytes / self._batches if self._batches else 0.0
+        size = self.batch_size
+        ranked: dict[str, float] = {}
+        if isinstance(self._maker, RankedMaker):
+            size = self._maker.rows_per_replica
+            ranked = dataclasses.asdict(self._maker.traffic)
+            moved = ranked["local_bytes"] + ranked["received_bytes"]
+            ranked["local_share"] = ranked["local_bytes"] / moved if moved else 1.0
         return {
             "batches": self._batches,
-            "rows": self._batches * self.batch_size,
+            "rows": self._batches * size,
             "bytes": self._bytes,
             "wait_s": self._wait_s,
             "elapsed_s": elapsed_s,
             "wait_share": self._wait_s / elapsed_s if elapsed_s else 0.0,
             "make_s": make_s,
             "gb_per_s": made * bytes_per_batch / make_s / 1e9 if make_s else 0.0,
-            "samples_per_s": made * self.batch_size / make_s if make_s else 0.0,
+            "samples_per_s": made * size / make_s if make_s else 0.0,
             "redrawn": sum(part.redrawn for part in self._maker.parts),
+            **ranked,
         }
 
     # --- leaving --------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stops preparing batches. The store stays open; it is the caller's."""
+        """Stops preparing batches, and leaves the group. The store stays open; it is the caller's."""
+        if self._closed:
+            return
         self._restart()
         self._closed = True
+        if isinstance(self._maker, RankedMaker):
+            self._maker.close()
 
     def _restart(self) -> None:
         if self._ahead is not None:
-            self._ahead.stop(self._timeout_s)
+            # Other ranks make what was asked for as well, and need this one for it.
+            left = self._ahead.stop(self._timeout_s, finish=self._ranked)
+            self._updates = [*(update for updates in left for update in updates), *self._updates]
             self._ahead = None
         if self._finalizer is not None:
             self._finalizer.detach()  # or it would keep every prefetcher there ever was
             self._finalizer = None
+
+    def _give_up(self, reason: str) -> None:
+        if isinstance(self._maker, RankedMaker):
+            self._maker.leave(reason)
+        if self._ahead is not None:
+            self._ahead.stop(0.0)
+            self._ahead = None
 
     def __enter__(self) -> Replay:
         return self
@@ -313,13 +433,46 @@ def _strategies(stores: list[Store], selection: Strategy | Mixture) -> list[Stra
     return [selection]
 
 
-def _exponent_at(strategy: Strategy, step: int) -> float:
-    if not isinstance(strategy, Weighted):
-        return 1.0
-    exponent = at_step(strategy.exponent, step)
-    if not 0 < exponent < float("inf"):
-        raise SchemaError(f"the exponent of weights must be above zero and finite, found {exponent} at step {step}")
-    return exponent
+def _samplers(
+    stores: list[Store],
+    strategies: list[Strategy],
+    batch_size: int,
+    fields: Sequence[str] | None,
+    window: int | None,
+    pad: Pad,
+    as_: As,
+    threads: int | None,
+    min_rows: int | None,
+) -> list[Sampler]:
+    parts: list[Sampler] = []
+    for each, strategy in zip(stores, strategies, strict=True):
+        plan = Plan.make(each, fields, window, pad, as_, threads)
+        if parts and plan.schema() != parts[0].plan.schema():
+            raise SchemaError(
+                f"the fields of a mixture must be the same in all stores: {plan.schema()} in {each.name!r}, "
+                f"{parts[0].plan.schema()} in {stores[0].name!r}"
+            )
+        limited = each.options["max_times_sampled"] is not None
+        least = (batch_size if limited else 1) if min_rows is None else min_rows
+        parts.append(Sampler(plan, strategy, least))
+    return parts
+
+
+def _together(ranks: Ranks, make: Callable[[], list[Sampler]]) -> list[Sampler]:
+    """What every rank makes; when one cannot, all say so."""
+    made, failed = None, None
+    try:
+        made = make()
+    except Exception as error:
+        failed = error
+    complaints = ranks.gather_objects(None if failed is None else f"{type(failed).__name__}: {failed}")
+    if failed is not None:
+        raise failed
+    for rank, complaint in enumerate(complaints):
+        if complaint is not None:
+            raise RanksDisagreeError(f"rank {rank} cannot take part: {complaint}")
+    assert made is not None
+    return made
 
 
 class _BatchMaker:
@@ -332,8 +485,8 @@ class _BatchMaker:
         self.make_s = 0.0
         self.made = 0
 
-    def make(self, step: int, state: State) -> tuple[Batch, State]:
-        """The batch of a step, and the strategies' state after it."""
+    def make(self, step: int, state: State, updates: list[Update]) -> tuple[Batch, State]:
+        """The batch of a step, and the strategies' state after it. One process sets weights when they are given."""
         began_s = time.perf_counter()
         if isinstance(self.selection, Mixture):
             made = self._mix(step, state, self.selection.quotas(self.batch_size, step))
@@ -367,58 +520,3 @@ class _BatchMaker:
                 [np.ones(len(s.keys)) if s.importance is None else s.importance for _, s in samples]
             )
         return plan.batch(raw, keys, probability, importance, step), state
-
-
-class _Prefetcher:
-    """A thread that makes batches ahead of their use, in step order, at most `depth` of them."""
-
-    def __init__(self, maker: _BatchMaker, step: int, state: State, depth: int) -> None:
-        self._maker = maker
-        self._ready: queue.Queue[tuple[Batch, State] | BaseException] = queue.Queue(maxsize=depth)
-        self._pid = os.getpid()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(step, state), name="geartrain-prefetch", daemon=True)
-        self._thread.start()
-
-    def get(self, timeout_s: float) -> tuple[Batch, State]:
-        try:
-            item = self._ready.get(timeout=timeout_s)
-        except queue.Empty:
-            raise WaitTimeoutError(f"no batch was ready within {timeout_s} s") from None
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def is_mine(self) -> bool:
-        """Whether the thread belongs to this process, and not to the one it was forked from."""
-        return self._pid == os.getpid()
-
-    def stop(self, timeout_s: float) -> None:
-        if not self.is_mine():
-            return
-        self._stopping.set()
-        deadline_s = time.monotonic() + timeout_s
-        # A thread stuck in a strategy that never returns is left behind; it ends when it comes back. The collector
-        # may call this on the thread itself.
-        while self._thread.is_alive() and time.monotonic() < deadline_s:
-            with suppress(queue.Empty):  # room for the put it may be waiting in
-                self._ready.get_nowait()
-            if self._thread is threading.current_thread():
-                return
-            self._thread.join(timeout=0.01)
-        with suppress(queue.Empty):
-            while True:
-                self._ready.get_nowait()
-
-    def _run(self, step: int, state: State) -> None:
-        while not self._stopping.is_set():
-            item: tuple[Batch, State] | BaseException
-            try:
-                item = self._maker.make(step, state)
-                state = item[1]
-            except BaseException as error:
-                item = error
-            self._ready.put(item)
-            if isinstance(item, BaseException):
-                return
-            step += 1

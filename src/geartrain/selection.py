@@ -27,10 +27,11 @@ Example:
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -39,7 +40,7 @@ from geartrain import _native
 from geartrain.errors import FieldError, NotEnoughRowsError, SchemaError
 
 MAX_DRAWS = 2**31 - 1
-_OLDEST, _NEWEST, _HEAVIEST = range(3)
+OLDEST, NEWEST, HEAVIEST = range(3)  # native/selection.h: Order
 _NO_ROWS = np.empty(0, np.uint32)
 
 
@@ -202,11 +203,38 @@ def at_step(schedule: Schedule, step: int) -> float:
     return float(schedule(step)) if callable(schedule) else float(schedule)
 
 
+_State = Mapping[str, int] | None
+
+
+class _BuiltIn(ABC):
+    """What the strategies here have in common: the way they are asked."""
+
+    def select(
+        self,
+        candidates: Candidates,
+        n: int,
+        step: int,
+        *,
+        state: Mapping[str, int] | None = None,
+        again: Again | None = None,
+    ) -> Drawn:
+        """Chooses; see `Strategy.select`.
+
+        Raises:
+            EmptyStoreError: there is nothing to choose from, or all weights are 0.
+            NotEnoughRowsError: fewer rows, or whole groups, than were asked for.
+        """
+        return self._select(candidates, n, step, state, again)
+
+    @abstractmethod
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn: ...
+
+
 # --- random ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(_BuiltIn):
     """Every selectable row with the same probability.
 
     Args:
@@ -226,21 +254,12 @@ class Uniform:
     def __post_init__(self) -> None:
         _check_random(self)
 
-    def select(
-        self,
-        candidates: Candidates,
-        n: int,
-        step: int,
-        *,
-        state: Mapping[str, int] | None = None,
-        again: Again | None = None,
-    ) -> Drawn:
-        """Draws; see `Strategy.select`. Raises `EmptyStoreError`, `NotEnoughRowsError`."""
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
         return _draw(self, False, candidates, n, step, again)
 
 
 @dataclass(frozen=True)
-class Weighted:
+class Weighted(_BuiltIn):
     """Rows in proportion to their weights; a row with weight 0 is never drawn.
 
     Without replacement rows are drawn one after the other, each in proportion to its weight among those left.
@@ -269,16 +288,7 @@ class Weighted:
     def __post_init__(self) -> None:
         _check_random(self)
 
-    def select(
-        self,
-        candidates: Candidates,
-        n: int,
-        step: int,
-        *,
-        state: Mapping[str, int] | None = None,
-        again: Again | None = None,
-    ) -> Drawn:
-        """Draws; see `Strategy.select`. Raises `EmptyStoreError` when all weights are 0, `NotEnoughRowsError`."""
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
         return _draw(self, True, candidates, n, step, again)
 
     def importance(self, probability: NDArray[np.float64], count: int, step: int) -> NDArray[np.float64] | None:
@@ -294,10 +304,15 @@ def importance_weights(probability: NDArray[np.float64], count: int, beta: float
     Raises:
         SchemaError: beta is negative or not finite.
     """
+    weights = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -check_beta(beta)
+    return np.asarray(weights / weights.max())
+
+
+def check_beta(beta: float) -> float:
+    """Beta itself; raises `SchemaError` when it is negative or not finite."""
     if not 0 <= beta < float("inf"):
         raise SchemaError(f"beta is a finite number >= 0, found {beta}")
-    weights = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -beta
-    return np.asarray(weights / weights.max())
+    return beta
 
 
 def _check_random(strategy: Uniform | Weighted) -> None:
@@ -331,7 +346,7 @@ def _draw(
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(_BuiltIn):
     """The rows with the largest weights, heaviest first; the older of equals.
 
     Cost: a pass over the rows.
@@ -340,41 +355,23 @@ class TopK:
     limits: Limits | None = None
     seed: int = 0
 
-    def select(
-        self,
-        candidates: Candidates,
-        n: int,
-        step: int,
-        *,
-        state: Mapping[str, int] | None = None,
-        again: Again | None = None,
-    ) -> Drawn:
-        """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError`."""
-        return _first(candidates, _HEAVIEST, n, 0, self.limits, again)
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
+        return _stateless(_first(candidates, HEAVIEST, n, 0, self.limits, again))
 
 
 @dataclass(frozen=True)
-class Lifo:
+class Lifo(_BuiltIn):
     """The rows committed last, newest first. Cost: a pass over the rows."""
 
     limits: Limits | None = None
     seed: int = 0
 
-    def select(
-        self,
-        candidates: Candidates,
-        n: int,
-        step: int,
-        *,
-        state: Mapping[str, int] | None = None,
-        again: Again | None = None,
-    ) -> Drawn:
-        """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError`."""
-        return _first(candidates, _NEWEST, n, 0, self.limits, again)
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
+        return _stateless(_first(candidates, NEWEST, n, 0, self.limits, again))
 
 
 @dataclass(frozen=True)
-class Fifo:
+class Fifo(_BuiltIn):
     """The oldest rows that it has not chosen yet: every row once, in the order of their commits.
 
     Its state is the sequence number of the last row it chose. Cost: a pass over the rows.
@@ -383,39 +380,42 @@ class Fifo:
     limits: Limits | None = None
     seed: int = 0
 
-    def select(
-        self,
-        candidates: Candidates,
-        n: int,
-        step: int,
-        *,
-        state: Mapping[str, int] | None = None,
-        again: Again | None = None,
-    ) -> Drawn:
-        """Chooses; see `Strategy.select`. Raises `NotEnoughRowsError` when too few are new."""
-        after = 0 if state is None else int(state["after"])
-        drawn = _first(candidates, _OLDEST, n, after, self.limits, again)
-        last = max(int(candidates.native.sequences(drawn.rows).max()), after)
-        return Drawn(drawn.rows, drawn.generations, drawn.probability, state={"after": last})
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
+        after = 0 if state is None else int(state.get("after", state.get("after/0", 0)))
+        return _first(candidates, OLDEST, n, after, self.limits, again)
+
+
+def _stateless(drawn: Drawn) -> Drawn:
+    return Drawn(drawn.rows, drawn.generations, drawn.probability)
 
 
 def _first(candidates: Candidates, order: int, n: int, after: int, limits: Limits | None, again: Again | None) -> Drawn:
     _check_n(n)
     wanted = n if again is None else len(again.numbers)
     kept = _NO_ROWS if again is None else again.kept
-    rows, generations, probability, found = candidates.native.first(
-        order, wanted, after, kept, None if limits is None else limits.now()
-    )
-    if found < wanted:
-        raise NotEnoughRowsError(f"{n} rows were asked for, {found + len(kept)} can be chosen")
-    return Drawn(rows, generations, probability)
+    rows, generations, sequences, _ = first_rows(candidates, order, wanted, after, limits, kept)
+    if len(rows) < wanted:
+        raise NotEnoughRowsError(f"{n} rows were asked for, {len(rows) + len(kept)} can be chosen")
+    # The sequence that a row was chosen by: by now another may stand in its place.
+    return Drawn(rows, generations, np.ones(wanted), state={"after": max(int(sequences.max(initial=0)), after)})
+
+
+def first_rows(
+    candidates: Candidates, order: int, n: int, after: int, limits: Limits | None, excluded: NDArray[np.uint32]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32]]:
+    """The first rows in an order, at most n: rows, generations, sequence numbers and fixed-point weights.
+
+    Args:
+        after: the sequence number up to which rows are passed over.
+    """
+    return candidates.native.first_ranked(order, n, after, excluded, None if limits is None else limits.now())
 
 
 # --- groups ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(_BuiltIn):
     """Whole groups of rows: rows that share the value of a column, such as the answers to one prompt (GRPO).
 
     A group counts once it has `size` selectable rows; of a larger one the oldest `size` are taken. A batch of n rows
@@ -447,50 +447,61 @@ class Group:
         if self.size < 1:
             raise SchemaError(f"a group has at least one row, found size={self.size}")
 
-    def select(
-        self,
-        candidates: Candidates,
-        n: int,
-        step: int,
-        *,
-        state: Mapping[str, int] | None = None,
-        again: Again | None = None,
-    ) -> Drawn:
-        """Draws; see `Strategy.select`. Raises `NotEnoughRowsError` when too few groups are whole."""
-        _check_n(n)
-        if n % self.size:
-            raise SchemaError(f"a batch of {n} rows does not hold whole groups of {self.size}")
-        ids = candidates.column(self.by)
-        if ids.ndim != 1 or ids.dtype.kind not in "iub":
-            raise SchemaError(f"groups need a column of one whole number a row, {self.by!r} is {ids.dtype} {ids.shape}")
-        limits = None if self.limits is None else self.limits.now()
-        rows, generations, _, found = candidates.native.first(_OLDEST, max(len(candidates), 1), 0, _NO_ROWS, limits)
-        rows, generations = rows[:found], generations[:found]
-        order = np.argsort(ids[rows], kind="stable")
-        values, starts, counts = np.unique(ids[rows][order], return_index=True, return_counts=True)
-        whole = np.flatnonzero(counts >= self.size)
-        wanted = n // self.size
-        if again is not None:  # a group that lost a row is no longer whole; its place goes to another
-            kept = np.isin(values[whole], ids[again.kept])
-            whole = whole[~kept]
-            wanted = len(again.numbers) // self.size
-        if len(whole) < wanted:
+    def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
+        groups = whole_groups(self, candidates, n, () if again is None else again.kept)
+        wanted = (n if again is None else len(again.numbers)) // self.size
+        if len(groups.weights) < wanted:
             raise NotEnoughRowsError(
-                f"{wanted} groups of {self.size} were asked for, {len(whole)} of {len(values)} are whole"
+                f"{wanted} groups of {self.size} were asked for, {len(groups.weights)} of {groups.seen} are whole"
             )
-        members = order[starts[whole][:, None] + np.arange(self.size)]
-        if self.weighted:
-            sums = candidates.native.weights(rows)[members].sum(1, dtype=np.uint64)
-            shift = max(0, int(sums.max(initial=0)).bit_length() - 32)
-            weights = (sums >> np.uint64(shift)).astype(np.uint32)
-        else:
-            weights = np.ones(len(whole), np.uint32)
         attempt = 0 if again is None else again.attempt
-        chosen, _, probability, _ = _native.Candidates(weights).draw_distinct(
+        chosen, _, probability, _ = _native.Candidates(groups.weights).draw_distinct(
             True, self.seed, step, attempt, wanted, _NO_ROWS, None
         )
-        flat = members[chosen].reshape(-1)
-        return Drawn(rows[flat], generations[flat], np.repeat(probability, self.size))
+        return Drawn(
+            groups.rows[chosen].reshape(-1),
+            groups.generations[chosen].reshape(-1),
+            np.repeat(probability, self.size),
+        )
+
+
+class Groups(NamedTuple):
+    """Whole groups, in the order of the first row number of each: rows and generations (G, size), weights (G,)."""
+
+    rows: NDArray[np.uint32]
+    generations: NDArray[np.uint32]
+    weights: NDArray[np.uint32]
+    seen: int  # groups, whole or not
+
+
+def check_groups(strategy: Group, n: int) -> None:
+    """Raises `SchemaError` unless a batch of n rows holds whole groups."""
+    _check_n(n)
+    if n % strategy.size:
+        raise SchemaError(f"a batch of {n} rows does not hold whole groups of {strategy.size}")
+
+
+def whole_groups(strategy: Group, candidates: Candidates, n: int, kept: ArrayLike = ()) -> Groups:
+    """The groups that a batch of n rows can be drawn from; not those that rows in `kept` belong to."""
+    check_groups(strategy, n)
+    ids = candidates.column(strategy.by)
+    if ids.ndim != 1 or ids.dtype.kind not in "iub":
+        raise SchemaError(f"groups need a column of one whole number a row, {strategy.by!r} is {ids.dtype} {ids.shape}")
+    rows, generations, *_ = first_rows(candidates, OLDEST, max(len(candidates), 1), 0, strategy.limits, _NO_ROWS)
+    order = np.argsort(ids[rows], kind="stable")
+    values, starts, counts = np.unique(ids[rows][order], return_index=True, return_counts=True)
+    # A group that lost a row is no longer whole; its place goes to one that nothing was taken from.
+    kept = np.asarray(kept, np.uint32)
+    whole = np.flatnonzero((counts >= strategy.size) & ~np.isin(values, ids[kept]))
+    members = order[starts[whole][:, None] + np.arange(strategy.size)]
+    members = members[np.argsort(rows[members].min(1), kind="stable")] if len(members) else members
+    if strategy.weighted:
+        # So many 32-bit weights fit into 32 bits when the sum's last bits are dropped; what is above 0 stays so.
+        sums = candidates.native.weights(rows)[members].sum(1, dtype=np.uint64)
+        weights = np.maximum(sums >> np.uint64((strategy.size - 1).bit_length()), np.minimum(sums, 1)).astype(np.uint32)
+    else:
+        weights = np.ones(len(members), np.uint32)
+    return Groups(rows[members], generations[members], weights, len(values))
 
 
 # --- several stores --------------------------------------------------------------------------------------------

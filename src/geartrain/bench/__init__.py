@@ -17,6 +17,7 @@ from geartrain.errors import SchemaError
 BENCHES = {
     "store": "geartrain.bench.store",
     "selection": "geartrain.bench.selection",
+    "ranks": "geartrain.bench.ranks",
     "p2p": "geartrain.bench.p2p",
 }
 #: The same on a GPU, where there is such a bench.

@@ -1,0 +1,75 @@
+"""A pipeline of two stages (torch.distributed.pipelining, 1F1B), and replicas of it if there are more ranks.
+
+    torchrun --nproc-per-node 2 examples/pipeline_torch.py
+    torchrun --nproc-per-node 4 examples/pipeline_torch.py --shards 2       2 stages x 2 replicas
+
+The head of each pipeline is given the observations of a batch, the tail the actions of the same rows; what a rank has
+no use for is neither copied nor sent.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+import geartrain as gt
+import memory_task as task
+
+STAGES, MICROBATCHES = 2, 4
+
+
+def main(arguments: list[str] | None = None) -> list[float]:
+    chosen = task.options(__doc__).parse_args(arguments)
+    device = task.start(multiple_of=STAGES)
+    mesh = init_device_mesh(device.type, (STAGES, dist.get_world_size() // STAGES), mesh_dim_names=("pp", "dp"))
+    place, replicas = mesh["pp"].get_local_rank(), mesh["dp"].get_group()
+    is_head, is_tail = place == 0, place == STAGES - 1
+    talks = is_tail and mesh["dp"].get_local_rank() == 0
+    store = task.open_shard(chosen.store, chosen.episodes, chosen.shards)
+
+    whole = task.layers(chosen.seed)
+    cut = len(whole) // STAGES
+    part = nn.Sequential(*whole[place * cut : (place + 1) * cut]).to(device)
+    optimizer = task.optimizer_of(part)
+    stage = PipelineStage(
+        DistributedDataParallel(part, process_group=replicas), place, STAGES, device, group=mesh["pp"].get_group()
+    )
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=task.loss_of)
+
+    losses = []
+    with gt.Replay(
+        store,
+        gt.selection.Weighted(seed=chosen.seed),
+        task.BATCH,
+        window=task.WINDOW,
+        mesh=mesh,
+        inputs=["obs"],
+        targets=["action"],
+        steps=chosen.steps,
+    ) as replay:
+        for batch in replay:
+            rows, of_parts = batch.to(device), []
+            optimizer.zero_grad()
+            if is_head:
+                schedule.step(rows["obs"])
+            elif is_tail:
+                schedule.step(target=task.target_of(rows), losses=of_parts)
+            else:
+                schedule.step()
+            optimizer.step()
+            if is_tail:
+                losses.append(task.mean_over(replicas, sum(of_parts) / MICROBATCHES))
+            if talks and len(losses) % 20 == 0:
+                print(f"step {len(losses):>4}  loss {losses[-1]:.4f}", flush=True)
+        if talks:
+            task.report(losses, replay)
+    store.close()
+    dist.destroy_process_group()
+    return losses
+
+
+if __name__ == "__main__":
+    main()
