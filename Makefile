@@ -1,7 +1,7 @@
 # make demo | test | bench | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
-NATIVE := CMakeLists.txt $(wildcard native/*.h native/*.cc native/bind/*.h native/bind/*.cc)
+NATIVE := CMakeLists.txt $(wildcard native/*.h native/*.cc native/transport/*.h native/transport/*.cc native/bind/*.h native/bind/*.cc)
 TESTS := $(wildcard native/test/*.h native/test/*.cc)
 
 .PHONY: setup demo test bench check docs native-check format clean

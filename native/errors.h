@@ -24,6 +24,13 @@ enum class ErrorKind {
   lock_timeout,
   corrupt,
   os,
+  // between processes
+  peer_lost,
+  timed_out,
+  not_viable,
+  untrusted,
+  frame,
+  hung_up,
 };
 
 class Error : public std::runtime_error {

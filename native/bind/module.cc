@@ -6,6 +6,7 @@
 #include "copy.h"
 #include "descend.h"
 #include "errors.h"
+#include "messages.h"
 #include "segment.h"
 #include "shm.h"
 #include "threads.h"
@@ -44,6 +45,18 @@ const char* error_class(ErrorKind kind) {
       return "CorruptStoreError";
     case ErrorKind::os:
       return "GeartrainError";
+    case ErrorKind::peer_lost:
+      return "PeerLostError";
+    case ErrorKind::timed_out:
+      return "WaitTimeoutError";
+    case ErrorKind::not_viable:
+      return "TransportError";
+    case ErrorKind::untrusted:
+      return "UntrustedPeerError";
+    case ErrorKind::frame:
+      return "MessageError";
+    case ErrorKind::hung_up:
+      return "ConnectionClosedError";
   }
   return "GeartrainError";
 }
@@ -109,6 +122,8 @@ NB_MODULE(_native, module) {
   bind_fetch(module);
   bind_selection(module);
   bind_bench(module);
+  bind_codec(module);
+  bind_transport(module);
 }
 
 }  // namespace geartrain

@@ -79,7 +79,51 @@ class WaitTimeoutError(GeartrainError, TimeoutError):
 
 
 class PeerLostError(GeartrainError, ConnectionError):
-    """A rank of the group is gone, or did not answer in time; the message says which and why."""
+    """A peer, or a rank of the group, is gone, hung up or did not answer in time; the message says which and why."""
+
+
+class TransportError(GeartrainError, OSError):
+    """A way of reaching a peer that is not viable here; the message says why."""
+
+
+class UntrustedPeerError(GeartrainError, PermissionError):
+    """The other side did not prove that it knows the secret, or something is only done between those who do."""
+
+
+class MessageError(GeartrainError, ValueError):
+    """A message that is malformed, exceeds a limit, or holds what cannot be sent."""
+
+
+class ConnectionClosedError(GeartrainError, ValueError):
+    """The connection was closed on this side, or belongs to the process that this one was forked from."""
+
+
+class RemoteError(GeartrainError):
+    """A function of a peer raised. `remote_type` and `remote_traceback` say what and where.
+
+    When the peer raised a built-in exception or one of these, this is also one: `except ValueError` catches it here.
+    """
+
+    remote_type: str = ""
+    remote_traceback: str = ""
+
+    def __str__(self) -> str:  # whatever the built-in would make of it
+        return str(self.args[0]) if self.args else ""
+
+
+class CallCancelledError(GeartrainError):
+    """The call was cancelled before its result was there."""
+
+
+class BusyError(GeartrainError):
+    """A queue of the peer is full: it is asked for more than it can do."""
+
+
+class UnknownPeerError(GeartrainError, KeyError):
+    """No peer of that name has joined within the deadline."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 class RanksDisagreeError(GeartrainError, ValueError):

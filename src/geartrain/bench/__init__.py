@@ -18,6 +18,7 @@ BENCHES = {
     "store": "geartrain.bench.store",
     "selection": "geartrain.bench.selection",
     "ranks": "geartrain.bench.ranks",
+    "p2p": "geartrain.bench.p2p",
 }
 #: The same on a GPU, where there is such a bench.
 GPU_BENCHES = {"selection": "geartrain.bench.selection_gpu"}

@@ -1,0 +1,55 @@
+// What the codec and the transports pass to each other in Python: a message that came, and one that is to leave.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace geartrain {
+
+namespace nb = nanobind;
+
+// A message that came, for as long as Python has it or an array over it.
+struct Arrived {
+  Message message;
+};
+
+// A header, and the buffers of objects that stay as they are meanwhile. Made and destroyed with the GIL held.
+class Parcel {
+ public:
+  Parcel() = default;
+  Parcel(const Parcel&) = delete;
+  Parcel& operator=(const Parcel&) = delete;
+  ~Parcel() {
+    for (Py_buffer& view : views_) PyBuffer_Release(&view);
+  }
+
+  std::vector<std::byte> header;
+
+  // Memory that `owner` keeps alive.
+  void add(const void* data, size_t bytes, nb::object owner) {
+    buffers_.push_back({static_cast<const std::byte*>(data), bytes});
+    owners_.push_back(std::move(owner));
+  }
+  // Anything with the buffer protocol, in C order. Throws the exporter's error.
+  void add(nb::handle exporter) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(exporter.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    views_.push_back(view);
+    buffers_.push_back({static_cast<const std::byte*>(view.buf), static_cast<size_t>(view.len)});
+  }
+  const std::vector<Bytes>& buffers() const { return buffers_; }
+
+ private:
+  std::vector<Bytes> buffers_;
+  std::vector<Py_buffer> views_;
+  std::vector<nb::object> owners_;
+};
+
+void bind_codec(nb::module_& module);
+void bind_transport(nb::module_& module);
+
+}  // namespace geartrain

@@ -1,0 +1,36 @@
+// File descriptors that stay with the process that made them.
+//
+// A connection that a forked child inherits would be two processes reading one stream, and its end would not be seen
+// by the peer while either lives. So a child closes every Descriptor of its parent at the fork, before any other code
+// runs in it, and forks() tells objects made before that they are somebody else's. Any thread.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+namespace geartrain {
+
+// How many forks lie between this process and the one that loaded the library.
+uint64_t forks();
+
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd);  // takes it over; a negative one is none
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)), forks_(other.forks_) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    std::swap(forks_, other.forks_);
+    return *this;
+  }
+  ~Descriptor() { reset(); }
+  void reset();
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+  uint64_t forks_ = 0;
+};
+
+}  // namespace geartrain

@@ -1,0 +1,266 @@
+// What all connections share: turns, waiting, reading ahead, and the end.
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "copy.h"
+#include "pool.h"
+#include "threads.h"
+#include "transport/frame.h"
+#include "transport/provider.h"
+
+namespace geartrain {
+namespace {
+
+// Below this, memory comes from the allocator; above, from the pool of warm buffers.
+constexpr uint64_t kPooledFrom = uint64_t{64} << 10;
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+}
+
+}  // namespace
+
+void make_room(Message* message, uint64_t header_bytes, std::span<const uint64_t> buffer_bytes) {
+  uint64_t total = padded(header_bytes);
+  for (const uint64_t bytes : buffer_bytes) total += padded(bytes);
+  std::byte* at = nullptr;
+  if (total < kPooledFrom) {
+    at = static_cast<std::byte*>(std::aligned_alloc(64, std::max<uint64_t>(total, 64)));
+    if (at == nullptr) fail(ErrorKind::no_space, "no memory for a message of ", total, " bytes");
+    message->owner = std::shared_ptr<void>(at, [](void* memory) { std::free(memory); });
+  } else {
+    at = static_cast<std::byte*>(take_buffer(total));
+    message->owner = std::shared_ptr<void>(at, [](void* memory) { give_buffer(memory); });
+  }
+  message->header = {at, header_bytes};
+  at += padded(header_bytes);
+  message->buffers.clear();
+  message->buffers.reserve(buffer_bytes.size());
+  for (const uint64_t bytes : buffer_bytes) {
+    message->buffers.emplace_back(at, bytes);
+    at += padded(bytes);
+  }
+}
+
+void copy_large(std::byte* to, const std::byte* from, uint64_t bytes) {
+  constexpr uint64_t kPiece = uint64_t{4} << 20;
+  if (bytes < 2 * kPiece) {
+    if (bytes != 0) std::memcpy(to, from, bytes);
+    return;
+  }
+  static const unsigned threads = std::min(available_cores(), 4u);
+  const bool stream = bytes >= stream_from();
+  parallel_for(bytes, kPiece, threads, [&](size_t first, size_t last) {
+    copy_block(to + first, from + first, last - first, stream);
+    if (stream) stream_fence();
+  });
+}
+
+// --- turns --------------------------------------------------------------------------------------------------------
+
+Turn::Hold::Hold(Turn& turn, Deadline deadline, const char* what) : turn_(turn) {
+  std::unique_lock lock(turn.mutex_);
+  while (turn.taken_) {
+    const uint64_t left_ns = deadline.left_ns();
+    if (left_ns == 0) fail(ErrorKind::timed_out, "another thread was still ", what, " at the deadline");
+    ++turn.waiting_;
+    turn.free_.wait_for(lock, std::chrono::nanoseconds(left_ns));
+    --turn.waiting_;
+  }
+  turn.taken_ = true;
+}
+
+Turn::Hold::~Hold() {
+  std::lock_guard lock(turn_.mutex_);
+  turn_.taken_ = false;
+  if (turn_.waiting_ != 0) turn_.free_.notify_one();
+}
+
+// --- sending and receiving ----------------------------------------------------------------------------------------
+
+Connection::Connection(const Options& options, std::string name, bool authenticated)
+    : options_(options),
+      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      forks_(forks()),
+      name_(std::move(name)),
+      authenticated_(authenticated),
+      patience_(options.spin_us) {
+  if (!wake_) fail(ErrorKind::os, "cannot make an eventfd: ", std::strerror(errno));
+}
+
+void Connection::send(const Outgoing& message, Deadline deadline) {
+  check_usable();
+  const uint64_t payload = message.payload_bytes();
+  if (message.header.size() > options_.limits.max_header_bytes || payload > options_.limits.max_message_bytes ||
+      message.buffers.size() > options_.limits.max_buffers) {
+    fail(ErrorKind::frame, "a message has a header of ", options_.limits.max_header_bytes, " bytes, ",
+         options_.limits.max_buffers, " buffers and ", options_.limits.max_message_bytes,
+         " bytes in them at most; found ", message.header.size(), ", ", message.buffers.size(), " and ", payload);
+  }
+  Turn::Hold turn(send_turn_, deadline, "sending");
+  check_usable();
+  if (lost()) fail_lost();
+  write(message, deadline);
+  add(messages_sent_, 1);
+}
+
+void Connection::receive(Message* message, Deadline deadline) {
+  check_usable();
+  Turn::Hold turn(receive_turn_, deadline, "receiving");
+  for (;;) {
+    check_usable();
+    const Poll found = poll_now(message);
+    if (found == Poll::message) return;
+    if (found == Poll::more) continue;
+    if (spin(message, deadline)) return;
+    sleep(deadline);
+  }
+}
+
+Connection::Poll Connection::poll(Message* message) {
+  check_usable();
+  return poll_now(message);
+}
+
+Connection::Poll Connection::poll_now(Message* message) {
+  std::lock_guard lock(read_mutex_);
+  if (!ahead_.empty()) {
+    *message = std::move(ahead_.front());
+    ahead_.pop_front();
+    ahead_bytes_ -= message->bytes();
+    has_ahead_.store(!ahead_.empty(), std::memory_order_release);
+    return Poll::message;
+  }
+  if (ended_) fail_lost();
+  try {
+    const Poll found = read(message);
+    if (found == Poll::message) add(messages_received_, 1);
+    return found;
+  } catch (const Error& error) {
+    ended_ = true;
+    lose(error.what());
+    throw;
+  }
+}
+
+bool Connection::read_ahead() {
+  std::unique_lock lock(read_mutex_, std::try_to_lock);
+  if (!lock || ended_ || ahead_bytes_ >= options_.limits.max_queued_bytes) return false;
+  Message message;
+  try {
+    const Poll found = read(&message);
+    if (found != Poll::message) return found == Poll::more;
+    add(messages_received_, 1);
+  } catch (const Error& error) {
+    ended_ = true;
+    lose(error.what());
+    return true;
+  }
+  ahead_bytes_ += message.bytes();
+  ahead_.push_back(std::move(message));
+  has_ahead_.store(true, std::memory_order_release);
+  wake_self();
+  return true;
+}
+
+Patience::Patience(double spin_us) : most_us_(spin_us) {
+  static const bool alone = available_cores() == 1;
+  if (alone) most_us_ = 0;
+}
+
+bool Connection::spin(Message* message, Deadline deadline) {
+  const double spin_us = patience_.spin_us();
+  if (spin_us > 0) {
+    const Deadline until = deadline.sooner(spin_us * 1e-6);
+    do {
+      for (int i = 0; can_look() && i < 16 && !might_have_data(); ++i) pause_briefly();
+      if ((!can_look() || might_have_data()) && poll_now(message) == Poll::message) {
+        patience_.rewarded();
+        return true;
+      }
+    } while (!until.passed() && !closed());
+  }
+  patience_.in_vain();
+  return false;
+}
+
+bool Connection::arm() {
+  if (has_ahead_.load(std::memory_order_acquire) || closed()) return false;
+  return prepare_to_sleep();
+}
+
+void Connection::sleep(Deadline deadline) {
+  if (deadline.passed()) fail(ErrorKind::timed_out, "nothing came before the deadline over ", describe());
+  if (!arm()) return;
+  if (!sleeper_) {
+    sleeper_ = Descriptor(::epoll_create1(EPOLL_CLOEXEC));
+    if (!sleeper_) fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
+    for (const Wake& wake : wakes()) {
+      struct epoll_event event{};
+      event.events = EPOLLIN | EPOLLRDHUP | (wake.edge ? EPOLLET : 0u);
+      if (::epoll_ctl(sleeper_.get(), EPOLL_CTL_ADD, wake.fd, &event) != 0) {
+        fail(ErrorKind::os, "cannot watch a descriptor: ", std::strerror(errno));
+      }
+    }
+  }
+  struct epoll_event events[4];
+  ::epoll_wait(sleeper_.get(), events, 4, deadline.left_ms());  // a signal or nothing: the caller looks again
+}
+
+void Connection::wake_self() const {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);  // fails only when already awake
+}
+
+// --- the end ------------------------------------------------------------------------------------------------------
+
+void Connection::close() {
+  if (forked() || closed_.exchange(true)) return;
+  lose("it was closed on this side");
+  wake_self();
+}
+
+void Connection::lose(const std::string& reason) {
+  {
+    std::lock_guard lock(reason_mutex_);
+    if (reason_.empty()) reason_ = reason;
+  }
+  if (!lost_.exchange(true)) hang_up();
+}
+
+void Connection::fail_lost() const {
+  std::lock_guard lock(reason_mutex_);
+  fail(ErrorKind::peer_lost, reason_);
+}
+
+void Connection::check_usable() const {
+  if (forked()) {
+    fail(ErrorKind::hung_up,
+         "this connection belongs to the process that this one was forked from; connect again here");
+  }
+  if (closed()) fail(ErrorKind::hung_up, "the connection was closed");
+}
+
+ConnectionCounts Connection::counts() const {
+  ConnectionCounts counts;
+  counts.messages_sent = messages_sent_.load(std::memory_order_relaxed);
+  counts.messages_received = messages_received_.load(std::memory_order_relaxed);
+  for (size_t i = 0; i < kPathCount; ++i) {
+    counts.bytes_sent[i] = bytes_sent_[i].load(std::memory_order_relaxed);
+    counts.bytes_received[i] = bytes_received_[i].load(std::memory_order_relaxed);
+  }
+  return counts;
+}
+
+}  // namespace geartrain

@@ -1,0 +1,87 @@
+// A message on its way: what stands before its bytes, in a stream and in a ring.
+//
+//   FrameHeader | u64 sizes[buffer_count] | SegmentPlace, if in a segment | header | buffers, one after the other
+//
+// A frame comes from a peer that may be broken or hostile: check() passes only what the limits allow, before memory
+// is taken for it. All numbers are little-endian; no other machine is supported.
+#pragma once
+
+#include <bit>
+#include <cstring>
+
+#include "transport/transport.h"
+
+namespace geartrain {
+
+static_assert(std::endian::native == std::endian::little);
+
+constexpr uint32_t kFrameMagic = 0x31465447;  // "GTF1"
+
+enum FrameFlag : uint16_t {
+  kInSegment = 1,        // shm: the buffers stand in a segment, 64-byte aligned, in their order
+  kHeaderInSegment = 2,  // and so does the header, before them
+  kOnLanes = 4,          // tcp: the buffers come in pieces over the lanes (tcp.cc)
+};
+
+struct FrameHeader {
+  uint32_t magic;
+  uint32_t kind;
+  uint64_t tag;
+  uint64_t header_bytes;
+  uint64_t payload_bytes;  // of all buffers
+  uint32_t buffer_count;
+  uint16_t flags;
+  uint16_t reserved;  // zero
+};
+static_assert(sizeof(FrameHeader) == 40 && alignof(FrameHeader) == 8);
+
+struct SegmentPlace {
+  uint32_t slot;
+  uint32_t use;  // how many segments stood in the slot before this one
+};
+static_assert(sizeof(SegmentPlace) == 8);
+
+inline FrameHeader frame_of(const Outgoing& message, uint16_t flags) {
+  return {kFrameMagic,
+          message.kind,
+          message.tag,
+          message.header.size(),
+          message.payload_bytes(),
+          static_cast<uint32_t>(message.buffers.size()),
+          flags,
+          0};
+}
+
+// Throws frame when this is not the beginning of a message, or of one beyond the limits.
+inline void check(const FrameHeader& frame, const MessageLimits& limits, uint16_t allowed_flags) {
+  if (frame.magic != kFrameMagic || frame.reserved != 0 || (frame.flags & ~allowed_flags) != 0) {
+    fail(ErrorKind::frame, "the peer sent what is not a message");
+  }
+  if (frame.header_bytes > limits.max_header_bytes) {
+    fail(ErrorKind::frame, "the peer sent a header of ", frame.header_bytes, " bytes, the limit is ",
+         limits.max_header_bytes);
+  }
+  if (frame.buffer_count > limits.max_buffers) {
+    fail(ErrorKind::frame, "the peer sent ", frame.buffer_count, " buffers, the limit is ", limits.max_buffers);
+  }
+  if (frame.payload_bytes > limits.max_message_bytes) {
+    fail(ErrorKind::frame, "the peer sent buffers of ", frame.payload_bytes, " bytes, the limit is ",
+         limits.max_message_bytes);
+  }
+}
+
+// The sizes must add up, without overflow.
+inline void check_sizes(const FrameHeader& frame, std::span<const uint64_t> sizes) {
+  uint64_t left = frame.payload_bytes;
+  for (const uint64_t size : sizes) {
+    if (size > left) fail(ErrorKind::frame, "the peer sent buffers that are larger than their sum");
+    left -= size;
+  }
+  if (left != 0) fail(ErrorKind::frame, "the peer sent buffers that are smaller than their sum");
+}
+
+constexpr uint64_t padded(uint64_t bytes) {
+  return (bytes + 63) / 64 * 64;
+}
+
+}  // namespace geartrain

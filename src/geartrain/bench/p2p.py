@@ -1,0 +1,251 @@
+"""Two processes on one host: calls with small values, and big tensors one way with a word back.
+
+How it could mislead. Both processes share the cores with whatever else runs: on two cores a third process shows at
+once, as thread switches. `geartrain shm` hands big tensors out where they are; torch and the raw sockets fill memory,
+the raw sockets the same every time. The floor of a call is a raw Unix socket's round trip with no Python values in
+it; the floor of a transfer is one warm copy of its bytes in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geartrain.bench import harness, report
+from geartrain.bench.harness import BenchResult, Clock, System, lap, take_turns
+from geartrain.bench.p2p_worker import acknowledge, echo
+
+#: The columns of the torchrpc page: float32 tensors of so many bytes.
+SIZES = (1_280, 20_480, 1_310_720, 10_485_760, 41_943_040, 671_088_640, 1_342_177_280)
+IN_FLIGHT = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and for how long."""
+
+    sizes: tuple[int, ...]
+    repeats: int
+    budget_s: float
+
+
+FULL = Plan(SIZES, 12, 240.0)
+QUICK = Plan(SIZES[:5], 7, 40.0)
+
+
+@dataclass
+class Client:
+    """One system: how to call `echo` and `acknowledge` over it, and to have several calls in flight."""
+
+    name: str
+    echo: Callable[[Any], Any]
+    acknowledge: Callable[[Any], Any]
+    start: Callable[[Any], Any] | None = None
+    wait: Callable[[Any], Any] | None = None
+
+
+def main(
+    *,
+    quick: bool = False,
+    json_path: Path | None = None,
+    plot_path: Path | None = None,
+    peers: dict[str, str] | None = None,
+) -> BenchResult:
+    """Measures, prints the tables, writes what was asked for, and returns the result.
+
+    torch.distributed.rpc is measured where torch is installed; there are no peers in other environments.
+    """
+    result = run(QUICK if quick else FULL, peers or {}, quick=quick)
+    report.report(result, json_path, plot_path)
+    return result
+
+
+def run(plan: Plan, peers: dict[str, str], *, quick: bool = False) -> BenchResult:
+    """All the plan's cases."""
+    began_s = time.monotonic()
+    result = harness.new_result("p2p", quick=quick, peers=peers, packages=("numpy", "torch"))
+    for name in peers:
+        result.peers_missing[name] = "unknown to this bench"
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(opened) for opened in _clients(plan)]
+        if importlib.util.find_spec("torch") is not None:
+            clients.append(stack.enter_context(_torch()))
+        else:
+            result.peers_missing["TensorPipe"] = "torch is not installed here"
+        clock = Clock(plan.budget_s, 3 + len(plan.sizes))
+        _calls(plan, clients, clock, result)
+        _transfers(plan, clients, clock, result)
+    return harness.finish(result, began_s)
+
+
+def _calls(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult) -> None:
+    for case, value in (("an integer", 7), ("a tensor of 8 KB", _tensor(8_000))):
+        harness.say(f"calls with {case}")
+
+        def one_lap(client: Client, value: Any = value) -> harness.Lap:
+            return lap(100, lambda: [client.echo(value) for _ in range(100)])
+
+        systems = [System(c.name, lambda c=c: one_lap(c), floor=c.name == "raw unix") for c in clients]  # type: ignore[misc]
+        laps = take_turns(systems, repeats=plan.repeats, budget_s=clock.next_case_s(30.0), warmups=2)
+        floor_s = float(np.median([one.seconds for one in laps["raw unix"]]))
+        for name, of_one in laps.items():
+            seconds = [one.seconds for one in of_one]
+            result.rows.append(harness.time_row(case, name, "call", "us", seconds, floor_s))
+    harness.say(f"{IN_FLIGHT} calls in flight")
+
+    def many(client: Client) -> harness.Lap:
+        assert client.start is not None
+        assert client.wait is not None
+        start, wait = client.start, client.wait
+
+        def body() -> None:
+            open_calls: list[Any] = []
+            for _ in range(500):
+                open_calls.append(start(7))
+                if len(open_calls) == IN_FLIGHT:
+                    wait(open_calls.pop(0))
+            for call in open_calls:
+                wait(call)
+
+        return lap(500, body)
+
+    systems = [System(c.name, lambda c=c: many(c)) for c in clients if c.start is not None]  # type: ignore[misc]
+    laps = take_turns(systems, repeats=plan.repeats, budget_s=clock.next_case_s(30.0))
+    best_s = min(float(np.median([one.seconds for one in of_one])) for of_one in laps.values())
+    for name, of_one in laps.items():
+        seconds = [one.seconds for one in of_one]
+        result.rows.append(harness.rate_row(f"{IN_FLIGHT} in flight", name, "calls", "1/s", seconds, 1.0, best_s))
+    result.notes.append(f"calls with {IN_FLIGHT} in flight have no floor: the ratio is to the fastest system")
+
+
+def _transfers(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult) -> None:
+    for size in plan.sizes:
+        harness.say(f"tensors of {size / 1e6:,.4g} MB")
+        value, copy = _tensor(size), _tensor(size)
+        calls = max(1, min(50, 20_000_000 // size))
+
+        def one_lap(body: Callable[[Any], Any], calls: int = calls, value: Any = value) -> harness.Lap:
+            return lap(calls, lambda: [body(value) for _ in range(calls)])
+
+        systems = [System(c.name, lambda c=c: one_lap(c.acknowledge)) for c in clients]  # type: ignore[misc]
+        systems.append(System("memcpy", lambda copy=copy: one_lap(lambda v: np.copyto(copy, v)), floor=True))  # type: ignore[misc]
+        most = plan.repeats if size < 500_000_000 else 4
+        laps = take_turns(systems, repeats=most, budget_s=clock.next_case_s(40.0), warmups=2)
+        floor_s = float(np.median([one.seconds for one in laps["memcpy"]]))
+        for name, of_one in laps.items():
+            seconds = [one.seconds for one in of_one]
+            case = f"{size / 1e6:,.4g} MB"
+            result.rows.append(harness.time_row(case, name, "one way, and a word back", "ms", seconds, floor_s))
+            result.rows.append(harness.rate_row(case, name, "throughput", "GB/s", seconds, size / 1e9, floor_s))
+
+
+# --- the systems ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _worker(*arguments: str) -> Iterator[str]:
+    """A process of its own; what it printed first."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "geartrain.bench.p2p_worker", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=None if arguments[0] != "torch" else subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _clients(plan: Plan) -> Iterator[contextlib.AbstractContextManager[Client]]:
+    yield _rpc("geartrain shm", "shm", 0.0)
+    yield _rpc("geartrain shm, spinning", "shm", 100.0)
+    yield _rpc("geartrain tcp", "tcp", 0.0)
+    yield _raw("unix", max(plan.sizes))
+    yield _raw("tcp", max(plan.sizes))
+
+
+@contextlib.contextmanager
+def _rpc(name: str, transport: str, spin_us: float) -> Iterator[Client]:
+    from geartrain import rpc
+
+    with _worker("rpc", transport, str(spin_us)) as address:
+        peers = {"server": address}
+        with rpc.Node("client", peers=peers, transport=transport, spin_us=spin_us, timeout_s=120) as node:
+            yield Client(
+                name,
+                lambda value: node.call("server", "echo", value),
+                lambda value: node.call("server", "acknowledge", value),
+                lambda value: node.call_async("server", "echo", value),
+                lambda future: future.result(),
+            )
+
+
+@contextlib.contextmanager
+def _raw(family: str, most_bytes: int) -> Iterator[Client]:
+    with _worker("raw", family, str(most_bytes)) as place:
+        if family == "unix":
+            stream = socket.socket(socket.AF_UNIX)
+            stream.connect("\0" + place)
+        else:
+            stream = socket.create_connection(("127.0.0.1", int(place)))
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def call(value: Any) -> None:
+            data = b"" if isinstance(value, int) else memoryview(value).cast("B")
+            stream.sendall(struct.pack("<q", len(data)))
+            if data:
+                stream.sendall(data)
+            stream.recv(1)
+
+        with stream:
+            yield Client(f"raw {family}", call, call)
+
+
+@contextlib.contextmanager
+def _torch() -> Iterator[Client]:
+    import torch
+    from torch.distributed import rpc
+
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with _worker("torch", port):
+        rpc.init_rpc("client", rank=0, world_size=2)  # type: ignore[no-untyped-call]
+
+        def tensor(value: Any) -> Any:
+            return value if isinstance(value, int) else torch.from_numpy(value)
+
+        yield Client(
+            "TensorPipe",
+            lambda value: rpc.rpc_sync("server", echo, args=(tensor(value),)),
+            lambda value: rpc.rpc_sync("server", acknowledge, args=(tensor(value),)),
+            lambda value: rpc.rpc_async("server", echo, args=(value,)),
+            lambda future: future.wait(),
+        )
+        rpc.shutdown(graceful=False)
+
+
+def _tensor(nbytes: int) -> Any:
+    return np.ones(nbytes // 4, np.float32)
+
+
+if __name__ == "__main__":
+    report.main_of("p2p", main)

@@ -1,0 +1,134 @@
+"""Named functions of named peers, called with tensors and plain values.
+
+    @rpc.function
+    def add(a, b):
+        return a + b
+
+    rpc.init("worker", rank=1, world_size=2, init_method="tcp://10.0.0.1:29500")
+    rpc.call("learner", "add", 1, 2)                   # waits
+    rpc.call_async("learner", add, 1, 2).result()      # a registered function stands for its name
+    await rpc.call_async("learner", add, 1, 2)
+
+A call is sent, and its answer received, by the thread that makes it (native/transport/calls.h); on the other side a
+thread that has waited for any peer runs the function and answers itself (native/transport/inbox.h).
+
+A peer's calls are run in the order it made them, one after the other; different peers' at the same time. The next one
+goes on when a function returns (a batched or async one at once), waits for a call of its own, or is given up by the
+peer at its deadline. `@rpc.function(concurrent=True)` runs beside all others instead.
+
+Every wait has a deadline. A lost peer fails its calls with `PeerLostError` and is told of by `on_peer_lost`; a peer
+that comes back under its name is found again by the next call.
+
+Functions are addressed by name, and values go by `geartrain.codec`, which executes nothing. Where every peer has the
+same `secret`, Python objects and functions that are not registered go by pickle as well; `pickle=False` forbids it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from geartrain.errors import GeartrainError
+from geartrain.rpc.functions import batched, function
+from geartrain.rpc.node import Node, Remote
+from geartrain.rpc.peer import Future
+from geartrain.rpc.rendezvous import store_of
+from geartrain.rpc.topic import Topic
+
+_node: Node | None = None
+
+
+def init(
+    name: str,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+    store: Any = None,
+    secret: bytes | None = None,
+    timeout_s: float = 60.0,
+    **options: Any,
+) -> Node:
+    """Joins the others, and makes this process's node, which the functions of this module use.
+
+    Args:
+        name: what peers call this process by.
+        rank, world_size: its number among those that start together; `init` then waits until all have joined. More
+            may join later, without a rank.
+        init_method: "tcp://host:port", "env://" (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) or "file:///path", as
+            for `torch.distributed`; the tcp store is started by rank 0.
+        store: a store instead, of torch's kind.
+        secret: the cluster's; by default the environment's GEARTRAIN_SECRET.
+        options: as for `Node`.
+
+    Raises:
+        WaitTimeoutError: not all joined in time; says who did not.
+    """
+    global _node
+    if _node is not None:
+        raise GeartrainError(f"this process has joined as {_node.name!r} already; rpc.shutdown() first, or make a Node")
+    if store is None and init_method is not None:
+        store, rank, world_size = store_of(init_method, rank, world_size, timeout_s)
+    if secret is None:
+        secret = os.environ.get("GEARTRAIN_SECRET", "").encode()
+    node = Node(name, store=store, secret=secret, timeout_s=timeout_s, **options)
+    _node = node  # before the others can call: their functions may ask for it
+    try:
+        node.directory.join(name, rank, world_size, timeout_s)
+    except BaseException:
+        shutdown()
+        raise
+    return node
+
+
+def node() -> Node:
+    """This process's node. Raises `GeartrainError` before `init`."""
+    if _node is None:
+        raise GeartrainError("this process has not joined: rpc.init(name, ...) first")
+    return _node
+
+
+def call(
+    peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
+) -> Any:
+    """`Node.call` of this process's node."""
+    return node().call(peer, function, *args, timeout_s=timeout_s, **kwargs)
+
+
+def call_async(
+    peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
+) -> Future:
+    """`Node.call_async` of this process's node."""
+    return node().call_async(peer, function, *args, timeout_s=timeout_s, **kwargs)
+
+
+def shutdown() -> None:
+    """Leaves: closes this process's node. Nobody waits for anybody; a peer that still calls it gets `PeerLostError`."""
+    global _node
+    if _node is not None:
+        _node.close()
+        _node = None
+
+
+def _forget_parents_node() -> None:
+    global _node
+    _node = None
+
+
+os.register_at_fork(after_in_child=_forget_parents_node)
+
+__all__ = [
+    "Future",
+    "Node",
+    "PeerLostError",
+    "Remote",
+    "Topic",
+    "batched",
+    "call",
+    "call_async",
+    "function",
+    "init",
+    "node",
+    "shutdown",
+]

@@ -1,0 +1,234 @@
+"""Messages between two processes, over the fastest way that both can really use.
+
+    listener = transport.listen()
+    mine = transport.connect(listener.address)        # usually in another process
+    theirs = listener.accept()
+    mine.send(b"what it is", [array])
+    message = theirs.receive()                        # message.header, message.buffers
+
+Providers, fastest first: `inproc` (both ends in one process), `shm` (one host: a ring in shared memory, big buffers in
+segments that are lent, not copied) and `tcp`. Which one works is found by doing it, never by comparing host names, so
+containers are fine; `connection.transport` says what it came to and `connection.considered` why not something faster.
+native/transport/transport.h is the manual: threads, memory, death, trust and forks.
+
+`geartrain.codec` makes parcels of values; `geartrain.rpc` calls functions over connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+from geartrain import _native
+from geartrain.errors import TransportError
+
+Message = _native.Message
+Parcel = _native.Parcel
+
+#: The transports there are, fastest first.
+TRANSPORTS = ("inproc", "shm", "tcp")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one side takes from the other. A message beyond a limit is refused before memory is taken for it.
+
+    `max_queued_bytes` bounds what is read ahead while a send waits; `max_segment_bytes` the shared memory that one
+    connection lends and keeps warm; `max_pending` the connections to a listener that have not proved themselves yet,
+    each of them for `handshake_timeout_s`.
+    """
+
+    max_header_bytes: int = 64 << 20
+    max_message_bytes: int = 16 << 30
+    max_buffers: int = 4096
+    max_queued_bytes: int = 256 << 20
+    max_segment_bytes: int = 8 << 30
+    max_pending: int = 64
+    handshake_timeout_s: float = 5.0
+
+
+def viable() -> dict[str, str | None]:
+    """Each transport with None, or the reason why it cannot work in this process."""
+    return {name: reason or None for name, reason in _native.transports().items()}
+
+
+class Connection:
+    """One end of a connection. Any thread may send; one at a time receives, others wait for their turn."""
+
+    def __init__(self, native: _native.Connection) -> None:
+        self.native = native
+
+    def send(
+        self,
+        header: bytes | Parcel,
+        buffers: Sequence[Any] = (),
+        *,
+        tag: int = 0,
+        kind: int = 0,
+        timeout_s: float = 30.0,
+    ) -> None:
+        """Sends one message. When this returns, its memory may be changed again.
+
+        Args:
+            header: a few bytes; or a parcel, which has its own buffers.
+            buffers: anything with the buffer protocol, C-contiguous; not copied more often than the way demands.
+            tag: a number below 2**64 and
+            kind: one below 2**32 that travel with the message as they are.
+            timeout_s: how long to wait for a peer that does not take it.
+
+        Raises:
+            MessageError: a limit is exceeded; nothing was sent.
+            WaitTimeoutError: the peer took it too slowly. A message that had half left ends the connection.
+            PeerLostError, ConnectionClosedError: there is nobody to send to.
+        """
+        parcel = header if isinstance(header, Parcel) else Parcel(header, list(buffers))
+        self.native.send(tag, kind, parcel, timeout_s)
+
+    def receive(self, *, timeout_s: float = 30.0) -> Message:
+        """The next message; its buffers are writable NumPy views that keep its memory.
+
+        Raises:
+            WaitTimeoutError: none came in time.
+            PeerLostError: the peer is gone, and all that it had sent whole has been received.
+            MessageError: what came is not a message; the connection has ended.
+        """
+        return self.native.receive(timeout_s)
+
+    @property
+    def transport(self) -> str:
+        """The provider in use: one of `TRANSPORTS`."""
+        return self.native.transport
+
+    @property
+    def considered(self) -> list[tuple[str, str]]:
+        """The faster transports, and why each was not taken. Empty on the listener's side."""
+        return list(self.native.considered)
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether both sides proved that they know the secret."""
+        return self.native.authenticated
+
+    def counts(self) -> dict[str, Any]:
+        """Messages each way, and bytes by path: memory, ring, segment, view, stream, lanes."""
+        return self.native.counts()
+
+    def close(self) -> None:
+        """Hangs up. What was sent is still delivered; waits in other threads end with `ConnectionClosedError`."""
+        self.native.close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = " closed" if self.native.closed else " lost" if self.native.lost else ""
+        return f"<Connection {self.native.describe()}{state}>"
+
+
+class Listener:
+    """Takes connections; a thread of its own answers handshakes, so that nobody can hold up another."""
+
+    def __init__(self, native: _native.Listener) -> None:
+        self.native = native
+
+    @property
+    def address(self) -> str:
+        """What to give to peers: text, for any way that this listener can be reached."""
+        return self.native.address
+
+    @property
+    def refused(self) -> int:
+        """Connections that were turned away: garbage, no proof, or nothing said in time."""
+        return self.native.refused
+
+    def accept(self, *, timeout_s: float = 30.0) -> Connection:
+        """The next connection that proved itself. Raises `WaitTimeoutError`, `ConnectionClosedError`."""
+        return Connection(self.native.accept(timeout_s))
+
+    def close(self) -> None:
+        """Takes no more connections; those accepted live on."""
+        self.native.close()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Listener {self.address}>"
+
+
+def listen(
+    host: str | None = "127.0.0.1",
+    port: int = 0,
+    *,
+    secret: bytes = b"",
+    advertise: Iterable[str] = (),
+    shm: bool = True,
+    limits: Limits | None = None,
+    spin_us: float = 30.0,
+    views: bool = True,
+) -> Listener:
+    """A listener for peers in this process, on this host and, over TCP, elsewhere.
+
+    Args:
+        host: to bind TCP to; None for no TCP. Anything but loopback needs a secret.
+        port: 0 takes any free one.
+        secret: the cluster's. Peers prove that they know it, without sending it.
+        advertise: hosts to put into the address, when peers know this one by other names.
+        shm: whether peers on this host may come through shared memory.
+        limits: of what peers may send.
+        spin_us: how long a receive looks again and again before it sleeps; it learns to do without.
+        views: hand out big messages of shared memory where they are; else copy them out at once.
+
+    Raises:
+        UntrustedPeerError: everyone could reach it, and there is no secret.
+        GeartrainError: the port is taken, or the host is not this one.
+    """
+    options = options_of(secret, limits, spin_us, views)
+    return Listener(_native.Listener.make(options, host or "", port, list(advertise), shm))
+
+
+def connect(
+    address: str,
+    *,
+    transport: str | None = None,
+    secret: bytes = b"",
+    timeout_s: float = 10.0,
+    limits: Limits | None = None,
+    spin_us: float = 30.0,
+    views: bool = True,
+    lanes: int = 2,
+) -> Connection:
+    """A connection to a listener, over the fastest transport that works or over the one asked for.
+
+    Args:
+        address: the listener's `address`.
+        transport: one of `TRANSPORTS`, to force it.
+        lanes: TCP connections beside the first one, for messages of 8 MiB and more.
+        secret, timeout_s, limits, spin_us, views: as for `listen`.
+
+    Raises:
+        TransportError: no transport, or not the one asked for, reaches the peer; with every reason.
+        UntrustedPeerError: the secrets are not the same.
+        WaitTimeoutError: the peer did not answer in time.
+    """
+    options = options_of(secret, limits, spin_us, views)
+    if transport is not None:
+        if transport not in TRANSPORTS:
+            raise TransportError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
+        options["transport"] = transport
+    options["lanes"] = lanes
+    return Connection(_native.connect(address, options, timeout_s))
+
+
+def options_of(secret: bytes, limits: Limits | None, spin_us: float, views: bool) -> dict[str, Any]:
+    """What the native layer wants to know."""
+    options: dict[str, Any] = {} if limits is None else asdict(limits)
+    return options | {"secret": bytes(secret), "spin_us": float(spin_us), "views": views}
