@@ -183,10 +183,10 @@ class TorchRanks:
         self._calls = 0
         self._broken: str | None = None
         # Groups that torch makes are named by what else the process has made, which may differ between ranks, and a
-        # name is used again once its group is gone. Ours have names of their own, for ever.
+        # name is used again once its group is gone. Ours have names of their own, for as long as the job lives. (Not
+        # by torchrun's count of restarts: hosts that restart because another did count differently.)
         key = tuple(self._members)
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        name = f"geartrain/{life}/{zlib.crc32(repr(key).encode()):08x}/{_groups_made[key]}"
+        name = f"geartrain/{zlib.crc32(repr(key).encode()):08x}/{_groups_made[key]}"
         _groups_made[key] += 1
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
             name, dist.distributed_c10d._get_default_store()
@@ -285,10 +285,10 @@ def join(group: Any, members: Sequence[int], timeout_s: float) -> Ranks:
 
 
 def _restart_hint() -> str:
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
         return ""
     return (
-        " (this job was restarted by torchrun: ranks of its lives may mix up their addresses unless it is started with "
+        " (if torchrun has restarted this job, ranks of its lives may mix up their addresses unless it is started with "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone or --rdzv-backend c10d)"
     )
 
