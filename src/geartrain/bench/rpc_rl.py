@@ -8,8 +8,9 @@ and JSON. One argument of `LISTS` may be a list with commas and becomes the x ax
     --threads 1                      of torch, in every process. Left alone they spin against the processes
     --master-port 0                  meet in a file instead of at a port
 
-With both, the processes of both are there at once and take turns, an episode each, so that what else the machine does
-hits both alike; who waits sleeps. Each backend gets a report of its own: FILE.json of the first, FILE.torch.json.
+With both, half of geartrain's episodes run before torch's and half after them, so that a machine that gets slower hits
+both alike. They are never there at once: TensorPipe's processes poll, and take CPU time, while nobody calls. Each
+backend gets a report of its own: FILE.json is the first's, FILE.torch.json torch's.
 
 In the report, as in the original, p95 of a throughput is that of the best 5 %. In `--json`, as in all benches here, it
 is the slow tail. The floor is the agent's work when nobody asks: states that are there become actions.
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from geartrain.bench import harness, report
 from geartrain.bench.harness import BenchResult, Row
@@ -187,12 +189,20 @@ class Samples:
         agent, observer = np.asarray(self.agent), np.asarray(self.observer)
         rates = (self.batch_size / agent, 1 / observer)
         found: dict[str, dict[str, float]] = {}
-        for name, values, places in zip(METRICS, (agent, rates[0], observer, rates[1]), (3, None, 3, None), strict=True):
-            at = np.percentile(values, PERCENTILES).tolist()
-            found[name] = {f"p{p}": int(v) if places is None else round(v, places) for p, v in zip(PERCENTILES, at)}
-        for name, values in (("agent_latency_us", agent * 1e6), ("observer_latency_us", observer * 1e6)):
-            found[name] = {f"p{p}": v for p, v in zip(PERCENTILES, np.percentile(values, PERCENTILES).tolist())}
-        return found
+        for name, values, places in zip(
+            METRICS, (agent, rates[0], observer, rates[1]), (3, None, 3, None), strict=True
+        ):
+            at = _percentiles(values)
+            found[name] = {key: int(v) if places is None else round(v, places) for key, v in at.items()}
+        return {
+            **found,
+            "agent_latency_us": _percentiles(agent * 1e6),
+            "observer_latency_us": _percentiles(observer * 1e6),
+        }
+
+
+def _percentiles(values: NDArray[np.float64]) -> dict[str, float]:
+    return dict(zip(("p50", "p75", "p90", "p95"), np.percentile(values, PERCENTILES).tolist(), strict=True))
 
 
 #: Samples of each measurement, by backend.
@@ -208,10 +218,10 @@ def run(settings: Settings, episodes: int, steps: int) -> tuple[BenchResult, Run
     runs: Runs = []
     for point in settings.points():
         case = settings.case(point)
-        harness.say(f"{case}: starting {point['world_size']} processes for each of {BACKENDS[settings.backend]}")
+        harness.say(f"{case}: {', '.join(BACKENDS[settings.backend])}, {point['world_size']} processes each")
         samples, floor = _measure(settings, point, episodes, steps)
         runs.append(samples)
-        result.rows += _rows(case, samples, floor, point)
+        result.rows += _rows(case, samples, floor)
         load = ", ".join(f"{one:.2f}" for one in os.getloadavg())
         result.notes.append(f"{case}: load average {load} after it, {episodes} episodes of {steps} steps")
         result.notes += _compared(case, samples)
@@ -221,19 +231,26 @@ def run(settings: Settings, episodes: int, steps: int) -> tuple[BenchResult, Run
 def _measure(
     settings: Settings, point: dict[str, Any], episodes: int, steps: int
 ) -> tuple[dict[str, Samples], list[float]]:
-    """One measurement: its backends in turns, and the floor's seconds."""
-    batch_size = point["world_size"] - 2
-    samples = {name: Samples(batch_size if point["batch"] else 1) for name in BACKENDS[settings.backend]}
-    with contextlib.ExitStack() as stack:
-        teams = {name: stack.enter_context(_team(name, settings, point)) for name in samples}
-        floor = next(iter(teams.values())).floor(FLOOR_REPEATS)
-        names = list(teams)
-        for episode in range(episodes):
-            for name in names if episode % 2 == 0 else reversed(names):
-                agent, observer = teams[name].episode(steps)
+    """One measurement: its backends in turns, and the floor's seconds, from the first process that could tell."""
+    batch_size = point["world_size"] - 2 if point["batch"] else 1
+    samples = {name: Samples(batch_size) for name in BACKENDS[settings.backend]}
+    floor: list[float] = []
+    for name, turn in _turns(list(samples), episodes):
+        with _team(name, settings, point) as team:
+            floor = floor or team.floor(FLOOR_REPEATS)
+            for _ in range(turn):
+                agent, observer = team.episode(steps)
                 samples[name].agent += agent
                 samples[name].observer += observer
     return samples, floor
+
+
+def _turns(backends: list[str], episodes: int) -> list[tuple[str, int]]:
+    """Who runs how many episodes, one after the other; the last one in the middle of the others' halves."""
+    *others, last = backends
+    before = [(name, episodes // 2) for name in others]
+    after = [(name, episodes - episodes // 2) for name in reversed(others)]
+    return [*before, (last, episodes), *after]
 
 
 @contextlib.contextmanager
@@ -299,12 +316,16 @@ class Team:
 
     def close(self) -> None:
         """Asks all to leave, and kills who does not."""
-        for pipe in self.pipes:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, GeartrainError):
+            for pipe in self.pipes:
                 pipe.send(("end",))
-        until_s = time.monotonic() + END_S
-        for process in self.processes:
-            process.join(max(0.0, until_s - time.monotonic()))
+            for rank in range(len(self.pipes)):
+                self._answer(rank, END_S, "leave")
+            for pipe in self.pipes:
+                pipe.send(("end",))
+            until_s = time.monotonic() + END_S
+            for process in self.processes:
+                process.join(max(0.0, until_s - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
@@ -365,10 +386,10 @@ def _need_torch() -> None:
 # --- results -------------------------------------------------------------------------------------------------------
 
 
-def _rows(case: str, samples: dict[str, Samples], floor: list[float], point: dict[str, Any]) -> list[Row]:
+def _rows(case: str, samples: dict[str, Samples], floor: list[float]) -> list[Row]:
     """Latencies and rates, of which p95 is the slow tail."""
     floor_s = float(np.median(floor))
-    whole = Samples(point["world_size"] - 2 if point["batch"] else 1, floor, floor)
+    whole = Samples(next(iter(samples.values())).batch_size, floor, floor)
     rows = []
     for name, of_one in {"floor": whole, **samples}.items():
         rows += [
@@ -422,7 +443,9 @@ def as_report(settings: Settings, backend: str, runs: Runs, result: BenchResult)
 def show(written: dict[str, Any]) -> None:
     """Prints a report as the original does: its arguments, and a line for every point of the x axis."""
     about = written["about"]
-    title = f"Distributed rpc benchmark reinforcement learning suite, {about['backend']}, torch threads {about['threads']}"
+    title = (
+        f"Distributed rpc benchmark reinforcement learning suite, {about['backend']}, torch threads {about['threads']}"
+    )
     lines = ["-" * len(title), title, "-" * len(title)]
     lines += [f"{key} : {value}" for key, value in written.items() if key not in ("benchmark_results", "about")]
     x_axis_name = written.get("x_axis_name")
@@ -452,7 +475,9 @@ def plot(settings: Settings, runs: Runs, result: BenchResult, path: Path) -> Non
     name = settings.x_axis_name or "world_size"
     labels = [str(point[name]) for point in points]
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 7.4), layout="constrained")
-    for axis, metric in zip(axes.flat, ("agent_latency_us", METRICS[1], "observer_latency_us", METRICS[3]), strict=True):
+    for axis, metric in zip(
+        axes.flat, ("agent_latency_us", METRICS[1], "observer_latency_us", METRICS[3]), strict=True
+    ):
         for color, backend in zip(("tab:blue", "tab:orange"), BACKENDS[settings.backend], strict=False):
             found = [samples[backend].metrics()[metric] for samples in runs]
             for percentile, style in (("p50", "o-"), ("p95", ".--")):

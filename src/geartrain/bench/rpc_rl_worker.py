@@ -12,10 +12,12 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed import rpc as torch_rpc
@@ -23,6 +25,7 @@ from torch.distributed import rpc as torch_rpc
 from geartrain import rpc
 from geartrain.rpc.functions import functions
 
+F = TypeVar("F", bound=Callable[..., Any])
 COORDINATOR, AGENT, OBSERVER = "coordinator", "agent", "observer{}"
 #: Seconds that everybody has to join, and a call to be answered in.
 JOIN_S, CALL_S = 300.0, 600.0
@@ -53,6 +56,7 @@ def name_of(rank: int) -> str:
 
 def run(backend: str, rank: int, work: Work, pipe: Connection) -> None:
     """Joins, says "ready", and serves until the pipe says "end" or is closed. Tells errors there before it ends."""
+    warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # by init_rpc itself
     torch.set_num_threads(work.threads)
     torch.manual_seed(rank)
     try:
@@ -75,7 +79,7 @@ class Agent:
         for length in work.state_size:
             width *= length
         sizes = [width, *[work.out_features] * (work.nlayers + 1)]
-        linears = [torch.nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+        linears = [torch.nn.Linear(a, b) for a, b in pairwise(sizes)]
         self.policy = torch.nn.Sequential(torch.nn.Flatten(), *linears, torch.nn.Softmax(dim=0))
         self.work = work
         self.log_probs: list[torch.Tensor] = []
@@ -84,8 +88,8 @@ class Agent:
 
     def decide(self, states: torch.Tensor) -> torch.Tensor:
         """An action for each state, drawn; its log probability is kept, with its graph, as for a training step."""
-        chances = torch.distributions.Categorical(self.policy(states))
-        actions = chances.sample()
+        chances: Any = torch.distributions.Categorical(self.policy(states))
+        actions: torch.Tensor = chances.sample()
         self.log_probs.append(chances.log_prob(actions))
         return actions
 
@@ -108,12 +112,12 @@ class Agent:
         n = self.work.observers if self.work.batch else 1
         states = [torch.rand(self.work.state_size) for _ in range(n)]
         found = []
-        for _ in range(repeats):
+        for _ in range(repeats + 20):
             began_s = time.perf_counter()
             self.decide(torch.stack(states)).tolist()
             found.append(time.perf_counter() - began_s)
         self.log_probs = []
-        return found
+        return found[20:]  # the first ones warm it up
 
 
 def _episode(ask: Callable[[torch.Tensor], Any], state_size: tuple[int, ...], steps: int) -> list[float]:
@@ -126,6 +130,12 @@ def _episode(ask: Callable[[torch.Tensor], Any], state_size: tuple[int, ...], st
         found.append(time.perf_counter() - began_s)
         state, _reward = torch.rand(state_size), torch.rand(1).item()
     return found
+
+
+def _left(pipe: Connection) -> None:
+    """Says so, and stays until all have left: the coordinator has the store that others leave by."""
+    pipe.send(("left",))
+    pipe.recv()
 
 
 def _coordinate(
@@ -180,6 +190,7 @@ def _serve_geartrain(rank: int, work: Work, pipe: Connection) -> None:
         pipe.send(("ready",))
         pipe.recv()
     rpc.shutdown()
+    _left(pipe)
 
 
 def _offer_agent(work: Work) -> None:
@@ -225,6 +236,9 @@ def _offer_observer(rank: int, work: Work) -> None:
 # --- torch.distributed.rpc -----------------------------------------------------------------------------------------
 
 
+_answered_later = cast("Callable[[F], F]", torch_rpc.functions.async_execution)
+
+
 class _TorchAgent(Agent):
     """The agent behind an RRef; a batch is gathered under a lock, and one future answers all of it."""
 
@@ -238,18 +252,18 @@ class _TorchAgent(Agent):
     @staticmethod
     def select_action(agent: torch_rpc.RRef[_TorchAgent], observer: int, state: torch.Tensor) -> int:
         """An action, at once."""
-        return agent.local_value().decide_one(state)
+        return int(agent.local_value().decide_one(state))
 
     @staticmethod
-    @torch_rpc.functions.async_execution
+    @_answered_later
     def select_action_batch(
         agent: torch_rpc.RRef[_TorchAgent], observer: int, state: torch.Tensor
     ) -> torch.futures.Future[int]:
         """An action, when all observers have asked: the one that asks last has them all answered."""
-        self = agent.local_value()
+        self: _TorchAgent = agent.local_value()
         place = observer - 2
         self.states[place].copy_(state)
-        answer = self.actions.then(lambda actions: int(actions.wait()[place].item()))
+        answer: torch.futures.Future[int] = self.actions.then(lambda actions: int(actions.wait()[place].item()))
         with self.lock:
             if self.missing == self.work.observers:
                 self.since_s = time.perf_counter()
@@ -279,13 +293,15 @@ class _TorchObserver:
 
 def _serve_torch(rank: int, work: Work, pipe: Connection) -> None:
     options = torch_rpc.TensorPipeRpcBackendOptions(init_method=work.init_method, rpc_timeout=CALL_S)
-    torch_rpc.init_rpc(name_of(rank), rank=rank, world_size=work.world_size, rpc_backend_options=options)
+    join: Callable[..., None] = torch_rpc.init_rpc
+    join(name_of(rank), rank=rank, world_size=work.world_size, rpc_backend_options=options)
     if rank == 0:
         _coordinate_torch(work, pipe)
     else:
         pipe.send(("ready",))
         pipe.recv()
     torch_rpc.shutdown()
+    _left(pipe)
 
 
 def _coordinate_torch(work: Work, pipe: Connection) -> None:
