@@ -118,7 +118,9 @@ class Settings:
 def read(arguments: Sequence[str]) -> Settings:
     """The settings of a command line. Raises `SchemaError`."""
     parser = argparse.ArgumentParser(
-        prog="geartrain bench rpc-rl", description="Observers ask an agent for actions, over an RPC."
+        prog="geartrain bench rpc-rl",
+        description="Observers ask an agent for actions, over an RPC. Beside these: --quick, --json FILE, --plot FILE. "
+        "One of world-size, batch, state-size, nlayers and out-features may be a list with commas: the x axis.",
     )
     for name, default, what in (
         ("world_size", "10", "processes: a coordinator, an agent, and observers"),
@@ -495,8 +497,18 @@ def plot(settings: Settings, runs: Runs, result: BenchResult, path: Path) -> Non
     pyplot.close(figure)
 
 
-if __name__ == "__main__":
+def _command_line() -> None:
+    """What `python -m geartrain.bench.rpc_rl` does."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    given, arguments = parser.parse_known_args()
     try:
-        main(arguments=sys.argv[1:])
+        main(quick=given.quick, json_path=given.json, plot_path=given.plot, arguments=arguments)
     except GeartrainError as error:
         sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    _command_line()
