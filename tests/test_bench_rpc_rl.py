@@ -68,6 +68,7 @@ def test_one_list_becomes_the_x_axis_and_a_second_is_refused() -> None:
         ("--state-size", "10-0", "such as 10-20-10, found '10-0'"),
         ("--out-features", "0", "1 or more"),
         ("--threads", "0", "1 or more, found 0"),
+        ("--agent-threads", "0", "1 or more, found 0"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(argument: str, value: str, said: str) -> None:
@@ -101,7 +102,7 @@ def test_metrics_are_percentiles_of_samples_and_only_the_original_fields_are_rou
 @pytest.mark.parametrize("backend", ["geartrain", "torch"])
 @pytest.mark.parametrize("batch", [True, False])
 def test_every_step_of_every_observer_is_measured(backend: str, batch: bool) -> None:
-    settings = rpc_rl.read([*SMALL, "--world-size", "5", "--batch", str(batch)])
+    settings = rpc_rl.read([*SMALL, "--world-size", "5", "--batch", str(batch), "--agent-threads", "2"])
     with rpc_rl._team(backend, settings, settings.points()[0]) as team:
         assert len(team.floor(10)) == 10
         for _ in range(2):
@@ -115,7 +116,7 @@ def test_every_step_of_every_observer_is_measured(backend: str, batch: bool) -> 
 
 
 def test_batched_and_single_decisions_are_the_same_work_for_all_backends() -> None:
-    work = rpc_rl_worker.Work(5, True, (3, 4), 2, 6, 1, "")
+    work = rpc_rl_worker.Work(5, True, (3, 4), 2, 6, 1, None, "")
     agent = rpc_rl_worker.Agent(work)
     assert [type(layer).__name__ for layer in agent.policy] == ["Flatten", "Linear", "Linear", "Linear", "Softmax"]
     actions = agent.decide(torch.rand(3, 3, 4))

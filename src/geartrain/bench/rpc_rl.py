@@ -6,6 +6,8 @@ and JSON. One argument of `LISTS` may be a list with commas and becomes the x ax
 
     --backend geartrain|torch|both   over what; torch is torch.distributed.rpc, TensorPipe
     --threads 1                      of torch, in every process. Left alone they spin against the processes
+    --agent-threads N                that answer the observers, at most; by default the backend's own, geartrain 64
+                                     and torch 16
     --master-port 0                  meet in a file instead of at a port
 
 With both, half of geartrain's episodes run before torch's and half after them, so that a machine that gets slower hits
@@ -100,6 +102,7 @@ class Settings:
     x_axis_name: str | None
     backend: str
     threads: int
+    agent_threads: int | None
 
     def points(self) -> list[dict[str, Any]]:
         """The values of every measurement."""
@@ -136,8 +139,9 @@ def read(arguments: Sequence[str]) -> Settings:
         parser.add_argument(*spellings, default=default, help=f"{what} ({default})")
     parser.add_argument("--backend", choices=BACKENDS, default="geartrain", help="over what (geartrain)")
     parser.add_argument("--threads", type=int, default=1, help="of torch in every process (1)")
+    parser.add_argument("--agent-threads", type=int, help="that answer observers, at most (the backend's own default)")
     given = vars(parser.parse_args(list(arguments)))
-    backend, threads = given.pop("backend"), given.pop("threads")
+    backend, threads, agent_threads = (given.pop(name) for name in ("backend", "threads", "agent_threads"))
     x_axis_name = None
     for name in LISTS:
         if "," in given[name]:
@@ -149,7 +153,9 @@ def read(arguments: Sequence[str]) -> Settings:
             given[name] = _value(name, given[name])
     if threads < 1:
         raise SchemaError(f"--threads is 1 or more, found {threads}")
-    return Settings(given, x_axis_name, backend, threads)
+    if agent_threads is not None and agent_threads < 1:
+        raise SchemaError(f"--agent-threads is 1 or more, found {agent_threads}")
+    return Settings(given, x_axis_name, backend, threads, agent_threads)
 
 
 def _value(name: str, text: str) -> Any:
@@ -233,13 +239,14 @@ def run(settings: Settings, episodes: int, steps: int) -> tuple[BenchResult, Run
 def _measure(
     settings: Settings, point: dict[str, Any], episodes: int, steps: int
 ) -> tuple[dict[str, Samples], list[float]]:
-    """One measurement: its backends in turns, and the floor's seconds, from the first process that could tell."""
+    """One measurement: its backends in turns, and the floor's seconds, from the agents of the first backend."""
     batch_size = point["world_size"] - 2 if point["batch"] else 1
     samples = {name: Samples(batch_size) for name in BACKENDS[settings.backend]}
     floor: list[float] = []
     for name, turn in _turns(list(samples), episodes):
         with _team(name, settings, point) as team:
-            floor = floor or team.floor(FLOOR_REPEATS)
+            if name == next(iter(samples)):
+                floor += team.floor(FLOOR_REPEATS)
             for _ in range(turn):
                 agent, observer = team.episode(steps)
                 samples[name].agent += agent
@@ -268,6 +275,7 @@ def _team(backend: str, settings: Settings, point: dict[str, Any]) -> Iterator[T
             nlayers=point["nlayers"],
             out_features=point["out_features"],
             threads=settings.threads,
+            agent_threads=settings.agent_threads,
             init_method=f"file://{directory}/met" if port == "0" else f"tcp://{point['master_addr']}:{port}",
         )
         with Team(backend, work) as team:
@@ -435,6 +443,7 @@ def as_report(settings: Settings, backend: str, runs: Runs, result: BenchResult)
     found["about"] = {
         "backend": backend,
         "threads": settings.threads,
+        "agent_threads": settings.agent_threads,
         "command": result.command,
         "machine": result.machine,
         "versions": result.versions,

@@ -41,6 +41,7 @@ class Work:
     nlayers: int
     out_features: int
     threads: int
+    agent_threads: int | None
     init_method: str
 
     @property
@@ -172,6 +173,7 @@ def _serve_geartrain(rank: int, work: Work, pipe: Connection) -> None:
         init_method=work.init_method,
         timeout_s=JOIN_S,
         secret=b"",
+        **({} if rank != 1 or work.agent_threads is None else {"max_threads": work.agent_threads}),
     )
     if rank == 0:
         observers = [name_of(other) for other in range(2, work.world_size)]
@@ -293,6 +295,8 @@ class _TorchObserver:
 
 def _serve_torch(rank: int, work: Work, pipe: Connection) -> None:
     options = torch_rpc.TensorPipeRpcBackendOptions(init_method=work.init_method, rpc_timeout=CALL_S)
+    if rank == 1 and work.agent_threads is not None:
+        options.num_worker_threads = work.agent_threads
     join: Callable[..., None] = torch_rpc.init_rpc
     join(name_of(rank), rank=rank, world_size=work.world_size, rpc_backend_options=options)
     if rank == 0:
