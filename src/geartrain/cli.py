@@ -377,8 +377,9 @@ def doctor(
     out.print(table)
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Which: " + ", ".join(BENCHES) + ".")],
     quick: Annotated[bool, typer.Option(help="Fewer cases and repeats; ends within 60 s on 2 cores.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
@@ -396,9 +397,15 @@ def bench(
 ) -> None:
     """Measure, beside the floor of this machine and the peers that are installed.
 
+    rpc-rl takes further arguments: python -m geartrain.bench.rpc_rl --help.
+
     Example: geartrain bench store --quick --json store.json --plot store.png
     """
-    from geartrain.bench import load
+    from geartrain.bench import WITH_ARGUMENTS, load
+
+    if context.args and name not in WITH_ARGUMENTS:
+        _die(f"the bench {name!r} takes no {' '.join(context.args)}")
+    further = {"arguments": context.args} if name in WITH_ARGUMENTS else {}
 
     peers = {}
     for pair in peer_python or []:
@@ -413,7 +420,7 @@ def bench(
         more = {key: value for key, value in {"full": full, "train_ms": train_ms}.items() if value}
         for key in more.keys() - inspect_module.signature(main).parameters.keys():
             _die(f"the bench {name!r} has no --{key.replace('_', '-')}")
-        main(quick=quick, json_path=json_path, plot_path=plot_path, peers=peers or None, **more)
+        main(quick=quick, json_path=json_path, plot_path=plot_path, peers=peers or None, **more, **further)
 
 
 # --- plan -------------------------------------------------------------------------------------------------------

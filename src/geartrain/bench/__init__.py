@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from geartrain.bench.harness import BenchResult
 from geartrain.errors import SchemaError
@@ -19,7 +19,10 @@ BENCHES = {
     "selection": "geartrain.bench.selection",
     "ranks": "geartrain.bench.ranks",
     "p2p": "geartrain.bench.p2p",
+    "rpc-rl": "geartrain.bench.rpc_rl",
 }
+#: Benches whose `main` takes further arguments, as a list of words.
+WITH_ARGUMENTS = ("rpc-rl",)
 #: The same on a GPU, where there is such a bench.
 GPU_BENCHES = {"selection": "geartrain.bench.selection_gpu"}
 
@@ -28,7 +31,7 @@ class Main(Protocol):
     """How a bench is started.
 
     `quick` ends within a minute on two cores. `peers` maps a peer's name to the Python interpreter of the
-    environment that it is installed in.
+    environment that it is installed in. Those in `WITH_ARGUMENTS` take `arguments` as well.
     """
 
     def __call__(
@@ -38,6 +41,7 @@ class Main(Protocol):
         json_path: Path | None = None,
         plot_path: Path | None = None,
         peers: dict[str, str] | None = None,
+        **options: Any,
     ) -> BenchResult:
         """Measures, prints, writes the files asked for, and returns the result."""
         ...
@@ -53,4 +57,4 @@ def load(name: str, device: str = "cpu") -> Main:
     return cast(Main, import_module(benches[name]).main)
 
 
-__all__ = ["BENCHES", "GPU_BENCHES", "BenchResult", "Main", "load"]
+__all__ = ["BENCHES", "GPU_BENCHES", "WITH_ARGUMENTS", "BenchResult", "Main", "load"]
