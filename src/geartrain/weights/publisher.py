@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import operator
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from geartrain.errors import SchemaError
 from geartrain.weights.schema import Schema, leaves_of
+from geartrain.weights.segment import DIRECTORY
 from geartrain.weights.serving import serve, stop_serving
 from geartrain.weights.writer import Writer
 
@@ -29,22 +31,31 @@ class Publisher:
         1
     """
 
-    def __init__(self, name: str, *, node: Node | None = None, buffers: int = 3, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        node: Node | None = None,
+        buffers: int = 3,
+        timeout_s: float = 30.0,
+        directory: str | Path = DIRECTORY,
+    ) -> None:
         """Carries on with the file that an earlier publisher of that name left, if there is one.
 
         Args:
-            name: of the weights; a path if it has a slash.
+            name: of the weights.
             node: lets processes on other hosts follow: `Reader(name, node=..., source=<this node's name>)`.
             buffers: versions that fit, the one being written included. Readers can hold all but two and the publisher
                 does not wait. Memory is taken when a buffer is first used: two are enough while nobody is slow.
             timeout_s: for `publish`, when it is not told otherwise.
+            directory: a file system in memory that all processes of the host see, another than /dev/shm.
 
         Raises:
             GeartrainError: another publisher of that name lives on this host.
             IncompatibleStoreError: the file of that name is something else.
         """
         self.name, self.timeout_s = name, timeout_s
-        self._writer = Writer(name, buffers)
+        self._writer = Writer(name, buffers, Path(directory))
         self._version: int | None = None
         self._node = node
         if node is not None:

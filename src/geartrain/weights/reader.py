@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,14 @@ import numpy as np
 from geartrain.errors import CorruptStoreError, SchemaError, StoreClosedError, WaitTimeoutError
 from geartrain.weights.relay import Follower
 from geartrain.weights.schema import Schema, nested
-from geartrain.weights.segment import Head, Segment
+from geartrain.weights.segment import DIRECTORY, Head, Segment
 
 if TYPE_CHECKING:
     from geartrain.rpc import Node
+
+
+#: How often a sleeping reader looks whether the file is still the one that has the name.
+_LOOK_AGAIN_S = 5.0
 
 
 class Snapshot(Mapping[str, Any]):
@@ -57,7 +62,13 @@ class Reader:
     """The newest weights of a name, on this host. Any thread may use it."""
 
     def __init__(
-        self, name: str, *, node: Node | None = None, source: str | None = None, timeout_s: float = 30.0
+        self,
+        name: str,
+        *,
+        node: Node | None = None,
+        source: str | None = None,
+        timeout_s: float = 30.0,
+        directory: str | Path = DIRECTORY,
     ) -> None:
         """Attaches; the publisher may come later.
 
@@ -66,6 +77,7 @@ class Reader:
             node, source: this process's node, and the name of the publisher's (or of a relay's), where that may be on
                 another host. One process per host then fetches new versions for all of them; when it dies, another.
             timeout_s: for `latest`, when it is not told otherwise.
+            directory: as for the publisher.
 
         Raises:
             IncompatibleStoreError: the file of that name is something else.
@@ -73,14 +85,17 @@ class Reader:
         if (node is None) != (source is None):
             raise SchemaError("to follow a publisher on another host a reader needs both, node= and source=")
         self.name, self.timeout_s = name, timeout_s
-        self._segment = Segment.open(name)
+        self._directory = Path(directory)
+        self._segment = Segment.open(name, self._directory)
         self._schema: Schema | None = None
         self._current: weakref.ref[Snapshot] | None = None
         self._current_head: Head | None = None
         self._lock = threading.Lock()
         self._closed = False
         _readers.add(self)
-        self._follower = None if node is None or source is None else Follower(name, node, source)
+        self._follower = None if node is None or source is None else Follower(name, node, source, self._directory)
+        if self._follower is not None:
+            weakref.finalize(self, self._follower.stop)
 
     def latest(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Snapshot:
         """The newest version; waits while there is none, or none that is `at_least` that.
@@ -105,7 +120,7 @@ class Reader:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise WaitTimeoutError(self._why_not(at_least, limit_s))
-            segment.wait_published(seen, min(left_s, 3600.0))
+            segment.wait_published(seen, min(left_s, _LOOK_AGAIN_S))
 
     @property
     def version(self) -> int | None:
@@ -156,9 +171,10 @@ class Reader:
         raise CorruptStoreError(f"{self._segment.path}: what its head says of the newest version is not so")
 
     def _renew(self) -> None:
-        while self._segment.signals["replaced"]:
+        # A publisher that died between giving a new file the name and saying so said nothing.
+        while self._segment.signals["replaced"] or not (self._segment.has_publisher() or self._segment.has_its_name()):
             self._segment.close()
-            self._segment = Segment.open(self.name)
+            self._segment = Segment.open(self.name, self._directory)
             self._schema = self._current = self._current_head = None
 
     def _snapshot(self, head: Head, mapped: mmap.mmap) -> Snapshot:

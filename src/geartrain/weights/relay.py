@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,10 +38,10 @@ _log = logging.getLogger(__name__)
 class Follower:
     """Has the weights of a source on this host, fetched by this process if no other does."""
 
-    def __init__(self, name: str, node: Node, source: str) -> None:
+    def __init__(self, name: str, node: Node, source: str, directory: Path) -> None:
         self.name, self.source = name, source
         self.state = f"{source!r} was not asked yet"  # for people
-        self._node = node
+        self._node, self._directory = node, directory
         self._writer: Writer | None = None
         self._have: tuple[bytes, int] = (b"", 0)  # id and sequence at the source
         self._schema = b""
@@ -54,10 +55,14 @@ class Follower:
         """Whether this process fetches."""
         return self._writer is not None
 
-    def close(self) -> None:
-        """Stops, and leaves the task to another process of this host."""
+    def stop(self) -> None:
+        """Soon, without waiting for it."""
         self._stop.set()
         self._wake.set()
+
+    def close(self) -> None:
+        """Stops, and leaves the task to another process of this host."""
+        self.stop()
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
@@ -84,6 +89,8 @@ class Follower:
                     self.state = str(error)
                     return  # this process's node is closed
                 except (GeartrainError, OSError, LookupError) as error:
+                    if self._stop.is_set():
+                        return
                     if str(error) != self.state:
                         _log.warning("weights %r from %r: %s", self.name, self.source, error)
                     self.state = f"fetching from {self.source!r}: {error}"
@@ -94,7 +101,7 @@ class Follower:
 
     def _become_relay(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            here = Segment.open(self.name, create=False)
+            here = Segment.open(self.name, self._directory, create=False)
             try:
                 if here.has_publisher():
                     self.state = "another process of this host publishes or relays"
@@ -105,7 +112,7 @@ class Follower:
             finally:
                 here.close()
         try:
-            self._writer = Writer(self.name, 3)
+            self._writer = Writer(self.name, 3, self._directory)
         except GeartrainError:
             return False  # another was faster
         serve(self._node, self.name, self._writer)

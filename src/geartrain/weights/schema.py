@@ -113,7 +113,7 @@ def leaves_of(weights: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
             if isinstance(value, Mapping):
                 walk(value, (*path, key))
             else:
-                leaves[*path, key] = value
+                leaves[(*path, key)] = value
 
     if not isinstance(weights, Mapping):
         raise SchemaError(f"weights are a mapping from names to tensors, found a {type(weights).__name__}")
@@ -137,7 +137,9 @@ def _dtype_of(path: tuple[str, ...], leaf: Any) -> tuple[str, int]:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(leaf, torch.Tensor):
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
-            raise SchemaError(f"{name} is a {type(leaf).__name__}; give the plain tensor (full_tensor(), to_dense(), ...)")
+            raise SchemaError(
+                f"{name} is a {type(leaf).__name__}; give the plain tensor (full_tensor(), to_dense(), ...)"
+            )
         if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta:
             what = "quantized" if leaf.is_quantized else "without memory (meta)" if leaf.is_meta else str(leaf.layout)
             raise SchemaError(f"{name} is {what}; weights are dense tensors")

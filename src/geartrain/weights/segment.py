@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import secrets
@@ -48,7 +47,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from geartrain.errors import IncompatibleStoreError, LockTimeoutError, NoSpaceError, SchemaError, WaitTimeoutError
-from geartrain.weights import futex
+from geartrain.weights import futex, locks
 
 MAGIC = b"GEARWGT\n"
 FORMAT_VERSION = 1
@@ -92,11 +91,12 @@ SLOT = np.dtype([("sequence", "<u8"), ("version", "<i8"), ("reserved", "V12"), (
 
 _LAYOUT_AT, _HEADS_AT, _SIGNALS_AT, _SLOTS_AT, _SCHEMA_AT = 64, 128, 256, 320, 4096
 assert HEADER.itemsize == LAYOUT.itemsize == HEAD.itemsize == SIGNALS.itemsize == 64
-assert SLOT.itemsize == 32 and _SLOTS_AT + MAX_BUFFERS * SLOT.itemsize <= _SCHEMA_AT
+assert SLOT.itemsize == 32
+assert _SLOTS_AT + MAX_BUFFERS * SLOT.itemsize <= _SCHEMA_AT
 
-_LOCKS_AT = 1 << 40
 _PUBLISHER, _GATE, _MEMBERS, _BUFFER = 0, 1, 2, 16
-_DIRECTORY = Path("/dev/shm")  # noqa: S108 - not a file of ours that others could guess, but the place for all to find
+#: Shared memory, where everybody on the host looks.
+DIRECTORY = Path("/dev/shm")
 _PREFIX = "geartrain-weights."
 _MAP_NORESERVE = 0x4000
 
@@ -114,18 +114,18 @@ class Head(NamedTuple):
     buffer: int
 
 
-def path_of(name: str) -> Path:
+def path_of(name: str, directory: Path) -> Path:
     """Where the weights of that name live. Raises `SchemaError` for what is no name."""
-    if not name or len(name) > 200 or "\0" in name:
-        raise SchemaError(f"the name of weights has 1 to 200 characters, found {len(name)}")
-    return Path(name) if "/" in name else _DIRECTORY / f"{_PREFIX}{name}"
+    if not 0 < len(name) <= 200 or "/" in name or "\0" in name:
+        raise SchemaError(f"the name of weights has 1 to 200 characters and no slash, found {name[:210]!r}")
+    return directory / f"{_PREFIX}{name}"
 
 
 class Segment:
     """An open file of weights, of which this process is a member. The locks are those of this object's open file."""
 
     def __init__(self, fd: int, path: Path) -> None:
-        self.fd, self.path = fd, path
+        self.fd, self.path = -1, path
         self._control = _map(fd, _SCHEMA_AT)
         self._bytes = np.frombuffer(self._control, np.uint8)
         self.signals = np.frombuffer(self._control, SIGNALS, 1, _SIGNALS_AT)[0]
@@ -134,17 +134,20 @@ class Segment:
         header = self._record(HEADER, 0)
         size = os.fstat(fd).st_size
         if header is None or header["magic"] != MAGIC:
-            raise IncompatibleStoreError(f"{path} ({size} bytes) holds no weights of geartrain's, or its header is damaged")
+            raise IncompatibleStoreError(
+                f"{path} ({size} bytes) holds no weights of geartrain's, or its header is damaged"
+            )
         if header["format_version"] != FORMAT_VERSION or header["header_bytes"] != _SCHEMA_AT:
             raise IncompatibleStoreError(
                 f"{path} has format {header['format_version']}; this build of geartrain reads {FORMAT_VERSION}"
             )
         self.id = header["segment_id"].tobytes()
+        self.fd = fd  # closed by us from here on
 
     @classmethod
-    def open(cls, name: str, *, create: bool = True) -> Segment:
+    def open(cls, name: str, directory: Path, *, create: bool = True) -> Segment:
         """The file of that name, made if there is none. Raises `FileNotFoundError` without `create`."""
-        path = path_of(name)
+        path = path_of(name, directory)
         while True:
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -160,7 +163,7 @@ class Segment:
             if os.fstat(fd).st_size < _SCHEMA_AT:
                 os.close(fd)
                 raise IncompatibleStoreError(f"{path} is too small to hold weights of geartrain's")
-            if not _lock(fd, fcntl.F_RDLCK, _MEMBERS) or not _is_at(fd, path):
+            if not locks.take(fd, locks.SHARED, _MEMBERS) or not _is_at(fd, path):
                 os.close(fd)  # its last member is removing it at this moment
                 continue
             try:
@@ -182,7 +185,7 @@ class Segment:
             header["magic"], header["format_version"], header["header_bytes"] = MAGIC, FORMAT_VERSION, _SCHEMA_AT
             header["segment_id"], header["created_ns"] = np.void(secrets.token_bytes(16)), time.time_ns()
             os.pwrite(fd, _sealed(header), 0)
-            _lock(fd, fcntl.F_RDLCK, _MEMBERS)
+            locks.take(fd, locks.SHARED, _MEMBERS)
             return cls(fd, path)
         except BaseException:
             os.close(fd)
@@ -205,31 +208,31 @@ class Segment:
 
     def become_publisher(self) -> bool:
         """Whether nobody else is."""
-        return _lock(self.fd, fcntl.F_WRLCK, _PUBLISHER)
+        return locks.take(self.fd, locks.EXCLUSIVE, _PUBLISHER)
 
     def stop_publishing(self) -> None:
         """Lets another one become the publisher."""
-        _lock(self.fd, fcntl.F_UNLCK, _PUBLISHER)
+        locks.take(self.fd, locks.NONE, _PUBLISHER)
 
     def has_publisher(self) -> bool:
         """Whether some other open file has that lock: a process that lives."""
-        return _is_locked(self.fd, _PUBLISHER)
+        return locks.is_taken(self.fd, _PUBLISHER)
 
     def claim(self, buffer: int) -> bool:
         """Takes a buffer to write to; False when a reader holds it. Nothing in it is true from here on."""
-        if not _lock(self.fd, fcntl.F_WRLCK, _BUFFER + buffer):
+        if not locks.take(self.fd, locks.EXCLUSIVE, _BUFFER + buffer):
             return False
         self._put(np.zeros((), SLOT), _SLOTS_AT + buffer * SLOT.itemsize)
         return True
 
     def unclaim(self, buffer: int) -> None:
         """Leaves a buffer to readers, or to the next claim."""
-        _lock(self.fd, fcntl.F_UNLCK, _BUFFER + buffer)
+        locks.take(self.fd, locks.NONE, _BUFFER + buffer)
 
     def hold(self, head: Head) -> int | None:
         """An open file that holds the buffer until its last descriptor is closed; None when the version is gone."""
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
-        if _lock(fd, fcntl.F_RDLCK, _BUFFER + head.buffer):
+        if locks.take(fd, locks.SHARED, _BUFFER + head.buffer):
             slot = self._record(SLOT, _SLOTS_AT + head.buffer * SLOT.itemsize)
             if slot is not None and slot["sequence"] == head.sequence:
                 return fd
@@ -259,14 +262,14 @@ class Segment:
     def gate(self, timeout_s: float = 5.0) -> Iterator[None]:
         """Nobody leaves meanwhile. Raises `LockTimeoutError` when somebody is stopped inside."""
         until_s = time.monotonic() + timeout_s
-        while not _lock(self.fd, fcntl.F_WRLCK, _GATE):
+        while not locks.take(self.fd, locks.EXCLUSIVE, _GATE):
             if time.monotonic() > until_s:
                 raise LockTimeoutError(f"{self.path}: a process is leaving, and has been for {timeout_s} s")
             time.sleep(0.001)
         try:
             yield
         finally:
-            _lock(self.fd, fcntl.F_UNLCK, _GATE)
+            locks.take(self.fd, locks.NONE, _GATE)
 
     def after_fork(self) -> None:
         """In a forked child: a membership of its own, and none of the parent's other locks."""
@@ -276,13 +279,17 @@ class Segment:
             return  # closed by another thread of the parent's at that moment
         os.dup2(mine, self.fd, inheritable=False)
         os.close(mine)
-        _lock(self.fd, fcntl.F_RDLCK, _MEMBERS)
+        locks.take(self.fd, locks.SHARED, _MEMBERS)
 
     def abandon(self) -> None:
         """In a forked child: drops the parent's locks from this process, which leave the parent's as they are."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def has_its_name(self) -> bool:
+        """Whether others find this file, and not another or none."""
+        return _is_at(self.fd, self.path)
 
     def close(self) -> None:
         """Leaves; the last one removes the name. Memory that is mapped stays until it is let go."""
@@ -291,12 +298,16 @@ class Segment:
         fd, self.fd = self.fd, -1
         try:
             until_s = time.monotonic() + 1.0  # then somebody inside is stopped, and the name may stay
-            while not (inside := _lock(fd, fcntl.F_WRLCK, _GATE)) and time.monotonic() < until_s:
+            while not (inside := locks.take(fd, locks.EXCLUSIVE, _GATE)) and time.monotonic() < until_s:
                 time.sleep(0.001)
-            if inside and _lock(fd, fcntl.F_WRLCK, _MEMBERS) and _is_at(fd, self.path):
+            if inside and locks.take(fd, locks.EXCLUSIVE, _MEMBERS) and _is_at(fd, self.path):
                 self.path.unlink(missing_ok=True)
         finally:
             os.close(fd)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.close()
 
     # --- contents ---------------------------------------------------------------------------------------------------
 
@@ -410,14 +421,14 @@ class Segment:
         self._bytes[at : at + len(raw)] = np.frombuffer(raw, np.uint8)
 
 
-def reap() -> list[str]:
-    """Removes the weights in /dev/shm that nobody is attached to any more: their processes were killed. Their names."""
+def reap(directory: str | Path = DIRECTORY) -> list[str]:
+    """Removes the weights that nobody is attached to any more: their processes were killed. Returns their names."""
     removed = []
-    for path in _DIRECTORY.glob(f"{_PREFIX}*"):
+    for path in Path(directory).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if _lock(fd, fcntl.F_WRLCK, _MEMBERS) and _is_at(fd, path):
+                if locks.take(fd, locks.EXCLUSIVE, _MEMBERS) and _is_at(fd, path):
                     path.unlink()
                     removed.append(path.name.removeprefix(_PREFIX))
             finally:
@@ -428,23 +439,6 @@ def reap() -> list[str]:
 def _sealed(record: Any) -> bytes:
     raw: bytes = record.tobytes()[:-4]
     return raw + struct.pack("<I", zlib.crc32(raw))
-
-
-def _lock(fd: int, kind: int, number: int) -> bool:
-    """Takes or drops a lock of this open file; False when another one is in the way. Never waits."""
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("@hhqqi4x", kind, os.SEEK_SET, _LOCKS_AT + number, 1, 0))
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
-
-
-def _is_locked(fd: int, number: int) -> bool:
-    asked = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _LOCKS_AT + number, 1, 0)
-    found: int = struct.unpack_from("@h", fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
-    return found != fcntl.F_UNLCK
 
 
 def _map(fd: int, size: int) -> mmap.mmap:
@@ -480,6 +474,6 @@ def _no_space(path: Path, size: int, error: OSError) -> Exception:
     free = os.statvfs(path.parent)
     return NoSpaceError(
         f"a buffer of {path.name} needs {size / 2**20:.1f} MiB, but {path.parent} has "
-        f"{free.f_bavail * free.f_frsize / 2**20:.1f} MiB free. Publish with fewer buffers, remove what dead runs left "
-        "(geartrain.weights.reap(), geartrain inspect), or enlarge it (mount -o remount,size=...; docker run --shm-size)"
+        f"{free.f_bavail * free.f_frsize / 2**20:.1f} MiB free. Let snapshots go, remove what dead runs left "
+        "(geartrain.weights.reap()), or enlarge it (mount -o remount,size=...; docker run --shm-size=...)"
     )

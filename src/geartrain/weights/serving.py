@@ -60,7 +60,7 @@ class _Served:
                 if found is not None:
                     return found
                 await asyncio.wait_for(event.wait(), max(0.0, until_s - time.monotonic()))
-            except TimeoutError:
+            except asyncio.TimeoutError:
                 return None
             finally:
                 with self._lock:
@@ -143,8 +143,13 @@ def serve(node: Node, name: str, writer: Writer) -> None:
     if known is None:
         known = _served[node] = {}
         mine = known  # not the node: it would never go
-        node.on_peer_lost(lambda peer, _: [served.drop(peer) for served in list(mine.values())])
+        node.on_peer_lost(lambda peer, _: _drop_pins(mine, peer))
     known[name] = _Served(writer)
+
+
+def _drop_pins(known: dict[str, _Served], peer: str) -> None:
+    for served in list(known.values()):
+        served.drop(peer)
 
 
 def stop_serving(node: Node, name: str, writer: Writer) -> None:
@@ -176,7 +181,8 @@ def _done(caller: Caller, name: str, sequence: int) -> bool:
 
 
 def _segment_of(caller: Caller, name: str) -> bytes:
-    return _of(caller, name).writer.readable.id
+    found: bytes = _of(caller, name).writer.readable.id
+    return found
 
 
 NEWER, PIECE, DONE = "geartrain.rpc.weights_newer", "geartrain.rpc.weights_piece", "geartrain.rpc.weights_done"

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,18 +27,18 @@ _LOOK_AGAIN_S = 0.1
 class Writer:
     """The only writer of the weights of a name on this host, while it is open."""
 
-    def __init__(self, name: str, buffers: int) -> None:
+    def __init__(self, name: str, buffers: int, directory: Path) -> None:
         """Raises `GeartrainError` when another one lives."""
         if not 2 <= buffers <= MAX_BUFFERS:
             raise SchemaError(
-                f"weights have 2 to {MAX_BUFFERS} buffers, one to read and one to write at least; found buffers={buffers}"
+                f"weights have 2 to {MAX_BUFFERS} buffers, to read one and write another; found buffers={buffers}"
             )
         self.name, self._buffers = name, buffers
-        self._segment = Segment.open(name)
+        self._segment = Segment.open(name, directory)
         while not self._segment.become_publisher():
             if self._segment.signals["replaced"]:  # the one that replaced it may have gone since
                 self._segment.close()
-                self._segment = Segment.open(name)
+                self._segment = Segment.open(name, directory)
                 continue
             self._segment.close()
             raise GeartrainError(f"the weights {name!r} have a publisher on this host already, and it is alive")
@@ -121,7 +122,7 @@ class Writer:
             if left_s <= 0:
                 raise BuffersHeldError(
                     f"readers have held {self._buffers - 1} of the {self._buffers} buffers of {self.name!r} for "
-                    f"{timeout_s} s, and the other one is the newest version: let snapshots go, or publish with more buffers"
+                    f"{timeout_s} s, and the other is the newest version: let snapshots go, or publish with more buffers"
                 )
             self.on_wait()
             self._segment.wait_released(released, min(left_s, _LOOK_AGAIN_S))
