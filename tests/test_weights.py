@@ -25,7 +25,7 @@ from geartrain.errors import (
     StoreClosedError,
     WaitTimeoutError,
 )
-from geartrain.weights import futex
+from geartrain.weights import futex, serving
 from geartrain.weights import segment as segments
 from geartrain.weights.segment import Segment
 
@@ -476,6 +476,17 @@ def test_a_waiting_reader_follows_to_the_file_of_a_new_publisher(host: Path) -> 
     assert found == [["c"]]
 
 
+def test_a_reader_whose_file_lost_its_name_finds_the_next_one(host: Path) -> None:
+    with weights.Reader("p", directory=host) as reader:
+        with weights.Publisher("p", directory=host) as publisher:
+            publisher.publish(1, filled(1))
+            assert reader.latest().version == 1
+        (host / "geartrain-weights.p").unlink()
+        with weights.Publisher("p", directory=host) as publisher:
+            publisher.publish(2, filled(2))
+            assert reader.latest(timeout_s=0).version == 2
+
+
 def test_there_is_one_publisher(host: Path) -> None:
     with (
         weights.Publisher("p", directory=host),
@@ -586,6 +597,43 @@ def test_a_version_crosses_to_another_host_once(host: Path, other_host: Path, tr
             reader.close()
     for node in nodes:
         node.close()
+
+
+def test_a_relay_that_stops_or_dies_holds_a_version_for_a_while_only(
+    host: Path, trainer: rpc.Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with weights.Publisher("p", node=trainer, directory=host, buffers=2) as publisher:
+        publisher.publish(1, filled(1))
+        with rpc.Node("stuck", peers={"trainer": trainer.address}) as node:
+            found = node.call("trainer", serving.NEWER, "p", b"", 0, 1.0)
+            assert found["version"] == 1
+            publisher.publish(2, filled(2))
+            with pytest.raises(weights.BuffersHeldError):
+                publisher.publish(3, filled(3), timeout_s=0.05)
+            with monkeypatch.context() as patched:
+                patched.setattr(serving, "PIN_S", 0.0)
+                publisher.publish(3, filled(3), timeout_s=10)
+            assert node.call("trainer", serving.DONE, "p", found["sequence"]) is False
+            found = node.call("trainer", serving.NEWER, "p", b"", 0, 1.0)
+            publisher.publish(4, filled(4))
+        publisher.publish(5, filled(5), timeout_s=10)  # the node has hung up
+
+
+def test_a_relay_is_a_source_for_others(host: Path, other_host: Path, trainer: rpc.Node) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="geartrain-test-", dir=SHM) as third_host,
+        rpc.Node("near", peers={"trainer": trainer.address}) as near,
+        rpc.Node("far", peers={"near": near.address}) as far,
+        weights.Publisher("p", node=trainer, directory=host) as publisher,
+        weights.Reader("p", node=near, source="trainer", directory=other_host) as first,
+        weights.Reader("p", node=far, source="near", directory=third_host) as second,
+    ):
+        publisher.publish(1, filled(1))
+        assert (second.latest(at_least=1, timeout_s=20)["a"] == 1).all()
+        publisher.publish(2, filled(2))
+        assert (second.latest(at_least=2, timeout_s=20)["a"] == 2).all()
+        assert first.is_relay
+        assert second.is_relay
 
 
 def test_another_process_relays_when_the_relay_is_killed(host: Path, other_host: Path, trainer: rpc.Node) -> None:

@@ -110,10 +110,11 @@ def leaves_of(weights: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
         for key, value in mapping.items():
             if not isinstance(key, str):
                 raise SchemaError(f"weights have names, and {'.'.join(path) or 'the mapping'} has the key {key!r}")
+            here = (*path, key)
             if isinstance(value, Mapping):
-                walk(value, (*path, key))
+                walk(value, here)
             else:
-                leaves[(*path, key)] = value
+                leaves[here] = value
 
     if not isinstance(weights, Mapping):
         raise SchemaError(f"weights are a mapping from names to tensors, found a {type(weights).__name__}")

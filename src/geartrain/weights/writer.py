@@ -122,7 +122,7 @@ class Writer:
             if left_s <= 0:
                 raise BuffersHeldError(
                     f"readers have held {self._buffers - 1} of the {self._buffers} buffers of {self.name!r} for "
-                    f"{timeout_s} s, and the other is the newest version: let snapshots go, or publish with more buffers"
+                    f"{timeout_s} s, and the other is the newest version: let snapshots go, or have more buffers"
                 )
             self.on_wait()
             self._segment.wait_released(released, min(left_s, _LOOK_AGAIN_S))
