@@ -223,6 +223,21 @@ def test_readers_never_see_a_mix(host: Path) -> None:
     assert len(seen) > 3
 
 
+def test_a_reader_that_was_overtaken_does_not_take_another_version_for_its_own(host: Path) -> None:
+    with weights.Publisher("p", directory=host, buffers=2) as publisher:
+        publisher.publish(1, filled(1))
+        here = Segment.open("p", host)
+        head = here.head()
+        assert head is not None
+        mapped = here.map(head)
+        assert mapped is not None
+        mapped.close()
+        for version in (2, 3):  # the latter in the buffer of the first
+            publisher.publish(version, filled(version))
+        assert here.map(head) is None
+        here.close()
+
+
 # --- buffers --------------------------------------------------------------------------------------------------------
 
 
