@@ -1,0 +1,124 @@
+"""The publishing side."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from geartrain.errors import SchemaError
+from geartrain.weights.schema import Schema, leaves_of
+from geartrain.weights.segment import DIRECTORY
+from geartrain.weights.serving import serve, stop_serving
+from geartrain.weights.writer import Writer
+
+if TYPE_CHECKING:
+    from geartrain.rpc import Node
+
+
+class Publisher:
+    """Publishes versions of weights under a name; the only one that does, on its host.
+
+    Example:
+        >>> with Publisher("doctest-policy") as publisher:
+        ...     publisher.publish(1, {"w": np.ones(3, "float32")})
+        ...     publisher.version
+        1
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        node: Node | None = None,
+        buffers: int = 3,
+        timeout_s: float = 30.0,
+        directory: str | Path = DIRECTORY,
+    ) -> None:
+        """Carries on with the file that an earlier publisher of that name left, if there is one.
+
+        Args:
+            name: of the weights.
+            node: lets processes on other hosts follow: `Reader(name, node=..., source=<this node's name>)`.
+            buffers: versions that fit, the one being written included. Readers can hold all but two and the publisher
+                does not wait. Memory is taken when a buffer is first used: two are enough while nobody is slow.
+            timeout_s: for `publish`, when it is not told otherwise.
+            directory: a file system in memory that all processes of the host see, another than /dev/shm.
+
+        Raises:
+            GeartrainError: another publisher of that name lives on this host.
+            IncompatibleStoreError: the file of that name is something else.
+        """
+        self.name, self.timeout_s = name, timeout_s
+        self._writer = Writer(name, buffers, Path(directory))
+        self._version: int | None = None
+        self._node = node
+        if node is not None:
+            serve(node, name, self._writer)
+
+    @property
+    def version(self) -> int | None:
+        """The newest that this publisher has published."""
+        return self._version
+
+    def publish(self, version: int, weights: Mapping[str, Any], *, timeout_s: float | None = None) -> None:
+        """Makes these weights the newest version, for readers everywhere. They are copied once, into shared memory.
+
+        Args:
+            version: larger than the one before, and below 2**63: a number that `store.row(version=...)` takes.
+            weights: a state_dict, or any nesting of mappings with tensors (of any dtype, on any device) and NumPy
+                arrays. Nobody may change them until this returns.
+            timeout_s: how long to wait for a buffer.
+
+        Raises:
+            SchemaError: the version does not grow; or names, dtypes or shapes are not those of the first version.
+            BuffersHeldError: readers held all buffers until the deadline. Nothing was published.
+            NoSpaceError: /dev/shm is full.
+        """
+        number = operator.index(version)
+        if not 0 <= number < 2**63:
+            raise SchemaError(f"versions are numbers from 0 to 2**63 - 1, found {number}")
+        if self._version is not None and number <= self._version:
+            raise SchemaError(f"versions grow: {number} cannot follow {self._version}")
+        leaves = leaves_of(weights)
+        schema = Schema.of(leaves)
+        if self._version is None:
+            self._writer.lay_out(schema)
+        elif self._writer.schema is not None:
+            self._writer.schema.check(schema)
+        with self._writer.writing(number, self.timeout_s if timeout_s is None else timeout_s) as views:
+            _copy(list(leaves.values()), views)
+        self._version = number
+
+    def close(self) -> None:
+        """Leaves. Readers that are attached keep the newest version; the last of them removes the segment."""
+        if self._node is not None:
+            stop_serving(self._node, self.name, self._writer)
+        self._writer.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Publisher of {self.name!r}, version {self._version}>"
+
+
+def _copy(leaves: list[Any], views: Any) -> None:
+    """Tensors may be on a device: this is then the copy to the host."""
+    arrays = [(view, leaf) for view, leaf in zip(views, leaves, strict=True) if isinstance(view, np.ndarray)]
+    tensors = [(view, leaf) for view, leaf in zip(views, leaves, strict=True) if not isinstance(view, np.ndarray)]
+    for view, leaf in arrays:
+        np.copyto(view, leaf)
+    if tensors:
+        torch = importlib.import_module("torch")
+        with torch.no_grad():
+            for view, leaf in tensors:
+                view.copy_(leaf)

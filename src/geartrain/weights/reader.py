@@ -1,0 +1,253 @@
+"""The reading side."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from geartrain.errors import CorruptStoreError, SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.weights.relay import Follower
+from geartrain.weights.schema import Schema, nested
+from geartrain.weights.segment import DIRECTORY, Head, Segment
+
+if TYPE_CHECKING:
+    from geartrain.rpc import Node
+
+
+#: How often a sleeping reader looks whether the file is still the one that has the name.
+_LOOK_AGAIN_S = 5.0
+
+
+class Snapshot(Mapping[str, Any]):
+    """One version of the weights: a mapping like the one that was published, of views of shared memory.
+
+    The version stays as it is while the snapshot or a tensor of it lives, and its buffer cannot be used again: take
+    the next `latest` and let this one go.
+    """
+
+    def __init__(self, version: int, published_ns: int, weights: dict[str, Any]) -> None:
+        self.version = version
+        self.published_ns = published_ns  # wall clock, of the host's publisher or relay
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Any:
+        return self._weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def copy(self) -> dict[str, Any]:
+        """A plain dict of the same views, for callers who want one."""
+        return dict(self._weights)
+
+    def __repr__(self) -> str:
+        return f"<Snapshot of version {self.version}, {len(self)} names>"
+
+
+class Reader:
+    """The newest weights of a name, on this host. Any thread may use it."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        node: Node | None = None,
+        source: str | None = None,
+        timeout_s: float = 30.0,
+        directory: str | Path = DIRECTORY,
+    ) -> None:
+        """Attaches; the publisher may come later.
+
+        Args:
+            name: of the weights.
+            node, source: this process's node, and the name of the publisher's (or of a relay's), where that may be on
+                another host. One process per host then fetches new versions for all of them; when it dies, another.
+            timeout_s: for `latest`, when it is not told otherwise.
+            directory: as for the publisher.
+
+        Raises:
+            IncompatibleStoreError: the file of that name is something else.
+        """
+        if (node is None) != (source is None):
+            raise SchemaError("to follow a publisher on another host a reader needs both, node= and source=")
+        self.name, self.timeout_s = name, timeout_s
+        self._directory = Path(directory)
+        self._segment = Segment.open(name, self._directory)
+        self._schema: Schema | None = None
+        self._current: weakref.ref[Snapshot] | None = None
+        self._current_head: Head | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        _readers.add(self)
+        self._follower = None if node is None or source is None else Follower(name, node, source, self._directory)
+        if self._follower is not None:
+            weakref.finalize(self, self._follower.stop)
+
+    def latest(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Snapshot:
+        """The newest version; waits while there is none, or none that is `at_least` that.
+
+        While the version is the same, so is the snapshot, if it is still held.
+
+        Raises:
+            WaitTimeoutError: not there in time; says what is there, and whether anybody publishes.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        until_s = time.monotonic() + limit_s
+        while True:
+            with self._lock:
+                self._check_open()
+                segment = self._segment
+                seen = segment.published()
+                snapshot = self._newest(at_least)
+                if snapshot is not None:
+                    return snapshot
+                if self._segment is not segment:
+                    continue
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise WaitTimeoutError(self._why_not(at_least, limit_s))
+            segment.wait_published(seen, min(left_s, _LOOK_AGAIN_S))
+
+    @property
+    def version(self) -> int | None:
+        """The newest version's number, without holding it; None before the first."""
+        with self._lock:
+            self._check_open()
+            self._renew()
+            head = self._segment.head()
+        return None if head is None else head.version
+
+    @property
+    def is_relay(self) -> bool:
+        """Whether this process fetches the weights for its host."""
+        return self._follower is not None and self._follower.is_relay
+
+    def close(self) -> None:
+        """Leaves. Snapshots stay as they are."""
+        if self._follower is not None:
+            self._follower.close()
+        with self._lock:
+            self._closed = True
+            self._segment.wake_readers()  # those of this object wake up and find it closed
+            self._segment.close()
+            _readers.discard(self)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # --- snapshots --------------------------------------------------------------------------------------------------
+
+    def _newest(self, at_least: int | None) -> Snapshot | None:
+        for _ in range(10_000):
+            self._renew()
+            head = self._segment.head()
+            if head is None or (at_least is not None and head.version < at_least):
+                return None
+            if head == self._current_head and self._current is not None:
+                snapshot = self._current()
+                if snapshot is not None:
+                    return snapshot
+            mapped = self._segment.map(head)
+            if mapped is not None:
+                return self._snapshot(head, mapped)
+            # The publisher has moved on twice since the head was read, and never writes to the newest.
+        raise CorruptStoreError(f"{self._segment.path}: what its head says of the newest version is not so")
+
+    def _renew(self) -> None:
+        # A publisher that died between giving a new file the name and saying so said nothing.
+        while self._segment.signals["replaced"] or not (self._segment.has_publisher() or self._segment.has_its_name()):
+            self._segment.close()
+            self._segment = Segment.open(self.name, self._directory)
+            self._schema = self._current = self._current_head = None
+
+    def _snapshot(self, head: Head, mapped: mmap.mmap) -> Snapshot:
+        hold = _Hold(self._segment, mapped)
+        if self._schema is None:
+            self._schema = Schema.from_json(self._segment.schema())
+        memory = np.asarray(hold)
+        values = list(_read_only(self._schema, memory))
+        weights = nested([entry.path for entry in self._schema.entries], values)
+        snapshot = Snapshot(head.version, head.published_ns, weights)
+        snapshot._hold = hold  # type: ignore[attr-defined]  # also where no tensor has any bytes
+        self._current, self._current_head = weakref.ref(snapshot), head
+        return snapshot
+
+    def _why_not(self, at_least: int | None, limit_s: float) -> str:
+        found = self._segment.head()
+        there = "no version was published" if found is None else f"the newest version is {found.version}"
+        wanted = "" if at_least is None else f", and {at_least} was asked for"
+        who = "its publisher is alive" if self._segment.has_publisher() else "no publisher of it lives on this host"
+        why = f"; {self._follower.state}" if self._follower is not None else ""
+        return f"weights {self.name!r}: {there}{wanted}, within {limit_s} s; {who}{why}"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"the reader of {self.name!r} was closed")
+
+    def after_fork(self) -> None:
+        """In a forked child: a membership of its own. Snapshots stay, and are held until both have let go."""
+        self._lock = threading.Lock()
+        self._segment.after_fork()
+        if self._follower is not None:
+            self._follower.after_fork()
+
+
+class _Hold:
+    """A held buffer as NumPy sees it: arrays made of it keep it, and with the last one the buffer is let go."""
+
+    def __init__(self, segment: Segment, mapped: mmap.mmap) -> None:
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        self.__array_interface__ = {"data": (address, False), "shape": (len(mapped),), "typestr": "|u1", "version": 3}
+        weakref.finalize(self, _let_go, mapped, segment)
+
+
+def _let_go(mapped: mmap.mmap, segment: Segment) -> None:
+    mapped.close()  # and its descriptor; a forked child may have another, and then the buffer stays held
+    segment.wake_publisher()
+
+
+def _read_only(schema: Schema, memory: Any) -> Iterator[Any]:
+    if any(entry.is_torch for entry in schema.entries):
+        torch = importlib.import_module("torch")
+        with torch.inference_mode():  # torch refuses to change such tensors in place
+            values = list(schema.views(memory))
+    else:
+        values = list(schema.views(memory))
+    for value in values:
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+        yield value
+
+
+_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for reader in list(_readers):
+        reader.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@atexit.register
+def _close_all() -> None:
+    for reader in list(_readers):
+        reader.close()

@@ -1,0 +1,152 @@
+"""What a version consists of: names, dtypes and shapes, and where in a buffer each tensor stands.
+
+Names are paths, so that `{"policy": module.state_dict(), "steps": array}` comes back as it was given. A tensor starts
+at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from geartrain.errors import SchemaError
+
+ALIGNMENT = 64
+
+
+class Entry(NamedTuple):
+    """A tensor or array: where it is in the nesting, what it is, and where in the buffer."""
+
+    path: tuple[str, ...]
+    dtype: str  # "torch.bfloat16", or NumPy's, "<f4"
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def is_torch(self) -> bool:
+        """Else it is a NumPy array."""
+        return self.dtype.startswith("torch.")
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.path)}: {self.dtype} {list(self.shape)}"
+
+
+class Schema:
+    """All entries of a version, in the order in which they were given."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+        self.nbytes = max((e.offset + e.nbytes for e in entries), default=0)
+
+    @classmethod
+    def of(cls, leaves: Mapping[tuple[str, ...], Any]) -> Schema:
+        """The schema of what `leaves_of` found."""
+        entries, offset = [], 0
+        for path, leaf in leaves.items():
+            dtype, itemsize = _dtype_of(path, leaf)
+            shape = tuple(int(n) for n in leaf.shape)
+            nbytes = math.prod(shape) * itemsize
+            entries.append(Entry(path, dtype, shape, offset, nbytes))
+            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return cls(entries)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Schema:
+        """What `to_json` made."""
+        found = json.loads(text)
+        return cls([Entry(tuple(path), dtype, tuple(shape), o, n) for path, dtype, shape, o, n in found])
+
+    def to_json(self) -> bytes:
+        """The bytes in a segment."""
+        return json.dumps([list(entry) for entry in self.entries], separators=(",", ":")).encode()
+
+    def check(self, other: Schema) -> None:
+        """Raises `SchemaError` with what differs from the first version."""
+        if self.entries == other.entries:
+            return
+        mine = {e.path: e for e in self.entries}
+        theirs = {e.path: e for e in other.entries}
+        differences = [f"{'.'.join(path)} is missing" for path in mine if path not in theirs]
+        differences += [f"{entry} is new" for path, entry in theirs.items() if path not in mine]
+        for path, entry in mine.items():
+            now = theirs.get(path)
+            if now is not None and (now.dtype, now.shape) != (entry.dtype, entry.shape):
+                differences.append(f"{entry} has become {now.dtype} {list(now.shape)}")
+        if not differences:
+            differences = ["the order of the names has changed"]
+        more = f", and {len(differences) - 8} more" if len(differences) > 8 else ""
+        raise SchemaError(
+            f"every version has the names, dtypes and shapes of the first; here {'; '.join(differences[:8])}{more}. "
+            "Publish other weights under another name, or with a new publisher"
+        )
+
+    def views(self, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> Iterator[Any]:
+        """Each entry as a tensor or array in a buffer's memory."""
+        torch = importlib.import_module("torch") if any(e.is_torch for e in self.entries) else None
+        for entry in self.entries:
+            raw = memory[entry.offset : entry.offset + entry.nbytes]
+            if torch is None or not entry.is_torch:
+                yield raw.view(np.dtype(entry.dtype)).reshape(entry.shape)
+            else:
+                yield torch.from_numpy(raw).view(getattr(torch, entry.dtype[6:])).view(entry.shape)
+
+
+def leaves_of(weights: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Tensors and arrays by path. Raises `SchemaError` for what is neither, naming it."""
+    leaves: dict[tuple[str, ...], Any] = {}
+
+    def walk(mapping: Mapping[str, Any], path: tuple[str, ...]) -> None:
+        if len(path) > 32:
+            raise SchemaError(f"weights are nested up to 32 deep, and {'.'.join(path[:4])}... is deeper")
+        if not mapping:
+            raise SchemaError(f"there are no weights{' in ' + '.'.join(path) if path else ''}")
+        for key, value in mapping.items():
+            if not isinstance(key, str):
+                raise SchemaError(f"weights have names, and {'.'.join(path) or 'the mapping'} has the key {key!r}")
+            here = (*path, key)
+            if isinstance(value, Mapping):
+                walk(value, here)
+            else:
+                leaves[here] = value
+
+    if not isinstance(weights, Mapping):
+        raise SchemaError(f"weights are a mapping from names to tensors, found a {type(weights).__name__}")
+    walk(weights, ())
+    return leaves
+
+
+def nested(paths: list[tuple[str, ...]], values: list[Any]) -> dict[str, Any]:
+    """The mapping that `leaves_of` took apart."""
+    whole: dict[str, Any] = {}
+    for path, value in zip(paths, values, strict=True):
+        at = whole
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = value
+    return whole
+
+
+def _dtype_of(path: tuple[str, ...], leaf: Any) -> tuple[str, int]:
+    name = ".".join(path)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(leaf, torch.Tensor):
+        if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+            raise SchemaError(
+                f"{name} is a {type(leaf).__name__}; give the plain tensor (full_tensor(), to_dense(), ...)"
+            )
+        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta:
+            what = "quantized" if leaf.is_quantized else "without memory (meta)" if leaf.is_meta else str(leaf.layout)
+            raise SchemaError(f"{name} is {what}; weights are dense tensors")
+        return str(leaf.dtype), leaf.element_size()
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        if leaf.dtype.hasobject or leaf.dtype.names is not None or leaf.dtype.itemsize == 0:
+            raise SchemaError(f"{name} has dtype {leaf.dtype}; weights are plain numbers")
+        return leaf.dtype.str, leaf.dtype.itemsize
+    raise SchemaError(f"{name} is a {type(leaf).__name__}; weights are tensors and NumPy arrays")

@@ -1,0 +1,190 @@
+"""What a publisher's node, or a relay's, answers to relays on other hosts.
+
+    newer(name, after_id, after_sequence, wait_s)   the newest version that is not that one: what it is; None for none
+    piece(name, sequence, offset, size)             some of its bytes
+    done(name, sequence)                            lets it go; False when it had been given up meanwhile
+    segment_of(name)                                the id of the file here: whoever sees that file needs no relay
+
+A version is pinned from `newer` to `done`, so that its bytes stay. A relay that asks for nothing for `PIN_S` loses
+its pin when the publisher needs the buffer; it then hears False, and throws away what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from geartrain.rpc.functions import functions
+from geartrain.weights.segment import Head, Segment
+from geartrain.weights.writer import Writer
+
+if TYPE_CHECKING:
+    from geartrain.rpc import Node
+    from geartrain.rpc.caller import Caller
+
+PIN_S = 30.0
+
+
+class _Pin(NamedTuple):
+    fd: int  # holds the buffer
+    segment: Segment
+    head: Head
+    used_s: float
+
+
+class _Served:
+    """Weights that a node answers questions about."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self._pins: dict[str, _Pin] = {}
+        self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._lock = threading.Lock()
+        writer.on_commit = self.wake
+        writer.on_wait = self.drop_idle
+
+    async def newer(self, caller: str, after_id: bytes, after_sequence: int, wait_s: float) -> dict[str, Any] | None:
+        until_s = time.monotonic() + wait_s
+        loop = asyncio.get_running_loop()
+        while True:
+            event = asyncio.Event()
+            with self._lock:
+                self._waiting.add((loop, event))
+            try:
+                found = self._pin_newest(caller, after_id, after_sequence)
+                if found is not None:
+                    return found
+                await asyncio.wait_for(event.wait(), max(0.0, until_s - time.monotonic()))
+            except asyncio.TimeoutError:
+                return None
+            finally:
+                with self._lock:
+                    self._waiting.discard((loop, event))
+
+    def _pin_newest(self, caller: str, after_id: bytes, after_sequence: int) -> dict[str, Any] | None:
+        segment = self.writer.readable
+        head = segment.head()
+        if head is None or (segment.id == after_id and head.sequence <= after_sequence):
+            return None
+        fd = None
+        with contextlib.suppress(OSError):  # closed at this moment: there is another, or the publisher is leaving
+            fd = segment.hold(head)
+        if fd is None:
+            return None  # the publisher is two versions further, and wakes us
+        with self._lock:
+            self._drop(caller)
+            self._pins[caller] = _Pin(fd, segment, head, time.monotonic())
+        layout = segment.layout()
+        return {
+            "id": segment.id,
+            "sequence": head.sequence,
+            "version": head.version,
+            "schema": segment.schema(),
+            "nbytes": int(layout["version_bytes"]),
+        }
+
+    def piece(self, caller: str, sequence: int, offset: int, size: int) -> Any:
+        with self._lock:
+            pin = self._pins.get(caller)
+            if pin is None or pin.head.sequence != sequence:
+                raise LookupError(f"{caller!r} holds no version with the number {sequence}")
+            self._pins[caller] = pin._replace(used_s=time.monotonic())
+        return pin.segment.memory(pin.head.buffer)[offset : offset + size]
+
+    def done(self, caller: str, sequence: int) -> bool:
+        with self._lock:
+            pin = self._pins.get(caller)
+            if pin is None or pin.head.sequence != sequence:
+                return False
+            self._drop(caller)
+            return True
+
+    def _drop(self, caller: str) -> None:
+        pin = self._pins.pop(caller, None)
+        if pin is not None:
+            os.close(pin.fd)
+            pin.segment.wake_publisher()
+
+    def drop(self, caller: str) -> None:
+        """The relay is gone."""
+        with self._lock:
+            self._drop(caller)
+
+    def drop_idle(self) -> None:
+        """The publisher needs a buffer."""
+        with self._lock:
+            for caller in [c for c, pin in self._pins.items() if pin.used_s < time.monotonic() - PIN_S]:
+                self._drop(caller)
+
+    def wake(self) -> None:
+        """A version is there."""
+        with self._lock:
+            for loop, event in self._waiting:
+                with contextlib.suppress(RuntimeError):  # the loop was closed
+                    loop.call_soon_threadsafe(event.set)
+
+    def close(self) -> None:
+        with self._lock:
+            for caller in list(self._pins):
+                self._drop(caller)
+
+
+_served: weakref.WeakKeyDictionary[Node, dict[str, _Served]] = weakref.WeakKeyDictionary()
+
+
+def serve(node: Node, name: str, writer: Writer) -> None:
+    """Lets relays ask this node for the weights of a name."""
+    known = _served.get(node)
+    if known is None:
+        known = _served[node] = {}
+        mine = known  # not the node: it would never go
+        node.on_peer_lost(lambda peer, _: _drop_pins(mine, peer))
+    known[name] = _Served(writer)
+
+
+def _drop_pins(known: dict[str, _Served], peer: str) -> None:
+    for served in list(known.values()):
+        served.drop(peer)
+
+
+def stop_serving(node: Node, name: str, writer: Writer) -> None:
+    """Relays that ask later hear that there are no such weights here."""
+    served = _served.get(node, {}).get(name)
+    if served is not None and served.writer is writer:
+        del _served[node][name]
+        served.close()
+
+
+def _of(caller: Caller, name: str) -> _Served:
+    node = caller.server.node
+    served = _served.get(node, {}).get(name)
+    if served is None:
+        raise LookupError(f"{node.name!r} publishes no weights {name!r}; it has {sorted(_served.get(node, {}))}")
+    return served
+
+
+async def _newer(caller: Caller, name: str, after_id: bytes, after_sequence: int, wait_s: float) -> Any:
+    return await _of(caller, name).newer(caller.name, after_id, after_sequence, min(wait_s, 60.0))
+
+
+def _piece(caller: Caller, name: str, sequence: int, offset: int, size: int) -> Any:
+    return _of(caller, name).piece(caller.name, sequence, offset, size)
+
+
+def _done(caller: Caller, name: str, sequence: int) -> bool:
+    return _of(caller, name).done(caller.name, sequence)
+
+
+def _segment_of(caller: Caller, name: str) -> bytes:
+    found: bytes = _of(caller, name).writer.readable.id
+    return found
+
+
+NEWER, PIECE, DONE = "geartrain.rpc.weights_newer", "geartrain.rpc.weights_piece", "geartrain.rpc.weights_done"
+SEGMENT_OF = "geartrain.rpc.weights_segment_of"
+functions |= {NEWER: _newer, PIECE: _piece, DONE: _done, SEGMENT_OF: _segment_of}

@@ -1,0 +1,193 @@
+"""The writing side of a segment: buffers, one after the other, for a publisher or for a relay of one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geartrain.errors import GeartrainError, SchemaError, StoreClosedError
+from geartrain.weights.schema import Schema
+from geartrain.weights.segment import MAX_BUFFERS, BuffersHeldError, Segment
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+#: How often a waiting publisher looks for readers that were killed: those wake nobody.
+_LOOK_AGAIN_S = 0.1
+
+
+class Writer:
+    """The only writer of the weights of a name on this host, while it is open."""
+
+    def __init__(self, name: str, buffers: int, directory: Path) -> None:
+        """Raises `GeartrainError` when another one lives."""
+        if not 2 <= buffers <= MAX_BUFFERS:
+            raise SchemaError(
+                f"weights have 2 to {MAX_BUFFERS} buffers, to read one and write another; found buffers={buffers}"
+            )
+        self.name, self._buffers = name, buffers
+        self._segment = Segment.open(name, directory)
+        while not self._segment.become_publisher():
+            if self._segment.signals["replaced"]:  # the one that replaced it may have gone since
+                self._segment.close()
+                self._segment = Segment.open(name, directory)
+                continue
+            self._segment.close()
+            raise GeartrainError(f"the weights {name!r} have a publisher on this host already, and it is alive")
+        self._old: Segment | None = None  # whose name a new file takes over with its first version
+        self._schema: Schema | None = None
+        self._views: dict[int, list[Any]] = {}
+        self._used: set[int] = set()
+        self.readable = self._segment  # the file that readers find
+        self.on_commit: Callable[[], object] = lambda: None
+        self.on_wait: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        _writers.add(self)
+
+    @property
+    def schema(self) -> Schema | None:
+        """What versions consist of; None before the first."""
+        return self._schema
+
+    def lay_out(self, schema: Schema) -> None:
+        """Makes room for versions of this schema: in the file as it is, if it fits, else in one that replaces it."""
+        with self._lock:
+            self._check_open()
+            self._lay_out(schema)
+
+    def _lay_out(self, schema: Schema) -> None:
+        text = schema.to_json()
+        layout = self._segment.layout()
+        if layout is not None:
+            if self._segment.schema() == text and layout["buffers"] == self._buffers:
+                self._schema = schema
+                return
+            fresh = Segment.make(self._segment.path)
+            fresh.become_publisher()
+            if self._old is None:
+                self._old = self._segment
+            else:
+                self._segment.close()  # it never got the name
+            self._segment = fresh
+        self._views.clear()
+        self._used.clear()
+        self._segment.lay_out(text, schema.nbytes, self._buffers)
+        self._schema = schema
+
+    @contextlib.contextmanager
+    def writing(self, version: int, timeout_s: float) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | list[Any]]:
+        """A buffer's tensors, to be filled; they become the newest version when the block ends well.
+
+        Raises `BuffersHeldError`, `NoSpaceError`.
+        """
+        with self._lock:
+            self._check_open()
+            buffer = self._claim(time.monotonic() + timeout_s, timeout_s)
+            try:
+                yield self._views[buffer]
+            except BaseException:
+                self._segment.unclaim(buffer)
+                raise
+            self._segment.commit(buffer, version)
+            if self._old is not None:
+                self._segment.replace(self._old)
+                self.readable = self._segment
+                self._old.close()
+                self._old = None
+            self.on_commit()
+
+    def memory(self) -> Any:
+        """All of the buffer that is being written, as bytes: within `writing`."""
+        return self._memory
+
+    def _claim(self, until_s: float, timeout_s: float) -> int:
+        while True:
+            released = self._segment.released()
+            newest = self._segment.head()
+            order = sorted(range(self._buffers), key=lambda i: i not in self._used)  # warm ones first
+            for buffer in order:
+                if (newest is None or buffer != newest.buffer) and self._segment.claim(buffer):
+                    self._prepare(buffer)
+                    return buffer
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise BuffersHeldError(
+                    f"readers have held {self._buffers - 1} of the {self._buffers} buffers of {self.name!r} for "
+                    f"{timeout_s} s, and the other is the newest version: let snapshots go, or have more buffers"
+                )
+            self.on_wait()
+            self._segment.wait_released(released, min(left_s, _LOOK_AGAIN_S))
+
+    def _prepare(self, buffer: int) -> None:
+        assert self._schema is not None
+        try:
+            if buffer not in self._used:
+                self._segment.allocate(buffer)
+                self._used.add(buffer)
+            if buffer not in self._views:
+                memory = self._segment.memory(buffer)
+                self._populate(memory)
+                self._views[buffer] = list(self._schema.views(memory))
+            self._memory = self._segment.memory(buffer)
+        except BaseException:
+            self._segment.unclaim(buffer)
+            raise
+
+    def _populate(self, memory: Any) -> None:
+        """Page tables at once, and not page by page."""
+        mapped = self._segment.mapped
+        if mapped is not None and memory.nbytes:
+            start = memory.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+            size = -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            with contextlib.suppress(OSError):  # an older kernel: slower
+                mapped.madvise(_MADV_POPULATE_WRITE, start, size)
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise StoreClosedError(
+                f"the publisher of {self.name!r} belongs to the process that this one was forked from"
+            )
+        if self._segment.fd < 0:
+            raise StoreClosedError(f"the publisher of {self.name!r} was closed")
+
+    def close(self) -> None:
+        """Leaves. Versions stay readable for who is attached."""
+        with self._lock:
+            _writers.discard(self)
+            if self._old is not None:
+                self._old.close()
+            self._segment.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: what it inherited does not keep the parent's publisher alive."""
+        self._lock = threading.Lock()
+        for segment in (self._segment, self._old):
+            if segment is not None:
+                segment.abandon()
+
+
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for writer in list(_writers):
+        writer.after_fork()
+    _writers.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@atexit.register
+def _close_all() -> None:
+    for writer in list(_writers):
+        writer.close()
