@@ -23,6 +23,8 @@ bench: setup
 	@mkdir -p runs
 	$(BIN)/geartrain bench store --json runs/bench-store.json --plot runs/bench-store.png
 	$(BIN)/geartrain bench selection --json runs/bench-selection.json --plot runs/bench-selection.png
+	$(BIN)/geartrain bench ranks --json runs/bench-ranks.json --plot runs/bench-ranks.png
+	$(BIN)/geartrain bench rpc-rl --backend both --output-file-path runs/bench-rpc-rl.json
 
 docs: setup
 	$(BIN)/pytest tests/test_docs.py tests/test_architecture.py
