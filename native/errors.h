@@ -31,6 +31,7 @@ enum class ErrorKind {
   untrusted,
   frame,
   hung_up,
+  region,
 };
 
 class Error : public std::runtime_error {

@@ -67,7 +67,8 @@ class Gather {
     const uint32_t generation = generation_of(word.load(std::memory_order_acquire));
     request_.torn[i] = 1;
     if (generation != request_.generations[i] || (generation & 1) == 0) return false;  // stale: nothing to copy
-    const uint32_t length = std::min(status.length.load(std::memory_order_relaxed), store_.header().max_length);
+    // Acquired: a growing row's steps are written before they are counted.
+    const uint32_t length = std::min(status.length.load(std::memory_order_acquire), store_.header().max_length);
     // The steps [start, start + count) of the row go to [at, at + count) of the batch.
     uint32_t start = 0, count = length, at = 0;
     if (request_.window != 0 && length != 0) {

@@ -20,6 +20,12 @@
 //                                   v                                    v
 //                                 free (g even)                        spent (g+1, odd, weight 0) --> free (g+2)
 //
+//   writing --publish--> growing (g+1, odd) --seal, or its writer died--> committed (g+1, odd)
+//
+// A growing row is selectable like a committed one, while its writer appends steps behind those it has told of: a
+// length only grows, and is stored after the steps it speaks of. Nobody can remove it; it comes to its place in the
+// order of commits when it is sealed.
+//
 // One 64-bit word carries both generation and weight, so "change the weight if the key still holds" is one
 // compare-and-swap and a stale key cannot touch a new row. A key is (row, odd generation).
 //
@@ -45,10 +51,12 @@
 #include <string>
 #include <vector>
 
+#include "limiter.h"
+
 namespace geartrain {
 
 constexpr char kMagic[8] = {'G', 'E', 'A', 'R', 'T', 'R', 'N', '\n'};
-constexpr uint32_t kFormatVersion = 1;
+constexpr uint32_t kFormatVersion = 2;
 constexpr uint32_t kMaxFields = 64;
 constexpr uint32_t kMaxDims = 8;
 constexpr uint32_t kMaxNameBytes = 63;
@@ -60,7 +68,7 @@ constexpr uint64_t kBlockAlignment = 64;
 constexpr uint64_t kKnownFeatures = 0;  // bits of required_features this build understands
 
 enum class Remover : uint32_t { fifo = 0, lifo = 1, lowest_weight = 2 };
-enum class RowState : uint8_t { free = 0, writing = 1, committed = 2, spent = 3 };
+enum class RowState : uint8_t { free = 0, writing = 1, committed = 2, spent = 3, growing = 4 };
 
 enum RegionId : uint32_t {
   kStatusRegion,
@@ -122,7 +130,7 @@ struct alignas(64) Client {
   uint32_t in_use;
   int32_t pid;  // for people; liveness is the lease's business (lease.h)
   uint64_t joined_ns;
-  uint32_t held;  // first of the rows it is writing or reading for the last time, linked by next
+  uint32_t held;  // first of the rows it is writing, extending or reading for the last time, linked by next
   uint32_t held_count;
   std::atomic<uint32_t> weight_writers;  // threads in the middle of an update of weights
 };
@@ -156,11 +164,12 @@ struct Control {
   uint32_t free_head, free_tail;     // the free-index queue, linked by RowStatus::next
   uint32_t order_head, order_tail;   // committed rows, oldest first, linked both ways
   uint32_t heap_count;
-  uint64_t free_count, writing_count, spent_count;
-  std::atomic<uint64_t> committed_count;
+  uint64_t free_count, writing_count, spent_count, growing_count;
+  std::atomic<uint64_t> committed_count;  // selectable rows: growing ones as well
   uint64_t next_sequence;
   uint64_t last_reap_ns;
   Counters counters;
+  Limiter limiter;
 };
 static_assert(sizeof(pthread_mutex_t) <= 64);
 static_assert(sizeof(Control) <= 4096);
@@ -173,7 +182,7 @@ struct RowStatus {
   std::atomic<uint32_t> times_sampled;
   uint32_t previous, next;  // in the one list the row is on: free queue, order list or a client's held list
   uint32_t heap_slot;
-  uint16_t owner;  // client slot, while writing or spent
+  uint16_t owner;  // client slot, while writing, growing or spent
   RowState state;
   uint8_t mark;  // scratch of the lock's holder
 };

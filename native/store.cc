@@ -291,7 +291,7 @@ Store::Guard::~Guard() {
 
 StoreCounts Store::counts() const {
   const Control& c = control();
-  return {c.free_count, c.writing_count, c.spent_count, c.committed_count.load(std::memory_order_relaxed)};
+  return {c.free_count, c.writing_count, c.spent_count, c.growing_count, removable_count()};
 }
 
 RowInfo Store::info(uint32_t row) const {

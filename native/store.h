@@ -5,13 +5,17 @@
 //   std::memcpy(store->block(field, row), ...);      // in place
 //   store->commit({&row, 1}, {.lengths = {&t, 1}});  // selectable from here on
 //
+// An episode that is still going on can be selected too: publish() instead of commit(), extend() as steps are added,
+// seal() at its end.
+//
 // Processes and threads. Any number of both may use one segment at once; every call here is thread-safe except
 // close(). Calls that change rows take the segment's lock for a few hundred nanoseconds per row. update_weights
 // takes no lock (but with the lowest_weight remover, whose order it changes, and with max_times_sampled).
 //
 // Death. The lock is robust: the next process to take it after its holder died rebuilds what the dead one left
 // half done. Rows a dead process was writing come back when the next one notices: on joining, on running out of
-// free rows, or on reap(). Committed rows are never lost while the host lives.
+// free rows, or on reap(). Committed rows are never lost while the host lives; rows that a dead process was extending
+// are sealed as they are.
 //
 // Fork. A child may go on using the store: it becomes a client of its own on first use. Rows that were being
 // written at the fork stay the parent's.
@@ -67,7 +71,7 @@ struct RestoredRow {
 };
 
 struct StoreCounts {
-  uint64_t free, writing, spent, committed;
+  uint64_t free, writing, spent, growing, committed;  // committed: without the growing ones
 };
 
 class Store {
@@ -97,6 +101,16 @@ class Store {
   // Makes rows that this process allocated selectable. Everything is checked before anything is changed.
   // Returns their odd generations. Throws schema (length, weight), stale_key (not this process's row).
   void commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
+
+  // As commit, but the rows stay this process's to extend. Their fields without time must not be changed any more, nor
+  // steps below the length. The remover leaves them alone. Throws full when no more rows may be kept, schema in a
+  // store with max_times_sampled.
+  void publish(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
+  // The row has that many steps by now; they are in its blocks. Throws schema (shorter than it was, or too long),
+  // stale_key (not a row that this process extends).
+  void extend(uint32_t row, uint32_t length);
+  // The rows are complete: they take their place as the newest.
+  void seal(std::span<const uint32_t> rows);
 
   // What commit checks of the values for n rows, for callers who want to know before they write.
   void check_values(size_t n, const CommitValues& values) const;
@@ -209,6 +223,7 @@ class Store {
   uint32_t take_free_row();
   void put_free_row(uint32_t row);
   void hold(uint32_t row, uint32_t slot, RowState state);
+  uint64_t& held_count(RowState state) const;
   void unhold(uint32_t row);
   void link_order(uint32_t row);
   void unlink_order(uint32_t row);
@@ -217,7 +232,13 @@ class Store {
   void retire(Sums& sums, uint32_t row);  // a committed row: no longer selectable, on no list
   void free_spent(uint32_t row);          // a spent row: its last key is stale from here on
   uint64_t expire_locked(uint64_t now_ns);
-  void check_held(std::span<const uint32_t> rows) const;
+  void check_held(std::span<const uint32_t> rows, RowState state = RowState::writing) const;
+  uint64_t write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t now_ns);
+  void make_selectable(Sums& sums, uint32_t row, uint64_t word);
+  void seal_locked(uint32_t row, uint64_t now_ns);
+  void check_the_cap(size_t rows) const;
+  void make_room_at_the_cap(Sums& sums);
+  uint64_t removable_count() const { return committed_count() - control().growing_count; }
   void set_weight_locked(uint32_t row, uint32_t weight);
   uint32_t reap_locked();
   void reclaim(uint32_t slot);

@@ -57,8 +57,13 @@ uint32_t Store::reap_locked() {
 void Store::reclaim(uint32_t slot) {
   Client& gone = client(slot);
   Counters& counters = control().counters;
+  const uint64_t now_ns = wall_ns();
   while (gone.held != kNoRow) {
     const uint32_t row = gone.held;
+    if (status()[row].state == RowState::growing) {
+      seal_locked(row, now_ns);
+      continue;
+    }
     const bool was_writing = status()[row].state == RowState::writing;
     unhold(row);
     if (was_writing) {
@@ -112,10 +117,11 @@ void Store::rebuild_locked() {
     if (!alive[slot]) some.weight_writers.store(0);
   }
   c.free_head = c.free_tail = c.order_head = c.order_tail = kNoRow;
-  c.free_count = c.writing_count = c.spent_count = 0;
+  c.free_count = c.writing_count = c.spent_count = c.growing_count = 0;
 
   const uint64_t rows = header().capacity;
   std::vector<std::pair<uint64_t, uint32_t>> committed;  // (sequence, row)
+  uint64_t growing = 0;
   for (uint64_t word = 0; word < bit_tree_.shape().leaves; ++word) bit_tree_.leaves()[word].store(0, kRelaxed);
   for (uint32_t row = 0; row < rows; ++row) {
     RowStatus& s = status()[row];
@@ -123,8 +129,14 @@ void Store::rebuild_locked() {
     const uint64_t word = words()[row].load(kRelaxed);
     const bool owner_alive = s.owner < kMaxClients && alive[s.owner];
     if (is_committed(word) && s.state != RowState::spent) {
-      s.state = RowState::committed;
-      committed.emplace_back(s.sequence, row);
+      if (s.state == RowState::growing && owner_alive) {
+        hold(row, s.owner, RowState::growing);
+        c.next_sequence = std::max(c.next_sequence, s.sequence + 1);
+        ++growing;
+      } else {
+        s.state = RowState::committed;
+        committed.emplace_back(s.sequence, row);
+      }
       bit_tree_.leaves()[row / 64].fetch_or(uint64_t{1} << (row % 64), kRelaxed);
     } else if (is_committed(word) && owner_alive) {
       words()[row].store(make_word(generation_of(word), 0), kRelaxed);
@@ -134,10 +146,12 @@ void Store::rebuild_locked() {
       put_free_row(row);
     } else {
       words()[row].store(make_word(generation_of(word), 0), kRelaxed);
-      if (s.state == RowState::writing && owner_alive) {
+      const bool half_written =
+          s.state == RowState::writing || s.state == RowState::growing || s.state == RowState::committed;
+      if (half_written && s.state != RowState::committed && owner_alive) {
         hold(row, s.owner, RowState::writing);
       } else {
-        if (s.state == RowState::writing || s.state == RowState::committed) {
+        if (half_written) {
           c.counters.reclaimed.fetch_add(1, kRelaxed);
         }
         put_free_row(row);
@@ -149,7 +163,7 @@ void Store::rebuild_locked() {
     link_order(row);
     c.next_sequence = std::max(c.next_sequence, sequence + 1);
   }
-  c.committed_count.store(committed.size(), kRelaxed);
+  c.committed_count.store(committed.size() + growing, kRelaxed);
   if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) {
     Heap heap(*this);
     heap.clear();
@@ -206,26 +220,33 @@ std::vector<std::string> Store::audit() {
     }
     before = row;
   });
-  uint64_t held = 0;
+  uint64_t held = 0, growing = 0;
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
     if (client(slot).in_use == 0) continue;
     const uint64_t here = walk(client(slot).held, "held", [&](uint32_t row) {
-      state_is(row, status()[row].state == RowState::spent ? RowState::spent : RowState::writing,
-               status()[row].state == RowState::spent);
+      const RowState state = status()[row].state;
+      const bool published = state == RowState::spent || state == RowState::growing;
+      state_is(row, published ? state : RowState::writing, published);
+      growing += state == RowState::growing;
       if (status()[row].owner != slot) wrong("row ", row, " is held by slot ", slot, " but owned by another");
     });
     if (here != client(slot).held_count) wrong("slot ", slot, " holds ", here, " rows, its count says otherwise");
     held += here;
   }
   if (free_count != c.free_count) wrong("the free queue has ", free_count, " rows, its count is ", c.free_count);
-  if (committed != c.committed_count) wrong(committed, " rows are committed, the count is ", c.committed_count);
-  if (held != c.writing_count + c.spent_count) wrong(held, " rows are held, the counts say otherwise");
+  if (committed + growing != c.committed_count) {
+    wrong(committed, " rows are committed and ", growing, " growing, the count is ", c.committed_count);
+  }
+  if (growing != c.growing_count) wrong(growing, " rows are growing, the count is ", c.growing_count);
+  if (held != c.writing_count + c.spent_count + growing) wrong(held, " rows are held, the counts say otherwise");
   if (free_count + committed + held != rows) {
     wrong("of ", rows, " rows ", free_count, " are free, ", committed, " committed, ", held, " held: some are lost");
   }
   for (uint32_t row = 0; row < rows; ++row) {
     const bool bit = (bit_tree_.leaves()[row / 64].load(kRelaxed) >> (row % 64) & 1) != 0;
-    if (bit != (status()[row].state == RowState::committed)) wrong("row ", row, " has a wrong selectable bit");
+    const RowState state = status()[row].state;
+    if (bit != (state == RowState::committed || state == RowState::growing))
+      wrong("row ", row, " has a wrong selectable bit");
     if (!bit && weight_of(words()[row].load(kRelaxed)) != 0) wrong("row ", row, " has weight but cannot be selected");
   }
   if (weight_tree_.audit() != 0) wrong(weight_tree_.audit(), " sums of weights are off");

@@ -58,13 +58,13 @@ void Store::allocate(std::span<uint32_t> rows) {
   if (c.free_count < rows.size()) {
     // Dead writers' rows come before living ones' experience. Asking the kernel who is alive costs a system
     // call per client, so it is not done for every row of a full store.
-    const bool short_of_rows = c.free_count + c.committed_count.load(kRelaxed) < rows.size();
+    const bool short_of_rows = c.free_count + removable_count() < rows.size();
     if (short_of_rows || monotonic_ns() - c.last_reap_ns > kReapEvery_ns) reap_locked();
   }
-  if (c.free_count + c.committed_count.load(kRelaxed) < rows.size()) {
+  if (c.free_count + removable_count() < rows.size()) {
     fail(ErrorKind::full, rows.size(), " rows were asked for, but of ", header().capacity, " rows ", c.writing_count,
-         " are being written and ", c.spent_count,
-         " are being read for the last time; commit or abandon some, or create the store with more capacity");
+         " are being written, ", c.growing_count, " extended and ", c.spent_count,
+         " read for the last time; commit, seal or abandon some, or create the store with more capacity");
   }
   for (uint32_t& row : rows) {
     if (c.free_count == 0) evict_one(sums);
@@ -101,30 +101,111 @@ void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, s
   Sums sums(*this);
   check_held(rows);
   Control& c = control();
+  check_the_cap(1);  // the others of one call can make room for each other
   const uint64_t now_ns = wall_ns();
   for (size_t i = 0; i < rows.size(); ++i) {
     const uint32_t row = rows[i];
-    // At the cap the oldest of the others makes room, by the remover's choice.
-    if (c.committed_count.load(kRelaxed) >= header().max_rows) evict_one(sums);
-    RowStatus& s = status()[row];
+    make_room_at_the_cap(sums);
     unhold(row);
-    s.sequence.store(c.next_sequence++, kRelaxed);
-    s.inserted_at_ns.store(now_ns, kRelaxed);
-    s.length.store(values.lengths.empty() ? header().max_length : values.lengths[i], kRelaxed);
-    s.version.store(values.versions.empty() ? 0 : values.versions[i], kRelaxed);
-    s.times_sampled.store(0, kRelaxed);
-    const uint32_t weight = fixed_point(values.weights.empty() ? 1.0 : values.weights[i]);
-    const uint32_t generation = generation_of(words()[row].load(kRelaxed)) + 1;
-    s.state = RowState::committed;
-    words()[row].store(make_word(generation, weight), std::memory_order_release);  // the row is true from here on
-    sums.weights.add(row, weight);
-    set_bit(sums, row, true);
+    const uint64_t word = write_values(row, i, values, now_ns);
+    status()[row].state = RowState::committed;
+    make_selectable(sums, row, word);
     link_order(row);
     if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).push(row);
-    c.committed_count.store(c.committed_count.load(kRelaxed) + 1, kRelaxed);
-    generations[i] = generation;
+    generations[i] = generation_of(word);
   }
   count(c.counters.inserted, rows.size());
+  announce(c.limiter);
+}
+
+void Store::publish(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations) {
+  ensure_client();
+  check_values(rows.size(), values);
+  if (header().max_times_sampled != 0) {
+    fail(ErrorKind::schema,
+         "a store with max_times_sampled gives a row away with its last sample, so none can be "
+         "published while it is still being extended; commit it when it is complete");
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // as in commit
+  Guard guard(*this);
+  Sums sums(*this);
+  check_held(rows);
+  Control& c = control();
+  check_the_cap(rows.size());
+  const uint64_t now_ns = wall_ns();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const uint32_t row = rows[i];
+    make_room_at_the_cap(sums);
+    const uint64_t word = write_values(row, i, values, now_ns);
+    --c.writing_count;
+    ++c.growing_count;
+    status()[row].state = RowState::growing;  // it stays on this client's held list
+    make_selectable(sums, row, word);
+    generations[i] = generation_of(word);
+  }
+  count(c.counters.inserted, rows.size());
+  announce(c.limiter);
+}
+
+void Store::extend(uint32_t row, uint32_t length) {
+  ensure_client();
+  Guard guard(*this);
+  check_held({&row, 1}, RowState::growing);
+  std::atomic<uint32_t>& known = status()[row].length;
+  if (length < known.load(kRelaxed) || length > header().max_length) {
+    fail(ErrorKind::schema, "row ", row, " has ", known.load(kRelaxed), " steps and a block holds ",
+         header().max_length, ": it cannot be extended to ", length);
+  }
+  known.store(length, std::memory_order_release);  // after the steps
+}
+
+void Store::seal(std::span<const uint32_t> rows) {
+  ensure_client();
+  Guard guard(*this);
+  check_held(rows, RowState::growing);
+  const uint64_t now_ns = wall_ns();
+  for (const uint32_t row : rows) seal_locked(row, now_ns);
+}
+
+void Store::seal_locked(uint32_t row, uint64_t now_ns) {
+  RowStatus& s = status()[row];
+  unhold(row);
+  // Its number and age are those of its end: it is the newest, and the order list stays sorted.
+  s.sequence.store(control().next_sequence++, kRelaxed);
+  s.inserted_at_ns.store(now_ns, kRelaxed);
+  s.state = RowState::committed;
+  link_order(row);
+  if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).push(row);
+}
+
+uint64_t Store::write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t now_ns) {
+  RowStatus& s = status()[row];
+  s.sequence.store(control().next_sequence++, kRelaxed);
+  s.inserted_at_ns.store(now_ns, kRelaxed);
+  s.length.store(values.lengths.empty() ? header().max_length : values.lengths[i], kRelaxed);
+  s.version.store(values.versions.empty() ? 0 : values.versions[i], kRelaxed);
+  s.times_sampled.store(0, kRelaxed);
+  return make_word(generation_of(words()[row].load(kRelaxed)) + 1,
+                   fixed_point(values.weights.empty() ? 1.0 : values.weights[i]));
+}
+
+void Store::make_selectable(Sums& sums, uint32_t row, uint64_t word) {
+  words()[row].store(word, std::memory_order_release);  // the row is true from here on
+  sums.weights.add(row, weight_of(word));
+  set_bit(sums, row, true);
+  control().committed_count.store(committed_count() + 1, kRelaxed);
+}
+
+void Store::check_the_cap(size_t rows) const {
+  if (control().growing_count + rows > header().max_rows) {
+    fail(ErrorKind::full, rows, " more were to be added, but ", control().growing_count, " of the ", header().max_rows,
+         " rows that may be kept are still being extended; seal some, or create the store with more rows");
+  }
+}
+
+void Store::make_room_at_the_cap(Sums& sums) {
+  // The oldest of the others makes room, by the remover's choice.
+  if (committed_count() >= header().max_rows) evict_one(sums);
 }
 
 void Store::abandon(std::span<const uint32_t> rows) {
@@ -174,12 +255,12 @@ uint64_t Store::update_weights(std::span<const uint32_t> rows, std::span<const u
     Guard guard(*this);
     for (size_t i = 0; i < rows.size(); ++i) {
       if (generation_of(words()[rows[i]].load(kRelaxed)) != generations[i] || (generations[i] & 1) == 0 ||
-          status()[rows[i]].state != RowState::committed) {
+          status()[rows[i]].state == RowState::spent) {
         ++stale;
         continue;
       }
       set_weight_locked(rows[i], fixed_point(weights[i]));
-      if (ordered) Heap(*this).moved(rows[i]);
+      if (ordered && status()[rows[i]].state == RowState::committed) Heap(*this).moved(rows[i]);
     }
   } else {
     struct Update {
@@ -223,6 +304,7 @@ void Store::raise_weights(double power) {
       const uint64_t word = words()[row].load(kRelaxed);
       if (weight_of(word) == 0) continue;
       set_weight_locked(row, raised(word));
+      if (status()[row].state != RowState::committed) continue;  // growing: it is not in the heap yet
       heap.moved(row);  // different weights may have become equal, and then age decides
     }
     return;
@@ -365,10 +447,25 @@ void Store::keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations
   Guard guard(*this);
   rows->reserve(committed_count());
   generations->reserve(committed_count());
-  for (uint32_t row = control().order_head; row != kNoRow; row = status()[row].next) {
+  const auto add = [&](uint32_t row) {
     rows->push_back(row);
     generations->push_back(generation_of(words()[row].load(kRelaxed)));
+  };
+  // Growing rows are on their writers' lists, and among the others by the number they were published under.
+  std::vector<std::pair<uint64_t, uint32_t>> growing;  // (sequence, row)
+  for (uint32_t slot = 0; slot < kMaxClients && growing.size() < control().growing_count; ++slot) {
+    if (client(slot).in_use == 0) continue;
+    for (uint32_t row = client(slot).held; row != kNoRow; row = status()[row].next) {
+      if (status()[row].state == RowState::growing) growing.push_back({status()[row].sequence, row});
+    }
   }
+  std::sort(growing.begin(), growing.end());
+  auto next = growing.begin();
+  for (uint32_t row = control().order_head; row != kNoRow; row = status()[row].next) {
+    for (; next != growing.end() && next->first < status()[row].sequence; ++next) add(next->second);
+    add(row);
+  }
+  for (; next != growing.end(); ++next) add(next->second);
 }
 
 std::vector<uint32_t> Store::free_rows() {
@@ -413,7 +510,12 @@ void Store::hold(uint32_t row, uint32_t slot, RowState state) {
   if (mine.held != kNoRow) status()[mine.held].previous = row;
   mine.held = row;
   ++mine.held_count;
-  ++(state == RowState::writing ? control().writing_count : control().spent_count);
+  ++held_count(state);
+}
+
+uint64_t& Store::held_count(RowState state) const {
+  Control& c = control();
+  return state == RowState::writing ? c.writing_count : state == RowState::growing ? c.growing_count : c.spent_count;
 }
 
 void Store::unhold(uint32_t row) {
@@ -422,7 +524,7 @@ void Store::unhold(uint32_t row) {
   (s.previous == kNoRow ? owner.held : status()[s.previous].next) = s.next;
   if (s.next != kNoRow) status()[s.next].previous = s.previous;
   --owner.held_count;
-  --(s.state == RowState::writing ? control().writing_count : control().spent_count);
+  --held_count(s.state);
 }
 
 void Store::link_order(uint32_t row) {
@@ -547,19 +649,19 @@ void Store::check_rows(std::span<const uint32_t> rows) const {
   }
 }
 
-void Store::check_held(std::span<const uint32_t> rows) const {
+void Store::check_held(std::span<const uint32_t> rows, RowState state) const {
   check_rows(rows);
   const auto clear_marks = [&] {
     for (uint32_t row : rows) status()[row].mark = 0;
   };
   for (uint32_t row : rows) {
     RowStatus& s = status()[row];
-    if (s.state != RowState::writing || s.owner != client_slot_ || s.mark != 0) {
+    if (s.state != state || s.owner != client_slot_ || s.mark != 0) {
       const bool twice = s.mark != 0;
       clear_marks();
       if (twice) fail(ErrorKind::schema, "row ", row, " is named twice in one call");
-      fail(ErrorKind::stale_key, "row ", row,
-           " is not being written by this process (committed, abandoned or another's)");
+      fail(ErrorKind::stale_key, "row ", row, " is not being ", state == RowState::writing ? "written" : "extended",
+           " by this process (committed, abandoned or another's)");
     }
     s.mark = 1;
   }

@@ -80,5 +80,7 @@ void bind_store(nb::module_& module);
 void bind_fetch(nb::module_& module);
 void bind_selection(nb::module_& module);
 void bind_bench(nb::module_& module);
+void bind_planner(nb::module_& module);
+void bind_switch(nb::module_& module);
 
 }  // namespace geartrain

@@ -94,6 +94,7 @@ nb::dict counters(const Store& store) {
   out["free"] = n.free;
   out["writing"] = n.writing;
   out["spent_unreleased"] = n.spent;
+  out["growing"] = n.growing;
   out["committed"] = n.committed;
   for (int i = 0; i < kCounterCount; ++i) out[kCounterNames[i]] = counter_array(store)[i].load();
   return out;
@@ -129,6 +130,34 @@ nb::object column(const Store& store, uint32_t field) {
   return nb::cast(nb::ndarray<nb::numpy>(data, shape.size(), shape.data(), owner, strides.data(), dtype));
 }
 
+// The whole segment as bytes, for devices that read it themselves.
+nb::object segment(const Store& store) {
+  const size_t bytes = store.mapping()->bytes();
+  const nb::capsule owner = keep_alive(store.mapping());
+  auto* data = reinterpret_cast<uint8_t*>(store.mapping()->data());
+  if (store.read_only()) return nb::cast(nb::ndarray<nb::numpy, nb::ro, const uint8_t>(data, {bytes}, owner));
+  return nb::cast(nb::ndarray<nb::numpy, uint8_t>(data, {bytes}, owner));
+}
+
+// Where in the segment the words, the selectable bits, the books and the columns are: offsets and strides in bytes.
+nb::dict layout(const Store& store) {
+  const Header& h = store.header();
+  nb::dict out;
+  out["words"] = h.regions[kWordsRegion].offset;
+  out["bits"] = h.regions[kBitsRegion].offset;
+  out["status"] = h.regions[kStatusRegion].offset;
+  out["status_stride"] = sizeof(RowStatus);
+  out["sequence"] = offsetof(RowStatus, sequence);
+  out["version"] = offsetof(RowStatus, version);
+  out["length"] = offsetof(RowStatus, length);
+  nb::list columns;
+  for (uint32_t i = 0; i < h.field_count; ++i) {
+    columns.append(nb::make_tuple(store.fields()[i].offset, store.fields()[i].stride));
+  }
+  out["columns"] = columns;
+  return out;
+}
+
 nb::object allocate(Store& store, size_t n) {
   std::vector<uint32_t> rows(n);
   {
@@ -162,6 +191,13 @@ nb::object commit(Store& store, const In<uint32_t>& rows, const std::optional<In
   return to_numpy(std::move(generations));
 }
 
+uint32_t publish_one(Store& store, uint32_t row, uint32_t length, double weight, int64_t version) {
+  uint32_t generation = 0;
+  Unlocked unlocked;
+  store.publish({&row, 1}, {{&length, 1}, {&weight, 1}, {&version, 1}}, {&generation, 1});
+  return generation;
+}
+
 void insert_piece(Store& store, std::span<uint32_t> rows, std::span<uint32_t> generations,
                   std::span<const InsertField> fields, const CommitValues& values, unsigned threads) {
   store.allocate(rows);
@@ -172,6 +208,24 @@ void insert_piece(Store& store, std::span<uint32_t> rows, std::span<uint32_t> ge
     store.abandon(rows);
     throw;
   }
+}
+
+void limit(Store& store, bool enabled, double samples_per_insert, uint64_t min_size, double error_buffer, bool afresh) {
+  set_limiter(store.control().limiter, {enabled, samples_per_insert, min_size, error_buffer}, afresh);
+}
+
+nb::dict limiter(const Store& store) {
+  const Limiter& found = store.control().limiter;
+  nb::dict out;
+  out["enabled"] = found.enabled.load() != 0;
+  out["samples_per_insert"] = found.samples_per_insert.load();
+  out["min_size_to_sample"] = found.min_size.load();
+  out["error_buffer"] = found.error_buffer.load();
+  out["inserts"] = found.inserts.load();
+  out["samples"] = found.samples.load();
+  out["insert_wait_s"] = static_cast<double>(found.insert_wait_ns.load()) / 1e9;
+  out["sample_wait_s"] = static_cast<double>(found.sample_wait_ns.load()) / 1e9;
+  return out;
 }
 
 // Copies n rows in. `sources` are (field number, array of n blocks or of n rows of fewer steps).
@@ -315,11 +369,39 @@ void bind_store(nb::module_& module) {
       .def("counters", &counters)
       .def("set_counters", &set_counters)
       .def("column", &column)
+      .def("segment", &segment)
+      .def("layout", &layout)
       .def("allocate", &allocate)
       .def("allocate_one", &allocate_one)
       .def("commit", &commit, nb::arg("rows"), nb::arg("lengths").none(), nb::arg("weights").none(),
            nb::arg("versions").none())
       .def("commit_one", &commit_one)
+      .def("publish_one", &publish_one)
+      .def("limit", &limit)
+      .def("limiter", &limiter)
+      .def_prop_ro("limited", [](const Store& s) { return s.control().limiter.enabled.load() != 0; })
+      .def("admit_inserts",
+           [](Store& s, uint64_t n, double timeout_s) {
+             Unlocked u;
+             return admit_inserts(s.control().limiter, n, timeout_s);
+           })
+      .def("admit_samples",
+           [](Store& s, uint64_t n, double timeout_s) {
+             Unlocked u;
+             return admit_samples(s.control().limiter, n, s.control().committed_count, timeout_s);
+           })
+      .def("give_back",
+           [](Store& s, uint64_t inserts, uint64_t samples) { give_back(s.control().limiter, inserts, samples); })
+      .def("extend",
+           [](Store& s, uint32_t row, uint32_t length) {
+             Unlocked u;
+             s.extend(row, length);
+           })
+      .def("seal_one",
+           [](Store& s, uint32_t row) {
+             Unlocked u;
+             s.seal({&row, 1});
+           })
       .def("abandon",
            [](Store& s, const In<uint32_t>& rows) {
              Unlocked u;

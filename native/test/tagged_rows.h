@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,6 +21,9 @@ inline std::vector<FieldSpec> tagged_fields() {
 inline uint64_t tagged_step(uint64_t tag, uint64_t step, uint64_t at) {
   return tag * 0x9e3779b97f4a7c15u + step * kTaggedWidth + at;
 }
+// Rows of such tags may be found shorter than they are going to be.
+constexpr uint64_t kGrowingTag = uint64_t{1} << 63;
+
 inline uint32_t tagged_length(uint64_t tag) {
   return 1 + static_cast<uint32_t>(tag * 0x2545f4914f6cdd1du >> 32) % kTaggedSteps;
 }
@@ -43,6 +47,20 @@ inline std::vector<uint32_t> fill_tagged(Store& store, std::span<const uint32_t>
                                  {2, reinterpret_cast<const std::byte*>(late.data()), 24}};
   fill(store, rows, fields, lengths, 1);
   return lengths;
+}
+
+// A row that grows: its first step, and all fields without time, after which it can be published with length 1.
+inline void begin_tagged(Store& store, uint32_t row, uint64_t tag) {
+  std::memcpy(store.block(0, row), &tag, 8);
+  auto* late = reinterpret_cast<uint64_t*>(store.block(2, row));
+  for (uint32_t k = 0; k < 3; ++k) late[k] = tag ^ k;
+}
+// Its steps [from, to), which nobody may have heard of yet.
+inline void grow_tagged(Store& store, uint32_t row, uint64_t tag, uint32_t from, uint32_t to) {
+  auto* steps = reinterpret_cast<uint64_t*>(store.block(1, row));
+  for (uint32_t t = from; t < to; ++t) {
+    for (uint32_t k = 0; k < kTaggedWidth; ++k) steps[t * kTaggedWidth + k] = tagged_step(tag, t, k);
+  }
 }
 
 inline void commit_tagged(Store& store, std::span<const uint32_t> rows, std::span<const uint64_t> tags,
@@ -97,7 +115,9 @@ inline TaggedBatch fetch_tagged(const Store& store, std::span<const uint32_t> ro
     }
     ++out.whole;
     const uint64_t tag = tags[i];
-    bool good = versions[i] == static_cast<int64_t>(tag) && lengths[i] == static_cast<int32_t>(tagged_length(tag));
+    const auto full = static_cast<int32_t>(tagged_length(tag));
+    const bool may_grow = (tag & kGrowingTag) != 0 && lengths[i] > 0 && lengths[i] < full;
+    bool good = versions[i] == static_cast<int64_t>(tag) && (lengths[i] == full || may_grow);
     for (uint32_t k = 0; k < 3; ++k) good &= late[i * 3 + k] == (tag ^ k);
     int32_t step = starts[i];
     for (uint32_t t = 0; t < width; ++t) {

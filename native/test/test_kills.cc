@@ -207,6 +207,17 @@ std::vector<Scenario> scenarios() {
     store.allocate(rows);
     return [&store] { store.abandon(rows); };
   };
+  const auto publish = [](Store& store, const Keys&) -> std::function<void()> {
+    static const std::vector<uint64_t> tags{500, 501, 502};
+    static std::vector<uint32_t> lengths;
+    store.allocate(rows);
+    lengths = fill_tagged(store, rows, tags);
+    return [&store] { store.publish(rows, {lengths, weights, versions_of_tags}, generations); };
+  };
+  const auto seal = [publish](Store& store, const Keys& keys) -> std::function<void()> {
+    publish(store, keys)();
+    return [&store] { store.seal(rows); };
+  };
   const auto expire = [](Store& store, const Keys&) -> std::function<void()> {
     ::usleep(15'000);
     return [&store] { store.expire(); };
@@ -253,6 +264,10 @@ std::vector<Scenario> scenarios() {
       {"commit", options_of(), 4, {}, commit},
       {"commit at the cap", options_of(Remover::fifo, 0, 10), 10, oldest, commit},
       {"commit at the cap, evicting the lightest", options_of(Remover::lowest_weight, 0, 10), 10, oldest, commit},
+      {"publish", options_of(), 4, {}, publish},
+      {"publish at the cap", options_of(Remover::lifo, 0, 10), 10, {8, 9, 10}, publish},
+      {"seal", options_of(), 4, {}, seal},
+      {"seal into a heap", options_of(Remover::lowest_weight), 4, {}, seal},
       {"abandon", options_of(), 4, {}, abandon},
       {"update weights without the lock", options_of(), 18, {}, update},
       {"update weights in a heap", options_of(Remover::lowest_weight), 18, {}, update},

@@ -31,9 +31,18 @@ void check_sound(Store& store) {
 class Busy {
  public:
   Busy(Store& store, uint32_t seed) : store_(store), random_(seed), tag_(uint64_t{seed} << 40) {}
+  ~Busy() {
+    if (length_ != 0) store_.seal({&growing_, 1});
+  }
+  Busy(const Busy&) = delete;
+  Busy& operator=(const Busy&) = delete;
 
   void step() {
-    switch (random_() % 8) {
+    switch (random_() % 10) {
+      case 8:
+      case 9:
+        grow();
+        break;
       case 0:
       case 1:
       case 2:
@@ -64,6 +73,35 @@ class Busy {
       insert_tagged(store_, {tags, n}, {rows, n}, {generations, n}, static_cast<double>(random_() % 5));
     } catch (const Error& error) {
       if (error.kind != ErrorKind::full) throw;
+    }
+  }
+  // One row at a time is published at its beginning and extended to its end.
+  void grow() {
+    const uint64_t tag = growing_tag_;
+    if (length_ == 0) {
+      if (store_.header().max_times_sampled != 0) return;
+      try {
+        store_.allocate({&growing_, 1});
+      } catch (const Error& error) {
+        if (error.kind != ErrorKind::full) throw;
+        return;
+      }
+      growing_tag_ = ++tag_ | kGrowingTag;
+      begin_tagged(store_, growing_, growing_tag_);
+      grow_tagged(store_, growing_, growing_tag_, 0, 1);
+      const auto version = static_cast<int64_t>(growing_tag_);
+      const uint32_t one = 1;
+      uint32_t generation = 0;
+      store_.publish({&growing_, 1}, {{&one, 1}, {}, {&version, 1}}, {&generation, 1});
+      length_ = 1;
+    } else if (length_ < tagged_length(tag)) {
+      const uint32_t next = std::min<uint32_t>(length_ + 1 + random_() % 40, tagged_length(tag));
+      grow_tagged(store_, growing_, tag, length_, next);
+      store_.extend(growing_, next);
+      length_ = next;
+    } else {
+      store_.seal({&growing_, 1});
+      length_ = 0;
     }
   }
   void abandon() {
@@ -109,6 +147,8 @@ class Busy {
   Store& store_;
   std::mt19937 random_;
   uint64_t tag_;
+  uint64_t growing_tag_ = 0;
+  uint32_t growing_ = 0, length_ = 0;  // no length: nothing is growing
 };
 
 // Every combination of what changes how rows leave.
@@ -292,6 +332,95 @@ TEST(nothing_is_changed_when_one_value_of_a_call_is_refused) {
   CHECK_THROWS(schema, store->remove(beyond, generations));
   CHECK_EQ(store->weight_tree().total(), total);
   CHECK_EQ(store->committed_count(), uint64_t{2});
+  check_sound(*store);
+}
+
+TEST(a_row_is_read_while_it_grows_and_only_as_far_as_it_has_grown) {
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
+  std::atomic<bool> done{false};
+  std::atomic<uint64_t> whole{0}, mixed{0};
+  std::thread reader([&] {
+    std::mt19937 random(3);
+    while (!done.load()) {
+      std::vector<uint32_t> rows, generations;
+      store->keys(&rows, &generations);
+      const std::vector<int32_t> ends(rows.size(), static_cast<int32_t>(random() % kTaggedSteps));
+      for (const TaggedBatch& batch :
+           {fetch_tagged(*store, rows, generations), fetch_tagged(*store, rows, generations, 8, ends)}) {
+        whole += batch.whole;
+        mixed += batch.mixed;
+      }
+    }
+  });
+  for (uint64_t episode = 1; episode <= 300 || whole.load() < 100; ++episode) {
+    const uint64_t tag = kGrowingTag | episode;
+    uint32_t row = 0, generation = 0;
+    store->allocate({&row, 1});
+    begin_tagged(*store, row, tag);
+    grow_tagged(*store, row, tag, 0, 1);
+    const uint32_t one = 1;
+    const auto version = static_cast<int64_t>(tag);
+    store->publish({&row, 1}, {{&one, 1}, {}, {&version, 1}}, {&generation, 1});
+    for (uint32_t length = 2; length <= tagged_length(tag); ++length) {
+      grow_tagged(*store, row, tag, length - 1, length);
+      store->extend(row, length);
+    }
+    store->seal({&row, 1});
+  }
+  done = true;
+  reader.join();
+  CHECK_EQ(mixed.load(), uint64_t{0});
+  check_sound(*store);
+}
+
+TEST(a_growing_row_is_its_writers_alone) {
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(3));
+  uint32_t rows[2], generations[2];
+  store->allocate(rows);
+  const uint32_t lengths[2] = {5, 5};
+  store->publish(rows, {lengths, {}, {}}, generations);
+  check_sound(*store);
+  CHECK_EQ(store->committed_count(), uint64_t{2});
+  CHECK_EQ(store->counts().growing, uint64_t{2});
+  CHECK_EQ(store->bit_tree().total(), uint64_t{2});
+  // Not the remover's, nor anybody else's to delete.
+  uint32_t more[2];
+  CHECK_THROWS(full, store->allocate(more));
+  CHECK_EQ(store->remove(rows, generations), uint64_t{2});
+  CHECK_THROWS(stale_key, store->abandon(rows));
+  CHECK_THROWS(schema, store->extend(rows[0], 4));
+  CHECK_THROWS(schema, store->extend(rows[0], kTaggedSteps + 1));
+  const double weights[2] = {3, 4};
+  CHECK_EQ(store->update_weights(rows, generations, weights), uint64_t{0});
+  store->extend(rows[0], 6);
+  CHECK_EQ(store->info(rows[0]).length, 6u);
+  store->rebuild();  // as after a death
+  check_sound(*store);
+  CHECK_EQ(store->counts().growing, uint64_t{2});
+  store->seal(rows);
+  check_sound(*store);
+  CHECK_EQ(store->info(rows[0]).generation, generations[0]);
+  CHECK_THROWS(stale_key, store->extend(rows[0], 7));
+  store->allocate(more);  // evicts the one sealed first
+  CHECK_EQ(store->info(rows[1]).generation, generations[1]);
+}
+
+TEST(what_a_dead_writer_has_published_stays) {
+  if (kThreadSanitizer) return;
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    uint32_t row = 0, generation = 0;
+    const uint32_t three = 3;
+    store->allocate({&row, 1});
+    store->publish({&row, 1}, {{&three, 1}, {}, {}}, {&generation, 1});
+    ::_exit(0);
+  }
+  ::waitpid(child, nullptr, 0);
+  CHECK_EQ(store->counts().growing, uint64_t{1});
+  CHECK_EQ(store->reap(), 1u);
+  CHECK_EQ(store->counts().growing, uint64_t{0});
+  CHECK_EQ(store->counts().committed, uint64_t{1});
   check_sound(*store);
 }
 

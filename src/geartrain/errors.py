@@ -70,6 +70,10 @@ class NoSpaceError(GeartrainError, MemoryError):
     """The file system (most often /dev/shm) cannot hold the segment."""
 
 
+class PinError(GeartrainError, MemoryError):
+    """Memory that a GPU is to read in place cannot be pinned; the message says what is in the way."""
+
+
 class LockTimeoutError(GeartrainError, TimeoutError):
     """Another process held the segment's lock for longer than the deadline (stopped, perhaps)."""
 
@@ -78,8 +82,33 @@ class WaitTimeoutError(GeartrainError, TimeoutError):
     """A wait, such as the one for the next batch, met its deadline."""
 
 
+class BuffersHeldError(WaitTimeoutError):
+    """Readers hold every buffer of the weights but the newest version's, and none let go before the deadline."""
+
+
 class PeerLostError(GeartrainError, ConnectionError):
     """A peer, or a rank of the group, is gone, hung up or did not answer in time; the message says which and why."""
+
+
+class RankLostError(PeerLostError):
+    """A rank of a collective group died, hung up or left; `ranks` says which, `reducers` is empty."""
+
+    ranks: tuple[int, ...] = ()
+    reducers: tuple[str, ...] = ()
+
+
+class ReducerLostError(PeerLostError):
+    """A reducer of a collective group died or was stopped; `reducers` says which, as host:port."""
+
+    ranks: tuple[int, ...] = ()
+    reducers: tuple[str, ...] = ()
+
+
+class CollectiveTimeoutError(WaitTimeoutError):
+    """A collective operation was not over in time; `ranks` and `reducers` say who it waited for."""
+
+    ranks: tuple[int, ...] = ()
+    reducers: tuple[str, ...] = ()
 
 
 class TransportError(GeartrainError, OSError):
@@ -94,8 +123,23 @@ class MessageError(GeartrainError, ValueError):
     """A message that is malformed, exceeds a limit, or holds what cannot be sent."""
 
 
+class DeviceError(GeartrainError, ValueError):
+    """A tensor, or a device map, names a device that is not there or that nothing can be sent from or to."""
+
+
 class ConnectionClosedError(GeartrainError, ValueError):
     """The connection was closed on this side, or belongs to the process that this one was forked from."""
+
+
+class RegionError(GeartrainError, ValueError):
+    """A region of a peer's memory that is closed, too small for what was asked, or only for reading."""
+
+
+class CollectiveClosedError(ConnectionClosedError):
+    """The group was closed on this rank, or aborted by one of them."""
+
+    ranks: tuple[int, ...] = ()
+    reducers: tuple[str, ...] = ()
 
 
 class RemoteError(GeartrainError):
@@ -112,7 +156,7 @@ class RemoteError(GeartrainError):
 
 
 class CallCancelledError(GeartrainError):
-    """The call was cancelled before its result was there."""
+    """The call, or the wait, was cancelled before its result was there."""
 
 
 class BusyError(GeartrainError):
@@ -128,6 +172,10 @@ class UnknownPeerError(GeartrainError, KeyError):
 
 class RanksDisagreeError(GeartrainError, ValueError):
     """The ranks of one replay were set up differently; the message names two of them and the difference."""
+
+
+class ActorDiedError(GeartrainError):
+    """More actors died than may be started again; the message says what the last one died of."""
 
 
 class CorruptStoreError(GeartrainError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from geartrain import _native
 from geartrain.errors import FieldError, SchemaError, StaleKeyError
 from geartrain.keys import Keys
+from geartrain.limiter import RateLimiter
 from geartrain.schema import DTYPES, Field, as_tensor, max_length, numpy_dtype
 
 if TYPE_CHECKING:
@@ -62,14 +63,34 @@ class Row:
 
     `row["obs"]` is a NumPy view of the shared memory, `row.torch("obs")` a tensor over the same bytes. Set
     `length` when the row is shorter than the block.
+
+    An episode can be selected while it goes on: `publish` it once its first steps are there, tell of more with
+    `extend`, and `commit` it at its end. Steps that were told of must not be changed any more, nor fields without
+    time. When its writer dies, the row stays with the steps that were told of.
+
+    Example:
+        >>> import geartrain as gt
+        >>> store = gt.Store.create("doc-row", {"obs": gt.Field((1000, 3), "float32")}, capacity=4)
+        >>> row = store.row()
+        >>> for step in range(300):
+        ...     row["obs"][step] = step
+        ...     if step == 9:
+        ...         _ = row.publish(length=10)
+        ...     elif step % 10 == 9:
+        ...         row.extend(step + 1)
+        >>> _ = row.commit()
+        >>> int(store.status()["length"][0])
+        300
+        >>> store.close()
     """
 
-    __slots__ = ("_columns", "_done", "_index", "key", "length", "version", "weight")
+    __slots__ = ("_columns", "_done", "_growing", "_index", "key", "length", "version", "weight")
 
     def __init__(self, columns: Columns, index: int, weight: float, version: int) -> None:
         self._columns = columns
         self._index = index
         self._done = False
+        self._growing = False
         self.length: int = columns.max_length
         self.weight = weight
         self.version = version
@@ -94,26 +115,76 @@ class Row:
         return self._index
 
     def commit(self) -> Keys:
-        """Makes the row selectable and returns its key."""
+        """Makes the row selectable, or ends its growth, and returns its key.
+
+        Raises:
+            SchemaError: a length that the block does not have, or a weight that is no weight.
+            WaitTimeoutError: the store's rate limiter did not let it in.
+        """
         self._check_open()
+        native = self._columns.native
+        if self._growing:
+            self._done = True
+            native.seal_one(self._index)
+            assert self.key is not None
+            return self.key
+        key = self._enter(native.commit_one, self.length)
+        self._done = True
+        return key
+
+    def publish(self, *, length: int) -> Keys:
+        """Makes the first `length` steps selectable while the row is still being written; returns its key.
+
+        Raises:
+            SchemaError: as for `commit`; or the store has `max_times_sampled`, and gives rows away with their last
+                sample.
+            StoreFullError: all rows that may be kept are being extended.
+            WaitTimeoutError: the store's rate limiter did not let it in.
+        """
+        self._check_open()
+        if self._growing:
+            raise SchemaError("this row was already published; tell of more steps with extend()")
+        key = self._enter(self._columns.native.publish_one, length)
+        self._growing = True
+        self.length = length
+        return key
+
+    def extend(self, length: int) -> None:
+        """The row has that many steps by now. Cost: about a microsecond."""
+        self._check_open()
+        if not self._growing:
+            raise SchemaError("this row was not published yet: publish(length=...) comes first")
+        self._columns.native.extend(self._index, length)
+        self.length = length
+
+    def _enter(self, call: Callable[[int, int, float, int], int], length: int) -> Keys:
+        limiter = RateLimiter(self._columns.native)
+        admitted = False
         try:
-            length = int(self.length)
+            length = int(length)
             if not 0 < length <= self._columns.max_length:
                 raise SchemaError(f"the row's length is {length}, a block holds 1 to {self._columns.max_length} steps")
-            generation = self._columns.native.commit_one(self._index, length, float(self.weight), int(self.version))
+            limiter.admit_inserts(1)
+            admitted = True
+            generation = call(self._index, length, float(self.weight), int(self.version))
         except BaseException:
+            if admitted:
+                limiter.give_back(inserts=1)
             self.abandon()
             raise
-        self._done = True
         self.key = Keys(np.array([self._index], np.uint32), np.array([generation], np.uint32))
         return self.key
 
     def abandon(self) -> None:
-        """Gives the block back unwritten. Harmless when the row is already committed or given back."""
+        """Gives the block back unwritten; of a published row, ends its growth: what is selectable stays.
+
+        Harmless when the row is already committed or given back.
+        """
         if not self._done:
             self._done = True
-            if not self._columns.native.closed:
-                self._columns.native.abandon_one(self._index)
+            native = self._columns.native
+            if not native.closed:
+                (native.seal_one if self._growing else native.abandon_one)(self._index)
 
     def _check_open(self) -> None:
         if self._done:
@@ -170,14 +241,17 @@ class Rows:
         if self._done:
             raise SchemaError("these rows were already committed or given back")
         n = len(self._index)
+        limiter = RateLimiter(self._columns.native)
+        admitted = 0
         try:
-            generations = self._columns.native.commit(
-                self._index,
-                as_column(self.lengths, n, np.uint32, "lengths"),
-                as_column(self.weights, n, np.float64, "weights"),
-                as_column(self.versions, n, np.int64, "versions"),
-            )
+            lengths = as_column(self.lengths, n, np.uint32, "lengths")
+            weights = as_column(self.weights, n, np.float64, "weights")
+            versions = as_column(self.versions, n, np.int64, "versions")
+            limiter.admit_inserts(n)
+            admitted = n
+            generations = self._columns.native.commit(self._index, lengths, weights, versions)
         except BaseException:
+            limiter.give_back(inserts=admitted)
             self.abandon()
             raise
         self._done = True

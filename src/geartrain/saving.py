@@ -170,6 +170,7 @@ class _Base:
         # One store's sequence numbers are never given twice.
         same = self._committed["sequence"][place] == books["sequence"][known]
         same &= self._committed["generation"][place] == generations[known]
+        same &= self._committed["length"][place] == books["length"][known]  # it may have grown
         same &= self._committed["inserted_at_ns"][place] == books["inserted_at_ns"][known]
         known, place = known[same], place[same]
         chunk[known] = self._committed["chunk"][place]

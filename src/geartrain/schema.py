@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -153,6 +154,17 @@ def as_tensor(array: NDArray[Any], dtype: Dtype) -> torch.Tensor:
         array = array.view(f"int{8 * dtype.itemsize}")  # torch.from_numpy knows signed integers of every size
         return torch.from_numpy(array).view(torch_dtype(dtype))
     return torch.from_numpy(array.view(dtype.numpy_name))  # NumPy has two types of 64-bit integers, torch knows one
+
+
+def writable_tensor(array: NDArray[Any]) -> torch.Tensor:
+    """A tensor over an array that may be read-only; whoever gets it must not write then. torch would warn of it."""
+    import torch
+
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(array)
 
 
 def as_raw(array: Any, dtype: Dtype) -> Any:

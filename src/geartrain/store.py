@@ -26,6 +26,7 @@ from geartrain.errors import (
     StoreMissingError,
 )
 from geartrain.keys import Keys
+from geartrain.limiter import RateLimiter
 from geartrain.options import default_threads, nanoseconds, rows_of, schema_difference, timeout, whole_number
 from geartrain.row import Columns, Row, Rows, as_column
 from geartrain.saving import Saved, save
@@ -46,7 +47,7 @@ Create = Literal["never", "missing", "replace"]
 REMOVERS: tuple[Remover, ...] = ("fifo", "lifo", "lowest_weight")
 
 #: Named states of a row, as `Store.status` reports them.
-ROW_STATES = ("free", "writing", "committed", "spent")
+ROW_STATES = ("free", "writing", "committed", "spent", "growing")
 
 
 class Store:
@@ -82,6 +83,8 @@ class Store:
             field: Field(shape, dtype_of_code(code), timed=timed) for field, code, shape, timed in about["fields"]
         }
         self._columns = Columns(native, self._fields)
+        #: How fast rows may come and be drawn, in relation to each other; off until it is set.
+        self.limiter = RateLimiter(native)
         self._origin: str | None = None
 
     # --- making and joining ---------------------------------------------------------------------------------
@@ -389,7 +392,8 @@ class Store:
         """One block in every column, to be written in place.
 
         As a context manager it commits on a clean exit and gives the block back on an exception. By hand:
-        `row.commit()` or `row.abandon()`.
+        `row.commit()` or `row.abandon()`. An episode that is still going on can be selected too: `row.publish()`,
+        then `row.extend(length)` as it goes on. Where the store's `limiter` is set, committing waits for it.
 
         Args:
             weight: the row's weight in weighted selection; can be changed later.
@@ -454,16 +458,14 @@ class Store:
             as_lengths = np.full(n, steps, np.uint32)
         elif steps != -1 and as_lengths is not None and as_lengths.max(initial=0) > steps:
             raise SchemaError(f"the longest of `lengths` is {as_lengths.max()}, the arrays have {steps} steps")
-        return Keys(
-            *self._native.insert(
-                n,
-                sources,
-                as_lengths,
-                as_column(weights, n, np.float64, "weights"),
-                as_column(versions, n, np.int64, "versions"),
-                default_threads(threads),
-            )
-        )
+        as_weights = as_column(weights, n, np.float64, "weights")
+        as_versions = as_column(versions, n, np.int64, "versions")
+        self.limiter.admit_inserts(n)
+        try:
+            return Keys(*self._native.insert(n, sources, as_lengths, as_weights, as_versions, default_threads(threads)))
+        except BaseException:
+            self.limiter.give_back(inserts=n)
+            raise
 
     def _checked_source(self, name: str, data: Any) -> tuple[Any, int, int]:
         """The data as a C-contiguous array of the field's bytes, its rows and its steps."""
