@@ -51,5 +51,6 @@ class Parcel {
 
 void bind_codec(nb::module_& module);
 void bind_transport(nb::module_& module);
+void bind_collectives(nb::module_& module);
 
 }  // namespace geartrain

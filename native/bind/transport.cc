@@ -1,5 +1,6 @@
 // geartrain._native: connections, listeners, the inbox and calls for Python. Every wait releases the GIL, and looks
-// for signals now and then; a send does not, since half a message cannot be taken back.
+// for signals now and then; a send does not, since half a message cannot be taken back, and nor do reads and writes of
+// exposed memory.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -13,6 +14,7 @@
 #include "messages.h"
 #include "transport/calls.h"
 #include "transport/inbox.h"
+#include "transport/region.h"
 #include "transport/transport.h"
 
 namespace geartrain {
@@ -62,6 +64,8 @@ Options options_from(const nb::dict& given) {
   options.spin_us = item(given, "spin_us", options.spin_us);
   options.views = item(given, "views", options.views);
   options.lanes = item(given, "lanes", options.lanes);
+  options.peer_timeout_s = item(given, "peer_timeout_s", options.peer_timeout_s);
+  options.cross_memory = item(given, "cross_memory", options.cross_memory);
   MessageLimits& limits = options.limits;
   limits.max_header_bytes = item(given, "max_header_bytes", limits.max_header_bytes);
   limits.max_message_bytes = item(given, "max_message_bytes", limits.max_message_bytes);
@@ -99,6 +103,65 @@ Arrived* receive(Connection& connection, double timeout_s) {
   auto arrived = std::make_unique<Arrived>();
   patiently_or_throw(timeout_s, [&](Deadline slice) { connection.receive(&arrived->message, slice); });
   return arrived.release();
+}
+
+// An object's memory, held. Throws the exporter's error.
+class Held {
+ public:
+  Held(nb::handle exporter, bool writable) {
+    if (PyObject_GetBuffer(exporter.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
+      throw nb::python_error();
+    }
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  ~Held() { PyBuffer_Release(&view_); }
+  std::span<std::byte> bytes() const { return {static_cast<std::byte*>(view_.buf), static_cast<size_t>(view_.len)}; }
+
+ private:
+  Py_buffer view_;
+};
+
+// Memory that a peer may use until this is closed, or gone.
+class Exposed {
+ public:
+  Exposed(Connection& connection, nb::handle array, bool writable)
+      : held_(std::make_unique<Held>(array, writable)), region_(connection.expose(held_->bytes(), writable)) {}
+  ~Exposed() { close(); }
+
+  nb::bytes handle() const {
+    const RegionHandle handle = region_->handle();
+    return nb::bytes(&handle, sizeof handle);
+  }
+  void close() {
+    {
+      nb::gil_scoped_release unlocked;
+      region_->close();
+    }
+    held_.reset();
+  }
+  bool closed() const { return region_->closed(); }
+  uint64_t bytes() const { return region_->bytes(); }
+
+ private:
+  std::unique_ptr<Held> held_;
+  std::shared_ptr<ExposedRegion> region_;
+};
+
+Bytes bytes_of(const nb::bytes& given) {
+  return std::as_bytes(std::span(given.c_str(), given.size()));
+}
+
+void read_region(Connection& connection, const nb::bytes& handle, nb::handle into, uint64_t offset, double timeout_s) {
+  const Held held(into, true);
+  nb::gil_scoped_release unlocked;
+  connection.read(bytes_of(handle), held.bytes(), offset, Deadline::after(timeout_s));
+}
+
+void write_region(Connection& connection, const nb::bytes& handle, nb::handle from, uint64_t offset, double timeout_s) {
+  const Held held(from, false);
+  nb::gil_scoped_release unlocked;
+  connection.write(bytes_of(handle), held.bytes(), offset, Deadline::after(timeout_s));
 }
 
 nb::dict counts(const Connection& connection) {
@@ -155,6 +218,11 @@ void bind_transport(nb::module_& module) {
       .def("send", &send)
       .def("receive", &receive)
       .def("close", &Connection::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("expose", [](Connection& connection, nb::handle array,
+                        bool writable) { return std::make_unique<Exposed>(connection, array, writable); })
+      .def("read", &read_region)
+      .def("write", &write_region)
+      .def_prop_ro("one_sided", &Connection::one_sided)
       .def("counts", &counts)
       .def("describe", &Connection::describe)
       .def_prop_ro("transport", &Connection::transport)
@@ -163,6 +231,12 @@ void bind_transport(nb::module_& module) {
       .def_prop_ro("considered", &Connection::considered)
       .def_prop_ro("lost", &Connection::lost)
       .def_prop_ro("closed", &Connection::closed);
+
+  nb::class_<Exposed>(module, "Region")
+      .def_prop_ro("handle", &Exposed::handle)
+      .def_prop_ro("nbytes", &Exposed::bytes)
+      .def_prop_ro("closed", &Exposed::closed)
+      .def("close", &Exposed::close);
 
   nb::class_<Listener>(module, "Listener")
       .def_static("make", &listen)
@@ -177,7 +251,8 @@ void bind_transport(nb::module_& module) {
       .def("close", &Listener::close, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Inbox>(module, "Inbox")
-      .def(nb::init<double>())
+      .def(nb::init<double, uint32_t>())
+      .def("step_aside", &Inbox::step_aside)
       .def("add", &Inbox::add, nb::call_guard<nb::gil_scoped_release>())
       .def("watch", &Inbox::watch, nb::call_guard<nb::gil_scoped_release>())
       .def("remove", &Inbox::remove, nb::call_guard<nb::gil_scoped_release>())

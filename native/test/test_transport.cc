@@ -288,6 +288,9 @@ TEST(the_fastest_way_that_works_is_chosen_and_the_others_are_explained) {
   for (const char* nonsense : {"", "id=", "tcp=1:2", "id=12;tcp=1:2", "hello"}) {
     CHECK_THROWS(schema, Address::parse(nonsense));
   }
+  // Whoever answers there, for places that are known before their listeners are.
+  const std::string place = Address::parse(address).tcp.at(0);
+  CHECK_EQ(std::string(connect("id=any;tcp=" + place, {}, soon())->transport()), "tcp");
 }
 
 TEST(a_secret_is_proved_on_both_sides_or_there_is_no_connection) {

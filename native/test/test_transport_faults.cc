@@ -1,20 +1,14 @@
 // What goes wrong between processes: killed, stopped, silent and lying peers. Each is a named error in bounded time,
 // nothing is left behind, and everybody else goes on.
 
-#include <arpa/inet.h>
-#include <dirent.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/un.h>
-#include <sys/wait.h>
-
-#include <functional>
 
 #include "check.h"
+#include "faults.h"
 #include "peers.h"
 #include "pool.h"
 #include "transport/calls.h"
@@ -27,86 +21,9 @@
 namespace geartrain {
 namespace {
 
-constexpr uint64_t kMiB = uint64_t{1} << 20;
-
-size_t open_files() {
-  size_t count = 0;
-  DIR* directory = ::opendir("/proc/self/fd");
-  while (::readdir(directory) != nullptr) ++count;
-  ::closedir(directory);
-  return count;
-}
-
-// Memory that is mapped and in use, in MiB.
-uint64_t resident_mib() {
-  std::FILE* file = std::fopen("/proc/self/statm", "r");
-  unsigned long total = 0, resident = 0;
-  if (std::fscanf(file, "%lu %lu", &total, &resident) != 2) resident = 0;
-  std::fclose(file);
-  return resident * 4096 / kMiB;
-}
-
-// A process of its own, that runs `body` and ends; killed when the test is done with it.
-class Child {
- public:
-  explicit Child(const std::function<void()>& body) : pid_(::fork()) {
-    if (pid_ != 0) return;
-    int code = 0;
-    try {
-      body();
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "child: %s\n", error.what());
-      code = 1;
-    }
-    ::_exit(code);
-  }
-  ~Child() {
-    ::kill(pid_, SIGKILL);
-    if (!waited_) ::waitpid(pid_, nullptr, 0);
-  }
-  void signal(int number) const { ::kill(pid_, number); }
-  int wait() {
-    int status = 0;
-    ::waitpid(pid_, &status, 0);
-    waited_ = true;
-    return status;
-  }
-
- private:
-  pid_t pid_;
-  bool waited_ = false;
-};
-
-Options over(const char* transport) {
-  Options options;
-  options.transport = transport;
-  return options;
-}
-
-Descriptor raw_tcp(const std::string& address) {
-  const std::string place = Address::parse(address).tcp.at(0);
-  struct sockaddr_in to{};
-  to.sin_family = AF_INET;
-  to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  to.sin_port = htons(static_cast<uint16_t>(std::stoi(place.substr(place.find(':') + 1))));
-  Descriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  CHECK_EQ(::connect(socket.get(), reinterpret_cast<const struct sockaddr*>(&to), sizeof to), 0);
-  return socket;
-}
-
-Descriptor raw_unix(const std::string& address) {
-  const std::string name = Address::parse(address).shm;
-  struct sockaddr_un to{};
-  to.sun_family = AF_UNIX;
-  std::memcpy(to.sun_path + 1, name.data(), name.size());
-  Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const auto size = static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + name.size());
-  CHECK_EQ(::connect(socket.get(), reinterpret_cast<const struct sockaddr*>(&to), size), 0);
-  return socket;
-}
-
 TEST(a_peer_killed_in_the_middle_of_big_messages_is_an_error_and_its_memory_comes_back) {
   if (kThreadSanitizer) return;
+  connected("tcp");  // the thread that serves the lines beside connections keeps two files open
   for (const char* transport : {"shm", "tcp"}) {
     const size_t files = open_files(), in_use = pool_counts().bytes_in_use;
     for (int round = 0; round < 12; ++round) {
@@ -292,20 +209,6 @@ TEST(garbage_and_silence_on_the_port_are_refused_and_disturb_nobody) {
   CHECK_THROWS(timed_out, listener.accept(Deadline::after(0)));
 }
 
-// A connection whose dialer's end is a bare socket that has made its greeting.
-struct Liar {
-  Listener listener{{}};
-  Descriptor socket;
-  std::shared_ptr<Connection> victim;
-
-  Liar() {
-    socket = raw_tcp(listener.address());
-    greet(socket.get(), Intent::stream, Address::parse(listener.address()), {}, soon());
-    victim = listener.accept(soon());
-  }
-  void say(Bytes bytes) const { write_exactly(socket.get(), bytes, soon()); }
-};
-
 TEST(a_frame_that_claims_what_cannot_be_ends_its_connection_before_memory_is_taken) {
   const uint64_t huge = uint64_t{1} << 63;
   const FrameHeader frames[] = {
@@ -391,7 +294,7 @@ TEST(a_segment_that_could_shrink_or_has_another_nonce_is_refused_by_the_handshak
     Descriptor memory(::memfd_create("liar", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     CHECK_EQ(::ftruncate(memory.get(), static_cast<off_t>(offer.segment_bytes)), 0);
     if (sealed) CHECK_EQ(::fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK), 0);
-    const int fds[3] = {memory.get(), memory.get(), memory.get()};
+    const int fds[kShmOfferFds] = {memory.get(), memory.get(), memory.get(), memory.get()};
     send_with_fds(socket.get(), std::as_bytes(std::span(&offer, 1)), fds, soon());
     ShmReply reply{};
     read_exactly(socket.get(), std::as_writable_bytes(std::span(&reply, 1)), soon());

@@ -12,8 +12,10 @@
 #include "copy.h"
 #include "pool.h"
 #include "threads.h"
+#include "transport/aside.h"
 #include "transport/frame.h"
 #include "transport/provider.h"
+#include "transport/region.h"
 
 namespace geartrain {
 namespace {
@@ -92,6 +94,7 @@ Turn::Hold::~Hold() {
 Connection::Connection(const Options& options, std::string name, bool authenticated)
     : options_(options),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      regions_(std::make_shared<ExposedRegions>()),
       forks_(forks()),
       name_(std::move(name)),
       authenticated_(authenticated),
@@ -111,7 +114,7 @@ void Connection::send(const Outgoing& message, Deadline deadline) {
   Turn::Hold turn(send_turn_, deadline, "sending");
   check_usable();
   if (lost()) fail_lost();
-  write(message, deadline);
+  write_message(message, deadline);
   add(messages_sent_, 1);
 }
 
@@ -144,12 +147,13 @@ Connection::Poll Connection::poll_now(Message* message) {
   }
   if (ended_) fail_lost();
   try {
-    const Poll found = read(message);
+    const Poll found = read_message(message);
     if (found == Poll::message) add(messages_received_, 1);
     return found;
   } catch (const Error& error) {
     ended_ = true;
     lose(error.what());
+    if (error.kind == ErrorKind::peer_lost) fail_lost();  // for the reason that was first
     throw;
   }
 }
@@ -159,7 +163,7 @@ bool Connection::read_ahead() {
   if (!lock || ended_ || ahead_bytes_ >= options_.limits.max_queued_bytes) return false;
   Message message;
   try {
-    const Poll found = read(&message);
+    const Poll found = read_message(&message);
     if (found != Poll::message) return found == Poll::more;
     add(messages_received_, 1);
   } catch (const Error& error) {
@@ -223,6 +227,66 @@ void Connection::wake_self() const {
   [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);  // fails only when already awake
 }
 
+// --- one-sided ----------------------------------------------------------------------------------------------------
+
+template <typename Do>
+void Connection::access(Do&& act) {
+  check_usable();
+  if (lost()) fail_lost();
+  try {
+    act();
+  } catch (const Error& error) {
+    if (error.kind != ErrorKind::peer_lost) throw;
+    check_usable();
+    if (lost()) fail_lost();
+    throw;
+  }
+}
+
+std::shared_ptr<ExposedRegion> Connection::expose(std::span<std::byte> memory, bool writable) {
+  check_usable();
+  return regions_->add(memory, writable);
+}
+
+void Connection::read(Bytes handle, std::span<std::byte> into, uint64_t offset, Deadline deadline) {
+  access([&] { count_received(read_region(RegionHandle::parse(handle), into, offset, deadline), into.size()); });
+}
+
+void Connection::write(Bytes handle, Bytes from, uint64_t offset, Deadline deadline) {
+  access([&] { count_sent(write_region(RegionHandle::parse(handle), from, offset, deadline), from.size()); });
+}
+
+Path Connection::read_region(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset,
+                             Deadline deadline) {
+  if (aside_ == nullptr) fail(ErrorKind::not_viable, "this connection has no line for it");
+  return aside_->read(handle, into, offset, deadline);
+}
+
+Path Connection::write_region(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline) {
+  if (aside_ == nullptr) fail(ErrorKind::not_viable, "this connection has no line for it");
+  return aside_->write(handle, from, offset, deadline);
+}
+
+void Connection::start_aside(Descriptor socket, int peer, const std::string& why) {
+  Aside::Setup setup;
+  setup.socket = std::move(socket);
+  setup.peer = options_.cross_memory ? peer : 0;
+  setup.out_of_reach = options_.cross_memory ? why : "it was not to be tried";
+  setup.peer_timeout_s = options_.peer_timeout_s;
+  setup.regions = regions_;
+  setup.lost = [this](const std::string& reason) { lose("the peer over " + describe() + " " + reason); };
+  aside_ = std::make_shared<Aside>(std::move(setup));
+  aside_->start();
+}
+
+void Connection::stop_aside() {
+  if (aside_ != nullptr) aside_->stop();
+}
+
+std::string Connection::one_sided() const {
+  return aside_ == nullptr ? "" : aside_->way();
+}
+
 // --- the end ------------------------------------------------------------------------------------------------------
 
 void Connection::close() {
@@ -236,7 +300,9 @@ void Connection::lose(const std::string& reason) {
     std::lock_guard lock(reason_mutex_);
     if (reason_.empty()) reason_ = reason;
   }
-  if (!lost_.exchange(true)) hang_up();
+  if (lost_.exchange(true)) return;
+  hang_up();
+  if (aside_ != nullptr) aside_->hang_up();
 }
 
 void Connection::fail_lost() const {

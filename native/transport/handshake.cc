@@ -131,7 +131,7 @@ Session greet(int socket, Intent intent, const Address& address, const Options& 
     fail(ErrorKind::frame, "the peer speaks version ", challenge.version, " of the protocol, this is version ",
          kProtocolVersion);
   }
-  if (hex(challenge.listener) != address.id) {
+  if (!address.id.empty() && address.id != Address::kAnyId && hex(challenge.listener) != address.id) {
     fail(ErrorKind::frame, "another listener answers there: the one with this address is gone");
   }
   if ((challenge.has_secret != 0) != (hello.has_secret != 0)) {
@@ -153,6 +153,7 @@ Session greet(int socket, Intent intent, const Address& address, const Options& 
   if (!same_digest(mine, theirs)) fail(ErrorKind::untrusted, "the peer does not know the secret");
   Session session;
   std::memcpy(session.id.data(), verdict.session, session.id.size());
+  std::memcpy(session.listener.data(), challenge.listener, session.listener.size());
   session.authenticated = !options.secret.empty();
   return session;
 }

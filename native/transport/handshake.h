@@ -18,16 +18,21 @@
 namespace geartrain {
 
 constexpr char kHelloMagic[8] = {'G', 'E', 'A', 'R', 'T', 'P', 'T', '\n'};
-constexpr uint32_t kProtocolVersion = 1;
+constexpr uint32_t kProtocolVersion = 2;
 constexpr uint32_t kMaxLanes = 16;
 
-enum class Intent : uint32_t { stream = 1, shm = 2, lane = 3 };
+enum class Intent : uint32_t {
+  stream = 1,
+  shm = 2,
+  lane = 3,
+  raw = 4,  // no messages: whoever has the listener speaks for itself from here on (ListenerOptions::raw)
+};
 
 struct Hello {
   char magic[8];
   uint32_t version;
   uint32_t intent;
-  uint32_t lanes;  // stream: how many will follow; lane: which of them this is
+  uint32_t lanes;  // stream: how many will follow, and then one beside them (aside.h); lane: which of them this is
   uint32_t has_secret;
   uint8_t session[16];  // lane: of its connection
   uint8_t nonce[32];
@@ -70,6 +75,7 @@ using SessionId = std::array<uint8_t, 16>;
 // What both sides know of each other once they have agreed.
 struct Session {
   SessionId id{};
+  SessionId listener{};  // of the one that was greeted
   bool authenticated = false;
   std::string name() const;  // the id's first half, in hexadecimal
 };
@@ -77,7 +83,8 @@ struct Session {
 Proof prove(const std::string& secret, const Hello& hello, const Challenge& challenge);
 void seal(const std::string& secret, const Hello& hello, const Challenge& challenge, Verdict* verdict);
 
-// The dialer's half, on a connected socket that does not block. Throws untrusted, timed_out, peer_lost, frame.
+// The dialer's half, on a connected socket that does not block. An address without an id takes whoever answers there.
+// Throws untrusted, timed_out, peer_lost, frame.
 Session greet(int socket, Intent intent, const Address& address, const Options& options, Deadline deadline,
               uint32_t lanes = 0, const SessionId* of = nullptr);
 

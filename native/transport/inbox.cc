@@ -16,10 +16,11 @@ constexpr uint64_t kDormantAfterNs = 50'000'000;
 
 }  // namespace
 
-Inbox::Inbox(double spin_us)
+Inbox::Inbox(double spin_us, uint32_t at_once)
     : forks_(forks()),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      at_once_(std::max(at_once, 1u)),
       patience_(spin_us) {
   struct epoll_event event{};
   event.events = EPOLLIN | EPOLLET;
@@ -83,7 +84,8 @@ void Inbox::close() {
   if (forks_ != forks()) return;
   std::lock_guard lock(mutex_);
   closed_ = true;
-  standby_.notify_all();
+  deputy_.notify_all();
+  reserve_.notify_all();
   wake_leader();
 }
 
@@ -94,25 +96,9 @@ void Inbox::wake_leader() const {
 
 bool Inbox::receive(Event* event, Deadline deadline) {
   if (forks_ != forks()) fail(ErrorKind::hung_up, "this inbox belongs to the process that this one was forked from");
-  constexpr auto kTakeover = std::chrono::nanoseconds(static_cast<int64_t>(kTakeoverS * 1e9));
   std::unique_lock lock(mutex_);
-  bool rested = false;  // who has slept waits until the leader has been away for long enough
-  for (;;) {
-    if (closed_) fail(ErrorKind::hung_up, "the inbox was closed");
-    const uint64_t now = monotonic_ns();
-    if (!leading_ && (!rested || now - left_ns_ >= static_cast<uint64_t>(kTakeover.count()))) break;
-    const auto left = std::chrono::nanoseconds(deadline.left_ns());
-    if (left.count() == 0) return false;
-    ++standing_by_;
-    if (leading_ && now - left_ns_ > kDormantAfterNs) {
-      dormant_ = true;
-      standby_.wait_for(lock, left);
-    } else {
-      standby_.wait_for(lock, std::min<std::chrono::nanoseconds>(left, kTakeover));
-    }
-    --standing_by_;
-    rested = true;
-  }
+  come_back();
+  if (!stand_by(lock, deadline)) return false;
   leading_ = true;
   lock.unlock();
   bool found = false;
@@ -121,19 +107,84 @@ bool Inbox::receive(Event* event, Deadline deadline) {
   } catch (...) {
     lock.lock();
     leading_ = false;
-    standby_.notify_one();
+    deputy_.notify_one();
     throw;
   }
   lock.lock();
   leading_ = false;
   left_ns_ = monotonic_ns();
   event->standing_by = standing_by_;
-  // Sleepers without a clock must start one; they have one while messages keep coming.
-  if (standing_by_ != 0 && dormant_) {
+  if (found && !event->lost) away_.push_back({std::this_thread::get_id(), left_ns_});
+  // A deputy without a clock must start one; it has one while messages keep coming.
+  if (has_deputy_ && (dormant_ || !found)) {
     dormant_ = false;
-    standby_.notify_one();
+    deputy_.notify_one();
   }
   return found;
+}
+
+// Until this thread may lead. False at the deadline.
+bool Inbox::stand_by(std::unique_lock<std::mutex>& lock, Deadline deadline) {
+  bool rested = false, deputy = false;
+  ++standing_by_;
+  const auto leave = [&](bool leads) {
+    --standing_by_;
+    if (deputy) {
+      has_deputy_ = false;
+      reserve_.notify_one();
+    }
+    return leads;
+  };
+  for (;;) {
+    if (closed_) {
+      leave(false);
+      fail(ErrorKind::hung_up, "the inbox was closed");
+    }
+    const uint64_t now = monotonic_ns();
+    const uint64_t from_ns = leading_ ? now + static_cast<uint64_t>(kTakeoverS * 1e9) : may_lead_ns(rested, now);
+    if (!leading_ && from_ns <= now) return leave(true);
+    const auto left = std::chrono::nanoseconds(deadline.left_ns());
+    if (left.count() == 0) return leave(false);
+    if (!deputy && has_deputy_) {
+      reserve_.wait_for(lock, left);
+    } else {
+      deputy = has_deputy_ = true;
+      if (leading_ && now - left_ns_ > kDormantAfterNs) {
+        dormant_ = true;
+        deputy_.wait_for(lock, left);
+      } else {
+        deputy_.wait_for(lock, std::min<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(from_ns - now)));
+      }
+    }
+    rested = true;
+  }
+}
+
+// From when on a thread may lead, if no other does: who comes back from work at once, who has rested when the last
+// leader has been away for kTakeover; and neither while enough others are at work.
+uint64_t Inbox::may_lead_ns(bool rested, uint64_t now_ns) const {
+  constexpr auto kLongNs = static_cast<uint64_t>(kLongS * 1e9);
+  uint64_t from_ns = rested ? left_ns_ + static_cast<uint64_t>(kTakeoverS * 1e9) : 0;
+  if (away_.size() < at_once_) return from_ns;
+  std::vector<uint64_t> young;
+  for (const Away& one : away_) {
+    if (now_ns - one.since_ns < kLongNs) young.push_back(one.since_ns);
+  }
+  if (young.size() < at_once_) return from_ns;
+  std::sort(young.begin(), young.end());
+  return std::max(from_ns, young[young.size() - at_once_] + kLongNs);
+}
+
+void Inbox::come_back() {
+  std::erase_if(away_, [](const Away& one) { return one.thread == std::this_thread::get_id(); });
+}
+
+void Inbox::step_aside() {
+  if (forks_ != forks()) return;
+  std::lock_guard lock(mutex_);
+  come_back();
+  dormant_ = false;
+  deputy_.notify_one();
 }
 
 bool Inbox::lead(Event* event, Deadline deadline) {

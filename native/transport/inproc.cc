@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "transport/provider.h"
+#include "transport/region.h"
 
 namespace geartrain {
 namespace {
@@ -48,8 +49,26 @@ class InprocConnection final : public Connection {
   bool can_look() const override { return true; }
   std::vector<Wake> wakes() const override { return {{wake_.get(), true}}; }
   int end_descriptor() const override { return end_.get(); }
+  std::string one_sided() const override { return "memory"; }
+  // Before anybody has either end.
+  static void introduce(InprocConnection& one, InprocConnection& other) {
+    one.peer_regions_ = other.regions_;
+    other.peer_regions_ = one.regions_;
+  }
 
  protected:
+  Path read_region(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset, Deadline) override {
+    use(handle, offset, into.size(), false,
+        [&](std::span<std::byte> from) { copy_large(into.data(), from.data(), into.size()); });
+    return Path::memory;
+  }
+
+  Path write_region(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline) override {
+    use(handle, offset, from.size(), true,
+        [&](std::span<std::byte> into) { copy_large(into.data(), from.data(), from.size()); });
+    return Path::memory;
+  }
+
   bool look() const override { return in_->count.load(std::memory_order_acquire) != 0; }
 
   bool prepare_to_sleep() override {
@@ -70,7 +89,7 @@ class InprocConnection final : public Connection {
     ::shutdown(end_.get(), SHUT_RDWR);
   }
 
-  void write(const Outgoing& outgoing, Deadline deadline) override {
+  void write_message(const Outgoing& outgoing, Deadline deadline) override {
     Message message;
     std::vector<uint64_t> sizes;
     for (const Bytes& buffer : outgoing.buffers) sizes.push_back(buffer.size());
@@ -107,7 +126,7 @@ class InprocConnection final : public Connection {
     count_sent(Path::memory, bytes);
   }
 
-  Poll read(Message* message) override {
+  Poll read_message(Message* message) override {
     std::unique_lock lock(in_->mutex);
     if (in_->queue.empty()) {
       if (!in_->closed) return Poll::nothing;
@@ -125,6 +144,15 @@ class InprocConnection final : public Connection {
   }
 
  private:
+  template <typename Do>
+  void use(const RegionHandle& handle, uint64_t offset, uint64_t bytes, bool writing, Do&& act) {
+    const auto region = peer_regions_->find(handle.id);
+    if (region == nullptr || region->closed()) check_access(Access::closed);
+    check_access(allowed(region->handle(), offset, bytes, writing));
+    if (!region->use(offset, bytes, act)) check_access(Access::closed);
+  }
+
+  std::shared_ptr<ExposedRegions> peer_regions_;
   const std::shared_ptr<Pipe> in_, out_;
   const Descriptor end_;  // one of a pair of sockets that carry nothing, and tell of the end
 };
@@ -145,6 +173,7 @@ std::pair<std::shared_ptr<Connection>, std::shared_ptr<Connection>> make_inproc(
       std::make_shared<InprocConnection>(dialer, back, there, Descriptor(ends[0]), session.name(), authenticated);
   auto other =
       std::make_shared<InprocConnection>(listener, there, back, Descriptor(ends[1]), session.name(), authenticated);
+  InprocConnection::introduce(*one, *other);
   return {std::move(one), std::move(other)};
 }
 

@@ -20,6 +20,7 @@
 #include <map>
 #include <thread>
 
+#include "transport/aside.h"
 #include "transport/memfd.h"
 #include "transport/provider.h"
 
@@ -36,6 +37,10 @@ void check_options(const Options& options) {
   }
   if (options.lanes > kMaxLanes)
     fail(ErrorKind::schema, "there are ", kMaxLanes, " lanes at most, found ", options.lanes);
+  if (options.peer_timeout_s != 0 && options.peer_timeout_s < kLeastPeerTimeoutS) {
+    fail(ErrorKind::schema, "peers give a sign of life every ", kBeatS, " s: peer_timeout_s is 0, for none, or ",
+         kLeastPeerTimeoutS, " and more, found ", options.peer_timeout_s);
+  }
   if (options.transport.empty()) return;
   for (const Provider& provider : kProviders) {
     if (options.transport == provider.name) return;
@@ -116,7 +121,9 @@ Address Address::parse(const std::string& text) {
     if (key == "shm") address.shm = value;
     if (key == "tcp") address.tcp.push_back(value);
   }
-  if (address.id.size() != 32) fail(ErrorKind::schema, "not an address of a listener: '", text, "'");
+  if (address.id.size() != 32 && address.id != Address::kAnyId) {
+    fail(ErrorKind::schema, "not an address of a listener: '", text, "'");
+  }
   return address;
 }
 
@@ -170,13 +177,16 @@ class Listener::Body {
     return connection;
   }
 
+  // The port is free when this returns: whoever starts again under it need not wait. The thread is never long in
+  // anything, so the limit is for a machine that does not let it run.
   void close() {
     if (forks_ != forks()) return;
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     closed_ = true;
     arrived_.notify_all();
     const uint64_t one = 1;
     [[maybe_unused]] const ssize_t written = ::write(stop_.get(), &one, sizeof one);
+    arrived_.wait_for(lock, std::chrono::seconds(5), [this] { return gone_; });
   }
 
   const std::string& address() const { return text_; }
@@ -287,6 +297,8 @@ class Listener::Body {
     tcp_.reset();
     std::lock_guard lock(mutex_);
     ready_.clear();  // their dialers see the end
+    gone_ = true;
+    arrived_.notify_all();
   }
 
   void take_from(const Descriptor& listening, bool local) {
@@ -428,14 +440,18 @@ class Listener::Body {
       case Intent::stream:
         if (pending.hello.lanes > kMaxLanes) fail(ErrorKind::frame, "too many lanes");
         pending.state = Pending::State::lanes;
-        // Until its lanes have come the first connection has nothing to say.
-        if (pending.hello.lanes == 0) complete(place);
-        return false;
+        return false;  // until its lanes have come it has nothing to say
       case Intent::lane:
         unwatch(pending);
         owner->lanes.push_back(std::move(pending.socket));
         pending_.erase(place);
-        if (owner->lanes.size() == owner->hello.lanes) complete(owner);
+        if (owner->lanes.size() == owner->hello.lanes + 1) complete(owner);
+        return false;
+      case Intent::raw:
+        if (options_.raw == nullptr) fail(ErrorKind::frame, "nobody here takes raw connections");
+        unwatch(pending);
+        options_.raw(std::move(pending.socket), pending.local);
+        pending_.erase(place);
         return false;
     }
     fail(ErrorKind::frame, "an intent that this version does not know");
@@ -488,7 +504,7 @@ class Listener::Body {
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::deque<std::shared_ptr<Connection>> ready_;
-  bool closed_ = false;
+  bool closed_ = false, gone_ = false;  // gone: the sockets are closed
   std::unique_ptr<std::thread> thread_;
 
  public:

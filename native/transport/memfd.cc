@@ -42,8 +42,8 @@ Descriptor make_memory(const char* name, uint64_t bytes) {
     if (error == EINTR) error = 0;
   }
   if (error != 0) {
-    fail(error == ENOSPC || error == ENOMEM ? ErrorKind::no_space : ErrorKind::os, "cannot reserve ", bytes,
-         " bytes of shared memory for a message: ", std::strerror(error));
+    fail(error == ENOSPC || error == ENOMEM || error == EFBIG ? ErrorKind::no_space : ErrorKind::os, "cannot reserve ",
+         bytes, " bytes of shared memory for a message: ", std::strerror(error));
   }
   if (::fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
     fail(ErrorKind::os, "cannot seal a memfd: ", std::strerror(errno));

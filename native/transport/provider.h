@@ -26,15 +26,15 @@ std::pair<std::shared_ptr<Connection>, std::shared_ptr<Connection>> make_inproc(
                                                                                 const Options& listener,
                                                                                 bool authenticated);
 
-// After the handshake the dialer of a shm connection sends this, with three descriptors: the control segment (shm.cc),
-// its own eventfd and the listener's.
+// After the handshake the dialer of a shm connection sends this, with four descriptors: the control segment
+// (shm_control.h), its own eventfd, the listener's, and the listener's end of the line beside the connection (aside.h).
 struct ShmOffer {
   char magic[8];
   uint64_t segment_bytes;
   uint8_t nonce[32];  // also stands in the segment
 };
 static_assert(sizeof(ShmOffer) == 48);
-constexpr size_t kShmOfferFds = 3;
+constexpr size_t kShmOfferFds = 4;
 
 struct ShmReply {
   uint32_t viable;
@@ -47,10 +47,16 @@ static_assert(sizeof(ShmReply) == 128);
 std::shared_ptr<Connection> take_shm(Descriptor&& socket, const ShmOffer& offer, std::vector<Descriptor> fds,
                                      const Session& session, const Options& options);
 
+// The last of the lanes is the line beside the connection.
 std::shared_ptr<Connection> take_tcp(Descriptor socket, std::vector<Descriptor> lanes, const Session& session,
                                      const Options& options);
 
-// --- shared by them -----------------------------------------------------------------------------------------------
+// --- shared by them, and by those who speak over sockets of their own ----------------------------------------------
+
+// A connected socket that does not block. Throws not_viable, timed_out.
+Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline);
+// The same, by a name in the abstract namespace.
+Descriptor connect_unix(const std::string& name, Deadline deadline);
 
 // A copy that uses several cores and goes around the cache where that is faster.
 void copy_large(std::byte* to, const std::byte* from, uint64_t bytes);

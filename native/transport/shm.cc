@@ -1,25 +1,17 @@
 // Two processes on one host. Small messages stand in a ring in shared memory, big ones in memfd segments that the
 // sender keeps and lends; a Unix socket carries descriptors, and tells of the peer's end.
 //
-// The control segment, a memfd made by the dialer:
-//
-//   offset 0        ControlHeader   magic, version, the handshake's nonce and its answer
-//          4096     Direction [2]   dialer to listener, listener to dialer
-//          8192     ring      [2]   kRingBytes each
-//
-// A ring holds frames (frame.h), each beginning at a multiple of 8; positions count bytes for ever, modulo its size.
-// The receiver copies everything out before it looks at it, because the sender could change it meanwhile.
+// shm_control.h draws what they share. The receiver copies everything out of the ring before it looks at it, because
+// the sender could change it meanwhile.
 //
 // Sleeping. A receiver that finds nothing sets `asleep`, looks again, and waits for its eventfd, which the sender
 // writes when it finds `asleep` set. A sender without room does the same with `short_of_room`. So while both are
 // busy, messages cost no system call. Nobody ever reads an eventfd: waits are edge-triggered, and any number of
 // threads may wait at once.
 //
-// Segments. The sender keeps up to kSlots of them. A new one is announced over the socket with its descriptor, before
-// a frame in the ring speaks of it; the receiver maps it once. `lent[slot]` is set by the sender before the frame is
-// visible, and cleared by the receiver when the last user of the message is done. Segments are sealed against
-// shrinking, so reading them cannot fault; nothing here depends on the size of /dev/shm, and nothing has a name that
-// could be left behind.
+// Segments (shm_segments.h). A segment is lent by the sender before the frame that speaks of it is visible, and given
+// back by the receiver when the last user of the message is done. Segments are sealed against shrinking, so reading
+// them cannot fault; nothing here depends on the size of /dev/shm, and nothing has a name that could be left behind.
 //
 // Death. The kernel closes the socket of a process that dies: the other side takes what is whole in the ring, and
 // then its connection ends. Messages it still uses stay valid, because the memory is the kernel's until nobody maps it.
@@ -33,7 +25,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <cstring>
 
@@ -41,83 +32,18 @@
 #include "transport/handshake.h"
 #include "transport/memfd.h"
 #include "transport/provider.h"
+#include "transport/shm_control.h"
+#include "transport/shm_segments.h"
 
 namespace geartrain {
 namespace {
 
-constexpr char kControlMagic[8] = {'G', 'E', 'A', 'R', 'S', 'H', 'M', '\n'};
 constexpr char kOfferMagic[8] = {'G', 'E', 'A', 'R', 'O', 'F', 'R', '\n'};
-constexpr uint32_t kControlVersion = 1;
-constexpr uint64_t kRingBytes = uint64_t{1} << 20;
 constexpr uint64_t kInlineMost = uint64_t{32} << 10;    // frames up to this size stand in the ring whole
 constexpr uint64_t kInlineHeader = uint64_t{16} << 10;  // headers up to this size, when the buffers do not
 constexpr uint64_t kViewFrom = uint64_t{512} << 10;     // a smaller message is copied: that is soon done
-constexpr uint64_t kSmallestSegment = uint64_t{256} << 10;
-constexpr uint64_t kIdleNs = 10'000'000'000;  // a segment unused for so long is given up
-constexpr uint64_t kGlanceNs = 5'000'000;     // how often a busy sender looks whether the peer lives
-constexpr uint32_t kSlots = 64;
-constexpr uint32_t kMostViews = kSlots / 2;  // the others stay free for messages that are copied
-
-struct ControlHeader {
-  char magic[8];
-  uint32_t version;
-  uint32_t slots;
-  uint64_t ring_bytes;
-  uint8_t nonce[32];
-  uint8_t answer[32];  // the nonce, every bit turned
-};
-
-struct Direction {
-  alignas(64) std::atomic<uint64_t> head;           // the sender's: bytes ever written
-  alignas(64) std::atomic<uint64_t> tail;           // the receiver's: bytes ever read
-  alignas(64) std::atomic<uint32_t> asleep;         // set by the receiver, cleared by whoever wakes it
-  alignas(64) std::atomic<uint32_t> short_of_room;  // set by the sender, cleared by whoever wakes it
-  alignas(64) std::atomic<uint32_t> lent[kSlots];   // set by the sender, cleared by the receiver
-};
-static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
-static_assert(offsetof(Direction, tail) == 64 && offsetof(Direction, asleep) == 128);
-static_assert(offsetof(Direction, short_of_room) == 192 && offsetof(Direction, lent) == 256);
-static_assert(sizeof(Direction) == 512);
-
-constexpr uint64_t kDirectionsOffset = 4096;
-constexpr uint64_t kRingsOffset = 8192;
-constexpr uint64_t kControlBytes = kRingsOffset + 2 * kRingBytes;
-static_assert(sizeof(ControlHeader) <= kDirectionsOffset);
-static_assert(kDirectionsOffset + 2 * sizeof(Direction) <= kRingsOffset);
-
-// What the socket carries after the handshake.
-enum class Word : uint32_t { announce = 1, drop = 2 };
-struct SegmentNote {
-  uint32_t word;
-  uint32_t slot;
-  uint32_t use;
-  uint32_t reserved;
-  uint64_t bytes;
-};
-static_assert(sizeof(SegmentNote) == 24);
-
-void ring_bell(const Descriptor& eventfd) {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(eventfd.get(), &one, sizeof one);  // full means: awake anyway
-}
-
-// The control segment as one side sees it. Messages that view a segment keep it, so it may outlive the connection.
-struct Control {
-  Memory memory;
-  bool dialer = false;
-  Descriptor peer_wake;
-  const uint64_t made_in = forks();
-
-  ControlHeader& header() const { return *reinterpret_cast<ControlHeader*>(memory.data()); }
-  Direction& direction(bool outgoing) const {
-    return reinterpret_cast<Direction*>(memory.data() + kDirectionsOffset)[outgoing == dialer ? 0 : 1];
-  }
-  std::byte* ring(bool outgoing) const { return memory.data() + kRingsOffset + (outgoing == dialer ? 0 : kRingBytes); }
-  void wake_if(std::atomic<uint32_t>& flag) const {
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // what was published before, the flag after
-    if (flag.load(std::memory_order_relaxed) != 0 && flag.exchange(0) != 0) ring_bell(peer_wake);
-  }
-};
+constexpr uint64_t kGlanceNs = 5'000'000;               // how often a busy sender looks whether the peer lives
+constexpr uint32_t kMostViews = kSlots / 2;             // the others stay free for messages that are copied
 
 // A message's claim on the peer's segment.
 struct Lease {
@@ -140,15 +66,22 @@ struct Lease {
 
 class ShmConnection final : public Connection {
  public:
-  ShmConnection(Descriptor socket, std::shared_ptr<Control> control, Descriptor wake, const Session& session,
-                const Options& options)
+  ShmConnection(Descriptor socket, std::shared_ptr<Control> control, Descriptor wake, Descriptor aside,
+                const Session& session, const Options& options)
       : Connection(options, session.name(), session.authenticated),
         socket_(std::move(socket)),
         control_(std::move(control)),
         out_(control_->direction(true)),
-        in_(control_->direction(false)) {
+        in_(control_->direction(false)),
+        own_(socket_, out_, options.limits.max_segment_bytes),
+        theirs_(socket_) {
     wake_ = std::move(wake);
+    struct ucred who{};
+    socklen_t size = sizeof who;
+    const bool known = ::getsockopt(socket_.get(), SOL_SOCKET, SO_PEERCRED, &who, &size) == 0;
+    start_aside(std::move(aside), known ? who.pid : 0, "the peer's process is not in sight: another pid namespace");
   }
+  ~ShmConnection() override { stop_aside(); }
 
   const char* transport() const override { return "shm"; }
   std::string describe() const override { return "shm " + name(); }
@@ -174,7 +107,7 @@ class ShmConnection final : public Connection {
 
   // --- sending ----------------------------------------------------------------------------------------------------
 
-  void write(const Outgoing& message, Deadline deadline) override {
+  void write_message(const Outgoing& message, Deadline deadline) override {
     glance();
     const size_t n = message.buffers.size();
     const uint64_t payload = message.payload_bytes();
@@ -182,8 +115,8 @@ class ShmConnection final : public Connection {
     if (whole <= kInlineMost) {
       wait_for_room(whole, deadline);
       uint64_t at = put_frame(frame_of(message, 0), message);
-      at = put(at, message.header);
-      for (const Bytes& buffer : message.buffers) at = put(at, buffer);
+      at = control_->put(at, message.header);
+      for (const Bytes& buffer : message.buffers) at = control_->put(at, buffer);
       publish(at);
       count_sent(Path::ring, message.header.size() + payload);
       return;
@@ -192,8 +125,7 @@ class ShmConnection final : public Connection {
     uint64_t needed = header_too ? padded(message.header.size()) : 0;
     for (const Bytes& buffer : message.buffers) needed += padded(buffer.size());
     const uint32_t slot = find_segment(needed, deadline);
-    Own& own = own_[slot];
-    std::byte* to = own.memory.data();
+    std::byte* to = own_.data(slot);
     if (header_too) {
       copy_large(to, message.header.data(), message.header.size());
       to += padded(message.header.size());
@@ -202,33 +134,19 @@ class ShmConnection final : public Connection {
       copy_large(to, buffer.data(), buffer.size());
       to += padded(buffer.size());
     }
-    const SegmentPlace place = {slot, own.use};
-    const uint64_t record = sizeof(FrameHeader) + 8 * n + sizeof place + (header_too ? 0 : message.header.size());
+    const uint64_t record =
+        sizeof(FrameHeader) + 8 * n + sizeof(SegmentPlace) + (header_too ? 0 : message.header.size());
     wait_for_room(record, deadline);
     const uint16_t flags = kInSegment | (header_too ? kHeaderInSegment : 0);
     uint64_t at = put_frame(frame_of(message, flags), message);
-    at = put(at, std::as_bytes(std::span(&place, 1)));
-    if (!header_too) at = put(at, message.header);
-    own.used_ns = monotonic_ns();
-    out_.lent[slot].store(1, std::memory_order_relaxed);
+    const SegmentPlace place = own_.lend(slot);
+    at = control_->put(at, std::as_bytes(std::span(&place, 1)));
+    if (!header_too) at = control_->put(at, message.header);
     publish(at);
     count_sent(Path::segment, message.header.size() + payload);
   }
 
  private:
-  struct Own {
-    Descriptor fd;
-    Memory memory;
-    uint32_t use = 0;
-    uint64_t used_ns = 0;
-  };
-  struct Theirs {
-    std::shared_ptr<Memory> memory;
-    uint32_t use = 0;
-  };
-
-  bool is_lent(uint32_t slot) const { return out_.lent[slot].load(std::memory_order_acquire) != 0; }
-
   // A busy sender makes no system call that would tell it of the peer's end.
   void glance() {
     const uint64_t now = monotonic_ns();
@@ -286,21 +204,12 @@ class ShmConnection final : public Connection {
   }
 
   uint64_t put_frame(const FrameHeader& frame, const Outgoing& message) {
-    uint64_t at = put(head_, std::as_bytes(std::span(&frame, 1)));
+    uint64_t at = control_->put(head_, std::as_bytes(std::span(&frame, 1)));
     for (const Bytes& buffer : message.buffers) {
       const uint64_t size = buffer.size();
-      at = put(at, std::as_bytes(std::span(&size, 1)));
+      at = control_->put(at, std::as_bytes(std::span(&size, 1)));
     }
     return at;
-  }
-
-  uint64_t put(uint64_t at, Bytes bytes) {
-    std::byte* ring = control_->ring(true);
-    const uint64_t offset = at % kRingBytes;
-    const uint64_t first = std::min<uint64_t>(bytes.size(), kRingBytes - offset);
-    if (first != 0) std::memcpy(ring + offset, bytes.data(), first);
-    if (first != bytes.size()) std::memcpy(ring, bytes.data() + first, bytes.size() - first);
-    return at + bytes.size();
   }
 
   void publish(uint64_t at) {
@@ -309,76 +218,25 @@ class ShmConnection final : public Connection {
     control_->wake_if(out_.asleep);
   }
 
-  // A segment of ours that is not lent and large enough: the smallest such, a new one, or one that comes back.
   uint32_t find_segment(uint64_t needed, Deadline deadline) {
     uint32_t found = kSlots;
-    wait_until([&] { return (found = try_segment(needed, deadline)) != kSlots; }, deadline, "gave no segment back");
-    return found;
-  }
-
-  uint32_t try_segment(uint64_t needed, Deadline deadline) {
-    uint32_t best = kSlots, empty = kSlots;
-    const uint64_t now = monotonic_ns();
-    for (uint32_t slot = 0; slot < kSlots; ++slot) {
-      Own& own = own_[slot];
-      if (own.memory.data() == nullptr) {
-        empty = std::min(empty, slot);
-      } else if (!is_lent(slot)) {
-        if (own.memory.bytes() >= needed && (best == kSlots || own.memory.bytes() < own_[best].memory.bytes())) {
-          best = slot;
-        } else if (now - own.used_ns > kIdleNs) {
-          give_up(slot, deadline);
-        }
-      }
-    }
-    if (best != kSlots) return best;
-    // An eighth is lost to rounding at most, and sizes that differ little share a segment.
-    const uint64_t unit = std::max(kSmallestSegment, std::bit_floor(needed) / 8);
-    const uint64_t bytes = (needed + unit - 1) / unit * unit;
-    for (uint32_t slot = 0; slot < kSlots; ++slot) {
-      if (empty != kSlots && own_bytes_ + bytes <= options_.limits.max_segment_bytes) break;
-      if (own_[slot].memory.data() == nullptr || is_lent(slot)) continue;
-      give_up(slot, deadline);
-      empty = slot;
-    }
-    const bool fits = own_bytes_ + bytes <= options_.limits.max_segment_bytes || own_bytes_ == 0;
-    if (empty == kSlots || !fits) return kSlots;
-    Own& own = own_[empty];
-    own.fd = make_memory("geartrain message", bytes);
-    own.memory = Memory(own.fd.get(), bytes, true);
-    own.used_ns = now;
-    ++own.use;
-    own_bytes_ += bytes;
-    note({static_cast<uint32_t>(Word::announce), empty, own.use, 0, bytes}, own.fd.get(), deadline);
-    own.fd.reset();  // the mapping is enough
-    return empty;
-  }
-
-  void give_up(uint32_t slot, Deadline deadline) {
-    Own& own = own_[slot];
-    note({static_cast<uint32_t>(Word::drop), slot, own.use, 0, 0}, -1, deadline);
-    own_bytes_ -= own.memory.bytes();
-    own.memory = Memory();
-  }
-
-  void note(const SegmentNote& what, int fd, Deadline deadline) {
     try {
-      send_with_fds(socket_.get(), std::as_bytes(std::span(&what, 1)), {&fd, fd < 0 ? size_t{0} : size_t{1}}, deadline);
+      wait_until([&] { return (found = own_.try_take(needed, deadline)) != kSlots; }, deadline, "gave no segment back");
     } catch (const Error& error) {
-      // Half a note may have left.
-      lose(error.what());
+      if (own_.broken()) lose(error.what());
       throw;
     }
+    return found;
   }
 
   // --- receiving --------------------------------------------------------------------------------------------------
 
-  Poll read(Message* message) override {
+  Poll read_message(Message* message) override {
     const uint64_t tail = tail_.load(std::memory_order_relaxed);
     uint64_t head = in_.head.load(std::memory_order_acquire);
     if (head == tail) {
       if (!check_socket_.exchange(false, std::memory_order_relaxed)) return Poll::nothing;
-      const bool ended = !read_notes();
+      const bool ended = !theirs_.read_notes();
       head = in_.head.load(std::memory_order_acquire);
       if (head == tail) {
         if (ended) fail(ErrorKind::peer_lost, "the peer over ", describe(), " is gone: it died, or hung up");
@@ -392,7 +250,7 @@ class ShmConnection final : public Connection {
     const uint64_t there = head - tail;
     FrameHeader frame{};
     if (there > kRingBytes || there < sizeof frame) fail(ErrorKind::frame, "the peer's ring makes no sense");
-    uint64_t at = get(tail, std::as_writable_bytes(std::span(&frame, 1)));
+    uint64_t at = control_->get(tail, std::as_writable_bytes(std::span(&frame, 1)));
     check(frame, options_.limits, kInSegment | kHeaderInSegment);
     const bool in_segment = (frame.flags & kInSegment) != 0;
     const bool header_too = (frame.flags & kHeaderInSegment) != 0;
@@ -402,18 +260,18 @@ class ShmConnection final : public Connection {
                             (header_too ? 0 : frame.header_bytes);
     if (record > there) fail(ErrorKind::frame, "the peer's ring holds less than a message");
     sizes_.resize(frame.buffer_count);
-    at = get(at, std::as_writable_bytes(std::span(sizes_)));
+    at = control_->get(at, std::as_writable_bytes(std::span(sizes_)));
     check_sizes(frame, sizes_);
     message->tag = frame.tag;
     message->kind = frame.kind;
     if (!in_segment) {
       make_room(message, frame.header_bytes, sizes_);
-      at = get(at, message->header);
-      for (const auto& buffer : message->buffers) at = get(at, buffer);
+      at = control_->get(at, message->header);
+      for (const auto& buffer : message->buffers) at = control_->get(at, buffer);
       count_received(Path::ring, frame.header_bytes + frame.payload_bytes);
     } else {
       SegmentPlace place{};
-      at = get(at, std::as_writable_bytes(std::span(&place, 1)));
+      at = control_->get(at, std::as_writable_bytes(std::span(&place, 1)));
       at = take_from_segment(message, frame, place, header_too, at);
     }
     const uint64_t next = (at + 7) / 8 * 8;
@@ -425,12 +283,7 @@ class ShmConnection final : public Connection {
 
   uint64_t take_from_segment(Message* message, const FrameHeader& frame, const SegmentPlace& place, bool header_too,
                              uint64_t at) {
-    if (place.slot >= kSlots) fail(ErrorKind::frame, "the peer speaks of a segment that cannot be");
-    if (theirs_[place.slot].use != place.use) read_notes();  // announced before the frame was visible
-    const std::shared_ptr<Memory> segment = theirs_[place.slot].memory;
-    if (theirs_[place.slot].use != place.use || segment == nullptr) {
-      fail(ErrorKind::frame, "the peer speaks of a segment that it never announced");
-    }
+    const std::shared_ptr<Memory> segment = theirs_.find(place);
     uint64_t needed = header_too ? padded(frame.header_bytes) : 0;
     for (const uint64_t size : sizes_) needed += padded(size);
     if (needed > segment->bytes()) fail(ErrorKind::frame, "the peer speaks of bytes beyond its segment");
@@ -448,7 +301,7 @@ class ShmConnection final : public Connection {
         copy_large(message->header.data(), from, frame.header_bytes);
         from += padded(frame.header_bytes);
       } else {
-        at = get(at, message->header);
+        at = control_->get(at, message->header);
       }
       for (const auto& buffer : message->buffers) {
         copy_large(buffer.data(), from, buffer.size());
@@ -463,7 +316,7 @@ class ShmConnection final : public Connection {
       std::memcpy(message->header.data(), from, frame.header_bytes);
       from += padded(frame.header_bytes);
     } else {
-      at = get(at, message->header);
+      at = control_->get(at, message->header);
     }
     for (const uint64_t size : sizes_) {
       message->buffers.emplace_back(from, size);
@@ -475,42 +328,6 @@ class ShmConnection final : public Connection {
     return at;
   }
 
-  uint64_t get(uint64_t at, std::span<std::byte> to) const {
-    const std::byte* ring = control_->ring(false);
-    const uint64_t offset = at % kRingBytes;
-    const uint64_t first = std::min<uint64_t>(to.size(), kRingBytes - offset);
-    if (first != 0) std::memcpy(to.data(), ring + offset, first);
-    if (first != to.size()) std::memcpy(to.data() + first, ring, to.size() - first);
-    return at + to.size();
-  }
-
-  // Takes note of segments that come and go. False when the peer's end of the socket is closed.
-  bool read_notes() {
-    for (;;) {
-      const std::span<std::byte> bytes = std::as_writable_bytes(std::span(&note_, 1));
-      const ssize_t got = receive_with_fds(socket_.get(), bytes.subspan(note_filled_), &note_fds_);
-      if (got == 0) return false;
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0 && errno == EAGAIN) return true;
-      if (got < 0) return false;
-      note_filled_ += static_cast<size_t>(got);
-      if (note_fds_.size() > 1) fail(ErrorKind::frame, "the peer sent more descriptors than it announced");
-      if (note_filled_ < sizeof note_) continue;
-      note_filled_ = 0;
-      if (note_.slot >= kSlots) fail(ErrorKind::frame, "the peer announces a segment that cannot be");
-      Theirs& theirs = theirs_[note_.slot];
-      if (note_.word == static_cast<uint32_t>(Word::announce) && note_fds_.size() == 1) {
-        theirs.memory = std::make_shared<Memory>(open_memory(note_fds_.front(), note_.bytes));
-        theirs.use = note_.use;
-      } else if (note_.word == static_cast<uint32_t>(Word::drop) && note_fds_.empty()) {
-        theirs.memory.reset();
-      } else {
-        fail(ErrorKind::frame, "the peer announces what is not a segment");
-      }
-      note_fds_.clear();
-    }
-  }
-
   const Descriptor socket_;
   const std::shared_ptr<Control> control_;
   Direction& out_;
@@ -518,19 +335,15 @@ class ShmConnection final : public Connection {
 
   // The sender's, under its turn.
   uint64_t head_ = 0;
-  uint64_t own_bytes_ = 0;
   uint64_t glanced_ns_ = 0;
-  std::array<Own, kSlots> own_;
+  OwnSegments own_;
   Descriptor sender_sleeper_;
 
   // The reader's, under its mutex.
   std::atomic<uint64_t> tail_{0};
   std::atomic<bool> check_socket_{true};
   std::vector<uint64_t> sizes_;
-  std::array<Theirs, kSlots> theirs_;
-  SegmentNote note_{};
-  size_t note_filled_ = 0;
-  std::vector<Descriptor> note_fds_;
+  PeerSegments theirs_;
   const std::shared_ptr<std::atomic<uint64_t>> viewed_bytes_ = std::make_shared<std::atomic<uint64_t>>(0);
   const std::shared_ptr<std::atomic<uint64_t>> views_ = std::make_shared<std::atomic<uint64_t>>(0);
 };
@@ -539,15 +352,14 @@ class ShmConnection final : public Connection {
 
 // --- meeting --------------------------------------------------------------------------------------------------------
 
-std::shared_ptr<Connection> dial_shm(const Address& address, const Options& options, Deadline deadline) {
-  if (address.shm.empty()) fail(ErrorKind::not_viable, "the peer does not listen for it");
+Descriptor connect_unix(const std::string& name, Deadline deadline) {
   Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) fail(ErrorKind::os, "cannot make a Unix socket: ", std::strerror(errno));
   struct sockaddr_un to{};
   to.sun_family = AF_UNIX;
-  if (address.shm.size() + 1 > sizeof to.sun_path) fail(ErrorKind::schema, "the name of a socket is too long");
-  std::memcpy(to.sun_path + 1, address.shm.data(), address.shm.size());
-  const auto size = static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + address.shm.size());
+  if (name.size() + 1 > sizeof to.sun_path) fail(ErrorKind::schema, "the name of a socket is too long");
+  std::memcpy(to.sun_path + 1, name.data(), name.size());
+  const auto size = static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + name.size());
   while (::connect(socket.get(), reinterpret_cast<const struct sockaddr*>(&to), size) != 0) {
     if (errno == ECONNREFUSED || errno == ENOENT) {
       fail(ErrorKind::not_viable, "its socket is not there: another host, another network namespace, or it is gone");
@@ -559,6 +371,12 @@ std::shared_ptr<Connection> dial_shm(const Address& address, const Options& opti
     if (deadline.passed()) fail(ErrorKind::timed_out, "the peer took no connection before the deadline");
     wait_for(-1, 0, Deadline::after(0.001));
   }
+  return socket;
+}
+
+std::shared_ptr<Connection> dial_shm(const Address& address, const Options& options, Deadline deadline) {
+  if (address.shm.empty()) fail(ErrorKind::not_viable, "the peer does not listen for it");
+  Descriptor socket = connect_unix(address.shm, deadline);
   const Session session = greet(socket.get(), Intent::shm, address, options, deadline);
 
   auto control = std::make_shared<Control>();
@@ -579,7 +397,13 @@ std::shared_ptr<Connection> dial_shm(const Address& address, const Options& opti
   Descriptor mine(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   control->peer_wake = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!mine || !control->peer_wake) fail(ErrorKind::os, "cannot make an eventfd: ", std::strerror(errno));
-  const int fds[kShmOfferFds] = {memory.get(), mine.get(), control->peer_wake.get()};
+  int line[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, line) != 0) {
+    fail(ErrorKind::os, "cannot make a pair of sockets: ", std::strerror(errno));
+  }
+  Descriptor aside(line[0]);
+  const Descriptor aside_there(line[1]);
+  const int fds[kShmOfferFds] = {memory.get(), mine.get(), control->peer_wake.get(), aside_there.get()};
   send_with_fds(socket.get(), std::as_bytes(std::span(&offer, 1)), fds, deadline);
   ShmReply reply{};
   read_exactly(socket.get(), std::as_writable_bytes(std::span(&reply, 1)), deadline);
@@ -590,7 +414,8 @@ std::shared_ptr<Connection> dial_shm(const Address& address, const Options& opti
       fail(ErrorKind::not_viable, "the peer's answer does not show in the memory it was to share");
     }
   }
-  return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(mine), session, options);
+  return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(mine), std::move(aside),
+                                         session, options);
 }
 
 std::shared_ptr<Connection> take_shm(Descriptor&& socket, const ShmOffer& offer, std::vector<Descriptor> fds,
@@ -614,7 +439,8 @@ std::shared_ptr<Connection> take_shm(Descriptor&& socket, const ShmOffer& offer,
     ::fcntl(fds[i].get(), F_SETFL, O_NONBLOCK);  // whatever it is, writing to it shall not wait
   }
   control->peer_wake = std::move(fds[1]);
-  return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(fds[2]), session, options);
+  return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(fds[2]), std::move(fds[3]),
+                                         session, options);
 }
 
 std::string shm_not_viable() {

@@ -9,8 +9,8 @@
 // So one thread can serve many peers, and a slow one delays nobody (inbox.h). Payloads are read straight into memory
 // of their own.
 //
-// A host that is gone without a word is noticed by keep-alive probes after about twenty seconds, and by unacknowledged
-// data after thirty.
+// A host that is gone without a word is noticed by the line beside the connection (aside.h), which is the last lane;
+// where that is turned off, by keep-alive probes after about twenty seconds, and by unacknowledged data after thirty.
 
 #include <arpa/inet.h>
 #include <netdb.h>
@@ -112,12 +112,16 @@ class TcpConnection final : public Connection {
   TcpConnection(Descriptor socket, std::vector<Descriptor> lanes, const Session& session, const Options& options)
       : Connection(options, session.name(), session.authenticated),
         socket_(std::move(socket)),
+        aside_socket_(pop(&lanes)),
         lanes_(std::move(lanes)),
         buffer_(std::make_unique<std::byte[]>(kBufferBytes)) {
     prepare(socket_.get());
+    if (aside_socket_) prepare(aside_socket_.get());
     for (const Descriptor& lane : lanes_) prepare(lane.get());
     ends_ = end_name(socket_.get(), false) + " - " + end_name(socket_.get(), true);
+    if (aside_socket_) start_aside(std::move(aside_socket_), 0, "the peer is reached over TCP");
   }
+  ~TcpConnection() override { stop_aside(); }
 
   const char* transport() const override { return "tcp"; }
   std::string describe() const override {
@@ -141,7 +145,7 @@ class TcpConnection final : public Connection {
 
   // --- sending ----------------------------------------------------------------------------------------------------
 
-  void write(const Outgoing& message, Deadline deadline) override {
+  void write_message(const Outgoing& message, Deadline deadline) override {
     const uint64_t payload = message.payload_bytes();
     const bool on_lanes = payload >= kLanesFrom && !lanes_.empty();
     const FrameHeader frame = frame_of(message, on_lanes ? kOnLanes : 0);
@@ -225,7 +229,7 @@ class TcpConnection final : public Connection {
 
   // --- receiving --------------------------------------------------------------------------------------------------
 
-  Poll read(Message* message) override {
+  Poll read_message(Message* message) override {
     uint64_t budget = kReadBudget;
     drained_ = false;
     for (;;) {
@@ -355,7 +359,15 @@ class TcpConnection final : public Connection {
     }
   }
 
+  static Descriptor pop(std::vector<Descriptor>* lanes) {
+    if (lanes->empty()) return {};
+    Descriptor last = std::move(lanes->back());
+    lanes->pop_back();
+    return last;
+  }
+
   const Descriptor socket_;
+  Descriptor aside_socket_;  // until the line beside the connection has it
   const std::vector<Descriptor> lanes_;
   std::string ends_;
 
@@ -374,8 +386,9 @@ class TcpConnection final : public Connection {
   std::vector<LaneProgress> progress_in_;
 };
 
-// Throws not_viable, timed_out.
-Descriptor connect_to(const std::string& host_and_port, Deadline deadline) {
+}  // namespace
+
+Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline) {
   const size_t colon = host_and_port.rfind(':');
   if (colon == std::string::npos) fail(ErrorKind::schema, "an address is host:port, found '", host_and_port, "'");
   const std::string host = host_and_port.substr(0, colon), port = host_and_port.substr(colon + 1);
@@ -408,8 +421,6 @@ Descriptor connect_to(const std::string& host_and_port, Deadline deadline) {
   fail(ErrorKind::not_viable, host_and_port, ": ", why);
 }
 
-}  // namespace
-
 std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& options, Deadline deadline) {
   if (address.tcp.empty()) fail(ErrorKind::not_viable, "the peer does not listen for it");
   std::string why;
@@ -418,12 +429,12 @@ std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& opti
       // An address that nobody answers must not use up the time of the next one.
       const Deadline soon =
           &place == &address.tcp.back() ? deadline : deadline.sooner(options.limits.handshake_timeout_s);
-      Descriptor socket = connect_to(place, soon);
+      Descriptor socket = connect_tcp(place, soon);
       const uint32_t lanes = std::min(options.lanes, kMaxLanes);
       const Session session = greet(socket.get(), Intent::stream, address, options, soon, lanes);
       std::vector<Descriptor> joined;
-      for (uint32_t i = 0; i < lanes; ++i) {
-        joined.push_back(connect_to(place, soon));
+      for (uint32_t i = 0; i <= lanes; ++i) {
+        joined.push_back(connect_tcp(place, soon));
         greet(joined.back().get(), Intent::lane, address, options, soon, i, &session.id);
       }
       return take_tcp(std::move(socket), std::move(joined), session, options);

@@ -22,9 +22,13 @@
 // nobody else. Either way it goes back to where it came from with the last copy of Message::owner. All buffers begin
 // at a multiple of 64 bytes. The sender's buffers may be changed again when send() returns.
 //
+// One-sided. expose() lets the peer read, or write, memory of this process without a message: region.handle() travels
+// in any message, and the peer's end of the connection takes it. Neither program has to receive, or to wait, for that.
+//
 // Death. When the peer dies or hangs up, whatever it had sent completely is still received; then every call throws
-// peer_lost. A peer that is stopped is noticed by deadlines: every wait has one, and throws timed_out. A send that
-// meets its deadline in the middle of a message ends the connection.
+// peer_lost. A peer that is stopped, or that a broken network took away, is lost after Options::peer_timeout_s without
+// a sign of life (aside.h says what that notices and what not), and every wait has a deadline of its own and throws
+// timed_out. A send that meets its deadline in the middle of a message ends the connection.
 //
 // Trust. With a secret, both sides prove that they know it before anything else is said (handshake.h). Without one a
 // listener only takes connections from this host: loopback, and Unix sockets of the same user. Bytes that are not a
@@ -40,6 +44,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -100,12 +105,17 @@ struct Options {
   double spin_us = 30.0;  // how long a receive looks again and again before it sleeps; less when that was in vain
   bool views = true;      // shm: hand out big messages where they are, not as copies
   uint32_t lanes = 2;     // tcp: connections beside the first one, for big buffers
+  // A peer that gives no sign of life for so long is lost, whether anybody waits for it or not: 0, or 2 and more.
+  double peer_timeout_s = 30.0;
+  bool cross_memory = true;  // shm: read exposed memory of the peer straight out of its process, where that works
 };
 
 // How a message travelled. What was sent through a `segment` is received as a `view` when it was not copied out.
-enum class Path : uint32_t { memory, ring, segment, view, stream, lanes };
-constexpr size_t kPathCount = 6;
-constexpr const char* kPathNames[kPathCount] = {"memory", "ring", "segment", "view", "stream", "lanes"};
+// Exposed memory is read and written across processes (`cma`), or `served` by the peer's transport.
+enum class Path : uint32_t { memory, ring, segment, view, stream, lanes, cma, served };
+constexpr size_t kPathCount = 8;
+constexpr const char* kPathNames[kPathCount] = {"memory", "ring",  "segment", "view",
+                                                "stream", "lanes", "cma",     "served"};
 
 struct ConnectionCounts {
   uint64_t messages_sent = 0, messages_received = 0;
@@ -183,6 +193,11 @@ class Patience {
   uint32_t vain_ = 0;
 };
 
+class Aside;
+class ExposedRegion;
+class ExposedRegions;
+struct RegionHandle;
+
 class Connection {
  public:
   enum class Poll { nothing, message, more };
@@ -197,6 +212,14 @@ class Connection {
   void receive(Message* message, Deadline deadline);
   // The next message, if there is one: never waits. `more`: there is work, but no whole message yet; call again.
   Poll poll(Message* message);
+
+  // The peer may read this memory, or write it, from now until the region is closed; for one connection's peer.
+  std::shared_ptr<ExposedRegion> expose(std::span<std::byte> memory, bool writable);
+  // The peer's memory that the handle speaks of, from `offset` on. The peer's program need not do anything. Throws
+  // region (closed, too small, read-only), schema (no handle), timed_out, peer_lost, hung_up. When it throws, what is
+  // in the destination is arbitrary.
+  void read(Bytes handle, std::span<std::byte> into, uint64_t offset, Deadline deadline);
+  void write(Bytes handle, Bytes from, uint64_t offset, Deadline deadline);
 
   // For who waits for many connections (inbox.h), and then does not call receive(): when arm() returns true there is
   // nothing to poll, and one of the wake descriptors becomes ready once there is. `edge` ones tell of it only once.
@@ -221,6 +244,8 @@ class Connection {
   virtual const char* transport() const = 0;
   // One line for people: the way, and its ends.
   virtual std::string describe() const = 0;
+  // How read() and write() reach exposed memory: "memory", "cma", or "served" and why not the former; "" at first.
+  virtual std::string one_sided() const;
   ConnectionCounts counts() const;
   bool authenticated() const { return authenticated_; }
   // The faster providers, and why each was not taken.
@@ -232,9 +257,16 @@ class Connection {
   explicit Connection(const Options& options, std::string name, bool authenticated);
 
   // Under the send turn, checked against the limits.
-  virtual void write(const Outgoing& message, Deadline deadline) = 0;
+  virtual void write_message(const Outgoing& message, Deadline deadline) = 0;
   // Under the read mutex. Throws peer_lost at the end, frame for what is no message.
-  virtual Poll read(Message* message) = 0;
+  virtual Poll read_message(Message* message) = 0;
+  // What read() and write() do; over the line beside the connection unless there is something better.
+  virtual Path read_region(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset, Deadline deadline);
+  virtual Path write_region(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline);
+  // The line beside it: from when the connection is made until its end; the last in a constructor, the first in a
+  // destructor. `peer` is its process, if there is a hope to reach into it, else `why` there is none.
+  void start_aside(Descriptor socket, int peer, const std::string& why);
+  void stop_aside();
   // What arm() and might_have_data() ask of the provider.
   virtual bool prepare_to_sleep() = 0;
   virtual bool look() const { return false; }
@@ -255,10 +287,14 @@ class Connection {
 
   const Options options_;
   Descriptor wake_;  // an eventfd: this side's sleepers
+  const std::shared_ptr<ExposedRegions> regions_;
+  std::shared_ptr<Aside> aside_;  // null: there is none
 
  private:
   static void add(std::atomic<uint64_t>& counter, uint64_t n) { counter.fetch_add(n, std::memory_order_relaxed); }
   Poll poll_now(Message* message);
+  template <typename Do>
+  void access(Do&& act);
   bool spin(Message* message, Deadline deadline);
   void sleep(Deadline deadline);
 
@@ -286,7 +322,9 @@ class Connection {
 };
 
 // Where a listener can be reached: "id=<32 hex>;shm=<name>;tcp=<host>:<port>". Parsed from what anyone may have sent.
+// With "id=any" it is whoever answers there: for a place that is known before its listener is, such as a fixed port.
 struct Address {
+  static constexpr const char* kAnyId = "any";
   std::string id;
   std::string shm;               // name of a Unix socket in the abstract namespace; empty: none
   std::vector<std::string> tcp;  // host:port, in the order to try them
@@ -301,6 +339,9 @@ struct ListenerOptions {
   uint16_t tcp_port = 0;               // 0: any free one
   std::vector<std::string> advertise;  // hosts to tell peers; empty: the bound one, or every interface's
   bool shm = true;
+  // Takes connections that ask for no messages of ours, as sockets that do not block (handshake.h: Intent::raw).
+  // Called on the listener's thread; without it they are refused.
+  std::function<void(Descriptor socket, bool local)> raw;
 };
 
 // Takes connections. One thread of its own answers all handshakes, none of which can hold up another.

@@ -96,6 +96,70 @@ class Connection:
         """
         return self.native.receive(timeout_s)
 
+    def expose(self, array: Any, *, writable: bool = False) -> Region:
+        """Lets the peer read this memory, or write it as well, without a message and without this program's doing.
+
+        The region's `handle` travels in any message; the peer's end of this connection takes it, and no other. Nothing
+        is copied. It ends with `close()`, with the last reference to the region, and with the connection.
+
+        Args:
+            array: anything with the buffer protocol, C-contiguous: a NumPy array, a tensor's `.numpy()`.
+            writable: whether the peer may write it.
+
+        Raises:
+            ConnectionClosedError: this end is closed.
+            BufferError, ValueError: the memory is read-only, or not contiguous.
+
+        Example:
+            >>> import numpy as np
+            >>> listener = listen()
+            >>> mine = connect(listener.address)
+            >>> theirs = listener.accept()
+            >>> region = theirs.expose(np.arange(5))
+            >>> into = np.empty(2, np.int64)
+            >>> mine.read(region.handle, into, offset=16)
+            >>> into
+            array([2, 3])
+        """
+        return Region(self.native.expose(array, writable))
+
+    def read(self, handle: bytes, into: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
+        """Fills `into` from memory that the peer exposed. Its program need not receive, or do anything, for that.
+
+        Args:
+            handle: the region's, from a message of this peer.
+            into: anything writable with the buffer protocol, C-contiguous; as many bytes as it has are read.
+            offset: of the first byte in the region.
+            timeout_s: how long to wait for a peer that does not serve it.
+
+        On one host the bytes come straight out of the peer's memory (`counts()` says "cma"), in one copy, where a
+        probe showed that this works; else a thread of the peer's transport sends them ("served"). What is written
+        there meanwhile may be seen in part: reads are not atomic.
+
+        Raises:
+            RegionError: the region is closed, or too small.
+            SchemaError: this is not a handle.
+            WaitTimeoutError, PeerLostError, ConnectionClosedError: `into` then holds anything.
+        """
+        self.native.read(handle, into, offset, timeout_s)
+
+    def write(self, handle: bytes, array: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
+        """Copies into memory that the peer exposed with `writable=True`; it is there when this returns.
+
+        The peer's transport fetches it out of this process's memory ("cma"), or is sent it ("served"). Arguments and
+        errors as for `read`; after an error the region holds anything from `offset` on, for as much as `array` has.
+        """
+        self.native.write(handle, array, offset, timeout_s)
+
+    @property
+    def one_sided(self) -> str:
+        """How `read` and `write` work here: "memory", "cma", or "served: ..." with why not the former; "" at first."""
+        return self.native.one_sided
+
+    def describe(self) -> str:
+        """The way, and its ends, for people and logs."""
+        return self.native.describe()
+
     @property
     def transport(self) -> str:
         """The provider in use: one of `TRANSPORTS`."""
@@ -112,7 +176,7 @@ class Connection:
         return self.native.authenticated
 
     def counts(self) -> dict[str, Any]:
-        """Messages each way, and bytes by path: memory, ring, segment, view, stream, lanes."""
+        """Messages each way, and bytes by path: memory, ring, segment, view, stream, lanes; cma, served."""
         return self.native.counts()
 
     def close(self) -> None:
@@ -128,6 +192,38 @@ class Connection:
     def __repr__(self) -> str:
         state = " closed" if self.native.closed else " lost" if self.native.lost else ""
         return f"<Connection {self.native.describe()}{state}>"
+
+
+class Region:
+    """Memory that a peer may use until this is closed, or gone: `Connection.expose`."""
+
+    def __init__(self, native: _native.Region) -> None:
+        self.native = native
+
+    @property
+    def handle(self) -> bytes:
+        """56 bytes that let the peer use it, over the connection that it was exposed on."""
+        return self.native.handle
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+        return self.native.nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed on this side."""
+        return self.native.closed
+
+    def close(self) -> None:
+        """Ends it. When this returns nobody writes to the memory, and what is read from then on is an error there."""
+        self.native.close()
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
 
 class Listener:
@@ -174,6 +270,7 @@ def listen(
     limits: Limits | None = None,
     spin_us: float = 30.0,
     views: bool = True,
+    peer_timeout_s: float = 30.0,
 ) -> Listener:
     """A listener for peers in this process, on this host and, over TCP, elsewhere.
 
@@ -186,12 +283,15 @@ def listen(
         limits: of what peers may send.
         spin_us: how long a receive looks again and again before it sleeps; it learns to do without.
         views: hand out big messages of shared memory where they are; else copy them out at once.
+        peer_timeout_s: a peer without a sign of life for so long is lost, whether anybody waits for it or not: its
+            process is stopped, or the way to it is cut. 0 for never (debuggers stop processes), or 2 and more. A
+            program that hangs while its process runs is not noticed: deadlines are for that.
 
     Raises:
         UntrustedPeerError: everyone could reach it, and there is no secret.
         GeartrainError: the port is taken, or the host is not this one.
     """
-    options = options_of(secret, limits, spin_us, views)
+    options = options_of(secret, limits, spin_us, views, peer_timeout_s)
     return Listener(_native.Listener.make(options, host or "", port, list(advertise), shm))
 
 
@@ -205,21 +305,26 @@ def connect(
     spin_us: float = 30.0,
     views: bool = True,
     lanes: int = 2,
+    peer_timeout_s: float = 30.0,
+    cross_memory: bool = True,
 ) -> Connection:
     """A connection to a listener, over the fastest transport that works or over the one asked for.
 
     Args:
-        address: the listener's `address`.
+        address: the listener's `address`; or "id=any;tcp=host:port" for whoever listens there.
         transport: one of `TRANSPORTS`, to force it.
         lanes: TCP connections beside the first one, for messages of 8 MiB and more.
-        secret, timeout_s, limits, spin_us, views: as for `listen`.
+        timeout_s: for all of it.
+        secret, limits, spin_us, views, peer_timeout_s: as for `listen`.
+        cross_memory: whether exposed memory may be reached straight in the other process; False has it served.
 
     Raises:
         TransportError: no transport, or not the one asked for, reaches the peer; with every reason.
         UntrustedPeerError: the secrets are not the same.
         WaitTimeoutError: the peer did not answer in time.
     """
-    options = options_of(secret, limits, spin_us, views)
+    options = options_of(secret, limits, spin_us, views, peer_timeout_s)
+    options["cross_memory"] = cross_memory
     if transport is not None:
         if transport not in TRANSPORTS:
             raise TransportError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
@@ -228,7 +333,14 @@ def connect(
     return Connection(_native.connect(address, options, timeout_s))
 
 
-def options_of(secret: bytes, limits: Limits | None, spin_us: float, views: bool) -> dict[str, Any]:
+def options_of(
+    secret: bytes, limits: Limits | None, spin_us: float, views: bool, peer_timeout_s: float = 30.0
+) -> dict[str, Any]:
     """What the native layer wants to know."""
     options: dict[str, Any] = {} if limits is None else asdict(limits)
-    return options | {"secret": bytes(secret), "spin_us": float(spin_us), "views": views}
+    return options | {
+        "secret": bytes(secret),
+        "spin_us": float(spin_us),
+        "views": views,
+        "peer_timeout_s": float(peer_timeout_s),
+    }
