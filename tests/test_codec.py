@@ -251,3 +251,20 @@ def test_the_bytes_of_the_format_do_not_change(name: str) -> None:
     value, golden = GOLDEN[name]
     assert encode(value).header.hex() == golden
     assert same(decode(Message.make(bytes.fromhex(golden), [])), value)
+
+
+def test_a_tensor_elsewhere_is_refused_in_objects_too_not_moved_silently() -> None:
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        elsewhere = torch.empty(3, device="cuda:1")  # no memory, and no GPU needed
+
+    class Local:  # pickle cannot name it, cloudpickle can
+        tensor = elsewhere
+
+    for value in (collections.UserList([elsewhere]), [{"a": collections.UserList([[elsewhere]])}], Local):
+        with pytest.raises(MessageError, match="a tensor on cuda:1 is in an object"):
+            encode(value, pickle=True)
+    with pytest.raises(MessageError, match=r"a tensor on cuda:1 is in an object|the tensor is on"):
+        encode(elsewhere, pickle=True)

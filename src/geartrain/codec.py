@@ -100,8 +100,8 @@ def _torch_part() -> tuple[type, dict[Any, int], dict[int, Any], Callable[[Any],
             return None
         if not tensor.is_cpu:
             raise MessageError(
-                f"the tensor is on {tensor.device}: move it to the CPU to send it (`tensor.cpu()`); "
-                "nothing is moved silently"
+                f"the tensor is on {tensor.device}: only those on the CPU stand in messages, and calls take those on "
+                "CUDA devices along, in plain containers; move it (`tensor.cpu()`)"
             )
         if tensor.layout is not strided or tensor.is_quantized:
             return None
@@ -126,7 +126,9 @@ def _dumps(value: object, add_buffer: Callable[[_pickle.PickleBuffer], object]) 
     except (_pickle.PicklingError, AttributeError, TypeError) as error:
         try:
             cloudpickle = importlib.import_module("cloudpickle")
-            return bytes(cloudpickle.dumps(value, protocol=5))
+            file = io.BytesIO()
+            _with_tensors(cloudpickle.Pickler)(file, protocol=5).dump(value)
+            return file.getvalue()
         except ImportError:
             raise MessageError(f"a {type(value).__name__} cannot be pickled: {error}") from error
 
@@ -140,7 +142,15 @@ class _Pickler(_pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
-        if torch is None or type(obj) is not torch.Tensor or not obj.is_cpu or obj.requires_grad or obj.numel() == 0:
+        if torch is None or not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        if obj.device.type not in ("cpu", "meta"):
+            # torch would copy it into the pickle, and to the same device over there.
+            raise MessageError(
+                f"a tensor on {obj.device} is in an object that goes by pickle: move it to the CPU (`tensor.cpu()`), "
+                "or send it in plain containers, with which calls take it along"
+            )
+        if type(obj) is not torch.Tensor or not obj.is_cpu or obj.requires_grad or obj.numel() == 0:
             return NotImplemented
         if obj.layout is not torch.strided or obj.is_conj() or obj.is_neg() or obj.is_quantized:
             return NotImplemented
@@ -149,6 +159,17 @@ class _Pickler(_pickle.Pickler):
             return NotImplemented
         raw = obj.contiguous().view(-1).view(torch.uint8).numpy()
         return _tensor_of, (_pickle.PickleBuffer(raw), dtype.code, tuple(obj.shape))
+
+
+def _with_tensors(pickler: Any) -> Any:
+    """cloudpickle's pickler, with tensors as in ours; for want of a buffer callback they stand in the pickle."""
+
+    class Pickler(pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            made = _Pickler.reducer_override(self, obj)  # type: ignore[arg-type]
+            return super().reducer_override(obj) if made is NotImplemented else made
+
+    return Pickler
 
 
 def _tensor_of(raw: Any, code: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from geartrain import _native, kernels
+from geartrain import _native, cuda_ipc, kernels, nixl, pinning
 from geartrain.testing import Hosts
 
 # Optional packages: the module to import, and the extra that installs it.
@@ -51,6 +51,9 @@ def examine() -> list[Finding]:
         *_packages(),
         _gpu(),
         _gpu_selection(),
+        _cuda_ipc(),
+        _nixl(),
+        _gpu_fetch(),
         _gloo(),
         _deepspeed(),
         _hosts(),
@@ -100,7 +103,9 @@ def _huge_pages() -> Finding:
 def _locked_memory() -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e6:.0f} MB"
-    return Finding("locked memory", True, f"RLIMIT_MEMLOCK is {text} (matters once a GPU reads segments)")
+    return Finding(
+        "locked memory", True, f"RLIMIT_MEMLOCK is {text} (some drivers keep to it when segments are pinned)"
+    )
 
 
 def _packages() -> list[Finding]:
@@ -131,6 +136,38 @@ def _gpu_selection() -> Finding:
         return Finding("selection on a GPU", False, f"{reason}; rows are chosen on the CPU")
     how = "Triton's interpreter, for tests" if kernels.interpreting() else "Triton kernels"
     return Finding("selection on a GPU", True, f"{how}, triton {importlib.metadata.version('triton')}")
+
+
+def _cuda_ipc() -> Finding:
+    what = "tensors from GPU to GPU (cuda_ipc)"
+    reason = cuda_ipc.why_not()
+    if reason is not None:
+        return Finding(what, False, f"{reason}; tensors on GPUs go through the host's memory")
+    return Finding(what, True, "on this side; each pair of GPUs is tried when it is first used (`node.connections()`)")
+
+
+def _nixl() -> Finding:
+    what = "RDMA, GPUDirect (nixl)"
+    reason = nixl.why_not()
+    if reason is not None:
+        return Finding(what, False, reason)
+    return Finding(what, True, f"{nixl.describe()}; UCX chooses devices itself (docs/devices.md)")
+
+
+def _gpu_fetch() -> Finding:
+    what = "batches on a GPU"
+    reason = kernels.why_not_viable()
+    if reason is None and kernels.interpreting():
+        reason = "TRITON_INTERPRET is set"
+    if reason is not None:
+        return Finding(what, False, f"{reason}; batches stay in host memory")
+    known = pinning.about()
+    return Finding(
+        what,
+        True,
+        f"gathered from pinned segments or staged; {known['pinned_bytes'] / 1e9:.1f} GB of this host are pinned, the "
+        f"limit is {known['limit_bytes'] / 1e9:.1f} GB ({pinning.LIMIT_VARIABLE})",
+    )
 
 
 def _gloo() -> Finding:

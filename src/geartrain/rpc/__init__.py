@@ -14,7 +14,9 @@ thread that has waited for any peer runs the function and answers itself (native
 
 A peer's calls are run in the order it made them, one after the other; different peers' at the same time. The next one
 goes on when a function returns (a batched or async one at once), waits for a call of its own, or is given up by the
-peer at its deadline. `@rpc.function(concurrent=True)` runs beside all others instead.
+peer at its deadline. `@rpc.function(concurrent=True)` runs beside all others instead. Of all peers together, one
+function begins at a time (`max_running`), for Python runs one thread at a time: the next when it returns, has run for
+5 ms, or waits. An `async def` needs no thread.
 
 Every wait has a deadline. A lost peer fails its calls with `PeerLostError` and is told of by `on_peer_lost`; a peer
 that comes back under its name is found again by the next call.
@@ -29,11 +31,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from geartrain.errors import GeartrainError
-from geartrain.rpc.functions import batched, function
+from geartrain.errors import GeartrainError, PeerLostError
+from geartrain.rpc import probe as _probe  # noqa: F401  # every node answers it
+from geartrain.rpc.caller import Caller
+from geartrain.rpc.functions import batch_stats, batched, function
 from geartrain.rpc.node import Node, Remote
 from geartrain.rpc.peer import Future
 from geartrain.rpc.rendezvous import store_of
+from geartrain.rpc.timing import BatchDone, BatchStats, Histogram
 from geartrain.rpc.topic import Topic
 
 _node: Node | None = None
@@ -48,6 +53,7 @@ def init(
     store: Any = None,
     secret: bytes | None = None,
     timeout_s: float = 60.0,
+    device_maps: Any = None,
     **options: Any,
 ) -> Node:
     """Joins the others, and makes this process's node, which the functions of this module use.
@@ -60,6 +66,7 @@ def init(
             for `torch.distributed`; the tcp store is started by rank 0.
         store: a store instead, of torch's kind.
         secret: the cluster's; by default the environment's GEARTRAIN_SECRET.
+        device_maps: `Node`'s `device_map`.
         options: as for `Node`.
 
     Raises:
@@ -72,7 +79,7 @@ def init(
         store, rank, world_size = store_of(init_method, rank, world_size, timeout_s)
     if secret is None:
         secret = os.environ.get("GEARTRAIN_SECRET", "").encode()
-    node = Node(name, store=store, secret=secret, timeout_s=timeout_s, **options)
+    node = Node(name, store=store, secret=secret, timeout_s=timeout_s, device_map=device_maps, **options)
     _node = node  # before the others can call: their functions may ask for it
     try:
         node.directory.join(name, rank, world_size, timeout_s)
@@ -119,11 +126,16 @@ def _forget_parents_node() -> None:
 os.register_at_fork(after_in_child=_forget_parents_node)
 
 __all__ = [
+    "BatchDone",
+    "BatchStats",
+    "Caller",
     "Future",
+    "Histogram",
     "Node",
     "PeerLostError",
     "Remote",
     "Topic",
+    "batch_stats",
     "batched",
     "call",
     "call_async",

@@ -11,18 +11,33 @@ from geartrain.errors import BusyError
 from geartrain.rpc.batch import Pending
 
 if TYPE_CHECKING:
+    from geartrain.rpc.inbound import Inbound
+    from geartrain.rpc.node import Node
     from geartrain.rpc.server import Server
 
-#: Kind, tag, function, args, kwargs, and the bytes of the message.
-Call = tuple[int, int, Any, tuple[Any, ...], dict[str, Any], int]
+#: Kind, tag, function, args, kwargs, the bytes of the message, and when it is given up (`time.monotonic()`).
+Call = tuple[int, int, Any, tuple[Any, ...], dict[str, Any], int, float]
 Turn = object
 
-#: `.turn` is (caller, turn) of the call that this thread runs for a peer.
+#: `.running` is what this thread runs for a peer.
 here = threading.local()
 
 
+class Running:
+    """A thread that runs calls for peers."""
+
+    __slots__ = ("caller", "counted", "tag", "turn", "until_s")
+
+    def __init__(self, caller: Caller, turn: Turn | None) -> None:
+        self.caller, self.turn, self.tag, self.until_s = caller, turn, 0, float("inf")
+        self.counted = True  # among those that the server's `max_threads` bounds
+
+
 class Caller:
-    """A peer that calls this node: its connection, the order of its calls, and what of them is still open."""
+    """A peer that calls this node: its connection, the order of its calls, and what of them is still open.
+
+    Functions registered `with_caller` get it, for `name`, `node` and `authenticated`.
+    """
 
     def __init__(self, server: Server, number: int, connection: _native.Connection) -> None:
         self.number = number
@@ -31,12 +46,25 @@ class Caller:
         self.name = ""
         self.objects: dict[int, Any] = {}
         self.server = server
+        self.tensors: Inbound = server.node.devices.inbound(connection)
+        self.running: dict[int, Running] = {}  # who runs a call, by its tag
         self._open: dict[int, Pending] = {}
         self._lock = threading.Lock()
         self._turn: Turn | None = None  # of the call that others wait for
         self._running = 0  # its tag
         self._queue: deque[Call] = deque()
         self._queued_bytes = 0
+
+    @property
+    def node(self) -> Node:
+        """The node that is called."""
+        node: Node = self.server.node
+        return node
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether it proved that it knows the cluster's secret."""
+        return self.connection.authenticated
 
     def begin(self, call: Call) -> Turn | None:
         """A turn to run it now; None when it waits for those before it. Raises `BusyError`."""
@@ -77,8 +105,7 @@ class Caller:
             call = self._queue.popleft()
             self._queued_bytes -= call[5]
             self._running = call[1]
-        run = self.server.run_in_order
-        threading.Thread(target=run, args=(self, call, mine), name="geartrain goes on", daemon=True).start()
+        self.server.go_on(self, call, mine)
 
     def keep(self, tag: int, pending: Pending) -> None:
         """An answer that comes later."""
@@ -99,7 +126,21 @@ class Caller:
         pending = self._open.pop(tag, None)
         if pending is not None:
             pending.cancel()
+        self.tensors.forget_held(tag)
+        self.server.drop(self, tag)
+        running = self.running.get(tag)
         self.let_go(None, tag)
+        if running is not None:
+            self.server.step_aside(running)
+
+    def give_up_late(self, now_s: float) -> None:
+        """What the peer should have given up by now, and has not."""
+        late = [running.tag for running in list(self.running.values()) if running.until_s < now_s]
+        late += [tag for tag, pending in list(self._open.items()) if pending.until_s < now_s]
+        with self._lock:
+            late += [call[1] for call in self._queue if call[6] < now_s]
+        for tag in late:
+            self.cancel(tag)
 
     def lost(self) -> None:
         """The peer is gone."""
@@ -110,11 +151,19 @@ class Caller:
             pending.cancel()
         self._open.clear()
         self.objects.clear()
+        self.tensors.close()
+        self.server.drop(self, None)
+        for running in list(self.running.values()):
+            self.server.step_aside(running)
 
 
 def about_to_wait() -> None:
-    """A function that waits for a call of its own lets its peer's next call begin: it may be what it waits for."""
-    turn = getattr(here, "turn", None)
-    if turn is not None:
-        here.turn = None
-        turn[0].let_go(turn[1])
+    """A function that waits for a call of its own lets its peer's next call begin: it may be what it waits for.
+
+    It no longer counts among those that run, either.
+    """
+    running = getattr(here, "running", None)
+    if running is not None and running.counted:
+        if running.turn is not None:
+            running.caller.let_go(running.turn)
+        running.caller.server.step_aside(running, mine=True)

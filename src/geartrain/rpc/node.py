@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -13,15 +14,18 @@ from typing import Any
 
 from geartrain import _native
 from geartrain.codec import native_codec
-from geartrain.errors import ConnectionClosedError, MessageError
+from geartrain.cuda import Driver
+from geartrain.device_maps import DeviceMap, of_peer
+from geartrain.errors import ConnectionClosedError, MessageError, SchemaError, UnknownPeerError
 from geartrain.rpc.caller import about_to_wait
+from geartrain.rpc.devices import Devices
 from geartrain.rpc.functions import names
-from geartrain.rpc.kinds import CALL, HELLO, TELL
+from geartrain.rpc.kinds import BESIDE, CALL, HELLO, TELL, limited
 from geartrain.rpc.peer import Future, Peer
 from geartrain.rpc.rendezvous import Directory
 from geartrain.rpc.server import Server
 from geartrain.rpc.topic import Topic, Topics
-from geartrain.transport import Limits, listen, options_of
+from geartrain.transport import Limits, Listener, options_of
 
 
 class Node:
@@ -36,13 +40,19 @@ class Node:
         secret: bytes = b"",
         pickle: bool = True,
         transport: str | None = None,
+        device_map: Any = None,
         host: str | None = "127.0.0.1",
+        port: int = 0,
         advertise: Iterable[str] = (),
         timeout_s: float = 30.0,
         max_threads: int = 64,
+        max_running: int = 1,
         max_open: int = 1024,
         limits: Limits | None = None,
         spin_us: float = 30.0,
+        views: bool = True,
+        peer_timeout_s: float = 10.0,
+        driver: Driver | None = None,
     ) -> None:
         """A node that peers can call from now on.
 
@@ -52,16 +62,32 @@ class Node:
             peers: addresses known without a store.
             secret: the cluster's; needed to listen on anything but loopback.
             pickle: whether objects that the codec does not know go by pickle, between peers with the secret.
-            transport: to force one of `transport.TRANSPORTS`.
-            host, advertise, limits, spin_us: as for `transport.listen`.
+            transport: to force one of `transport.TRANSPORTS`; or, for tensors, "cuda_ipc" between GPUs of a host or
+                "nixl" for all on GPUs and big ones on the CPU.
+            device_map: which GPU of a peer tensors go to: "1_0_0,..." (peer's name or rank, GPU here, GPU there) or
+                {peer: {GPU here: GPU there}}; chosen for peers that it does not name (docs/devices.md).
+            host, port, advertise, limits, spin_us, views: as for `transport.listen`.
+            peer_timeout_s: a peer without a sign of life for so long is lost: its process is stopped, or its host or
+                the way to it is gone. Its calls fail with `PeerLostError`, and `on_peer_lost` is told, within a second
+                more. A process that was killed is lost at once. 0 for never, or 2 and more.
             timeout_s: for calls that have none of their own, and for joining.
-            max_threads: of threads that run functions; more are started only while all are busy.
+            max_threads: functions that run at once, at most. One that waits for a call of its own, or that its peer
+                has given up, does not count; an `async def` needs no thread.
+            max_running: functions that begin at once: the next one does when one of them returns, has run for 5 ms, or
+                waits for a call of its own. Python runs one thread at a time, and every further one that wants to
+                slows all down. Give more where functions wait for less than that, for disks, say, or compute
+                without the GIL on cores that are free.
             max_open: calls to one peer without an answer; the next one waits for room.
+            driver: of other devices than CUDA's.
         """
+        if max_threads < 1 or max_running < 1 or max_open < 1:
+            raise SchemaError(
+                f"a node runs at least one function, and has one call open; found max_threads={max_threads}, "
+                f"max_running={max_running}, max_open={max_open}"
+            )
         self.name, self.pickle, self.timeout_s, self.max_open = name, pickle, timeout_s, max_open
-        self._options = options_of(secret, limits, spin_us, True)
-        if transport is not None:
-            self._options["transport"] = transport
+        self._options = options_of(secret, limits, spin_us, views) | {"peer_timeout_s": float(peer_timeout_s)}
+        self.devices = Devices(device_map, transport, driver, (limits or Limits()).max_segment_bytes)
         self.directory = Directory(store, dict(peers or {}))
         self._codec = native_codec()
         self._peers: dict[str, Peer] = {}
@@ -71,7 +97,10 @@ class Node:
         self._on_lost: list[Callable[[str, str], object]] = []
         self._closed = False
         self._pid = os.getpid()
-        listener = listen(host, secret=secret, advertise=advertise, limits=limits, spin_us=spin_us)
+        native = _native.Listener.make(dict(self._options), host or "", port, list(advertise), True)
+        listener = Listener(native)
+        if transport is not None and self.devices.forced is None:
+            self._options["transport"] = transport
         self.address = listener.address
         self.topics = Topics(self)
         self.server = Server(
@@ -81,6 +110,7 @@ class Node:
             pickle=pickle,
             timeout_s=timeout_s,
             max_threads=max_threads,
+            max_running=max_running,
             max_open=max_open,
             max_queued_bytes=(limits or Limits()).max_queued_bytes,
             spin_us=spin_us,
@@ -118,8 +148,8 @@ class Node:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         until_s = time.monotonic() + limit_s
         found = self._peer(peer, limit_s)
-        kind, parcel = found.parcel(function, args, kwargs)
-        return Future(found, found.calls.start(kind, parcel, False, limit_s), until_s)
+        kind, parcel = found.parcel(function, args, kwargs, limit_s)
+        return Future(found, found.calls.start(limited(kind, limit_s), parcel, False, limit_s), until_s)
 
     def tell(
         self, peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
@@ -127,10 +157,10 @@ class Node:
         """Calls without wanting an answer: returns once it is sent. What the function raises is printed there."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         found = self._peer(peer, limit_s)
-        kind, parcel = found.parcel(function, args, kwargs)
-        if kind != CALL:
+        kind, parcel = found.parcel(function, args, kwargs, limit_s)
+        if kind & ~BESIDE != CALL:
             raise MessageError("only functions with a name can be told")
-        found.connection.send(0, TELL, parcel, limit_s)
+        found.connection.send(0, TELL | (kind & BESIDE), parcel, limit_s)
 
     def remote(self, peer: str, cls: str | type, *args: Any, **kwargs: Any) -> Remote:
         """An object of a registered class, made and kept by the peer until closed, or until this node is lost."""
@@ -152,17 +182,62 @@ class Node:
         """The callback is not called any more."""
         self.topics.unsubscribe(peer, topic)
 
+    def peer(self, name: str, *, timeout_s: float | None = None) -> Peer:
+        """The connection to a peer, made if need be: for who encodes once and sends to many. Raises as `call` does."""
+        return self._peer(name, self.timeout_s if timeout_s is None else timeout_s)
+
+    def hang_up(self, name: str) -> None:
+        """Ends the connections with a peer, both ways; both sides may call again, which makes new ones."""
+        with self._lock:
+            peer = self._peers.pop(name, None)
+        if peer is not None:
+            peer.connection.close()
+        self.server.hang_up(name)
+
+    def connected(self, name: str) -> bool:
+        """Whether both this node's connection to a peer and one of the peer's to this node live."""
+        peer = self._peers.get(name)
+        return peer is not None and not peer.connection.lost and self.server.has_caller(name)
+
     def on_peer_lost(self, callback: Callable[[str, str], object]) -> None:
         """Calls back with the name of a peer that is lost, and why."""
         self._on_lost.append(callback)
 
     def connections(self) -> dict[str, str]:
-        """The peers that this node calls, and the way to each."""
-        return {name: peer.connection.describe() for name, peer in self._peers.items()}
+        """The peers that this node calls, and the way to each: of messages, and of tensors on GPUs."""
+        return {
+            name: "; ".join(filter(None, (peer.connection.describe(), peer.tensors.describe())))
+            for name, peer in self._open_peers()
+        }
+
+    def considered(self) -> dict[str, list[tuple[str, str]]]:
+        """For each peer that this node calls, the faster transports, and why each was not taken."""
+        return {name: list(peer.connection.considered) for name, peer in self._open_peers()}
+
+    def authenticated(self) -> dict[str, bool]:
+        """For each peer that this node calls, whether both proved that they know the secret."""
+        return {name: peer.connection.authenticated for name, peer in self._open_peers()}
 
     def counts(self) -> dict[str, dict[str, Any]]:
-        """Messages and bytes by path to and from each peer that this node calls."""
-        return {name: peer.connection.counts() for name, peer in self._peers.items()}
+        """Messages and bytes by path to and from each peer that this node calls; `tensors`: bytes by way."""
+        return {
+            name: peer.connection.counts() | {"tensors": dict(peer.tensors.bytes_by_way)}
+            for name, peer in self._open_peers()
+        }
+
+    def device_map(self, peer: str) -> DeviceMap:
+        """Which of its GPUs tensors go to."""
+        ranks = []
+        for key in self.devices.maps:
+            if key.isdigit() and key != peer:
+                with contextlib.suppress(UnknownPeerError):
+                    if self.directory.find(f"rank/{key}", 0.0) == peer:
+                        ranks.append(key)
+        return of_peer(self.devices.maps, (peer, *ranks))
+
+    def _open_peers(self) -> list[tuple[str, Peer]]:
+        with self._lock:
+            return list(self._peers.items())
 
     def wait_for(self, *names: str, timeout_s: float | None = None) -> None:
         """Until peers of these names have joined. Raises `UnknownPeerError`."""
@@ -182,7 +257,9 @@ class Node:
             self.directory.remove(self.name, self.address)
         for peer in peers:
             peer.connection.close()
+            peer.tensors.close()
         self.server.close()
+        self.devices.close()
         _nodes.discard(self)
 
     def __enter__(self) -> Node:
@@ -236,7 +313,7 @@ class Node:
             with self._lock:
                 name = self._watched.pop(number, "")
                 if name in self._peers and self._peers[name].number == number:
-                    del self._peers[name]  # who waits for it finds out alone
+                    self._peers.pop(name).tensors.close()  # who waits for it finds out alone
         if name and not self._closed:
             for callback in list(self._on_lost):
                 try:

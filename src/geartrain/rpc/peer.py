@@ -22,7 +22,8 @@ from geartrain.errors import (
 )
 from geartrain.rpc.caller import about_to_wait
 from geartrain.rpc.functions import names
-from geartrain.rpc.kinds import CALL, CALL_OBJECT, CANCEL, ERROR, RESULT
+from geartrain.rpc.kinds import BESIDE, CALL, CALL_OBJECT, CANCEL, ERROR, RESULT, limited
+from geartrain.rpc.outbound import Outbound
 
 if TYPE_CHECKING:
     from geartrain.rpc.node import Node
@@ -84,9 +85,9 @@ class Future:
             self._error = error.with_traceback(None)
             self._finished = True
 
-    def _settle(self, message: _native.Message) -> None:
+    def _settle(self, message: _native.Message, elsewhere: bool = False) -> None:
         try:
-            self._value = self._peer.value_of(message)
+            self._value = self._peer.value_of(message, elsewhere)
         except GeartrainError as error:
             self._error = error.with_traceback(None)
         self._finished = True
@@ -125,7 +126,7 @@ class Future:
                 self._error = outcome
                 self._finished = True
             else:
-                self._settle(outcome)
+                self._settle(outcome, elsewhere=True)
             callbacks, self._callbacks = self._callbacks, []
             if self._done is not None:
                 self._done.set()
@@ -163,26 +164,35 @@ class Peer:
         self._completer = False  # runs
         self._node = node
         self._lock = threading.Lock()
+        self.tensors = Outbound(node.devices, self, lambda: node.device_map(name))
 
-    def parcel(self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The question, and its kind."""
-        if type(function) is str:
-            return CALL, self._codec.encode((function, args, kwargs), self.pickle)
-        name = names.get(function)  # type: ignore[arg-type]
+    def parcel(
+        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> Any:
+        """The question, and its kind. What travels beside it has been sent, or is on its way."""
+        name = function if type(function) is str else names.get(function)  # type: ignore[arg-type]
         if name is not None:
-            return CALL, self._codec.encode((name, args, kwargs), self.pickle)
+            beside, parcel = self.tensors.encode((name, args, kwargs), self.pickle, timeout_s)
+            return CALL | beside, parcel
         if not self.pickle:
             raise UntrustedPeerError(
                 f"{function!r} is not registered (@rpc.function), and functions go by pickle only between peers that "
                 "proved they know the cluster's secret"
             )
-        return CALL_OBJECT, self._codec.encode((function, args, kwargs), True)
+        beside, parcel = self.tensors.encode((function, args, kwargs), True, timeout_s)
+        return CALL_OBJECT | beside, parcel
 
-    def value_of(self, message: _native.Message) -> Any:
-        """The result, or the peer's error, raised."""
+    def ask(self, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
+        """The result of one of geartrain.rpc's own functions, whose values are plain."""
+        return self.value_of(self.calls.call(CALL, self._codec.encode((name, args, {})), timeout_s))
+
+    def value_of(self, message: _native.Message, elsewhere: bool = False) -> Any:
+        """The result, or the peer's error, raised. `elsewhere`: it is for another thread than this one."""
         value = self._codec.decode(message, self.pickle)
         if message.kind == RESULT:
             return value
+        if message.kind == RESULT | BESIDE:
+            return self.tensors.fetch(value, message.tag, self._node.timeout_s, elsewhere)
         if message.kind != ERROR or type(value) is not tuple or [type(part) for part in value] != [str] * 3:
             raise MessageError(f"{self.name!r} answered with what is no answer")
         raise remote_error(value[0], value[1], value[2], self.name)
@@ -191,9 +201,9 @@ class Peer:
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> Any:
         """The result, waited for by this thread."""
-        kind, parcel = self.parcel(function, args, kwargs)
+        kind, parcel = self.parcel(function, args, kwargs, timeout_s)
         try:
-            message = self.calls.call(kind, parcel, timeout_s)
+            message = self.calls.call(limited(kind, timeout_s), parcel, timeout_s)
         except WaitTimeoutError:
             raise WaitTimeoutError(f"no answer from {self.name!r} within {timeout_s} s") from None
         return self.value_of(message)

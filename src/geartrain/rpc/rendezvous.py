@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
 
-from geartrain.errors import GeartrainError, UnknownPeerError, WaitTimeoutError
+from geartrain.errors import GeartrainError, PeerLostError, UnknownPeerError, WaitTimeoutError
+
+#: A wait for a name lasts so long at most: the store's own threads print a line about each that was in vain.
+_SLICE_S = 10.0
 
 
 class Directory:
     """Addresses of peers: those given, and those that others have put into the store."""
 
-    def __init__(self, store: Any, known: dict[str, str]) -> None:
+    def __init__(self, store: Any, known: dict[str, str], prefix: str = "geartrain/rpc") -> None:
         self.store = store
         self.known = known
+        self._waiters: list[Any] = []  # copies of the store that nobody waits with now
+        self.prefix = prefix
+
+    def _key(self, name: str) -> str:
+        return f"{self.prefix}/{name}"
 
     def put(self, name: str, value: str) -> None:
         """Lets others find it."""
         if self.store is not None:
-            self.store.set(_key(name), value)
+            with _store_errors():
+                self.store.set(self._key(name), value)
 
     def find(self, name: str, until_s: float) -> str:
         """Waits for somebody to put it. Raises `UnknownPeerError`."""
@@ -30,26 +41,45 @@ class Directory:
             return self.known[name]
         if self.store is None:
             raise UnknownPeerError(f"no peer {name!r}: there is no store to find it in, and its address was not given")
-        while not self.store.check([_key(name)]):
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                raise UnknownPeerError(f"no peer {name!r} has joined before the deadline")
-            # In slices: a c10d store answers nobody else in this process while it waits, and takes 0 ms for no limit.
-            with contextlib.suppress(RuntimeError):
-                self.store.wait([_key(name)], timedelta(seconds=min(max(left_s, 0.01), 0.1)))
-        return self._get(name)
+        with _store_errors():
+            while not self.store.check([self._key(name)]):
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    raise UnknownPeerError(f"no peer {name!r} has joined before the deadline")
+                self._wait(name, min(max(left_s, 0.01), _SLICE_S))  # 0 would be for ever
+            return self._get(name)
+
+    def _wait(self, name: str, timeout_s: float) -> None:
+        """Until it is there, or for so long: with a copy of the store, which answers nobody else meanwhile."""
+        try:
+            waiter = self._waiters.pop() if self._waiters else self.store.clone()
+        except (AttributeError, NotImplementedError, RuntimeError):  # not torch's own, or one that cannot
+            waiter = self.store
+        try:
+            waiter.wait([self._key(name)], timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            if not _is_timeout(error):
+                raise
+        else:
+            if waiter is not self.store:
+                self._waiters.append(waiter)  # one whose wait failed is not used again
 
     def _get(self, name: str) -> str:
-        value: bytes | str = self.store.get(_key(name))
+        value: bytes | str = self.store.get(self._key(name))
         return value.decode() if isinstance(value, bytes) else value
 
+    def has(self, name: str) -> bool:
+        """Whether somebody has put it."""
+        return name in self.known or bool(self.store.check([self._key(name)]))
+
     def remove(self, name: str, value: str) -> None:
-        """Takes it out, if it is still this one, from a store that can."""
-        if self.store is None or not hasattr(self.store, "delete_key"):
+        """Takes it out, if it is still this one, from a store that can and is still there."""
+        self._waiters.clear()
+        if self.store is None or not hasattr(self.store, "delete_key") or _is_gone(self.store):
             return
-        with contextlib.suppress(RuntimeError):  # the store went first
-            if self.store.check([_key(name)]) and self._get(name) == value:
-                self.store.delete_key(_key(name))
+        with contextlib.suppress(RuntimeError):  # it went at this moment
+            if self.store.check([self._key(name)]) and self._get(name) == value:
+                self.store.delete_key(self._key(name))
 
     def join(self, name: str, rank: int | None, world_size: int | None, timeout_s: float) -> None:
         """Tells one's rank, and waits until all have. Raises `WaitTimeoutError`, with the ranks that are missing."""
@@ -62,7 +92,7 @@ class Directory:
             for other in range(world_size):
                 self.find(f"rank/{other}", until_s)
         except UnknownPeerError:
-            missing = [other for other in range(world_size) if not self.store.check([_key(f"rank/{other}")])]
+            missing = [other for other in range(world_size) if not self.store.check([self._key(f"rank/{other}")])]
             raise WaitTimeoutError(
                 f"{len(missing)} of {world_size} did not join within {timeout_s} s: ranks {missing}"
             ) from None
@@ -90,5 +120,27 @@ def store_of(
     return store, rank, world_size
 
 
-def _key(name: str) -> str:
-    return f"geartrain/rpc/{name}"
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    """A store that does not answer is an error of ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        line = str(error).partition("\n")[0]
+        raise PeerLostError(f"the store that peers find each other in does not answer: {line}") from None
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    return "timeout" in str(error).lower() or "timed out" in str(error).lower()
+
+
+def _is_gone(store: Any) -> bool:
+    """Whether a tcp store's process has ended. Asking the store itself would print a page for each question."""
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if not isinstance(host, str) or not isinstance(port, int):
+        return False
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return True
+    return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain.errors import GeartrainError, SchemaError
 from geartrain.rpc.caller import Caller
-from geartrain.rpc.functions import functions
+from geartrain.rpc.functions import function
 
 if TYPE_CHECKING:
     from geartrain.rpc.node import Node
@@ -33,7 +35,7 @@ class Topic:
         self._node = node
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._subscribers: set[str] = set()
+        self._subscribers: dict[str, str] = {}  # name -> token of its subscription
         self._newest: deque[tuple[int, Any]] = deque(maxlen=history)
         self._next = 0
 
@@ -61,23 +63,26 @@ class Topic:
                 self.name,
                 number,
                 value,
+                self._subscribers[subscriber],
                 timeout_s=self._timeout_s,
             )
         except GeartrainError as error:
-            self._subscribers.discard(subscriber)
+            self._subscribers.pop(subscriber, None)
             _log.warning("%r no longer gets topic %r: %s", subscriber, self.name, error)
 
-    def add(self, subscriber: str) -> None:
+    def add(self, subscriber: str, token: str) -> None:
         """Subscribes a peer, and sends it the newest values."""
         with self._lock:
-            self._subscribers.add(subscriber)
+            self._subscribers[subscriber] = token
             for number, value in self._newest:
-                self._send(subscriber, number, value)
+                if subscriber in self._subscribers:  # else the one before did not reach it
+                    self._send(subscriber, number, value)
 
-    def remove(self, subscriber: str) -> None:
-        """Unsubscribes a peer."""
+    def remove(self, subscriber: str, token: str | None = None) -> None:
+        """Unsubscribes a peer: with a token, only if it is still that subscription."""
         with self._lock:
-            self._subscribers.discard(subscriber)
+            if token is None or self._subscribers.get(subscriber) == token:
+                self._subscribers.pop(subscriber, None)
 
 
 class Topics:
@@ -87,7 +92,9 @@ class Topics:
         self._node = node
         self._lock = threading.Lock()
         self._mine: dict[str, Topic] = {}
-        self._callbacks: dict[tuple[str, str], Callable[[int, Any], object]] = {}
+        # With the subscription's token: a peer that died and came back under its name may be sent what was meant for
+        # the one before.
+        self._callbacks: dict[tuple[str, str], tuple[str, Callable[[int, Any], object]]] = {}
 
     def make(self, name: str, history: int, timeout_s: float) -> Topic:
         """A new one of this node's."""
@@ -100,13 +107,18 @@ class Topics:
 
     def subscribe(self, peer: str, name: str, callback: Callable[[int, Any], object]) -> None:
         """Asks a peer for its topic; the callback is there before the first value is."""
+        token = secrets.token_hex(8)
         with self._lock:
-            self._callbacks[peer, name] = callback
+            before = self._callbacks.get((peer, name))
+            self._callbacks[peer, name] = token, callback
         try:
-            self._node.call(peer, "geartrain.rpc.subscribe", name, self._node.name, self._node.address)
+            self._node.call(peer, "geartrain.rpc.subscribe", name, self._node.name, self._node.address, token)
         except BaseException:
             with self._lock:
-                del self._callbacks[peer, name]
+                if before is None:
+                    self._callbacks.pop((peer, name), None)
+                else:
+                    self._callbacks[peer, name] = before
             raise
 
     def unsubscribe(self, peer: str, name: str) -> None:
@@ -122,35 +134,36 @@ class Topics:
                 raise LookupError(f"{self._node.name!r} has no topic {name!r}; it has {sorted(self._mine)}")
             return self._mine[name]
 
-    def deliver(self, publisher: str, name: str, number: int, value: Any) -> None:
+    def deliver(self, publisher: str, name: str, number: int, value: Any, token: str) -> None:
         """A value has come."""
         with self._lock:
-            callback = self._callbacks.get((publisher, name))
-        if callback is not None:
+            wanted, callback = self._callbacks.get((publisher, name), ("", None))
+        if wanted == token and callback is not None:
             callback(number, value)
+        else:
+            with contextlib.suppress(GeartrainError):
+                self._node.tell(publisher, "geartrain.rpc.unsubscribe", name, self._node.name, token, timeout_s=1.0)
 
 
 # What peers may ask of a node's topics.
 
 
-def _subscribe(caller: Caller, name: str, subscriber: str, address: str) -> None:
-    node = caller.server.node
+def _subscribe(caller: Caller, name: str, subscriber: str, address: str, token: str) -> None:
+    node = caller.node
     topic = node.topics.of(name)
     if node.directory.store is None:
-        node.directory.known.setdefault(subscriber, address)
-    topic.add(subscriber)
+        node.directory.known[subscriber] = address  # it may have come back at another one
+    topic.add(subscriber, token)
 
 
-def _unsubscribe(caller: Caller, name: str, subscriber: str) -> None:
-    caller.server.node.topics.of(name).remove(subscriber)
+def _unsubscribe(caller: Caller, name: str, subscriber: str, token: str | None = None) -> None:
+    caller.node.topics.of(name).remove(subscriber, token)
 
 
-def _deliver(caller: Caller, publisher: str, name: str, number: int, value: Any) -> None:
-    caller.server.node.topics.deliver(publisher, name, number, value)
+def _deliver(caller: Caller, publisher: str, name: str, number: int, value: Any, token: str) -> None:
+    caller.node.topics.deliver(publisher, name, number, value, token)
 
 
-functions |= {
-    "geartrain.rpc.subscribe": _subscribe,
-    "geartrain.rpc.unsubscribe": _unsubscribe,
-    "geartrain.rpc.deliver": _deliver,
-}
+function(name="geartrain.rpc.subscribe", with_caller=True)(_subscribe)
+function(name="geartrain.rpc.unsubscribe", with_caller=True)(_unsubscribe)
+function(name="geartrain.rpc.deliver", with_caller=True)(_deliver)

@@ -22,11 +22,22 @@ publisher is on the same host is found by looking at its shared memory, not at n
 
 A publisher that is killed in the middle leaves the version before; one that is started again carries on with the same
 memory. A killed reader holds nothing. The last process that leaves removes the segment; `reap()` those of jobs of
-which every process was killed.
+which every process was killed. `names()` and `describe(name)` look from outside, as `geartrain inspect` does.
 """
 
+from geartrain.errors import BuffersHeldError
 from geartrain.weights.publisher import Publisher
 from geartrain.weights.reader import Reader, Snapshot
-from geartrain.weights.segment import BuffersHeldError, reap
+from geartrain.weights.segment import Described, describe, names, reap, unlink
 
-__all__ = ["BuffersHeldError", "Publisher", "Reader", "Snapshot", "reap"]
+__all__ = [
+    "BuffersHeldError",
+    "Described",
+    "Publisher",
+    "Reader",
+    "Snapshot",
+    "describe",
+    "names",
+    "reap",
+    "unlink",
+]

@@ -46,7 +46,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from geartrain.errors import IncompatibleStoreError, LockTimeoutError, NoSpaceError, SchemaError, WaitTimeoutError
+from geartrain.errors import (
+    IncompatibleStoreError,
+    LockTimeoutError,
+    NoSpaceError,
+    SchemaError,
+    StoreMissingError,
+)
 from geartrain.weights import futex, locks
 
 MAGIC = b"GEARWGT\n"
@@ -99,10 +105,6 @@ _PUBLISHER, _GATE, _MEMBERS, _BUFFER = 0, 1, 2, 16
 DIRECTORY = Path("/dev/shm")
 _PREFIX = "geartrain-weights."
 _MAP_NORESERVE = 0x4000
-
-
-class BuffersHeldError(WaitTimeoutError):
-    """Readers hold every buffer but the newest version's, and none of them let go before the deadline."""
 
 
 class Head(NamedTuple):
@@ -171,6 +173,13 @@ class Segment:
             except BaseException:
                 os.close(fd)
                 raise
+
+    @classmethod
+    def looking_at(cls, fd: int, path: Path) -> Segment:
+        """Somebody else's open file, for `head` and `layout` only: not a member, and closes nothing."""
+        segment = cls(fd, path)
+        segment.fd = -1
+        return segment
 
     @classmethod
     def make(cls, path: Path) -> Segment:
@@ -419,6 +428,64 @@ class Segment:
     def _put(self, record: Any, at: int) -> None:
         raw = _sealed(record)
         self._bytes[at : at + len(raw)] = np.frombuffer(raw, np.uint8)
+
+
+class Described(NamedTuple):
+    """What can be seen of weights from outside, without becoming one of their processes."""
+
+    name: str
+    version: int | None  # the newest; None before the first
+    published_ns: int  # its time, by the wall clock
+    version_bytes: int
+    buffers: int
+    file_bytes: int  # memory taken
+    published: int  # versions since the file was made
+    has_publisher: bool  # a process that lives
+    in_use: bool  # by any process that lives
+
+
+def describe(name: str, directory: str | Path = DIRECTORY) -> Described:
+    """Weights as they are now; leaves no trace.
+
+    Raises:
+        StoreMissingError: there are none of that name on this host.
+        IncompatibleStoreError: the file is something else.
+    """
+    path = path_of(name, Path(directory))
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise StoreMissingError(f"there are no weights {name!r} on this host: {path} is missing") from None
+    try:
+        status = os.fstat(fd)
+        if status.st_size < _SCHEMA_AT:
+            raise IncompatibleStoreError(f"{path} is too small to hold weights of geartrain's")
+        segment = Segment.looking_at(fd, path)
+        head, layout = segment.head(), segment.layout()
+        return Described(
+            name=name,
+            version=None if head is None else head.version,
+            published_ns=0 if head is None else head.published_ns,
+            version_bytes=0 if layout is None else int(layout["version_bytes"]),
+            buffers=0 if layout is None else int(layout["buffers"]),
+            file_bytes=status.st_blocks * 512,
+            published=0 if head is None else head.sequence,
+            has_publisher=locks.is_taken(fd, _PUBLISHER),
+            in_use=locks.is_taken(fd, _MEMBERS),
+        )
+    finally:
+        os.close(fd)
+
+
+def names(directory: str | Path = DIRECTORY) -> list[str]:
+    """Of all weights on this host."""
+    found = (path.name.removeprefix(_PREFIX) for path in Path(directory).glob(f"{_PREFIX}*"))
+    return sorted(name for name in found if not name.endswith(".new"))
+
+
+def unlink(name: str, directory: str | Path = DIRECTORY) -> None:
+    """Takes the name away. Processes that use the weights keep them; a publisher that starts makes new ones."""
+    path_of(name, Path(directory)).unlink(missing_ok=True)
 
 
 def reap(directory: str | Path = DIRECTORY) -> list[str]:

@@ -19,13 +19,12 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from geartrain.rpc.functions import functions
+from geartrain.rpc import function
 from geartrain.weights.segment import Head, Segment
 from geartrain.weights.writer import Writer
 
 if TYPE_CHECKING:
-    from geartrain.rpc import Node
-    from geartrain.rpc.caller import Caller
+    from geartrain.rpc import Caller, Node
 
 PIN_S = 30.0
 
@@ -161,7 +160,7 @@ def stop_serving(node: Node, name: str, writer: Writer) -> None:
 
 
 def _of(caller: Caller, name: str) -> _Served:
-    node = caller.server.node
+    node = caller.node
     served = _served.get(node, {}).get(name)
     if served is None:
         raise LookupError(f"{node.name!r} publishes no weights {name!r}; it has {sorted(_served.get(node, {}))}")
@@ -185,6 +184,9 @@ def _segment_of(caller: Caller, name: str) -> bytes:
     return found
 
 
-NEWER, PIECE, DONE = "geartrain.rpc.weights_newer", "geartrain.rpc.weights_piece", "geartrain.rpc.weights_done"
-SEGMENT_OF = "geartrain.rpc.weights_segment_of"
-functions |= {NEWER: _newer, PIECE: _piece, DONE: _done, SEGMENT_OF: _segment_of}
+NEWER, PIECE, DONE = "geartrain.weights.newer", "geartrain.weights.piece", "geartrain.weights.done"
+SEGMENT_OF = "geartrain.weights.segment_of"
+function(name=NEWER, with_caller=True)(_newer)
+function(name=PIECE, with_caller=True)(_piece)
+function(name=DONE, with_caller=True)(_done)
+function(name=SEGMENT_OF, with_caller=True)(_segment_of)

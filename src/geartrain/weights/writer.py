@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.errors import GeartrainError, SchemaError, StoreClosedError
+from geartrain.errors import BuffersHeldError, GeartrainError, SchemaError, StoreClosedError
 from geartrain.weights.schema import Schema
-from geartrain.weights.segment import MAX_BUFFERS, BuffersHeldError, Segment
+from geartrain.weights.segment import MAX_BUFFERS, Segment
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 #: How often a waiting publisher looks for readers that were killed: those wake nobody.

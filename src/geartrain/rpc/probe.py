@@ -1,0 +1,45 @@
+"""What every node answers to whoever asks how it can be reached, and how fast: `geartrain doctor --peer`."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import numpy as np
+
+from geartrain import _native
+from geartrain.errors import SchemaError
+from geartrain.rpc.caller import Caller
+from geartrain.rpc.functions import function
+
+ABOUT, TAKE, GIVE = "geartrain.rpc.about", "geartrain.rpc.take", "geartrain.rpc.give"
+#: What `GIVE` hands out at most.
+MOST_BYTES = 64 << 20
+
+
+def _about(caller: Caller) -> dict[str, Any]:
+    import geartrain
+
+    return {
+        "name": caller.node.name,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "cores": _native.available_cores(),
+        "geartrain": geartrain.__version__,
+    }
+
+
+def _take(array: Any) -> int:
+    return int(array.nbytes)
+
+
+def _give(nbytes: int) -> Any:
+    if not 0 <= nbytes <= MOST_BYTES:
+        raise SchemaError(f"0 to {MOST_BYTES:,} bytes can be asked for, found {nbytes!r}")
+    return np.zeros(nbytes, np.uint8)
+
+
+function(name=ABOUT, with_caller=True)(_about)
+function(name=TAKE)(_take)
+function(name=GIVE)(_give)

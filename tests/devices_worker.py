@@ -1,0 +1,99 @@
+"""A peer with fake GPUs (or none): `devices_worker.py FOLDER COUNT [TRANSPORT]` prints its address."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fake_gpu import FakeDriver, FakeTensor
+
+from geartrain import rpc
+
+weights: list[Any] = []
+
+
+@rpc.function
+def twice(tensor: Any) -> Any:
+    return tensor.times(2) if isinstance(tensor, FakeTensor) else tensor * 2
+
+
+@rpc.function
+def where(*tensors: Any) -> list[str]:
+    return [f"cuda:{t.device}" if isinstance(t, FakeTensor) else f"{type(t).__name__}" for t in tensors]
+
+
+@rpc.function
+def mixed(value: dict[str, Any]) -> dict[str, Any]:
+    a, (b, c) = value["a"], value["bc"]
+    return {"sum": float(a.numpy().sum()), "back": [c, {"b": b}], "same": value["plain"]}
+
+
+@rpc.function
+def keep(tensor: Any) -> None:
+    weights[:] = [tensor]
+
+
+@rpc.function
+def kept() -> Any:
+    return weights[0]
+
+
+@rpc.function
+def overwrite(value: float) -> None:
+    weights[0].fill_(value)
+
+
+@rpc.function
+def on_your(device: int, value: float) -> Any:
+    return node.devices.driver.tensor(device, np.full(1000, value))  # type: ignore[attr-defined]
+
+
+@rpc.function
+def fail(tensor: Any) -> None:
+    raise ValueError(f"got {tensor.numpy()[0]}")
+
+
+@rpc.function
+def ranges(n: int) -> list[np.ndarray]:
+    return [np.arange(n), np.arange(n, dtype=np.float32)]
+
+
+@rpc.function
+def be(count: int, folder: str, delay_s: float, why: str | None) -> None:
+    """Another machine."""
+    driver = node.devices.driver
+    assert isinstance(driver, FakeDriver)
+    driver._count, driver.folder, driver.delay_s, driver._why = count, Path(folder), delay_s, why
+
+
+@rpc.function(concurrent=True)
+def memory() -> dict[str, int]:
+    drivers = node.devices.driver
+    return {
+        "allocated": getattr(drivers, "allocated", 0),
+        "opened": getattr(drivers, "opened", 0),
+        "held": sum(caller.tensors.held for caller in node.server._callers.values()),
+        "lent": sum(caller.tensors.ways.lent for caller in node.server._callers.values()),
+    }
+
+
+@rpc.function
+def nap(seconds: float, *_: Any) -> None:
+    time.sleep(seconds)
+
+
+@rpc.function
+def call_back(peer: str, address: str, tensor: Any) -> Any:
+    node.directory.known[peer] = address
+    return node.call(peer, "mine_times_three", tensor)
+
+
+if __name__ == "__main__":
+    driver = FakeDriver(sys.argv[1], int(sys.argv[2]))
+    node = rpc.Node("peer", driver=driver, transport=sys.argv[3] if len(sys.argv) > 3 else None)
+    print(node.address, flush=True)
+    sys.stdin.read()
+    node.close()
