@@ -52,7 +52,7 @@ def known_clusters(constants: Constants | None = None) -> list[Asked]:
 
 def show(asked: Sequence[Asked], json_path: Path | None = None) -> None:
     """Predicts and prints, a table a cluster, an arm a line; writes the same as JSON where asked."""
-    console, table_of = _rich()
+    console, table_of = rich_console()
     found: list[dict[str, Any]] = []
     for one in asked:
         cluster = one.cluster
@@ -78,7 +78,7 @@ def show(asked: Sequence[Asked], json_path: Path | None = None) -> None:
 
 def show_checked(checked: Sequence[Checked]) -> bool:
     """Predictions beside measurements; returns whether none of them is far off."""
-    console, table_of = _rich()
+    console, table_of = rich_console()
     table = table_of(title="predicted and measured", title_justify="left")
     for name in ("case", "what"):
         table.add_column(name, no_wrap=True)
@@ -135,7 +135,8 @@ def _about(cluster: Cluster) -> str:
     return words
 
 
-def _rich() -> tuple[Any, Any]:
+def rich_console() -> tuple[Any, Any]:
+    """rich's console, as wide as lines need where it is a file, and its table."""
     try:
         from rich.console import Console
         from rich.table import Table

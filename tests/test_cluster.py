@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.testing.hosts import Hosts, HostsError
+from geartrain.testing.cluster import Hosts, HostsError
 
 reason = Hosts.viable()
 needs_hosts = pytest.mark.skipif(reason is not None, reason=str(reason))
+no_tap = reason or (None if Path("/dev/net/tun").exists() else "there is no /dev/net/tun")
+needs_tap = pytest.mark.skipif(no_tap is not None, reason=str(no_tap))
 
 ECHO = "import os, sys; print(os.environ[{name!r}])"
 REDUCE = """
@@ -155,6 +157,87 @@ def test_an_unplugged_host_is_silent_until_it_is_plugged_in_again(hosts: Hosts) 
 
 
 @needs_hosts
+def test_every_host_may_have_a_rate_of_its_own_and_tcp_is_renos() -> None:
+    with Hosts(2, rate_mbit=[50, None]) as hosts:
+        source, sink = connected(hosts, 1, 0)
+        with source, sink:
+            assert source.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
+            send(500_000, source, sink)
+            assert 50 * 0.5 < 2_000_000 * 8 / send(2_000_000, source, sink) / 1e6 < 50 * 1.1
+        assert "'gt" in repr(hosts) and "50/no limit" in repr(hosts)
+        with pytest.raises(HostsError, match="switched=True"):
+            hosts.switch_counters()
+
+
+def round_trips_ms(hosts: Hosts, i: int, j: int) -> list[float]:
+    source, sink = connected(hosts, i, j)
+    took = []
+    with source, sink:
+        for end in (source, sink):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(5):
+            began_s = time.perf_counter()
+            source.sendall(b"?")
+            sink.sendall(sink.recv(1))
+            source.recv(1)
+            took.append(1e3 * (time.perf_counter() - began_s))
+    return took
+
+
+@needs_tap
+def test_a_round_trip_takes_what_was_asked_between_sites_and_nothing_within() -> None:
+    with Hosts(3, rate_mbit=200, rtt_ms=30, sites=[0, 0, 1]) as hosts:
+        assert 30 <= min(round_trips_ms(hosts, 0, 2)) < 40
+        assert min(round_trips_ms(hosts, 0, 1)) < 10
+        source, sink = connected(hosts, 2, 0)
+        with source, sink:
+            before = [hosts.bytes(i) for i in range(3)]
+            send(2_000_000, source, sink)
+            assert 2_000_000 < hosts.bytes(2).sent - before[2].sent < 2_300_000
+            assert hosts.bytes(1).received - before[1].received < 10_000
+            hosts.unplug(0)
+            source.sendall(b"lost?")
+            sink.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                sink.recv(5)
+            hosts.plug(0)
+            sink.settimeout(20)
+            assert sink.recv(5) == b"lost?"
+        name = hosts.name
+    assert traces(name) == []
+
+
+@needs_tap
+def test_a_switched_link_is_slow_both_ways_and_loses_what_was_asked() -> None:
+    with Hosts(2, rate_mbit=[100, None], loss=0.02) as hosts:
+        for i, j in ((0, 1), (1, 0)):
+            source, sink = connected(hosts, i, j)
+            with source, sink:
+                send(1_000_000, source, sink)
+                assert 4_000_000 * 8 / send(4_000_000, source, sink) / 1e6 < 100 * 1.15
+        counted = hosts.switch_counters()
+        assert counted["delivered_bytes"] > 10_000_000 and counted["lost_frames"] > 5
+
+
+@needs_tap
+def test_what_a_killed_maker_of_switched_hosts_left_is_removed() -> None:
+    script = (
+        "import os, signal\n"
+        "from geartrain.testing.cluster import Hosts\n"
+        "made = Hosts(2, rtt_ms=1)\n"
+        "print(made.name, made._switch._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    left, switch = done.stdout.split()
+    assert left in Hosts.remove_stale() and traces(left) == []
+    ends_s = time.monotonic() + 20
+    while Path(f"/proc/{switch}").exists() and time.monotonic() < ends_s:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{switch}").exists()
+
+
+@needs_hosts
 def test_leaving_kills_what_runs_and_removes_everything() -> None:
     with Hosts(2) as hosts:
         name = hosts.name
@@ -176,7 +259,7 @@ def test_leaving_kills_what_runs_and_removes_everything() -> None:
 def test_what_a_killed_maker_left_is_removed_and_the_living_are_spared(hosts: Hosts) -> None:
     script = (
         "import os, signal, subprocess\n"
-        "from geartrain.testing.hosts import Hosts\n"
+        "from geartrain.testing.cluster import Hosts\n"
         "made = Hosts(2, rate_mbit=100)\n"
         "made.popen(0, ['sleep', '600'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
         "print(made.name, flush=True)\n"
@@ -208,6 +291,14 @@ def test_bad_input_is_refused_with_what_was_found(hosts: Hosts) -> None:
         Hosts(0)
     with pytest.raises(HostsError, match=r"rate_mbit .* found -1"):
         Hosts(1, rate_mbit=-1)
+    for options, said in (
+        ({"rate_mbit": [1.0]}, "each of 2 hosts, found 1"),
+        ({"rtt_ms": -1}, "rtt_ms is from 0 .* found -1"),
+        ({"loss": 1.0}, "found 0.0, 1.0"),
+        ({"sites": [0]}, "sites must be one for each of 2 hosts, found 1"),
+    ):
+        with pytest.raises(HostsError, match=said):
+            Hosts(2, **options)  # type: ignore[arg-type]
     with pytest.raises(HostsError, match="hosts 0 to 2, found 3"):
         hosts.address(3)
     with pytest.raises(HostsError, match="`false` failed with 1: it said nothing"):

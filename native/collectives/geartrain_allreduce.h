@@ -1,0 +1,109 @@
+/* All-reduce for programs in C, and whatever can call C: one header, one shared library (libgeartrain_allreduce.so).
+ *
+ * The program brings the ranks together with what it has, MPI for instance; from then on the library moves the bytes
+ * over connections and a thread of its own:
+ *
+ *   gt_options options = {.rank = rank, .world = world, .host = "0.0.0.0"};
+ *   gt_group* group;
+ *   char mine[GT_ADDRESS_BYTES], *all = malloc(world * GT_ADDRESS_BYTES);
+ *   if (gt_group_listen(&options, &group, mine) != GT_OK) die(gt_last_error());
+ *   MPI_Allgather(mine, GT_ADDRESS_BYTES, MPI_CHAR, all, GT_ADDRESS_BYTES, MPI_CHAR, MPI_COMM_WORLD);
+ *   if (gt_group_connect(group, all, 60.0) != GT_OK) die(gt_last_error());
+ *   if (gt_allreduce(group, gradient, count, GT_FLOAT32, GT_SUM, 60.0) != GT_OK) die(gt_last_error());
+ *   gt_group_close(group, 10.0);
+ *
+ * Numbers are added up in the order of the ranks: the same bits on every rank, every time. All ranks call the same
+ * things in the same order. Any thread may call. Nothing waits without a deadline; timeouts are in seconds.
+ *
+ * Addresses hold a key that lets its holder into the group: exchange them on channels that you trust. With a secret
+ * they hold none, and every rank and reducer must know the secret. Nothing is encrypted.
+ *
+ * Compatible within one GT_ABI_VERSION: structures only grow at their end, and `bytes` tells how much the caller knows.
+ */
+#ifndef GEARTRAIN_ALLREDUCE_H
+#define GEARTRAIN_ALLREDUCE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define GT_ABI_VERSION 1
+#define GT_ADDRESS_BYTES 512
+
+typedef struct gt_group gt_group;
+typedef struct gt_work gt_work;
+
+typedef enum gt_dtype {
+  GT_FLOAT32 = 0,
+  GT_FLOAT64,
+  GT_BFLOAT16,
+  GT_FLOAT16,
+  GT_INT8,
+  GT_INT16,
+  GT_INT32,
+  GT_INT64,
+  GT_UINT8
+} gt_dtype;
+
+typedef enum gt_op { GT_SUM = 0, GT_AVG, GT_MIN, GT_MAX } gt_op;
+
+/* What a call came to. gt_last_error() has the words: who, in which operation, and why. */
+typedef enum gt_status {
+  GT_OK = 0,
+  GT_RANK_LOST,    /* a rank died, hung up or left */
+  GT_REDUCER_LOST, /* a reducer did */
+  GT_TIMED_OUT,    /* not over in time: the words name who is behind */
+  GT_DISAGREE,     /* ranks asked for different things */
+  GT_PROTOCOL,     /* somebody spoke nonsense */
+  GT_CLOSED,       /* the group was closed or aborted */
+  GT_INVALID,      /* an argument that cannot be */
+  GT_UNTRUSTED,    /* another secret, or none */
+  GT_UNREACHABLE,  /* nobody there */
+  GT_SYSTEM        /* memory, descriptors, and the like */
+} gt_status;
+
+/* Set the whole to zero first. */
+typedef struct gt_options {
+  uint32_t bytes; /* sizeof(gt_options), or 0 */
+  uint32_t rank, world;
+  const char* name;            /* of the group; "default" when NULL */
+  const char* host;            /* to listen on; "127.0.0.1" when NULL, "0.0.0.0" for every interface */
+  const char* secret;          /* NULL: a key in the address */
+  const char* const* reducers; /* host:port of each */
+  uint32_t reducer_count;
+  uint32_t ring;        /* 1: the ring instead of shares; no reducers then */
+  const double* shares; /* world + reducer_count of them, 1 in all; NULL: the best for `rates` */
+  const double* rates;  /* bytes/s of every rank's and reducer's link; NULL: equal */
+  uint32_t tcp_only;    /* 1: no shared memory between ranks of one host */
+} gt_options;
+
+/* Listens, and writes the address for the other ranks, padded with zeros. */
+gt_status gt_group_listen(const gt_options* options, gt_group** group, char address[GT_ADDRESS_BYTES]);
+
+/* With the addresses of all ranks, GT_ADDRESS_BYTES each, in the order of the ranks. */
+gt_status gt_group_connect(gt_group* group, const char* addresses, double timeout_s);
+
+/* Reduces `count` elements over all ranks, in place. After a failure the array holds partly old, partly new numbers,
+ * and the group is over: close it, and make another one of the ranks that are left. */
+gt_status gt_allreduce(gt_group* group, void* data, size_t count, gt_dtype dtype, gt_op op, double timeout_s);
+
+/* The same without waiting: the array belongs to the group until gt_wait, which also frees the work, says how it went.
+ * After GT_TIMED_OUT from a gt_wait shorter than the operation's own timeout the work is still there. */
+gt_status gt_allreduce_start(gt_group* group, void* data, size_t count, gt_dtype dtype, gt_op op, double timeout_s,
+                             gt_work** work);
+gt_status gt_wait(gt_work* work, double timeout_s);
+
+/* Leaves and frees the group, after what other ranks still need of this one. NULL is nothing. */
+void gt_group_close(gt_group* group, double timeout_s);
+
+/* The words of this thread's last failure. */
+const char* gt_last_error(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

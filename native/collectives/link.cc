@@ -1,0 +1,189 @@
+#include "collectives/link.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+namespace geartrain {
+namespace {
+
+// --- TCP
+// ----------------------------------------------------------------------------------------------------------------
+
+// What the kernel may hold unsent: two turns of a peer. More would only stand in a queue that nobody can reorder.
+constexpr int kUnsentBytes = 32 << 10;
+
+class TcpLink final : public Link {
+ public:
+  explicit TcpLink(Descriptor socket) : Link(std::move(socket)) {
+    const int on = 1, unsent = kUnsentBytes, never = 0;
+    ::setsockopt(socket_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    ::setsockopt(socket_.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
+    ::setsockopt(socket_.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    // A stopped rank is told by its name, after the operation's own deadline, not by the kernel after its.
+    ::setsockopt(socket_.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &never, sizeof never);
+  }
+
+  size_t write(std::span<struct iovec> parts) override {
+    struct msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = parts.size();
+    for (;;) {
+      const ssize_t sent = ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (sent >= 0) return static_cast<size_t>(sent);
+      if (errno == EAGAIN) return 0;
+      if (errno != EINTR) fail(ErrorKind::peer_lost, std::strerror(errno));
+    }
+  }
+
+  size_t read(std::span<struct iovec> parts) override {
+    struct msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = parts.size();
+    for (;;) {
+      const ssize_t got = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
+      if (got > 0) return static_cast<size_t>(got);
+      if (got == 0) fail(ErrorKind::peer_lost, "connection closed");
+      if (errno == EAGAIN) return 0;
+      if (errno != EINTR) fail(ErrorKind::peer_lost, std::strerror(errno));
+    }
+  }
+
+  const char* name() const override { return "tcp"; }
+};
+
+// --- shared memory --------------------------------------------------------------------------------------------------
+
+constexpr char kRingMagic[8] = {'G', 'T', 'R', 'I', 'N', 'G', '1', '\n'};
+
+struct Ring {
+  char magic[8];
+  uint64_t bytes;
+  alignas(64) std::atomic<uint64_t> written;
+  std::atomic<uint32_t> writer_sleeps;
+  alignas(64) std::atomic<uint64_t> taken;
+  std::atomic<uint32_t> reader_sleeps;
+  alignas(128) std::byte data[];
+};
+static_assert(offsetof(Ring, written) == 64 && offsetof(Ring, taken) == 128 && offsetof(Ring, data) == 256);
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
+
+constexpr uint64_t kOneRing = sizeof(Ring) + kRingBytes;
+
+class RingLink final : public Link {
+ public:
+  RingLink(Descriptor socket, const Descriptor& memory, Descriptor wake, bool dialer)
+      : Link(std::move(socket)), memory_(open_memory(memory, 2 * kOneRing)), wake_(std::move(wake)) {
+    auto* const first = reinterpret_cast<Ring*>(memory_.data());
+    auto* const second = reinterpret_cast<Ring*>(memory_.data() + kOneRing);
+    for (const Ring* one : {first, second}) {
+      if (std::memcmp(one->magic, kRingMagic, sizeof kRingMagic) != 0 || one->bytes != kRingBytes) {
+        fail(ErrorKind::frame, "the memory that it shares holds no ring");
+      }
+    }
+    out_ = dialer ? first : second;
+    in_ = dialer ? second : first;
+  }
+
+  size_t write(std::span<struct iovec> parts) override {
+    const uint64_t free = kRingBytes - in_ring(written_, out_->taken.load(std::memory_order_acquire));
+    size_t done = 0;
+    for (const struct iovec& part : parts) {
+      const size_t n = std::min<uint64_t>(part.iov_len, free - done);
+      const size_t at = (written_ + done) % kRingBytes, first = std::min(n, kRingBytes - at);
+      std::memcpy(out_->data + at, part.iov_base, first);
+      std::memcpy(out_->data, static_cast<std::byte*>(part.iov_base) + first, n - first);
+      done += n;
+    }
+    blocked_ = done == free;
+    if (done == 0) return 0;
+    written_ += done;
+    out_->written.store(written_, std::memory_order_seq_cst);
+    if (out_->reader_sleeps.load(std::memory_order_seq_cst) != 0) wake(&out_->reader_sleeps);
+    return done;
+  }
+
+  size_t read(std::span<struct iovec> parts) override {
+    const uint64_t there = in_ring(in_->written.load(std::memory_order_acquire), taken_);
+    size_t done = 0;
+    for (const struct iovec& part : parts) {
+      const size_t n = std::min<uint64_t>(part.iov_len, there - done);
+      const size_t at = (taken_ + done) % kRingBytes, first = std::min(n, kRingBytes - at);
+      std::memcpy(part.iov_base, in_->data + at, first);
+      std::memcpy(static_cast<std::byte*>(part.iov_base) + first, in_->data, n - first);
+      done += n;
+    }
+    if (done == 0) {
+      // Only an empty ring may tell of the end: what came before it must be read first.
+      if (ended_) fail(ErrorKind::peer_lost, "connection closed");
+      return 0;
+    }
+    taken_ += done;
+    in_->taken.store(taken_, std::memory_order_seq_cst);
+    if (in_->writer_sleeps.load(std::memory_order_seq_cst) != 0) wake(&in_->writer_sleeps);
+    return done;
+  }
+
+  bool announce_sleep(bool reads) override {
+    if (reads) in_->reader_sleeps.store(1, std::memory_order_seq_cst);
+    if (blocked_) out_->writer_sleeps.store(1, std::memory_order_seq_cst);
+    if (reads && in_->written.load(std::memory_order_seq_cst) != taken_) return false;
+    return !blocked_ || written_ - out_->taken.load(std::memory_order_seq_cst) >= kRingBytes;
+  }
+
+  void announce_wake() override {
+    in_->reader_sleeps.store(0, std::memory_order_relaxed);
+    out_->writer_sleeps.store(0, std::memory_order_relaxed);
+  }
+
+  bool polled() const override { return true; }
+  const char* name() const override { return "shm"; }
+  void end() override { ended_ = true; }
+
+ private:
+  static uint64_t in_ring(uint64_t written, uint64_t taken) {
+    if (written - taken > kRingBytes) fail(ErrorKind::peer_lost, "its ring makes no sense");
+    return written - taken;
+  }
+
+  void wake(std::atomic<uint32_t>* sleeps) {
+    sleeps->store(0, std::memory_order_relaxed);
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
+  }
+
+  const Memory memory_;
+  const Descriptor wake_;
+  Ring *out_, *in_;
+  uint64_t written_ = 0, taken_ = 0;  // never read back from memory that the peer can write
+  bool blocked_ = false, ended_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Link> tcp_link(Descriptor socket) {
+  return std::make_unique<TcpLink>(std::move(socket));
+}
+
+RingMemory RingMemory::make() {
+  RingMemory made{make_memory("geartrain rings", 2 * kOneRing)};
+  const Memory memory(made.memory.get(), 2 * kOneRing, true);
+  for (const uint64_t at : {uint64_t{0}, kOneRing}) {
+    auto* const ring = reinterpret_cast<Ring*>(memory.data() + at);
+    std::memcpy(ring->magic, kRingMagic, sizeof kRingMagic);
+    ring->bytes = kRingBytes;
+  }
+  return made;
+}
+
+std::unique_ptr<Link> ring_link(Descriptor socket, const Descriptor& memory, Descriptor wake, bool dialer) {
+  return std::make_unique<RingLink>(std::move(socket), memory, std::move(wake), dialer);
+}
+
+}  // namespace geartrain

@@ -1,0 +1,71 @@
+// Bytes between two members of a group, in order, without waiting: over TCP, or through two rings in memory that both
+// have mapped.
+//
+// A ring's memory, one for each direction, after the Unix socket has passed its descriptor:
+//
+//   0        64         128                256                            256 + ring_bytes
+//   +--------+----------+------------------+-----------------------------+---
+//   | magic, | written  | taken, sleeping  | the bytes, around and around | the other direction, likewise
+//   | size   | (writer) | (reader)         |                              |
+//   +--------+----------+------------------+-----------------------------+---
+//
+// `written` and `taken` count bytes since the beginning and never go back. Each side also has a flag for "my loop
+// sleeps": who has written or taken something wakes a sleeper through its eventfd. The flag is set before the last look
+// at the ring, and read after the ring was changed (both sequentially consistent), so no wake-up is lost. The socket
+// stays open to tell of the peer's death. What the peer writes into the counters is not believed: a difference of more
+// than the ring's size is a broken peer.
+//
+// One thread, the loop's.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <memory>
+#include <span>
+#include <string>
+
+#include "collectives/loop.h"
+#include "transport/memfd.h"
+#include "transport/transport.h"
+
+namespace geartrain {
+
+constexpr uint64_t kRingBytes = 512 << 10;
+
+class Link {
+ public:
+  virtual ~Link() = default;
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  // How many bytes went or came; 0: none now. Throws peer_lost.
+  virtual size_t write(std::span<struct iovec> parts) = 0;
+  virtual size_t read(std::span<struct iovec> parts) = 0;
+  // Before sleeping: wakes are wanted, for what comes only if it `reads`. False when there is something to read, or
+  // room for a write that found none.
+  virtual bool announce_sleep([[maybe_unused]] bool reads) { return true; }
+  virtual void announce_wake() {}
+  // The socket: for epoll. `polled`: the bytes do not come through it, only the end does.
+  int socket() const { return socket_.get(); }
+  virtual bool polled() const { return false; }
+  // The socket of a polled link has told of the peer's end: read() tells of it once all has been read.
+  virtual void end() {}
+  virtual const char* name() const = 0;
+
+ protected:
+  explicit Link(Descriptor socket) : socket_(std::move(socket)) {}
+  const Descriptor socket_;
+};
+
+// A connected TCP socket that does not block.
+std::unique_ptr<Link> tcp_link(Descriptor socket);
+
+// The dialer makes the memory and sends it with its Join.
+struct RingMemory {
+  Descriptor memory;
+  static RingMemory make();  // throws no_space, os
+};
+// `wake` is the other side's eventfd. Throws frame when the memory is not what was announced.
+std::unique_ptr<Link> ring_link(Descriptor socket, const Descriptor& memory, Descriptor wake, bool dialer);
+
+}  // namespace geartrain

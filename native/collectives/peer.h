@@ -1,0 +1,105 @@
+// One member of a group, seen from another: frames over a link, none of which ever waits.
+//
+// Sending goes by turns. say() puts a small frame in front of everything; data is asked for when there is room for it
+// (Side::next), two frames at a time, so that what is most urgent then goes first and no more than a turn stands in the
+// kernel's queue. Then it is the next peer's turn: all sockets of a group move on together.
+//
+// Receiving asks the side where a payload is to go before it is read, so that numbers are read right into the array.
+//
+// One thread, the loop's. A peer is destroyed through Loop::discard.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "collectives/block.h"
+#include "collectives/link.h"
+#include "collectives/loop.h"
+#include "collectives/wire.h"
+
+namespace geartrain {
+
+// A frame of data on its way: `data` stays as it is until it has gone, by `hold` or otherwise.
+struct OutFrame {
+  WireHeader header{};
+  const std::byte* data = nullptr;
+  BlockRef hold;
+};
+
+class Peer final : public Loop::Handler, public Loop::Pollable {
+ public:
+  class Side {
+   public:
+    virtual ~Side() = default;
+    // Where the payload of a data frame goes: header.bytes of memory, or none to be asked again after resume().
+    // Throws frame when it is not what is waited for.
+    virtual std::span<std::byte> room(Peer& peer, const WireHeader& header) = 0;
+    // The frame is complete. Throws frame.
+    virtual void took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) = 0;
+    // The next data to send. False when there is none: kick() then.
+    virtual bool next(Peer& peer, OutFrame* frame) = 0;
+    // The peer is gone, or broke the rules. No more calls for it after this.
+    virtual void lost(Peer& peer, const std::string& why) = 0;
+  };
+
+  // `member` is the side's own number for it.
+  Peer(Loop& loop, std::unique_ptr<Link> link, uint32_t member, Side& side);
+  ~Peer() override { close(); }
+
+  void say(FrameKind kind, uint64_t operation, uint64_t offset = 0, std::span<const std::byte> payload = {});
+  // There may be data to send.
+  void kick();
+  void resume();
+  // The memory of frames under way is no longer there: the rest of what is sent becomes zeros, of what comes, nothing.
+  void blank();
+  void close();
+  bool closed() const { return closed_; }
+  // Everything said and asked for has been given to the kernel or the ring.
+  bool drained() const { return parts_.empty() && control_.empty(); }
+
+  const char* transport() const { return link_->name(); }
+  uint32_t member() const { return member_; }
+  uint64_t bytes_sent() const { return bytes_sent_; }
+  uint64_t bytes_received() const { return bytes_received_; }
+
+  void ready(uint32_t events) override;
+  bool look() override;
+  bool announce_sleep() override { return link_->announce_sleep(!paused_); }
+  void announce_wake() override { link_->announce_wake(); }
+
+ private:
+  bool pump_out(int turns);
+  bool pump_in();
+  bool fill();
+  bool digest();
+  void arm(bool writable);
+  void lose(const std::string& why);
+
+  Loop& loop_;
+  const std::unique_ptr<Link> link_;
+  const uint32_t member_;
+  Side& side_;
+  bool closed_ = false, deaf_ = false, armed_ = false, paused_ = false, pumping_ = false;
+
+  // Going out: parts point into `sending_`, the frames' headers and their data.
+  std::vector<std::byte> control_, sending_;
+  std::array<OutFrame, 2> frames_;
+  std::vector<struct iovec> parts_;
+  uint64_t bytes_sent_ = 0, bytes_received_ = 0;
+
+  // Coming in.
+  WireHeader header_{};
+  size_t header_filled_ = 0;
+  bool in_payload_ = false;
+  std::span<std::byte> payload_;
+  size_t payload_filled_ = 0;
+  std::array<std::byte, kMostControlBytes> small_;
+  std::array<std::byte, kMostControlBytes> ahead_;
+  size_t ahead_at_ = 0, ahead_end_ = 0;
+  std::unique_ptr<std::byte[]> nowhere_;  // for what nobody wants any more
+};
+
+}  // namespace geartrain

@@ -1,0 +1,65 @@
+// How far a rank may run ahead of the results it has got: the bandwidth-delay product, found by looking.
+//
+// A chunk's delay is the time from handing it to the kernel until its result is back; the rate is what came back in
+// that time. With too small a window every chunk comes back after the least delay there is, and the rate is
+// window / delay; with too large a one the rate stays and the delay grows, in queues that may drop. So
+//
+//   window = 2 x (highest rate of late) x (least delay of late)
+//
+// doubles from round to round while it is what holds the rank up, and stops at twice the bandwidth-delay product: one
+// in flight, one to fill the gaps that turns and other ranks leave. It grows only when the window was what held the
+// rank up, so that idle or late ranks teach nothing wrong, and shrinks by an eighth at most.
+//
+// Every rank has its own; the slowest sets the pace of all, since no result comes back before its part has gone.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace geartrain {
+
+class Window {
+ public:
+  Window(uint64_t least, uint64_t most) : least_(std::min(least, most)), most_(most), bytes_(least_) {}
+
+  uint64_t bytes() const { return bytes_; }
+  uint64_t least_delay_ns() const { return std::min(delays_[0], delays_[1]); }
+
+  // A chunk came back after `delay_ns`, and `delivered` bytes in that time. `held_up`: the window kept bytes back.
+  void sample(uint64_t delay_ns, uint64_t delivered, bool held_up, uint64_t now_ns) {
+    if (delay_ns == 0) return;
+    if (now_ns - turned_ns_ > kMemoryNs) {
+      // Paths change: the least delay is that of the last one or two spans of time.
+      delays_ = {~uint64_t{0}, delays_[0]};
+      turned_ns_ = now_ns;
+    }
+    delays_[0] = std::min(delays_[0], delay_ns);
+    if (!held_up) return;
+    rates_[next_++ % rates_.size()] = static_cast<double>(delivered) / static_cast<double>(delay_ns);
+    const double rate = *std::max_element(rates_.begin(), rates_.end());
+    const auto wanted = static_cast<uint64_t>(2.0 * rate * static_cast<double>(least_delay_ns()));
+    const uint64_t low = bytes_ - bytes_ / 8, high = bytes_ * 2;
+    bytes_ = std::clamp(std::clamp(wanted, low, high), least_, most_);
+  }
+
+  // What the owners allow may be less than was hoped for.
+  void limit(uint64_t most) {
+    most_ = std::min(most_, most);
+    least_ = std::min(least_, most_);
+    bytes_ = std::min(bytes_, most_);
+  }
+  // For tests and experiments: this many, whatever is seen.
+  void fix(uint64_t bytes) { least_ = most_ = bytes_ = bytes; }
+
+ private:
+  static constexpr uint64_t kMemoryNs = 5'000'000'000;
+  uint64_t least_, most_, bytes_;
+  std::array<uint64_t, 2> delays_{~uint64_t{0}, ~uint64_t{0}};
+  uint64_t turned_ns_ = 0;
+  std::array<double, 8> rates_{};
+  size_t next_ = 0;
+};
+
+}  // namespace geartrain

@@ -1,0 +1,59 @@
+// One operation as its caller sees it: what was asked for, and whether it is over. Any thread may wait.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+
+#include "collectives/wire.h"
+#include "transport/transport.h"
+
+namespace geartrain {
+
+class Work {
+ public:
+  Work(const Shape& shape, const std::byte* in, std::byte* out, double timeout_s)
+      : shape(shape),
+        in(in),
+        out(out),
+        deadline(Deadline::after(timeout_s)),
+        ask_ns(static_cast<uint64_t>(std::clamp(timeout_s / 3, 0.3, 2.0) * 1e9)) {}
+  const Shape shape;
+  const std::byte* const in;  // read until a result for the same place has come
+  std::byte* const out;       // may be `in`
+  const Deadline deadline;
+  const uint64_t ask_ns;  // how long before it the owners are asked what they wait for
+  uint64_t number = 0;    // the loop's, and fixed once it is done
+
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // False at the deadline; the operation goes on.
+  bool wait(Deadline until) {
+    std::unique_lock lock(mutex_);
+    while (!done()) {
+      const uint64_t left_ns = until.left_ns();
+      if (left_ns == 0) return false;
+      over_.wait_for(lock, std::chrono::nanoseconds(left_ns));
+    }
+    return true;
+  }
+  // Why it failed; kind none when it did not. Once done.
+  const Fault& fault() const { return fault_; }
+
+  // By the loop, once: nothing touches `in` and `out` afterwards.
+  void finish(Fault fault = {}) {
+    std::lock_guard lock(mutex_);
+    fault_ = std::move(fault);
+    done_.store(true, std::memory_order_release);
+    over_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable over_;
+  std::atomic<bool> done_{false};
+  Fault fault_;
+};
+
+}  // namespace geartrain

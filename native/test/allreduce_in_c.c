@@ -1,0 +1,87 @@
+/* A program in C with N processes, which exchange their addresses through pipes where another one would use MPI. */
+
+#include <geartrain_allreduce.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define COUNT 100003
+
+static void die(const char* what) {
+  fprintf(stderr, "%s: %s\n", what, gt_last_error());
+  exit(1);
+}
+
+static void read_all(int from, char* into, size_t bytes) {
+  while (bytes > 0) {
+    const ssize_t got = read(from, into, bytes);
+    if (got <= 0) exit(3);
+    into += got;
+    bytes -= (size_t)got;
+  }
+}
+
+static void rank_main(uint32_t rank, uint32_t world, int to_parent, int from_parent) {
+  gt_options options;
+  memset(&options, 0, sizeof options);
+  options.bytes = sizeof options;
+  options.rank = rank;
+  options.world = world;
+  gt_group* group = NULL;
+  char mine[GT_ADDRESS_BYTES];
+  char* all = malloc((size_t)world * GT_ADDRESS_BYTES);
+  if (gt_group_listen(&options, &group, mine) != GT_OK) die("listen");
+  if (write(to_parent, mine, sizeof mine) != (ssize_t)sizeof mine) exit(3);
+  read_all(from_parent, all, (size_t)world * GT_ADDRESS_BYTES);
+  if (gt_group_connect(group, all, 30.0) != GT_OK) die("connect");
+
+  float* array = malloc(COUNT * sizeof(float));
+  for (int step = 0; step < 10; ++step) {
+    for (size_t i = 0; i < COUNT; ++i) array[i] = (float)(rank + (uint32_t)step);
+    if (step % 2 == 0) {
+      if (gt_allreduce(group, array, COUNT, GT_FLOAT32, GT_SUM, 30.0) != GT_OK) die("allreduce");
+    } else {
+      gt_work* work = NULL;
+      if (gt_allreduce_start(group, array, COUNT, GT_FLOAT32, GT_SUM, 30.0, &work) != GT_OK) die("start");
+      if (gt_wait(work, 30.0) != GT_OK) die("wait");
+    }
+    for (size_t i = 0; i < COUNT; ++i) {
+      if (array[i] != (float)(world * (world - 1) / 2 + world * (uint32_t)step)) {
+        fprintf(stderr, "rank %u: wrong number at %zu: %f\n", rank, i, (double)array[i]);
+        exit(1);
+      }
+    }
+  }
+  int integers[4] = {1, 2, 3, 4};
+  if (gt_allreduce(group, integers, 4, GT_INT32, GT_AVG, 30.0) != GT_INVALID) exit(4);
+  if (strstr(gt_last_error(), "average") == NULL) exit(5);
+  if (gt_allreduce(group, array, rank == 0 ? 10 : 11, GT_FLOAT32, GT_SUM, 30.0) != GT_DISAGREE) exit(6);
+  gt_group_close(group, 5.0);
+  free(array);
+  free(all);
+}
+
+int main(int argc, char** argv) {
+  const uint32_t world = argc > 1 ? (uint32_t)atoi(argv[1]) : 3;
+  int up[64][2], down[64][2];
+  if (world == 0 || world > 64) return 2;
+  for (uint32_t rank = 0; rank < world; ++rank) {
+    if (pipe(up[rank]) != 0 || pipe(down[rank]) != 0) return 2;
+    if (fork() == 0) {
+      rank_main(rank, world, up[rank][1], down[rank][0]);
+      return 0;
+    }
+  }
+  char* all = malloc((size_t)world * GT_ADDRESS_BYTES);
+  for (uint32_t rank = 0; rank < world; ++rank) read_all(up[rank][0], all + rank * GT_ADDRESS_BYTES, GT_ADDRESS_BYTES);
+  for (uint32_t rank = 0; rank < world; ++rank) {
+    if (write(down[rank][1], all, (size_t)world * GT_ADDRESS_BYTES) < 0) return 2;
+  }
+  int failed = 0, status = 0;
+  while (wait(&status) > 0) failed += status != 0;
+  if (failed == 0) printf("%u ranks agree\n", world);
+  free(all);
+  return failed != 0;
+}

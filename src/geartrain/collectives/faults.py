@@ -1,0 +1,41 @@
+"""What the native layer says of a group's end, as errors with names in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from geartrain.errors import (
+    CollectiveClosedError,
+    CollectiveTimeoutError,
+    GeartrainError,
+    MessageError,
+    RankLostError,
+    RanksDisagreeError,
+    ReducerLostError,
+)
+
+# By the native FaultKind (native/collectives/wire.h).
+_CLASSES: dict[int, type[GeartrainError]] = {
+    1: RankLostError,
+    2: ReducerLostError,
+    3: CollectiveTimeoutError,
+    4: RanksDisagreeError,
+    5: MessageError,
+    6: CollectiveClosedError,
+    7: CollectiveClosedError,
+}
+
+Fault = tuple[int, str, list[int]]
+
+
+def error_of(fault: Fault, name: str, world_size: int, reducers: Sequence[str]) -> GeartrainError:
+    """The error of a fault; its `ranks` and `reducers` say whom it is about."""
+    kind, text, members = fault
+    error = _CLASSES[kind](f"group {name!r}: {text}")
+    found = {
+        "ranks": tuple(m for m in members if m < world_size),
+        "reducers": tuple(reducers[m - world_size] for m in members if world_size <= m < world_size + len(reducers)),
+    }
+    for attribute, value in found.items():
+        setattr(error, attribute, value)
+    return error

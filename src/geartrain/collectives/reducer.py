@@ -1,0 +1,76 @@
+"""A reducer within this process; `geartrain reducer` runs one as a process of its own."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from geartrain import _native
+from geartrain.errors import SchemaError
+
+
+class Reducer:
+    """Owns shares of other processes' arrays: receives them, adds them up in the order of the ranks, returns the sum.
+
+    Serves any number of groups at once, on one thread of its own. It holds a window of every rank, never whole
+    arrays: `max_window_bytes` for each rank at most.
+
+        reducer = Reducer("127.0.0.1:0")
+        group = Group(rank, world_size, store=store, reducers=[reducer.address])
+    """
+
+    def __init__(
+        self,
+        bind: str = "127.0.0.1:0",
+        *,
+        secret: bytes | str | None = None,
+        transport: str = "auto",
+        max_window_bytes: int = 16 << 20,
+        max_groups: int = 1024,
+    ) -> None:
+        """Listens at once.
+
+        Args:
+            bind: host:port; port 0 is any free one. Anything but loopback needs a secret.
+            secret: ranks must prove that they know it. Nothing is encrypted.
+            transport: "auto" shares memory with ranks of this host, "tcp" does not.
+            max_window_bytes: how far ahead of the results a rank may run.
+            max_groups: beyond this many at once, new groups are refused.
+
+        Raises:
+            UntrustedPeerError: no secret, and not loopback.
+            GeartrainError: the port is taken, or the host is not this one.
+        """
+        host, colon, port = bind.rpartition(":")
+        if not colon or not port.isdigit():
+            raise SchemaError(f"bind is host:port, found {bind!r}")
+        self._native = _native.CollectiveReducer.make(
+            {
+                "host": host.strip("[]"),
+                "port": int(port),
+                "secret": secret.encode() if isinstance(secret, str) else secret or b"",
+                "shm": transport != "tcp",
+                "max_window_bytes": max_window_bytes,
+                "max_groups": max_groups,
+            }
+        )
+
+    @property
+    def address(self) -> str:
+        """host:port, as groups are given it."""
+        return self._native.address
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters: groups and ranks now, groups served and failed, operations, bytes each way, bytes of memory in use
+        for chunks, connections refused."""
+        return self._native.counts()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Takes no new groups, waits for those at work to leave, then tells the rest that it stops."""
+        self._native.close(timeout_s)
+
+    def __enter__(self) -> Reducer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(0.0 if kind else 10.0)

@@ -1,0 +1,107 @@
+"""`geartrain reducer`: a reducer as a process of its own, until it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from geartrain.collectives.reducer import Reducer
+from geartrain.errors import GeartrainError, MissingDependencyError
+
+SECRET_VARIABLE = "GEARTRAIN_SECRET"
+
+# What each of a reducer's counters is, for who reads them; those that only grow are counters, the others gauges.
+METRICS = {
+    "groups": "groups that have a rank here now",
+    "ranks": "ranks that are connected now",
+    "memory_bytes": "memory of chunks in use now",
+    "groups_served": "groups since the start",
+    "groups_failed": "groups that ended with a fault",
+    "operations": "operations of which this reducer's share is done",
+    "bytes_received": "bytes of frames, headers and all",
+    "bytes_sent": "bytes of frames, headers and all",
+    "reduced_bytes": "bytes that were added up, of all ranks",
+    "refused": "connections that were turned away",
+}
+GAUGES = ("groups", "ranks", "memory_bytes")
+
+
+def serve(
+    bind: str, secret_file: Path | None, metrics_port: int | None, window_bytes: int, every_s: float, grace_s: float
+) -> None:
+    """Runs a reducer until SIGTERM or SIGINT. Prints its address first, then a line of figures now and then.
+
+    Raises:
+        UntrustedPeerError: no secret, and not loopback.
+        MissingDependencyError: metrics were asked for, and prometheus-client is not installed.
+    """
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    secret = read_secret(secret_file)
+    reducer = Reducer(bind, secret=secret, max_window_bytes=window_bytes)
+    try:
+        if metrics_port is not None:
+            serve_metrics(reducer, reducer.address.rpartition(":")[0], metrics_port)
+        print(f"reducer listening on {reducer.address}, {'with' if secret else 'without'} a secret", flush=True)
+        before, at = reducer.metrics(), time.monotonic()
+        while not stopped.wait(every_s or None):
+            now, now_at = reducer.metrics(), time.monotonic()
+            if now != before:
+                print(line(before, now, now_at - at), flush=True)
+            before, at = now, now_at
+        print("reducer stops", flush=True)
+    finally:
+        reducer.close(grace_s)
+
+
+def line(before: dict[str, Any], now: dict[str, Any], seconds: float) -> str:
+    """The figures of a span of time, for people."""
+    gbit = {key: (now[key] - before[key]) * 8e-9 / max(seconds, 1e-9) for key in ("bytes_received", "bytes_sent")}
+    return (
+        f"{now['groups']} groups, {now['ranks']} ranks, {now['operations'] - before['operations']} operations, "
+        f"in {gbit['bytes_received']:.2f} Gbit/s, out {gbit['bytes_sent']:.2f} Gbit/s, "
+        f"{now['memory_bytes'] / 1e6:.1f} MB held, {now['groups_failed']} failed, {now['refused']} refused"
+    )
+
+
+def read_secret(path: Path | None) -> bytes | None:
+    """The secret in a file, without white space around it; or that of the environment."""
+    if path is None:
+        return os.environ.get(SECRET_VARIABLE, "").encode() or None
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise GeartrainError(f"cannot read the secret: {error}") from None
+    if not secret:
+        raise GeartrainError(f"{path} holds no secret")
+    return secret
+
+
+def serve_metrics(reducer: Reducer, host: str, port: int) -> None:
+    """Serves a reducer's counters over HTTP, as text that Prometheus reads."""
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.registry import Collector
+    except ImportError:
+        raise MissingDependencyError("metrics need prometheus-client: pip install 'geartrain[metrics]'") from None
+
+    class Counters(Collector):
+        def collect(self) -> Iterable[Any]:
+            found = reducer.metrics()
+            for name, what in METRICS.items():
+                family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+                yield family(f"geartrain_reducer_{name}", what, value=found[name])
+
+    registry = CollectorRegistry()
+    registry.register(Counters())
+    try:
+        start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise GeartrainError(f"cannot serve metrics on {host}:{port}: {error}") from None

@@ -1,0 +1,150 @@
+"""How the process groups of a job all-reduce: from the environment, or given as `pg_options`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+BITS = {"": 8.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a group; the arguments of `geartrain.collectives.Group` of the same names.
+
+    Attributes:
+        reducers: "host:port" of each `geartrain reducer`.
+        shares: "auto", "equal", or a number for each rank of the job and then for each reducer, of sum 1.
+        rates: bytes/s of each rank of the job, then of each reducer; for "auto".
+        algorithm: "shares" or "ring".
+        wire_dtype: "bfloat16" or "float16": what float32 tensors are sent as, or None.
+        secret: what the reducers, and the ranks among themselves, want to know.
+        epoch: of connections; those of an earlier one are refused.
+        on_reducer_loss: "raise", or "reform": the group goes on by itself without a reducer that died or is silent.
+
+    Example:
+        >>> options = Options(reducers=("10.0.0.9:7777",), rates=(1e9, 1e9, 2e9))
+        >>> options.of_ranks([1], world_size=2).rates
+        (1000000000.0, 2000000000.0)
+    """
+
+    reducers: tuple[str, ...] = ()
+    shares: str | tuple[float, ...] = "auto"
+    rates: tuple[float, ...] | None = None
+    algorithm: str = "shares"
+    wire_dtype: str | None = None
+    secret: bytes | None = None
+    epoch: int = 0
+    on_reducer_loss: str = "raise"
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
+        """Options from GEARTRAIN_REDUCERS and its neighbours (docs/collectives-torch.md).
+
+        Raises:
+            ValueError: names the variable, and what it should hold.
+        """
+        env = os.environ if environment is None else environment
+        reducers = tuple(part.strip() for part in env.get("GEARTRAIN_REDUCERS", "").split(",") if part.strip())
+        for address in reducers:
+            if not re.fullmatch(r"(\[[^\]]+\]|[^:]+):\d+", address):
+                raise ValueError(f"GEARTRAIN_REDUCERS is host:port,host:port,..., found {address!r}")
+        shares: str | tuple[float, ...] = env.get("GEARTRAIN_ALLREDUCE_SHARES", "auto").strip() or "auto"
+        if shares not in ("auto", "equal"):
+            shares = _numbers("GEARTRAIN_ALLREDUCE_SHARES", str(shares), {"": 1.0})
+        rates = env.get("GEARTRAIN_ALLREDUCE_RATES", "").strip()
+        algorithm = env.get("GEARTRAIN_ALLREDUCE_ALGORITHM", "shares")
+        if algorithm not in ("shares", "ring"):
+            raise ValueError(f"GEARTRAIN_ALLREDUCE_ALGORITHM is shares or ring, found {algorithm!r}")
+        wire = env.get("GEARTRAIN_ALLREDUCE_WIRE_DTYPE") or None
+        if wire not in (None, "bfloat16", "float16"):
+            raise ValueError(f"GEARTRAIN_ALLREDUCE_WIRE_DTYPE is bfloat16 or float16, found {wire!r}")
+        on_loss = env.get("GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS", "raise")
+        if on_loss not in ("raise", "reform"):
+            raise ValueError(f"GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS is raise or reform, found {on_loss!r}")
+        return cls(
+            on_reducer_loss=on_loss,
+            reducers=reducers,
+            shares=shares,
+            rates=_numbers("GEARTRAIN_ALLREDUCE_RATES", rates, BITS, 8.0) if rates else None,
+            algorithm=algorithm,
+            wire_dtype=wire,
+            secret=_secret(env),
+            epoch=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
+    def of_ranks(self, ranks: Sequence[int], world_size: int) -> Options:
+        """For a group of some of the job's ranks: their shares, of sum 1 again, and their rates."""
+        return replace(
+            self,
+            shares=self.shares if isinstance(self.shares, str) else _shares(self._pick("shares", ranks, world_size)),
+            rates=None if self.rates is None else self._pick("rates", ranks, world_size),
+        )
+
+    def without_reducers(self, lost: Sequence[str]) -> Options:
+        """The same, a later epoch, and only the other reducers; of a group's own ranks."""
+        stay = [i for i, address in enumerate(self.reducers) if address not in lost]
+        n = len(self.reducers)
+
+        def rest(numbers: tuple[float, ...]) -> tuple[float, ...]:
+            ranks, reducers = numbers[: len(numbers) - n], numbers[len(numbers) - n :]
+            return (*ranks, *(reducers[i] for i in stay))
+
+        return replace(
+            self,
+            reducers=tuple(self.reducers[i] for i in stay),
+            shares=self.shares if isinstance(self.shares, str) else _shares(rest(self.shares)),
+            rates=None if self.rates is None else rest(self.rates),
+            epoch=self.epoch + 1,
+        )
+
+    def wire_dtype_of(self, dtype: torch.dtype) -> str | None:
+        """What tensors of this dtype are sent as, if not as they are."""
+        return self.wire_dtype if dtype == torch.float32 else None
+
+    def _pick(self, what: str, ranks: Sequence[int], world_size: int) -> tuple[float, ...]:
+        numbers = tuple(float(number) for number in getattr(self, what))
+        owners = world_size + len(self.reducers)
+        if len(numbers) != owners:
+            raise ValueError(
+                f"{what} are one number for each of {world_size} ranks and {len(self.reducers)} reducers, "
+                f"found {len(numbers)}"
+            )
+        return (*(numbers[rank] for rank in ranks), *numbers[world_size:])
+
+
+def _shares(numbers: tuple[float, ...]) -> str | tuple[float, ...]:
+    """Of sum 1; "equal" where those who had all are gone."""
+    total = sum(numbers)
+    return tuple(number / total for number in numbers) if total > 0 else "equal"
+
+
+def _numbers(variable: str, text: str, units: Mapping[str, float], divide: float = 1.0) -> tuple[float, ...]:
+    """Numbers separated by commas, each with a unit; in units of one `divide`th."""
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z]*?)\s*", part)
+        if match is None or match[2].lower() not in units:
+            known = ", ".join(unit for unit in units if unit)
+            raise ValueError(f"{variable} is numbers separated by commas{known and f' ({known})'}, found {part!r}")
+        try:
+            found.append(float(match[1]) * units[match[2].lower()] / divide)
+        except ValueError:
+            raise ValueError(f"{variable}: {match[1]!r} is no number") from None
+    return tuple(found)
+
+
+def _secret(env: Mapping[str, str]) -> bytes | None:
+    path = env.get("GEARTRAIN_SECRET_FILE")
+    if path:
+        try:
+            return Path(path).read_bytes().strip()
+        except OSError as error:
+            raise ValueError(f"GEARTRAIN_SECRET_FILE: {error}") from error
+    given = env.get("GEARTRAIN_SECRET")
+    return given.encode() if given else None

@@ -1,0 +1,58 @@
+"""Ranks of a collective group as threads of a test, and a store in memory for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from geartrain.collectives import Group
+
+
+class MemoryStore:
+    """What a torch store does, within one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: Any) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str) -> Any:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
+                raise RuntimeError("timed out")
+
+
+def run_ranks(world_size: int, body: Callable[[int, Group], Any], **options: Any) -> list[Any]:
+    """What `body(rank, group)` returned on each rank, or the exception it raised."""
+    store = MemoryStore()
+    results: list[Any] = [None] * world_size
+
+    def rank(number: int) -> None:
+        try:
+            group = Group(number, world_size, store=store, **{"timeout_s": 30.0, **options})
+            try:
+                results[number] = body(number, group)
+            finally:
+                group.close(5.0)
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results

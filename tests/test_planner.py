@@ -1,0 +1,168 @@
+"""The planner of all-reduce: the closed form is the optimum, and its edges are where they should be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geartrain import _native
+from geartrain.errors import SchemaError
+
+G = 1e9
+
+
+def optimum_s(workers: list[float], reducers: list[float], nbytes: float) -> float:
+    """The least time of any shares, by linear programming; it knows the bytes that owners move and nothing else."""
+    from scipy.optimize import linprog
+
+    n, m = len(workers), len(reducers)
+    # x_0 .. x_{n-1}, y_0 .. y_{m-1}, T, with an array of one byte and links scaled to about 1.
+    scale = max(workers + reducers)
+    upper: list[Any] = []
+    bounds: list[float] = []
+    for i, rate in enumerate(workers + reducers):
+        line = [0.0] * (n + m + 1)
+        line[i] = float(n - 2 if i < n else n)
+        line[-1] = -rate / scale
+        upper.append(line)
+        bounds.append(-1.0 if i < n else 0.0)
+    found = linprog(
+        [0.0] * (n + m) + [1.0], upper, bounds, [[1.0] * (n + m) + [0.0]], [1.0], bounds=[(0, None)] * (n + m + 1),
+        options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
+    )  # fmt: skip
+    assert found.status == 0, found.message
+    return float(found.fun) * nbytes / scale
+
+
+def random_cluster(random: np.random.Generator) -> tuple[list[float], list[float]]:
+    n, m = int(random.integers(2, 17)), int(random.integers(0, 13))
+    spread = random.choice([0.0, 0.3, 2.0])  # equal links, similar ones, anything
+    workers = 1e8 * np.exp(spread * random.standard_normal(n))
+    reducers = 1e8 * np.exp(spread * random.standard_normal(m) + random.uniform(-2, 1))
+    return workers.tolist(), reducers.tolist()
+
+
+def test_the_closed_form_is_the_linear_programs_optimum() -> None:
+    random = np.random.default_rng(17)
+    for _ in range(400):
+        workers, reducers = random_cluster(random)
+        shares, seconds = _native.plan_shares(workers, reducers, 1e7)
+        assert seconds == pytest.approx(optimum_s(workers, reducers, 1e7), rel=1e-9), (workers, reducers)
+        assert min(shares) >= 0 and math.fsum(shares) == pytest.approx(1, abs=1e-12)
+        # The time is what the shares themselves take, counted by hand here.
+        n = len(workers)
+        moved = [1e7 * (1 + (n - 2) * x) for x in shares[:n]] + [1e7 * n * y for y in shares[n:]]
+        assert seconds == pytest.approx(max(b / r for b, r in zip(moved, workers + reducers, strict=True)), rel=1e-12)
+        assert moved == pytest.approx(_native.moved_bytes(n, len(reducers), shares, 1e7), rel=1e-12)
+
+
+def test_no_other_shares_are_faster() -> None:
+    random = np.random.default_rng(5)
+    for _ in range(200):
+        workers, reducers = random_cluster(random)
+        _, best = _native.plan_shares(workers, reducers, 1e6)
+        other = random.dirichlet(np.full(len(workers) + len(reducers), 0.7)).tolist()
+        assert _native.shares_seconds(workers, reducers, other, 1e6) >= best * (1 - 1e-9)
+
+
+def test_the_reduction_servers_sample_cluster_needs_25_reducers_and_is_slower_than_a_ring_with_14() -> None:
+    workers, reducer = [100 * G / 8] * 8, 32 * G / 8
+    unit = 1.2e9 / workers[0]  # K / B
+    assert _native.dedicated_reducers_needed(workers, reducer) == 25
+    assert _native.reducers_needed(workers, reducer) == 25
+    assert _native.plan_dedicated(workers, [reducer] * 14, 1.2e9)[1] / unit == pytest.approx(8 / 14 / 0.32)  # 1.786
+    assert _native.ring_bytes(8, 1.2e9) / workers[0] / unit == 1.75
+    assert _native.plan_shares(workers, [], 1.2e9)[1] / unit == pytest.approx(1.75)
+    assert _native.plan_shares(workers, [reducer] * 14, 1.2e9)[1] / unit == pytest.approx(14 / 11.36)  # 1.232
+    assert _native.plan_shares(workers, [reducer] * 25, 1.2e9)[1] / unit == pytest.approx(1.0, rel=1e-12)
+    assert _native.plan_dedicated(workers, [reducer] * 25, 1.2e9)[1] / unit == pytest.approx(1.0, rel=1e-12)
+    assert _native.plan_shares(workers, [reducer] * 24, 1.2e9)[1] / unit > 1.001
+
+
+@pytest.mark.parametrize(("reducers", "expected"), [(0, 1.5), (1, 4 / 3), (2, 1.2), (3, 12 / 11), (4, 1.0), (9, 1.0)])
+def test_every_reducer_of_four_helps(reducers: int, expected: float) -> None:
+    assert _native.plan_shares([1.0] * 4, [1.0] * reducers, 1.0)[1] == pytest.approx(expected)
+
+
+def test_a_slow_worker_owns_nothing_and_moves_exactly_the_array() -> None:
+    shares, seconds = _native.plan_shares([100.0, 400.0, 400.0, 400.0], [], 1.0)
+    assert shares == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3]) and shares[0] == 0
+    assert seconds == pytest.approx(1 / 100)  # where the ring takes 1.5 / 100
+    assert _native.moved_bytes(4, 0, shares, 1.0)[0] == 1.0
+
+
+def test_nobody_owns_a_rounding() -> None:
+    for n in range(2, 40):
+        shares, _ = _native.plan_shares([1 / 3] * n, [1 / 3] * n, 1e9)
+        assert shares[:n] == [0.0] * n and shares[n:] == pytest.approx([1 / n] * n)
+
+
+def test_a_group_of_one_moves_nothing_and_a_group_of_two_moves_the_array() -> None:
+    assert _native.plan_shares([5.0], [], 7.0) == ([1.0], 0.0)
+    assert _native.plan_shares([5.0], [9.0], 7.0) == ([1.0, 0.0], 0.0)
+    assert _native.plan_dedicated([5.0], [], 7.0) == ([1.0], 0.0)
+    assert _native.plan_shares([5.0, 5.0], [], 10.0) == ([0.5, 0.5], 2.0)
+    for reducers in ([], [1.0], [100.0, 3.0]):
+        shares, seconds = _native.plan_shares([5.0, 2.0], reducers, 10.0)
+        assert seconds == 5.0 and sum(shares) == pytest.approx(1)
+    assert _native.reducers_needed([5.0, 2.0], 1.0) == 0
+    assert _native.dedicated_reducers_needed([5.0, 2.0], 1.0) == 4
+    assert _native.plan_shares([5.0] * 3, [2.0], 0.0)[1] == 0.0
+
+
+def test_so_many_reducers_are_enough_and_one_less_is_not() -> None:
+    random = np.random.default_rng(3)
+    for _ in range(200):
+        workers, _ = random_cluster(random)
+        rate = float(random.uniform(0.1, 2)) * min(workers)
+        floor_s = 1 / min(workers)
+        for count, plan in (
+            (_native.reducers_needed(workers, rate), _native.plan_shares),
+            (_native.dedicated_reducers_needed(workers, rate), _native.plan_dedicated),
+        ):
+            if count > 0:
+                assert plan(workers, [rate] * count, 1.0)[1] == pytest.approx(floor_s, rel=1e-9)
+            if count > 1 or (count == 1 and plan is _native.plan_shares):
+                assert plan(workers, [rate] * (count - 1), 1.0)[1] > floor_s * (1 + 1e-9)
+
+
+def test_ring_and_tree_count_steps_and_bytes() -> None:
+    assert [_native.ring_hops(n) for n in (1, 2, 4, 8)] == [0, 2, 6, 14]
+    assert [_native.ring_bytes(n, 8.0) for n in (1, 2, 4, 8)] == [0, 8, 12, 14]
+    assert [_native.tree_hops(n) for n in (1, 2, 3, 4, 6, 8, 1024)] == [0, 2, 4, 4, 6, 6, 20]
+    assert [_native.tree_bytes(n, 8.0) for n in (1, 2, 4, 8)] == [0, 8, 12, 14]
+    # Six: two of them give their arrays to partners, four go on, and the two get the result: K, 1.5 K, K.
+    assert _native.tree_seconds(6, 2.0, 8.0) == pytest.approx((1 + 1.5 + 1) * 8 / 2)
+    assert _native.DIRECT_HOPS == 2
+
+
+@pytest.mark.parametrize(
+    ("workers", "reducers", "shares", "nbytes", "said"),
+    [
+        ([], [], None, 1.0, "at least one worker"),
+        ([1.0, 0.0], [], None, 1.0, "that of worker 1 is 0"),
+        ([1.0], [-2.0], None, 1.0, "that of reducer 0 is -2"),
+        ([1.0, math.inf], [], None, 1.0, "worker 1 is inf"),
+        ([1.0, 1.0], [], None, math.nan, "found nan"),
+        ([1.0, 1.0], [], [1.0], 1.0, "own 2 shares, found 1"),
+        ([1.0, 1.0], [], [0.5, 0.6], 1.0, "add up to 1, found 1.1"),
+        ([1.0, 1.0], [], [1.5, -0.5], 1.0, "from 0 to 1; number 0 is 1.5"),
+        ([1.0, 1.0], [1.0], [math.nan, 0.5, 0.5], 1.0, "number 0 is nan"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(
+    workers: list[float], reducers: list[float], shares: list[float] | None, nbytes: float, said: str
+) -> None:
+    with pytest.raises(SchemaError, match=said):
+        if shares is None:
+            _native.plan_shares(workers, reducers, nbytes)
+        else:
+            _native.shares_seconds(workers, reducers, shares, nbytes)
+
+
+def test_dedicated_shares_without_a_reducer_are_refused() -> None:
+    with pytest.raises(SchemaError, match="need a reducer"):
+        _native.plan_dedicated([1.0, 1.0], [], 1.0)
