@@ -23,14 +23,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-MODULES = ("weighted_draw", "distinct_draw", "first_rows", "scatter_update", "philox")
+from geartrain.kernels.gather_rows import warps_of
+
+MODULES = ("weighted_draw", "distinct_draw", "first_rows", "scatter_update", "gather_rows", "philox")
 
 # What pointers point to, by the names of arguments.
 POINTERS = {
     "sums": "*i64", "running": "*i64", "numbers": "*u32", "tile_of": "*i32", "rest_of": "*i64", "rows": "*i64",
     "probability": "*fp64", "selectable": "*u8", "weights": "*u32", "old": "*u32", "won": "*u8", "age_of": "*i32",
     "best": "*i64", "keys": "*i64", "bits": "*i64", "groups": "*i64", "top": "*i64", "shares": "*i64",
-    "tiles": "*i64", "values": "*u32",
+    "tiles": "*i64", "values": "*u32", "segment": "*u8", "arena": "*u8", "generations": "*u32", "ends": "*i32",
+    "places": "*u32", "cu_seqlens": "*i32", "fields": "*i64", "slots": "*i32", "factors": "*fp32", "counts": "*i32",
+    "lengths": "*i32",
 }  # fmt: skip
 
 # Constants that kernels are launched with, the sizes those on a GPU.
@@ -47,11 +51,36 @@ SIZES = {
     "bid_kernel": {"BLOCK": 256},
     "settle_kernel": {"BLOCK": 256},
     "write_kernel": {"TILE": 256, "BLOCK": 256},
+    "gather_rows_kernel": {"STATUS_STRIDE": 48, "CHUNK": 2048, "MASK_BLOCK": 256, "ORDER": 1},
+    "count_steps_kernel": {"BLOCK": 128},
+    "read_lengths_kernel": {"STATUS_STRIDE": 48, "BLOCK": 128, "ORDER": 1},
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
     "HAS_SELECTABLE": (False, True), "HAS_NUMBERS": (False, True), "STRATIFIED": (False, True),
-    "HAS_AGES": (False, True), "ORDER": (0, 1, 2),
+    "HAS_AGES": (False, True), "ORDER": (0, 1, 2), "WINDOWED": (False, True), "ENDS": (0, 1, 2), "NUMBERED": (True,),
+    "PACKED": (True, False), "PAD_LEFT": (True,), "PLACED": (True,),
 }  # fmt: skip
+
+
+# Fields as (dtype, bytes of an element, bytes of a step, converted to): steps that are multiples of 16 bytes, of 4 (11
+# floats) and of 1, and pixels on their way to bfloat16; one by one, and all in one launch.
+FIELDS: dict[str, tuple[str, int, int, str | None]] = {
+    "aligned": ("float32", 4, 64, None), "odd": ("float32", 4, 44, None), "bytes": ("uint8", 1, 75, None),
+    "halves": ("float16", 2, 6, None), "doubles": ("float64", 8, 24, None), "pixels": ("uint8", 1, 84, "bfloat16"),
+    "aligned pixels": ("uint8", 1, 7056, "bfloat16"), "rounded": ("float32", 4, 44, "float16"),
+}  # fmt: skip
+
+
+def gather_kinds(names: list[str]) -> dict[str, Any]:
+    """What `GatherRows` compiles the gather with for these fields."""
+    from geartrain.kernels.gather_rows import GatherField, GatherRows, Segment
+
+    fields = []
+    for name in names:
+        dtype, itemsize, step, into = FIELDS[name]
+        fields.append(GatherField(name, dtype, itemsize, 0, 64 * step, 64 * step, step, True, into))
+    plan = GatherRows(Segment(0, 0, 48, 10, 64), fields, 20, True)
+    return {"KINDS": plan.kinds, "CHUNK": plan.chunk}
 
 
 def kernels() -> dict[str, JITFunction[Any]]:
@@ -65,9 +94,13 @@ def kernels() -> dict[str, JITFunction[Any]]:
 
 def variants(kernel: JITFunction[Any], name: str, all_of_them: bool) -> list[dict[str, Any]]:
     """The constants a kernel is compiled with: every choice, or all switched on."""
-    free = [p.name for p in kernel.params if p.is_constexpr and p.name not in SIZES[name]]
+    free = [p.name for p in kernel.params if p.is_constexpr and p.name not in (*SIZES[name], "KINDS")]
     choices = [CHOICES[p] if all_of_them else CHOICES[p][-1:] for p in free]
-    return [SIZES[name] | dict(zip(free, chosen, strict=True)) for chosen in itertools.product(*choices)]
+    made = [SIZES[name] | dict(zip(free, chosen, strict=True)) for chosen in itertools.product(*choices)]
+    if name != "gather_rows_kernel":
+        return made
+    each = [gather_kinds([field]) for field in FIELDS] if all_of_them else [gather_kinds(["aligned"])]
+    return [made[-1] | kinds for kinds in each] + [one | gather_kinds(list(FIELDS)) for one in made]
 
 
 def source(kernel: JITFunction[Any], constants: dict[str, Any], value: str = "*u32") -> ASTSource:
@@ -94,19 +127,45 @@ def nvidia_report(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
 
 
+def reads_in_order(ptx: str) -> list[str]:
+    """The reads of host memory, the fences between them and the stores to the batch, as they follow one another."""
+    names = {
+        "ld.acquire.sys.global.b64": "acquire", "ld.volatile.global.v4.b32": "wide load",
+        "ld.volatile.global.v2.b64": "wide load", "fence.acq_rel.sys": "fence",
+        "ld.volatile.global.b64": "word", "st.global": "store",
+    }  # fmt: skip
+    found = re.findall("|".join(re.escape(name) for name in names), ptx)
+    return [name for i, name in enumerate(names[word] for word in found) if i == 0 or name != names[found[i - 1]]]
+
+
 def compile_for(target: str, all_of_them: bool) -> list[dict[str, Any]]:
     kind, arch = target.split(":")
     gpu = GPUTarget("cuda", int(arch), 32) if kind == "cuda" else GPUTarget("hip", arch, 64)
     results = []
     for name, kernel in sorted(kernels().items()):
-        for constants in variants(kernel, name, all_of_them):
-            code = triton.compile(source(kernel, constants), target=gpu).asm
+        for chosen in variants(kernel, name, all_of_them):
+            constants = chosen
+            options = {}
+            if name in ("gather_rows_kernel", "read_lengths_kernel"):
+                constants = constants | {"ORDER": 1 if kind == "cuda" else 2}
+            if name == "gather_rows_kernel":
+                options = {"num_warps": warps_of(constants["CHUNK"], constants["ORDER"]), "enable_fp_fusion": False}
+            code = triton.compile(source(kernel, constants), target=gpu, options=options).asm
             result: dict[str, Any] = {"kernel": name, "target": target, "constants": constants}
+            if name == "gather_rows_kernel":
+                result["constants"] = {**constants, "KINDS": len(constants["KINDS"])}
+                result["wide_stores"] = len(
+                    re.findall(r"st\.global\S*\.(?:v4\.[bu]32|v2\.[bu]64)", code.get("ptx", ""))
+                )
+                result["order"] = reads_in_order(code["ptx"]) if kind == "cuda" else []
             if kind == "cuda":
                 result |= nvidia_report(code["cubin"])
-                result["wide_loads"] = len(re.findall(r"ld\.global\S*\.v4\.[bu]32", code["ptx"]))
+                result["wide_loads"] = len(
+                    re.findall(r"ld\.(?:volatile\.)?global\S*\.(?:v4\.[bu]32|v2\.[bu]64)", code["ptx"])
+                )
             else:
-                spills = re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", code["amdgcn"])
+                # Scalar registers that do not fit go to lanes of vector registers, which is no memory.
+                spills = re.findall(r"\.(?:vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", code["amdgcn"])
                 result["spilled"] = sum(int(n) for n in spills)
                 result["registers"] = int(re.search(r"\.vgpr_count:\s*(\d+)", code["amdgcn"])[1])  # type: ignore[index]
                 result["wide_loads"] = len(re.findall(r"(?:global|buffer)_load_dwordx4", code["amdgcn"]))

@@ -216,17 +216,33 @@ def compiled(tmp_path: Path, *arguments: str) -> Any:
 def check_compiled(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["spilled"] == 0, result
-        assert result["registers"] <= 128, result
+        assert result["registers"] <= (256 if result["target"].startswith("hip") else 128), result
         if result["kernel"] in ("tile_sums_kernel", "find_rows_kernel"):  # 16 bytes a load, or memory waits
             assert result["wide_loads"] > 0, result
+        if result["kernel"] == "gather_rows_kernel":
+            check_gather(result)
         if result["kernel"] == "best_keys_kernel" and result["constants"]["ORDER"] == first_rows.HEAVIEST:
             assert result["wide_loads"] > 0, result
+
+
+def check_gather(result: dict[str, Any]) -> None:
+    """16 bytes a load whatever the step; where steps are multiples of 16, 16 bytes a store; reads in the order that
+    makes torn rows visible."""
+    if result["target"].startswith("hip"):
+        assert result["wide_loads"] > 0, result
+        return
+    assert result["wide_loads"] >= result["constants"]["KINDS"], result
+    order = result["order"]
+    assert next(name for name in order if name != "store") == "acquire"
+    for i, name in enumerate(order):
+        if name == "wide load":
+            assert order[i + 1 : i + 4] == ["fence", "word", "store"], order
 
 
 def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     results = compiled(tmp_path, *TARGETS)
     kernels_of = {target: {r["kernel"] for r in results if r["target"] == target} for target in TARGETS}
-    assert len(kernels_of["cuda:90"]) == 12
+    assert len(kernels_of["cuda:90"]) == 15
     assert all(names == kernels_of["cuda:90"] for names in kernels_of.values())
     check_compiled(results)
 

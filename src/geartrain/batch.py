@@ -29,6 +29,8 @@ class Batch(Mapping[str, Any]):
         length: (B,) int32, steps of the whole row.
         version: (B,) int64, of the model that produced the row.
         draw: (B,) int64, the number of each row in the global batch; None where one rank has all of it.
+        cu_seqlens: (B + 1,) int32, where each row's steps begin in packed timed fields, which are (steps, ...) and have
+            no mask; None where windows are padded.
     """
 
     fields: dict[str, Any]
@@ -41,6 +43,7 @@ class Batch(Mapping[str, Any]):
     importance: Any = None
     step: int | None = None
     draw: Any = None
+    cu_seqlens: Any = None
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
@@ -78,11 +81,38 @@ class Batch(Mapping[str, Any]):
             move(self.importance),
             self.step,
             move(self.draw),
+            move(self.cu_seqlens),
         )
+
+    def copy_(self, other: Batch) -> Batch:
+        """Overwrites this batch's tensors with another's of the same shapes, and returns itself.
+
+        For a CUDA graph, which reads its input where it was when it was captured: keep one batch (`clone`), capture
+        with it, and copy each new one into it before a replay. Keys and step stay those of the first; take them from
+        `other`.
+        """
+        for name, array in self.fields.items():
+            array.copy_(other.fields[name])
+        for name in _BOOKS:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine is not None:
+                mine.copy_(theirs)
+        return self
+
+    def clone(self) -> Batch:
+        """A batch of its own memory. Needs torch tensors."""
+
+        def copy(value: Any) -> Any:
+            return None if value is None else value.clone()
+
+        books = {name: copy(getattr(self, name)) for name in _BOOKS}
+        fields = {name: copy(array) for name, array in self.fields.items()}
+        return Batch(fields, self.rows, step=self.step, **books)
 
     def as_dict(self) -> dict[str, Any]:
         """Fields and books in one plain dict, as data loaders like it; field names win over books."""
-        books = {"mask": self.mask, "start": self.start, "length": self.length, "version": self.version}
+        books: dict[str, Any] = {"mask": self.mask} if self.mask is not None else {"cu_seqlens": self.cu_seqlens}
+        books |= {"start": self.start, "length": self.length, "version": self.version}
         for name, book in (("probability", self.probability), ("importance", self.importance)):
             if book is not None:
                 books[name] = book
@@ -91,3 +121,6 @@ class Batch(Mapping[str, Any]):
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}: {tuple(array.shape)} {array.dtype}" for name, array in self.fields.items())
         return f"Batch({shapes})"
+
+
+_BOOKS = ("mask", "start", "length", "version", "probability", "importance", "draw", "cu_seqlens")

@@ -189,6 +189,10 @@ class RankedMaker:
         quotas = (
             self.selection.quotas(self.batch_size, step) if isinstance(self.selection, Mixture) else [self.batch_size]
         )
+        for number, quota in enumerate(quotas):
+            if quota and self.members.leads(number):
+                # The shard's limiter counts its even share: what will be drawn from it is not known yet.
+                self.parts[number].admit(-(-quota // len(self.members.stores[number].servers)))
         counts, state, totals = self._meet(step, state, updates)
         chosen = [self._choose(number, quota, step, state, totals[number]) for number, quota in enumerate(quotas)]
         state = [old if each is None else each.state for old, each in zip(state, chosen, strict=True)]

@@ -26,10 +26,22 @@ class Prefetcher(Generic[Item]):
     Args:
         make: makes the next item; is given the orders that came with the request for it.
         name: of the thread.
+        finish: what makes an item out of what `make` only began. Where another item was asked for already, it is begun
+            before this one is finished.
+        enter: called first on the thread.
     """
 
-    def __init__(self, make: Callable[[Any], Item], name: str) -> None:
+    def __init__(
+        self,
+        make: Callable[[Any], Any],
+        name: str,
+        finish: Callable[[Any], Item] | None = None,
+        enter: Callable[[], None] | None = None,
+    ) -> None:
         self._make = make
+        self._finish: Callable[[Any], Item] = finish or (lambda item: item)
+        self._overlaps = finish is not None
+        self._enter = enter
         self._asked: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Item | BaseException] = queue.SimpleQueue()
         self._pid = os.getpid()
@@ -79,21 +91,43 @@ class Prefetcher(Generic[Item]):
         return self._left
 
     def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            if self._stopping:
-                self._left.append(asked[0])
+        if self._enter is not None:
+            self._enter()
+        begun: list[Any] = []  # one at most
+        while True:
+            if begun and (not self._overlaps or self._asked.empty()):
+                if not self._hand_out(begun):
+                    return
+                continue
+            asked = self._asked.get()
+            if asked is None or self._stopping:
+                if asked is not None:
+                    self._left.append(asked[0])
+                elif not self._stopping and begun:
+                    self._hand_out(begun)  # it was asked for, and others may be waiting for their part of it
                 return
-            item: Item | BaseException
             try:
-                item = self._make(asked[0])
+                next_item = self._make(asked[0])
             except BaseException as error:
-                item = error
                 self._left.append(asked[0])
-            del asked
-            self._ready.put(item)
-            if isinstance(item, BaseException):
+                if not begun or self._hand_out(begun):
+                    self._ready.put(error)
                 return
-            del item
+            del asked
+            if begun and not self._hand_out(begun):
+                return
+            begun.append(next_item)
+            del next_item
+
+    def _hand_out(self, begun: list[Any]) -> bool:
+        """Finishes the item that was begun; False when that failed, which is handed out instead."""
+        item: Item | BaseException
+        try:
+            item = self._finish(begun.pop())
+        except BaseException as error:
+            item = error
+        self._ready.put(item)
+        return not isinstance(item, BaseException)
 
 
 __all__ = ["Prefetcher"]

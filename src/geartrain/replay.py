@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +19,13 @@ from numpy.typing import ArrayLike
 
 from geartrain.assignment import ASSIGNMENTS, Assignment
 from geartrain.batch import Batch
+from geartrain.delivery import DeviceMaker
 from geartrain.errors import RanksDisagreeError, SchemaError, StoreClosedError, WaitTimeoutError
 from geartrain.exchange import RankedMaker
-from geartrain.fetch import As, Pad, Plan, Raw
+from geartrain.fetch import As, Pad, Plan
 from geartrain.keys import Keys
+from geartrain.landing import OnDevice
+from geartrain.making import HostMaker, Made, State
 from geartrain.prefetch import Prefetcher
 from geartrain.ranks import NOTE_S, Ranks, join
 from geartrain.sampling import Sampler
@@ -29,9 +33,6 @@ from geartrain.selection import Mixture, Strategy
 from geartrain.store import Store
 from geartrain.topology import topology_of
 from geartrain.updates import Update
-
-# What every strategy has to know at its next step.
-State = list[dict[str, int]]
 
 
 class Replay:
@@ -63,11 +64,15 @@ class Replay:
             a DeepSpeed grid or topology, or an object with the usual mpu methods.
         inputs, targets: fields for the first and for the last stage of a pipeline, instead of `fields`; where one
             rank is both, it gets both.
+        device: where batches go: host memory by default; "cuda", "cuda:1" or a `geartrain.landing.OnDevice`, which says
+            how (gathered by the GPU or staged, converted on the way, packed). Their tensors are ready for the stream
+            that is current where the batch is taken; the host does not wait for the copy (docs/gpu.md).
         assignment: "local_first" gives each rank rows of its own host as far as there are any, "ordered" gives
             replica i the i-th slice of the global batch.
 
     Raises:
         FieldError, SchemaError: what was asked for does not fit the store.
+        PinError: `OnDevice(path="gather")`, and the segment cannot be pinned.
         RanksDisagreeError: the ranks were set up differently.
         PeerLostError: a rank did not come, or is gone.
 
@@ -102,6 +107,7 @@ class Replay:
         inputs: Sequence[str] | None = None,
         targets: Sequence[str] | None = None,
         assignment: Assignment = "local_first",
+        device: Any = None,
     ) -> None:
         stores = [store] if isinstance(store, Store) else list(store)
         strategies = _strategies(stores, selection)
@@ -128,9 +134,17 @@ class Replay:
         self.batch_size = batch_size
         self.steps = steps
         make = functools.partial(_samplers, stores, strategies, batch_size, fields, window, pad, as_, threads, min_rows)
-        self._maker: _BatchMaker | RankedMaker
-        if group is None and mesh is None:
-            self._maker = _BatchMaker(make(), selection, batch_size)
+        self._maker: HostMaker | DeviceMaker | RankedMaker
+        on_device = None if device is None else device if isinstance(device, OnDevice) else OnDevice(device)
+        if on_device is not None and as_ != "torch":
+            raise SchemaError(f"batches on a device are torch tensors, found as_={as_!r}; they support DLPack")
+        if on_device is not None and not (group is None and mesh is None):
+            raise SchemaError("over several ranks batches are made in host memory; use batch.to(device) on each rank")
+        if on_device is not None:
+            self._maker = DeviceMaker(make(), selection, batch_size, on_device)
+            weakref.finalize(self, self._maker.close)
+        elif group is None and mesh is None:
+            self._maker = HostMaker(make(), selection, batch_size)
         else:
             topology = topology_of(group, mesh)
             ranks = join(group, topology.members, timeout_s)
@@ -152,6 +166,11 @@ class Replay:
                 if ranks is not group:
                     ranks.close()
                 raise
+        self._halt = threading.Event()  # ends a wait for the stores' rate limiters
+        for part in self._maker.parts:
+            part.patience_s = timeout_s
+            if not self._ranked:  # other ranks need what was asked for
+                part.stopping = self._halt.is_set
         self._state: State = [{} for _ in stores]
         self._updates: list[Update] = []
         self._prefetch = prefetch
@@ -160,7 +179,7 @@ class Replay:
         self._asked = -1  # the last step that the thread has leave to make
         self._iteration = 0
         self._stop: int | None = None
-        self._ahead: Prefetcher[tuple[Batch, State]] | None = None
+        self._ahead: Prefetcher[Made] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._closed = False
         self._batches = 0
@@ -198,14 +217,15 @@ class Replay:
         if self._started_s is None:
             self._started_s = asked_s
         if self._prefetch == 0 and not self._ranked:
-            batch, state = self._maker.make(self._step, self._state, [])
+            made = self._make(self._step, self._state, [])
         else:
             if self._ahead is not None and not self._ahead.is_mine():
                 self._restart()  # a forked child has none of its parent's threads
             try:
-                # Over ranks the thread has an answer in time, if only that one of them has none.
-                patience_s = self._timeout_s + (2 * NOTE_S if self._ranked else 0)
-                batch, state = self._ask(self._taken_updates()).get(patience_s)
+                # Over ranks, and of a rate limiter, the thread has an answer in time, if only that there is none.
+                told = self._ranked or any(store.native.limited for store in self.stores)
+                patience_s = self._timeout_s + (2 * NOTE_S if told else 0)
+                made = self._ask(self._taken_updates()).get(patience_s)
             except WaitTimeoutError:
                 raise  # the batch is still being made: the next call may have it
             except KeyboardInterrupt:
@@ -214,30 +234,41 @@ class Replay:
             except BaseException:
                 self._restart()
                 raise
+        made.deliver()
+        batch = made.batch
         self._last_s = time.perf_counter()
         self._wait_s += self._last_s - asked_s
         self._batches += 1
         self._bytes += batch.nbytes
         self._step += 1
-        self._state = state
+        self._state = made.state
         return batch
 
-    def _ask(self, updates: list[Update]) -> Prefetcher[tuple[Batch, State]]:
+    def _make(self, step: int, state: State, updates: list[Update]) -> Made:
+        made: Made = _made_by(self._maker)(step, state, updates)
+        return made
+
+    def _ask(self, updates: list[Update]) -> Prefetcher[Made]:
         """The thread that makes batches, with leave to make the one that is `prefetch` ahead of the next."""
         last = self._step + self._prefetch
         if self._stop is not None and self._step < self._stop:
             last = min(last, self._stop - 1)  # nobody will ask for more
         if self._ahead is None:
-            make, step, state = self._maker.make, self._step, self._state
+            step, state, maker = self._step, self._state, self._maker
+            on_device = maker if isinstance(maker, DeviceMaker) else None
+            make: Callable[..., Any] = _made_by(maker) if on_device is None else on_device.start
 
-            def make_next(updates: list[Update]) -> tuple[Batch, State]:
+            def make_next(updates: list[Update]) -> Any:
                 nonlocal step, state
                 made = make(step, state, updates)
-                step, state = step + 1, made[1]
+                step, state = step + 1, made.state
                 return made
 
-            self._ahead = Prefetcher(make_next, "geartrain-prefetch")
-            self._finalizer = weakref.finalize(self, self._ahead.stop, self._timeout_s, finish=self._ranked)
+            if on_device is None:
+                self._ahead = Prefetcher(make_next, "geartrain-prefetch")
+            else:
+                self._ahead = Prefetcher(make_next, "geartrain-prefetch", on_device.finish, on_device.enter)
+            self._finalizer = weakref.finalize(self, _stop, self._ahead, self._halt, self._timeout_s, self._ranked)
             self._asked = self._step - 1
         while self._asked < last:
             self._asked += 1
@@ -382,6 +413,13 @@ class Replay:
             **ranked,
         }
 
+    def describe(self) -> list[dict[str, Any]]:
+        """For each store, how its rows come to the device: path and why, where rows are chosen, pinned bytes.
+
+        Empty for batches in host memory.
+        """
+        return self._maker.describe() if isinstance(self._maker, DeviceMaker) else []
+
     # --- leaving --------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -390,13 +428,13 @@ class Replay:
             return
         self._restart()
         self._closed = True
-        if isinstance(self._maker, RankedMaker):
+        if isinstance(self._maker, RankedMaker | DeviceMaker):
             self._maker.close()
 
     def _restart(self) -> None:
         if self._ahead is not None:
             # Other ranks make what was asked for as well, and need this one for it.
-            left = self._ahead.stop(self._timeout_s, finish=self._ranked)
+            left = _stop(self._ahead, self._halt, self._timeout_s, self._ranked)
             self._updates = [*(update for updates in left for update in updates), *self._updates]
             self._ahead = None
         if self._finalizer is not None:
@@ -407,7 +445,7 @@ class Replay:
         if isinstance(self._maker, RankedMaker):
             self._maker.leave(reason)
         if self._ahead is not None:
-            self._ahead.stop(0.0)
+            _stop(self._ahead, self._halt, 0.0, False)
             self._ahead = None
 
     def __enter__(self) -> Replay:
@@ -419,6 +457,22 @@ class Replay:
     def __repr__(self) -> str:
         stores = self.stores[0] if len(self.stores) == 1 else self.stores
         return f"Replay({stores!r}, {self.selection!r}, batch_size={self.batch_size}, step={self._step})"
+
+
+def _stop(ahead: Prefetcher[Any], halt: threading.Event, timeout_s: float, finish: bool) -> list[Any]:
+    halt.set()
+    try:
+        return ahead.stop(timeout_s, finish=finish)
+    finally:
+        halt.clear()
+
+
+def _made_by(maker: HostMaker | DeviceMaker | RankedMaker) -> Callable[..., Made]:
+    """What makes a whole batch. Holds the maker, and nothing that holds the replay."""
+    if isinstance(maker, RankedMaker):
+        ranked = maker
+        return lambda step, state, updates: Made(*ranked.make(step, state, updates))
+    return maker.make
 
 
 def _strategies(stores: list[Store], selection: Strategy | Mixture) -> list[Strategy]:
@@ -473,50 +527,3 @@ def _together(ranks: Ranks, make: Callable[[], list[Sampler]]) -> list[Sampler]:
             raise RanksDisagreeError(f"rank {rank} cannot take part: {complaint}")
     assert made is not None
     return made
-
-
-class _BatchMaker:
-    """Makes the batch of a given step, from one store or a mixture of several."""
-
-    def __init__(self, parts: list[Sampler], selection: Strategy | Mixture, batch_size: int) -> None:
-        self.parts = parts
-        self.selection = selection
-        self.batch_size = batch_size
-        self.make_s = 0.0
-        self.made = 0
-
-    def make(self, step: int, state: State, updates: list[Update]) -> tuple[Batch, State]:
-        """The batch of a step, and the strategies' state after it. One process sets weights when they are given."""
-        began_s = time.perf_counter()
-        if isinstance(self.selection, Mixture):
-            made = self._mix(step, state, self.selection.quotas(self.batch_size, step))
-        else:
-            (part,) = self.parts
-            sample = part.sample(self.batch_size, step, state[0])
-            made = part.plan.batch(sample.raw, sample.keys, sample.probability, sample.importance, step), [sample.state]
-        self.make_s += time.perf_counter() - began_s
-        self.made += 1
-        return made
-
-    def _mix(self, step: int, state: State, quotas: list[int]) -> tuple[Batch, State]:
-        plan = self.parts[0].plan
-        arrays = plan.empty(self.batch_size)
-        samples = []
-        at = 0
-        for number, (part, quota) in enumerate(zip(self.parts, quotas, strict=True)):
-            if quota:
-                out = [array[at : at + quota] for array in arrays]
-                samples.append((number, part.sample(quota, step, state[number], out)))
-                at += quota
-        state = list(state)
-        for number, sample in samples:
-            state[number] = sample.state
-        raw = Raw.join(arrays, [sample.raw for _, sample in samples])
-        keys = Keys.join([sample.keys.of_shard(number) for number, sample in samples])
-        probability = np.concatenate([sample.probability for _, sample in samples])
-        importance = None
-        if any(sample.importance is not None for _, sample in samples):
-            importance = np.concatenate(
-                [np.ones(len(s.keys)) if s.importance is None else s.importance for _, s in samples]
-            )
-        return plan.batch(raw, keys, probability, importance, step), state

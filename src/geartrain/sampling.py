@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +57,20 @@ class Sampler:
         self.limited = store.options["max_times_sampled"] is not None
         # Rows that stand or fall together (a group), and so are replaced together.
         self.atom = int(getattr(strategy, "atom", 1))
+        # How long the store's rate limiter may make it wait, and what ends that early.
+        self.patience_s = 60.0
+        self.stopping: Callable[[], bool] | None = None
 
     def sample(self, n: int, step: int, state: dict[str, int], out: list[Any] | None = None) -> Sample:
         """The `n` rows of a step, into `out` or into recycled memory."""
+        self.admit(n)
+        try:
+            return self._sample(n, step, state, out)
+        except BaseException:
+            self.plan.store.limiter.give_back(samples=n)
+            raise
+
+    def _sample(self, n: int, step: int, state: dict[str, int], out: list[Any] | None) -> Sample:
         self.expire()
         count = len(self.plan.store)
         self.check_count(count)
@@ -83,6 +95,10 @@ class Sampler:
         return Sample(Keys(drawn.rows, drawn.generations), raw, drawn.probability, importance, drawn.state)
 
     # --- its steps, which drawing over several ranks takes one by one -----------------------------------------
+
+    def admit(self, n: int) -> None:
+        """Waits until the store's rate limiter lets so many rows be drawn."""
+        self.plan.store.limiter.admit_samples(n, self.patience_s, self.stopping)
 
     def expire(self) -> None:
         """Removes rows that are too old, before they are counted."""

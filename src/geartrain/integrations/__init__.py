@@ -3,6 +3,8 @@
 `import_dataset(source, into)` is what most people want; `ingest` fills a store of one's own, and
 `open_source` gives the episodes alone. One file per format, each with one optional dependency that is
 imported on use.
+
+`di_engine` is of another kind: it puts geartrain's transports under DI-engine.
 """
 
 from geartrain.integrations.ingest import FORMATS, Report, import_dataset, ingest, open_source

@@ -16,6 +16,7 @@ _MASK32 = 0xFFFFFFFF
 
 # Streams, as in native/random.h.
 ROW_STREAM = 0
+WINDOW_STREAM = 1
 DISTINCT_STREAM = 2
 ATTEMPTS_PER_ROUND = 64
 

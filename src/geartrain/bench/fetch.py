@@ -1,0 +1,229 @@
+"""Batches from shared memory to a device: GB/s beside the rate at which the link can copy.
+
+Floor: one asynchronous copy of the same bytes from pinned host memory to the device, again and again: the link's peak.
+Systems: the GPU's own gather, the staged path, and the chooser's choice; peers: `index_select` on the CPU and a pinned
+copy of the result (what a careful user writes), and the same without pinned memory. Times are between an event before
+and one behind a run of batches, so that launches overlap with copies as they do in training; CPU time is that of this
+whole process, all threads, a row.
+
+How this could mislead: batches of one row size each, uniform draws, nothing else on the link or the multiprocessors; a
+model that trains meanwhile takes some of both. With --device cpu a simulated device stands in: every path runs, and the
+figures say nothing about any GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import geartrain as gt
+from geartrain.bench import harness, report
+from geartrain.bench.harness import BenchResult
+from geartrain.errors import GeartrainError
+from geartrain.landing import CROSSOVER_BYTES, Convert, OnDevice
+
+#: bytes of a row: (steps, floats a step)
+ROWS = {4_000: (50, 20), 100_000: (500, 50), 1_000_000: (1000, 250)}
+BATCH_BYTES, QUICK_BATCH_BYTES, CPU_BATCH_BYTES = 100e6, 50e6, 4e6
+STORE_BYTES, QUICK_STORE_BYTES, CPU_STORE_BYTES = 4e9, 2e9, 40e6
+LAPS, QUICK_LAPS, CPU_LAPS = 15, 7, 3
+BATCHES_A_LAP = 8
+
+
+def main(
+    *,
+    quick: bool = False,
+    json_path: Path | None = None,
+    plot_path: Path | None = None,
+    peers: dict[str, str] | None = None,
+) -> BenchResult:
+    """Measures on the CUDA device, prints the table, writes what was asked for, and returns the result.
+
+    Raises:
+        GeartrainError: there is no GPU; `geartrain bench fetch` without --device cuda runs the paths without one.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise GeartrainError(f"fetch cannot be timed on a GPU here: torch {torch.__version__} finds no CUDA device")
+    result = run("cuda", quick=quick)
+    report.report(result, json_path, plot_path)
+    return result
+
+
+def main_cpu(
+    *,
+    quick: bool = False,
+    json_path: Path | None = None,
+    plot_path: Path | None = None,
+    peers: dict[str, str] | None = None,
+) -> BenchResult:
+    """The same with a simulated device: a check that everything runs, not a measurement."""
+    result = run("cpu", quick=quick)
+    report.report(result, json_path, plot_path)
+    return result
+
+
+def run(device: str, *, quick: bool, rows: dict[int, tuple[int, int]] | None = None) -> BenchResult:
+    """All cases."""
+    import torch
+
+    began_s = time.monotonic()
+    name = "fetch --device cuda" if device == "cuda" else "fetch"
+    result = harness.new_result(name, quick=quick, peers=(), packages=("numpy", "torch", "triton"))
+    cpu = device == "cpu"
+    if cpu:
+        result.notes.append("a simulated device on the CPU: these figures say nothing about any GPU")
+    else:
+        result.machine["gpu"] = torch.cuda.get_device_name(0)
+        result.machine["multiprocessors"] = torch.cuda.get_device_properties(0).multi_processor_count
+    gathered: dict[int, dict[str, float]] = {}
+    for row_bytes, (steps, width) in (rows or ROWS).items():
+        store_bytes = CPU_STORE_BYTES if cpu else QUICK_STORE_BYTES if quick else STORE_BYTES
+        batch_bytes = CPU_BATCH_BYTES if cpu else QUICK_BATCH_BYTES if quick else BATCH_BYTES
+        batch = max(2, int(batch_bytes / row_bytes))
+        capacity = max(batch, int(store_bytes / row_bytes))
+        harness.say(f"rows of {row_bytes} bytes: {capacity} of them, batches of {batch}")
+        gathered[row_bytes] = _case(result, device, row_bytes, (steps, width), capacity, batch, quick)
+    if not cpu:
+        result.notes.append(crossover_note(gathered))
+    return harness.finish(result, began_s)
+
+
+def crossover_note(gathered: dict[int, dict[str, float]]) -> str:
+    """What the chooser should take for this machine, from the median seconds of both paths by bytes of a row."""
+    faster = [size for size, paths in gathered.items() if paths["gather"] <= paths["staged"]]
+    slower = [size for size in gathered if size not in faster]
+    if not slower:
+        found = f"the gather was faster at every size; CROSSOVER_BYTES may be {max(gathered)} or more"
+    elif not faster:
+        found = f"staging was faster at every size; CROSSOVER_BYTES should be below {min(gathered)}"
+    else:
+        found = f"the gather was faster at {faster}, staging at {slower} bytes a row"
+    return f"{found} (landing.CROSSOVER_BYTES is {CROSSOVER_BYTES})"
+
+
+def _case(
+    result: BenchResult, device: str, row_bytes: int, shape: tuple[int, int], capacity: int, batch: int, quick: bool
+) -> dict[str, float]:
+    import torch
+
+    store_name = f"bench-fetch-{os.getpid()}"
+    cpu = device == "cpu"
+    laps = CPU_LAPS if cpu else QUICK_LAPS if quick else LAPS
+    times: dict[str, list[harness.Lap]] = {}
+    with gt.Store.create(store_name, {"x": gt.Field(shape, "float32")}, capacity=capacity) as store:
+        piece = np.random.default_rng(0).normal(size=(64, *shape)).astype(np.float32)
+        for at in range(0, capacity, 64):
+            store.insert({"x": piece[: min(64, capacity - at)]})
+        target = _target(device)
+        systems: dict[str, Callable[[], Any]] = {"floor": _copies(device, batch * row_bytes)}
+        replays = {}
+        for path in ("gather", "staged", "auto"):
+            name = {"auto": "geartrain (chooser)"}.get(path, f"geartrain {path}")
+            options = OnDevice(target, path=path)  # type: ignore[arg-type]
+            replays[name] = gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=options)
+        half = OnDevice(target, path="gather", convert={"x": Convert("bfloat16")})
+        replays["geartrain gather to bfloat16"] = gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=half)
+        systems |= {name: replay.sample for name, replay in replays.items()}
+        column = torch.from_numpy(store.column("x"))
+        systems["index_select, pinned copy"] = _indexed(column, batch, device, pinned=True)
+        systems["index_select, pageable copy"] = _indexed(column, batch, device, pinned=False)
+        try:
+            for name, work in systems.items():
+                times[name] = _timed(work, device, target, laps)
+            for name, replay in replays.items():
+                if name == "geartrain (chooser)":
+                    result.notes.append(f"{row_bytes} bytes a row: the chooser took {replay.describe()[0]['path']}")
+        finally:
+            for replay in replays.values():
+                replay.close()
+            del column, systems
+    _add(result, f"rows of {row_bytes / 1e3:g} KB, batch {batch}", times, batch, batch * row_bytes)
+    return {
+        path: float(np.median([lap.seconds for lap in times[f"geartrain {path}"]])) for path in ("gather", "staged")
+    }
+
+
+def _target(device: str) -> Any:
+    if device == "cuda":
+        return "cuda"
+    from geartrain.testing import SimulatedDevice
+
+    return SimulatedDevice()
+
+
+def _copies(device: str, nbytes: int) -> Callable[[], Any]:
+    import torch
+
+    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device == "cuda")
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def _indexed(column: Any, batch: int, device: str, *, pinned: bool) -> Callable[[], Any]:
+    import torch
+
+    rng = np.random.default_rng(1)
+    pin = pinned and device == "cuda"
+    # Two buffers in turn: one is filled while the other is copied.
+    buffers = [torch.empty((batch, *column.shape[1:]), dtype=column.dtype, pin_memory=pin) for _ in range(2)]
+    events: list[Any] = [None, None]
+    turn = [0]
+
+    def one() -> Any:
+        at = turn[0] = 1 - turn[0]
+        if events[at] is not None:
+            events[at].synchronize()
+        rows = torch.from_numpy(rng.integers(0, len(column), batch))
+        torch.index_select(column, 0, rows, out=buffers[at])
+        made = buffers[at].to(device, non_blocking=True, copy=True)
+        if device == "cuda":
+            events[at] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            events[at].record()
+        return made
+
+    return one
+
+
+def _timed(work: Callable[[], Any], device: str, target: Any, laps: int) -> list[harness.Lap]:
+    """Laps of some batches each, from the first's request until the device has all of them."""
+    import torch
+
+    def finish() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        else:
+            target.finish()
+
+    def body() -> None:
+        for _ in range(BATCHES_A_LAP):
+            work()
+        finish()
+
+    for _ in range(3):
+        work()
+    finish()
+    return [harness.lap(BATCHES_A_LAP, body) for _ in range(laps)]
+
+
+def _add(result: BenchResult, case: str, times: dict[str, list[harness.Lap]], batch: int, nbytes: int) -> None:
+    floor_s = float(np.median([lap.seconds for lap in times["floor"]]))
+    for system, laps in times.items():
+        seconds = [lap.seconds for lap in laps]
+        result.rows.append(
+            harness.rate_row(case, system, "batches to the device", "GB/s", seconds, nbytes / 1e9, floor_s)
+        )
+    floor_cpu_s = max(float(np.median([lap.cpu_seconds for lap in times["floor"]])) / batch, 1e-12)
+    for system, laps in times.items():
+        per_row = [lap.cpu_seconds / batch for lap in laps]
+        result.rows.append(harness.time_row(case, system, "CPU time per row", "us", per_row, floor_cpu_s))
+
+
+if __name__ == "__main__":
+    report.main_of("fetch", main)

@@ -1,0 +1,43 @@
+"""Batches on a GPU as CuPy arrays, without a copy: through DLPack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from geartrain.errors import MissingDependencyError, SchemaError
+
+if TYPE_CHECKING:
+    from geartrain.batch import Batch
+    from geartrain.replay import Replay
+
+
+def as_cupy(batch: Batch) -> dict[str, Any]:
+    """A batch's fields and books (`Batch.as_dict`) as CuPy arrays over the same memory.
+
+    The memory stays the batch's for as long as an array over it lives. CuPy's current stream waits for the one that the
+    batch was taken on. CuPy has no bfloat16: convert to float16 or float32 on the way.
+
+    Raises:
+        MissingDependencyError: CuPy is not installed.
+        SchemaError: the batch is in host memory.
+    """
+    try:
+        import cupy
+    except ImportError:
+        raise MissingDependencyError("CuPy arrays need cupy: pip install cupy-cuda12x, or as fits your CUDA") from None
+    arrays = {}
+    for name, value in batch.as_dict().items():
+        if not value.is_cuda:
+            raise SchemaError(f"{name!r} is in host memory; CuPy takes batches of Replay(device='cuda')")
+        arrays[name] = cupy.from_dlpack(value)
+    return arrays
+
+
+def cupy_batches(replay: Replay) -> Iterator[dict[str, Any]]:
+    """Each batch of an iteration over the replay, as CuPy arrays; the keys are under "rows"."""
+    for batch in replay:
+        yield {**as_cupy(batch), "rows": batch.rows}
+
+
+__all__ = ["as_cupy", "cupy_batches"]

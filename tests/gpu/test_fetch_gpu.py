@@ -1,0 +1,260 @@
+"""Fetch on a GPU: the batches of the CPU, gathered by the GPU out of pinned shared memory. On a machine that has one:
+
+pytest tests/gpu
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import geartrain as gt
+from geartrain import kernels, pinning
+from geartrain.landing import Convert, OnDevice
+from geartrain.selection import Fifo, Group, Lifo, Mixture, TopK, Uniform, Weighted
+
+reason = kernels.why_not_viable()
+pytestmark = pytest.mark.skipif(
+    reason is not None or kernels.interpreting(), reason=f"no GPU to run on: {reason or 'TRITON_INTERPRET is set'}"
+)
+
+
+@pytest.fixture
+def store(store_name: Callable[[], str]) -> Iterator[gt.Store]:
+    rng = np.random.default_rng(0)
+    fields = {
+        "x": gt.Field((60, 11), "float32"),
+        "pixels": gt.Field((60, 3, 5), "uint8"),
+        "group": gt.Field((), "int64", timed=False),
+    }
+    with gt.Store.create(store_name(), fields, capacity=2000) as made:
+        made.insert(
+            {
+                "x": rng.normal(size=(2000, 60, 11)).astype("f"),
+                "pixels": rng.integers(0, 255, (2000, 60, 3, 5), dtype=np.uint8),
+                "group": np.arange(2000) // 4,
+            },
+            lengths=rng.integers(1, 61, 2000),
+            weights=rng.random(2000),
+        )
+        yield made
+
+
+def test_random_batches_are_those_of_the_native_code() -> None:
+    """Every case is registered, gathered by the compiled kernel, and compared to the bit."""
+    import gather_cases
+    import torch
+
+    from geartrain.device import open_device
+
+    device = open_device("cuda")
+    kept = gather_cases._compare
+
+    def compare(store: gt.Store, *args: Any) -> Any:
+        pin = pinning.pins().hold(store, device)
+        try:
+            return kept(store, *args)
+        finally:
+            torch.cuda.synchronize()
+            pin.release()
+
+    gather_cases._compare = compare
+    try:
+        began_s, seed = time.monotonic(), 0
+        while seed < 300 and time.monotonic() - began_s < 60:  # each set of dtypes and layouts is compiled once
+            assert gather_cases.run_case(seed, f"test-gpu-{os.getpid()}-{seed}", "cuda") is None
+            seed += 1
+        assert seed >= 10
+    finally:
+        gather_cases._compare = kept
+
+
+def same(a: gt.Batch, b: gt.Batch, convert: dict[str, Convert], packed: bool) -> None:
+    import torch
+
+    assert a.rows == b.rows
+    for name, values in a.items():
+        timed = name != "group"
+        expected = convert[name].apply(values, a.mask if timed else None) if name in convert else values
+        assert torch.equal(expected[a.mask] if packed and timed else expected, b[name].cpu()), name
+    for book in ("start", "length", "version", "probability", "importance"):
+        mine, theirs = getattr(a, book), getattr(b, book)
+        assert mine is None or torch.equal(mine, theirs.cpu()), book
+
+
+STRATEGIES = [
+    Uniform(seed=1), Uniform(seed=4, stratified=True), Weighted(seed=2, beta=0.5), Weighted(seed=3, replacement=False),
+    TopK(), Lifo(), Fifo(), Group("group", 4, seed=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["gather", "staged"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: f"{type(s).__name__}{getattr(s, 'seed', '')}")
+def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy: Any, path: Any) -> None:
+    for window, convert, packed in [(None, {}, False), (7, {"pixels": Convert("bfloat16", 1 / 255)}, True)]:
+        on_device = OnDevice("cuda", path=path, convert=convert, packed=packed)
+        with (
+            gt.Replay(store, strategy, 64, window=window, pad="right", steps=5) as slow,
+            gt.Replay(store, strategy, 64, window=window, pad="right", steps=5, device=on_device) as fast,
+        ):
+            for a, b in zip(slow, fast, strict=True):
+                same(a, b, convert, packed)
+
+
+def test_rows_chosen_on_the_gpu_and_mixtures_and_torn_rows() -> None:
+    import device_selection_cases
+
+    assert device_selection_cases.main("cuda", pause_s=0.0002) > 30
+
+
+def test_a_mixture_lands_in_one_batch(store: gt.Store) -> None:
+    mixture = Mixture([0.6, 0.4], [Uniform(seed=1), Weighted(seed=2, beta=1.0)])
+    with (
+        gt.Replay([store, store], mixture, 64, window=5, steps=4) as slow,
+        gt.Replay([store, store], mixture, 64, window=5, steps=4, device="cuda") as fast,
+    ):
+        for a, b in zip(slow, fast, strict=True):
+            same(a, b, {}, False)
+
+
+def test_work_on_a_busy_stream_reads_the_right_batches_and_memory_is_recycled(store: gt.Store) -> None:
+    import torch
+
+    stream = torch.cuda.Stream()
+    sums, addresses = [], set()
+    with (
+        gt.Replay(store, Uniform(seed=1), 64, steps=60) as slow,
+        gt.Replay(store, Uniform(seed=1), 64, steps=60, device=OnDevice("cuda", path="gather")) as fast,
+    ):
+        with torch.cuda.stream(stream):
+            for batch in fast:
+                torch.cuda._sleep(2_000_000)  # the consumer is behind
+                sums.append(batch["x"].double().sum())
+                addresses.add(batch["x"].data_ptr())
+                del batch
+        for total, batch in zip(sums, slow, strict=True):
+            assert float(total) == pytest.approx(float(batch["x"].double().sum()), rel=1e-12)
+    assert len(addresses) < 30
+
+
+def test_the_host_of_the_consumer_does_not_wait(store: gt.Store) -> None:
+    """With work queued for a second, batches are handed over in a small part of it."""
+    import torch
+
+    with gt.Replay(store, Uniform(seed=1), 64, device=OnDevice("cuda", path="gather")) as fast:
+        for _ in range(5):
+            fast.sample()
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(1_000_000_000)
+        end.record()
+        began_s = time.perf_counter()
+        kept = [fast.sample() for _ in range(3)]
+        taken_s = time.perf_counter() - began_s
+        end.synchronize()
+        assert taken_s < start.elapsed_time(end) / 1e3 / 2
+        assert len(kept) == 3
+
+
+def test_torch_compile_takes_batches(store: gt.Store) -> None:
+    import torch
+
+    @torch.compile
+    def loss(x: Any, mask: Any) -> Any:
+        return (x.square().sum(-1) * mask).sum() / mask.sum()
+
+    with gt.Replay(store, Uniform(seed=1), 64, window=9, steps=4, device="cuda") as fast:
+        for batch in fast:
+            x, mask = batch["x"], batch.mask
+            expected = (x.square().sum(-1) * mask).sum() / mask.sum()
+            torch.testing.assert_close(loss(x, mask), expected)
+
+
+def test_a_cuda_graph_is_captured_while_batches_are_made_and_replayed_on_each(store: gt.Store) -> None:
+    import torch
+
+    with gt.Replay(store, Uniform(seed=1), 64, window=9, steps=12, device="cuda") as fast:
+        batches = iter(fast)
+        static = next(batches).clone()
+        weight = torch.randn(11, 4, device="cuda")
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                (static["x"] @ weight).sum()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # the replay's thread goes on making batches
+            made = (static["x"] @ weight).sum(-1)
+        for batch in batches:
+            static.copy_(batch)
+            graph.replay()
+            torch.testing.assert_close(made, (batch["x"] @ weight).sum(-1))
+
+
+def test_the_pinned_segment_is_listed_and_let_go(store: gt.Store) -> None:
+    before = pinning.about()["pinned_bytes"]
+    with gt.Replay(store, Uniform(seed=1), 8, device=OnDevice("cuda", path="gather")) as fast:
+        fast.sample()
+        assert pinning.about()["pinned_bytes"] == before + store.nbytes
+        assert fast.describe()[0]["path"] == "gather"
+    assert pinning.about()["pinned_bytes"] == before
+
+
+def test_a_failed_registration_does_not_poison_the_next_launch(store: gt.Store) -> None:
+    import torch
+
+    from geartrain.device import open_device
+    from geartrain.errors import PinError
+
+    device = open_device("cuda")
+    memory = store.native.segment()
+    device.register(memory)
+    with pytest.raises(PinError):
+        device.register(memory)  # already registered
+    assert int(torch.ones(10, device="cuda").sum()) == 10
+    device.unregister(memory)
+
+
+def test_two_threads_take_batches_of_two_replays(store: gt.Store) -> None:
+    failures: list[BaseException] = []
+
+    def consume(seed: int) -> None:
+        import torch
+
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()), gt.Replay(store, Uniform(seed=seed), 32, steps=10) as slow:
+                with gt.Replay(store, Uniform(seed=seed), 32, steps=10, device="cuda") as fast:
+                    for a, b in zip(slow, fast, strict=True):
+                        same(a, b, {}, False)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=consume, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+
+
+def test_cupy_reads_batches_in_place(store: gt.Store) -> None:
+    cupy = pytest.importorskip("cupy")
+    from geartrain.integrations.cupy import as_cupy
+
+    with gt.Replay(store, Uniform(seed=1), 8, device="cuda") as fast:
+        batch = fast.sample()
+        arrays = as_cupy(batch)
+        assert arrays["x"].data.ptr == batch["x"].data_ptr()
+        assert bool(cupy.isfinite(arrays["x"]).all())
