@@ -1,0 +1,194 @@
+"""The loop of an actor: observe, ask the policy, step, and write down what happened."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.actors.environments import Arrays, Environments, environments_of, named
+from geartrain.actors.policy import Policy
+from geartrain.actors.recorder import Recorder
+from geartrain.errors import FieldError, SchemaError
+from geartrain.store import Store
+
+
+@dataclass
+class ActorStats:
+    """What an actor has done, and where its time went.
+
+    Attributes:
+        steps, episodes, rows: since it began; a step of one environment counts as one.
+        policy_s, environment_s, store_s: seconds spent asking for actions, stepping, and writing rows (waiting for the
+            rate limiter included).
+        returns: of the last episodes; the mean over the agents where there are several.
+        version: of the model that acted last.
+    """
+
+    steps: int = 0
+    episodes: int = 0
+    rows: int = 0
+    policy_s: float = 0.0
+    environment_s: float = 0.0
+    store_s: float = 0.0
+    version: int = 0
+    returns: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+
+
+class Actor:
+    """Steps environments with a policy and records them in a store.
+
+    Args:
+        environments: whatever `environments_of` takes.
+        policy: anything with `act(observation) -> (actions, extras)` and a `version`.
+        store: with the fields of the environments (see `recorded_fields`), and one for each extra.
+        seed: of the environments' episodes; environment i gets seed + i.
+        publish_every, overlap, weight: as for `Recorder`.
+
+    Example:
+        >>> import gymnasium as gym
+        >>> import geartrain as gt
+        >>> from geartrain.actors import Actor, RandomPolicy, environments_of, recorded_fields
+        >>> environments = environments_of([gym.make("CartPole-v1") for _ in range(2)])
+        >>> fields = recorded_fields(environments.fields(100), 100)
+        >>> store = gt.Store.create("doc-actor", fields, capacity=20)
+        >>> actor = Actor(environments, RandomPolicy(gym.make("CartPole-v1").action_space), store, seed=0)
+        >>> stats = actor.run(steps=200)
+        >>> stats.steps, len(store) == stats.rows
+        (200, True)
+        >>> actor.close(); store.close()
+    """
+
+    def __init__(
+        self,
+        environments: Any,
+        policy: Policy,
+        store: Store,
+        *,
+        seed: int = 0,
+        publish_every: int | None = None,
+        overlap: int = 0,
+        weight: float = 1.0,
+    ) -> None:
+        self.environments: Environments = environments_of(environments)
+        self.policy = policy
+        self.store = store
+        self.stats = ActorStats()
+        self._seed = seed
+        self._recorders = [
+            Recorder(store, publish_every=publish_every, overlap=overlap, weight=weight)
+            for _ in range(self.environments.n)
+        ]
+        self._returns = np.zeros(self.environments.n)
+        self._observation: Arrays | None = None
+        self._fresh = np.ones(self.environments.n, bool)  # an episode begins with what is observed now
+        self._checked = False
+
+    def run(
+        self,
+        *,
+        steps: int | None = None,
+        episodes: int | None = None,
+        until: Callable[[], bool] | None = None,
+    ) -> ActorStats:
+        """Acts until so many more steps (of all environments together) or episodes, or until `until()` says so.
+
+        Whoever stops an actor can run it on: nothing is lost in between. `close` ends the episodes.
+
+        Raises:
+            FieldError: the policy's extras and the store's fields do not agree.
+            WaitTimeoutError: the store's rate limiter held it up for too long.
+        """
+        if steps is None and episodes is None and until is None:
+            raise SchemaError("say when to stop: steps=, episodes= or until=")
+        stats = self.stats
+        last_step = None if steps is None else stats.steps + steps
+        last_episode = None if episodes is None else stats.episodes + episodes
+        while (
+            (last_step is None or stats.steps < last_step)
+            and (last_episode is None or stats.episodes < last_episode)
+            and not (until is not None and until())
+        ):
+            self.step()
+        return stats
+
+    def step(self) -> None:
+        """One step of every environment."""
+        began_s = time.perf_counter()
+        if self._observation is None:
+            self._observation = self.environments.reset(self._seed)
+        observation = self._observation
+        actions, extras = self.policy.act(observation)
+        version = self.policy.version  # of the model that chose these actions
+        values = {**named("action", actions), **extras}
+        if not self._checked:
+            self._check(values)
+        asked_s = time.perf_counter()
+        stepped = self.environments.step(actions)
+        stepped_s = time.perf_counter()
+        self._record(observation, values, stepped, version)
+        self._observation = stepped.next
+        stats = self.stats
+        stats.version = self.policy.version
+        stats.steps += int(stepped.valid.sum())
+        stats.rows = sum(recorder.rows for recorder in self._recorders)
+        stats.policy_s += asked_s - began_s
+        stats.environment_s += stepped_s - asked_s
+        stats.store_s += time.perf_counter() - stepped_s
+
+    def close(self) -> None:
+        """Ends the episodes where they are, keeping their steps, and the environments. The store stays open."""
+        for recorder in self._recorders:
+            recorder.cut()
+        self.stats.rows = sum(recorder.rows for recorder in self._recorders)
+        self.environments.close()
+
+    def _record(self, observation: Arrays, values: dict[str, NDArray[Any]], stepped: Any, version: int) -> None:
+        seen, led_to = named("observation", observation), named("observation", stepped.observation)
+        rewards = stepped.reward.reshape(self.environments.n, -1).mean(1)
+        for number, recorder in enumerate(self._recorders):
+            if not stepped.valid[number]:
+                continue
+            if self._fresh[number]:
+                recorder.begin({name: array[number] for name, array in seen.items()}, version)
+                self._returns[number] = 0.0
+                self._fresh[number] = False
+            step = {name: array[number] for name, array in values.items()}
+            step["reward"] = stepped.reward[number]
+            terminated, truncated = bool(stepped.terminated[number]), bool(stepped.truncated[number])
+            recorder.step(
+                step,
+                {name: array[number] for name, array in led_to.items()},
+                terminated=terminated,
+                truncated=truncated,
+                version=version,
+            )
+            self._returns[number] += rewards[number]
+            if terminated or truncated:
+                self._fresh[number] = True
+                self.stats.episodes += 1
+                self.stats.returns.append(float(self._returns[number]))
+
+    def _check(self, values: dict[str, NDArray[Any]]) -> None:
+        """The policy's values and the store's fields must be of one name and shape, found out at the first step."""
+        fields = self.store.fields
+        for name, array in values.items():
+            if name not in fields:
+                raise FieldError(
+                    f"the policy gives {name!r}, and the store {self.store.name!r} has no such field; it has "
+                    f"{', '.join(fields)}"
+                )
+            if array.shape != (self.environments.n, *fields[name].step_shape):
+                raise FieldError(
+                    f"the policy gives {name!r} with shape {array.shape} for {self.environments.n} environments; the "
+                    f"store keeps {fields[name].step_shape} a step"
+                )
+        self._checked = True
+
+
+__all__ = ["Actor", "ActorStats"]

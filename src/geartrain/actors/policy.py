@@ -1,0 +1,158 @@
+"""What an actor asks for actions: a function of its own with weights that follow a trainer's, or an agent elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.actors.environments import Arrays
+from geartrain.errors import SchemaError, WaitTimeoutError
+
+if TYPE_CHECKING:
+    from geartrain.rpc import Node
+
+#: Actions, and what else the store is to keep of the step: log probabilities, values.
+Acted = tuple[Arrays, dict[str, NDArray[Any]]]
+
+
+class Policy(Protocol):
+    """Actions for n environments at once."""
+
+    version: int
+
+    def act(self, observation: Arrays) -> Acted:
+        """The actions, (n, ...), and extras (n, ...) by the names of their fields."""
+        ...
+
+
+class RandomPolicy:
+    """Actions drawn from the action space, as at the beginning of a run."""
+
+    version = 0
+
+    def __init__(self, action_space: Any, seed: int = 0) -> None:
+        self._space = action_space
+        self._space.seed(seed)
+
+    def act(self, observation: Arrays) -> Acted:
+        """As `Policy.act`."""
+        return np.stack([self._space.sample() for _ in range(_rows(observation))]), {}
+
+
+class LocalPolicy:
+    """A model in the actor's own process, which takes the trainer's newest weights now and then.
+
+    Args:
+        act: `act(model, observation)` gives the actions, or (actions, extras).
+        model: a torch module, or anything with `load_state_dict`.
+        reader: of the weights (`geartrain.weights.Reader`). None for a model that stays as it is.
+        refresh_every: look for a newer version every so many calls. A look at what is there costs a microsecond.
+        timeout_s: longest wait for the first version.
+    """
+
+    def __init__(
+        self,
+        act: Callable[[Any, Arrays], Any],
+        model: Any,
+        reader: Any = None,
+        *,
+        refresh_every: int = 1,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if refresh_every < 1:
+            raise SchemaError(f"refresh_every must be at least 1, found {refresh_every}")
+        self._act, self._model, self._reader = act, model, reader
+        self._every = refresh_every
+        self._calls = 0
+        self.version = 0
+        if reader is not None:
+            self._load(reader.latest(timeout_s=timeout_s))
+
+    def act(self, observation: Arrays) -> Acted:
+        """As `Policy.act`."""
+        self._calls += 1
+        if self._reader is not None and self._calls % self._every == 0:
+            newest = self._reader.version
+            if newest is not None and newest != self.version:
+                with suppress(WaitTimeoutError):  # being replaced at this moment: the next look finds it
+                    self._load(self._reader.latest(timeout_s=0.0))
+        return acted(self._act(self._model, observation))
+
+    def _load(self, snapshot: Any) -> None:
+        self._model.load_state_dict(dict(snapshot))
+        self.version = snapshot.version
+
+
+class RemotePolicy:
+    """An agent that many actors ask, by `geartrain.rpc`; `@rpc.batched` there makes one call of many.
+
+    The agent's function takes an observation of one environment, or a dict of them, and returns the action, or a dict
+    with "action", the extras by name, and "version" if it has one. The n environments of an actor ask at the same time.
+
+    Args:
+        node: this process's node.
+        peer: the agent's name.
+        function: its name there.
+        timeout_s: longest wait for an answer.
+    """
+
+    def __init__(self, node: Node, peer: str, function: str, *, timeout_s: float = 30.0) -> None:
+        self._node, self._peer, self._function, self._timeout_s = node, peer, function, timeout_s
+        self.version = 0
+
+    def act(self, observation: Arrays) -> Acted:
+        """As `Policy.act`."""
+        rows = _rows(observation)
+        asked = [
+            self._node.call_async(self._peer, self._function, _row(observation, at), timeout_s=self._timeout_s)
+            for at in range(rows)
+        ]
+        answers = [each.result() for each in asked]
+        if not isinstance(answers[0], Mapping):
+            return _stack(answers), {}
+        columns = {name: _stack([answer[name] for answer in answers]) for name in answers[0]}
+        if "version" in columns:
+            self.version = int(columns.pop("version").min())
+        if "action" not in columns:
+            raise SchemaError(f"{self._peer}'s {self._function} answered {sorted(answers[0])}, and no action")
+        return columns.pop("action"), columns
+
+
+def acted(result: Any) -> Acted:
+    """What a user's function returned, as arrays."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        actions, extras = result
+    else:
+        actions, extras = result, {}
+    as_arrays = {str(name): as_array(value) for name, value in extras.items()}
+    if isinstance(actions, Mapping):
+        return {str(name): as_array(value) for name, value in actions.items()}, as_arrays
+    return as_array(actions), as_arrays
+
+
+def as_array(value: Any) -> NDArray[Any]:
+    """A NumPy array of a tensor or an array."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    return np.asarray(value)
+
+
+def _rows(observation: Arrays) -> int:
+    return len(next(iter(observation.values())) if isinstance(observation, dict) else observation)
+
+
+def _row(observation: Arrays, at: int) -> Any:
+    if isinstance(observation, dict):
+        return {name: array[at] for name, array in observation.items()}
+    return observation[at]
+
+
+def _stack(values: list[Any]) -> NDArray[Any]:
+    return np.stack([as_array(value) for value in values])
+
+
+__all__ = ["Acted", "LocalPolicy", "Policy", "RandomPolicy", "RemotePolicy"]
