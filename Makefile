@@ -1,10 +1,10 @@
 # make demo | test | bench | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
-NATIVE := CMakeLists.txt $(wildcard native/*.h native/*.cc native/transport/*.h native/transport/*.cc native/bind/*.h native/bind/*.cc)
+NATIVE := CMakeLists.txt $(filter-out native/test/%,$(wildcard native/*.h native/*.cc native/*/*.h native/*/*.cc))
 TESTS := $(wildcard native/test/*.h native/test/*.cc)
 
-.PHONY: setup demo test bench check docs native-check format clean
+.PHONY: setup demo test bench check docs native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -39,6 +39,12 @@ native-check: setup
 	@for kind in thread address; do \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/$$kind -G Ninja -DGEARTRAIN_TESTS=ON -DGEARTRAIN_SANITIZE=$$kind > /dev/null && \
 	  $(BIN)/cmake --build build/$$kind && $(BIN)/ctest --test-dir build/$$kind --output-on-failure || exit 1; done
+
+gpu-bundle: setup  # what a GPU machine without an index needs: carry build/gpu-bundle there, then make gpu-check
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/gpu/check.py --bundle
+
+gpu-check:
+	$(PYTHON) tests/gpu/check.py
 
 format: setup
 	$(BIN)/ruff format -q . && $(BIN)/ruff check -q --fix . ; $(BIN)/clang-format -i $(filter %.h %.cc,$(NATIVE)) $(TESTS)

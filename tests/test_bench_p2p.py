@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import pytest
 
-from geartrain.bench import load
+from geartrain.bench import load, p2p_report
 from geartrain.bench.p2p import Plan, run
+from geartrain.bench.p2p_foreign import SYSTEMS, Foreign, ForeignError
+from geartrain.bench.report import parse_peers
 
 
-def test_every_system_is_measured_in_every_case() -> None:
+def test_every_system_is_measured_in_every_case(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    result = run(Plan((1_280, 1_310_720), 1, 6.0), {"pigeon": "/usr/bin/python"})
-    systems = {"geartrain shm", "geartrain shm, spinning", "geartrain tcp", "raw unix", "raw tcp", "TensorPipe"}
+    result = run(Plan((1_280, 1_310_720), 1, 6.0, 1.0), {"pigeon": "/usr/bin/python"})
+    systems = {"geartrain shm", "geartrain tcp", "raw unix", "raw tcp", "TensorPipe"}
     for metric, cases in (("call", 2), ("one way, and a word back", 2), ("throughput", 2)):
         rows = [row for row in result.rows if row.metric == metric]
         assert len({row.case for row in rows}) == cases
         assert systems <= {row.system for row in rows}
         assert all(row.p50 > 0 and row.ratio_to_floor > 0 for row in rows)
-    in_flight = {row.system for row in result.rows if row.metric == "calls"}
-    assert in_flight == systems - {"raw unix", "raw tcp"}
+    in_flight = {row.system for row in result.rows if row.case == "64 in flight"}
+    assert in_flight == (systems | {"geartrain shm, spinning"}) - {"raw unix", "raw tcp"}
+    assert "geartrain shm, copied" in {row.system for row in result.rows if row.metric == "throughput"}
     assert "pigeon" in result.peers_missing
     assert load("p2p")
+    tables = p2p_report.overview(result)
+    columns, shown = tables["one way, and a word back: p50, ms"]
+    assert columns == ["system", "1.28 KB", "1.31 MB"]
+    assert systems | {"memcpy"} <= shown.keys()
+    pytest.importorskip("matplotlib")
+    p2p_report.plot(result, tmp_path / "p2p.png")
+    assert (tmp_path / "p2p.png").stat().st_size > 20_000
+
+
+def test_a_peer_that_does_not_work_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'no such luck' >&2; exit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(ForeignError, match=r"it has ended.*no such luck"):
+        Foreign(str(broken), "zmq ipc")
+    with pytest.raises(ForeignError, match="does not start"):
+        Foreign(str(tmp_path / "nothing"), "zmq ipc")
+    without = Path(sys.executable)
+    for package in SYSTEMS:
+        if importlib.util.find_spec(package) is None:
+            with pytest.raises(ForeignError, match="No module named"):
+                Foreign(str(without), next(iter(SYSTEMS[package].values())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", list(SYSTEMS))
+def test_other_systems_are_measured_where_they_are_installed(package: str) -> None:
+    python = parse_peers([]).get(package) or (sys.executable if importlib.util.find_spec(package) else None)
+    if python is None:
+        pytest.skip(f"GEARTRAIN_PEER_PYTHON_{package.upper()} names no interpreter")
+    for system in SYSTEMS[package].values():
+        with Foreign(python, system) as peer:
+            assert peer.lap("echo", 10).seconds > 0
+            assert peer.lap("acknowledge", 2, nbytes=1_000_000).seconds > 0
+            assert peer.lap("in flight", 100, open_calls=64).seconds > 0

@@ -18,7 +18,7 @@ from geartrain import bench
 from geartrain.bench import harness, ranks, ranks_report, report
 from geartrain.bench.peers import PeerError
 from geartrain.bench.ranks_fleet import Fleet
-from geartrain.testing.hosts import Hosts
+from geartrain.testing.cluster import Hosts
 
 no_hosts = Hosts.viable()
 needs_hosts = pytest.mark.skipif(no_hosts is not None, reason=str(no_hosts))

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
+from geartrain import weights
 
 pytest.importorskip("typer")
 
@@ -128,3 +130,84 @@ def test_without_its_packages_the_command_says_how_to_install_them(tmp_path: Pat
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
     done = geartrain("doctor", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1 and "pip install 'geartrain[cli]'" in done.stderr
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """The address that `geartrain doctor --listen` printed, in a process of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "geartrain", "doctor", "--listen"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+        process.stdout.close()
+
+
+def test_doctor_reaches_a_peer_and_says_how_fast_and_why_not_faster(listening: str) -> None:
+    done = geartrain("doctor", "--peer", listening)
+    assert done.returncode == 0, done.stderr
+    for words in ("shm, the fastest that works", "the peer is another process", "us p50", "GB/s", "segment", "view"):
+        assert words in done.stdout
+    forced = geartrain("doctor", "--peer", listening, "--transport", "tcp", "--megabytes", "2", "--json")
+    found = json.loads(forced.stdout)
+    assert found["transport"] == "tcp" and found["forced"] and not found["authenticated"]
+    assert found["round_trip_us"]["p99"] >= found["round_trip_us"]["p50"] > 0
+    assert found["there_gb_s"] > 0 and found["back_gb_s"] > 0
+    assert sum(found["bytes_by_path"]["sent"].values()) > 6e6
+    assert sum(found["bytes_by_path"]["received"].values()) > 6e6
+
+
+def test_doctor_fails_with_the_reason_where_a_peer_is_not_reached(listening: str) -> None:
+    for arguments, words in (
+        (("--peer", listening, "--transport", "inproc"), "the peer is another process"),
+        (("--peer", listening, "--transport", "pigeon"), "there is no transport 'pigeon'"),
+        (("--peer", "id=" + 32 * "0" + ";tcp=127.0.0.1:1"), "Connection refused"),
+        (("--peer", "nonsense"), "not an address"),
+        (("--peer", listening, "--megabytes", "1e9"), "up to 67.1 MB"),
+        (("--transport", "tcp"), "--transport is for --peer"),
+        (("--listen", "--host", "0.0.0.0"), "secret"),
+    ):
+        done = geartrain("doctor", *arguments)
+        assert done.returncode == 1
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+    done = geartrain("doctor", "--peer", listening, GEARTRAIN_SECRET="s")
+    assert done.returncode == 1 and "no secret" in done.stderr
+
+
+def test_inspect_and_remove_know_weights(names: Any) -> None:
+    name = names()
+    with weights.Publisher(name) as publisher:
+        assert "none yet" in geartrain("inspect", name).stdout
+        publisher.publish(41, {"w": np.ones(250_000, "float32")})
+        publisher.publish(42, {"w": np.ones(250_000, "float32")})
+        listed = geartrain("inspect").stdout
+        assert name in listed and "42" in listed and "alive" in listed
+        about = json.loads(geartrain("inspect", name, "--json").stdout)
+        assert about["version"] == 42 and about["published"] == 2 and about["version_bytes"] == 1_000_000
+        assert about["has_publisher"] and about["in_use"]
+        assert name in [entry["name"] for entry in json.loads(geartrain("inspect", "--json").stdout)]
+        refused = geartrain("remove", name)
+        assert refused.returncode == 1 and "--force" in refused.stderr
+    killed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os, sys, numpy as np\nfrom geartrain import weights\n"
+            "kept = weights.Publisher(sys.argv[1])\nkept.publish(7, {'w': np.ones(3)})\nos.kill(os.getpid(), 9)",
+            name,
+        ],
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert json.loads(geartrain("inspect", name, "--json").stdout)["in_use"] is False
+    assert "behind)" in geartrain("inspect", name).stdout
+    assert "version 7" in geartrain("remove", name).stdout
+    assert name not in weights.names()

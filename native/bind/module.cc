@@ -57,6 +57,8 @@ const char* error_class(ErrorKind kind) {
       return "MessageError";
     case ErrorKind::hung_up:
       return "ConnectionClosedError";
+    case ErrorKind::region:
+      return "RegionError";
   }
   return "GeartrainError";
 }
@@ -123,7 +125,10 @@ NB_MODULE(_native, module) {
   bind_selection(module);
   bind_bench(module);
   bind_codec(module);
+  bind_planner(module);
+  bind_switch(module);
   bind_transport(module);
+  bind_collectives(module);
 }
 
 }  // namespace geartrain

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect as inspect_module
 import json
+import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from geartrain import weights
 from geartrain.bench import BENCHES
 from geartrain.errors import GeartrainError
 from geartrain.store import Store
@@ -31,7 +34,7 @@ out = Console()
 HISTOGRAM_BINS = 12
 
 
-@contextmanager
+@contextlib.contextmanager
 def _errors() -> Iterator[None]:
     """Shows what was refused as one line on stderr, not as a traceback."""
     try:
@@ -116,13 +119,14 @@ def inspect(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A store's name or path, or the directory of a checkpoint or its steps. Lists all without."
+            help="A store's name or path, the name of weights, or the directory of a checkpoint or its steps. "
+            "Lists all stores and weights without."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     audit: Annotated[bool, typer.Option(help="Join the store and check all of its books.")] = False,
 ) -> None:
-    """Show a store: schema, rows, bytes, weights, counters. Leaves no trace unless --audit is given."""
+    """Show a store: schema, rows, bytes, weights, counters; or a model's weights. No trace unless --audit is given."""
     with _errors():
         if name is None:
             _list_segments(as_json)
@@ -130,6 +134,8 @@ def inspect(
             _inspect_checkpoint(Path(name), as_json)
         elif any(Path(name).glob("step-*")):
             _inspect_steps(Path(name), as_json)
+        elif _is_weights(name):
+            _inspect_weights(name, as_json)
         else:
             _inspect_store(name, as_json)
             if audit:
@@ -153,9 +159,12 @@ def _list_segments(as_json: bool) -> None:
             )
         except GeartrainError as error:
             found.append({"name": name, "error": str(error)})
+    found_weights = [_describe_weights(name) for name in weights.names()]
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        sys.stdout.write(json.dumps(found + found_weights, indent=1) + "\n")
         return
+    if found_weights:
+        _print_weights(found_weights)
     if not found:
         out.print("no stores in /dev/shm")
         return
@@ -172,6 +181,44 @@ def _list_segments(as_json: bool) -> None:
                 f"{entry['bytes'] / 1e6:,.1f}",
                 attached,
             )
+    out.print(table)
+
+
+def _is_weights(name: str) -> bool:
+    return name in weights.names() and not Path(f"/dev/shm/geartrain.{name}").exists()
+
+
+def _describe_weights(name: str) -> dict[str, Any]:
+    try:
+        return {"kind": "weights", **weights.describe(name)._asdict()}
+    except (GeartrainError, OSError) as error:
+        return {"kind": "weights", "name": name, "error": str(error)}
+
+
+def _inspect_weights(name: str, as_json: bool) -> None:
+    about = {"kind": "weights", **weights.describe(name)._asdict()}
+    if as_json:
+        sys.stdout.write(json.dumps(about, indent=1) + "\n")
+    else:
+        _print_weights([about])
+
+
+def _print_weights(found: list[dict[str, Any]]) -> None:
+    table = Table("weights", "newest version", "published", "versions", "MB a version", "MB in memory", "publisher")
+    for entry in found:
+        if "error" in entry:
+            table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", *[""] * 5)
+            continue
+        used = "" if entry["in_use"] else "[yellow], nobody attached (left behind)[/]"
+        table.add_row(
+            escape(entry["name"]),
+            "none yet" if entry["version"] is None else f"{entry['version']:,}",
+            "" if entry["version"] is None else f"{(time.time_ns() - entry['published_ns']) / 1e9:,.0f} s ago",
+            f"{entry['published']:,}",
+            f"{entry['version_bytes'] / 1e6:,.1f}",
+            f"{entry['file_bytes'] / 1e6:,.1f}",
+            ("alive" if entry["has_publisher"] else "gone") + used,
+        )
     out.print(table)
 
 
@@ -340,13 +387,20 @@ def _audit(name: str) -> None:
 
 @app.command()
 def remove(
-    name: Annotated[str, typer.Argument(help="A store's name or path.")],
+    name: Annotated[str, typer.Argument(help="A store's name or path, or the name of weights.")],
     force: Annotated[
         bool, typer.Option(help="Even while processes use it; they keep the memory until they end.")
     ] = False,
 ) -> None:
-    """Remove a store that a run has left behind."""
+    """Remove a store, or a model's weights, that a run has left behind."""
     with _errors():
+        if _is_weights(name):
+            about = weights.describe(name)
+            if about.in_use and not force:
+                _die(f"living processes use the weights {name!r}; --force removes the name all the same")
+            weights.unlink(name)
+            out.print(f"removed the weights {name} (version {about.version}, {about.file_bytes / 1e6:,.1f} MB)")
+            return
         store = Store.peek(name)
         users = store.native.live_clients()
         if users and not force:
@@ -358,11 +412,62 @@ def remove(
 
 @app.command()
 def doctor(
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            help="Connect to this address, and say how and how fast: what --listen printed, or any node's `.address`."
+        ),
+    ] = None,
+    listen: Annotated[
+        bool, typer.Option("--listen", help="Print an address for --peer on the other side, and answer until Ctrl-C.")
+    ] = False,
+    transport: Annotated[
+        str | None, typer.Option(help="With --peer: only this one; an error with the reason where it cannot work.")
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="With --listen: the host to bind. Anything but loopback needs GEARTRAIN_SECRET on both sides."
+        ),
+    ] = "127.0.0.1",
+    timeout_s: Annotated[float, typer.Option(help="With --peer: for connecting, and for every answer.")] = 10.0,
+    megabytes: Annotated[float, typer.Option(help="With --peer: of one big message, 67 at most.")] = 16.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say what this machine can do, and why not where it cannot."""
+    """Say what this machine can do, and why not where it cannot; or how a peer is reached, and how fast.
+
+    With --peer: the transport that was chosen, why each faster one was not, round trips, bandwidth each way, and which
+    way the bytes went. Exits with 1 when the peer cannot be reached.
+
+    Example: geartrain doctor --listen, and on the other side: geartrain doctor --peer ADDRESS --transport tcp
+    """
+    from geartrain import reach
     from geartrain.doctor import examine
 
+    secret = os.environ.get("GEARTRAIN_SECRET", "").encode()
+    if listen and peer is not None:
+        _die("--listen is one side, and --peer the other")
+    if transport is not None and peer is None:
+        _die("--transport is for --peer")
+    if listen:
+        with _errors():
+            reach.serve(host, secret)
+        return
+    if peer is not None:
+        with _errors():
+            found = reach.reach(
+                peer,
+                transport=transport,
+                secret=secret,
+                timeout_s=timeout_s,
+                megabytes=megabytes,
+                progress=not as_json,
+            )
+        if as_json:
+            sys.stdout.write(json.dumps(vars(found), indent=1) + "\n")
+        else:
+            _print_reached(found)
+        return
     findings = examine()
     if as_json:
         sys.stdout.write(json.dumps([vars(finding) for finding in findings], indent=1) + "\n")
@@ -374,6 +479,13 @@ def doctor(
             "[green]viable[/]" if finding.viable else "[yellow]not viable[/]",
             escape(finding.because),
         )
+    out.print(table)
+
+
+def _print_reached(found: Any) -> None:
+    table = Table("what", "found", title="{name}, process {pid} on {host}".format(**found.about), title_justify="left")
+    for what, text in found.in_words().items():
+        table.add_row(what, escape(text))
     out.print(table)
 
 
@@ -397,7 +509,7 @@ def bench(
 ) -> None:
     """Measure, beside the floor of this machine and the peers that are installed.
 
-    rpc-rl takes further arguments: python -m geartrain.bench.rpc_rl --help.
+    rpc-rl and allreduce take further arguments: python -m geartrain.bench.rpc_rl --help, and so on.
 
     Example: geartrain bench store --quick --json store.json --plot store.png
     """
@@ -421,6 +533,34 @@ def bench(
         for key in more.keys() - inspect_module.signature(main).parameters.keys():
             _die(f"the bench {name!r} has no --{key.replace('_', '-')}")
         main(quick=quick, json_path=json_path, plot_path=plot_path, peers=peers or None, **more, **further)
+
+
+# --- reducer ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def reducer(
+    bind: Annotated[str, typer.Option(help="host:port to listen on; port 0 is any free one.")] = "127.0.0.1:0",
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(help="A file with the secret that ranks must know; or GEARTRAIN_SECRET. Without: loopback only."),
+    ] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port of the host.")] = None,
+    window: Annotated[int, typer.Option(help="Bytes that a rank may have here and not yet added up.")] = 16 << 20,
+    every_s: Annotated[float, typer.Option(help="Seconds between lines of figures; 0 for none.")] = 10.0,
+    grace_s: Annotated[float, typer.Option(help="How long to wait, when told to stop, for groups to leave.")] = 10.0,
+) -> None:
+    """Own shares of other hosts' all-reduces: receive arrays, add them up, return the sums. Needs no accelerator.
+
+    One process a host serves any number of groups. SIGTERM or Ctrl-C stops it: it takes no new groups, gives those at
+    work time to leave, and tells the rest that it is gone.
+
+    Example: geartrain reducer --bind 0.0.0.0:7000 --secret-file /etc/geartrain/secret
+    """
+    from geartrain.collectives.serve import serve
+
+    with _errors():
+        serve(bind, secret_file, metrics_port, window, every_s, grace_s)
 
 
 # --- plan -------------------------------------------------------------------------------------------------------
@@ -485,6 +625,42 @@ def plan_ranks(
             here = known or DEFAULTS
             asked = [report.Asked(f"{hosts} x {gpus} ranks", cluster, here.of_host(cores) if cores else here)]
         report.show(asked, json_path)
+
+
+@plan.command("allreduce")
+def plan_allreduce(
+    workers: Annotated[str, typer.Option(help="Their links, each way: 8x100Gbit, or 1x100Mbit+3x400Mbit.")],
+    bytes_: Annotated[str, typer.Option("--bytes", help="Of the array: 1.2GB, 16MiB, 4096.")],
+    reducers: Annotated[str, typer.Option(help="Links of machines that only sum: 14x32Gbit. None without.")] = "",
+    rtt: Annotated[str, typer.Option(help="A round trip between any two: 0.1ms.")] = "0",
+    price_worker: Annotated[float | None, typer.Option(help="Of a worker, an hour.")] = None,
+    price_reducer: Annotated[float | None, typer.Option(help="Of a reducer, an hour.")] = None,
+    compute: Annotated[str, typer.Option(help="What a training step takes beside the all-reduce: 0.2s.")] = "0",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all of it here.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw it into this file (PNG, SVG, PDF).")] = None,
+) -> None:
+    """Say what an all-reduce takes, who should own what share, and how many reducers help or pay.
+
+    Prints ring, tree, dedicated and hybrid beside each other: bytes of a worker, latency and time against the number
+    of workers. With both prices: the number of reducers with which a training step costs least.
+
+    Example: geartrain plan allreduce --workers 8x100Gbit --reducers 14x32Gbit --bytes 1.2GB --rtt 0.1ms
+    """
+    from geartrain.plan.allreduce import Network
+    from geartrain.plan.allreduce_report import show
+    from geartrain.plan.units import parse_bytes, parse_links, parse_seconds
+
+    if (price_worker is None) != (price_reducer is None):
+        _die("--price-worker and --price-reducer are asked for together, or not at all")
+    with _errors():
+        show(
+            Network(parse_links(workers), parse_links(reducers), parse_bytes(bytes_), parse_seconds(rtt)),
+            price_worker=price_worker,
+            price_reducer=price_reducer,
+            compute_s=parse_seconds(compute),
+            json_path=json_path,
+            plot_path=plot_path,
+        )
 
 
 def _summary(store: Store) -> str:

@@ -19,12 +19,15 @@ BENCHES = {
     "selection": "geartrain.bench.selection",
     "ranks": "geartrain.bench.ranks",
     "p2p": "geartrain.bench.p2p",
+    "fetch": "geartrain.bench.fetch",
     "rpc-rl": "geartrain.bench.rpc_rl",
+    "di-engine": "geartrain.bench.di_engine",
+    "allreduce": "geartrain.bench.allreduce",
 }
 #: Benches whose `main` takes further arguments, as a list of words.
-WITH_ARGUMENTS = ("rpc-rl",)
+WITH_ARGUMENTS = ("rpc-rl", "allreduce")
 #: The same on a GPU, where there is such a bench.
-GPU_BENCHES = {"selection": "geartrain.bench.selection_gpu"}
+GPU_BENCHES = {"selection": "geartrain.bench.selection_gpu", "fetch": "geartrain.bench.fetch"}
 
 
 class Main(Protocol):
@@ -54,7 +57,8 @@ def load(name: str, device: str = "cpu") -> Main:
     benches = BENCHES if device == "cpu" else GPU_BENCHES
     if name not in benches:
         raise SchemaError(f"there is no bench {name!r} on {device}; there are {', '.join(benches)}")
-    return cast(Main, import_module(benches[name]).main)
+    module = import_module(benches[name])
+    return cast(Main, module.main_cpu if name == "fetch" and device == "cpu" else module.main)
 
 
 __all__ = ["BENCHES", "GPU_BENCHES", "WITH_ARGUMENTS", "BenchResult", "Main", "load"]

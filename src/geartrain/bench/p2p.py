@@ -1,9 +1,14 @@
 """Two processes on one host: calls with small values, and big tensors one way with a word back.
 
+The systems of this environment (geartrain, torch.distributed.rpc, raw sockets, memcpy) take turns. ZeroMQ, gRPC and Ray
+come after them, one at a time, each in its own environment (`--peer-python zmq=/path/to/python`), because their idle
+processes would take time from the others.
+
 How it could mislead. Both processes share the cores with whatever else runs: on two cores a third process shows at
-once, as thread switches. `geartrain shm` hands big tensors out where they are; torch and the raw sockets fill memory,
-the raw sockets the same every time. The floor of a call is a raw Unix socket's round trip with no Python values in
-it; the floor of a transfer is one warm copy of its bytes in one process.
+once, as thread switches. `geartrain shm` hands big tensors out where they are, and so does ZeroMQ; `geartrain shm,
+copied`, torch, gRPC and the raw sockets fill memory, the raw sockets the same every time. The floor of a call is a raw
+Unix socket's round trip with no Python values in it; the floor of a transfer is one warm copy of its bytes in one
+process.
 """
 
 from __future__ import annotations
@@ -23,8 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.bench import harness, report
+from geartrain.bench import harness, p2p_report, report
 from geartrain.bench.harness import BenchResult, Clock, System, lap, take_turns
+from geartrain.bench.p2p_foreign import MODULES, SYSTEMS, Foreign, ForeignError
 from geartrain.bench.p2p_worker import acknowledge, echo
 
 #: The columns of the torchrpc page: float32 tensors of so many bytes.
@@ -38,11 +44,17 @@ class Plan:
 
     sizes: tuple[int, ...]
     repeats: int
-    budget_s: float
+    budget_s: float  # of all systems that take turns
+    foreign_s: float  # of each that is measured alone
 
 
-FULL = Plan(SIZES, 12, 240.0)
-QUICK = Plan(SIZES[:5], 7, 40.0)
+FULL = Plan(SIZES, 12, 170.0, 30.0)
+QUICK = Plan(SIZES[:5], 7, 40.0, 6.0)
+#: Systems that only differ from another in what they do with big tensors are not timed with small calls, and spinning
+#: makes no difference to big ones.
+ONLY_TRANSFERS = ("geartrain shm, copied",)
+ONLY_CALLS = ("geartrain shm, spinning",)
+ONE_WAY = "one way, and a word back"
 
 
 @dataclass
@@ -65,10 +77,16 @@ def main(
 ) -> BenchResult:
     """Measures, prints the tables, writes what was asked for, and returns the result.
 
-    torch.distributed.rpc is measured where torch is installed; there are no peers in other environments.
+    torch.distributed.rpc is measured where torch is installed, and `zmq`, `grpc` and `ray` where they are installed
+    here or an interpreter is given in `peers`.
     """
     result = run(QUICK if quick else FULL, peers or {}, quick=quick)
-    report.report(result, json_path, plot_path)
+    report.print_table(result)
+    p2p_report.print_overview(result)
+    if json_path is not None:
+        report.write_json(result, json_path)
+    if plot_path is not None:
+        p2p_report.plot(result, plot_path)
     return result
 
 
@@ -76,8 +94,8 @@ def run(plan: Plan, peers: dict[str, str], *, quick: bool = False) -> BenchResul
     """All the plan's cases."""
     began_s = time.monotonic()
     result = harness.new_result("p2p", quick=quick, peers=peers, packages=("numpy", "torch"))
-    for name in peers:
-        result.peers_missing[name] = "unknown to this bench"
+    for name in set(peers) - set(SYSTEMS):
+        result.peers_missing[name] = f"unknown to this bench, which knows {', '.join(SYSTEMS)}"
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(opened) for opened in _clients(plan)]
         if importlib.util.find_spec("torch") is not None:
@@ -87,22 +105,78 @@ def run(plan: Plan, peers: dict[str, str], *, quick: bool = False) -> BenchResul
         clock = Clock(plan.budget_s, 3 + len(plan.sizes))
         _calls(plan, clients, clock, result)
         _transfers(plan, clients, clock, result)
+    for package in SYSTEMS:
+        python = peers.get(package) or (sys.executable if importlib.util.find_spec(MODULES[package]) else None)
+        if python is None:
+            result.peers_missing[package] = f"not installed here (--peer-python {package}=/path/to/python)"
+        else:
+            _foreign(package, python, plan, result)
+    metrics, cases = (
+        list(dict.fromkeys(column)) for column in zip(*((r.metric, r.case) for r in result.rows), strict=True)
+    )
+    result.rows.sort(key=lambda row: (metrics.index(row.metric), cases.index(row.case)))
     return harness.finish(result, began_s)
 
 
+def _foreign(package: str, python: str, plan: Plan, result: BenchResult) -> None:
+    for name, system in SYSTEMS[package].items():
+        harness.say(f"{name}, alone")
+        try:
+            with Foreign(python, system) as peer:
+                result.versions.update(peer.versions)
+                _one_foreign(name, peer, plan, result)
+        except ForeignError as error:
+            result.peers_missing[name] = str(error)
+
+
+def _one_foreign(name: str, peer: Foreign, plan: Plan, result: BenchResult) -> None:
+    floors = {(row.case, row.metric): row.p50 for row in result.rows if row.ratio_to_floor == 1.0}
+    clock = Clock(plan.foreign_s, 3 + len(plan.sizes))
+
+    def seconds(calls: int, most: int, what: str, **how: int) -> list[float]:
+        """Of laps in its share of the time: two at least, the first one not counted."""
+        ends_s = time.monotonic() + clock.next_case_s(15.0)
+        found: list[float] = []
+        while len(found) < 2 or (len(found) <= most and time.monotonic() < ends_s):
+            found.append(peer.lap(what, calls, **how).seconds)
+        return found[1:]
+
+    for case, nbytes in CALLS.items():
+        floor_s = floors[case, "call"] * 1e-6
+        found = seconds(100, plan.repeats, "echo", nbytes=nbytes)
+        result.rows.append(harness.time_row(case, name, "call", "us", found, floor_s))
+        if not nbytes:
+            best_s = 1 / floors["1 in flight", "calls"]
+            result.rows.append(harness.rate_row("1 in flight", name, "calls", "1/s", found, 1.0, best_s))
+    case = f"{IN_FLIGHT} in flight"
+    found = seconds(500, plan.repeats, "in flight", open_calls=IN_FLIGHT)
+    result.rows.append(harness.rate_row(case, name, "calls", "1/s", found, 1.0, 1 / floors[case, "calls"]))
+    for size in plan.sizes:
+        found = seconds(max(1, min(50, 20_000_000 // size)), plan.repeats, "acknowledge", nbytes=size)
+        _add_transfer(result, name, size, found, floors[_size(size), ONE_WAY] * 1e-3)
+
+
+#: Calls with a value that comes back: case -> bytes of a tensor, or 0 for a number.
+CALLS = {"an integer": 0, "a tensor of 8 KB": 8_000}
+
+
 def _calls(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult) -> None:
-    for case, value in (("an integer", 7), ("a tensor of 8 KB", _tensor(8_000))):
+    clients = [client for client in clients if client.name not in ONLY_TRANSFERS]
+    for case, nbytes in CALLS.items():
         harness.say(f"calls with {case}")
+        value = _tensor(nbytes) if nbytes else 7
 
         def one_lap(client: Client, value: Any = value) -> harness.Lap:
             return lap(100, lambda: [client.echo(value) for _ in range(100)])
 
         systems = [System(c.name, lambda c=c: one_lap(c), floor=c.name == "raw unix") for c in clients]  # type: ignore[misc]
         laps = take_turns(systems, repeats=plan.repeats, budget_s=clock.next_case_s(30.0), warmups=2)
-        floor_s = float(np.median([one.seconds for one in laps["raw unix"]]))
+        floor_s = _median(laps["raw unix"])
         for name, of_one in laps.items():
             seconds = [one.seconds for one in of_one]
             result.rows.append(harness.time_row(case, name, "call", "us", seconds, floor_s))
+            if not nbytes:
+                result.rows.append(harness.rate_row("1 in flight", name, "calls", "1/s", seconds, 1.0, floor_s))
     harness.say(f"{IN_FLIGHT} calls in flight")
 
     def many(client: Client) -> harness.Lap:
@@ -123,16 +197,17 @@ def _calls(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult)
 
     systems = [System(c.name, lambda c=c: many(c)) for c in clients if c.start is not None]  # type: ignore[misc]
     laps = take_turns(systems, repeats=plan.repeats, budget_s=clock.next_case_s(30.0))
-    best_s = min(float(np.median([one.seconds for one in of_one])) for of_one in laps.values())
+    best_s = min(_median(of_one) for of_one in laps.values())
     for name, of_one in laps.items():
         seconds = [one.seconds for one in of_one]
         result.rows.append(harness.rate_row(f"{IN_FLIGHT} in flight", name, "calls", "1/s", seconds, 1.0, best_s))
-    result.notes.append(f"calls with {IN_FLIGHT} in flight have no floor: the ratio is to the fastest system")
+    result.notes.append(f"calls with {IN_FLIGHT} in flight have no floor: the ratio is to the fastest that took turns")
 
 
 def _transfers(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult) -> None:
+    clients = [client for client in clients if client.name not in ONLY_CALLS]
     for size in plan.sizes:
-        harness.say(f"tensors of {size / 1e6:,.4g} MB")
+        harness.say(f"tensors of {_size(size)}")
         value, copy = _tensor(size), _tensor(size)
         calls = max(1, min(50, 20_000_000 // size))
 
@@ -143,12 +218,23 @@ def _transfers(plan: Plan, clients: list[Client], clock: Clock, result: BenchRes
         systems.append(System("memcpy", lambda copy=copy: one_lap(lambda v: np.copyto(copy, v)), floor=True))  # type: ignore[misc]
         most = plan.repeats if size < 500_000_000 else 4
         laps = take_turns(systems, repeats=most, budget_s=clock.next_case_s(40.0), warmups=2)
-        floor_s = float(np.median([one.seconds for one in laps["memcpy"]]))
+        floor_s = _median(laps["memcpy"])
         for name, of_one in laps.items():
-            seconds = [one.seconds for one in of_one]
-            case = f"{size / 1e6:,.4g} MB"
-            result.rows.append(harness.time_row(case, name, "one way, and a word back", "ms", seconds, floor_s))
-            result.rows.append(harness.rate_row(case, name, "throughput", "GB/s", seconds, size / 1e9, floor_s))
+            _add_transfer(result, name, size, [one.seconds for one in of_one], floor_s)
+
+
+def _add_transfer(result: BenchResult, name: str, size: int, seconds: list[float], floor_s: float) -> None:
+    case = _size(size)
+    result.rows.append(harness.time_row(case, name, ONE_WAY, "ms", seconds, floor_s))
+    result.rows.append(harness.rate_row(case, name, "throughput", "GB/s", seconds, size / 1e9, floor_s))
+
+
+def _median(laps: list[harness.Lap]) -> float:
+    return float(np.median([one.seconds for one in laps]))
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.4g} MB"
 
 
 # --- the systems ------------------------------------------------------------------------------------------------------
@@ -175,16 +261,17 @@ def _worker(*arguments: str) -> Iterator[str]:
 def _clients(plan: Plan) -> Iterator[contextlib.AbstractContextManager[Client]]:
     yield _rpc("geartrain shm", "shm", 0.0)
     yield _rpc("geartrain shm, spinning", "shm", 100.0)
+    yield _rpc("geartrain shm, copied", "shm", 0.0, views=False)
     yield _rpc("geartrain tcp", "tcp", 0.0)
     yield _raw("unix", max(plan.sizes))
     yield _raw("tcp", max(plan.sizes))
 
 
 @contextlib.contextmanager
-def _rpc(name: str, transport: str, spin_us: float) -> Iterator[Client]:
+def _rpc(name: str, transport: str, spin_us: float, views: bool = True) -> Iterator[Client]:
     from geartrain import rpc
 
-    with _worker("rpc", transport, str(spin_us)) as address:
+    with _worker("rpc", transport, str(spin_us), "views" if views else "copies") as address:
         peers = {"server": address}
         with rpc.Node("client", peers=peers, transport=transport, spin_us=spin_us, timeout_s=120) as node:
             yield Client(

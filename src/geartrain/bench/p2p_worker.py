@@ -23,13 +23,13 @@ def acknowledge(_: Any) -> None:
     """A big value one way, and a word back."""
 
 
-def serve_rpc(transport: str, spin_us: str) -> None:
+def serve_rpc(transport: str, spin_us: str, views: str) -> None:
     """A node of geartrain.rpc."""
     from geartrain import rpc
 
     rpc.function(echo)
     rpc.function(acknowledge)
-    node = rpc.Node("server", transport=transport, spin_us=float(spin_us))
+    node = rpc.Node("server", transport=transport, spin_us=float(spin_us), views=views == "views")
     print(node.address, flush=True)
     sys.stdin.read()
     node.close()

@@ -12,8 +12,8 @@ batch (it sleeps: a GPU's step leaves the CPU alone). One host by itself, then a
 `ordered`, with all rows on host 0 (central), and readers of a Reverb server on host 0. The bytes are those that the
 hosts' interfaces counted. The floor is the consumer alone: a batch that is there whenever it is asked for.
 
-Hosts are namespaces of this machine (`geartrain.testing.hosts`): they share its cores, so several hosts are slower here
-than as many machines. How these numbers could mislead: see docs/benchmarks.md.
+Hosts are namespaces of this machine (`geartrain.testing.cluster`): they share its cores, so several hosts are slower
+here than as many machines. How these numbers could mislead: see docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from geartrain.bench import harness, ranks_report, report
 from geartrain.bench.harness import BenchResult, Row
 from geartrain.bench.peers import PeerError
 from geartrain.bench.ranks_fleet import REVERB, Fleet, Measured
-from geartrain.testing.hosts import Hosts, HostsError
+from geartrain.testing.cluster import Hosts, HostsError
 
 MB = 1_000_000
 ROW_BYTES = 102_400

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.bench.peers import PeerError
-from geartrain.testing.hosts import Hosts
+from geartrain.testing.cluster import Hosts
 
 WORKER = [sys.executable, "-m", "geartrain.bench.ranks_worker"]
 REVERB = Path(__file__).with_name("ranks_reverb.py")
@@ -113,14 +113,38 @@ class Fleet:
 
     def ask(self, members: Sequence[int], timeout_s: float = 180.0, **request: Any) -> list[dict[str, Any]]:
         """Tells all members the same, and returns what each answers."""
-        return self._ask_each(dict.fromkeys(members, request), timeout_s)
+        return self.ask_each(dict.fromkeys(members, request), timeout_s)
+
+    def ask_each(self, requests: Mapping[int, dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
+        """Tells each member its own, and returns the answers in the same order."""
+        for i, request in requests.items():
+            self._members[i].tell(request)
+        ends_s = time.monotonic() + timeout_s
+        # Whoever fails first says why; the others only notice that it is gone.
+        answers: dict[int, dict[str, Any]] = {}
+        with selectors.DefaultSelector() as selector:
+            for i in requests:
+                selector.register(self._members[i].stdout, selectors.EVENT_READ, i)
+            while len(answers) < len(requests):
+                ready = selector.select(max(0.0, ends_s - time.monotonic()))
+                if not ready:
+                    late = [i for i in requests if i not in answers]
+                    raise PeerError(
+                        f"ranks {late} gave no answer to {next(iter(requests.values()))} in {timeout_s:g} s"
+                    )
+                for key, _ in ready:
+                    answer = self._members[key.data].read()
+                    if answer is not None:
+                        answers[key.data] = answer
+                        selector.unregister(key.fileobj)
+        return [answers[i] for i in requests]
 
     @contextlib.contextmanager
     def joined(self, members: Sequence[int], host: str) -> Iterator[None]:
         """A `torch.distributed` job of these members, the first of which keeps its key-value store."""
         (kept,) = self.ask(members[:1], do="listen", host=host)
         ask = {"do": "join", "host": host, "port": kept["port"], "size": len(members)}
-        self._ask_each({i: {**ask, "rank": rank} for rank, i in enumerate(members)}, 180.0)
+        self.ask_each({i: {**ask, "rank": rank} for rank, i in enumerate(members)}, 180.0)
         yield
         self.ask(members, do="leave")
 
@@ -173,29 +197,6 @@ class Fleet:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _ask_each(self, requests: Mapping[int, dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
-        for i, request in requests.items():
-            self._members[i].tell(request)
-        ends_s = time.monotonic() + timeout_s
-        # Whoever fails first says why; the others only notice that it is gone.
-        answers: dict[int, dict[str, Any]] = {}
-        with selectors.DefaultSelector() as selector:
-            for i in requests:
-                selector.register(self._members[i].stdout, selectors.EVENT_READ, i)
-            while len(answers) < len(requests):
-                ready = selector.select(max(0.0, ends_s - time.monotonic()))
-                if not ready:
-                    late = [i for i in requests if i not in answers]
-                    raise PeerError(
-                        f"ranks {late} gave no answer to {next(iter(requests.values()))} in {timeout_s:g} s"
-                    )
-                for key, _ in ready:
-                    answer = self._members[key.data].read()
-                    if answer is not None:
-                        answers[key.data] = answer
-                        selector.unregister(key.fileobj)
-        return [answers[i] for i in requests]
 
 
 def _environment() -> dict[str, str]:

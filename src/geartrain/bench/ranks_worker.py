@@ -168,11 +168,19 @@ class Rank:
             store.close()
 
 
-def serve(read_line: Callable[[], str], answer: Callable[[dict[str, Any]], None]) -> None:
-    """Answers requests until there are none."""
-    rank = Rank()
+def answer_requests(make: Callable[[], Any]) -> None:
+    """Answers requests with the methods of what `make` makes, until there are none; calls its `end` then."""
+    # Libraries print to stdout; answers keep the real one to themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(words: dict[str, Any]) -> None:
+        answers.write(json.dumps(words) + "\n")
+        answers.flush()
+
+    rank = make()
     try:
-        while line := read_line():
+        while line := sys.stdin.readline():
             request = json.loads(line)
             what = request.pop("do")
             try:
@@ -186,15 +194,7 @@ def serve(read_line: Callable[[], str], answer: Callable[[dict[str, Any]], None]
 
 def main() -> None:
     """What `python -m geartrain.bench.ranks_worker` does."""
-    # Libraries print to stdout; answers keep the real one to themselves.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(words: dict[str, Any]) -> None:
-        answers.write(json.dumps(words) + "\n")
-        answers.flush()
-
-    serve(sys.stdin.readline, answer)
+    answer_requests(Rank)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ and JSON. One argument of `LISTS` may be a list with commas and becomes the x ax
 
     --backend geartrain|torch|both   over what; torch is torch.distributed.rpc, TensorPipe
     --threads 1                      of torch, in every process. Left alone they spin against the processes
-    --agent-threads N                that answer the observers, at most; by default the backend's own, geartrain 64
-                                     and torch 16
+    --agent-threads N                that decide at once; by default the backend's own: geartrain's `max_running`, 1,
+                                     and torch's 16 threads
     --master-port 0                  meet in a file instead of at a port
 
 With both, half of geartrain's episodes run before torch's and half after them, so that a machine that gets slower hits
@@ -139,7 +139,9 @@ def read(arguments: Sequence[str]) -> Settings:
         parser.add_argument(*spellings, default=default, help=f"{what} ({default})")
     parser.add_argument("--backend", choices=BACKENDS, default="geartrain", help="over what (geartrain)")
     parser.add_argument("--threads", type=int, default=1, help="of torch in every process (1)")
-    parser.add_argument("--agent-threads", type=int, help="that answer observers, at most (the backend's own default)")
+    parser.add_argument(
+        "--agent-threads", type=int, help="that decide at once (the backend's own default: 1, torch 16)"
+    )
     given = vars(parser.parse_args(list(arguments)))
     backend, threads, agent_threads = (given.pop(name) for name in ("backend", "threads", "agent_threads"))
     x_axis_name = None

@@ -23,7 +23,6 @@ import torch
 from torch.distributed import rpc as torch_rpc
 
 from geartrain import rpc
-from geartrain.rpc.functions import functions
 
 F = TypeVar("F", bound=Callable[..., Any])
 COORDINATOR, AGENT, OBSERVER = "coordinator", "agent", "observer{}"
@@ -173,7 +172,7 @@ def _serve_geartrain(rank: int, work: Work, pipe: Connection) -> None:
         init_method=work.init_method,
         timeout_s=JOIN_S,
         secret=b"",
-        **({} if rank != 1 or work.agent_threads is None else {"max_threads": work.agent_threads}),
+        **({} if rank != 1 or work.agent_threads is None else {"max_running": work.agent_threads}),
     )
     if rank == 0:
         observers = [name_of(other) for other in range(2, work.world_size)]
@@ -207,25 +206,15 @@ def _offer_agent(work: Work) -> None:
 
         return
 
-    @rpc.batched(max_size=work.observers, max_wait_us=None)
+    def note(done: rpc.BatchDone) -> None:
+        agent.latencies.append(done.answered_s - done.asked_s)
+        agent.lock.release()
+
+    @rpc.batched(max_size=work.observers, max_wait_us=None, on_batch=note)
     def select_action(observers: list[int], states: list[torch.Tensor]) -> list[int]:
+        agent.lock.acquire()  # until its time is noted
         actions: list[int] = agent.decide(torch.stack(states)).tolist()
         return actions
-
-    _time_batches(functions["select_action"], agent)
-
-
-def _time_batches(batcher: Any, agent: Agent) -> None:
-    """Has the agent note how long batches take: from the first request until all answers are sent."""
-    answer_all = batcher._run
-
-    def timed(batch: Any) -> None:
-        with agent.lock:
-            since_s = batcher._since_s  # all observers wait for this batch: none begins the next one meanwhile
-            answer_all(batch)
-            agent.latencies.append(time.monotonic() - since_s)
-
-    batcher._run = timed
 
 
 def _offer_observer(rank: int, work: Work) -> None:
