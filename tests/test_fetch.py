@@ -256,6 +256,8 @@ def _large_store(name: str) -> tuple[gt.Store, gt.Keys]:
 @pytest.mark.parametrize("as_", ["torch", "numpy"])
 def test_a_batch_that_is_kept_is_never_overwritten_and_a_dropped_ones_memory_is_used_again(name, as_):
     store, keys = _large_store(name)
+    gc.collect()
+    elsewhere = _native.pool_counts()["bytes_in_use"]  # batches that other tests keep
     with store:
         kept = [gt.fetch(store, keys[i : i + 4], as_=as_) for i in range(8)]
         views = [batch["x"][1:2, :5] for batch in kept[4:]]
@@ -269,7 +271,7 @@ def test_a_batch_that_is_kept_is_never_overwritten_and_a_dropped_ones_memory_is_
             assert int(view[0, 0]) == i + 5
         del kept, views, batch, view
         gc.collect()
-        assert _native.pool_counts()["bytes_in_use"] == 0
+        assert _native.pool_counts()["bytes_in_use"] == elsewhere
         before = _native.pool_counts()
         for _ in range(20):
             gt.fetch(store, keys[:4], as_=as_)
