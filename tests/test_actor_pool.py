@@ -98,6 +98,18 @@ def test_one_death_too_many_is_an_error_that_says_what_it_was(store):
         ActorPool(store, environments, policy, 0)
 
 
+@pytest.mark.skipif(os.cpu_count() == 1, reason="torch has one thread anyway")
+def test_torch_has_the_threads_it_was_given_in_every_actor(store, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    import torch_policy
+
+    with ActorPool(store, environments, torch_policy.policy, 1, threads=1) as pool:
+        wait_for(lambda: pool.stats()["rows"] > 2)
+    batch = gt.fetch(store, store.keys(), fields=["action", "last"], as_="numpy")
+    assert set(batch["action"][batch.mask & ~batch["last"]].tolist()) == {1}
+
+
 def test_actors_die_with_the_process_that_made_them(store):
     code = f"""
 import time

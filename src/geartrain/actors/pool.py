@@ -17,6 +17,7 @@ import multiprocessing.connection
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -249,6 +250,8 @@ def _act(order: dict[str, Any], last_words: Any) -> None:
     _die_with(order["parent"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the pool's maker decides
     os.environ.setdefault("OMP_NUM_THREADS", str(order["threads"]))
+    if (torch := sys.modules.get("torch")) is not None:  # which read the variable when the user's module imported it
+        torch.set_num_threads(order["threads"])
     try:
         _run(order)
     except BaseException:
