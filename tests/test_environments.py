@@ -131,3 +131,40 @@ def test_an_unknown_task_is_an_error():
     pytest.importorskip("mujoco", reason="MuJoCo is an extra: pip install 'geartrain[mujoco]'")
     with pytest.raises(SchemaError, match="Hoppper"):
         environments.make("mujoco/Hoppper-v5")
+
+
+def test_atari_keeps_each_frame_once_and_the_last_one_of_an_episode(store_name):
+    pytest.importorskip("ale_py", reason="ALE is an extra: pip install 'geartrain[atari]'")
+    made = environments.make("atari/breakout", n=3, size=42)
+    with gt.Store.create(store_name(), recorded_fields(made.fields(400), 400), capacity=20) as store:
+        assert store.fields["observation.frame"] == gt.Field((400, 42, 42), "uint8")
+        actor = Actor(made, RandomPolicy(made.action_space), store, seed=3)
+        actor.run(episodes=4)
+        batch = gt.fetch(store, store.keys(), as_="numpy")
+        for row, length in enumerate(batch.length):
+            ages = batch["observation.age"][row, :length]
+            assert ages.tolist() == list(range(length)), "a row is one episode from its first frame to its last"
+            frames = batch["observation.frame"][row, :length].reshape(length, -1).astype(int)
+            moved = np.abs(np.diff(frames, axis=0)).max(1) > 0
+            assert moved.mean() > 0.5, "frames follow one another"
+            assert batch["terminated"][row].sum() == 1
+            assert batch["terminated"][row, length - 2]
+        actor.close()
+
+
+def test_atari_episodes_repeat_with_their_seed():
+    pytest.importorskip("ale_py", reason="ALE is an extra: pip install 'geartrain[atari]'")
+    rng = np.random.default_rng(0)
+    actions = rng.integers(6, size=(150, 2))
+    seen = []
+    for _ in range(2):
+        games = environments.make("atari/pong", n=2, size=42, sign_rewards=False)
+        games.reset(seed=2**31 - 1)  # one past the largest that ALE takes, for the second game
+        seen.append([games.step(each) for each in actions])
+        games.close()
+    for first, second in zip(*seen, strict=True):
+        assert (first.observation["frame"] == second.observation["frame"]).all()
+        assert (first.reward == second.reward).all()
+    assert sum(each.reward.sum() for each in seen[0]) < 0, "a random player loses points"
+    with pytest.raises(SchemaError, match="no ROM named 'Pong'"):
+        environments.make("atari/Pong")

@@ -20,6 +20,7 @@ from geartrain.errors import MissingDependencyError, SchemaError
 
 #: The families, each a file here and an extra of the same name, and the package that must be there.
 FAMILIES = {
+    "atari": "ale_py",
     "mujoco": "mujoco",
     "fetch": "gymnasium_robotics",
     "smax": "jaxmarl",
