@@ -4,7 +4,8 @@
 `open_source` gives the episodes alone. One file per format, each with one optional dependency that is
 imported on use.
 
-`di_engine` is of another kind: it puts geartrain's transports under DI-engine.
+Two are of other kinds: `environments` are simulators for actors, and `di_engine` puts geartrain's transports under
+DI-engine.
 """
 
 from geartrain.integrations.ingest import FORMATS, Report, import_dataset, ingest, open_source
