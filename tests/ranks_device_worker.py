@@ -25,7 +25,11 @@ from geartrain.testing import SimulatedDevice
 
 
 def device_of(rank: int) -> Any:
-    return f"cuda:{rank}" if os.environ.get("DEVICE") == "cuda" else SimulatedDevice(rank)
+    if os.environ.get("DEVICE") != "cuda":
+        return SimulatedDevice(rank)
+    index = rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
 
 
 def finish(device: Any) -> None:
