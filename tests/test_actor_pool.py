@@ -133,7 +133,9 @@ if __name__ == "__main__":
     made.wait()
     wait_for(lambda: not any(_runs(pid) for pid in pids), 20)
     wait_for(lambda: store.reap() >= 0 and store.stats()["writing"] == 0, 20)  # once their last threads are gone
-    Path(board).unlink()  # nobody was left to do it
+    assert Path(board).exists()  # nobody was left to remove it
+    with Board.create(f"{store.name}-next", 1, ("steps",)):
+        assert not Path(board).exists()  # the next one did
 
 
 def _runs(pid):

@@ -60,6 +60,7 @@ class ActorContext:
         seed: of its episodes, and for anything random of its policy; another one after each restart.
         restart: how often it was started again.
         environments: the environments, for a policy that wants to know their spaces.
+        part: under `geartrain launch`, this process's `launch.Part`.
     """
 
     number: int
@@ -67,6 +68,7 @@ class ActorContext:
     seed: int
     restart: int
     environments: Any = None
+    part: Any = None
 
 
 class ActorPool:
@@ -111,7 +113,7 @@ class ActorPool:
         self._board = Board.create(f"actors-{secrets.token_hex(6)}", actors, COLUMNS)
         self._order = {
             "store": store.name,
-            "board": self._board.path.name.removeprefix("geartrain-board-"),
+            "board": self._board.name,
             "make_environments": make_environments,
             "make_policy": make_policy,
             "actors": actors,
