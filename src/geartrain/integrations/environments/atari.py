@@ -113,7 +113,9 @@ class _Game:
         self._console = ale_py.ALEInterface()
         self._console.setInt("random_seed", 0)
         self._console.setFloat("repeat_action_probability", sticky)
-        self._console.loadROM(roms.get_rom_path(task))
+        rom = roms.get_rom_path(task)
+        assert rom is not None  # make() has looked
+        self._console.loadROM(rom)
         self.actions = list(self._console.getMinimalActionSet())
         self._fire = [action for action in self.actions if action == ale_py.Action.FIRE]
         self._shrink = shrink
