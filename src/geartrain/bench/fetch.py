@@ -62,8 +62,12 @@ def main(
     gpu = torch.cuda.get_device_name(torch.cuda.current_device())
     command = "geartrain bench fetch --device cuda" + (" --quick" if quick else "")
     found, when = crossover.found_from(seconds), time.strftime("%Y-%m-%d")
-    path = crossover.remember(gpu, found, command=command, when=when, torch=torch.__version__)
-    result.notes.append(f"{crossover_note(seconds)}, written to {path} for {gpu}; {crossover.VARIABLE} overrides it")
+    try:
+        path = crossover.remember(gpu, found, command=command, when=when, torch=torch.__version__)
+        told = f"written to {path} for {gpu}; {crossover.VARIABLE} overrides it"
+    except OSError as error:
+        told = f"not written down ({error}); set {crossover.VARIABLE}={found}"
+    result.notes.append(f"{crossover_note(seconds)}, {told}")
     report.report(result, json_path, plot_path)
     return result
 
