@@ -24,9 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from geartrain.kernels.gather_rows import warps_of
+from geartrain.kernels.gather_order import warps_of
 
-MODULES = ("weighted_draw", "distinct_draw", "first_rows", "scatter_update", "gather_rows", "philox")
+MODULES = ("weighted_draw", "distinct_draw", "first_rows", "scatter_update", "gather_kernels", "philox")
 
 # What pointers point to, by the names of arguments.
 POINTERS = {
@@ -74,7 +74,8 @@ FIELDS: dict[str, tuple[str, int, int, str | None]] = {
 
 def gather_kinds(names: list[str]) -> dict[str, Any]:
     """What `GatherRows` compiles the gather with for these fields."""
-    from geartrain.kernels.gather_rows import GatherField, GatherRows, Segment
+    from geartrain.kernels.gather_layout import GatherField, Segment
+    from geartrain.kernels.gather_rows import GatherRows
 
     fields = []
     for name in names:
