@@ -225,6 +225,7 @@ def learn(
         "environment_s": stats.environment_s,
         "store_s": stats.store_s,
         "learn_s": learned_s,
+        "train_s": time.perf_counter() - began_s,
     }
     greedy = evaluate(chosen, team, battles)
     curve.point(stats.steps, greedy)
