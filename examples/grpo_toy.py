@@ -223,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen.prompts = 4
     curves.prepare()
     screen = console.Console()
-    curve = curves.Curve("GRPO: sorting five digits", "learner steps", "share of prompts sorted", chosen)
+    curve = curves.Curve("GRPO: sorting five digits", "learner steps", "share of prompts sorted", chosen, promise=0.95)
     with gt.Store.create(f"grpo-{os.getpid()}", FIELDS, capacity=16 * chosen.prompts * GROUP) as store:
         result = learn(chosen, store, curve, screen)
     finished = curve.finish(**result)["result"]
