@@ -92,7 +92,7 @@ def echo_of_tls(value: int) -> int:
 
 
 def test_files_that_cannot_be_used_are_errors_at_the_door(loopback: TLS, tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match="cannot read the certificate '.*nowhere': No such file"):
+    with pytest.raises(SchemaError, match=r"cannot read the certificate '.*nowhere': No such file"):
         transport.listen(tls=TLS(tmp_path / "nowhere", loopback.key, loopback.ca))
     nonsense = tmp_path / "nonsense.pem"
     nonsense.write_text("hello")
@@ -126,7 +126,7 @@ def test_without_openssl_tls_says_so_and_all_else_works(
     library: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GEARTRAIN_LIBSSL", library)
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=False)
     first, second = done.stdout.splitlines()
     assert why in first
     assert second == "tcp True"
@@ -152,8 +152,8 @@ builtins.kept = kept + regions + [listener]  # until the process is gone
 def test_a_process_that_ends_with_open_connections_ends_well(loopback: TLS, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in certificates.environment(loopback).items():
         monkeypatch.setenv(variable, value)
-    for _ in range(5):
-        done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (0, "")
 
 

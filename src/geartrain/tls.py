@@ -41,7 +41,9 @@ class TLS:
             return None
         missing = [name for name, value in zip(VARIABLES[:3], values, strict=False) if not value]
         if missing:
-            raise SchemaError(f"TLS needs a certificate, its key and the peers' authority; {', '.join(missing)} is not set")
+            raise SchemaError(
+                f"TLS needs a certificate, its key and the peers' authority; {', '.join(missing)} is not set"
+            )
         return TLS(*values)
 
     def options(self) -> dict[str, str]:

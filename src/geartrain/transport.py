@@ -178,7 +178,7 @@ class Connection:
 
     @property
     def tls(self) -> str:
-        """"TLSv1.3" and the cipher, where all that goes over this connection is encrypted; else ""."""
+        """ "TLSv1.3" and the cipher, where all that goes over this connection is encrypted; else ""."""
         return self.native.tls
 
     def counts(self) -> dict[str, Any]:

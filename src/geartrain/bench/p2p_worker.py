@@ -23,13 +23,15 @@ def acknowledge(_: Any) -> None:
     """A big value one way, and a word back."""
 
 
-def serve_rpc(transport: str, spin_us: str, views: str) -> None:
-    """A node of geartrain.rpc."""
+def serve_rpc(transport: str, spin_us: str, views: str, tls: str) -> None:
+    """A node of geartrain.rpc; under "tls" with the environment's certificates."""
     from geartrain import rpc
 
     rpc.function(echo)
     rpc.function(acknowledge)
-    node = rpc.Node("server", transport=transport, spin_us=float(spin_us), views=views == "views")
+    node = rpc.Node(
+        "server", transport=transport, spin_us=float(spin_us), views=views == "views", tls=None if tls else False
+    )
     print(node.address, flush=True)
     sys.stdin.read()
     node.close()
