@@ -1,10 +1,10 @@
-# make demo | test | bench | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
+# make demo | test | bench | results | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := CMakeLists.txt $(filter-out native/test/%,$(wildcard native/*.h native/*.cc native/*/*.h native/*/*.cc))
 TESTS := $(wildcard native/test/*.h native/test/*.cc)
 
-.PHONY: setup demo test bench check docs native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test bench results check docs native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -25,6 +25,9 @@ bench: setup
 	$(BIN)/geartrain bench selection --json runs/bench-selection.json --plot runs/bench-selection.png
 	$(BIN)/geartrain bench ranks --json runs/bench-ranks.json --plot runs/bench-ranks.png
 	$(BIN)/geartrain bench rpc-rl --backend both --output-file-path runs/bench-rpc-rl.json
+
+results: setup  # long: trains every example that docs/results.md tells of
+	$(BIN)/python examples/results.py
 
 docs: setup
 	$(BIN)/pytest tests/test_docs.py tests/test_architecture.py

@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -157,19 +157,49 @@ class DecisionTransformer(nn.Module):
 
     def forward(self, window: Mapping[str, Tensor], mask: Tensor) -> Tensor:
         """(B, W, action) for a `window` of (B, W, ...) tensors; `mask` is True at real steps."""
+        x, hidden = self.embed(window), self.hidden(mask)
+        for layer in self.layers:
+            x = layer(x, src_mask=hidden)
+        return self.read(x)
+
+    def embed(self, window: Mapping[str, Tensor]) -> Tensor:
+        """(B, 3 W, width): the tokens."""
         returns = window["return_to_go"][..., None] / self.return_scale
         obs = (window["obs"] - self.obs_mean) / self.obs_std
         action = self.embed_action(window["action"])
         tokens = torch.stack([self.embed_return(returns), self.embed_obs(obs), action], dim=2)
-        x = tokens.flatten(1, 2) + self.embed_place
-        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return tokens.flatten(1, 2) + self.embed_place
+
+    def hidden(self, mask: Tensor) -> Tensor:
+        """(B * heads, 3 W, 3 W): True where a token must not look, for what comes later and for padding."""
+        tokens = 3 * mask.shape[1]
+        causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
         real = mask.repeat_interleave(3, dim=1)[:, None, None, :]
         # Padding sees itself, because attention to nothing at all would give NaN.
-        seen = (real & causal) | torch.eye(x.shape[1], dtype=torch.bool)
-        hidden = ~seen.expand(-1, self.heads, -1, -1).flatten(0, 1)
-        for layer in self.layers:
-            x = layer(x, src_mask=hidden)
+        seen = (real & causal) | torch.eye(tokens, dtype=torch.bool)
+        return ~seen.expand(-1, self.heads, -1, -1).flatten(0, 1)
+
+    def read(self, x: Tensor) -> Tensor:
+        """(B, W, action): what the observations' tokens tell."""
         return self.head(self.norm(x[:, 1::3]))
+
+
+def recorded(store: gt.Store) -> dict[str, np.ndarray]:
+    """All observations of a store, (steps, OBS), and the returns of the expert's episodes without kicks."""
+    keys = store.keys()
+    keys = keys[np.argsort(keys.row)]  # They come in order of commits, which differs between runs.
+    rows = gt.fetch(store, keys, fields=["obs", "return_to_go", "kicked"], as_="numpy")
+    return {"obs": rows["obs"][rows.mask], "expert": rows["return_to_go"][~rows["kicked"], 0]}
+
+
+def make_model(seed: int, obs: np.ndarray, target: float) -> DecisionTransformer:
+    """The model with its first weights, which follow from the seed, and the scales of what it will see."""
+    torch.manual_seed(seed)
+    model, seen = DecisionTransformer(OBS, ACTION), torch.from_numpy(obs)
+    model.obs_mean.copy_(seen.mean(0))
+    model.obs_std.copy_(seen.std(0) + 1e-6)
+    model.return_scale.fill_(target)
+    return model
 
 
 def learning_rate(step: int, steps: int, peak: float = 1e-3, warmup: int = 20) -> float:
@@ -196,11 +226,12 @@ def train(model: DecisionTransformer, replay: gt.Replay, steps: int) -> Iterator
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, episodes: int, target: float, bars: progress.Progress) -> np.ndarray:
-    """The returns of `episodes` episodes stepped together: one model call per step for all."""
+def evaluate(model: nn.Module, numbers: Sequence[int], target: float, bars: progress.Progress) -> np.ndarray:
+    """The returns of the episodes of these numbers, stepped together: one model call per step for all."""
+    episodes = len(numbers)
     bar = bars.add_task("evaluation, 1,000 steps", total=EPISODE_STEPS)
     envs = [make_hopper() for _ in range(episodes)]
-    obs = np.stack([env.reset(seed=10_000 + i)[0] for i, env in enumerate(envs)])
+    obs = np.stack([env.reset(seed=10_000 + i)[0] for i, env in zip(numbers, envs, strict=True)])
     shapes = {name: FIELDS[name].step_shape for name in WINDOW_FIELDS}
     window = {name: torch.zeros(episodes, CONTEXT, *shape) for name, shape in shapes.items()}
     mask = torch.zeros(episodes, CONTEXT, dtype=torch.bool)
@@ -235,18 +266,11 @@ def run(options: argparse.Namespace, store: gt.Store, bars: progress.Progress) -
     collect(store, options.episodes, options.seed, bars)
     clock["collect"] += time.perf_counter()
 
-    keys = store.keys()
-    keys = keys[np.argsort(keys.row)]  # They come in order of commits, which differs between runs.
-    rows = gt.fetch(store, keys, fields=["obs", "return_to_go", "kicked"], as_="numpy")
-    seen_obs = torch.from_numpy(rows["obs"][rows.mask])
-    expert = rows["return_to_go"][~rows["kicked"], 0]
+    rows = recorded(store)
+    seen_obs, expert = rows["obs"], rows["expert"]
     target = float(expert.mean())
     bars.console.print(f"{len(store)} episodes, {len(seen_obs):,} steps; the expert returns {target:,.0f}")
-    torch.manual_seed(options.seed)
-    model = DecisionTransformer(OBS, ACTION)
-    model.obs_mean.copy_(seen_obs.mean(0))
-    model.obs_std.copy_(seen_obs.std(0) + 1e-6)
-    model.return_scale.fill_(target)
+    model = make_model(options.seed, seen_obs, target)
     # A hop forgives little, and one batch can spoil it: the mean of the last weights is evaluated.
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.97))
 
@@ -267,7 +291,7 @@ def run(options: argparse.Namespace, store: gt.Store, bars: progress.Progress) -
                 since = time.perf_counter()
                 few = min(3, options.eval_episodes)
                 episodes = options.eval_episodes if len(losses) == options.steps else few
-                returns = evaluate(average, episodes, target, bars)
+                returns = evaluate(average, range(episodes), target, bars)
                 share = f"{100 * returns.mean() / target:5.1f} % of the expert's return"
                 bars.console.print(f"step {len(losses):>4}: loss {loss:.4f}, {share}")
                 curve.append({"step": len(losses), "returns": returns.tolist()})
@@ -344,6 +368,21 @@ def plot(result: dict[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=130)
 
 
+def keep_curve(result: dict[str, Any], options: argparse.Namespace, began_s: float) -> None:
+    """The curve in the form that all examples leave behind (`curves.py`)."""
+    from curves import Curve
+
+    curve = Curve("Hopper", "training step", "return, % of the expert's", options, expert=100.0, promise=95.0)
+    curve.began_s = began_s
+    unit = result["expert_return"]["mean"] / 100
+    for point in result["evaluations"]:
+        percent = [each / unit for each in point["returns"]]
+        curve.point(point["step"], sum(percent) / len(percent), min(percent), max(percent), wall_s=None)
+    curve.content["losses"] = result["losses"]
+    wall = {f"{name}_s": seconds for name, seconds in result["wall_s"].items()}
+    curve.finish(share_of_expert=result["share_of_expert"], wait_share=result["wait_share"], **wall)
+
+
 def parse_options() -> argparse.Namespace:
     text = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = text.add_argument
@@ -352,6 +391,8 @@ def parse_options() -> argparse.Namespace:
     add("--steps", type=int, help=f"training steps, {BATCH} windows of {CONTEXT} steps each (400)")
     add("--eval-episodes", type=int, help="episodes in the final evaluation (10)")
     add("--out", type=Path, default=Path("runs/hopper"), help="result folder (runs/hopper)")
+    add("--curve", type=Path, help="write the learning curve here, as the other examples do (JSON)")
+    add("--plot", type=Path, help="draw it here (PNG)")
     add("--quick", action="store_true", help="8 episodes, 40 steps, no pass mark: does it run?")
     options = text.parse_args()
     sizes = (8, 40, 2) if options.quick else (100, 400, 10)
@@ -393,6 +434,8 @@ def main() -> int:
     screen.print(report(result))
     plot(result, options.out / "learning_curve.png")
     (options.out / "result.json").write_text(json.dumps(result, indent=1))
+    if options.curve or options.plot:
+        keep_curve(result, options, start)
     screen.print(f"wrote {options.out}/learning_curve.png and {options.out}/result.json")
     if not options.quick and result["share_of_expert"] < PASS_MARK:
         screen.print(f"below the pass mark, {100 * PASS_MARK:.0f} % of the expert's return")

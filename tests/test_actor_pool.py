@@ -98,6 +98,18 @@ def test_one_death_too_many_is_an_error_that_says_what_it_was(store):
         ActorPool(store, environments, policy, 0)
 
 
+@pytest.mark.skipif(os.cpu_count() == 1, reason="torch has one thread anyway")
+def test_torch_has_the_threads_it_was_given_in_every_actor(store, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    import torch_policy
+
+    with ActorPool(store, environments, torch_policy.policy, 1, threads=1) as pool:
+        wait_for(lambda: pool.stats()["rows"] > 2)
+    batch = gt.fetch(store, store.keys(), fields=["action", "last"], as_="numpy")
+    assert set(batch["action"][batch.mask & ~batch["last"]].tolist()) == {1}
+
+
 def test_actors_die_with_the_process_that_made_them(store):
     code = f"""
 import time
@@ -121,7 +133,9 @@ if __name__ == "__main__":
     made.wait()
     wait_for(lambda: not any(_runs(pid) for pid in pids), 20)
     wait_for(lambda: store.reap() >= 0 and store.stats()["writing"] == 0, 20)  # once their last threads are gone
-    Path(board).unlink()  # nobody was left to do it
+    assert Path(board).exists()  # nobody was left to remove it
+    with Board.create(f"{store.name}-next", 1, ("steps",)):
+        assert not Path(board).exists()  # the next one did
 
 
 def _runs(pid):

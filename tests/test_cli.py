@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -211,3 +212,29 @@ def test_inspect_and_remove_know_weights(names: Any) -> None:
     assert "behind)" in geartrain("inspect", name).stdout
     assert "version 7" in geartrain("remove", name).stdout
     assert name not in weights.names()
+
+
+def test_a_board_of_a_killed_maker_is_shown_as_left_behind_and_can_be_removed(name: str) -> None:
+    code = f"""
+import os, signal
+from geartrain.board import Board
+board = Board.create({name!r}, 2, ("steps", "version"))
+board.slot(0)["steps"] = 40
+board.slot(1)["steps"] = 2
+print("made", flush=True)
+signal.pause()
+"""
+    maker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert maker.stdout is not None
+    assert maker.stdout.readline() == "made\n"
+    listed = geartrain("inspect")
+    assert re.search(rf"{name} .* 2 .* a living process .* steps 42", listed.stdout), listed.stdout
+    assert geartrain("remove", name).returncode == 1
+    maker.kill()
+    maker.wait()
+    about = json.loads(geartrain("inspect", name, "--json").stdout)
+    assert about["in_use"] is False
+    assert about["totals"] == {"steps": 42.0, "version": 0.0}
+    assert "left behind" in geartrain("inspect", name).stdout
+    assert geartrain("remove", name).stdout == f"removed the board {name}\n"
+    assert geartrain("remove", name).returncode == 1

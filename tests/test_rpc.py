@@ -28,6 +28,7 @@ from geartrain.errors import (
     MessageError,
     PeerLostError,
     RemoteError,
+    SchemaError,
     UnknownPeerError,
     UntrustedPeerError,
     WaitTimeoutError,
@@ -96,6 +97,17 @@ def double(values: list[int]) -> list[int]:
 @rpc.batched(max_size=3, max_wait_us=None, stack=True)
 def total(rows: np.ndarray) -> np.ndarray:
     return np.asarray(rows).sum(axis=1)
+
+
+@rpc.batched(max_size=3, max_wait_us=None, stack=True)
+def halves(rows: np.ndarray, wrong: np.ndarray) -> dict[str, Any]:
+    sums = np.asarray(rows).sum(axis=1)
+    return {"half": rows / 2, "sum": sums[: len(sums) - int(wrong.max())]}
+
+
+@rpc.batched(max_size=1)
+def unstacked_dict(values: list[int]) -> dict[str, list[int]]:
+    return {"value": values}
 
 
 @rpc.batched(max_size=2, max_wait_us=None, max_queued=2)
@@ -267,6 +279,22 @@ def test_batches_are_run_when_full_or_when_time_is_up(pair: tuple[rpc.Node, rpc.
     assert _batches == [4, 2]
     rows = [client.call_async("server", "total", np.full(5, i)) for i in range(3)]
     assert [int(future.result()) for future in rows] == [0, 5, 10]
+
+
+def test_a_stacked_batch_may_be_answered_by_arrays_by_name(pair: tuple[rpc.Node, rpc.Node]) -> None:
+    _, client = pair
+    asked = [client.call_async("server", "halves", np.full(4, i, "float32"), np.int64(0)) for i in range(3)]
+    for i, future in enumerate(asked):
+        answer = future.result()
+        assert sorted(answer) == ["half", "sum"]
+        np.testing.assert_array_equal(answer["half"], np.full(4, i / 2, "float32"))
+        assert float(answer["sum"]) == 4 * i
+    asked = [client.call_async("server", "halves", np.full(4, i, "float32"), np.int64(i // 2)) for i in range(3)]
+    for future in asked:
+        with pytest.raises(SchemaError, match=r"got 3 calls and returned 'sum' as \(2,\), not 3 rows"):
+            future.result()
+    with pytest.raises(SchemaError, match="only with stack=True"):
+        client.call("server", "unstacked_dict", 1)
 
 
 def test_a_full_queue_refuses_more(pair: tuple[rpc.Node, rpc.Node]) -> None:

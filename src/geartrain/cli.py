@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect as inspect_module
 import json
 import os
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from geartrain import weights
+from geartrain import board, weights
 from geartrain.bench import BENCHES
 from geartrain.errors import GeartrainError
 from geartrain.store import Store
@@ -43,9 +44,9 @@ def _errors() -> Iterator[None]:
         _die(str(error))
 
 
-def _die(message: str) -> NoReturn:
+def _die(message: str, code: int = 1) -> NoReturn:
     Console(stderr=True).print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
-    raise typer.Exit(1)
+    raise typer.Exit(code)
 
 
 # --- import -----------------------------------------------------------------------------------------------------
@@ -119,8 +120,8 @@ def inspect(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A store's name or path, the name of weights, or the directory of a checkpoint or its steps. "
-            "Lists all stores and weights without."
+            help="A store's name or path, the name of weights or of a board, or the directory of a checkpoint or its "
+            "steps. Lists all stores, weights and boards without."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -136,6 +137,12 @@ def inspect(
             _inspect_steps(Path(name), as_json)
         elif _is_weights(name):
             _inspect_weights(name, as_json)
+        elif _is_board(name):
+            about = {"kind": "board", **board.describe(name)._asdict()}
+            if as_json:
+                sys.stdout.write(json.dumps(about, indent=1) + "\n")
+            else:
+                _print_boards([about])
         else:
             _inspect_store(name, as_json)
             if audit:
@@ -160,11 +167,14 @@ def _list_segments(as_json: bool) -> None:
         except GeartrainError as error:
             found.append({"name": name, "error": str(error)})
     found_weights = [_describe_weights(name) for name in weights.names()]
+    found_boards = [_describe_board(name) for name in board.names()]
     if as_json:
-        sys.stdout.write(json.dumps(found + found_weights, indent=1) + "\n")
+        sys.stdout.write(json.dumps(found + found_weights + found_boards, indent=1) + "\n")
         return
     if found_weights:
         _print_weights(found_weights)
+    if found_boards:
+        _print_boards(found_boards)
     if not found:
         out.print("no stores in /dev/shm")
         return
@@ -218,6 +228,33 @@ def _print_weights(found: list[dict[str, Any]]) -> None:
             f"{entry['version_bytes'] / 1e6:,.1f}",
             f"{entry['file_bytes'] / 1e6:,.1f}",
             ("alive" if entry["has_publisher"] else "gone") + used,
+        )
+    out.print(table)
+
+
+def _is_board(name: str) -> bool:
+    return name in board.names() and not Path(f"/dev/shm/geartrain.{name}").exists()
+
+
+def _describe_board(name: str) -> dict[str, Any]:
+    try:
+        return {"kind": "board", **board.describe(name)._asdict()}
+    except (GeartrainError, OSError) as error:
+        return {"kind": "board", "name": name, "error": str(error)}
+
+
+def _print_boards(found: list[dict[str, Any]]) -> None:
+    table = Table("board", "processes", "made by", "counts")
+    for entry in found:
+        if "error" in entry:
+            table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", "", "")
+            continue
+        counted = {name: value for name, value in entry["totals"].items() if value and name in board.COUNTED}
+        table.add_row(
+            escape(entry["name"]),
+            str(entry["slots"]),
+            "a living process" if entry["in_use"] else "[yellow]nobody alive (left behind)[/]",
+            escape(", ".join(f"{name} {value:,.0f}" for name, value in counted.items())),
         )
     out.print(table)
 
@@ -387,12 +424,12 @@ def _audit(name: str) -> None:
 
 @app.command()
 def remove(
-    name: Annotated[str, typer.Argument(help="A store's name or path, or the name of weights.")],
+    name: Annotated[str, typer.Argument(help="The name of a store, of weights or of a board, or a store's path.")],
     force: Annotated[
         bool, typer.Option(help="Even while processes use it; they keep the memory until they end.")
     ] = False,
 ) -> None:
-    """Remove a store, or a model's weights, that a run has left behind."""
+    """Remove a store, a model's weights, or a board of counters, that a run has left behind."""
     with _errors():
         if _is_weights(name):
             about = weights.describe(name)
@@ -400,6 +437,12 @@ def remove(
                 _die(f"living processes use the weights {name!r}; --force removes the name all the same")
             weights.unlink(name)
             out.print(f"removed the weights {name} (version {about.version}, {about.file_bytes / 1e6:,.1f} MB)")
+            return
+        if _is_board(name):
+            if board.describe(name).in_use and not force:
+                _die(f"the process that made the board {name!r} lives; --force removes the name all the same")
+            board.unlink(name)
+            out.print(f"removed the board {name}")
             return
         store = Store.peek(name)
         users = store.native.live_clients()
@@ -561,6 +604,85 @@ def reducer(
 
     with _errors():
         serve(bind, secret_file, metrics_port, window, every_s, grace_s)
+
+
+# --- launch -----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def launch(
+    job: Annotated[
+        str,
+        typer.Argument(
+            help="A TOML file; or module:name or file.py:name of a geartrain.launch.Job (`job` by default)."
+        ),
+    ],
+    folder: Annotated[
+        Path | None, typer.Option(help="For a log of each process and summary.json; runs/NAME-TIME by default.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin with an empty store, where a job that died has left one.")
+    ] = False,
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Stop the job after so long, instead of what it says.")
+    ] = None,
+    lines: Annotated[bool, typer.Option("--lines", help="Lines instead of a table, also on a terminal.")] = False,
+    every_s: Annotated[float, typer.Option(help="A line so often.")] = 10.0,
+    hosts: Annotated[
+        int | None, typer.Option(help="Of several hosts: how many. Not needed under torchrun or srun.")
+    ] = None,
+    host: Annotated[int | None, typer.Option(help="Which of them this is, from 0.")] = None,
+    master: Annotated[str | None, typer.Option(help="host:port of host 0, where the ranks meet.")] = None,
+    link_port: Annotated[
+        int | None, typer.Option(help="Port of host 0 where the launchers meet; the one after the ranks' by default.")
+    ] = None,
+) -> None:
+    """Run a job: learner ranks, agents and actors of one description, watched and ended together.
+
+    \b
+    job.toml:
+      name = "pendulum"                       # also of the store and of the weights
+      timeout_s = 3600                        # optional
+      [learner]                               # ranks, with torchrun's variables; their end is the job's
+      run = "pendulum:learn"                  # a function of a module, or a command: ["python", "train.py"]
+      processes = 2
+      [agent]                                 # optional: answers actors
+      run = "pendulum:serve"
+      [actor]                                 # steps environments, writes episodes into the store
+      environments = "pendulum:environments"
+      policy = "pendulum:policy"
+      processes = 4
+      max_restarts = 10                       # actors and agents that die are started again
+
+    On a terminal it shows a table: steps/s, rows/s and samples/s of each role, the share of time it waits, the version
+    of the weights it uses and how many versions that is behind, losses. Elsewhere, a line every --every-s seconds.
+
+    It exits with 0 when the learners have returned; 1 when a process died for good, with its last lines; 124 at the
+    time limit; 130 after Ctrl-C (a second one kills at once). After a failure the store stays, and the next start
+    adopts its rows.
+
+    Several hosts: the same command on each, under torchrun (--nproc-per-node 1), srun (--ntasks-per-node 1) or with
+    --hosts, --host and --master; GEARTRAIN_SECRET must be the same on all. See docs/launch.md.
+
+    Example: geartrain launch job.toml --folder runs/pendulum
+    """
+    from geartrain import launch as launching
+    from geartrain.launch.places import place_of
+
+    sys.path.insert(0, str(Path.cwd()))  # where `python -m` looks, too
+    with _errors():
+        described = launching.load(job)
+        if timeout_s is not None:
+            described = dataclasses.replace(described, timeout_s=timeout_s)
+        place = place_of(os.environ, hosts=hosts, host=host, master=master, link_port=link_port)
+        try:
+            launching.run(
+                described, folder=folder, place=place, fresh=fresh, live=False if lines else None, every_s=every_s
+            )
+        except launching.JobTimeoutError as error:
+            _die(str(error), 124)
+        except launching.JobInterruptedError as error:
+            _die(str(error), 130)
 
 
 # --- plan -------------------------------------------------------------------------------------------------------

@@ -178,6 +178,18 @@ class ActorDiedError(GeartrainError):
     """More actors died than may be started again; the message says what the last one died of."""
 
 
+class PartDiedError(GeartrainError):
+    """A process of a job died and may not be started again; the message has its last lines and where its log is."""
+
+
+class JobTimeoutError(WaitTimeoutError):
+    """A job was not over within its time limit."""
+
+
+class JobInterruptedError(GeartrainError):
+    """A job was stopped by Ctrl-C, or by SIGTERM."""
+
+
 class CorruptStoreError(GeartrainError):
     """The segment's own books do not agree, and repair did not help."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,13 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.environments import Arrays
-from geartrain.errors import SchemaError, WaitTimeoutError
+from geartrain.errors import PeerLostError, SchemaError, TransportError, WaitTimeoutError
 
 if TYPE_CHECKING:
     from geartrain.rpc import Node
 
 #: Actions, and what else the store is to keep of the step: log probabilities, values.
 Acted = tuple[Arrays, dict[str, NDArray[Any]]]
+#: A lost agent is asked again so often.
+_RETRY_EVERY_S = 0.1
 
 
 class Policy(Protocol):
@@ -98,20 +101,26 @@ class RemotePolicy:
         peer: the agent's name.
         function: its name there.
         timeout_s: longest wait for an answer.
+        retry_s: ask again for so long when the agent is lost, for one that is started again under its name. 0 raises
+            `PeerLostError` at once.
     """
 
-    def __init__(self, node: Node, peer: str, function: str, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, node: Node, peer: str, function: str, *, timeout_s: float = 30.0, retry_s: float = 0.0) -> None:
         self._node, self._peer, self._function, self._timeout_s = node, peer, function, timeout_s
+        self._retry_s = retry_s
         self.version = 0
 
     def act(self, observation: Arrays) -> Acted:
         """As `Policy.act`."""
-        rows = _rows(observation)
-        asked = [
-            self._node.call_async(self._peer, self._function, _row(observation, at), timeout_s=self._timeout_s)
-            for at in range(rows)
-        ]
-        answers = [each.result() for each in asked]
+        until_s = time.monotonic() + self._retry_s
+        while True:
+            try:
+                answers = self._ask(observation)
+                break
+            except (PeerLostError, TransportError):  # TransportError: its address is that of the one before
+                if time.monotonic() >= until_s:
+                    raise
+                time.sleep(_RETRY_EVERY_S)
         if not isinstance(answers[0], Mapping):
             return _stack(answers), {}
         columns = {name: _stack([answer[name] for answer in answers]) for name in answers[0]}
@@ -120,6 +129,13 @@ class RemotePolicy:
         if "action" not in columns:
             raise SchemaError(f"{self._peer}'s {self._function} answered {sorted(answers[0])}, and no action")
         return columns.pop("action"), columns
+
+    def _ask(self, observation: Arrays) -> list[Any]:
+        asked = [
+            self._node.call_async(self._peer, self._function, _row(observation, at), timeout_s=self._timeout_s)
+            for at in range(_rows(observation))
+        ]
+        return [each.result() for each in asked]
 
 
 def acted(result: Any) -> Acted:

@@ -17,6 +17,7 @@ import multiprocessing.connection
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -59,6 +60,7 @@ class ActorContext:
         seed: of its episodes, and for anything random of its policy; another one after each restart.
         restart: how often it was started again.
         environments: the environments, for a policy that wants to know their spaces.
+        part: under `geartrain launch`, this process's `launch.Part`.
     """
 
     number: int
@@ -66,6 +68,7 @@ class ActorContext:
     seed: int
     restart: int
     environments: Any = None
+    part: Any = None
 
 
 class ActorPool:
@@ -110,7 +113,7 @@ class ActorPool:
         self._board = Board.create(f"actors-{secrets.token_hex(6)}", actors, COLUMNS)
         self._order = {
             "store": store.name,
-            "board": self._board.path.name.removeprefix("geartrain-board-"),
+            "board": self._board.name,
             "make_environments": make_environments,
             "make_policy": make_policy,
             "actors": actors,
@@ -249,6 +252,8 @@ def _act(order: dict[str, Any], last_words: Any) -> None:
     _die_with(order["parent"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the pool's maker decides
     os.environ.setdefault("OMP_NUM_THREADS", str(order["threads"]))
+    if (torch := sys.modules.get("torch")) is not None:  # which read the variable when the user's module imported it
+        torch.set_num_threads(order["threads"])
     try:
         _run(order)
     except BaseException:

@@ -23,12 +23,21 @@ def acknowledge(_: Any) -> None:
     """A big value one way, and a word back."""
 
 
-def serve_rpc(transport: str, spin_us: str, views: str, tls: str) -> None:
+def landed(tensor: Any) -> None:
+    """A tensor one way, and a word back when its device has the bytes."""
+    if tensor.is_cuda:
+        import torch
+
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def serve_rpc(transport: str, spin_us: str, views: str, tls: str = "") -> None:
     """A node of geartrain.rpc; under "tls" with the environment's certificates."""
     from geartrain import rpc
 
     rpc.function(echo)
     rpc.function(acknowledge)
+    rpc.function(landed)
     node = rpc.Node(
         "server", transport=transport, spin_us=float(spin_us), views=views == "views", tls=None if tls else False
     )

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -212,9 +212,23 @@ class Batcher:
         if self._stack:
             columns = [_stacked(column) for column in columns]
         results: Sequence[Any] = self._function(*columns)
+        if isinstance(results, Mapping):
+            return self._rows_of(results, len(batch))
         if len(results) != len(batch):
             raise SchemaError(f"{self.__qualname__} got {len(batch)} calls and returned {len(results)} results")
         return results
+
+    def _rows_of(self, columns: Mapping[str, Any], n: int) -> list[dict[str, Any]]:
+        """Arrays by name, a row a call, as a dict for each call."""
+        if not self._stack:
+            raise SchemaError(
+                f"{self.__qualname__} returned a dict; only with stack=True is that one of arrays by name"
+            )
+        for name, column in columns.items():
+            if not hasattr(column, "__len__") or not getattr(column, "shape", (0,)) or len(column) != n:
+                found = getattr(column, "shape", type(column).__name__)
+                raise SchemaError(f"{self.__qualname__} got {n} calls and returned {name!r} as {found}, not {n} rows")
+        return [{name: column[i] for name, column in columns.items()} for i in range(n)]
 
 
 def _stacked(values: Sequence[Any]) -> Any:

@@ -66,8 +66,10 @@ def batched(
 
     The function gets one list for each positional argument, with the values of all calls in it, and returns as many
     results. It runs as soon as `max_size` calls are there, or `max_wait_us` after the first of them; None waits for
-    ever. With `stack` the lists are stacked into one tensor or array each. More than `max_queued` waiting calls are
-    refused with `BusyError`.
+    ever. More than `max_queued` waiting calls are refused with `BusyError`.
+
+    With `stack` the lists are stacked into one tensor or array each, and the function may also return arrays or tensors
+    by name, (n, ...) each: every call then gets a dict of its rows.
 
     `on_batch` is called with a `BatchDone` after the answers of each batch have left, by the thread that ran it.
     `rpc.batch_stats(function)` has counters and latencies of all batches.

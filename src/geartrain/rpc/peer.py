@@ -16,6 +16,7 @@ from geartrain.errors import (
     CallCancelledError,
     GeartrainError,
     MessageError,
+    PeerLostError,
     RemoteError,
     UntrustedPeerError,
     WaitTimeoutError,
@@ -82,7 +83,7 @@ class Future:
             self._error = WaitTimeoutError(f"no answer from {self._peer.name!r} before the call's deadline")
             self._finished = True
         except GeartrainError as error:
-            self._error = error.with_traceback(None)
+            self._error = self._peer.named(error)
             self._finished = True
 
     def _settle(self, message: _native.Message, elsewhere: bool = False) -> None:
@@ -206,7 +207,15 @@ class Peer:
             message = self.calls.call(limited(kind, timeout_s), parcel, timeout_s)
         except WaitTimeoutError:
             raise WaitTimeoutError(f"no answer from {self.name!r} within {timeout_s} s") from None
+        except PeerLostError as error:
+            raise self.named(error) from None
         return self.value_of(message)
+
+    def named(self, error: GeartrainError) -> GeartrainError:
+        """The same error, which says of a lost peer who that was."""
+        if type(error) is PeerLostError:
+            return PeerLostError(f"{self.name!r} is lost: {error}")
+        return error.with_traceback(None)
 
     def give_up(self, tag: int) -> None:
         """Nobody wants the answer any more: drops it, and tells the peer."""
@@ -242,7 +251,7 @@ class Peer:
                 with self._lock:
                     left, self._elsewhere, self._completer = list(self._elsewhere.values()), {}, False
                 for future in left:
-                    future._finish_elsewhere(error)
+                    future._finish_elsewhere(self.named(error))
                 return
             with self._lock:
                 waiting = self._elsewhere.pop(message.tag, None)

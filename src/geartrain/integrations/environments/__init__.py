@@ -9,7 +9,10 @@ What `make` returns has the face of `geartrain.actors.Environments`, and episode
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+from collections.abc import Iterator
 from typing import Any
 
 from geartrain.actors.environments import Environments
@@ -17,7 +20,11 @@ from geartrain.errors import MissingDependencyError, SchemaError
 
 #: The families, each a file here and an extra of the same name, and the package that must be there.
 FAMILIES = {
+    "atari": "ale_py",
     "mujoco": "mujoco",
+    "fetch": "gymnasium_robotics",
+    "smax": "jaxmarl",
+    "vmas": "vmas",
 }
 
 
@@ -47,11 +54,19 @@ def need(family: str) -> None:
     """Raises `MissingDependencyError`, with the line that installs it, when a family's package is not there."""
     package = FAMILIES[family]
     try:
-        importlib.import_module(package)
+        with quiet():
+            importlib.import_module(package)
     except ImportError as error:
         raise MissingDependencyError(
             f"{family} environments need {package} ({error}): pip install 'geartrain[{family}]'"
         ) from None
 
 
-__all__ = ["FAMILIES", "make", "need"]
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps what packages print when they are imported (greetings, what they lack) from the user's screen."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+__all__ = ["FAMILIES", "make", "need", "quiet"]

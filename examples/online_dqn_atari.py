@@ -1,0 +1,276 @@
+"""A game of Atari learned from its pixels: double DQN with prioritized replay and n-step targets.
+
+    pip install "geartrain[torch,cli,plot,atari]"
+    python examples/online_dqn_atari.py                         about ten minutes on two cores
+    python examples/online_dqn_atari.py --game breakout --steps 50000
+
+Actors in processes of their own step the games and write each frame once into rows of shared memory; they take the
+newest weights by their version. The learner draws windows of frames, the rows with the largest errors most often, and
+makes stacks and n-step targets of them. The store's rate limiter keeps both to a fixed number of samples per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from rich import console
+from torch import Tensor, nn
+
+import curves
+import geartrain as gt
+from geartrain import weights
+from geartrain.actors import ActorContext, ActorPool, LocalPolicy, recorded_fields
+from geartrain.integrations.environments import make
+
+SIZE, STACK, N_STEP, GAMMA = 42, 4, 3, 0.98
+WINDOW = STACK + N_STEP  # frames from the oldest of a stack to the newest of the one that is bootstrapped from
+ROW = 40  # steps of a row, of which WINDOW - 1 repeat the row before, so that no transition falls between two rows
+EVERY = 50  # learner steps from one version of the weights to the next
+
+
+class QNetwork(nn.Module):
+    """(B, STACK, SIZE, SIZE) bytes to the values of the actions, (B, actions): a state's value and their advantages."""
+
+    def __init__(self, actions: int) -> None:
+        super().__init__()
+        self.see = nn.Sequential(
+            nn.Conv2d(STACK, 16, 6, 3), nn.ReLU(), nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.Flatten()
+        )
+        self.think = nn.Sequential(nn.Linear(32 * 5 * 5, 256), nn.ReLU())
+        self.value, self.advantage = nn.Linear(256, 1), nn.Linear(256, actions)
+
+    def forward(self, stacks: Tensor) -> Tensor:
+        thought = self.think(self.see(stacks.float() / 255))
+        advantage = self.advantage(thought)
+        return self.value(thought) + advantage - advantage.mean(1, keepdim=True)
+
+
+class Player:
+    """Acts greedily but for random actions, on stacks that it makes of the single frames it is shown.
+
+    A random action is kept for a while, most often for a step and seldom for up to `longest`, because single
+    random steps cancel out (Dabney et al., 2021).
+    """
+
+    def __init__(self, n: int, actions: int, epsilon: np.ndarray, seed: int, longest: int = 1) -> None:
+        self._stacks = np.zeros((n, STACK, SIZE, SIZE), np.uint8)
+        self._actions, self._epsilon, self._rng = actions, epsilon, np.random.default_rng(seed)
+        self._left, self._kept, self._longest = np.zeros(n, int), np.zeros(n, int), longest
+
+    @torch.no_grad()
+    def act(self, model: QNetwork, observation: dict[str, np.ndarray]) -> np.ndarray:
+        begins = observation["age"] == 0
+        self._stacks[begins] = 0
+        self._left[begins] = 0
+        self._stacks = np.concatenate([self._stacks[:, 1:], observation["frame"][:, None]], 1)
+        greedy = model(torch.from_numpy(self._stacks)).argmax(1).numpy()
+        n, rng = len(greedy), self._rng
+        chance = (self._left == 0) & (rng.random(n) < self._epsilon)
+        self._kept = np.where(chance, rng.integers(self._actions, size=n), self._kept)
+        self._left = np.where(chance, rng.zipf(2.0, n).clip(max=self._longest), self._left)
+        chosen = np.where(self._left > 0, self._kept, greedy)
+        self._left = np.maximum(self._left - 1, 0)
+        return chosen
+
+
+# --------------------------------------------------------------------------- what the actors' processes call
+
+
+def make_games(chosen: argparse.Namespace, context: ActorContext) -> Any:
+    return make(f"atari/{chosen.game}", chosen.games, size=SIZE)
+
+
+def make_policy(chosen: argparse.Namespace, reader: str, context: ActorContext) -> LocalPolicy:
+    """Every game begins random actions as often as its place says: at one of three steps, down to one of a hundred."""
+    actions = int(context.environments.action_space.n)
+    place = context.number + context.actors * np.arange(chosen.games)
+    epsilon = 0.3 ** (1 + 3 * place / max(1, chosen.games * context.actors - 1))
+    player = Player(chosen.games, actions, epsilon, context.seed, longest=60)
+    return LocalPolicy(player.act, QNetwork(actions), weights.Reader(reader), refresh_every=10)
+
+
+# ----------------------------------------------------------------------------------------------- the learner
+
+
+def stacks_of(frames: Tensor, first: Tensor) -> Tensor:
+    """The STACK frames of each window from its frame number `first` on."""
+    return frames[torch.arange(len(frames))[:, None], first[:, None] + torch.arange(STACK)]
+
+
+def errors_of(online: QNetwork, target: QNetwork, batch: gt.Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(B,) temporal-difference errors, and which of them mean anything.
+
+    A window ends with the state that is bootstrapped from, and begins with the stack N_STEP before. Where the episode
+    ended with the window, any of its last N_STEP states may be the one to learn about.
+    """
+    frames, reward = batch["observation.frame"], batch["reward"]
+    n = len(frames)
+    over = batch["terminated"][:, -2]
+    shift = torch.where(over, torch.randint(N_STEP, (n,), generator=generator), 0)
+    at = STACK - 1 + shift  # the state's newest frame
+    every = torch.arange(n)
+    real = batch.mask[every, at] & (batch.mask[every, shift] | (batch["observation.age"][every, at] < STACK - 1))
+    steps = torch.arange(WINDOW - 1)
+    ahead = steps - at[:, None]
+    returns = torch.where(ahead >= 0, GAMMA ** ahead.clamp(min=0) * reward[:, :-1], 0.0).sum(1)
+    with torch.no_grad():
+        last = frames[:, -STACK:]
+        best = online(last).argmax(1, keepdim=True)
+        bootstrap = target(last).gather(1, best)[:, 0]
+        wanted = returns + torch.where(over, 0.0, GAMMA ** (N_STEP - shift) * bootstrap)
+    action = batch["action"][every, at]
+    values = online(stacks_of(frames, shift)).gather(1, action[:, None])[:, 0]
+    return torch.where(real, wanted - values, 0.0), real
+
+
+def learn(
+    chosen: argparse.Namespace, store: gt.Store, curve: curves.Curve, screen: console.Console
+) -> dict[str, float]:
+    actions = int(make(f"atari/{chosen.game}").action_space.n)
+    torch.manual_seed(chosen.seed)
+    online, target = QNetwork(actions), QNetwork(actions)
+    target.load_state_dict(online.state_dict())
+    optimizer = torch.optim.Adam(online.parameters(), lr=chosen.rate, eps=1.5e-4)
+    generator = torch.Generator().manual_seed(chosen.seed)
+    with torch.inference_mode():
+        random = evaluate(online, chosen, chosen.eval_episodes, epsilon=1.0)
+    curve.line("random actions", random.mean())
+    screen.print(f"random actions: {random.mean():.1f}")
+    curve.point(0, random.mean(), random.min(), random.max())
+
+    new_steps = ROW - WINDOW  # of each row
+    store.limiter.set(
+        samples_per_insert=chosen.samples_per_step * new_steps,
+        min_size_to_sample=max(1, chosen.first_steps // new_steps),
+        error_buffer=max(20 * chosen.samples_per_step * new_steps, 8 * chosen.batch),
+    )
+    selection = gt.selection.Weighted(seed=chosen.seed, exponent=0.6, beta=0.5)
+    name = store.name
+    step, trained_s, every = 0, 0.0, max(1, chosen.steps // chosen.evaluations)
+    with (
+        weights.Publisher(name) as publisher,
+        curves.bars() as bars,
+    ):
+        publisher.publish(1, online.state_dict())
+        with (
+            ActorPool(
+                store,
+                functools.partial(make_games, chosen),
+                functools.partial(make_policy, chosen, name),
+                chosen.actors,
+                seed=chosen.seed,
+                overlap=WINDOW - 1,
+            ) as pool,
+            gt.Replay(store, selection, chosen.batch, window=WINDOW, timeout_s=120) as replay,
+        ):
+            bar = bars.add_task("waiting for the first steps", total=chosen.steps)
+            batches = iter(replay)
+            batch = next(batches)
+            since = time.perf_counter()
+            while trained_s < chosen.seconds and step < chosen.steps:
+                error, real = errors_of(online, target, batch, generator)
+                size = error.abs()
+                huber = torch.where(size < 1, 0.5 * error.square(), size - 0.5)
+                loss = (batch.importance * huber).sum() / real.sum().clamp(min=1)
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(online.parameters(), 10.0)
+                optimizer.step()
+                replay.update_weights(batch.rows[real.numpy()], size.detach()[real] + 0.01)
+                step += 1
+                if step % EVERY == 0:
+                    publisher.publish(1 + step, online.state_dict())
+                    pool.check()
+                if step % chosen.target_every == 0:
+                    target.load_state_dict(online.state_dict())
+                trained_s += time.perf_counter() - since
+                since = time.perf_counter()
+                if step % EVERY == 0:
+                    played = pool.stats()
+                    words = f"{played['steps']:,} steps, return {played['mean_return']:.1f}"
+                    bars.update(bar, completed=step, description=words)
+                if step % every == 0 and step < chosen.steps:
+                    returns = evaluate(online, chosen, max(1, chosen.eval_episodes // 2))
+                    steps = pool.stats()["steps"]
+                    curve.point(steps, returns.mean(), returns.min(), returns.max())
+                    bars.console.print(
+                        f"{trained_s:4.0f} s, {step:,} batches, {steps:,} steps: return {returns.mean():.1f}, "
+                        f"waited {100 * replay.stats()['wait_share']:.0f} %"
+                    )
+                    since = time.perf_counter()
+                batch = next(batches)
+            played, drawn = pool.stats(), store.limiter.state().samples
+        returns = evaluate(online, chosen, chosen.eval_episodes)
+    curve.point(played["steps"], returns.mean(), returns.min(), returns.max())
+    return {
+        "random": random.mean(),
+        "return": returns.mean(),
+        "gain": returns.mean() - random.mean(),
+        "environment_steps": played["steps"],
+        "learner_steps": step,
+        "samples_per_step": drawn / max(1, played["steps"]),
+        "train_s": trained_s,
+    }
+
+
+@torch.inference_mode()
+def evaluate(model: QNetwork, chosen: argparse.Namespace, episodes: int, epsilon: float = 0.01) -> np.ndarray:
+    """Returns of so many games by the game's own score, played side by side with seeds that no actor has."""
+    games = make(f"atari/{chosen.game}", episodes, size=SIZE, sign_rewards=False)
+    player = Player(episodes, int(games.action_space.n), np.full(episodes, epsilon), chosen.seed)
+    observation = games.reset(seed=1_000_000 + chosen.seed)
+    returns, playing = np.zeros(episodes), np.ones(episodes, bool)
+    for _ in range(chosen.eval_steps):
+        stepped = games.step(player.act(model, observation))
+        returns[playing] += stepped.reward[playing]
+        playing &= ~(stepped.terminated | stepped.truncated)
+        observation = stepped.next
+        if not playing.any():
+            break
+    games.close()
+    return returns
+
+
+def main(arguments: list[str] | None = None) -> int:
+    text = curves.options(__doc__)
+    add = text.add_argument
+    add("--game", default="freeway", help="name of a ROM (freeway)")
+    add("--steps", type=int, help="batches to train on (6000)")
+    add("--seconds", type=float, default=float("inf"), help="stop training after so long, evaluations not counted")
+    add("--actors", type=int, default=1, help="processes that play (1)")
+    add("--games", type=int, default=8, help="that each of them plays side by side (8)")
+    add("--batch", type=int, default=64, help="windows of a batch (64)")
+    add("--rate", type=float, default=5e-4, help="learning rate (5e-4)")
+    add("--samples-per-step", type=float, default=4.0, help="how often a step is trained on (4)")
+    add("--first-steps", type=int, default=5000, help="steps in the store before the first batch (5000)")
+    add("--target-every", type=int, default=500, help="batches from one target network to the next (500)")
+    add("--capacity", type=int, default=200_000, help="steps that the store keeps (200,000)")
+    add("--eval-episodes", type=int, default=10, help="of the last evaluation; half as many on the way (10)")
+    add("--evaluations", type=int, default=6, help="while it trains (6)")
+    chosen = text.parse_args(arguments)
+    chosen.eval_steps = 27_000
+    if chosen.tiny:
+        chosen.steps, chosen.batch, chosen.games, chosen.first_steps = chosen.steps or 20, 8, 2, 200
+        chosen.eval_episodes, chosen.eval_steps, chosen.evaluations = 2, 100, 1
+    chosen.steps = chosen.steps or 6000
+    curves.prepare()
+    screen = console.Console()
+    curve = curves.Curve(f"DQN on {chosen.game}", "environment steps", "return", chosen)
+    fields = recorded_fields(make(f"atari/{chosen.game}", size=SIZE).fields(ROW), ROW)
+    rows = max(64, chosen.capacity // (ROW - WINDOW))
+    with gt.Store.create(f"atari-{os.getpid()}", fields, capacity=rows) as store:
+        result = learn(chosen, store, curve, screen)
+    finished = curve.finish(**result)["result"]
+    screen.print(" ".join(f"{name}={value:,.2f}" for name, value in finished.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,367 @@
+"""What a job is made of: roles, each of some processes, from Python or from a TOML file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+from geartrain.errors import MissingDependencyError, SchemaError
+
+#: Something to run: "module:function", "file.py:function", the function itself, or a command as a list of words.
+Target = str | Callable[..., Any] | Sequence[str]
+Kind = Literal["learner", "agent", "actor", "other"]
+Keep = Literal["never", "on_failure", "always"]
+#: What acts in the processes of `actors`.
+ACT = "geartrain.launch.acting:act"
+
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True)
+class Role:
+    """Processes of a job that do the same. `learners`, `agents`, `actors` make the usual ones.
+
+    Attributes:
+        name: of the role; its processes are NAME-0, NAME-1, ...
+        run: what they run: "module:function", "file.py:function", a function of a module, or a command (a list of
+            words). A function is called with its `Part` and `args`; a command finds its part by `launch.part()`.
+        processes: how many, on each host.
+        kind: "learner": ranks, with torchrun's environment variables; the job is over when all have returned.
+            "agent": must not end by itself, and is stopped last. "actor", "other": may return when they are done.
+        args: further arguments of the function, by name: what JSON can hold.
+        max_restarts: of all its processes together, on each host. Learners die and start again together.
+        threads: that OpenMP, and so torch, may use in each process; None leaves it alone.
+        env: further environment variables.
+        hosts: "all", or "first" for processes on host 0 only.
+        silent_s: a process that has not reported for so long is killed, and counts as dead; it first reports when it
+            finds its part. None for never.
+    """
+
+    name: str
+    run: Target
+    processes: int = 1
+    kind: Kind = "other"
+    args: Mapping[str, Any] = field(default_factory=dict)
+    max_restarts: int = 0
+    threads: int | None = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    hosts: Literal["all", "first"] = "all"
+    silent_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
+            raise SchemaError(f"a role's name is a plain word, found {self.name!r}")
+        about = f"role {self.name!r}"
+        if self.kind not in get_args(Kind):
+            raise SchemaError(f"{about}: kind is one of {', '.join(get_args(Kind))}, found {self.kind!r}")
+        if self.hosts not in ("all", "first") or (self.kind == "learner" and self.hosts != "all"):
+            raise SchemaError(f"{about}: hosts is 'all' or, but for learners, 'first', found {self.hosts!r}")
+        _whole(about, "processes", self.processes, 1)
+        _whole(about, "max_restarts", self.max_restarts, 0)
+        if self.threads is not None:
+            _whole(about, "threads", self.threads, 1)
+        if self.silent_s is not None and not self.silent_s > 0:
+            raise SchemaError(f"{about}: silent_s must be above 0, found {self.silent_s}")
+        object.__setattr__(self, "run", target_of(about, self.run))
+        if not all(isinstance(value, str) for value in [*self.env, *self.env.values()]):
+            raise SchemaError(f"{about}: env holds strings, found {dict(self.env)}")
+        args = {name: target_of(about, value) if callable(value) else value for name, value in self.args.items()}
+        try:
+            json.dumps(args)
+        except (TypeError, ValueError) as error:
+            raise SchemaError(f"{about}: args must be what JSON can hold: {error}") from None
+        if args and not isinstance(self.run, str):
+            raise SchemaError(f"{about}: a command takes no args; put them among its words, or into env")
+        object.__setattr__(self, "args", args)
+
+
+def learners(run: Target, processes: int = 1, *, name: str = "learner", **options: Any) -> Role:
+    """The ranks that train: RANK, WORLD_SIZE, MASTER_ADDR and the others are set, as by torchrun.
+
+    With `max_restarts` a rank's death has all ranks of the host killed and started again (one host only); with 0, the
+    default, it ends the job. `options`: as for `Role`.
+    """
+    return Role(name, run, processes, "learner", **options)
+
+
+def agents(run: Target, processes: int = 1, *, name: str = "agent", max_restarts: int = 3, **options: Any) -> Role:
+    """Processes that answer actors (`Part.node`, `rpc.batched`); they serve until `Part.stopping`."""
+    return Role(name, run, processes, "agent", max_restarts=max_restarts, **options)
+
+
+def actors(
+    environments: Target,
+    policy: Target,
+    processes: int = 1,
+    *,
+    name: str = "actor",
+    seed: int = 0,
+    publish_every: int | None = None,
+    overlap: int = 0,
+    weight: float = 1.0,
+    steps: int | None = None,
+    max_restarts: int = 10,
+    **options: Any,
+) -> Role:
+    """Processes that step environments and write episodes into the job's store, as `ActorPool`'s do.
+
+    Args:
+        environments: called in each process with its `ActorContext`; returns what `environments_of` takes.
+        policy: the same for the policy. `context.part` is the process's `Part`.
+        processes: how many, on each host.
+        name: of the role.
+        seed: process i uses seed + i * 1,000, and another one after each restart.
+        publish_every, overlap, weight: as for `Recorder`.
+        steps: of each process, after which it is done; by default it acts until the job is over.
+        max_restarts: of all of them together, on each host.
+        options: as for `Role`.
+    """
+    about = f"role {name!r}"
+    args = {
+        "environments": target_of(about, environments),
+        "policy": target_of(about, policy),
+        "seed": seed,
+        "publish_every": publish_every,
+        "overlap": overlap,
+        "weight": weight,
+        "steps": steps,
+    }
+    if not all(isinstance(args[each], str) for each in ("environments", "policy")):
+        raise SchemaError(f"{about}: environments and policy are functions, not commands")
+    return Role(name, ACT, processes, "actor", args=args, max_restarts=max_restarts, **options)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job: its name, which is also its store's and its weights', and its roles.
+
+    Attributes:
+        name: a plain word. One job of a name runs on a host at a time.
+        roles: of different names; one of learners at most. Without learners the job is over when all but agents are.
+        timeout_s: the job is stopped, with `JobTimeoutError`, when it takes longer. None for no limit.
+        stop_s: how long processes that were told to stop have; then they are killed.
+        keep_store: whether the store's segment stays when the job is over, for the next start to adopt its rows:
+            "never", "on_failure" (a death or the time limit, not Ctrl-C) or "always".
+        directory: where processes run and modules are found; the current one by default.
+
+    Example:
+        >>> from geartrain import launch
+        >>> job = launch.Job(
+        ...     "pendulum",
+        ...     [
+        ...         launch.learners("pendulum:learn", 2, args={"steps": 1000}),
+        ...         launch.agents("pendulum:serve"),
+        ...         launch.actors("pendulum:environments", "pendulum:policy", 4),
+        ...     ],
+        ...     timeout_s=3600,
+        ... )
+        >>> [f"{role.name} x {role.processes}" for role in job.roles]
+        ['learner x 2', 'agent x 1', 'actor x 4']
+    """
+
+    name: str
+    roles: Sequence[Role]
+    timeout_s: float | None = None
+    stop_s: float = 10.0
+    keep_store: Keep = "on_failure"
+    directory: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
+            raise SchemaError(f"a job's name is a plain word, found {self.name!r}")
+        object.__setattr__(self, "roles", tuple(self.roles))
+        names = [role.name for role in self.roles]
+        if not names or len(set(names)) != len(names):
+            raise SchemaError(f"job {self.name!r}: roles of different names are needed, found {names}")
+        if sum(role.kind == "learner" for role in self.roles) > 1:
+            raise SchemaError(f"job {self.name!r}: there is one role of learners, for ranks are numbered through")
+        if all(role.kind == "agent" for role in self.roles):
+            raise SchemaError(f"job {self.name!r}: agents alone never end; there must be learners, actors or others")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise SchemaError(f"job {self.name!r}: timeout_s must be above 0, found {self.timeout_s}")
+        if not self.stop_s > 0:
+            raise SchemaError(f"job {self.name!r}: stop_s must be above 0, found {self.stop_s}")
+        if self.keep_store not in get_args(Keep):
+            raise SchemaError(
+                f"job {self.name!r}: keep_store is one of {', '.join(get_args(Keep))}, found {self.keep_store!r}"
+            )
+        object.__setattr__(self, "directory", str(Path(self.directory or ".").resolve()))
+
+    @property
+    def learner(self) -> Role | None:
+        """The role whose processes are ranks."""
+        return next((role for role in self.roles if role.kind == "learner"), None)
+
+
+# --- from a file ------------------------------------------------------------------------------------------------------
+
+
+def load(description: str) -> Job:
+    """The job that a description names.
+
+    Args:
+        description: a TOML file; "module:name" or "file.py:name", where the name is a `Job` or a function that
+            returns one (`job` when left out).
+
+    Raises:
+        SchemaError: there is none, or it is wrong; says where.
+    """
+    if description.endswith(".toml"):
+        return _from_toml(Path(description))
+    where, _, name = description.partition(":")
+    found = find(f"{where}:{name or 'job'}", str(Path(where).parent) if where.endswith(".py") else ".")
+    if callable(found) and not isinstance(found, Job):
+        found = found()
+    if not isinstance(found, Job):
+        raise SchemaError(f"{description} is {type(found).__name__}, and not a geartrain.launch.Job")
+    return found
+
+
+def _from_toml(path: Path) -> Job:
+    try:
+        tables = _toml().loads(path.read_text())
+    except FileNotFoundError:
+        raise SchemaError(f"there is no file {path}") from None
+    except ValueError as error:
+        raise SchemaError(f"{path} is not TOML: {error}") from None
+    roles: list[Role] = []
+    others = tables.pop("role", {})
+    for kind in ("learner", "agent", "actor"):
+        table = tables.pop(kind, None)
+        if table is not None:
+            roles.append(_role(path, kind, kind, table))
+    for name, table in others.items():
+        roles.append(_role(path, name, "other", table))
+    known = {each.name for each in fields(Job)} - {"roles"}
+    unknown = sorted(set(tables) - known)
+    if unknown:
+        raise SchemaError(
+            f"{path}: {', '.join(unknown)} means nothing here; there are {', '.join(sorted(known))}, and the tables "
+            "learner, agent, actor and role.NAME"
+        )
+    if "name" not in tables:
+        raise SchemaError(f"{path}: a job needs a name")
+    job = Job(roles=roles, **{"directory": str(path.parent), **tables})
+    return replace(job, directory=str((path.parent / tables.get("directory", ".")).resolve()))
+
+
+def _role(path: Path, name: str, kind: str, table: Any) -> Role:
+    if not isinstance(table, dict):
+        raise SchemaError(f"{path}: [{name}] is a table")
+    acting = {"environments", "policy", "seed", "publish_every", "overlap", "weight", "steps"}
+    known = {each.name for each in fields(Role)} - {"name"} - (set() if kind == "other" else {"kind"})
+    if kind == "actor" and "run" not in table:
+        known = (known | acting) - {"run", "args"}
+        missing = {"environments", "policy"} - set(table)
+        if missing:
+            raise SchemaError(f"{path}: [actor] needs environments and policy, or run; found {sorted(table)}")
+    elif "run" not in table:
+        raise SchemaError(f"{path}: [{name}] needs run")
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise SchemaError(
+            f"{path}: {', '.join(unknown)} means nothing in [{name}]; there are {', '.join(sorted(known))}"
+        )
+    options = {"name": name, **table}
+    if kind == "actor" and "run" not in table:
+        return actors(**options)
+    if kind == "agent":
+        return agents(**options)
+    return Role(**({"kind": kind, **options} | ({"max_restarts": 10, **table} if kind == "actor" else {})))
+
+
+def _toml() -> Any:
+    name = "tomllib" if sys.version_info >= (3, 11) else "tomli"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise MissingDependencyError("reading TOML needs tomli on Python 3.10: pip install 'geartrain[cli]'") from None
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+
+def target_of(about: str, given: Any) -> str | list[str]:
+    """A target as a string or a list of words."""
+    if isinstance(given, str):
+        if ":" not in given:
+            raise SchemaError(
+                f"{about}: {given!r} names no function: it is module:function or file.py:function, and a command is a "
+                "list of words"
+            )
+        return given
+    if isinstance(given, Sequence):
+        words = list(given)
+        if not words or not all(isinstance(word, str) for word in words):
+            raise SchemaError(f"{about}: a command is a list of words, found {given!r}")
+        return words
+    name = getattr(given, "__qualname__", "")
+    if not callable(given) or "<" in name or not name:
+        raise SchemaError(f"{about}: a new process must find the function by its name in a module, found {given!r}")
+    if given.__module__ == "__main__":
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        if file is None:
+            raise SchemaError(f"{about}: {name} stands in no file that a new process could read")
+        return f"{Path(file).resolve()}:{name}"
+    return f"{given.__module__}:{name}"
+
+
+def find(target: str, directory: str = ".") -> Any:
+    """What a target names.
+
+    Raises:
+        SchemaError: there is no such module, file or name.
+    """
+    where, _, name = target.rpartition(":")
+    module = _file_module(Path(directory) / Path(where).name, where) if where.endswith(".py") else _module(where)
+    found: Any = module
+    for word in name.split("."):
+        if not hasattr(found, word):
+            raise SchemaError(f"{where} has no {name}")
+        found = getattr(found, word)
+    return found
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # it is there, and lacks something itself
+        raise SchemaError(f"there is no module {name!r}; looked in {', '.join(sys.path[:3])}, ...") from None
+
+
+def _file_module(path: Path, given: str) -> ModuleType:
+    path = Path(given) if Path(given).is_absolute() or Path(given).exists() else path
+    if not path.is_file():
+        raise SchemaError(f"there is no file {given}")
+    directory = str(path.resolve().parent)
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    main = sys.modules["__main__"]
+    if Path(str(getattr(main, "__file__", None) or "")).resolve() == path.resolve():
+        return main
+    if path.stem.isidentifier() and path.stem not in sys.modules:
+        module = importlib.import_module(path.stem)  # under its own name, so that what it defines can be found again
+        if Path(str(module.__file__)).resolve() == path.resolve():
+            return module
+    known = sys.modules.get(path.stem)
+    if known is not None and Path(str(getattr(known, "__file__", ""))).resolve() == path.resolve():
+        return known
+    raise SchemaError(f"{path} cannot be imported as {path.stem!r}: another module has that name, or it is no name")
+
+
+def _whole(about: str, what: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SchemaError(f"{about}: {what} is a whole number from {least} on, found {value!r}")
+
+
+__all__ = ["ACT", "Job", "Keep", "Kind", "Role", "Target", "actors", "agents", "find", "learners", "load", "target_of"]

@@ -1,0 +1,175 @@
+"""A small job: actors that count, an agent that answers, learners whose rows check themselves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import numpy as np
+import tagged
+from counting import Counting
+
+import geartrain as gt
+from geartrain import launch, rpc
+from geartrain.actors import environments_of, recorded_fields
+
+LENGTH = 10
+FIELDS = {
+    **recorded_fields(environments_of([Counting()]).fields(LENGTH), LENGTH),
+    "twice": gt.Field((LENGTH,), "float32"),
+}
+
+
+def environments(context):
+    return [Counting() for _ in range(2)]
+
+
+class Doubling:
+    """Acts alone: the action is the step, and twice says so again."""
+
+    version = 0
+
+    def act(self, observation):
+        action = observation[:, 1].astype(np.int64)
+        return action, {"twice": 2.0 * action}
+
+
+def local_policy(context):
+    return Doubling()
+
+
+def remote_policy(context):
+    return context.part.policy("act")
+
+
+def serve(part):
+    """Answers with the step, and the version of the newest weights."""
+    reader = part.reader()
+
+    @rpc.batched(max_size=4, max_wait_us=500, stack=True)
+    def act(observations):
+        steps = observations[:, 1].astype(np.int64)
+        version = reader.version or 0
+        part.report(steps=rpc.batch_stats(act).calls, version=version)
+        return {"action": steps, "twice": 2.0 * steps, "version": np.full(len(steps), version)}
+
+    part.node()
+    while not part.stopping:
+        part.report()
+        time.sleep(0.02)
+
+
+def learn(part, steps=60, batch_size=8, pause_s=0.0, least=20):
+    """Draws batches and checks each; publishes a version a step. Every rank does it alone."""
+    store = part.store(FIELDS, capacity=400)
+    publisher = part.publisher() if part.rank == 0 else None
+    wait_for_rows(part, store, least)
+    with part.watch(gt.Replay(store, gt.selection.Uniform(seed=part.rank), batch_size, as_="numpy")) as replay:
+        for step in range(1, steps + 1):
+            if part.stopping:
+                break
+            batch = replay.sample()
+            check(batch)
+            if publisher is not None:
+                publisher.publish(1000 * part.restart + step, {"w": np.full(3, step, np.float32)})
+            part.report(steps=step, version=step, loss=1.0 / step)
+            time.sleep(pause_s)
+    print(f"learned {step} steps on {len(store)} rows, restart {part.restart}")
+
+
+def wait_for_rows(part, store, least):
+    until_s = time.monotonic() + 60
+    while len(store) < least and not part.stopping:
+        assert time.monotonic() < until_s, "no rows came"
+        part.report()
+        time.sleep(0.01)
+
+
+def check(batch):
+    """Counting's rows: steps count up, actions are the steps, twice is double, exactly one step is the last."""
+    steps = batch["observation"][:, :, 1]
+    acted = batch.mask & ~batch["last"]
+    count = np.arange(steps.shape[1])
+    first = batch.mask.argmax(axis=1)
+    assert (steps[batch.mask] == (count[None] - first[:, None])[batch.mask]).all(), steps
+    assert (batch["last"] & batch.mask).sum(axis=1).tolist() == [1] * len(steps)
+    assert (batch["action"][acted] == steps[acted]).all()
+    assert (batch["twice"][acted] == 2 * steps[acted]).all()
+    episode = batch["observation"][:, :, 0]
+    assert (episode == np.take_along_axis(episode, first[:, None], 1))[batch.mask].all()
+
+
+def insert(part, rows=None):
+    """An actor that inserts rows which check themselves."""
+    store = part.store()
+    tags = np.random.default_rng([part.number, part.restart])
+    done = 0
+    while not part.stopping and (rows is None or done < rows):
+        tagged.insert(store, tags.integers(0, 2**62, 4).astype(np.uint64))
+        done += 4
+        part.report(rows=done, steps=done)
+
+
+def learn_tagged(part, steps=200, batch_size=16):
+    """A rank of a group: one global batch of self-checking rows, added up over the ranks each step."""
+    import torch
+    import torch.distributed as dist
+
+    from geartrain.errors import EmptyStoreError
+
+    torch.set_num_threads(1)
+    store = part.store(tagged.FIELDS, capacity=64)
+    print(f"found {len(store)} rows", flush=True)
+    wait_for_rows(part, store, 16)
+    dist.init_process_group("gloo")
+    replay = gt.Replay(store, gt.selection.Uniform(seed=1), batch_size, as_="numpy", group=dist.group.WORLD)
+    part.watch(replay)
+    for step in range(1, steps + 1):
+        batch = replay.sample()
+        assert tagged.mixed(batch) == [], "a half-written row was selected"
+        stopping = torch.tensor([int(part.stopping)])
+        dist.all_reduce(stopping)
+        part.report(steps=step, version=step)
+        if stopping.item():
+            break
+    replay.close()
+    dist.destroy_process_group()
+    assert EmptyStoreError
+
+
+def fail(part, after_s=0.0):
+    print(f"I am {part.name}, and I fail")
+    time.sleep(after_s)
+    raise ValueError("on purpose")
+
+
+def linger(part, deaf=False):
+    """Stays until it is told to go, or longer."""
+    part.report(steps=1)
+    while deaf or not part.stopping:
+        time.sleep(0.02)
+    print("told to go")
+
+
+def stuck(part):
+    part.report(steps=1)
+    time.sleep(600)
+
+
+def tell_environment(part):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    print(part.name, {name: os.environ.get(name) for name in names}, part.rank, part.world_size)
+
+
+job = launch.Job(
+    "launched",
+    [launch.learners(learn, 2), launch.agents(serve), launch.actors(environments, remote_policy, 2)],
+    timeout_s=60,
+)
+
+if __name__ == "__main__":
+    try:
+        launch.run(job, folder=sys.argv[1])
+    except launch.PartDiedError as error:
+        sys.exit(str(error))
