@@ -25,7 +25,10 @@ class Authority {
     made_by_ = ::getpid();
     openssl_x509("ca", "-addext basicConstraints=critical,CA:TRUE");
   }
-  ~Authority() {
+  ~Authority() { remove(); }
+  Authority(const Authority&) = delete;
+  Authority& operator=(const Authority&) = delete;
+  void remove() const {
     if (made_by_ == ::getpid()) std::filesystem::remove_all(folder_);
   }
 
@@ -40,8 +43,12 @@ class Authority {
 
   // One for tests that need no more.
   static Authority& of_tests() {
-    static Authority authority;
-    return authority;
+    static Authority* all = [] {
+      static Authority* made = new Authority();  // what it loaded is still in use when the process ends
+      std::atexit([] { made->remove(); });
+      return made;
+    }();
+    return *all;
   }
 
   // Files of a certificate for `names`, such as "IP:127.0.0.1,DNS:geartrain".

@@ -1,6 +1,7 @@
 #include "transport/tls.h"
 
 #include <arpa/inet.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -48,7 +49,8 @@ void leave_at_exit() {
              leaving.store(true);
              const uint64_t until_ns = monotonic_ns() + 1'000'000'000;
              while (inside.load() != 0 && monotonic_ns() < until_ns) std::this_thread::yield();
-           }) == 0;
+           }) == 0 &&
+           ::pthread_atfork(nullptr, nullptr, [] { inside.store(0); }) == 0;  // a child has none of the threads
   }();
   static_cast<void>(told);
 }
@@ -255,13 +257,6 @@ Tls::~Tls() {
   if (in) openssl().SSL_free(ssl_);  // and the way to the socket
 }
 
-std::string Tls::describe() const {
-  const Inside in;
-  std::lock_guard lock(mutex_);
-  const void* cipher = in ? openssl().SSL_get_current_cipher(ssl_) : nullptr;
-  return cipher == nullptr ? "TLSv1.3" : std::string("TLSv1.3 ") + openssl().SSL_CIPHER_get_name(cipher);
-}
-
 // --- the handshake --------------------------------------------------------------------------------------------------
 
 Tls::Step Tls::shake_hands() {
@@ -274,7 +269,11 @@ Tls::Step Tls::shake_hands() {
   const int result = api.SSL_do_handshake(ssl_);
   const int why = result == 1 ? 0 : api.SSL_get_error(ssl_, result);
   const bool sent = drain();  // an alert as well
-  if (result == 1) return sent ? Step::done : Step::wants_write;
+  if (result == 1) {
+    const void* cipher = api.SSL_get_current_cipher(ssl_);
+    if (cipher != nullptr) described_ = std::string("TLSv1.3 ") + api.SSL_CIPHER_get_name(cipher);
+    return sent ? Step::done : Step::wants_write;
+  }
   if (why == OpenSsl::kWantRead || why == OpenSsl::kWantWrite) return sent ? Step::wants_read : Step::wants_write;
   fail_handshake();
 }
@@ -307,9 +306,12 @@ void Tls::fail_handshake() {
 void Tls::note_failure() {
   if (failure_) return;
   const unsigned long error = take_error();
-  const char* text = refusal(alert_of(error));
+  const unsigned alert = alert_of(error);
+  const char* text = refusal(alert);
   if (text != nullptr) {
     failure_ = {ErrorKind::untrusted, std::string("the peer refuses this side's certificate: ") + text};
+  } else if (alert != 0) {
+    failure_ = {ErrorKind::peer_lost, "the peer ended the connection: " + in_words(error)};
   } else {
     failure_ = {ErrorKind::frame, "what came is not what the peer wrote under TLS: " + in_words(error)};
   }

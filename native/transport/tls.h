@@ -70,8 +70,9 @@ class Tls {
   Step shake_hands();
 
   // As sendmsg and recvmsg: how many bytes, 0 at the end, -1 and errno. Each throws untrusted when the peer refuses
-  // this side, which a dialer hears only now, and frame for what the peer did not write. receive() goes on until there
-  // is no room or nothing more has come. send() takes bytes that the socket may not have yet: see flush().
+  // this side, which a dialer hears only now, frame for what the peer did not write, and peer_lost when it says so.
+  // receive() goes on until there is no room or nothing more has come. send() takes bytes that the socket may not have
+  // yet: see flush().
   ssize_t receive(std::span<const struct iovec> parts);
   ssize_t send(std::span<const struct iovec> parts);
   // Whether the socket has all that was sent; else try again when it is writable. True as well when it never will.
@@ -79,8 +80,8 @@ class Tls {
   // Whether the last receive() ended for want of room: there may be more, which no poll() shows.
   bool unread() const { return unread_.load(std::memory_order_relaxed); }
 
-  // "TLSv1.3 TLS_AES_128_GCM_SHA256"
-  std::string describe() const;
+  // "TLSv1.3 TLS_AES_128_GCM_SHA256", once hands are shaken.
+  const std::string& describe() const { return described_; }
 
  private:
   struct Sockets;  // what OpenSSL calls to read and write
@@ -94,6 +95,7 @@ class Tls {
   const int socket_;
   const std::string peer_;  // in words
   Ssl* ssl_ = nullptr;
+  std::string described_ = "TLSv1.3";
   mutable std::mutex mutex_;  // of all below
   std::atomic<bool> unread_{true};
 
