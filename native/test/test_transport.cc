@@ -300,15 +300,16 @@ TEST(a_secret_is_proved_on_both_sides_or_there_is_no_connection) {
   secret.secret = "open sesame";
   other.secret = "open barley";
   for (const char* transport : transports()) {
-    for (Options* options : {&secret, &other, &none}) options->transport = transport;
+    for (Options* options : {&secret, &other, &none}) {
+      options->tls.reset();
+      *options = over(transport, *options);
+    }
     CHECK(connected(transport, secret).one->authenticated());
     CHECK(!connected(transport, none).other->authenticated());
-    ListenerOptions listening;
-    listening.options.secret = secret.secret;
-    const Listener guarded(listening);
+    const Listener guarded(listening(transport, secret));
     CHECK_THROWS(untrusted, connect(guarded.address(), other, soon()));
     CHECK_THROWS(untrusted, connect(guarded.address(), none, soon()));
-    const Listener open({});
+    const Listener open(listening(transport));
     CHECK_THROWS(untrusted, connect(open.address(), secret, soon()));
   }
   ListenerOptions everywhere;
