@@ -83,6 +83,18 @@ RESULTS = {
         "gain",
         at_least=15.0,
     ),
+    "mat-3m": Result(
+        "python examples/online_mat_smax.py --task smax/3m --seed 0",
+        "SMAX 3m: wins 85 % of its battles, with its likeliest actions",
+        "greedy",
+        at_least=0.85,
+    ),
+    "sac-fetch": Result(
+        "python examples/online_sac_fetch.py --seed 0",
+        "FetchReach: at the goal at the end of 90 % of the episodes",
+        "success",
+        at_least=0.9,
+    ),
 }
 
 
