@@ -12,6 +12,7 @@ makes stacks and n-step targets of them. The store's rate limiter keeps both to 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
@@ -29,14 +30,14 @@ from geartrain import weights
 from geartrain.actors import ActorContext, ActorPool, LocalPolicy, recorded_fields
 from geartrain.integrations.environments import make
 
-SIZE, STACK, N_STEP, GAMMA = 42, 4, 3, 0.98
+FRAME, STACK, N_STEP, GAMMA = (42, 40), 4, 5, 0.98
 WINDOW = STACK + N_STEP  # frames from the oldest of a stack to the newest of the one that is bootstrapped from
 ROW = 40  # steps of a row, of which WINDOW - 1 repeat the row before, so that no transition falls between two rows
 EVERY = 50  # learner steps from one version of the weights to the next
 
 
 class QNetwork(nn.Module):
-    """(B, STACK, SIZE, SIZE) bytes to the values of the actions, (B, actions): a state's value and their advantages."""
+    """(B, STACK, *FRAME) bytes to the values of the actions, (B, actions): a state's value and their advantages."""
 
     def __init__(self, actions: int) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Player:
     """
 
     def __init__(self, n: int, actions: int, epsilon: np.ndarray, seed: int, longest: int = 1) -> None:
-        self._stacks = np.zeros((n, STACK, SIZE, SIZE), np.uint8)
+        self._stacks = np.zeros((n, STACK, *FRAME), np.uint8)
         self._actions, self._epsilon, self._rng = actions, epsilon, np.random.default_rng(seed)
         self._left, self._kept, self._longest = np.zeros(n, int), np.zeros(n, int), longest
 
@@ -84,12 +85,12 @@ class Player:
 
 
 def make_games(chosen: argparse.Namespace, context: ActorContext) -> Any:
-    return make(f"atari/{chosen.game}", chosen.games, size=SIZE)
+    return make(f"atari/{chosen.game}", chosen.games)
 
 
 def make_policy(chosen: argparse.Namespace, reader: str, context: ActorContext) -> LocalPolicy:
     """Every game begins random actions as often as its place says: at one of three steps, down to one of a hundred."""
-    actions = int(context.environments.action_space.n)
+    actions = context.environments.actions
     place = context.number + context.actors * np.arange(chosen.games)
     epsilon = 0.3 ** (1 + 3 * place / max(1, chosen.games * context.actors - 1))
     player = Player(chosen.games, actions, epsilon, context.seed, longest=60)
@@ -130,84 +131,89 @@ def errors_of(online: QNetwork, target: QNetwork, batch: gt.Batch, generator: to
     return torch.where(real, wanted - values, 0.0), real
 
 
+class Learner:
+    """The network that learns, and a running mean of it, which is bootstrapped from, acts, and is evaluated.
+
+    From one action to the next, values differ by a few percent; the mean of many steps' weights tells them apart.
+    """
+
+    def __init__(self, actions: int, chosen: argparse.Namespace) -> None:
+        torch.manual_seed(chosen.seed)
+        self.online, self.mean = QNetwork(actions), QNetwork(actions)
+        self.mean.load_state_dict(self.online.state_dict())
+        self.optimizer = torch.optim.Adam(self.online.parameters(), lr=chosen.rate, eps=1.5e-4)
+        self.generator = torch.Generator().manual_seed(chosen.seed)
+
+    def train(self, batch: gt.Batch, follow: float = 0.01) -> tuple[Tensor, Tensor]:
+        """One step; the sizes of the errors, and which of them mean anything."""
+        error, real = errors_of(self.online, self.mean, batch, self.generator)
+        size = error.abs()
+        huber = torch.where(size < 1, 0.5 * error.square(), size - 0.5)
+        loss = (batch.importance * huber).sum() / real.sum().clamp(min=1)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.online.parameters(), 10.0)
+        self.optimizer.step()
+        with torch.no_grad():
+            for mean, value in zip(self.mean.parameters(), self.online.parameters(), strict=True):
+                mean.lerp_(value, follow)
+        return size.detach(), real
+
+
 def learn(
     chosen: argparse.Namespace, store: gt.Store, curve: curves.Curve, screen: console.Console
 ) -> dict[str, float]:
-    actions = int(make(f"atari/{chosen.game}").action_space.n)
-    torch.manual_seed(chosen.seed)
-    online, target = QNetwork(actions), QNetwork(actions)
-    target.load_state_dict(online.state_dict())
-    optimizer = torch.optim.Adam(online.parameters(), lr=chosen.rate, eps=1.5e-4)
-    generator = torch.Generator().manual_seed(chosen.seed)
-    with torch.inference_mode():
-        random = evaluate(online, chosen, chosen.eval_episodes, epsilon=1.0)
+    learner = Learner(make(f"atari/{chosen.game}").actions, chosen)
+    random = evaluate(learner.mean, chosen, chosen.eval_episodes, epsilon=1.0)
     curve.line("random actions", random.mean())
-    screen.print(f"random actions: {random.mean():.1f}")
     curve.point(0, random.mean(), random.min(), random.max())
+    screen.print(f"random actions: {random.mean():.1f}")
 
     new_steps = ROW - WINDOW  # of each row
+    samples_per_row = chosen.samples_per_step * new_steps
     store.limiter.set(
-        samples_per_insert=chosen.samples_per_step * new_steps,
+        samples_per_insert=samples_per_row,
         min_size_to_sample=max(1, chosen.first_steps // new_steps),
-        error_buffer=max(20 * chosen.samples_per_step * new_steps, 8 * chosen.batch),
+        error_buffer=max(20 * samples_per_row, 8 * chosen.batch),
     )
     selection = gt.selection.Weighted(seed=chosen.seed, exponent=0.6, beta=0.5)
-    name = store.name
-    step, trained_s, every = 0, 0.0, max(1, chosen.steps // chosen.evaluations)
+    games, policy = functools.partial(make_games, chosen), functools.partial(make_policy, chosen, store.name)
+    every, train_s = max(1, chosen.steps // chosen.evaluations), 0.0
     with (
-        weights.Publisher(name) as publisher,
-        curves.bars() as bars,
+        weights.Publisher(store.name) as publisher,
+        curves.bars(screen) as bars,
+        contextlib.ExitStack() as stack,
     ):
-        publisher.publish(1, online.state_dict())
-        with (
-            ActorPool(
-                store,
-                functools.partial(make_games, chosen),
-                functools.partial(make_policy, chosen, name),
-                chosen.actors,
-                seed=chosen.seed,
-                overlap=WINDOW - 1,
-            ) as pool,
-            gt.Replay(store, selection, chosen.batch, window=WINDOW, timeout_s=120) as replay,
-        ):
-            bar = bars.add_task("waiting for the first steps", total=chosen.steps)
-            batches = iter(replay)
-            batch = next(batches)
-            since = time.perf_counter()
-            while trained_s < chosen.seconds and step < chosen.steps:
-                error, real = errors_of(online, target, batch, generator)
-                size = error.abs()
-                huber = torch.where(size < 1, 0.5 * error.square(), size - 0.5)
-                loss = (batch.importance * huber).sum() / real.sum().clamp(min=1)
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(online.parameters(), 10.0)
-                optimizer.step()
-                replay.update_weights(batch.rows[real.numpy()], size.detach()[real] + 0.01)
-                step += 1
-                if step % EVERY == 0:
-                    publisher.publish(1 + step, online.state_dict())
-                    pool.check()
-                if step % chosen.target_every == 0:
-                    target.load_state_dict(online.state_dict())
-                trained_s += time.perf_counter() - since
+        publisher.publish(1, learner.mean.state_dict())
+        pool = ActorPool(store, games, policy, chosen.actors, seed=chosen.seed, overlap=WINDOW - 1)
+        stack.enter_context(pool)
+        stack.callback(store.limiter.off)  # before the pool stops: nobody is to wait for a learner that has gone
+        replay = gt.Replay(store, selection, chosen.batch, window=WINDOW, steps=chosen.steps, timeout_s=120)
+        stack.enter_context(replay)
+        bar = bars.add_task("waiting for the first steps", total=chosen.steps)
+        since = None
+        for step, batch in enumerate(replay, start=1):
+            since = since or time.perf_counter()  # it starts when there is something to learn from
+            size, real = learner.train(batch)
+            replay.update_weights(batch.rows[real.numpy()], size[real] + 0.01)
+            if step % EVERY == 0:
+                publisher.publish(1 + step, learner.mean.state_dict())
+                pool.check()
+                played = pool.stats()
+                words = f"{played['steps']:,} steps, return {played['mean_return']:.1f}"
+                bars.update(bar, completed=step, description=words)
+            if step % every == 0 and step < chosen.steps:
+                train_s += time.perf_counter() - since
+                played, returns = pool.stats(), evaluate(learner.mean, chosen, max(1, chosen.eval_episodes // 2))
+                curve.point(played["steps"], returns.mean(), returns.min(), returns.max())
+                words = f"{train_s:4.0f} s, {step:,} batches, {played['steps']:,} steps"
+                bars.console.print(f"{words}: return {returns.mean():.1f}")
+                if train_s > chosen.seconds:
+                    break
                 since = time.perf_counter()
-                if step % EVERY == 0:
-                    played = pool.stats()
-                    words = f"{played['steps']:,} steps, return {played['mean_return']:.1f}"
-                    bars.update(bar, completed=step, description=words)
-                if step % every == 0 and step < chosen.steps:
-                    returns = evaluate(online, chosen, max(1, chosen.eval_episodes // 2))
-                    steps = pool.stats()["steps"]
-                    curve.point(steps, returns.mean(), returns.min(), returns.max())
-                    bars.console.print(
-                        f"{trained_s:4.0f} s, {step:,} batches, {steps:,} steps: return {returns.mean():.1f}, "
-                        f"waited {100 * replay.stats()['wait_share']:.0f} %"
-                    )
-                    since = time.perf_counter()
-                batch = next(batches)
-            played, drawn = pool.stats(), store.limiter.state().samples
-        returns = evaluate(online, chosen, chosen.eval_episodes)
+        train_s += time.perf_counter() - since if step == chosen.steps else 0.0
+        played, drawn, wait_s = pool.stats(), store.limiter.state().samples, replay.stats()["wait_s"]
+    returns = evaluate(learner.mean, chosen, chosen.eval_episodes)
     curve.point(played["steps"], returns.mean(), returns.min(), returns.max())
     return {
         "random": random.mean(),
@@ -216,15 +222,16 @@ def learn(
         "environment_steps": played["steps"],
         "learner_steps": step,
         "samples_per_step": drawn / max(1, played["steps"]),
-        "train_s": trained_s,
+        "train_s": train_s,
+        "wait_s": wait_s,
     }
 
 
 @torch.inference_mode()
 def evaluate(model: QNetwork, chosen: argparse.Namespace, episodes: int, epsilon: float = 0.01) -> np.ndarray:
     """Returns of so many games by the game's own score, played side by side with seeds that no actor has."""
-    games = make(f"atari/{chosen.game}", episodes, size=SIZE, sign_rewards=False)
-    player = Player(episodes, int(games.action_space.n), np.full(episodes, epsilon), chosen.seed)
+    games = make(f"atari/{chosen.game}", episodes, sign_rewards=False)
+    player = Player(episodes, games.actions, np.full(episodes, epsilon), chosen.seed)
     observation = games.reset(seed=1_000_000 + chosen.seed)
     returns, playing = np.zeros(episodes), np.ones(episodes, bool)
     for _ in range(chosen.eval_steps):
@@ -242,28 +249,27 @@ def main(arguments: list[str] | None = None) -> int:
     text = curves.options(__doc__)
     add = text.add_argument
     add("--game", default="freeway", help="name of a ROM (freeway)")
-    add("--steps", type=int, help="batches to train on (6000)")
-    add("--seconds", type=float, default=float("inf"), help="stop training after so long, evaluations not counted")
+    add("--steps", type=int, help="batches to train on (4000)")
+    add("--seconds", type=float, default=float("inf"), help="stop at the first evaluation after so long")
     add("--actors", type=int, default=1, help="processes that play (1)")
     add("--games", type=int, default=8, help="that each of them plays side by side (8)")
     add("--batch", type=int, default=64, help="windows of a batch (64)")
-    add("--rate", type=float, default=5e-4, help="learning rate (5e-4)")
+    add("--rate", type=float, default=3e-4, help="learning rate (3e-4)")
     add("--samples-per-step", type=float, default=4.0, help="how often a step is trained on (4)")
     add("--first-steps", type=int, default=5000, help="steps in the store before the first batch (5000)")
-    add("--target-every", type=int, default=500, help="batches from one target network to the next (500)")
     add("--capacity", type=int, default=200_000, help="steps that the store keeps (200,000)")
     add("--eval-episodes", type=int, default=10, help="of the last evaluation; half as many on the way (10)")
-    add("--evaluations", type=int, default=6, help="while it trains (6)")
+    add("--evaluations", type=int, default=5, help="while it trains (5)")
     chosen = text.parse_args(arguments)
     chosen.eval_steps = 27_000
     if chosen.tiny:
         chosen.steps, chosen.batch, chosen.games, chosen.first_steps = chosen.steps or 20, 8, 2, 200
         chosen.eval_episodes, chosen.eval_steps, chosen.evaluations = 2, 100, 1
-    chosen.steps = chosen.steps or 6000
+    chosen.steps = chosen.steps or 4000
     curves.prepare()
     screen = console.Console()
     curve = curves.Curve(f"DQN on {chosen.game}", "environment steps", "return", chosen)
-    fields = recorded_fields(make(f"atari/{chosen.game}", size=SIZE).fields(ROW), ROW)
+    fields = recorded_fields(make(f"atari/{chosen.game}").fields(ROW), ROW)
     rows = max(64, chosen.capacity // (ROW - WINDOW))
     with gt.Store.create(f"atari-{os.getpid()}", fields, capacity=rows) as store:
         result = learn(chosen, store, curve, screen)

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from geartrain.bench import allreduce, allreduce_report
+from geartrain.bench import allreduce, allreduce_plot, allreduce_report
 from geartrain.bench.allreduce_bed import Arm, Bed, dedicated, gloo, hybrid, ring, workers
 from geartrain.bench.allreduce_mpi_jobs import run as run_mpi
 from geartrain.bench.allreduce_rounds import Together, contribution, timed_rounds, total
@@ -151,7 +151,7 @@ def test_loopback_measures_every_arm_beside_a_memcpy(tmp_path: Path) -> None:
     assert all(case["p50_s"] > 0 and case["floor_s"] > 0 for case in result.cases)
     assert set(result.peers_missing) == {"mpich", "openmpi", "other"}
     json.dumps(result.as_json())
-    allreduce_report.plot(result, tmp_path / "bench.png")
+    allreduce_plot.plot(result, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -182,6 +182,6 @@ def test_every_part_on_hosts_has_cases_plots_and_bytes_near_theory(tmp_path: Pat
     delayed = [case for case in result.cases if case["part"] == "delay"]
     assert all(case["p50_s"] >= 0.005 for case in delayed), "nothing is faster than a round trip"
     pytest.importorskip("matplotlib")
-    allreduce_report.plot(result, tmp_path / "bench.png")
+    allreduce_plot.plot(result, tmp_path / "bench.png")
     allreduce_report.print_cases(result)
     assert {path.name for path in tmp_path.iterdir()} == {"bench.png", "bench-delay.png", "bench-throughput.png"}

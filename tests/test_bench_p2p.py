@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.bench import load, p2p_report
+from geartrain.bench import load, p2p_gpu, p2p_report
 from geartrain.bench.p2p import Plan, run
 from geartrain.bench.p2p_foreign import SYSTEMS, Foreign, ForeignError
+from geartrain.bench.p2p_gpu import Gpus
 from geartrain.bench.report import parse_peers
+from geartrain.errors import GeartrainError
 
 
 def test_every_system_is_measured_in_every_case(tmp_path: Path) -> None:
@@ -35,6 +37,42 @@ def test_every_system_is_measured_in_every_case(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     p2p_report.plot(result, tmp_path / "p2p.png")
     assert (tmp_path / "p2p.png").stat().st_size > 20_000
+
+
+class NoGpus(Gpus):
+    """The columns' code on the CPU: what they say of times means nothing."""
+
+    transport, name, near, far, map = "shm", "none", "cpu", "cpu", None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        pass
+
+    def torch_maps(self) -> None:  # type: ignore[override]
+        return None
+
+    def wait(self) -> None:
+        pass
+
+
+def test_the_columns_of_gpus_have_both_systems_and_their_floor_or_say_why_not(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    result = p2p_gpu.run(Plan((20_480, 1_310_720), 1, 4.0, 1.0), NoGpus())
+    assert not result.peers_missing
+    for case in ("0.02048 MB", "1.311 MB"):
+        rows = {row.system: row for row in result.rows if row.case == case and row.metric == "throughput"}
+        assert rows.keys() == {"geartrain shm", "TensorPipe", "copy"}
+        assert rows["copy"].ratio_to_floor == 1.0
+        assert all(row.p50 > 0 for row in rows.values())
+    assert list(p2p_report.overview(result)) == ["one way, and a word back: p50, ms"]
+    pytest.importorskip("matplotlib")
+    p2p_report.plot(result, tmp_path / "p2p.png")
+    assert (tmp_path / "p2p.png").stat().st_size > 10_000
+    if not torch.cuda.is_available():
+        with pytest.raises(GeartrainError, match="no GPU"):
+            load("p2p", "cuda")()
+        unviable = type("Unviable", (NoGpus,), {"transport": "cuda_ipc"})()
+        with pytest.raises(GeartrainError, match="not viable here"), p2p_gpu._rpc(unviable):
+            pass
 
 
 def test_a_peer_that_does_not_work_is_named_and_the_others_are_measured(tmp_path: Path) -> None:

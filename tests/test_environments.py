@@ -135,10 +135,12 @@ def test_an_unknown_task_is_an_error():
 
 def test_atari_keeps_each_frame_once_and_the_last_one_of_an_episode(store_name):
     pytest.importorskip("ale_py", reason="ALE is an extra: pip install 'geartrain[atari]'")
-    made = environments.make("atari/breakout", n=3, size=42)
+    from gymnasium.spaces import Discrete
+
+    made = environments.make("atari/breakout", n=3)
     with gt.Store.create(store_name(), recorded_fields(made.fields(400), 400), capacity=20) as store:
-        assert store.fields["observation.frame"] == gt.Field((400, 42, 42), "uint8")
-        actor = Actor(made, RandomPolicy(made.action_space), store, seed=3)
+        assert store.fields["observation.frame"] == gt.Field((400, 42, 40), "uint8")
+        actor = Actor(made, RandomPolicy(Discrete(made.actions)), store, seed=3)
         actor.run(episodes=4)
         batch = gt.fetch(store, store.keys(), as_="numpy")
         for row, length in enumerate(batch.length):
@@ -158,13 +160,21 @@ def test_atari_episodes_repeat_with_their_seed():
     actions = rng.integers(6, size=(150, 2))
     seen = []
     for _ in range(2):
-        games = environments.make("atari/pong", n=2, size=42, sign_rewards=False)
-        games.reset(seed=2**31 - 1)  # one past the largest that ALE takes, for the second game
+        games = environments.make("atari/pong", n=2, shrink=(2, 2), sign_rewards=False)
+        assert games.reset(seed=2**31)["frame"].shape == (2, 105, 80)
         seen.append([games.step(each) for each in actions])
         games.close()
     for first, second in zip(*seen, strict=True):
         assert (first.observation["frame"] == second.observation["frame"]).all()
         assert (first.reward == second.reward).all()
     assert sum(each.reward.sum() for each in seen[0]) < 0, "a random player loses points"
+    other = environments.make("atari/pong", n=2, shrink=(2, 2))
+    other.reset(seed=5)
+    assert any(
+        (other.step(a).observation["frame"] != s.observation["frame"]).any()
+        for a, s in zip(actions, seen[0], strict=True)
+    )
     with pytest.raises(SchemaError, match="no ROM named 'Pong'"):
         environments.make("atari/Pong")
+    with pytest.raises(SchemaError, match="210 lines"):
+        environments.make("atari/pong", shrink=(4, 4))

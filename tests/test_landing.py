@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import tagged
 import geartrain as gt
 from geartrain import landing
 from geartrain.errors import PinError, SchemaError, StoreClosedError
-from geartrain.landing import Convert, OnDevice
+from geartrain.landing import Convert, OnDevice, crossover
 from geartrain.selection import Fifo, Group, Lifo, Limits, Mixture, TopK, Uniform, Weighted
 
 torch = pytest.importorskip("torch")
@@ -241,13 +242,41 @@ def test_what_cannot_be_pinned_is_staged_and_says_so(store: gt.Store, caplog: py
         gt.Replay(store, Uniform(seed=1), 8, device=OnDevice(device, path="gather"))
 
 
-def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the program says, or the environment, or what was measured here, or at last by an estimate; in that order."""
     device = SimulatedDevice(1)
-    for crossover, path in [(10**9, "gather"), (100, "staged")]:
-        monkeypatch.setattr(landing, "CROSSOVER_BYTES", crossover)
-        with gt.Replay(store, Uniform(seed=1), 8, device=OnDevice(device)) as fast:
-            assert fast.describe()[0]["path"] == path
-            assert str(crossover) in fast.describe()[0]["why"]
+
+    def chosen(asked: int | None = None) -> tuple[str, str]:
+        with gt.Replay(store, Uniform(seed=1), 8, device=OnDevice(device, crossover_bytes=asked)) as fast:
+            (about,) = fast.describe()
+            return about["path"], about["why"]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(crossover.VARIABLE, raising=False)
+    assert chosen()[0] == "gather"
+    assert f"{landing.CROSSOVER_BYTES} (an estimate" in chosen()[1]
+    crossover.remember("another", 5000)
+    assert crossover.remember(device.model, 100, command="a bench") == tmp_path / "geartrain" / "crossover.json"
+    assert chosen()[0] == "staged"
+    assert "100 (as measured on this machine)" in chosen()[1]
+    monkeypatch.setenv(crossover.VARIABLE, "200000")
+    assert chosen()[0] == "gather"
+    assert "200000 (by GEARTRAIN_CROSSOVER_BYTES)" in chosen()[1]
+    assert chosen(100)[0] == "staged"
+    monkeypatch.setenv(crossover.VARIABLE, "4 MB")
+    with pytest.raises(SchemaError, match="is a number of bytes, found '4 MB'"):
+        chosen()
+    monkeypatch.delenv(crossover.VARIABLE)
+    crossover.measured_path().write_text("not what we wrote")
+    assert chosen()[0] == "gather"
+
+
+def test_the_crossover_stands_between_the_sizes_that_were_measured() -> None:
+    faster, slower = {"gather": 1.0, "staged": 2.0}, {"gather": 2.0, "staged": 1.0}
+    assert crossover.found_from({10**4: faster, 10**6: slower, 10**5: faster}) == 316228
+    assert crossover.found_from({10**4: faster, 10**6: faster}) == 10**6
+    assert crossover.found_from({10**4: slower, 10**6: faster}) == 0
+    assert crossover.found_from({10**4: {"gather": 1.01, "staged": 1.0}}) == 10**4, "as fast, within what is measured"
 
 
 def test_the_state_of_a_replay_resumes_on_the_device(store: gt.Store) -> None:

@@ -77,6 +77,9 @@ def test_a_crash_or_no_curve_or_another_curve_is_no_success(table, tmp_path):
     assert not lines["far"]["met"] and lines["far"]["losses_apart"] > 0.05
     with pytest.raises(SystemExit):
         results.main(["unknown"])
+    assert results.main(["near", "--out", str(tmp_path / "empty")]) == 1
+    assert "run good first" in summary(tmp_path / "empty")["near"]["why"]
+    assert set(summary(out)) == {"good", "crashed", "nothing", "far"}
 
 
 def test_losses_of_other_lengths_are_infinitely_apart():

@@ -641,28 +641,31 @@ def launch(
 
     \b
     job.toml:
-      name = "pendulum"                       # also of the store and of the weights
-      timeout_s = 3600                        # optional
-      [learner]                               # ranks, with torchrun's variables; their end is the job's
-      run = "pendulum:learn"                  # a function of a module, or a command: ["python", "train.py"]
+      name = "pendulum"              # also of its store and its weights
+      timeout_s = 3600               # optional
+      \\[learner]                      # ranks, with torchrun's variables
+      run = "pendulum:learn"         # or a command: ["python", "x.py"]
       processes = 2
-      [agent]                                 # optional: answers actors
+      \\[agent]                        # optional: answers actors
       run = "pendulum:serve"
-      [actor]                                 # steps environments, writes episodes into the store
+      \\[actor]                        # writes episodes into the store
       environments = "pendulum:environments"
       policy = "pendulum:policy"
       processes = 4
-      max_restarts = 10                       # actors and agents that die are started again
+      max_restarts = 10              # those that die are started again
 
-    On a terminal it shows a table: steps/s, rows/s and samples/s of each role, the share of time it waits, the version
-    of the weights it uses and how many versions that is behind, losses. Elsewhere, a line every --every-s seconds.
+    On a terminal it shows a table: steps/s, rows/s and samples/s of each role,
+    the share of time it waits, the version of the weights it uses and how many
+    versions that is behind, losses. Elsewhere, a line every --every-s seconds.
 
-    It exits with 0 when the learners have returned; 1 when a process died for good, with its last lines; 124 at the
-    time limit; 130 after Ctrl-C (a second one kills at once). After a failure the store stays, and the next start
+    It exits with 0 when the learners have returned; 1 when a process died for
+    good, with its last lines; 124 at the time limit; 130 after Ctrl-C (a second
+    one kills at once). After a failure the store stays, and the next start
     adopts its rows.
 
-    Several hosts: the same command on each, under torchrun (--nproc-per-node 1), srun (--ntasks-per-node 1) or with
-    --hosts, --host and --master; GEARTRAIN_SECRET must be the same on all. See docs/launch.md.
+    Several hosts: the same command on each, under torchrun (--nproc-per-node
+    1), srun (--ntasks-per-node 1) or with --hosts, --host and --master;
+    GEARTRAIN_SECRET must be the same on all. See docs/launch.md.
 
     Example: geartrain launch job.toml --folder runs/pendulum
     """

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,15 +22,13 @@ from numpy.typing import NDArray
 from geartrain.device import Device, open_device
 from geartrain.errors import SchemaError, StoreClosedError
 from geartrain.keys import Keys
-from geartrain.landing import Flight, Landed, Landing, OnDevice, Stage
+from geartrain.landing import Flight, Handover, Landed, Landing, OnDevice, Stage
 from geartrain.making import HostMaker, Made, State, join_importance
 from geartrain.mirror import Mirror, pays, why_not
 from geartrain.sampling import MAX_ATTEMPTS, Sampler
 from geartrain.selection import Again, Group, Lifo, Mixture, Strategy, TopK, Uniform, Weighted
 from geartrain.updates import Update
 
-# Batches that the consumer's stream may be behind before the replay's thread waits for it.
-MOST_UNCONSUMED = 4
 CLOSE_S = 60.0  # longest wait for the thread to finish what it is at
 
 _log = logging.getLogger("geartrain.delivery")
@@ -88,7 +85,7 @@ class DeviceMaker:
         self.device.enter()
         self.stream = self.device.new_stream()
         self._host = HostMaker(parts, selection, batch_size)
-        self._consumed: deque[Any] = deque()
+        self._handover = Handover(self.device)
         self._lock = threading.Lock()  # against closing while the thread is at work
         self._closed = False
         self.landings: list[Landing] = []
@@ -177,8 +174,7 @@ class DeviceMaker:
 
     def _start(self, step: int, state: State) -> Pending:
         began_s = time.perf_counter()
-        while len(self._consumed) > MOST_UNCONSUMED:
-            self.device.sync(self._consumed.popleft())
+        self._handover.hold_back()
         pending = self._stage(step, state) if self.path == "staged" else self._launch(step, state)
         self.make_s += time.perf_counter() - began_s
         if self._alone and pending.made is None:
@@ -211,13 +207,7 @@ class DeviceMaker:
 
     def _landed(self, landed: Landed, state: State) -> Made:
         self.made += 1
-
-        def deliver() -> None:
-            # What the consumer gave its stream before it asked: the work on earlier batches.
-            self._consumed.append(self.device.record())
-            landed.hand_over(self.device)
-
-        return Made(landed.batch, state, deliver)
+        return Made(landed.batch, state, self._handover.of(landed))
 
     # --- staged ------------------------------------------------------------------------------------------------
 
@@ -232,7 +222,7 @@ class DeviceMaker:
     # --- gathered ----------------------------------------------------------------------------------------------
 
     def _launch(self, step: int, state: State) -> Pending:
-        flight = self.landings[0].begin(self.batch_size)
+        flight = Flight(self.landings[0], self.batch_size)
         parts, asked, at = [], [], 0
         for number, quota in enumerate(self._host.quotas(step)):
             if quota == 0:
@@ -377,7 +367,7 @@ class DeviceMaker:
             _log.warning("the replay's thread does not come back; what is pinned stays pinned")
             return
         try:
-            self._consumed.clear()
+            self._handover.clear()
             for landing in self.landings:
                 landing.close()
         finally:

@@ -29,6 +29,8 @@ class Device(Protocol):
     """A device that batches can land on."""
 
     name: str
+    model: str  # as the vendor calls it: what was measured holds for all devices of one model
+    collectives: str  # torch.distributed's backend for its memory
 
     def register(self, memory: NDArray[np.uint8]) -> None:
         """Pins host memory in place and maps it for the device. Raises `PinError`."""
@@ -117,6 +119,8 @@ class CudaDevice:
         self._cuda: Any = torch.cuda  # partly untyped
         self.index = index
         self.name = f"cuda:{index}"
+        self.model = torch.cuda.get_device_name(index)
+        self.collectives = "nccl"
         self.device = torch.device("cuda", index)
 
     def register(self, memory: NDArray[np.uint8]) -> None:

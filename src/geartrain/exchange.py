@@ -8,6 +8,7 @@ For every batch all ranks do the same, and learn the same from it (GEAR, section
     4. assign    which replica trains on which draw, who reads it (assignment.py)                     nothing
     5. serve     rows are read from shared memory, into the batch or into messages                    nothing
     6. exchange  one message per pair of ranks that has something to move, of a size both know        the surplus
+                 (docks.py: into host memory, into a GPU's by way of it, or from GPU to GPU)
     7. parts     tensor-parallel peers get the batch of the first among them                          one copy each
 
 No rank ever asks another for a row: both ends know what moves. A row that is overwritten between 3 and 5 is drawn again
@@ -33,19 +34,21 @@ from numpy.typing import NDArray
 from geartrain.agreement import describe_job
 from geartrain.assignment import Assignment, assign
 from geartrain.batch import Batch
+from geartrain.docks import HostDock, Incoming, check_options, open_dock
 from geartrain.errors import EmptyStoreError, NotEnoughRowsError, PeerLostError, RanksDisagreeError, SchemaError
-from geartrain.fetch import Plan, Raw
+from geartrain.fetch import Plan
 from geartrain.keys import Keys
+from geartrain.landing import OnDevice
+from geartrain.making import Made, State
 from geartrain.members import Consumer, Members
-from geartrain.ranks import Bytes, Message, Ranks
+from geartrain.nccl import DeviceGroup
+from geartrain.ranks import Bytes, Message, Ranks, together
 from geartrain.sampling import MAX_ATTEMPTS, Sampler
 from geartrain.selection import Again, Fifo, Mixture, Strategy, Weighted, at_step, check_beta
-from geartrain.serving import Box, Draws, Served, message_of, order_of
+from geartrain.serving import Box, Draws, Served, order_of
 from geartrain.topology import Place
 from geartrain.totals import NO_ROW, Chosen, Shard, check_strategy, draw_again, is_independent, select_shards, totals_of
 from geartrain.updates import Update, send_updates
-
-State = list[dict[str, int]]
 
 # What each rank tells first; then, per store, six numbers (`_about_store`).
 HEAD = ("fingerprint", "step", "updates")
@@ -77,6 +80,10 @@ class RankedMaker:
         assignment: "local_first" or "ordered".
         inputs, targets: fields for the first and the last stage of a pipeline.
         job: further settings that all ranks must have alike.
+        on_device: where batches go; host memory by default.
+        members: global ranks of the job, where `ranks` speak over torch.distributed: those that may exchange device
+            memory.
+        timeout_s: of that exchange.
 
     Raises:
         RanksDisagreeError: the ranks do not agree on strategy, seed, schema or sizes.
@@ -94,6 +101,9 @@ class RankedMaker:
         inputs: Sequence[str],
         targets: Sequence[str],
         job: Mapping[str, Any],
+        on_device: OnDevice | None = None,
+        members: Sequence[int] | None = None,
+        timeout_s: float = 60.0,
     ) -> None:
         for sampler in samplers:
             check_strategy(sampler.strategy)
@@ -113,6 +123,10 @@ class RankedMaker:
         fields = tuple(dict.fromkeys(mine))
         plan = samplers[0].plan
         job = describe_job(samplers, selection, batch_size) | {"assignment": assignment} | dict(job)
+        job["exchange"] = "host" if on_device is None else on_device.exchange
+        if on_device is not None and on_device.exchange == "nccl":
+            # What the sender's GPU gathers is what the receiver's batch holds.
+            job["convert"] = {name: repr(into) for name, into in sorted(on_device.convert.items())}
         self._fingerprint = zlib.crc32(json.dumps(job, sort_keys=True).encode())
         self.members = Members(
             ranks,
@@ -126,8 +140,30 @@ class RankedMaker:
         # The memory format of what a consumer gets, by its fields; the plans of the first store serve for all of them.
         wanted = {consumer.fields for consumer in self.members.consumers if consumer.fields}
         self._plans = [{names: sampler.plan.of_fields(names) for names in wanted} for sampler in samplers]
+        self.dock = HostDock()
+
+        def open_mine() -> None:
+            self.dock = self._open_dock(fields, on_device, members, timeout_s)
+
+        try:
+            together(ranks, open_mine)
+        except BaseException:
+            self.dock.close()
+            raise
 
     # --- setting up -----------------------------------------------------------------------------------------------
+
+    def _open_dock(
+        self, fields: tuple[str, ...], on_device: OnDevice | None, members: Sequence[int] | None, timeout_s: float
+    ) -> HostDock:
+        if on_device is None:
+            return HostDock()
+        has_peers = any(consumer.peers for consumer in self.members.consumers)
+        check_options(on_device, self.parts[0].plan.names, has_peers)
+        make_group = None
+        if members is not None:
+            make_group = lambda device: DeviceGroup(device.collectives, members, timeout_s)  # noqa: E731
+        return open_dock(on_device, self._plans, fields, has_peers, make_group)
 
     def _check_sizes(self) -> None:
         replicas = len(self.members.readers)
@@ -154,7 +190,7 @@ class RankedMaker:
 
     # --- a batch --------------------------------------------------------------------------------------------------
 
-    def make(self, step: int, state: State, updates: list[Update]) -> tuple[Batch, State]:
+    def make(self, step: int, state: State, updates: list[Update]) -> Made:
         """This rank's part of the batch of a step, and the strategies' state after it.
 
         Raises:
@@ -162,7 +198,8 @@ class RankedMaker:
             PeerLostError: a rank failed or is gone; the replay is over.
         """
         began_s = time.perf_counter()
-        made: tuple[Batch, State] = self._or_leave(lambda: self._make(step, state, updates))
+        with self.dock.at_work():
+            made: Made = self._or_leave(lambda: self._make(step, state, updates))
         self.make_s += time.perf_counter() - began_s
         self.made += 1
         return made
@@ -184,7 +221,7 @@ class RankedMaker:
             self.leave(f"{type(error).__name__}: {error}")
             raise
 
-    def _make(self, step: int, state: State, updates: list[Update]) -> tuple[Batch, State]:
+    def _make(self, step: int, state: State, updates: list[Update]) -> Made:
         began_s, sent = time.perf_counter(), self.ranks.sent_bytes
         quotas = (
             self.selection.quotas(self.batch_size, step) if isinstance(self.selection, Mixture) else [self.batch_size]
@@ -204,12 +241,12 @@ class RankedMaker:
         served_s = time.perf_counter()
         self._deliver(boxes, mine, draws)
         importance = self._importance(mine, draws, lowest, counts, step)
-        batch = self._hand_out(mine, draws, importance, step)
+        batch, deliver = self._hand_out(mine, draws, importance, step)
         ended_s = time.perf_counter()
         self.traffic.select_s += selected_s - began_s
         self.traffic.fetch_s += served_s - selected_s
         self.traffic.exchange_s += ended_s - served_s
-        return batch, state
+        return Made(batch, state, deliver)
 
     def _heads(self, step: int, updates: Sequence[Update]) -> NDArray[np.int64]:
         head = [self._fingerprint, step, sum(len(update.keys) for update in updates)]
@@ -359,20 +396,20 @@ class RankedMaker:
 
     def _boxes(self, draws: Draws) -> tuple[dict[int, Box], Box | None]:
         """A place for the rows that this rank reads for each consumer, and for its own batch."""
-        boxes: dict[int, Box] = {}
         rank = self.ranks.rank
         counts = np.bincount(draws.replica[draws.server == rank], minlength=len(self.members.readers))
+        parcels: list[tuple[int, Plan, int]] = []
         mine: Box | None = None
         for consumer in self.members.consumers:
             if not consumer.fields:
                 continue
             plan = self._plans[0][consumer.fields]
             if consumer.rank == rank:
-                mine = Box(plan, self.rows_per_replica, plan.empty(self.rows_per_replica))
-                boxes[rank] = mine
+                mine = self.dock.begin(plan, self.rows_per_replica)
             elif counts[consumer.replica]:
-                boxes[consumer.rank] = Box(plan, int(counts[consumer.replica]))
-        return boxes, mine
+                parcels.append((consumer.rank, plan, int(counts[consumer.replica])))
+        boxes = self.dock.parcels(parcels)
+        return (boxes if mine is None else {rank: mine, **boxes}), mine
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -447,8 +484,9 @@ class RankedMaker:
             if placed is not None:
                 ends = np.zeros(len(here), np.int32)
                 ends[found] = placed
-            for order in orders:
-                torn[order.read(self._plans[number], rows, found, ends, shard)] = 1
+            begun = [order.read(number, self._plans[number], rows, found, ends, shard) for order in orders]
+            for finish in begun:
+                torn[finish()] = 1
             if not counted:
                 sampler.release(*keys)
             lost = sampler.with_atoms(torn)
@@ -482,28 +520,23 @@ class RankedMaker:
     def _deliver(self, boxes: Mapping[int, Box], mine: Box | None, draws: Draws) -> None:
         """Step 6: one message per pair of ranks, and its rows to their places."""
         rank = self.ranks.rank
-        sends: list[Message] = []
-        for peer, box in sorted(boxes.items()):
-            if peer != rank:
-                assert box.message is not None
-                sends.append((peer, box.message))
-                self.traffic.sent_bytes += sum(array.nbytes for array in box.arrays)
-        letters: list[tuple[int, Bytes, list[Any], NDArray[Any], NDArray[np.int64]]] = []
+        parcels = {peer: box for peer, box in boxes.items() if peer != rank}
+        self.traffic.sent_bytes += sum(box.nbytes for box in parcels.values())
+        incoming: list[Incoming] = []
         if mine is not None and self.members.me is not None:
             its = draws.replica == self.members.me.replica
             for peer in np.unique(draws.server[its]).tolist():
                 places = draws.place[its & (draws.server == peer)]
                 if peer == rank:
-                    self.traffic.local_bytes += sum(array.nbytes for array in mine.arrays) * len(places) // mine.n
+                    self.traffic.local_bytes += mine.nbytes * len(places) // mine.n
                 else:
-                    letters.append((peer, *message_of(mine.plan, len(places)), places))
-        self.ranks.exchange(sends, [(peer, message) for peer, message, *_ in letters])
-        for _, _, arrays, books, places in letters:
-            assert mine is not None
-            for into, array in zip(mine.arrays, arrays, strict=True):
-                into[places] = array
-            mine.books[places] = books
-            self.traffic.received_bytes += sum(array.nbytes for array in arrays)
+                    incoming.append((peer, places))
+        idle = not any(
+            (draws.server[draws.replica == consumer.replica] != consumer.rank).any()
+            for consumer in self.members.consumers
+            if consumer.fields
+        )
+        self.traffic.received_bytes += self.dock.move(self.ranks, parcels, mine, incoming, idle)
 
     def _importance(
         self, mine: Box | None, draws: Draws, lowest: Sequence[float], counts: Sequence[int], step: int
@@ -531,15 +564,16 @@ class RankedMaker:
                 importance[places] = weights[:-1] / weights[-1]
         return importance
 
-    def _hand_out(self, mine: Box | None, draws: Draws, importance: NDArray[np.float64] | None, step: int) -> Batch:
+    def _hand_out(
+        self, mine: Box | None, draws: Draws, importance: NDArray[np.float64] | None, step: int
+    ) -> tuple[Batch, Callable[[], None]]:
         """Step 7: the batch, for this rank and its tensor-parallel peers."""
         me = self.members.me
         if me is None or not me.fields:
             self._pass_on(None, None, None)
-            return _empty_batch(self.parts[0].plan, step)
-        plan = self._plans[0][me.fields]
+            return self.dock.no_batch(self.parts[0].plan, step)
         if mine is None:
-            mine = Box(plan, self.rows_per_replica, plan.empty(self.rows_per_replica))
+            mine = self.dock.begin(self._plans[0][me.fields], self.rows_per_replica)
         weights = importance if importance is not None else np.empty(0)
         if self.place.tp and any(
             isinstance(part.strategy, Weighted) and part.strategy.beta is not None for part in self.parts
@@ -547,25 +581,9 @@ class RankedMaker:
             weights = np.empty(mine.n)
         self._pass_on(me, mine, weights)
         books = mine.books
-        raw = Raw(
-            mine.arrays,
-            np.zeros(mine.n, np.uint8),
-            plan.mask(books["start"], books["steps"]),
-            np.ascontiguousarray(books["start"]),
-            np.ascontiguousarray(books["length"]),
-            np.ascontiguousarray(books["version"]),
-            0,
-        )
         its = np.flatnonzero(draws.replica == me.replica).astype(np.int64)
         keys = Keys(books["row"], books["generation"], books["shard"].astype(np.uint16), its)
-        batch = plan.batch(
-            raw,
-            keys,
-            np.ascontiguousarray(books["probability"]),
-            weights if len(weights) else None,
-            step,
-        )
-        return dataclasses.replace(batch, draw=plan.book(its))
+        return self.dock.batch(mine, keys, weights if len(weights) else None, step, its)
 
     def _pass_on(self, me: Consumer | None, mine: Box | None, weights: NDArray[np.float64] | None) -> None:
         """The batch from the first of the tensor-parallel peers to the others."""
@@ -607,6 +625,7 @@ class RankedMaker:
                 if not part.plan.store.closed:
                     part.release(*keys)
             self._spent[number].clear()
+        self.dock.close()
         self.ranks.close()
 
 
@@ -627,15 +646,6 @@ def _atoms(part: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int6
 def _flat(array: NDArray[Any]) -> Bytes:
     flat: Bytes = array.reshape(-1).view(np.uint8)
     return flat
-
-
-def _empty_batch(plan: Plan, step: int) -> Batch:
-    """What a rank gets that reads nothing."""
-    empty = plan.of_fields(())
-    none = np.empty(0, np.int32)
-    raw = Raw([], np.empty(0, np.uint8), empty.mask(none, none), none, none, np.empty(0, np.int64), 0)
-    batch = empty.batch(raw, Keys.empty(), np.empty(0), None, step)
-    return dataclasses.replace(batch, draw=empty.book(np.empty(0, np.int64)))
 
 
 __all__ = ["RankedMaker", "Traffic", "Update"]

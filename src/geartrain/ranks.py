@@ -20,14 +20,14 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.errors import PeerLostError, SchemaError
+from geartrain.errors import PeerLostError, RanksDisagreeError, SchemaError
 
 Bytes = NDArray[np.uint8]
 # Bytes for or from a rank.
@@ -145,6 +145,30 @@ def gather_pickled(ranks: Ranks, mine: Any) -> list[Any]:
     return [
         pickle.loads(part[:size].tobytes()) for part, size in zip(ranks.gather(padded), sizes.tolist(), strict=True)
     ]
+
+
+Thing = TypeVar("Thing")
+
+
+def together(ranks: Ranks, make: Callable[[], Thing]) -> Thing:
+    """What every rank makes; when one cannot, all say so.
+
+    Raises:
+        RanksDisagreeError: another rank could not; what it raised there is raised there as itself.
+    """
+    made: list[Thing] = []
+    failed = None
+    try:
+        made.append(make())
+    except Exception as error:
+        failed = error
+    complaints = ranks.gather_objects(None if failed is None else f"{type(failed).__name__}: {failed}")
+    if failed is not None:
+        raise failed
+    for rank, complaint in enumerate(complaints):
+        if complaint is not None:
+            raise RanksDisagreeError(f"rank {rank} cannot take part: {complaint}")
+    return made[0]
 
 
 # How many groups these ranks have made in this process; the same number on all of them.
@@ -310,4 +334,5 @@ __all__ = [
     "gather_by_doubling",
     "gather_pickled",
     "join",
+    "together",
 ]

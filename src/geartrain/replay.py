@@ -20,14 +20,14 @@ from numpy.typing import ArrayLike
 from geartrain.assignment import ASSIGNMENTS, Assignment
 from geartrain.batch import Batch
 from geartrain.delivery import DeviceMaker
-from geartrain.errors import RanksDisagreeError, SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import SchemaError, StoreClosedError, WaitTimeoutError
 from geartrain.exchange import RankedMaker
 from geartrain.fetch import As, Pad, Plan
 from geartrain.keys import Keys
 from geartrain.landing import OnDevice
 from geartrain.making import HostMaker, Made, State
 from geartrain.prefetch import Prefetcher
-from geartrain.ranks import NOTE_S, Ranks, join
+from geartrain.ranks import NOTE_S, join, together
 from geartrain.sampling import Sampler
 from geartrain.selection import Mixture, Strategy
 from geartrain.store import Store
@@ -138,9 +138,7 @@ class Replay:
         on_device = None if device is None else device if isinstance(device, OnDevice) else OnDevice(device)
         if on_device is not None and as_ != "torch":
             raise SchemaError(f"batches on a device are torch tensors, found as_={as_!r}; they support DLPack")
-        if on_device is not None and not (group is None and mesh is None):
-            raise SchemaError("over several ranks batches are made in host memory; use batch.to(device) on each rank")
-        if on_device is not None:
+        if on_device is not None and group is None and mesh is None:
             self._maker = DeviceMaker(make(), selection, batch_size, on_device)
             weakref.finalize(self, self._maker.close)
         elif group is None and mesh is None:
@@ -149,7 +147,7 @@ class Replay:
             topology = topology_of(group, mesh)
             ranks = join(group, topology.members, timeout_s)
             try:
-                parts = _together(ranks, make)
+                parts = together(ranks, make)
                 names = parts[0].plan.names
                 self._maker = RankedMaker(
                     parts,
@@ -161,11 +159,15 @@ class Replay:
                     names if inputs is None else inputs,
                     names if targets is None else targets,
                     {"prefetch": prefetch, "steps": steps},
+                    on_device,
+                    None if ranks is group else topology.members,
+                    timeout_s,
                 )
             except BaseException:
                 if ranks is not group:
                     ranks.close()
                 raise
+            weakref.finalize(self, self._maker.dock.close)  # one that is dropped lets go of what it has pinned
         self._halt = threading.Event()  # ends a wait for the stores' rate limiters
         for part in self._maker.parts:
             part.patience_s = timeout_s
@@ -245,8 +247,7 @@ class Replay:
         return batch
 
     def _make(self, step: int, state: State, updates: list[Update]) -> Made:
-        made: Made = _made_by(self._maker)(step, state, updates)
-        return made
+        return self._maker.make(step, state, updates)
 
     def _ask(self, updates: list[Update]) -> Prefetcher[Made]:
         """The thread that makes batches, with leave to make the one that is `prefetch` ahead of the next."""
@@ -256,7 +257,7 @@ class Replay:
         if self._ahead is None:
             step, state, maker = self._step, self._state, self._maker
             on_device = maker if isinstance(maker, DeviceMaker) else None
-            make: Callable[..., Any] = _made_by(maker) if on_device is None else on_device.start
+            make: Callable[..., Any] = maker.make if on_device is None else on_device.start
 
             def make_next(updates: list[Update]) -> Any:
                 nonlocal step, state
@@ -265,7 +266,8 @@ class Replay:
                 return made
 
             if on_device is None:
-                self._ahead = Prefetcher(make_next, "geartrain-prefetch")
+                enter = maker.dock.enter if isinstance(maker, RankedMaker) else None
+                self._ahead = Prefetcher(make_next, "geartrain-prefetch", None, enter)
             else:
                 self._ahead = Prefetcher(make_next, "geartrain-prefetch", on_device.finish, on_device.enter)
             self._finalizer = weakref.finalize(self, _stop, self._ahead, self._halt, self._timeout_s, self._ranked)
@@ -418,6 +420,8 @@ class Replay:
 
         Empty for batches in host memory.
         """
+        if isinstance(self._maker, RankedMaker):
+            return self._maker.dock.describe()
         return self._maker.describe() if isinstance(self._maker, DeviceMaker) else []
 
     # --- leaving --------------------------------------------------------------------------------------------
@@ -467,14 +471,6 @@ def _stop(ahead: Prefetcher[Any], halt: threading.Event, timeout_s: float, finis
         halt.clear()
 
 
-def _made_by(maker: HostMaker | DeviceMaker | RankedMaker) -> Callable[..., Made]:
-    """What makes a whole batch. Holds the maker, and nothing that holds the replay."""
-    if isinstance(maker, RankedMaker):
-        ranked = maker
-        return lambda step, state, updates: Made(*ranked.make(step, state, updates))
-    return maker.make
-
-
 def _strategies(stores: list[Store], selection: Strategy | Mixture) -> list[Strategy]:
     if isinstance(selection, Mixture):
         if len(selection.strategies) != len(stores):
@@ -510,20 +506,3 @@ def _samplers(
         least = (batch_size if limited else 1) if min_rows is None else min_rows
         parts.append(Sampler(plan, strategy, least))
     return parts
-
-
-def _together(ranks: Ranks, make: Callable[[], list[Sampler]]) -> list[Sampler]:
-    """What every rank makes; when one cannot, all say so."""
-    made, failed = None, None
-    try:
-        made = make()
-    except Exception as error:
-        failed = error
-    complaints = ranks.gather_objects(None if failed is None else f"{type(failed).__name__}: {failed}")
-    if failed is not None:
-        raise failed
-    for rank, complaint in enumerate(complaints):
-        if complaint is not None:
-            raise RanksDisagreeError(f"rank {rank} cannot take part: {complaint}")
-    assert made is not None
-    return made

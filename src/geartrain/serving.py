@@ -4,12 +4,14 @@ A box is memory for rows of one plan, fields and books; it is a consumer's batch
 which of the rows that this rank reads one consumer wants, and where in its box each goes. Rows are copied once, from
 shared memory to their place.
 
+Reading is begun and then waited for, so that a GPU gathers for one consumer while the CPU copies for others.
+
 A message holds the fields' arrays one after the other, each padded to 64 bytes, and then a `BOOK` for every row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +52,25 @@ class Draws:
     first: NDArray[np.int64]  # each store's first draw
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What was found of k rows as they were read: arrays (k,)."""
+
+    torn: NDArray[np.uint8]
+    lengths: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    steps: NDArray[np.int32]  # real ones in the window
+    versions: NDArray[np.int64]
+
+
 class Box:
-    """Where the rows for one consumer go: its batch, or a message to it."""
+    """Where the rows for one consumer go: its batch, or a message to it.
+
+    Args:
+        plan: of the rows.
+        n: rows.
+        arrays: the memory of the batch; by default a message is made.
+    """
 
     def __init__(self, plan: Plan, n: int, arrays: list[Any] | None = None) -> None:
         self.plan = plan
@@ -63,18 +82,46 @@ class Box:
             self.books = np.zeros(n, BOOK)
         self.arrays: list[Any] = arrays
 
+    @property
+    def nbytes(self) -> int:
+        """Of the fields."""
+        return sum(int(array.nbytes) for array in self.arrays)
+
+    def read(
+        self,
+        part: int,
+        plan: Plan,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        ends: NDArray[np.int32] | None,
+        places: NDArray[np.uint32],
+    ) -> Callable[[], Seen]:
+        """Begins to copy rows of store `part` to places of the box; what is returned waits for the end of it."""
+        raw = plan.fetch(rows, generations, ends, self.arrays, places)
+        seen = Seen(raw.torn, raw.lengths, raw.starts, raw.mask.sum(1, dtype=np.int32), raw.versions)
+        return lambda: seen
+
+
+def message_layout(plan: Plan, n: int) -> tuple[list[int], int, int]:
+    """Where in a message of n rows its fields begin, where its books do, and its bytes."""
+    begins, at = [], 0
+    for name in plan.names:
+        begins.append(at)
+        at += _padded(int(np.prod(plan.shape(name, n))) * plan.raw_dtype(name).itemsize)
+    return begins, at, at + n * BOOK.itemsize
+
 
 def message_of(plan: Plan, n: int, message: Bytes | None = None) -> tuple[Bytes, list[Any], NDArray[Any]]:
     """Memory for a message of n rows, and its parts: the fields' arrays one after the other, then the books."""
-    shapes = [(plan.shape(name, n), plan.raw_dtype(name)) for name in plan.names]
-    sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes]
+    begins, books, nbytes = message_layout(plan, n)
     if message is None:
-        message = _native.pooled_bytes(sum(_padded(size) for size in sizes) + n * BOOK.itemsize)
-    arrays, at = [], 0
-    for (shape, dtype), size in zip(shapes, sizes, strict=True):
+        message = _native.pooled_bytes(nbytes)
+    arrays = []
+    for name, at in zip(plan.names, begins, strict=True):
+        shape, dtype = plan.shape(name, n), plan.raw_dtype(name)
+        size = int(np.prod(shape)) * dtype.itemsize
         arrays.append(message[at : at + size].view(dtype).reshape(shape))
-        at += _padded(size)
-    return message, arrays, message[at:].view(BOOK)
+    return message, arrays, message[books:].view(BOOK)
 
 
 def _padded(size: int) -> int:
@@ -119,35 +166,44 @@ class Order:
 
     def read(
         self,
+        part: int,
         plans: Mapping[tuple[str, ...], Plan],
         rows: Served,
         found: NDArray[np.intp],
         ends: NDArray[np.int32] | None,
         shard: int,
-    ) -> NDArray[np.intp]:
-        """Copies the rows that were found and are wanted; returns those that were torn."""
+    ) -> Callable[[], NDArray[np.intp]]:
+        """Begins to copy the rows of store `part` that were found and are wanted.
+
+        What is returned waits for the end of it, writes the books, and returns the rows that were torn.
+        """
         wanted = np.zeros(len(self.place), bool)
         wanted[self.index] = True
         index = found[wanted[found]]
         if not len(index):
-            return index
+            return lambda: index
         places = self.place[index]
-        plan = plans[self.fields]
-        raw = plan.fetch(
+        seen_later = self.box.read(
+            part,
+            plans[self.fields],
             np.ascontiguousarray(rows.rows[index]),
             np.ascontiguousarray(rows.generations[index]),
             None if ends is None else np.ascontiguousarray(ends[index]),
-            self.box.arrays,
             places.astype(np.uint32),
         )
         books = np.zeros(len(index), BOOK)
         books["row"], books["generation"], books["shard"] = rows.rows[index], rows.generations[index], shard
-        books["length"], books["start"], books["version"] = raw.lengths, raw.starts, raw.versions
-        books["steps"] = raw.mask.sum(1)
         books["probability"] = rows.probability[index]
-        self.box.books[places] = books
-        torn: NDArray[np.intp] = index[raw.torn != 0]
-        return torn
+
+        def finish() -> NDArray[np.intp]:
+            seen = seen_later()
+            books["length"], books["start"], books["version"] = seen.lengths, seen.starts, seen.versions
+            books["steps"] = seen.steps
+            self.box.books[places] = books
+            torn: NDArray[np.intp] = index[seen.torn != 0]
+            return torn
+
+        return finish
 
 
 def order_of(consumer: Consumer, box: Box, here: NDArray[np.intp], draws: Draws, rank: int) -> Order:
@@ -162,4 +218,4 @@ def order_of(consumer: Consumer, box: Box, here: NDArray[np.intp], draws: Draws,
     return Order(box, consumer.fields, np.flatnonzero(wanted), place)
 
 
-__all__ = ["BOOK", "Box", "Draws", "Order", "Served", "message_of", "order_of"]
+__all__ = ["BOOK", "Box", "Draws", "Order", "Seen", "Served", "message_layout", "message_of", "order_of"]

@@ -28,7 +28,11 @@ BENCHES = {
 #: Benches whose `main` takes further arguments, as a list of words.
 WITH_ARGUMENTS = ("rpc-rl", "allreduce")
 #: The same on a GPU, where there is such a bench.
-GPU_BENCHES = {"selection": "geartrain.bench.selection_gpu", "fetch": "geartrain.bench.fetch"}
+GPU_BENCHES = {
+    "selection": "geartrain.bench.selection_gpu",
+    "fetch": "geartrain.bench.fetch",
+    "p2p": "geartrain.bench.p2p_gpu",
+}
 
 
 class Main(Protocol):

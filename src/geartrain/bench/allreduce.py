@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.bench import allreduce_ddp, allreduce_mpi_jobs, allreduce_report, harness, report
+from geartrain.bench import allreduce_ddp, allreduce_mpi_jobs, allreduce_plot, allreduce_report, harness, report
 from geartrain.bench.allreduce_bed import Arm, Bed, Timed, dedicated, gloo, hybrid, ring, workers
 from geartrain.bench.harness import BenchResult, Row
 from geartrain.bench.peers import PeerError
@@ -121,7 +121,7 @@ def main(
     if json_path is not None:
         report.write_json(result, json_path)
     if plot_path is not None:
-        allreduce_report.plot(result, plot_path)
+        allreduce_plot.plot(result, plot_path)
     return result
 
 

@@ -1,16 +1,11 @@
-"""The cases of `geartrain bench allreduce` as tables, promises beside what was found, and plots."""
+"""The cases of `geartrain bench allreduce` as tables, and promises beside what was found. Plots: allreduce_plot.py."""
 
 from __future__ import annotations
 
-import math
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from geartrain.bench import report
-from geartrain.bench.harness import BenchResult
-from geartrain.errors import MissingDependencyError
 
 Case = Mapping[str, Any]
 Cases = Sequence[Case]
@@ -18,18 +13,6 @@ Cases = Sequence[Case]
 #: TCP, IP and Ethernet headers, and what a token bucket keeps: the time of K bytes is this many K/B.
 FRAMING = 1.045
 MB = 1 << 20
-COLORS = {
-    "gloo": "C3",
-    "geartrain ring": "C1",
-    "geartrain workers": "C0",
-    "geartrain workers, tcp": "C9",
-    "geartrain dedicated": "C2",
-    "geartrain weighted": "C4",
-    "mpich": "C5",
-    "openmpi": "C6",
-    "baidu on mpich": "C7",
-    "baidu on openmpi": "C8",
-}
 
 
 def size_text(nbytes: int) -> str:
@@ -96,11 +79,11 @@ def _shaped_targets(cases: Cases) -> Iterator[Target]:
             if case is not None:
                 for way in ("sent", "received"):
                     yield _within(
-                        f"N={n}, {size}: {_short(case)}, K {way} by worker 0", case[way], case["expected"], 0.015
+                        f"N={n}, {size}: {short(case)}, K {way} by worker 0", case[way], case["expected"], 0.015
                     )
     for case in cases:
         if case["part"] == "shaped" and "hybrid" in case["arm"]:
-            name = f"N={case['workers']}, {size_text(case['nbytes'])}: {_short(case)}"
+            name = f"N={case['workers']}, {size_text(case['nbytes'])}: {short(case)}"
             yield _within(f"{name}, K/B", case["units"], case["planned_units"] * FRAMING, 0.06)
             yield _within(f"{name}, K sent by worker 0", case["sent"], case["expected"], 0.015)
 
@@ -121,7 +104,7 @@ def _delay_targets(cases: Cases) -> Iterator[Target]:
             for arm in ("geartrain dedicated", "geartrain workers"):
                 small = find(cases, part="delay", arm=arm, workers=n, nbytes=4096, rtt_ms=rtt_ms)
                 if small is not None:
-                    name = f"{rtt_ms:g} ms, N={n}, 4 KB: {_short(small)}, round trips"
+                    name = f"{rtt_ms:g} ms, N={n}, 4 KB: {short(small)}, round trips"
                     yield _at_most(name, 1e3 * small["p50_s"] / rtt_ms, 1.6)
         for nbytes in (4096, MB):
             ours = find(cases, part="delay", arm="geartrain dedicated", workers=4, nbytes=nbytes, rtt_ms=rtt_ms)
@@ -157,7 +140,8 @@ def _training_targets(cases: Cases) -> Iterator[Target]:
         yield _at_least("DDP, 25 M parameters, N=4: steps/s over Gloo's", others["p50_s"] / ours["p50_s"], 1.35)
 
 
-def _short(case: Case) -> str:
+def short(case: Case) -> str:
+    """An arm without our name."""
     return str(case["arm"]).removeprefix("geartrain ")
 
 
@@ -229,177 +213,3 @@ def print_cases(result: Any) -> None:
 
 def _delayed(case: Case) -> str:
     return f" {case['rtt_ms']:g} ms" if case["rtt_ms"] else ""
-
-
-# --- plots ------------------------------------------------------------------------------------------------------------
-
-
-def plot(result: BenchResult, path: Path) -> None:
-    """A file for each part that was measured: FILE.png for the first, FILE-PART.png for the others."""
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    cases: list[Case] = result.cases  # type: ignore[attr-defined]
-    drawings = {
-        "shaped": _plot_shaped,
-        "slow-link": None,  # drawn with shaped
-        "delay": _plot_delay,
-        "loopback": _plot_loopback,
-        "throughput": _plot_throughput,
-    }
-    first = True
-    for part, draw in drawings.items():
-        here = [case for case in cases if case["part"] == part or (part == "shaped" and case["part"] == "slow-link")]
-        if draw is None or not here:
-            continue
-        figure = draw(pyplot, here)
-        words = textwrap.wrap(result.command, int(12 * figure.get_figwidth()), break_on_hyphens=False)
-        figure.suptitle("\n".join([*words, f"{result.machine['cpu']}, {result.machine['cores']} cores"]), fontsize=9)
-        figure.savefig(path if first else path.with_stem(f"{path.stem}-{part}"), dpi=120)
-        pyplot.close(figure)
-        first = False
-
-
-def _color(arm: str) -> str:
-    return COLORS.get(arm, "0.5")
-
-
-def _finish(axis: Any, title: str, x: str, y: str) -> None:
-    if axis.get_yscale() == "log":  # 20, not 2 x 10^1
-        axis.yaxis.set_major_formatter("{x:g}")
-        least, most = axis.get_ylim()
-        axis.yaxis.set_minor_formatter("{x:g}" if most < 20 * least else "")
-        axis.tick_params(axis="y", which="minor", labelsize=6)
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.set_xlabel(x, fontsize=9)
-    axis.set_ylabel(y, fontsize=9)
-    axis.grid(alpha=0.25, linewidth=0.4)
-    axis.legend(fontsize=8)
-
-
-def _plot_shaped(pyplot: Any, cases: Cases) -> Any:
-    """K/B against N; hybrids beside the planner; K/B against the array's size; the slow link."""
-    figure, grid = pyplot.subplots(2, 2, figsize=(13, 9), layout="constrained")
-    axes = grid.flat
-    shaped = [case for case in cases if case["part"] == "shaped"]
-    nbytes = _largest(shaped, "shaped")
-    counts = sorted({case["workers"] for case in shaped if case["nbytes"] == nbytes})
-    if counts:
-        dense = [min(counts) + i * (max(counts) - min(counts)) / 50 for i in range(51)]
-        axes[0].plot(dense, [2 * (n - 1) / n for n in dense], "k:", linewidth=1, label="theory: ring's bytes")
-        axes[0].plot(dense, [1.0] * len(dense), "k--", linewidth=1, label="theory: dedicated")
-    for arm in ("gloo", "geartrain ring", "geartrain workers", "geartrain dedicated"):
-        points = [
-            (case["workers"], case["units"]) for case in shaped if case["arm"] == arm and case["nbytes"] == nbytes
-        ]
-        if points:
-            axes[0].plot(*zip(*sorted(points), strict=True), "o-", color=_color(arm), label=arm)
-    axes[0].set_ylim(0.9, None)
-    axes[0].set_xticks(counts)
-    _finish(axes[0], f"{size_text(nbytes)}: time against N", "workers", "K/B")
-    _plot_hybrids(axes[1], shaped, nbytes)
-    most = max(counts, default=0)
-    for arm in ("gloo", "geartrain ring", "geartrain workers", "geartrain dedicated"):
-        points = [(case["nbytes"], case["units"]) for case in shaped if case["arm"] == arm and case["workers"] == most]
-        if points:
-            axes[2].plot(*zip(*sorted(points), strict=True), "o-", color=_color(arm), label=arm)
-    axes[2].set_xscale("log", base=2)
-    axes[2].set_yscale("log")
-    sizes = sorted({case["nbytes"] for case in shaped if case["workers"] == most})
-    axes[2].set_xticks(sizes, [size_text(one) for one in sizes])
-    _finish(axes[2], f"N = {most}: time against the array", "array", "K/B")
-    slow = [case for case in cases if case["part"] == "slow-link"]
-    largest = max((case["nbytes"] for case in slow), default=0)
-    bars = [case for case in slow if case["nbytes"] == largest]
-    names = [_short(case) for case in bars]
-    axes[3].bar(names, [case["units"] for case in bars], color=[_color(case["arm"]) for case in bars])
-    for place, case in enumerate(bars):
-        axes[3].text(place, case["units"], f"{case['units']:.2f}", ha="center", va="bottom", fontsize=8)
-    axes[3].axhline(1.0, color="k", linestyle="--", linewidth=1, label="floor: the slow worker's own array")
-    axes[3].set_ylim(0, 1.3 * max([1.0, *(case["units"] for case in bars)]))
-    rates = " + ".join(f"{rate:g}" for rate in bars[0]["rates_mbit"]) if bars else ""
-    _finish(axes[3], f"links of {rates} Mbit/s, {size_text(largest)}", "", "K / the slowest rate")
-    return figure
-
-
-def _plot_hybrids(axis: Any, shaped: Cases, nbytes: int) -> None:
-    hybrids = [case for case in shaped if "hybrid" in case["arm"]]
-    n = hybrids[0]["workers"] if hybrids else 4
-    planned = [(m, 2 * (n - 1) / (n + (n - 2) * m / n)) for m in range(n + 1)]
-    axis.plot([m for m, _ in planned], [max(1.0, t) for _, t in planned], "k:", label="planner")
-    axis.plot(
-        [m for m, _ in planned], [FRAMING * max(1.0, t) for _, t in planned], "k-", linewidth=0.8,
-        label=f"planner and headers ({FRAMING - 1:.1%})",
-    )  # fmt: skip
-    alone = find(shaped, arm="geartrain workers", workers=n, nbytes=nbytes)
-    full = find(shaped, arm="geartrain dedicated", workers=n, nbytes=nbytes)
-    points = [(case["reducers"], case["units"]) for case in hybrids]
-    points += [(0, alone["units"])] if alone else []
-    points += [(n, full["units"])] if full else []
-    if points:
-        axis.plot(*zip(*sorted(points), strict=True), "o", color="C0", label="measured")
-    others = find(shaped, arm="gloo", workers=n, nbytes=nbytes)
-    if others:
-        axis.axhline(others["units"], color="C3", linewidth=1, label="gloo")
-    axis.set_xticks(range(n + 1))
-    axis.set_ylim(0.9, None)
-    _finish(axis, f"N = {n}: every reducer helps", "reducers", "K/B")
-
-
-def _plot_delay(pyplot: Any, cases: Cases) -> Any:
-    """A panel for each size and round trip: milliseconds against N."""
-    sizes = sorted({case["nbytes"] for case in cases})
-    rtts = sorted({case["rtt_ms"] for case in cases})
-    figure, axes = pyplot.subplots(
-        1, len(sizes) * len(rtts), figsize=(4.5 * len(sizes) * len(rtts), 4.4), squeeze=False, layout="constrained"
-    )
-    panels = [(nbytes, rtt_ms) for nbytes in sizes for rtt_ms in rtts]
-    for axis, (nbytes, rtt_ms) in zip(axes[0], panels, strict=True):
-        here = [case for case in cases if case["nbytes"] == nbytes and case["rtt_ms"] == rtt_ms]
-        for arm in dict.fromkeys(case["arm"] for case in here):
-            points = sorted((case["workers"], 1e3 * case["p50_s"]) for case in here if case["arm"] == arm)
-            axis.plot(*zip(*points, strict=True), "o-", color=_color(arm), label=arm)
-        axis.axhline(rtt_ms, color="k", linestyle="--", linewidth=1, label="one round trip")
-        axis.set_yscale("log")
-        axis.set_xticks(sorted({case["workers"] for case in here}))
-        _finish(axis, f"{size_text(nbytes)}, round trip {rtt_ms:g} ms", "workers", "ms")
-    return figure
-
-
-def _plot_loopback(pyplot: Any, cases: Cases) -> Any:
-    """Multiples of a memcpy against the array's size, a panel for each number of ranks."""
-    counts = sorted({case["workers"] for case in cases})
-    figure, axes = pyplot.subplots(1, len(counts), figsize=(7 * len(counts), 5), squeeze=False, layout="constrained")
-    for axis, n in zip(axes[0], counts, strict=True):
-        here = [case for case in cases if case["workers"] == n]
-        for arm in dict.fromkeys(case["arm"] for case in here):
-            points = sorted((case["nbytes"], case["p50_s"] / case["floor_s"]) for case in here if case["arm"] == arm)
-            wide = 2.2 if arm == "geartrain workers" else 1.2
-            axis.plot(*zip(*points, strict=True), "o-", color=_color(arm), label=arm, linewidth=wide, markersize=4)
-        sizes = sorted({case["nbytes"] for case in here})
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(sizes, [size_text(one) for one in sizes])
-        _finish(axis, f"{n} ranks of one host", "array", "time, in memcpys of the array")
-    return figure
-
-
-def _plot_throughput(pyplot: Any, cases: Cases) -> Any:
-    """Samples a second against workers, during and after backward."""
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
-    for axis, overlap in zip(axes, (True, False), strict=True):
-        here = [case for case in cases if case["overlap"] is overlap]
-        for arm in dict.fromkeys(case["arm"] for case in here):
-            points = sorted((case["workers"], case["samples_per_s"]) for case in here if case["arm"] == arm)
-            axis.plot(*zip(*points, strict=True), "o-", color=_color(arm), label=arm)
-        most = max((case["workers"] for case in here), default=1)
-        rate = here[0]["one_worker_bound"] if here else math.nan
-        axis.plot([1, most], [rate, rate * most], "k--", linewidth=1, label="no all-reduce at all")
-        axis.set_xticks(sorted({case["workers"] for case in here}))
-        _finish(axis, f"summed {'during' if overlap else 'after'} backward", "workers", "samples/s")
-    return figure

@@ -153,7 +153,7 @@ def _one_foreign(name: str, peer: Foreign, plan: Plan, result: BenchResult) -> N
     result.rows.append(harness.rate_row(case, name, "calls", "1/s", found, 1.0, 1 / floors[case, "calls"]))
     for size in plan.sizes:
         found = seconds(max(1, min(50, 20_000_000 // size)), plan.repeats, "acknowledge", nbytes=size)
-        _add_transfer(result, name, size, found, floors[_size(size), ONE_WAY] * 1e-3)
+        add_transfer(result, name, size, found, floors[size_name(size), ONE_WAY] * 1e-3)
 
 
 #: Calls with a value that comes back: case -> bytes of a tensor, or 0 for a number.
@@ -171,7 +171,7 @@ def _calls(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult)
 
         systems = [System(c.name, lambda c=c: one_lap(c), floor=c.name == "raw unix") for c in clients]  # type: ignore[misc]
         laps = take_turns(systems, repeats=plan.repeats, budget_s=clock.next_case_s(30.0), warmups=2)
-        floor_s = _median(laps["raw unix"])
+        floor_s = median_s(laps["raw unix"])
         for name, of_one in laps.items():
             seconds = [one.seconds for one in of_one]
             result.rows.append(harness.time_row(case, name, "call", "us", seconds, floor_s))
@@ -197,7 +197,7 @@ def _calls(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult)
 
     systems = [System(c.name, lambda c=c: many(c)) for c in clients if c.start is not None]  # type: ignore[misc]
     laps = take_turns(systems, repeats=plan.repeats, budget_s=clock.next_case_s(30.0))
-    best_s = min(_median(of_one) for of_one in laps.values())
+    best_s = min(median_s(of_one) for of_one in laps.values())
     for name, of_one in laps.items():
         seconds = [one.seconds for one in of_one]
         result.rows.append(harness.rate_row(f"{IN_FLIGHT} in flight", name, "calls", "1/s", seconds, 1.0, best_s))
@@ -207,7 +207,7 @@ def _calls(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult)
 def _transfers(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult) -> None:
     clients = [client for client in clients if client.name not in ONLY_CALLS]
     for size in plan.sizes:
-        harness.say(f"tensors of {_size(size)}")
+        harness.say(f"tensors of {size_name(size)}")
         value, copy = _tensor(size), _tensor(size)
         calls = max(1, min(50, 20_000_000 // size))
 
@@ -218,22 +218,25 @@ def _transfers(plan: Plan, clients: list[Client], clock: Clock, result: BenchRes
         systems.append(System("memcpy", lambda copy=copy: one_lap(lambda v: np.copyto(copy, v)), floor=True))  # type: ignore[misc]
         most = plan.repeats if size < 500_000_000 else 4
         laps = take_turns(systems, repeats=most, budget_s=clock.next_case_s(40.0), warmups=2)
-        floor_s = _median(laps["memcpy"])
+        floor_s = median_s(laps["memcpy"])
         for name, of_one in laps.items():
-            _add_transfer(result, name, size, [one.seconds for one in of_one], floor_s)
+            add_transfer(result, name, size, [one.seconds for one in of_one], floor_s)
 
 
-def _add_transfer(result: BenchResult, name: str, size: int, seconds: list[float], floor_s: float) -> None:
-    case = _size(size)
+def add_transfer(result: BenchResult, name: str, size: int, seconds: list[float], floor_s: float) -> None:
+    """The two rows of a system that sends so many bytes: milliseconds and GB/s."""
+    case = size_name(size)
     result.rows.append(harness.time_row(case, name, ONE_WAY, "ms", seconds, floor_s))
     result.rows.append(harness.rate_row(case, name, "throughput", "GB/s", seconds, size / 1e9, floor_s))
 
 
-def _median(laps: list[harness.Lap]) -> float:
+def median_s(laps: list[harness.Lap]) -> float:
+    """Of a call in these laps."""
     return float(np.median([one.seconds for one in laps]))
 
 
-def _size(nbytes: int) -> str:
+def size_name(nbytes: int) -> str:
+    """A case's."""
     return f"{nbytes / 1e6:,.4g} MB"
 
 
@@ -241,8 +244,8 @@ def _size(nbytes: int) -> str:
 
 
 @contextlib.contextmanager
-def _worker(*arguments: str) -> Iterator[str]:
-    """A process of its own; what it printed first."""
+def worker(*arguments: str) -> Iterator[str]:
+    """A process of `p2p_worker` with these arguments; what it printed first."""
     process = subprocess.Popen(
         [sys.executable, "-m", "geartrain.bench.p2p_worker", *arguments],
         stdin=subprocess.PIPE,
@@ -271,7 +274,7 @@ def _clients(plan: Plan) -> Iterator[contextlib.AbstractContextManager[Client]]:
 def _rpc(name: str, transport: str, spin_us: float, views: bool = True) -> Iterator[Client]:
     from geartrain import rpc
 
-    with _worker("rpc", transport, str(spin_us), "views" if views else "copies") as address:
+    with worker("rpc", transport, str(spin_us), "views" if views else "copies") as address:
         peers = {"server": address}
         with rpc.Node("client", peers=peers, transport=transport, spin_us=spin_us, timeout_s=120) as node:
             yield Client(
@@ -285,7 +288,7 @@ def _rpc(name: str, transport: str, spin_us: float, views: bool = True) -> Itera
 
 @contextlib.contextmanager
 def _raw(family: str, most_bytes: int) -> Iterator[Client]:
-    with _worker("raw", family, str(most_bytes)) as place:
+    with worker("raw", family, str(most_bytes)) as place:
         if family == "unix":
             stream = socket.socket(socket.AF_UNIX)
             stream.connect("\0" + place)
@@ -305,7 +308,8 @@ def _raw(family: str, most_bytes: int) -> Iterator[Client]:
 
 
 @contextlib.contextmanager
-def _torch() -> Iterator[Client]:
+def joined_torch(device_maps: dict[str, dict[Any, Any]] | None = None) -> Iterator[None]:
+    """torch.distributed.rpc between this process, `client`, and another, `server`, with the GPUs' map if given."""
     import torch
     from torch.distributed import rpc
 
@@ -314,12 +318,22 @@ def _torch() -> Iterator[Client]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    with _worker("torch", port):
-        rpc.init_rpc("client", rank=0, world_size=2)  # type: ignore[no-untyped-call]
+    options = rpc.TensorPipeRpcBackendOptions(device_maps=device_maps)
+    with worker("torch", port):
+        rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+        yield
+        rpc.shutdown(graceful=False)
 
-        def tensor(value: Any) -> Any:
-            return value if isinstance(value, int) else torch.from_numpy(value)
 
+@contextlib.contextmanager
+def _torch() -> Iterator[Client]:
+    import torch
+    from torch.distributed import rpc
+
+    def tensor(value: Any) -> Any:
+        return value if isinstance(value, int) else torch.from_numpy(value)
+
+    with joined_torch():
         yield Client(
             "TensorPipe",
             lambda value: rpc.rpc_sync("server", echo, args=(tensor(value),)),
@@ -327,7 +341,6 @@ def _torch() -> Iterator[Client]:
             lambda value: rpc.rpc_async("server", echo, args=(value,)),
             lambda future: future.wait(),
         )
-        rpc.shutdown(graceful=False)
 
 
 def _tensor(nbytes: int) -> Any:

@@ -18,6 +18,7 @@ COLOURS = {
     "geartrain shm, copied": "#5b9bd5",
     "geartrain shm, spinning": "#08306b",
     "geartrain tcp": "#2ca089",
+    "geartrain cuda_ipc": "#0b5fa5",
     "TensorPipe": "#d1495b",
     "ZeroMQ ipc": "#e09f3e",
     "ZeroMQ tcp": "#f2cc8f",
@@ -27,11 +28,12 @@ COLOURS = {
     "raw unix": "#6b6b6b",
     "raw tcp": "#a8a8a8",
     "memcpy": "#000000",
+    "copy": "#000000",
 }
 
 
 def overview(result: BenchResult) -> dict[str, tuple[list[str], dict[str, list[str]]]]:
-    """Two tables, each with a row for each system: milliseconds by size, and what small calls cost; all p50."""
+    """A row for each system: milliseconds by size and, if measured, what small calls cost; all p50."""
     found = {(row.system, row.metric, row.case): row.p50 for row in result.rows}
     sizes = list(dict.fromkeys(row.case for row in result.rows if row.metric == ONE_WAY))
     tables = {
@@ -50,7 +52,8 @@ def overview(result: BenchResult) -> dict[str, tuple[list[str], dict[str, list[s
             cells = [found.get((system, *column)) for column in columns]
             if any(cell is not None for cell in cells):
                 rows[system] = ["" if cell is None else _digits(cell) for cell in cells]
-        shown[title] = (["system", *columns.values()], rows)
+        if rows:
+            shown[title] = (["system", *columns.values()], rows)
     return shown
 
 
@@ -61,7 +64,7 @@ def print_overview(result: BenchResult) -> None:
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Time over size, calls with small values, and calls a second. Needs matplotlib."""
+    """Time over size and, where they were measured, small calls and calls a second. Needs matplotlib."""
     try:
         import matplotlib
 
@@ -69,23 +72,18 @@ def plot(result: BenchResult, path: Path) -> None:
         from matplotlib import pyplot
     except ImportError:
         raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
-    figure = pyplot.figure(figsize=(13.5, 9.6), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
-    _times(figure.add_subplot(grid[0, :]), result)
-    _bars(
-        figure.add_subplot(grid[1, 0]),
-        result,
-        "call",
-        {INTEGER: "an integer", TENSOR: "an 8 KB tensor"},
-        "a call and its answer, us (shorter is better)",
-    )
-    _bars(
-        figure.add_subplot(grid[1, 1]),
-        result,
-        "calls",
-        {"64 in flight": "64 in flight", "1 in flight": "1 in flight"},
-        "calls a second (longer is better)",
-    )
+    if any(row.metric == "call" for row in result.rows):
+        figure = pyplot.figure(figsize=(13.5, 9.6), layout="constrained")
+        grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
+        _times(figure.add_subplot(grid[0, :]), result)
+        small = {INTEGER: "an integer", TENSOR: "an 8 KB tensor"}
+        title = "a call and its answer, us (shorter is better)"
+        _bars(figure.add_subplot(grid[1, 0]), result, "call", small, title)
+        in_flight = {"64 in flight": "64 in flight", "1 in flight": "1 in flight"}
+        _bars(figure.add_subplot(grid[1, 1]), result, "calls", in_flight, "calls a second (longer is better)")
+    else:  # tensors on GPUs
+        figure = pyplot.figure(figsize=(13.5, 5.4), layout="constrained")
+        _times(figure.add_subplot(), result)
     words = textwrap.wrap(result.command, 110, break_on_hyphens=False)
     load = result.machine.get("load_average_before", ["?"])[0]
     where = f"{result.machine['cpu']}, {result.machine['cores']} cores, load {load} at the beginning"
@@ -103,7 +101,7 @@ def _times(axis: Any, result: BenchResult) -> None:
     for system in sorted({row.system for row in rows}, key=_place):
         found = {row.case: row.p50 for row in rows if row.system == system}
         points = [(size, found[case]) for size, case in zip(sizes, cases, strict=True) if case in found]
-        floor = system == "memcpy" or system.startswith("raw")
+        floor = system in ("memcpy", "copy") or system.startswith("raw")
         axis.plot(
             [x for x, _ in points],
             [y for _, y in points],

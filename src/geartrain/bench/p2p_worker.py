@@ -23,12 +23,21 @@ def acknowledge(_: Any) -> None:
     """A big value one way, and a word back."""
 
 
+def landed(tensor: Any) -> None:
+    """A tensor one way, and a word back when its device has the bytes."""
+    if tensor.is_cuda:
+        import torch
+
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
 def serve_rpc(transport: str, spin_us: str, views: str) -> None:
     """A node of geartrain.rpc."""
     from geartrain import rpc
 
     rpc.function(echo)
     rpc.function(acknowledge)
+    rpc.function(landed)
     node = rpc.Node("server", transport=transport, spin_us=float(spin_us), views=views == "views")
     print(node.address, flush=True)
     sys.stdin.read()

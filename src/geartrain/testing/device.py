@@ -52,6 +52,8 @@ class SimulatedDevice:
 
     def __init__(self, seed: int = 0, *, kernels: bool = False, most_pinned: int | None = None) -> None:
         self.name = f"simulated:{seed}"
+        self.model = "simulated"
+        self.collectives = "gloo"
         self.registered: dict[int, int] = {}
         self.syncs: dict[str, int] = {}
         self.gathers = 0

@@ -134,7 +134,7 @@ def _pick(over: Any, new: Any, old: Any) -> Any:
 
 
 def _arrays(observation: Any) -> Arrays:
-    return {name: np.asarray(value) for name, value in observation.items()}
+    return {name: np.array(value) for name, value in observation.items()}  # JAX's own are read-only
 
 
 __all__ = ["Smax", "make"]

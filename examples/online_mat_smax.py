@@ -1,0 +1,301 @@
+"""A team that learns to fight: the Multi-Agent Transformer with PPO, on SMAX battles, rollouts through a store.
+
+    pip install "geartrain[torch,cli,plot,smax]"
+    python examples/online_mat_smax.py                          map 3m, about ten minutes on two cores
+    python examples/online_mat_smax.py --task smax/2s3z
+    python examples/online_mat_smax.py --task vmas/balance      the same team with continuous actions (extra vmas)
+
+An actor steps 256 battles and writes what happens straight into rows of at most 32 actions, each with the version of
+the model that acted. The learner takes the oldest rows, every one once: `Fifo` chooses them and `max_times_sampled=1`
+makes room. Advantages are computed over whole rows; where a row breaks off, the model values its last observation.
+
+The transformer (Wen et al., 2022) encodes what all agents observe and decodes their actions one after the other: each
+agent knows what those before it do. In training all of them are decoded at once, behind a causal mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from rich import console
+from torch import Tensor, nn
+from torch.distributions import Categorical, Independent, Normal
+
+import curves
+import geartrain as gt
+from geartrain.actors import Actor, LocalPolicy, recorded_fields
+from geartrain.errors import MissingDependencyError
+from geartrain.integrations.environments import make
+
+ACTIONS = 32  # in a row at most; the step behind them has the observation that they led to
+GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2
+
+
+# --------------------------------------------------------------------------------------------------- the model
+
+
+class Block(nn.Module):
+    """Attention over the agents, causal or to another sequence, and a small network, each added to what was there."""
+
+    def __init__(self, width: int, heads: int, cross: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(1 + cross))
+        self.merge = nn.ModuleList(nn.Linear(width, width) for _ in range(1 + cross))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 + cross))
+        self.think = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+    def attend(self, place: int, x: Tensor, queries: Tensor, causal: bool) -> Tensor:
+        """Of x's keys and values, with queries of the same length."""
+        weight, bias = self.project[place].weight, self.project[place].bias
+        width = x.shape[-1]
+        q = nn.functional.linear(queries, weight[:width], bias[:width])
+        k, v = nn.functional.linear(x, weight[width:], bias[width:]).chunk(2, -1)
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (q, k, v))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return self.merge[place](seen.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor, encoded: Tensor | None = None) -> Tensor:
+        x = self.norms[0](x + self.attend(0, x, x, causal=encoded is not None))
+        if encoded is not None:
+            x = self.norms[1](encoded + self.attend(1, x, encoded, causal=True))
+        return self.norms[-1](x + self.think(x))
+
+
+class Team(nn.Module):
+    """(B, agents, seen) observations to a value for each agent, and actions one agent after the other.
+
+    Args:
+        agents, seen: how many there are, and numbers that each observes.
+        actions: to choose from; of a continuous action, its numbers.
+        discrete: which of the two.
+    """
+
+    def __init__(self, agents: int, seen: int, actions: int, discrete: bool, width: int = 64, heads: int = 2) -> None:
+        super().__init__()
+        self.agents, self.actions, self.discrete = agents, actions, discrete
+        self.look = nn.Sequential(nn.LayerNorm(seen), nn.Linear(seen, width), nn.GELU(), nn.LayerNorm(width))
+        self.who = nn.Parameter(0.02 * torch.randn(agents, width))
+        self.encoder, self.decoder = Block(width, heads, cross=False), Block(width, heads, cross=True)
+        self.value = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 1))
+        self.heard = nn.Linear(actions + 1, width)  # what the agent before does, or that there is none
+        self.act = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, actions))
+        self.spread = nn.Parameter(torch.full((actions,), -0.5))  # log of the standard deviation, if continuous
+        for last, gain in ((self.value[-1], 1.0), (self.act[-1], 0.01)):
+            nn.init.orthogonal_(last.weight, gain)
+            nn.init.zeros_(last.bias)
+
+    def encode(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """The team's situation, (B, agents, width), and what it is worth, (B, agents)."""
+        encoded = self.encoder(self.look(observation) + self.who)
+        return encoded, self.value(encoded)[..., 0]
+
+    def decode(self, encoded: Tensor, available: Tensor | None, actions: Tensor) -> Any:
+        """Distributions of all agents' actions, of which each is shown the ones before it."""
+        done = nn.functional.one_hot(actions, self.actions).float() if self.discrete else actions
+        heard = torch.zeros(*done.shape[:2], self.actions + 1)
+        heard[:, 0, -1] = 1.0
+        heard[:, 1:, :-1] = done[:, :-1]
+        out = self.act(self.decoder(self.heard(heard) + self.who[: done.shape[1]], encoded[:, : done.shape[1]]))
+        if self.discrete:
+            return Categorical(
+                logits=out if available is None else out.masked_fill(~available[:, : out.shape[1]], -1e9)
+            )
+        return Independent(Normal(out, self.spread.exp().expand_as(out)), 1)
+
+    def choose(self, encoded: Tensor, available: Tensor | None, greedy: bool) -> tuple[Tensor, Tensor]:
+        """Actions, one agent after the other, and their log probabilities, (B, agents)."""
+        shape = (len(encoded), 0) if self.discrete else (len(encoded), 0, self.actions)
+        actions, told = torch.zeros(shape, dtype=torch.long if self.discrete else torch.float), []
+        blank = actions.new_zeros(len(encoded), 1, *shape[2:])
+        for agent in range(self.agents):
+            chances = self.decode(encoded, available, torch.cat([actions, blank], 1))
+            best = chances.probs.argmax(-1) if self.discrete else chances.mean
+            action = best if greedy else chances.sample()
+            told.append(chances.log_prob(action)[:, agent])
+            actions = torch.cat([actions, action[:, agent : agent + 1]], 1)
+        return actions, torch.stack(told, 1)
+
+
+def split(observation: Any) -> tuple[Tensor, Tensor | None]:
+    """What the agents see, and which of their actions are possible, if not all."""
+    if isinstance(observation, dict):
+        return torch.from_numpy(observation["agents"]), torch.from_numpy(observation["available"])
+    return torch.from_numpy(observation), None
+
+
+@torch.inference_mode()
+def act(team: Team, observation: Any, greedy: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    seen, available = split(observation)
+    encoded, value = team.encode(seen)
+    actions, log_prob = team.choose(encoded, available, greedy)
+    return actions, {"log_prob": log_prob, "value": value}
+
+
+# ------------------------------------------------------------------------------------------------------- learning
+
+
+@torch.no_grad()
+def advantages(team: Team, batch: gt.Batch, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of whole rows: advantages and wanted values, (B, steps, agents), and which steps have an action, (B, steps)."""
+    acted = batch.mask & ~batch["last"]
+    seen = batch["observation.agents" if "observation.agents" in batch else "observation"]
+    rows, end = torch.arange(len(seen)), batch.length.long() - 1
+    value = batch["value"].clone()
+    value[rows, end] = team.encode(seen[rows, end])[1]
+    reward = scale * batch["reward"]
+    reward = reward[..., None].expand_as(value) if reward.ndim == 2 else reward
+    going = (~batch["terminated"]).float()[..., None]
+    advantage = torch.zeros_like(value)
+    ahead = torch.zeros_like(value[:, 0])
+    for t in range(value.shape[1] - 2, -1, -1):
+        error = reward[:, t] + GAMMA * going[:, t] * value[:, t + 1] - value[:, t]
+        ahead = torch.where(acted[:, t, None], error + GAMMA * LAMBDA * going[:, t] * ahead, 0.0)
+        advantage[:, t] = ahead
+    return advantage, advantage + value, acted
+
+
+def update(team: Team, optimizer: torch.optim.Optimizer, batch: gt.Batch, entropy: float, chosen: Any) -> None:
+    """PPO: some epochs over the rows, in minibatches of single steps."""
+    advantage, wanted, acted = advantages(team, batch, chosen.scale)
+    discrete = "observation.available" in batch
+    seen = batch["observation.agents" if discrete else "observation"][acted]
+    available = batch["observation.available"][acted] if discrete else None
+    actions, before = batch["action"][acted], batch["log_prob"][acted]
+    advantage, wanted = advantage[acted], wanted[acted]
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-5)
+    for _ in range(chosen.epochs):
+        for part in torch.randperm(len(seen)).chunk(4):
+            encoded, value = team.encode(seen[part])
+            chances = team.decode(encoded, None if available is None else available[part], actions[part])
+            ratio = (chances.log_prob(actions[part]) - before[part]).exp()
+            gain = torch.min(ratio * advantage[part], ratio.clamp(1 - CLIP, 1 + CLIP) * advantage[part])
+            off = nn.functional.huber_loss(value, wanted[part])
+            loss = -gain.mean() + off - entropy * chances.entropy().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(team.parameters(), 0.5)
+            optimizer.step()
+
+
+def learn(
+    chosen: argparse.Namespace, team: Team, battles: Any, store: gt.Store, curve: curves.Curve
+) -> dict[str, float]:
+    policy = LocalPolicy(act, team)
+    actor = Actor(battles, policy, store, seed=chosen.seed)
+    optimizer = torch.optim.Adam(team.parameters(), lr=chosen.rate, eps=1e-5)
+    recent: list[float] = []
+    learned_s, ages, began_s = 0.0, [], time.perf_counter()
+    with (
+        gt.Replay(store, gt.selection.Fifo(), chosen.envs, prefetch=0) as replay,
+        curves.bars() as bars,
+    ):
+        bar = bars.add_task(chosen.task, total=chosen.steps)
+        while actor.stats.steps < chosen.steps and time.perf_counter() - began_s < chosen.seconds:
+            actor.run(until=lambda: len(store) >= chosen.envs)
+            batch = replay.sample()
+            ages.append(float(policy.version - batch.version.float().mean()))
+            spent_s = time.perf_counter() - began_s
+            done = max(actor.stats.steps / chosen.steps, spent_s / chosen.seconds)  # whichever ends first
+            optimizer.param_groups[0]["lr"] = chosen.rate * max(0.02, 1 - done)
+            since_s = time.perf_counter()
+            update(team, optimizer, batch, 0.01 - 0.009 * min(1.0, done), chosen)
+            learned_s += time.perf_counter() - since_s
+            policy.version += 1
+            recent = [*recent, score(chosen, batch, actor)][-5:]
+            steps, words = actor.stats.steps, f"{curve.content['y']} {np.mean(recent):.3f}"
+            bars.update(bar, completed=steps, description=f"{chosen.task}: {words}")
+            if policy.version % chosen.every == 0:
+                curve.point(steps, np.mean(recent))
+                spent_s = time.perf_counter() - began_s
+                share = 100 * learned_s / spent_s
+                bars.console.print(f"{spent_s:4.0f} s, {steps:>9,} steps: {words}; {share:.0f} % of the time to learn")
+    stats = actor.stats
+    result = {
+        "environment_steps": stats.steps,
+        "versions": policy.version,
+        "row_age_versions": float(np.mean(ages)),
+        "policy_s": stats.policy_s,
+        "environment_s": stats.environment_s,
+        "store_s": stats.store_s,
+        "learn_s": learned_s,
+        "train_s": time.perf_counter() - began_s,
+    }
+    greedy = evaluate(chosen, team, battles)
+    curve.point(stats.steps, greedy)
+    actor.close()
+    return {"greedy": greedy, "training": float(np.mean(recent)), **result}
+
+
+def score(chosen: argparse.Namespace, batch: gt.Batch, actor: Actor) -> float:
+    """Of the battles that ended in these rows, the share that was won; elsewhere the mean return of late episodes."""
+    if chosen.task.startswith("smax"):
+        ended = batch["terminated"]
+        return float((batch["reward"][ended] >= 1.0).float().mean()) if ended.any() else 0.0  # 1 for the victory
+    return float(np.mean(actor.stats.returns)) if actor.stats.returns else float("nan")
+
+
+def evaluate(chosen: argparse.Namespace, team: Team, battles: Any) -> float:
+    """The first episode of every battle, with the likeliest actions: the share that was won, or the mean return."""
+    observation = battles.reset(seed=1_000_000 + chosen.seed)
+    returns, won, playing = np.zeros(battles.n), np.zeros(battles.n, bool), np.ones(battles.n, bool)
+    while playing.any():
+        stepped = battles.step(act(team, observation, greedy=True)[0].numpy())
+        returns[playing] += stepped.reward.reshape(battles.n, -1).mean(1)[playing]
+        if chosen.task.startswith("smax"):
+            won |= playing & battles.won
+        playing &= ~(stepped.terminated | stepped.truncated)
+        observation = stepped.next
+    return float(won.mean() if chosen.task.startswith("smax") else returns.mean())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    text = curves.options(__doc__)
+    add = text.add_argument
+    add("--task", default="smax/3m", help="smax/MAP or vmas/SCENARIO (smax/3m)")
+    add("--steps", type=int, help="steps of all environments together (1,150,000)")
+    add("--seconds", type=float, default=float("inf"), help="stop training after so long")
+    add("--envs", type=int, help="environments stepped together, and rows of a batch (256)")
+    add("--epochs", type=int, default=5, help="over each batch (5)")
+    add("--rate", type=float, default=1e-3, help="learning rate at the beginning; it falls to 2 %% of that (1e-3)")
+    add("--every", type=int, default=10, help="versions from one point of the curve to the next (10)")
+    chosen = text.parse_args(arguments)
+    if chosen.tiny:
+        chosen.steps, chosen.envs, chosen.every = chosen.steps or 600, chosen.envs or 4, 1
+    chosen.steps, chosen.envs = chosen.steps or 1_150_000, chosen.envs or 256
+    chosen.scale = 1.0 if chosen.task.startswith("smax") else 0.1  # of rewards, for values of about 1
+    curves.prepare()
+    torch.manual_seed(chosen.seed)
+    screen = console.Console()
+    try:
+        battles = make(chosen.task, chosen.envs)
+    except MissingDependencyError as error:
+        raise SystemExit(str(error)) from None
+    discrete = chosen.task.startswith("smax")
+    steps = ACTIONS + 1
+    fields = recorded_fields(
+        battles.fields(steps),
+        steps,
+        log_prob=gt.Field((steps, battles.agents), "float32"),
+        value=gt.Field((steps, battles.agents), "float32"),
+    )
+    seen = fields["observation.agents" if discrete else "observation"].shape[-1]
+    team = Team(battles.agents, seen, battles.actions, discrete)
+    curve = curves.Curve(
+        f"Multi-Agent Transformer on {chosen.task}", "environment steps", "win rate" if discrete else "return", chosen
+    )
+    with gt.Store.create(f"mat-{os.getpid()}", fields, capacity=8 * chosen.envs, max_times_sampled=1) as store:
+        result = learn(chosen, team, battles, store, curve)
+    finished = curve.finish(**result)["result"]
+    screen.print(" ".join(f"{name}={value:,.2f}" for name, value in finished.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

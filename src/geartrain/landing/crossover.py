@@ -1,0 +1,97 @@
+"""Up to which size of rows the GPU's own gather is taken: as measured on this machine where that was done.
+
+`geartrain bench fetch --device cuda` times both paths by size of rows, and writes what it found for the GPU's name into
+
+    ~/.cache/geartrain/crossover.json        (under XDG_CACHE_HOME where that is set)
+    {"NVIDIA H200": {"crossover_bytes": 1048576, "command": "...", "when": "..."}}
+
+The chooser takes, in this order: `OnDevice(crossover_bytes=...)`, GEARTRAIN_CROSSOVER_BYTES, that file, and at last
+`CROSSOVER_BYTES`, which is an estimate. `replay.describe()` says which it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from geartrain.errors import SchemaError
+
+VARIABLE = "GEARTRAIN_CROSSOVER_BYTES"
+
+# A guess, not measured on any GPU. The gather saves the CPU's copy whatever the size of a row, and costs some of the
+# multiprocessors' time. The longer the rows, the closer a few threads of a host come to what a link carries, and the
+# less there is to save; docs/benchmarks.md has the CPU's rates for rows of up to 1 MB.
+CROSSOVER_BYTES = 4 << 20
+
+
+def measured_path() -> Path:
+    """Where measured values are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "geartrain" / "crossover.json"
+
+
+def crossover(asked: int | None, device: str) -> tuple[int, str]:
+    """Bytes of a row up to which a device gathers, and where the number is from.
+
+    Args:
+        asked: by the program; None for what is known of the device.
+        device: its name, as the vendor gives it.
+
+    Raises:
+        SchemaError: GEARTRAIN_CROSSOVER_BYTES is no number of bytes.
+    """
+    if asked is not None:
+        return asked, "as asked for"
+    variable = os.environ.get(VARIABLE)
+    if variable is not None:
+        if not variable.isdecimal():
+            raise SchemaError(f"{VARIABLE} is a number of bytes, found {variable!r}")
+        return int(variable), f"by {VARIABLE}"
+    found = _measured().get(device)
+    if isinstance(found, dict) and isinstance(found.get("crossover_bytes"), int):
+        return int(found["crossover_bytes"]), "as measured on this machine"
+    return CROSSOVER_BYTES, "an estimate; `geartrain bench fetch --device cuda` measures it"
+
+
+def remember(device: str, crossover_bytes: int, **about: Any) -> Path:
+    """Writes a measured value down for a device, beside those of others, and returns where."""
+    path = measured_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = _measured() | {device: {"crossover_bytes": crossover_bytes, **about}}
+    beside = path.with_suffix(f".{os.getpid()}")
+    beside.write_text(json.dumps(known, indent=1) + "\n")
+    beside.replace(path)
+    return path
+
+
+def found_from(seconds: Mapping[int, Mapping[str, float]]) -> int:
+    """The crossover, from the median seconds of "gather" and "staged" by bytes of a row.
+
+    Between the largest row up to which the gather was never slower and the next one that was measured: their geometric
+    mean. Where the gather was never slower, the largest row; where it always was, 0. Measured again, a size may fall
+    on the other side, so neither path counts as slower by less than 2 %.
+
+    Example:
+        >>> found_from({1000: {"gather": 1.0, "staged": 2.0}, 4000: {"gather": 3.0, "staged": 2.0}})
+        2000
+    """
+    last = 0
+    for size in sorted(seconds):
+        if seconds[size]["gather"] > 1.02 * seconds[size]["staged"]:
+            return round(math.sqrt(last * size))
+        last = size
+    return last
+
+
+def _measured() -> dict[str, Any]:
+    try:
+        known = json.loads(measured_path().read_text())
+    except (OSError, ValueError):  # nothing was measured, or somebody wrote something else there
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+__all__ = ["CROSSOVER_BYTES", "VARIABLE", "crossover", "found_from", "measured_path", "remember"]
