@@ -31,14 +31,16 @@ def landed(tensor: Any) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def serve_rpc(transport: str, spin_us: str, views: str) -> None:
-    """A node of geartrain.rpc."""
+def serve_rpc(transport: str, spin_us: str, views: str, tls: str = "") -> None:
+    """A node of geartrain.rpc; under "tls" with the environment's certificates."""
     from geartrain import rpc
 
     rpc.function(echo)
     rpc.function(acknowledge)
     rpc.function(landed)
-    node = rpc.Node("server", transport=transport, spin_us=float(spin_us), views=views == "views")
+    node = rpc.Node(
+        "server", transport=transport, spin_us=float(spin_us), views=views == "views", tls=None if tls else False
+    )
     print(node.address, flush=True)
     sys.stdin.read()
     node.close()
