@@ -201,7 +201,8 @@ def learn(
             actor.run(until=lambda: len(store) >= chosen.envs)
             batch = replay.sample()
             ages.append(float(policy.version - batch.version.float().mean()))
-            done = actor.stats.steps / chosen.steps
+            spent_s = time.perf_counter() - began_s
+            done = max(actor.stats.steps / chosen.steps, spent_s / chosen.seconds)  # whichever ends first
             optimizer.param_groups[0]["lr"] = chosen.rate * max(0.02, 1 - done)
             since_s = time.perf_counter()
             update(team, optimizer, batch, 0.01 - 0.009 * min(1.0, done), chosen)
@@ -224,6 +225,7 @@ def learn(
         "environment_s": stats.environment_s,
         "store_s": stats.store_s,
         "learn_s": learned_s,
+        "train_s": time.perf_counter() - began_s,
     }
     greedy = evaluate(chosen, team, battles)
     curve.point(stats.steps, greedy)

@@ -176,7 +176,7 @@ def learn(
     agent.deviation.copy_(known.std(0).clamp(min=0.01))
     policy = actor.policy = LocalPolicy(act, agent)
     best = lambda observation: (act(agent, observation, likeliest=True).numpy(), {})  # noqa: E731
-    learned_s, fetched_s, began_s = 0.0, 0.0, time.perf_counter()
+    learned_s, fetched_s, judged_s, began_s = 0.0, 0.0, 0.0, time.perf_counter()
     with curves.bars() as bars:
         bar = bars.add_task(chosen.task, total=chosen.steps)
         while actor.stats.steps < chosen.steps and time.perf_counter() - began_s < chosen.seconds:
@@ -192,10 +192,13 @@ def learn(
             steps = actor.stats.steps
             bars.update(bar, completed=steps)
             if policy.version % chosen.every == 0:
+                since_s = time.perf_counter()
                 success = evaluate(judges, best, chosen.eval_episodes, chosen.seed)
+                judged_s += time.perf_counter() - since_s
                 curve.point(steps, success)
-                spent_s = time.perf_counter() - began_s
+                spent_s = time.perf_counter() - began_s - judged_s
                 bars.console.print(f"{spent_s:4.0f} s, {steps:,} steps: success {success:.2f}")
+    trained_s = time.perf_counter() - began_s - judged_s
     success = evaluate(judges, best, 2 * chosen.eval_episodes, chosen.seed + 1)
     curve.point(actor.stats.steps, success)
     hindsight.replay.close()
@@ -208,6 +211,7 @@ def learn(
         "store_s": actor.stats.store_s,
         "fetch_s": fetched_s,
         "learn_s": learned_s,
+        "train_s": trained_s,
     }
 
 
