@@ -22,6 +22,7 @@ BENCHES = {
     "fetch": "geartrain.bench.fetch",
     "rpc-rl": "geartrain.bench.rpc_rl",
     "di-engine": "geartrain.bench.di_engine",
+    "online": "geartrain.bench.online",
     "allreduce": "geartrain.bench.allreduce",
 }
 #: Benches whose `main` takes further arguments, as a list of words.
