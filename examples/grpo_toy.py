@@ -1,7 +1,7 @@
 """A tiny language model learns to sort digits from rewards alone: GRPO, with groups chosen by the store.
 
     pip install "geartrain[torch,cli,plot]"
-    python examples/grpo_toy.py                 about two minutes on two cores; downloads nothing
+    python examples/grpo_toy.py                 three CPU minutes; downloads nothing
 
 A sampler, in a process of its own, takes the newest weights, answers each prompt several times and writes the answers
 as rows: tokens, their log-probabilities, the reward, and the version of the model that wrote them. The learner draws
@@ -223,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen.prompts = 4
     curves.prepare()
     screen = console.Console()
-    curve = curves.Curve("GRPO: sorting five digits", "learner steps", "share of prompts sorted", chosen)
+    curve = curves.Curve("GRPO: sorting five digits", "learner steps", "share of prompts sorted", chosen, promise=0.95)
     with gt.Store.create(f"grpo-{os.getpid()}", FIELDS, capacity=16 * chosen.prompts * GROUP) as store:
         result = learn(chosen, store, curve, screen)
     finished = curve.finish(**result)["result"]
