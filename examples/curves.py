@@ -46,6 +46,12 @@ def bars(screen: console.Console | None = None) -> progress.Progress:
     return progress.Progress(*columns, progress.TimeElapsedColumn(), console=screen)
 
 
+def used_cpu_s() -> float:
+    """Of this process and of its children that have ended, in seconds."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
 class Curve:
     """Points of a run as they come, written to --curve and drawn to --plot at its end.
 
@@ -90,13 +96,15 @@ class Curve:
             made |= {"low": float(low), "high": float(high)}
         self.content["points"].append(made)
 
-    def finish(self, **result: float) -> dict[str, Any]:
-        """Writes what was asked for. `result`: the run's figures, by name; wall and processor time are added."""
-        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    def finish(self, others_cpu_s: float = 0.0, **result: float) -> dict[str, Any]:
+        """Writes what was asked for, and adds wall and processor time.
+
+        `result`: the run's figures, by name. `others_cpu_s`: of processes that are not this one's children.
+        """
         self.content["result"] = {
             **{name: float(value) for name, value in result.items()},
             "wall_s": time.perf_counter() - self.began_s,
-            "cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in used),
+            "cpu_s": used_cpu_s() + others_cpu_s,
         }
         if self.file:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +133,8 @@ def draw(content: dict[str, Any], picture: Path) -> None:
     if content["lines"]:
         axes.legend(frameon=False)
     axes.set(xlabel=content["x"], ylabel=content["y"])
-    axes.set_title(f"{content['title']}, seed {content['seed']}, {content['result']['wall_s']:.0f} s", fontsize=10)
+    cost = f"{content['result']['cpu_s']:.0f} CPU s"  # which other jobs on the machine change least
+    axes.set_title(f"{content['title']}, seed {content['seed']}, {cost}", fontsize=10)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture, dpi=120)

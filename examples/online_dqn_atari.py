@@ -249,7 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = curves.options(__doc__)
     add = text.add_argument
     add("--game", default="freeway", help="name of a ROM (freeway)")
-    add("--steps", type=int, help="batches to train on (4000)")
+    add("--steps", type=int, help="batches to train on (3000)")
     add("--seconds", type=float, default=float("inf"), help="stop at the first evaluation after so long")
     add("--actors", type=int, default=1, help="processes that play (1)")
     add("--games", type=int, default=8, help="that each of them plays side by side (8)")
@@ -259,13 +259,13 @@ def main(arguments: list[str] | None = None) -> int:
     add("--first-steps", type=int, default=5000, help="steps in the store before the first batch (5000)")
     add("--capacity", type=int, default=200_000, help="steps that the store keeps (200,000)")
     add("--eval-episodes", type=int, default=10, help="of the last evaluation; half as many on the way (10)")
-    add("--evaluations", type=int, default=5, help="while it trains (5)")
+    add("--evaluations", type=int, default=4, help="while it trains (4)")
     chosen = text.parse_args(arguments)
     chosen.eval_steps = 27_000
     if chosen.tiny:
         chosen.steps, chosen.batch, chosen.games, chosen.first_steps = chosen.steps or 20, 8, 2, 200
         chosen.eval_episodes, chosen.eval_steps, chosen.evaluations = 2, 100, 1
-    chosen.steps = chosen.steps or 4000
+    chosen.steps = chosen.steps or 3000
     curves.prepare()
     screen = console.Console()
     curve = curves.Curve(f"DQN on {chosen.game}", "environment steps", "return", chosen)

@@ -171,7 +171,7 @@ def update(team: Team, optimizer: torch.optim.Optimizer, batch: gt.Batch, entrop
     advantage, wanted = advantage[acted], wanted[acted]
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-5)
     for _ in range(chosen.epochs):
-        for part in torch.randperm(len(seen)).chunk(4):
+        for part in torch.randperm(len(seen)).chunk(chosen.minibatches):
             encoded, value = team.encode(seen[part])
             chances = team.decode(encoded, None if available is None else available[part], actions[part])
             ratio = (chances.log_prob(actions[part]) - before[part]).exp()
@@ -210,6 +210,8 @@ def learn(
             policy.version += 1
             recent = [*recent, score(chosen, batch, actor)][-5:]
             steps, words = actor.stats.steps, f"{curve.content['y']} {np.mean(recent):.3f}"
+            if chosen.task.startswith("smax"):
+                words += f", return {np.mean(actor.stats.returns or [0]):.2f}"
             bars.update(bar, completed=steps, description=f"{chosen.task}: {words}")
             if policy.version % chosen.every == 0:
                 curve.point(steps, np.mean(recent))
@@ -218,6 +220,7 @@ def learn(
                 bars.console.print(f"{spent_s:4.0f} s, {steps:>9,} steps: {words}; {share:.0f} % of the time to learn")
     stats = actor.stats
     result = {
+        "return": float(np.mean(stats.returns or [np.nan])),
         "environment_steps": stats.steps,
         "versions": policy.version,
         "row_age_versions": float(np.mean(ages)),
@@ -263,6 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--seconds", type=float, default=float("inf"), help="stop training after so long")
     add("--envs", type=int, help="environments stepped together, and rows of a batch (256)")
     add("--epochs", type=int, default=5, help="over each batch (5)")
+    add("--minibatches", type=int, default=4, help="of each epoch (4)")
     add("--rate", type=float, default=1e-3, help="learning rate at the beginning; it falls to 2 %% of that (1e-3)")
     add("--every", type=int, default=10, help="versions from one point of the curve to the next (10)")
     chosen = text.parse_args(arguments)

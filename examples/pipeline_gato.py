@@ -236,9 +236,10 @@ def main(arguments: list[str] | None = None) -> int:
         if not talks:
             store = stack.enter_context(gt.Store.open(name))
         result = run(chosen, store, mesh, curve, bars)
-        dist.barrier()
+        used_s = torch.tensor(0.0 if talks else curves.used_cpu_s())
+        dist.all_reduce(used_s)
     if talks:
-        finished = curve.finish(**result)["result"]
+        finished = curve.finish(others_cpu_s=used_s.item(), **result)["result"]
         screen.print(", ".join(f"{name} {value:,.4g}" for name, value in finished.items()))
     dist.destroy_process_group()
     return 0

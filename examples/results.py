@@ -128,6 +128,7 @@ def run(name: str, result: Result, out: Path) -> dict[str, object]:
     found = json.loads(curve.read_text())
     measured = found["result"][result.figure]
     line |= {"figure": result.figure, "measured": measured, "cpu_s": found["result"]["cpu_s"]}
+    line["train_s"] = found["result"].get("train_s", found["result"]["wall_s"])
     met = result.at_least <= measured <= result.at_most and not why
     if result.follows:
         other = out / f"{result.follows}.json"
@@ -158,11 +159,26 @@ def shown(lines: dict[str, dict[str, object]]) -> table.Table:
     return out
 
 
+def markdown(lines: dict[str, dict[str, object]]) -> str:
+    """The summary as docs/results.md has it."""
+    out = [
+        "| result | promised | measured | training, s | all, s | CPU, s | command |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, line in lines.items():
+        if name in RESULTS and "measured" in line:
+            figure = f"{line['measured']:.3g}" + ("" if line["met"] else ", **not met**")
+            times = f"{line['train_s']:.0f} | {line['wall_s']:.0f} | {line['cpu_s']:.0f}"
+            out.append(f"| {name} | {RESULTS[name].promise} | {figure} | {times} | `{line['command']}` |")
+    return "\n".join(out)
+
+
 def main(arguments: list[str] | None = None) -> int:
     text = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     text.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(RESULTS)} (all)")
     text.add_argument("--out", type=Path, default=Path("runs/results"), help="where everything goes (runs/results)")
     text.add_argument("--list", action="store_true", help="print the commands and run nothing")
+    text.add_argument("--markdown", action="store_true", help="print what is in --out as a table, and run nothing")
     chosen = text.parse_args(arguments)
     unknown = set(chosen.names) - set(RESULTS)
     if unknown:
@@ -173,6 +189,9 @@ def main(arguments: list[str] | None = None) -> int:
             screen.print(f"[bold]{name}[/]: {result.promise}\n    {result.command}", soft_wrap=True)
         return 0
     out = chosen.out.absolute()
+    if chosen.markdown:
+        print(markdown(json.loads((out / "summary.json").read_text())))
+        return 0
     out.mkdir(parents=True, exist_ok=True)
     lines: dict[str, dict[str, object]] = {}
     summary = out / "summary.json"  # of all that were run, now or earlier

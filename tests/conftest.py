@@ -8,8 +8,11 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import certificates
 import pytest
 from kernel_worker import Interpreter
+
+from geartrain.tls import TLS
 
 SHM = Path("/dev/shm")
 _numbers = itertools.count()
@@ -51,6 +54,15 @@ def names() -> Iterator[Names]:
     yield made
     left = made.clear()
     assert not left, f"the test left segments behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def loopback(tmp_path_factory: pytest.TempPathFactory) -> TLS:
+    """What both sides of a connection on loopback may show."""
+    reason = certificates.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    return certificates.Authority(tmp_path_factory.mktemp("authority")).sign("loopback", "IP:127.0.0.1")
 
 
 @pytest.fixture

@@ -65,6 +65,10 @@ def test_a_promise_is_kept_or_not(table, tmp_path, capsys):
     assert results.main(["good", "poor", "--out", str(out)]) == 1
     assert (summary(out)["good"]["met"], summary(out)["poor"]["met"]) == (True, False)
     printed = capsys.readouterr().out
+    assert results.main(["--markdown", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 5
+    assert "| near | score of 6 | 9 |" in shown[3] and "| poor | score of 6 | 3, **not met** |" in shown[4]
     assert "score of 6" in printed and "score 3" in printed
 
 

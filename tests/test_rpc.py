@@ -132,11 +132,13 @@ def unregistered(x: int) -> int:
     return x + 1000
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=[*TRANSPORTS, "tcp+tls"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[rpc.Node, rpc.Node]]:
     """Two nodes in this process that know each other, over one transport."""
-    with rpc.Node("server", timeout_s=10, transport=request.param) as server:
-        with rpc.Node("client", peers={"server": server.address}, timeout_s=10, transport=request.param) as client:
+    tls = request.getfixturevalue("loopback") if request.param == "tcp+tls" else None
+    way: Any = {"timeout_s": 10, "transport": request.param.removesuffix("+tls"), "tls": tls}
+    with rpc.Node("server", **way) as server:
+        with rpc.Node("client", peers={"server": server.address}, **way) as client:
             yield server, client
 
 

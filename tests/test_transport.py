@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import certificates
 import numpy as np
 import pytest
 
@@ -45,6 +46,23 @@ except PeerLostError:
 Start = Callable[..., tuple[Connection, subprocess.Popen[bytes]]]
 
 
+WAYS = ["shm", "tcp", "tcp+tls"]  # between processes
+
+
+@pytest.fixture(autouse=True)
+def tls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests over "tcp+tls" run in an environment with certificates, and so do the processes that they start."""
+    found = getattr(request.node, "callspec", None)
+    if found is not None and "tcp+tls" in found.params.values():
+        for variable, value in certificates.environment(request.getfixturevalue("loopback")).items():
+            monkeypatch.setenv(variable, value)
+
+
+def provider(way: str) -> str:
+    """The transport of one of `WAYS`."""
+    return way.removesuffix("+tls")
+
+
 @pytest.fixture
 def listener() -> Iterator[Listener]:
     with transport.listen() as one:
@@ -57,7 +75,7 @@ def echo(listener: Listener) -> Iterator[Start]:
     running: list[subprocess.Popen[bytes]] = []
 
     def start(name: str) -> tuple[Connection, subprocess.Popen[bytes]]:
-        running.append(subprocess.Popen([sys.executable, "-c", PEER, listener.address, name]))
+        running.append(subprocess.Popen([sys.executable, "-c", PEER, listener.address, provider(name)]))
         return listener.accept(), running[-1]
 
     yield start
@@ -66,11 +84,12 @@ def echo(listener: Listener) -> Iterator[Start]:
         process.wait()
 
 
-@pytest.mark.parametrize("name", ["shm", "tcp"])
+@pytest.mark.parametrize("name", WAYS)
 def test_what_is_sent_to_another_process_comes_back(echo: Start, name: str) -> None:
     connection, _ = echo(name)
-    assert connection.transport == name
-    assert name in repr(connection)
+    assert connection.transport == provider(name)
+    assert provider(name) in repr(connection)
+    assert connection.tls.startswith("TLSv1.3") == (name == "tcp+tls")
     random = np.random.default_rng(0)
     for size in (0, 1, 1000, 100_000, 3_000_000, 50_000_000):
         array = random.integers(0, 256, size, np.uint8)
@@ -85,7 +104,7 @@ def test_what_is_sent_to_another_process_comes_back(echo: Start, name: str) -> N
     assert counts["messages_sent"] == counts["messages_received"] == 7
     assert sum(counts["bytes_sent"].values()) == sum(counts["bytes_received"].values())
     assert ("view" in counts["bytes_received"]) == (name == "shm")
-    assert ("lanes" in counts["bytes_received"]) == (name == "tcp")
+    assert ("lanes" in counts["bytes_received"]) == (provider(name) == "tcp")
 
 
 def test_the_choice_is_made_by_trying_and_is_explained(echo: Start, listener: Listener) -> None:
@@ -110,7 +129,7 @@ def test_the_choice_is_made_by_trying_and_is_explained(echo: Start, listener: Li
         assert unnamed.transport == "tcp"
 
 
-@pytest.mark.parametrize("name", ["shm", "tcp"])
+@pytest.mark.parametrize("name", WAYS)
 def test_a_killed_peer_is_lost_and_what_it_sent_stays(echo: Start, name: str) -> None:
     connection, process = echo(name)
     array = np.arange(2_000_000)
@@ -126,7 +145,7 @@ def test_a_killed_peer_is_lost_and_what_it_sent_stays(echo: Start, name: str) ->
     assert (kept.buffers[0].view(np.int64) == array).all()
 
 
-@pytest.mark.parametrize("name", ["shm", "tcp"])
+@pytest.mark.parametrize("name", WAYS)
 def test_a_stopped_peer_is_a_deadline_and_bounds_what_is_queued(echo: Start, name: str) -> None:
     connection, process = echo(name)
     process.send_signal(signal.SIGSTOP)
@@ -198,7 +217,7 @@ def run(listener: Listener) -> Iterator[Start]:
     running: list[subprocess.Popen[bytes]] = []
 
     def start(program: str, *args: object) -> tuple[Connection, subprocess.Popen[bytes]]:
-        line = [sys.executable, "-c", program, listener.address, *map(str, args)]
+        line = [sys.executable, "-c", program, listener.address, *(provider(str(one)) for one in args)]
         running.append(subprocess.Popen(line, stderr=subprocess.DEVNULL))
         return listener.accept(timeout_s=240), running[-1]
 
@@ -214,10 +233,10 @@ def _in_use() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), int(statm.read().split()[1]) * 4096 // 1_000_000
 
 
-@pytest.mark.parametrize("path", ["cma", "served", "tcp"])
+@pytest.mark.parametrize("path", ["cma", "served", "tcp", "tcp+tls"])
 def test_exposed_memory_is_read_and_written_though_its_owner_does_nothing(run: Start, path: str) -> None:
     size = 3_000_001
-    connection, _ = run(EXPOSER, "tcp" if path == "tcp" else "shm", path, size)
+    connection, _ = run(EXPOSER, path if path.startswith("tcp") else "shm", path, size)
     handle = connection.receive().header
     expected = np.arange(size, dtype=np.uint8)
     into = np.zeros(size - 10, np.uint8)
@@ -265,10 +284,10 @@ def test_a_region_is_closed_with_its_last_reference_and_lets_go_of_its_memory(li
         theirs.expose(array, writable=True)
 
 
-@pytest.mark.parametrize("name", ["shm", "tcp"])
+@pytest.mark.parametrize("name", WAYS)
 def test_a_stopped_peer_is_lost_though_nobody_waits_for_it(name: str) -> None:
     with transport.listen(peer_timeout_s=2.0) as listener:
-        process = subprocess.Popen([sys.executable, "-c", PEER, listener.address, name])
+        process = subprocess.Popen([sys.executable, "-c", PEER, listener.address, provider(name)])
         try:
             connection = listener.accept()
             process.send_signal(signal.SIGSTOP)
@@ -295,7 +314,7 @@ def test_no_memory_for_a_big_message_is_a_named_error_and_the_connection_goes_on
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("program", [SOURCE, SINK])
-@pytest.mark.parametrize("name", ["shm", "tcp"])
+@pytest.mark.parametrize("name", WAYS)
 def test_a_peer_killed_in_the_middle_of_a_gigabyte_leaves_nothing_behind(run: Start, name: str, program: str) -> None:
     array = np.ones(1 << 30, np.uint8)
     warm, _ = run(PEER, name)
@@ -337,11 +356,11 @@ def test_a_wait_can_be_interrupted() -> None:
             listener.accept(timeout_s=30)
 
 
-@pytest.mark.parametrize("name", transport.TRANSPORTS)
+@pytest.mark.parametrize("name", ["inproc", *WAYS])
 def test_a_forked_child_is_told_and_the_parent_goes_on(
     listener: Listener, fork: Callable[[Callable[[], object]], int], name: str
 ) -> None:
-    mine = transport.connect(listener.address, transport=name)
+    mine = transport.connect(listener.address, transport=provider(name))
     theirs = listener.accept()
 
     def child() -> int:

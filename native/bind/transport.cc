@@ -14,7 +14,9 @@
 #include "messages.h"
 #include "transport/calls.h"
 #include "transport/inbox.h"
+#include "transport/openssl.h"
 #include "transport/region.h"
+#include "transport/tls.h"
 #include "transport/transport.h"
 
 namespace geartrain {
@@ -61,6 +63,14 @@ Options options_from(const nb::dict& given) {
   const auto secret = item<nb::bytes>(given, "secret", nb::bytes("", 0));
   options.secret.assign(secret.c_str(), secret.size());
   options.transport = item<std::string>(given, "transport", "");
+  if (given.contains("tls_certificate")) {
+    TlsFiles files;
+    files.certificate = item<std::string>(given, "tls_certificate", "");
+    files.key = item<std::string>(given, "tls_key", "");
+    files.ca = item<std::string>(given, "tls_ca", "");
+    files.name = item<std::string>(given, "tls_name", "");
+    options.tls = TlsContext::load(files);
+  }
   options.spin_us = item(given, "spin_us", options.spin_us);
   options.views = item(given, "views", options.views);
   options.lanes = item(given, "lanes", options.lanes);
@@ -228,6 +238,7 @@ void bind_transport(nb::module_& module) {
       .def_prop_ro("transport", &Connection::transport)
       .def_prop_ro("name", &Connection::name)
       .def_prop_ro("authenticated", &Connection::authenticated)
+      .def_prop_ro("tls", &Connection::tls)
       .def_prop_ro("considered", &Connection::considered)
       .def_prop_ro("lost", &Connection::lost)
       .def_prop_ro("closed", &Connection::closed);
@@ -248,6 +259,7 @@ void bind_transport(nb::module_& module) {
            })
       .def_prop_ro("address", &Listener::address)
       .def_prop_ro("refused", &Listener::refused)
+      .def_prop_ro("refusal", &Listener::refusal)
       .def("close", &Listener::close, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Inbox>(module, "Inbox")
@@ -287,6 +299,7 @@ void bind_transport(nb::module_& module) {
       .def_prop_ro("connection", &Calls::shared_connection);
 
   module.def("connect", &dial);
+  module.def("tls_not_viable", &tls_not_viable);
   module.def("transports", [] {
     nb::dict out;
     for (const Provider& provider : kProviders) out[provider.name] = provider.not_viable();

@@ -67,12 +67,6 @@ class Child {
   bool waited_ = false;
 };
 
-inline Options over(const char* transport) {
-  Options options;
-  options.transport = transport;
-  return options;
-}
-
 inline Descriptor raw_tcp(const std::string& address) {
   const std::string place = Address::parse(address).tcp.at(0);
   struct sockaddr_in to{};

@@ -43,17 +43,18 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Options options;
   options.limits.max_header_bytes = kMiB;
   options.limits.max_message_bytes = kMiB;
-  std::vector<Descriptor> mine, theirs;
+  std::vector<Stream> mine;
+  std::vector<Descriptor> theirs;
   for (size_t i = 0; i <= lanes; ++i) {
     int pair[2];
     if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) != 0) return 0;
-    mine.emplace_back(pair[0]);
+    mine.emplace_back(Descriptor(pair[0]));
     theirs.emplace_back(pair[1]);
     const auto part = i == 0 ? first : reader.take(lanes == i ? size : reader.rest().size() / lanes);
     [[maybe_unused]] const ssize_t sent = ::send(pair[1], part.data(), part.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
   }
   theirs.clear();
-  Descriptor socket = std::move(mine.front());
+  Stream socket = std::move(mine.front());
   mine.erase(mine.begin());
   if (!mine.empty()) mine.emplace_back();  // no line beside them
   const auto connection = take_tcp(std::move(socket), std::move(mine), {}, options);

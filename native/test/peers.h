@@ -7,12 +7,43 @@
 #include <thread>
 #include <vector>
 
+#include "certificates.h"
 #include "check.h"
 #include "transport/transport.h"
 
 namespace geartrain {
 
-inline constexpr const char* kTransports[] = {"inproc", "shm", "tcp"};
+// What the conformance suite runs over: the providers, and TCP under TLS where certificates can be made.
+inline const std::vector<const char*>& transports() {
+  static const std::vector<const char*> all = Authority::not_viable().empty()
+                                                  ? std::vector{"inproc", "shm", "tcp", "tcp+tls"}
+                                                  : std::vector{"inproc", "shm", "tcp"};
+  return all;
+}
+inline const std::vector<const char*>& transports_between_processes() {
+  static const std::vector<const char*> all(transports().begin() + 1, transports().end());
+  return all;
+}
+
+// The provider of one of transports().
+inline std::string provider_of(const std::string& transport) {
+  return transport == "tcp+tls" ? "tcp" : transport;
+}
+
+// Options for either side of a connection over one of transports().
+inline Options over(const std::string& transport, Options options = {}) {
+  if (transport == "tcp+tls") options.tls = Authority::of_tests().context();
+  options.transport = provider_of(transport);
+  return options;
+}
+
+// A listener for it.
+inline ListenerOptions listening(const std::string& transport, Options options = {}) {
+  ListenerOptions made;
+  made.options = over(transport, std::move(options));
+  made.options.transport.clear();
+  return made;
+}
 
 inline Deadline soon(double seconds = 20) {
   return Deadline::after(seconds);
@@ -26,11 +57,8 @@ struct Pair {
 
 inline Pair connected(const std::string& transport, Options options = {}) {
   Pair pair;
-  ListenerOptions listening;
-  listening.options = options;
-  pair.listener = std::make_unique<Listener>(listening);
-  options.transport = transport;
-  pair.one = connect(pair.listener->address(), options, soon());
+  pair.listener = std::make_unique<Listener>(listening(transport, options));
+  pair.one = connect(pair.listener->address(), over(transport, options), soon());
   pair.other = pair.listener->accept(soon());
   return pair;
 }

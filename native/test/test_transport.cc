@@ -53,12 +53,14 @@ TEST(messages_arrive_whole_and_in_order_whatever_their_sizes) {
       {64, std::vector<uint64_t>(3000, 3)},
       {64, std::vector<uint64_t>(4096, 9000)},
   };
-  for (const char* transport : kTransports) {
+  for (const char* transport : transports()) {
     for (const bool views : {true, false}) {
       Options options;
       options.views = views;
       Pair pair = connected(transport, options);
-      CHECK_EQ(std::string(pair.one->transport()), transport);
+      CHECK_EQ(std::string(pair.one->transport()), provider_of(transport));
+      CHECK_EQ(pair.one->tls().empty(), std::strcmp(transport, "tcp+tls") != 0);
+      CHECK_EQ(pair.one->tls(), pair.other->tls());
       CHECK_EQ(pair.one->name().size(), size_t{16});
       std::thread sender([&] {
         for (size_t i = 0; i < forms.size(); ++i) {
@@ -89,7 +91,7 @@ TEST(messages_arrive_whole_and_in_order_whatever_their_sizes) {
 
 TEST(random_messages_both_ways_from_many_threads_stay_whole_and_in_order) {
   constexpr uint64_t kThreads = 3, kEach = 150;
-  for (const char* transport : kTransports) {
+  for (const char* transport : transports()) {
     Pair pair = connected(transport);
     std::vector<std::thread> threads;
     std::atomic<uint64_t> wrong{0};
@@ -122,7 +124,7 @@ TEST(random_messages_both_ways_from_many_threads_stay_whole_and_in_order) {
 }
 
 TEST(two_peers_that_both_send_first_do_not_wait_for_each_other) {
-  for (const char* transport : kTransports) {
+  for (const char* transport : transports()) {
     Pair pair = connected(transport);
     const auto talk = [](Connection& end) {
       for (uint64_t i = 0; i < 60; ++i) Parcel(i, 100, {kMiB}).send(end, i, soon());
@@ -140,7 +142,7 @@ TEST(two_peers_that_both_send_first_do_not_wait_for_each_other) {
 }
 
 TEST(every_wait_ends_at_its_deadline) {
-  for (const char* transport : kTransports) {
+  for (const char* transport : transports()) {
     Options options;
     options.limits.max_queued_bytes = 4 * kMiB;
     options.limits.max_segment_bytes = 16 * kMiB;
@@ -176,7 +178,7 @@ TEST(every_wait_ends_at_its_deadline) {
 }
 
 TEST(what_was_sent_before_the_end_is_received_and_then_the_end_is_an_error) {
-  for (const char* transport : kTransports) {
+  for (const char* transport : transports()) {
     Pair pair = connected(transport);
     for (uint64_t i = 0; i < 5; ++i) Parcel(i, 20, {i * 100 * kKiB}).send(*pair.one, i, soon());
     pair.one->close();
@@ -195,7 +197,7 @@ TEST(what_was_sent_before_the_end_is_received_and_then_the_end_is_an_error) {
 }
 
 TEST(the_end_wakes_whoever_waits) {
-  for (const char* transport : kTransports) {
+  for (const char* transport : transports()) {
     for (const bool own : {true, false}) {
       Pair pair = connected(transport);
       std::atomic<int> kind{-1};
@@ -216,7 +218,7 @@ TEST(the_end_wakes_whoever_waits) {
 }
 
 TEST(messages_that_are_kept_are_never_overwritten_and_their_memory_comes_back) {
-  for (const char* transport : kTransports) {
+  for (const char* transport : transports()) {
     const size_t in_use = pool_counts().bytes_in_use;
     std::vector<Message> kept;
     {
@@ -252,7 +254,7 @@ TEST(what_is_beyond_a_limit_is_refused_by_its_sender) {
   options.limits.max_header_bytes = 100;
   options.limits.max_message_bytes = 1000;
   options.limits.max_buffers = 3;
-  for (const char* transport : kTransports) {
+  for (const char* transport : transports()) {
     Pair pair = connected(transport, options);
     CHECK_THROWS(frame, Parcel(1, 101, {}).send(*pair.one, 1, soon()));
     CHECK_THROWS(frame, Parcel(1, 1, {1001}).send(*pair.one, 1, soon()));
@@ -297,16 +299,17 @@ TEST(a_secret_is_proved_on_both_sides_or_there_is_no_connection) {
   Options secret, other, none;
   secret.secret = "open sesame";
   other.secret = "open barley";
-  for (const char* transport : kTransports) {
-    for (Options* options : {&secret, &other, &none}) options->transport = transport;
+  for (const char* transport : transports()) {
+    for (Options* options : {&secret, &other, &none}) {
+      options->tls.reset();
+      *options = over(transport, *options);
+    }
     CHECK(connected(transport, secret).one->authenticated());
     CHECK(!connected(transport, none).other->authenticated());
-    ListenerOptions listening;
-    listening.options.secret = secret.secret;
-    const Listener guarded(listening);
+    const Listener guarded(listening(transport, secret));
     CHECK_THROWS(untrusted, connect(guarded.address(), other, soon()));
     CHECK_THROWS(untrusted, connect(guarded.address(), none, soon()));
-    const Listener open({});
+    const Listener open(listening(transport));
     CHECK_THROWS(untrusted, connect(open.address(), secret, soon()));
   }
   ListenerOptions everywhere;
@@ -322,7 +325,7 @@ TEST(an_inbox_serves_many_peers_in_their_order_and_tells_of_their_end) {
   std::vector<Pair> pairs;
   Inbox inbox;
   for (uint64_t i = 0; i < kPeers; ++i) {
-    pairs.push_back(connected(kTransports[i % 3]));
+    pairs.push_back(connected(transports()[i % transports().size()]));
     inbox.add(i, pairs.back().other);
     CHECK_THROWS(schema, inbox.add(i, pairs.back().other));
   }
@@ -398,7 +401,7 @@ TEST(a_slow_answer_holds_up_other_peers_for_a_moment_only) {
 }
 
 TEST(the_end_of_a_watched_peer_is_told_without_reading_from_it) {
-  for (const char* transport : kTransports) {
+  for (const char* transport : transports()) {
     Pair pair = connected(transport);
     Inbox inbox;
     inbox.watch(5, pair.one);
@@ -415,7 +418,7 @@ TEST(the_end_of_a_watched_peer_is_told_without_reading_from_it) {
 }
 
 TEST(many_threads_ask_over_one_connection_and_each_gets_its_own_answer) {
-  for (const char* transport : kTransports) {
+  for (const char* transport : transports()) {
     Pair pair = connected(transport);
     Calls calls(pair.one);
     std::thread server([&] {

@@ -24,10 +24,10 @@ namespace {
 TEST(a_peer_killed_in_the_middle_of_big_messages_is_an_error_and_its_memory_comes_back) {
   if (kThreadSanitizer) return;
   connected("tcp");  // the thread that serves the lines beside connections keeps two files open
-  for (const char* transport : {"shm", "tcp"}) {
+  for (const char* transport : transports_between_processes()) {
     const size_t files = open_files(), in_use = pool_counts().bytes_in_use;
     for (int round = 0; round < 12; ++round) {
-      Listener listener({});
+      Listener listener(listening(transport));
       const std::string address = listener.address();
       Child child([&] {
         const auto connection = connect(address, over(transport), soon());
@@ -63,9 +63,9 @@ TEST(a_peer_killed_in_the_middle_of_big_messages_is_an_error_and_its_memory_come
 
 TEST(a_peer_killed_while_it_is_sent_to_is_an_error) {
   if (kThreadSanitizer) return;
-  for (const char* transport : {"shm", "tcp"}) {
+  for (const char* transport : transports_between_processes()) {
     for (const uint64_t bytes : {uint64_t{100}, 40 * kMiB}) {
-      Listener listener({});
+      Listener listener(listening(transport));
       const std::string address = listener.address();
       Child child([&] {
         const auto connection = connect(address, over(transport), soon());
@@ -94,8 +94,8 @@ TEST(a_peer_killed_while_it_is_sent_to_is_an_error) {
 
 TEST(a_stopped_peer_is_a_deadline_and_goes_on_when_it_goes_on) {
   if (kThreadSanitizer) return;
-  for (const char* transport : {"shm", "tcp"}) {
-    Listener listener({});
+  for (const char* transport : transports_between_processes()) {
+    Listener listener(listening(transport));
     const std::string address = listener.address();
     Child child([&] {
       const auto connection = connect(address, over(transport), soon());
@@ -121,7 +121,7 @@ TEST(a_stopped_peer_is_a_deadline_and_goes_on_when_it_goes_on) {
 
 TEST(a_forked_child_may_not_use_its_parents_connections_and_does_not_keep_them_open) {
   if (kThreadSanitizer) return;
-  for (const char* transport : kTransports) {
+  for (const char* transport : transports()) {
     Pair pair = connected(transport);
     Calls calls(pair.one);
     Inbox inbox;
@@ -307,7 +307,7 @@ TEST(a_segment_that_could_shrink_or_has_another_nonce_is_refused_by_the_handshak
 
 TEST(a_reader_that_never_reads_bounds_what_its_peer_may_queue) {
   if (kThreadSanitizer || kAddressSanitizer) return;
-  for (const char* transport : {"shm", "tcp"}) {
+  for (const char* transport : transports_between_processes()) {
     Options options;
     options.limits.max_segment_bytes = 64 * kMiB;
     const uint64_t before_mib = resident_mib();

@@ -21,10 +21,18 @@ struct Way {
   bool cross_memory;
   Path path;
 };
-constexpr Way kWays[] = {{"inproc", true, Path::memory},
-                         {"shm", true, Path::cma},
-                         {"shm", false, Path::served},
-                         {"tcp", true, Path::served}};
+const std::vector<Way>& ways() {
+  static const std::vector<Way> all = [] {
+    std::vector<Way> made;
+    for (const char* transport : transports()) {
+      const bool memory = !std::strcmp(transport, "inproc"), shm = !std::strcmp(transport, "shm");
+      made.push_back({transport, true, memory ? Path::memory : shm ? Path::cma : Path::served});
+      if (shm) made.push_back({transport, false, Path::served});
+    }
+    return made;
+  }();
+  return all;
+}
 
 Pair connected_by(const Way& way, double peer_timeout_s = 30) {
   Options options;
@@ -40,7 +48,7 @@ std::vector<std::byte> handle_of(const ExposedRegion& region) {
 }
 
 TEST(exposed_memory_is_read_and_written_as_it_is_over_every_way) {
-  for (const Way& way : kWays) {
+  for (const Way& way : ways()) {
     Pair pair = connected_by(way);
     const uint64_t big = kThreadSanitizer ? 5 * kMiB + 5 : 37 * kMiB + 5;
     for (const uint64_t bytes : {uint64_t{0}, uint64_t{1}, uint64_t{1000}, kMiB + 3, big}) {
@@ -69,7 +77,7 @@ TEST(exposed_memory_is_read_and_written_as_it_is_over_every_way) {
 }
 
 TEST(a_handle_allows_what_it_says_over_its_connection_and_nothing_else) {
-  for (const Way& way : kWays) {
+  for (const Way& way : ways()) {
     Pair pair = connected_by(way), stranger = connected_by(way);
     std::vector<std::byte> memory = pattern(1, 1000), into(1000);
     const std::vector<std::byte> before = memory;
@@ -106,7 +114,7 @@ TEST(a_handle_allows_what_it_says_over_its_connection_and_nothing_else) {
 }
 
 TEST(what_was_read_while_a_region_was_closed_is_an_error_or_was_there) {
-  for (const Way& way : kWays) {
+  for (const Way& way : ways()) {
     Pair pair = connected_by(way);
     for (int round = 0; round < 12; ++round) {
       constexpr uint64_t kBytes = kThreadSanitizer ? 2 << 20 : 24 << 20;
@@ -146,7 +154,7 @@ TEST(what_was_read_while_a_region_was_closed_is_an_error_or_was_there) {
 }
 
 TEST(both_sides_and_many_threads_read_and_write_at_once) {
-  for (const Way& way : kWays) {
+  for (const Way& way : ways()) {
     Pair pair = connected_by(way);
     constexpr uint64_t kThreads = 3, kBytes = kThreadSanitizer ? 400'000 : 3 << 20;
     std::vector<std::thread> threads;
@@ -184,9 +192,9 @@ void expose_and_pause(const std::string& address, const Way& way) {
 
 TEST(a_peer_that_never_receives_is_read_and_one_that_is_stopped_or_killed_is_an_error) {
   if (kThreadSanitizer) return;
-  for (const Way& way : kWays) {
+  for (const Way& way : ways()) {
     if (way.path == Path::memory) continue;
-    ListenerOptions options;
+    ListenerOptions options = listening(way.transport);
     options.options.cross_memory = way.cross_memory;
     Listener listener(options);
     const std::string address = listener.address();
@@ -223,7 +231,7 @@ TEST(a_peer_that_never_receives_is_read_and_one_that_is_stopped_or_killed_is_an_
 }
 
 TEST(an_end_that_is_closed_ends_reads_of_it_with_its_name) {
-  for (const Way& way : kWays) {
+  for (const Way& way : ways()) {
     Pair pair = connected_by(way);
     std::vector<std::byte> memory(100), into(100);
     const auto region = pair.other->expose(memory, true);
@@ -246,8 +254,8 @@ bool lost_within(const Connection& connection, double seconds) {
 
 TEST(a_stopped_peer_is_lost_though_nobody_waits_for_it_and_a_busy_one_is_not) {
   if (kThreadSanitizer) return;
-  for (const char* transport : {"shm", "tcp"}) {
-    ListenerOptions options;
+  for (const char* transport : transports_between_processes()) {
+    ListenerOptions options = listening(transport);
     options.options.peer_timeout_s = 2;
     Listener listener(options);
     const std::string address = listener.address();

@@ -44,6 +44,8 @@ void Aside::start() {
   if (peer_ != 0) note.data = reinterpret_cast<uintptr_t>(nonce_.data());
   notes_.push_back(note);
   flush();
+  unread_.store(socket_.wire().unread(), std::memory_order_relaxed);  // it may have come with the handshake
+  Attendant::of_process().wake();
 }
 
 void Aside::stop() {
@@ -178,6 +180,7 @@ std::string Aside::way() const {
 
 void Aside::on_ready() {
   std::lock_guard lock(mutex_);
+  unread_.store(false, std::memory_order_relaxed);
   uint64_t budget = kBudget;
   try {
     while (!ended_ && budget != 0) {
@@ -186,7 +189,7 @@ void Aside::on_ready() {
         continue;
       }
       auto* at = reinterpret_cast<std::byte*>(&in_);
-      const ssize_t got = ::recv(socket_.get(), at + in_filled_, sizeof in_ - in_filled_, MSG_DONTWAIT);
+      const ssize_t got = socket_.wire().receive(at + in_filled_, sizeof in_ - in_filled_);
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && errno == EAGAIN) break;
       if (got <= 0) {
@@ -200,6 +203,7 @@ void Aside::on_ready() {
       in_filled_ = 0;
       handle(in_);
     }
+    unread_.store(!ended_ && socket_.wire().unread(), std::memory_order_relaxed);
     flush();
   } catch (const Error& error) {
     end();
@@ -214,14 +218,14 @@ bool Aside::read_payload(uint64_t* budget) {
   bool used = false;
   if (payload_for_ != nullptr) {
     used = payload_for_->use(payload_at_, payload_left_, [&](std::span<std::byte> into) {
-      got = ::recv(socket_.get(), into.data(), into.size(), MSG_DONTWAIT);
+      got = socket_.wire().receive(into.data(), into.size());
       error = errno;
     });
     if (!used) payload_for_.reset();  // closed meanwhile: its owner is told when the chunk is through
   }
   if (!used) {
     std::byte nowhere[16384];
-    got = ::recv(socket_.get(), nowhere, std::min<uint64_t>(sizeof nowhere, payload_left_), MSG_DONTWAIT);
+    got = socket_.wire().receive(nowhere, std::min<uint64_t>(sizeof nowhere, payload_left_));
     error = errno;
   }
   if (got < 0 && error == EINTR) return true;
@@ -353,6 +357,7 @@ void Aside::arriving(const Note& note) {
 
 // A piece at a time, so that the beat goes on and regions can be closed.
 void Aside::work() {
+  if (unread_.load(std::memory_order_relaxed)) on_ready();
   Take take;
   {
     std::lock_guard lock(mutex_);
@@ -394,8 +399,7 @@ void Aside::flush() {
   while (!ended_) {
     if (out_sent_ != out_.size()) {
       const int more = chunk_left_ != 0 ? MSG_MORE : 0;
-      const ssize_t n =
-          ::send(socket_.get(), out_.data() + out_sent_, out_.size() - out_sent_, MSG_NOSIGNAL | MSG_DONTWAIT | more);
+      const ssize_t n = socket_.wire().send(out_.data() + out_sent_, out_.size() - out_sent_, more);
       if (n > 0) out_sent_ += static_cast<size_t>(n);
       if (n <= 0 && !again()) return;
     } else if (chunk_left_ != 0) {
@@ -411,7 +415,7 @@ void Aside::flush() {
       if (chunks-- == 0) return want_write(true);
       begin_chunk();
     } else {
-      return want_write(false);
+      return want_write(!socket_.wire().flush());
     }
   }
 }
@@ -438,13 +442,13 @@ bool Aside::send_payload() {
   ssize_t n = 0;
   int error = 0;
   const bool used = chunk_.region->use(chunk_.offset + chunk_.sent, chunk_left_, [&](std::span<std::byte> from) {
-    n = ::send(socket_.get(), from.data(), from.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    n = socket_.wire().send(from.data(), from.size());
     error = errno;
   });
   if (!used) {
     static constexpr std::array<std::byte, 16384> zeros{};
     chunk_spoilt_ = true;
-    n = ::send(socket_.get(), zeros.data(), std::min<uint64_t>(zeros.size(), chunk_left_), MSG_NOSIGNAL | MSG_DONTWAIT);
+    n = socket_.wire().send(zeros.data(), std::min<uint64_t>(zeros.size(), chunk_left_));
     error = errno;
   }
   errno = error;

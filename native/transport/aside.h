@@ -27,6 +27,7 @@
 #include <unordered_map>
 
 #include "transport/region.h"
+#include "transport/stream.h"
 #include "transport/transport.h"
 
 namespace geartrain {
@@ -37,8 +38,8 @@ constexpr double kLeastPeerTimeoutS = 4 * kBeatS;
 class Aside : public std::enable_shared_from_this<Aside> {
  public:
   struct Setup {
-    Descriptor socket;  // a stream; does not block
-    pid_t peer = 0;     // its process, if there is a hope of reaching into it
+    Stream socket;   // does not block
+    pid_t peer = 0;  // its process, if there is a hope of reaching into it
     double peer_timeout_s = 0;
     std::string out_of_reach;  // why there is none
     std::shared_ptr<ExposedRegions> regions;
@@ -60,8 +61,8 @@ class Aside : public std::enable_shared_from_this<Aside> {
   int socket() const { return socket_.get(); }
   void on_ready();
   void tick();
-  bool has_work() const { return has_work_.load(std::memory_order_relaxed); }
-  void work();  // one piece of a take
+  bool has_work() const { return has_work_.load(std::memory_order_relaxed) || unread_.load(std::memory_order_relaxed); }
+  void work();  // one piece of a take, and what the socket does not tell of
 
  private:
   enum class Word : uint32_t { greeting = 1, reach, beat, get, chunk, done, put, load, take, withdraw };
@@ -118,7 +119,7 @@ class Aside : public std::enable_shared_from_this<Aside> {
   [[noreturn]] static void nonsense(const char* what);
   void tell_lost(const std::string& reason);
 
-  const Descriptor socket_;
+  const Stream socket_;
   const pid_t peer_;
   const double peer_timeout_s_;
   const std::shared_ptr<ExposedRegions> regions_;
@@ -126,7 +127,7 @@ class Aside : public std::enable_shared_from_this<Aside> {
   ExposedId nonce_;
   std::mutex lost_mutex_;
   std::function<void(const std::string&)> lost_;
-  std::atomic<bool> has_work_{false};
+  std::atomic<bool> has_work_{false}, unread_{false};
 
   mutable std::mutex mutex_;  // of all below; before a region's and lost_mutex_
   std::condition_variable greeting_;

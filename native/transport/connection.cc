@@ -267,7 +267,7 @@ Path Connection::write_region(const RegionHandle& handle, Bytes from, uint64_t o
   return aside_->write(handle, from, offset, deadline);
 }
 
-void Connection::start_aside(Descriptor socket, int peer, const std::string& why) {
+void Connection::start_aside(Stream socket, int peer, const std::string& why) {
   Aside::Setup setup;
   setup.socket = std::move(socket);
   setup.peer = options_.cross_memory ? peer : 0;

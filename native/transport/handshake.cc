@@ -80,13 +80,13 @@ bool wait_for(int socket, short events, Deadline deadline) {
   }
 }
 
-void write_exactly(int socket, Bytes bytes, Deadline deadline) {
-  while (!bytes.empty()) {
-    const ssize_t written = ::send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+void write_exactly(Wire wire, Bytes bytes, Deadline deadline) {
+  while (!bytes.empty() || !wire.flush()) {
+    const ssize_t written = bytes.empty() ? (errno = EAGAIN, -1) : wire.send(bytes.data(), bytes.size());
     if (written > 0) {
       bytes = bytes.subspan(static_cast<size_t>(written));
     } else if (errno == EAGAIN) {
-      if (!wait_for(socket, POLLOUT, deadline))
+      if (!wait_for(wire.socket, POLLOUT, deadline))
         fail(ErrorKind::timed_out, "the peer did not take the handshake in time");
     } else if (errno != EINTR) {
       fail(ErrorKind::peer_lost, "the peer hung up during the handshake: ", std::strerror(errno));
@@ -94,15 +94,15 @@ void write_exactly(int socket, Bytes bytes, Deadline deadline) {
   }
 }
 
-void read_exactly(int socket, std::span<std::byte> bytes, Deadline deadline) {
+void read_exactly(Wire wire, std::span<std::byte> bytes, Deadline deadline) {
   while (!bytes.empty()) {
-    const ssize_t got = ::recv(socket, bytes.data(), bytes.size(), MSG_DONTWAIT);
+    const ssize_t got = wire.receive(bytes.data(), bytes.size());
     if (got > 0) {
       bytes = bytes.subspan(static_cast<size_t>(got));
     } else if (got == 0) {
       fail(ErrorKind::peer_lost, "the peer hung up during the handshake");
     } else if (errno == EAGAIN) {
-      if (!wait_for(socket, POLLIN, deadline))
+      if (!wait_for(wire.socket, POLLIN, deadline))
         fail(ErrorKind::timed_out, "the peer did not answer the handshake in time");
     } else if (errno != EINTR) {
       fail(ErrorKind::peer_lost, "the peer hung up during the handshake: ", std::strerror(errno));
@@ -110,7 +110,18 @@ void read_exactly(int socket, std::span<std::byte> bytes, Deadline deadline) {
   }
 }
 
-Session greet(int socket, Intent intent, const Address& address, const Options& options, Deadline deadline,
+void secure(Stream* stream, const Options& options, const std::string& host, Deadline deadline) {
+  stream->use_tls(options.tls, &host);
+  for (;;) {
+    const Tls::Step step = stream->tls()->shake_hands();
+    if (step == Tls::Step::done) return;
+    if (!wait_for(stream->get(), step == Tls::Step::wants_write ? POLLOUT : POLLIN, deadline)) {
+      fail(ErrorKind::timed_out, "the peer did not go on with the TLS handshake in time");
+    }
+  }
+}
+
+Session greet(Wire wire, Intent intent, const Address& address, const Options& options, Deadline deadline,
               uint32_t lanes, const SessionId* of) {
   Hello hello{};
   std::memcpy(hello.magic, kHelloMagic, sizeof hello.magic);
@@ -120,10 +131,10 @@ Session greet(int socket, Intent intent, const Address& address, const Options& 
   hello.has_secret = !options.secret.empty();
   if (of != nullptr) std::memcpy(hello.session, of->data(), of->size());
   random_bytes(hello.nonce);
-  write_exactly(socket, bytes_of(hello), deadline);
+  write_exactly(wire, bytes_of(hello), deadline);
 
   Challenge challenge{};
-  read_exactly(socket, std::as_writable_bytes(std::span(&challenge, 1)), deadline);
+  read_exactly(wire, std::as_writable_bytes(std::span(&challenge, 1)), deadline);
   if (std::memcmp(challenge.magic, kHelloMagic, sizeof challenge.magic) != 0) {
     fail(ErrorKind::frame, "what answers there is not geartrain");
   }
@@ -134,15 +145,19 @@ Session greet(int socket, Intent intent, const Address& address, const Options& 
   if (!address.id.empty() && address.id != Address::kAnyId && hex(challenge.listener) != address.id) {
     fail(ErrorKind::frame, "another listener answers there: the one with this address is gone");
   }
-  if ((challenge.has_secret != 0) != (hello.has_secret != 0)) {
+  if ((challenge.needs & kNeedsTls) != 0) {
+    fail(ErrorKind::untrusted, "the peer refuses: it asks for TLS, and none was given here");
+  }
+  const bool needs_secret = (challenge.needs & kNeedsSecret) != 0;
+  if (needs_secret != (hello.has_secret != 0)) {
     fail(ErrorKind::untrusted,
-         "the peer refuses: ", reason(challenge.has_secret != 0 ? Answer::secret_needed : Answer::no_secret_here));
+         "the peer refuses: ", reason(needs_secret ? Answer::secret_needed : Answer::no_secret_here));
   }
   const Proof proof = prove(options.secret, hello, challenge);
-  write_exactly(socket, bytes_of(proof), deadline);
+  write_exactly(wire, bytes_of(proof), deadline);
 
   Verdict verdict{};
-  read_exactly(socket, std::as_writable_bytes(std::span(&verdict, 1)), deadline);
+  read_exactly(wire, std::as_writable_bytes(std::span(&verdict, 1)), deadline);
   if (verdict.answer != 0)
     fail(ErrorKind::untrusted, "the peer refuses: ", reason(static_cast<Answer>(verdict.answer)));
   Verdict expected = verdict;

@@ -8,11 +8,15 @@
 //
 // The HMACs cover every byte said so far under a label for each side, so that none can be replayed or reflected. All
 // structures have a fixed size: what is longer, shorter or later than expected is refused and closed.
+//
+// Where TLS was asked for (tls.h), its handshake comes first and all of this is said inside. Who comes without gets a
+// Challenge that says so; who comes with TLS where none is used gets one as well, in the clear, and knows it by that.
 #pragma once
 
 #include <optional>
 
 #include "sha256.h"
+#include "transport/stream.h"
 #include "transport/transport.h"
 
 namespace geartrain {
@@ -39,10 +43,15 @@ struct Hello {
 };
 static_assert(sizeof(Hello) == 72);
 
+enum Need : uint32_t {
+  kNeedsSecret = 1,
+  kNeedsTls = 2,  // said to who came without; nothing follows
+};
+
 struct Challenge {
   char magic[8];
   uint32_t version;
-  uint32_t has_secret;
+  uint32_t needs;
   uint8_t listener[16];  // the id in its address
   uint8_t nonce[32];
 };
@@ -83,14 +92,17 @@ struct Session {
 Proof prove(const std::string& secret, const Hello& hello, const Challenge& challenge);
 void seal(const std::string& secret, const Hello& hello, const Challenge& challenge, Verdict* verdict);
 
-// The dialer's half, on a connected socket that does not block. An address without an id takes whoever answers there.
+// The dialer's half, over a connected socket that does not block. An address without an id takes whoever answers there.
 // Throws untrusted, timed_out, peer_lost, frame.
-Session greet(int socket, Intent intent, const Address& address, const Options& options, Deadline deadline,
+Session greet(Wire wire, Intent intent, const Address& address, const Options& options, Deadline deadline,
               uint32_t lanes = 0, const SessionId* of = nullptr);
 
-// Exactly so many bytes, on a socket that does not block. Throws timed_out and peer_lost.
-void write_exactly(int socket, Bytes bytes, Deadline deadline);
-void read_exactly(int socket, std::span<std::byte> bytes, Deadline deadline);
+// The dialer's TLS handshake with the host that it dialled. Throws untrusted, timed_out, peer_lost.
+void secure(Stream* stream, const Options& options, const std::string& host, Deadline deadline);
+
+// Exactly so many bytes, over a socket that does not block. Throws timed_out and peer_lost, and what a Wire throws.
+void write_exactly(Wire wire, Bytes bytes, Deadline deadline);
+void read_exactly(Wire wire, std::span<std::byte> bytes, Deadline deadline);
 // Until the socket has one of the events. False at the deadline.
 bool wait_for(int socket, short events, Deadline deadline);
 

@@ -168,7 +168,7 @@ class Listener::Body {
     std::unique_lock lock(mutex_);
     while (ready_.empty() && !closed_) {
       const uint64_t left_ns = deadline.left_ns();
-      if (left_ns == 0) fail(ErrorKind::timed_out, "nobody connected before the deadline");
+      if (left_ns == 0) fail(ErrorKind::timed_out, "nobody connected before the deadline", refused_so_far());
       arrived_.wait_for(lock, std::chrono::nanoseconds(left_ns));
     }
     if (closed_) fail(ErrorKind::hung_up, "the listener was closed");
@@ -193,15 +193,19 @@ class Listener::Body {
   const std::string& id() const { return address_.id; }
   void name() { text_ = address_.text(); }
   uint64_t refused() const { return refused_.load(std::memory_order_relaxed); }
+  std::string refusal() const {
+    std::lock_guard lock(refusal_mutex_);
+    return refusal_;
+  }
 
  private:
   // A socket that somebody connected and that has yet to prove itself.
   struct Pending {
-    enum class State { hello, proof, offer, lanes };
-    Descriptor socket;
+    enum class State { tls, hello, proof, offer, lanes };
+    Stream socket;
     bool local;  // through the Unix socket
     Deadline deadline;
-    State state = State::hello;
+    State state;
     Hello hello{};
     Challenge challenge{};
     Proof proof{};
@@ -209,7 +213,7 @@ class Listener::Body {
     size_t filled = 0;  // of the structure that the state waits for
     std::vector<Descriptor> fds;
     Session session;
-    std::vector<Descriptor> lanes;
+    std::vector<Stream> lanes;
   };
   using Place = std::list<Pending>::iterator;
 
@@ -288,7 +292,7 @@ class Listener::Body {
       }
       for (auto place = pending_.begin(); place != pending_.end();) {
         const auto next = std::next(place);
-        if (place->deadline.passed()) refuse(place);
+        if (place->deadline.passed()) refuse(place, "it did not prove itself in time");
         place = next;
       }
     }
@@ -306,15 +310,32 @@ class Listener::Body {
       Descriptor socket(::accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!socket) return;
       // Whoever says nothing for longest makes room: silence must not keep others out.
-      if (pending_.size() >= options_.options.limits.max_pending) refuse(pending_.begin());
-      pending_.emplace_back(std::move(socket), local, Deadline::after(options_.options.limits.handshake_timeout_s));
+      if (pending_.size() >= options_.options.limits.max_pending) {
+        refuse(pending_.begin(), "too many connections had not proved themselves");
+      }
+      const bool tls = !local && options_.options.tls != nullptr;
+      pending_.emplace_back(std::move(socket), local, Deadline::after(options_.options.limits.handshake_timeout_s),
+                            tls ? Pending::State::tls : Pending::State::hello);
       watch(pending_.back().socket.get(), &pending_.back());
     }
   }
 
-  void refuse(Place place) {
+  void refuse(Place place, const std::string& why) {
+    {
+      std::lock_guard lock(refusal_mutex_);
+      refusal_ = why;
+    }
     refused_.fetch_add(1, std::memory_order_relaxed);
+    // What was said to it is lost if anything of its own is still unread when the socket closes.
+    std::byte unread[4096];
+    for (int i = 0; i < 16 && place->socket && ::recv(place->socket.get(), unread, sizeof unread, MSG_DONTWAIT) > 0;)
+      ++i;
     pending_.erase(place);
+  }
+
+  std::string refused_so_far() const {
+    const uint64_t refused = this->refused();
+    return refused == 0 ? "" : "; refused so far: " + std::to_string(refused) + ", the last one because " + refusal();
   }
 
   // The pending connection may be gone: refused by an earlier event of the same round.
@@ -327,9 +348,9 @@ class Listener::Body {
     if (place == pending_.end()) return;
     try {
       while (step(place)) continue;
-    } catch (const Error&) {
+    } catch (const Error& error) {
       const Place still = find(pending);
-      if (still != pending_.end()) refuse(still);
+      if (still != pending_.end()) refuse(still, error.what());
     }
   }
 
@@ -337,8 +358,9 @@ class Listener::Body {
   template <typename T>
   bool have(Pending& pending, T* wanted) {
     while (pending.filled < sizeof(T)) {
-      const ssize_t got =
-          receive_with_fds(pending.socket.get(), writable(wanted).subspan(pending.filled), &pending.fds);
+      const std::span<std::byte> room = writable(wanted).subspan(pending.filled);
+      const ssize_t got = pending.socket.tls() != nullptr ? pending.socket.wire().receive(room.data(), room.size())
+                                                          : receive_with_fds(pending.socket.get(), room, &pending.fds);
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && errno == EAGAIN) return false;
       if (got <= 0) fail(ErrorKind::peer_lost, "it hung up");
@@ -352,13 +374,15 @@ class Listener::Body {
   // A handshake's answers are small: a socket that does not take one at once has been filled on purpose.
   template <typename T>
   void say(const Pending& pending, const T& what) {
-    write_exactly(pending.socket.get(), std::as_bytes(std::span(&what, 1)), Deadline::after(0));
+    write_exactly(pending.socket.wire(), std::as_bytes(std::span(&what, 1)), Deadline::after(0));
   }
 
   // One step of a handshake. True when there may be another one at once; the place is then still there.
   bool step(Place place) {
     Pending& pending = *place;
     switch (pending.state) {
+      case Pending::State::tls:
+        return secured(pending);
       case Pending::State::hello:
         if (!have(pending, &pending.hello)) return false;
         return challenge(pending);
@@ -375,16 +399,46 @@ class Listener::Body {
     return false;
   }
 
+  // True when its hello may be there.
+  bool secured(Pending& pending) {
+    if (pending.socket.tls() == nullptr) {
+      char first = 0;
+      const ssize_t got = ::recv(pending.socket.get(), &first, 1, MSG_DONTWAIT | MSG_PEEK);
+      if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+      if (got <= 0) fail(ErrorKind::peer_lost, "it hung up");
+      if (first == kHelloMagic[0]) {
+        pending.state = Pending::State::hello;  // it is told what it lacks
+        return true;
+      }
+      pending.socket.use_tls(options_.options.tls, nullptr);
+    }
+    switch (pending.socket.tls()->shake_hands()) {
+      case Tls::Step::done:
+        pending.state = Pending::State::hello;
+        return true;
+      case Tls::Step::wants_read:
+        return false;
+      case Tls::Step::wants_write:
+        break;
+    }
+    fail(ErrorKind::timed_out, "it takes nothing of the TLS handshake");
+  }
+
   bool challenge(Pending& pending) {
-    if (std::memcmp(pending.hello.magic, kHelloMagic, sizeof kHelloMagic) != 0) {
+    // A TLS handshake begins with a record of its own kind.
+    const bool begins_tls = pending.hello.magic[0] == 0x16 && pending.hello.magic[1] == 0x03;
+    if (!begins_tls && std::memcmp(pending.hello.magic, kHelloMagic, sizeof kHelloMagic) != 0) {
       fail(ErrorKind::frame, "what connected there is not geartrain");
     }
+    const bool lacks_tls = options_.options.tls != nullptr && !pending.local && pending.socket.tls() == nullptr;
     std::memcpy(pending.challenge.magic, kHelloMagic, sizeof kHelloMagic);
     pending.challenge.version = kProtocolVersion;
-    pending.challenge.has_secret = !options_.options.secret.empty();
+    pending.challenge.needs = (options_.options.secret.empty() ? 0u : kNeedsSecret) | (lacks_tls ? kNeedsTls : 0u);
     std::memcpy(pending.challenge.listener, id_.data(), id_.size());
     random_bytes(pending.challenge.nonce);
     say(pending, pending.challenge);
+    if (begins_tls) fail(ErrorKind::untrusted, "it asks for TLS, and none is used here");
+    if (lacks_tls) fail(ErrorKind::untrusted, "it came without TLS");
     if (pending.hello.version != kProtocolVersion) fail(ErrorKind::frame, "another version");
     pending.state = Pending::State::proof;
     return true;
@@ -431,7 +485,8 @@ class Listener::Body {
     verdict.answer = static_cast<uint32_t>(answer);
     seal(options_.options.secret, pending.hello, pending.challenge, &verdict);
     say(pending, verdict);
-    if (answer != Answer::welcome) fail(ErrorKind::untrusted, "refused");
+    if (answer != Answer::welcome)
+      fail(ErrorKind::untrusted, "it did not prove that it knows the secret, or whose it is");
     switch (intent) {
       case Intent::shm:
         if (!pending.local) fail(ErrorKind::frame, "no descriptors can come over TCP");
@@ -449,8 +504,9 @@ class Listener::Body {
         return false;
       case Intent::raw:
         if (options_.raw == nullptr) fail(ErrorKind::frame, "nobody here takes raw connections");
+        if (pending.socket.tls() != nullptr) fail(ErrorKind::frame, "raw connections are not under TLS");
         unwatch(pending);
-        options_.raw(std::move(pending.socket), pending.local);
+        options_.raw(pending.socket.take(), pending.local);
         pending_.erase(place);
         return false;
     }
@@ -472,15 +528,15 @@ class Listener::Body {
     std::shared_ptr<Connection> connection;
     unwatch(pending);
     const int socket = pending.socket.get();
+    Descriptor plain = pending.socket.take();
     try {
-      connection =
-          take_shm(std::move(pending.socket), pending.offer, std::move(pending.fds), pending.session, options_.options);
+      connection = take_shm(std::move(plain), pending.offer, std::move(pending.fds), pending.session, options_.options);
     } catch (const Error& error) {
       reply.viable = 0;
       std::strncpy(reply.reason, error.what(), sizeof reply.reason - 1);
     }
     write_exactly(socket, std::as_bytes(std::span(&reply, 1)), Deadline::after(0));
-    if (connection == nullptr) return refuse(place);
+    if (connection == nullptr) return refuse(place, reply.reason);
     deliver(std::move(connection));
     pending_.erase(place);
   }
@@ -501,6 +557,8 @@ class Listener::Body {
   Descriptor epoll_, stop_, unix_, tcp_;
   std::list<Pending> pending_;  // the thread's
   std::atomic<uint64_t> refused_{0};
+  mutable std::mutex refusal_mutex_;
+  std::string refusal_;
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::deque<std::shared_ptr<Connection>> ready_;
@@ -548,6 +606,10 @@ const std::string& Listener::address() const {
 
 uint64_t Listener::refused() const {
   return body_->refused();
+}
+
+std::string Listener::refusal() const {
+  return body_->refusal();
 }
 
 void Listener::close() {

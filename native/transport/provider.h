@@ -48,7 +48,7 @@ std::shared_ptr<Connection> take_shm(Descriptor&& socket, const ShmOffer& offer,
                                      const Session& session, const Options& options);
 
 // The last of the lanes is the line beside the connection.
-std::shared_ptr<Connection> take_tcp(Descriptor socket, std::vector<Descriptor> lanes, const Session& session,
+std::shared_ptr<Connection> take_tcp(Stream socket, std::vector<Stream> lanes, const Session& session,
                                      const Options& options);
 
 // --- shared by them, and by those who speak over sockets of their own ----------------------------------------------

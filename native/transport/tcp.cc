@@ -109,7 +109,7 @@ std::string end_name(int socket, bool peer) {
 
 class TcpConnection final : public Connection {
  public:
-  TcpConnection(Descriptor socket, std::vector<Descriptor> lanes, const Session& session, const Options& options)
+  TcpConnection(Stream socket, std::vector<Stream> lanes, const Session& session, const Options& options)
       : Connection(options, session.name(), session.authenticated),
         socket_(std::move(socket)),
         aside_socket_(pop(&lanes)),
@@ -117,7 +117,7 @@ class TcpConnection final : public Connection {
         buffer_(std::make_unique<std::byte[]>(kBufferBytes)) {
     prepare(socket_.get());
     if (aside_socket_) prepare(aside_socket_.get());
-    for (const Descriptor& lane : lanes_) prepare(lane.get());
+    for (const Stream& lane : lanes_) prepare(lane.get());
     ends_ = end_name(socket_.get(), false) + " - " + end_name(socket_.get(), true);
     if (aside_socket_) start_aside(std::move(aside_socket_), 0, "the peer is reached over TCP");
   }
@@ -125,11 +125,13 @@ class TcpConnection final : public Connection {
 
   const char* transport() const override { return "tcp"; }
   std::string describe() const override {
-    return "tcp " + ends_ + (lanes_.empty() ? "" : " with " + std::to_string(lanes_.size()) + " lanes");
+    return "tcp " + ends_ + (lanes_.empty() ? "" : " with " + std::to_string(lanes_.size()) + " lanes") +
+           (socket_.tls() == nullptr ? "" : ", " + tls());
   }
+  std::string tls() const override { return socket_.tls() == nullptr ? "" : socket_.tls()->describe(); }
   std::vector<Wake> wakes() const override {
     std::vector<Wake> all = {{wake_.get(), true}, {socket_.get(), false}};
-    for (const Descriptor& lane : lanes_) all.push_back({lane.get(), false});
+    for (const Stream& lane : lanes_) all.push_back({lane.get(), false});
     return all;
   }
   int end_descriptor() const override { return socket_.get(); }
@@ -140,7 +142,7 @@ class TcpConnection final : public Connection {
 
   void hang_up() override {
     ::shutdown(socket_.get(), SHUT_RDWR);
-    for (const Descriptor& lane : lanes_) ::shutdown(lane.get(), SHUT_RDWR);
+    for (const Stream& lane : lanes_) ::shutdown(lane.get(), SHUT_RDWR);
   }
 
   // --- sending ----------------------------------------------------------------------------------------------------
@@ -164,12 +166,14 @@ class TcpConnection final : public Connection {
     try {
       uint64_t sent = 0;
       while (sent != first.bytes()) {
-        const uint64_t more = write_some(socket_.get(), first, sent, first.bytes() - sent);
+        const uint64_t more = write_some(socket_, first, sent, first.bytes() - sent);
         if (more == 0) wait_writable({&socket_, 1}, deadline);
         begun |= more != 0;
         sent += more;
       }
       if (on_lanes) write_lanes(bulk, deadline);
+      finish({&socket_, 1}, deadline);
+      finish(lanes_, deadline);
     } catch (const Error& error) {
       // Half a message cannot be taken back.
       if (begun && !lost()) lose(error.what());
@@ -189,7 +193,7 @@ class TcpConnection final : public Connection {
         const uint64_t left = progress[i].left(bulk.bytes());
         if (left == 0) continue;
         unfinished = true;
-        const uint64_t sent = write_some(lanes_[i].get(), bulk, progress[i].at(), left);
+        const uint64_t sent = write_some(lanes_[i], bulk, progress[i].at(), left);
         progress[i].advance(sent, lanes_.size());
         moved |= sent != 0;
       }
@@ -197,14 +201,19 @@ class TcpConnection final : public Connection {
     }
   }
 
-  // As much as the socket takes now.
-  uint64_t write_some(int socket, const Sequence<const std::byte>& bytes, uint64_t at, uint64_t length) {
+  // Under TLS what was taken may not have left.
+  void finish(std::span<const Stream> streams, Deadline deadline) {
+    for (const Stream& stream : streams) {
+      while (!stream.wire().flush()) wait_writable({&stream, 1}, deadline);
+    }
+  }
+
+  // As much as the stream takes now.
+  uint64_t write_some(const Stream& stream, const Sequence<const std::byte>& bytes, uint64_t at, uint64_t length) {
     struct iovec parts[kMostParts];
-    struct msghdr header{};
-    header.msg_iov = parts;
-    header.msg_iovlen = bytes.vectors(at, length, parts, kMostParts);
+    const size_t n = bytes.vectors(at, length, parts, kMostParts);
     for (;;) {
-      const ssize_t sent = ::sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
+      const ssize_t sent = stream.wire().send({parts, n});
       if (sent >= 0) return static_cast<uint64_t>(sent);
       if (errno == EAGAIN) return 0;
       if (errno != EINTR) {
@@ -214,7 +223,7 @@ class TcpConnection final : public Connection {
     }
   }
 
-  void wait_writable(std::span<const Descriptor> sockets, Deadline deadline) {
+  void wait_writable(std::span<const Stream> streams, Deadline deadline) {
     check_usable();
     if (lost()) fail_lost();
     if (read_ahead()) return;
@@ -222,7 +231,7 @@ class TcpConnection final : public Connection {
       fail(ErrorKind::timed_out, "the peer over ", describe(), " took nothing before the deadline");
     struct pollfd all[kMaxLanes];
     size_t n = 0;
-    for (const Descriptor& socket : sockets) all[n++] = {socket.get(), POLLOUT, 0};
+    for (const Stream& stream : streams) all[n++] = {stream.get(), POLLOUT, 0};
     // Looks again now and then for what the peer sends, which it may have to get rid of first.
     ::poll(all, n, std::min(5, deadline.left_ms()));
   }
@@ -231,7 +240,7 @@ class TcpConnection final : public Connection {
 
   Poll read_message(Message* message) override {
     uint64_t budget = kReadBudget;
-    drained_ = false;
+    drained_ = lanes_drained_ = false;
     for (;;) {
       if (!in_message_) begin_message();
       if (in_message_ && is_whole()) {
@@ -241,9 +250,10 @@ class TcpConnection final : public Connection {
         count_received(on_lanes_ ? Path::lanes : Path::stream, message->bytes());
         return Poll::message;
       }
-      if (drained_) return Poll::nothing;
+      const bool on_lanes_now = in_message_ && first_done_ == first_in_.bytes();
+      if (on_lanes_now ? lanes_drained_ : drained_) return Poll::nothing;
       if (budget == 0) return Poll::more;
-      if (in_message_ && first_done_ == first_in_.bytes()) {
+      if (on_lanes_now) {
         read_lanes(&budget);
       } else {
         read_first(&budget);
@@ -312,7 +322,7 @@ class TcpConnection final : public Connection {
     }
     const bool to_the_end = !in_message_ || first_done_ + wanted == first_in_.bytes();
     if (to_the_end) parts[n++] = {buffer_.get() + filled_, kBufferBytes - filled_};
-    const uint64_t got = read_some(socket_.get(), {parts, n}, budget);
+    const uint64_t got = read_some(socket_, {parts, n}, budget);
     const uint64_t placed = std::min(got, wanted);
     first_done_ += placed;
     filled_ += got - placed;
@@ -325,23 +335,20 @@ class TcpConnection final : public Connection {
       if (left == 0) continue;
       struct iovec parts[kMostParts];
       const size_t n = bulk_in_.vectors(progress_in_[i].at(), left, parts, kMostParts);
-      const uint64_t got = read_some(lanes_[i].get(), {parts, n}, budget);
+      const uint64_t got = read_some(lanes_[i], {parts, n}, budget);
       progress_in_[i].advance(got, lanes_.size());
       bulk_left_ -= got;
       all_drained &= drained_;
     }
-    drained_ = all_drained;
+    lanes_drained_ = all_drained;
   }
 
   // What has come, as much as fits. Sets drained_ when there was less than that.
-  uint64_t read_some(int socket, std::span<struct iovec> parts, uint64_t* budget) {
-    struct msghdr header{};
-    header.msg_iov = parts.data();
-    header.msg_iovlen = parts.size();
+  uint64_t read_some(const Stream& stream, std::span<struct iovec> parts, uint64_t* budget) {
     uint64_t room = 0;
     for (const struct iovec& part : parts) room += part.iov_len;
     for (;;) {
-      const ssize_t got = ::recvmsg(socket, &header, MSG_DONTWAIT);
+      const ssize_t got = stream.wire().receive(parts);
       if (got > 0) {
         const auto bytes = static_cast<uint64_t>(got);
         drained_ = bytes < room;
@@ -359,16 +366,16 @@ class TcpConnection final : public Connection {
     }
   }
 
-  static Descriptor pop(std::vector<Descriptor>* lanes) {
+  static Stream pop(std::vector<Stream>* lanes) {
     if (lanes->empty()) return {};
-    Descriptor last = std::move(lanes->back());
+    Stream last = std::move(lanes->back());
     lanes->pop_back();
     return last;
   }
 
-  const Descriptor socket_;
-  Descriptor aside_socket_;  // until the line beside the connection has it
-  const std::vector<Descriptor> lanes_;
+  const Stream socket_;
+  Stream aside_socket_;  // until the line beside the connection has it
+  const std::vector<Stream> lanes_;
   std::string ends_;
 
   // The sender's, under its turn.
@@ -378,13 +385,26 @@ class TcpConnection final : public Connection {
   // The reader's, under its mutex.
   const std::unique_ptr<std::byte[]> buffer_;
   size_t taken_ = 0, filled_ = 0;
-  bool in_message_ = false, on_lanes_ = false, drained_ = false;
+  bool in_message_ = false, on_lanes_ = false, drained_ = false, lanes_drained_ = false;
   Message partial_;
   std::vector<uint64_t> sizes_in_;
   Sequence<std::byte> first_in_, bulk_in_;  // what comes on the first connection, and what on the lanes
   uint64_t first_done_ = 0, bulk_left_ = 0;
   std::vector<LaneProgress> progress_in_;
 };
+
+Stream connect_stream(const std::string& place, const Options& options, Deadline deadline) {
+  Stream stream = connect_tcp(place, deadline);
+  if (options.tls == nullptr) return stream;
+  std::string host = place.substr(0, place.rfind(':'));
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  try {
+    secure(&stream, options, host, deadline);
+  } catch (const Error& error) {
+    fail(error.kind, place, ": ", error.what());
+  }
+  return stream;
+}
 
 }  // namespace
 
@@ -429,13 +449,13 @@ std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& opti
       // An address that nobody answers must not use up the time of the next one.
       const Deadline soon =
           &place == &address.tcp.back() ? deadline : deadline.sooner(options.limits.handshake_timeout_s);
-      Descriptor socket = connect_tcp(place, soon);
+      Stream socket = connect_stream(place, options, soon);
       const uint32_t lanes = std::min(options.lanes, kMaxLanes);
-      const Session session = greet(socket.get(), Intent::stream, address, options, soon, lanes);
-      std::vector<Descriptor> joined;
+      const Session session = greet(socket.wire(), Intent::stream, address, options, soon, lanes);
+      std::vector<Stream> joined;
       for (uint32_t i = 0; i <= lanes; ++i) {
-        joined.push_back(connect_tcp(place, soon));
-        greet(joined.back().get(), Intent::lane, address, options, soon, i, &session.id);
+        joined.push_back(connect_stream(place, options, soon));
+        greet(joined.back().wire(), Intent::lane, address, options, soon, i, &session.id);
       }
       return take_tcp(std::move(socket), std::move(joined), session, options);
     } catch (const Error& error) {
@@ -446,7 +466,7 @@ std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& opti
   fail(ErrorKind::not_viable, why);
 }
 
-std::shared_ptr<Connection> take_tcp(Descriptor socket, std::vector<Descriptor> lanes, const Session& session,
+std::shared_ptr<Connection> take_tcp(Stream socket, std::vector<Stream> lanes, const Session& session,
                                      const Options& options) {
   return std::make_shared<TcpConnection>(std::move(socket), std::move(lanes), session, options);
 }

@@ -32,7 +32,9 @@
 //
 // Trust. With a secret, both sides prove that they know it before anything else is said (handshake.h). Without one a
 // listener only takes connections from this host: loopback, and Unix sockets of the same user. Bytes that are not a
-// message end the connection that they came on, and no other. Messages are neither encrypted nor signed.
+// message end the connection that they came on, and no other. With Options::tls all that goes over TCP, messages,
+// lanes and the line beside the connection, is encrypted, between two sides that showed a certificate (tls.h). Without,
+// messages are neither encrypted nor signed.
 //
 // Fork. A connection or listener belongs to the process that made it. A forked child's copy is closed at the fork
 // (descriptor.h) and every call on it throws hung_up; the parent's is untouched.
@@ -98,9 +100,12 @@ struct MessageLimits {
   double handshake_timeout_s = 5.0;
 };
 
+class TlsContext;
+
 struct Options {
-  std::string secret;     // the same on both sides, or empty on both
-  std::string transport;  // a provider's name; empty: the fastest that works
+  std::string secret;                     // the same on both sides, or empty on both
+  std::shared_ptr<const TlsContext> tls;  // tcp: what this side shows and trusts (tls.h); null on both sides: no TLS
+  std::string transport;                  // a provider's name; empty: the fastest that works
   MessageLimits limits;
   double spin_us = 30.0;  // how long a receive looks again and again before it sleeps; less when that was in vain
   bool views = true;      // shm: hand out big messages where they are, not as copies
@@ -194,6 +199,7 @@ class Patience {
 };
 
 class Aside;
+class Stream;
 class ExposedRegion;
 class ExposedRegions;
 struct RegionHandle;
@@ -248,6 +254,8 @@ class Connection {
   virtual std::string one_sided() const;
   ConnectionCounts counts() const;
   bool authenticated() const { return authenticated_; }
+  // "TLSv1.3" and the cipher; "" without TLS.
+  virtual std::string tls() const { return ""; }
   // The faster providers, and why each was not taken.
   const std::vector<std::pair<std::string, std::string>>& considered() const { return considered_; }
   // Something of the same connection that both sides know: for logs.
@@ -265,7 +273,7 @@ class Connection {
   virtual Path write_region(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline);
   // The line beside it: from when the connection is made until its end; the last in a constructor, the first in a
   // destructor. `peer` is its process, if there is a hope to reach into it, else `why` there is none.
-  void start_aside(Descriptor socket, int peer, const std::string& why);
+  void start_aside(Stream socket, int peer, const std::string& why);
   void stop_aside();
   // What arm() and might_have_data() ask of the provider.
   virtual bool prepare_to_sleep() = 0;
@@ -355,8 +363,9 @@ class Listener {
   // The next connection that proved itself. Throws timed_out, hung_up.
   std::shared_ptr<Connection> accept(Deadline deadline);
   const std::string& address() const;
-  // Connections refused so far: no hello in time, no proof, garbage, too many at once.
+  // Connections refused so far: no hello in time, no proof, garbage, too many at once. And why the last one was.
   uint64_t refused() const;
+  std::string refusal() const;
   void close();
 
  private:

@@ -48,6 +48,7 @@ def examine() -> list[Finding]:
         _shared_memory(),
         _huge_pages(),
         _locked_memory(),
+        _tls(),
         *_packages(),
         _gpu(),
         _gpu_selection(),
@@ -106,6 +107,12 @@ def _locked_memory() -> Finding:
     return Finding(
         "locked memory", True, f"RLIMIT_MEMLOCK is {text} (some drivers keep to it when segments are pinned)"
     )
+
+
+def _tls() -> Finding:
+    what = "TLS over TCP"
+    reason = _native.tls_not_viable()
+    return Finding(what, not reason, reason or "OpenSSL 3 is here; on where certificates are given (docs/transport.md)")
 
 
 def _packages() -> list[Finding]:

@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from geartrain import _native
 from geartrain.errors import TransportError
+from geartrain.tls import TLS
 
 Message = _native.Message
 Parcel = _native.Parcel
@@ -175,6 +176,11 @@ class Connection:
         """Whether both sides proved that they know the secret."""
         return self.native.authenticated
 
+    @property
+    def tls(self) -> str:
+        """ "TLSv1.3" and the cipher, where all that goes over this connection is encrypted; else ""."""
+        return self.native.tls
+
     def counts(self) -> dict[str, Any]:
         """Messages each way, and bytes by path: memory, ring, segment, view, stream, lanes; cma, served."""
         return self.native.counts()
@@ -242,6 +248,11 @@ class Listener:
         """Connections that were turned away: garbage, no proof, or nothing said in time."""
         return self.native.refused
 
+    @property
+    def refusal(self) -> str:
+        """Why the last of them was turned away; "" when none was. `accept` says it as well when it waits in vain."""
+        return self.native.refusal
+
     def accept(self, *, timeout_s: float = 30.0) -> Connection:
         """The next connection that proved itself. Raises `WaitTimeoutError`, `ConnectionClosedError`."""
         return Connection(self.native.accept(timeout_s))
@@ -271,6 +282,7 @@ def listen(
     spin_us: float = 30.0,
     views: bool = True,
     peer_timeout_s: float = 30.0,
+    tls: TLS | Literal[False] | None = None,
 ) -> Listener:
     """A listener for peers in this process, on this host and, over TCP, elsewhere.
 
@@ -286,12 +298,15 @@ def listen(
         peer_timeout_s: a peer without a sign of life for so long is lost, whether anybody waits for it or not: its
             process is stopped, or the way to it is cut. 0 for never (debuggers stop processes), or 2 and more. A
             program that hangs while its process runs is not noticed: deadlines are for that.
+        tls: certificates, for TCP to be encrypted and mutually authenticated; shared memory is not concerned. None for
+            what the environment says (`TLS.of_environment`), False for none. The files are read here, once.
 
     Raises:
+        TransportError, SchemaError: there is no OpenSSL 3 on this machine; a file of `tls` cannot be used.
         UntrustedPeerError: everyone could reach it, and there is no secret.
         GeartrainError: the port is taken, or the host is not this one.
     """
-    options = options_of(secret, limits, spin_us, views, peer_timeout_s)
+    options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
     return Listener(_native.Listener.make(options, host or "", port, list(advertise), shm))
 
 
@@ -307,6 +322,7 @@ def connect(
     lanes: int = 2,
     peer_timeout_s: float = 30.0,
     cross_memory: bool = True,
+    tls: TLS | Literal[False] | None = None,
 ) -> Connection:
     """A connection to a listener, over the fastest transport that works or over the one asked for.
 
@@ -317,13 +333,16 @@ def connect(
         timeout_s: for all of it.
         secret, limits, spin_us, views, peer_timeout_s: as for `listen`.
         cross_memory: whether exposed memory may be reached straight in the other process; False has it served.
+        tls: as for `listen`, and on both sides or on neither.
 
     Raises:
         TransportError: no transport, or not the one asked for, reaches the peer; with every reason.
-        UntrustedPeerError: the secrets are not the same.
+        UntrustedPeerError: the secrets are not the same; one side uses TLS and the other does not, or a certificate is
+            refused: says which, and why.
+        SchemaError: a file of `tls` cannot be used.
         WaitTimeoutError: the peer did not answer in time.
     """
-    options = options_of(secret, limits, spin_us, views, peer_timeout_s)
+    options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
     options["cross_memory"] = cross_memory
     if transport is not None:
         if transport not in TRANSPORTS:
@@ -334,10 +353,18 @@ def connect(
 
 
 def options_of(
-    secret: bytes, limits: Limits | None, spin_us: float, views: bool, peer_timeout_s: float = 30.0
+    secret: bytes,
+    limits: Limits | None,
+    spin_us: float,
+    views: bool,
+    peer_timeout_s: float = 30.0,
+    tls: TLS | Literal[False] | None = None,
 ) -> dict[str, Any]:
     """What the native layer wants to know."""
     options: dict[str, Any] = {} if limits is None else asdict(limits)
+    shown = TLS.of_environment() if tls is None else tls
+    if shown:
+        options |= shown.options()
     return options | {
         "secret": bytes(secret),
         "spin_us": float(spin_us),

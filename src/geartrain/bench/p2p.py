@@ -29,8 +29,9 @@ from typing import Any
 import numpy as np
 
 from geartrain.bench import harness, p2p_report, report
+from geartrain.bench.answering import PeerError
 from geartrain.bench.harness import BenchResult, Clock, System, lap, take_turns
-from geartrain.bench.p2p_foreign import MODULES, SYSTEMS, Foreign, ForeignError
+from geartrain.bench.p2p_foreign import MODULES, SYSTEMS, Foreign
 from geartrain.bench.p2p_worker import acknowledge, echo
 
 #: The columns of the torchrpc page: float32 tensors of so many bytes.
@@ -125,7 +126,7 @@ def _foreign(package: str, python: str, plan: Plan, result: BenchResult) -> None
             with Foreign(python, system) as peer:
                 result.versions.update(peer.versions)
                 _one_foreign(name, peer, plan, result)
-        except ForeignError as error:
+        except PeerError as error:
             result.peers_missing[name] = str(error)
 
 

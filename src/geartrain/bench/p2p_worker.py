@@ -31,14 +31,20 @@ def landed(tensor: Any) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def serve_rpc(transport: str, spin_us: str, views: str) -> None:
-    """A node of geartrain.rpc."""
+def serve_rpc(transport: str, spin_us: str, views: str, tls: str = "") -> None:
+    """A node of geartrain.rpc; with the environment's certificates, if there are any, unless it is to be "plain"."""
     from geartrain import rpc
 
     rpc.function(echo)
     rpc.function(acknowledge)
     rpc.function(landed)
-    node = rpc.Node("server", transport=transport, spin_us=float(spin_us), views=views == "views")
+    node = rpc.Node(
+        "server",
+        transport=transport,
+        spin_us=float(spin_us),
+        views=views == "views",
+        tls=False if tls == "plain" else None,
+    )
     print(node.address, flush=True)
     sys.stdin.read()
     node.close()

@@ -10,7 +10,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 from geartrain import _native
 from geartrain.codec import native_codec
@@ -25,6 +25,7 @@ from geartrain.rpc.peer import Future, Peer
 from geartrain.rpc.rendezvous import Directory
 from geartrain.rpc.server import Server
 from geartrain.rpc.topic import Topic, Topics
+from geartrain.tls import TLS
 from geartrain.transport import Limits, Listener, options_of
 
 
@@ -53,6 +54,7 @@ class Node:
         views: bool = True,
         peer_timeout_s: float = 10.0,
         driver: Driver | None = None,
+        tls: TLS | Literal[False] | None = None,
     ) -> None:
         """A node that peers can call from now on.
 
@@ -79,6 +81,8 @@ class Node:
                 without the GIL on cores that are free.
             max_open: calls to one peer without an answer; the next one waits for room.
             driver: of other devices than CUDA's.
+            tls: certificates, for all connections over TCP to be encrypted; by default what the environment says. As
+                for `transport.listen`; the files are read again for each peer that this node connects to.
         """
         if max_threads < 1 or max_running < 1 or max_open < 1:
             raise SchemaError(
@@ -86,7 +90,7 @@ class Node:
                 f"max_running={max_running}, max_open={max_open}"
             )
         self.name, self.pickle, self.timeout_s, self.max_open = name, pickle, timeout_s, max_open
-        self._options = options_of(secret, limits, spin_us, views) | {"peer_timeout_s": float(peer_timeout_s)}
+        self._options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
         self.devices = Devices(device_map, transport, driver, (limits or Limits()).max_segment_bytes)
         self.directory = Directory(store, dict(peers or {}))
         self._codec = native_codec()
