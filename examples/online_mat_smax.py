@@ -1,7 +1,7 @@
 """A team that learns to fight: the Multi-Agent Transformer with PPO, on SMAX battles, rollouts through a store.
 
     pip install "geartrain[torch,cli,plot,smax]"
-    python examples/online_mat_smax.py                          map 3m, about ten minutes on two cores
+    python examples/online_mat_smax.py                          map 3m, 12 CPU minutes
     python examples/online_mat_smax.py --task smax/2s3z
     python examples/online_mat_smax.py --task vmas/balance      the same team with continuous actions (extra vmas)
 
