@@ -1,6 +1,7 @@
 """Compiles every kernel for GPUs that need not be there, and prints what came out as JSON.
 
-    python tests/compile_kernels.py cuda:80 cuda:90 cuda:100 hip:gfx942     every kernel, once (--all: every variant)
+    python tests/compile_kernels.py cuda:80 cuda:90 cuda:100 hip:gfx942     every kernel, once (--all: every variant;
+                                                                            --gather, --select: only these)
     python tests/compile_kernels.py --launches                              as DeviceCandidates launches them
 
 A program of its own, since Triton either compiles or interprets, whichever TRITON_INTERPRET said at import.
@@ -23,9 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from geartrain.kernels.gather_rows import warps_of
+from geartrain.kernels.gather_order import warps_of
 
-MODULES = ("weighted_draw", "distinct_draw", "first_rows", "scatter_update", "gather_rows", "philox")
+MODULES = ("weighted_draw", "distinct_draw", "first_rows", "scatter_update", "gather_kernels", "philox")
 
 # What pointers point to, by the names of arguments.
 POINTERS = {
@@ -73,7 +74,8 @@ FIELDS: dict[str, tuple[str, int, int, str | None]] = {
 
 def gather_kinds(names: list[str]) -> dict[str, Any]:
     """What `GatherRows` compiles the gather with for these fields."""
-    from geartrain.kernels.gather_rows import GatherField, GatherRows, Segment
+    from geartrain.kernels.gather_layout import GatherField, Segment
+    from geartrain.kernels.gather_rows import GatherRows
 
     fields = []
     for name in names:
@@ -138,11 +140,16 @@ def reads_in_order(ptx: str) -> list[str]:
     return [name for i, name in enumerate(names[word] for word in found) if i == 0 or name != names[found[i - 1]]]
 
 
-def compile_for(target: str, all_of_them: bool) -> list[dict[str, Any]]:
+GATHER = ("gather_rows_kernel", "count_steps_kernel", "read_lengths_kernel")
+
+
+def compile_for(target: str, all_of_them: bool, parts: list[str]) -> list[dict[str, Any]]:
     kind, arch = target.split(":")
     gpu = GPUTarget("cuda", int(arch), 32) if kind == "cuda" else GPUTarget("hip", arch, 64)
     results = []
     for name, kernel in sorted(kernels().items()):
+        if parts and ("--gather" if name in GATHER else "--select") not in parts:
+            continue
         for chosen in variants(kernel, name, all_of_them):
             constants = chosen
             options = {}
@@ -236,5 +243,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--launches"]:
         print(json.dumps(launches(GPUTarget("cuda", 90, 32))))
         raise SystemExit
-    chosen = [argument for argument in sys.argv[1:] if argument != "--all"]
-    print(json.dumps([result for target in chosen for result in compile_for(target, "--all" in sys.argv)]))
+    chosen = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+    only = [argument for argument in sys.argv[1:] if argument in ("--gather", "--select")]
+    print(json.dumps([result for target in chosen for result in compile_for(target, "--all" in sys.argv, only)]))

@@ -16,7 +16,8 @@ import torch
 
 import geartrain as gt
 from geartrain.fetch import Plan
-from geartrain.kernels.gather_rows import CONVERTED_FROM, CONVERTED_TO, reference_gather, reference_window
+from geartrain.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO
+from geartrain.kernels.gather_reference import reference_gather, reference_window
 from geartrain.landing import Convert, gather_rows_of
 from geartrain.schema import DTYPES, as_tensor
 

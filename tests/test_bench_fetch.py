@@ -13,7 +13,9 @@ from geartrain.errors import GeartrainError  # noqa: E402
 def test_every_case_has_its_floor_and_finite_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("CPU_BATCH_BYTES", 4e4), ("CPU_STORE_BYTES", 2e5), ("CPU_LAPS", 2), ("BATCHES_A_LAP", 2)):
         monkeypatch.setattr(fetch, name, value)
-    result = fetch.run("cpu", quick=True, rows={4_000: (50, 20)})
+    seconds: dict[int, dict[str, float]] = {}
+    result = fetch.run("cpu", quick=True, rows={4_000: (50, 20)}, large_rows={40_000: (100, 100)}, seconds=seconds)
+    assert {size: set(times) for size, times in seconds.items()} == {s: {"gather", "staged"} for s in (4_000, 40_000)}
     systems = {row.system for row in result.rows}
     assert {"floor", "geartrain gather", "geartrain staged", "index_select, pinned copy"} <= systems
     assert all(row.p50 > 0 for row in result.rows)
@@ -21,10 +23,10 @@ def test_every_case_has_its_floor_and_finite_numbers(monkeypatch: pytest.MonkeyP
 
 
 def test_the_crossover_is_said_in_words() -> None:
-    both = {4_000: {"gather": 1.0, "staged": 2.0}, 10**6: {"gather": 3.0, "staged": 2.0}}
-    assert "gather was faster at [4000], staging at [1000000]" in fetch.crossover_note(both)
-    assert "faster at every size" in fetch.crossover_note({4_000: both[4_000]})
-    assert "should be below 1000000" in fetch.crossover_note({10**6: both[10**6]})
+    both = {4_000: {"gather": 1.0, "staged": 2.0}, 10**6: {"gather": 4.0, "staged": 2.0}}
+    note = fetch.crossover_note(both)
+    assert "4000: 2.00, 1000000: 0.50" in note
+    assert "rows of up to 63246 bytes are to be gathered" in note
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

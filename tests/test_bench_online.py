@@ -15,6 +15,8 @@ from geartrain.bench import online, online_worker
 from geartrain.bench.harness import new_result
 from geartrain.errors import SchemaError
 
+#: On the clock of `time.monotonic`: far away.
+LATER_S = 1e12
 ASKED = {
     "environment": "CartPole-v1",
     "actors": 1,
@@ -61,18 +63,22 @@ def test_every_observer_tells_how_long_its_actions_took(tmp_path):
 
 def test_a_peer_that_cannot_run_is_named_with_its_reason(tmp_path):
     result = new_result("online", quick=True, peers=(), packages=())
-    assert online._peer(result, "torchrl", {}, {**ASKED, "loop": "train"}) is None
+    assert online._peer(result, "torchrl", {}, {**ASKED, "loop": "train"}, LATER_S) is None
     assert "--peer-python torchrl" in result.peers_missing["torchrl"]
     wrong = tmp_path / "python"
     wrong.write_text("#!/bin/sh\necho no such thing >&2\nexit 1\n")
     wrong.chmod(0o755)
-    assert online._peer(result, "torchrl", {"torchrl": str(wrong)}, {**ASKED, "loop": "train"}) is None
+    assert online._peer(result, "torchrl", {"torchrl": str(wrong)}, {**ASKED, "loop": "train"}, LATER_S) is None
     assert result.peers_missing["torchrl, train"] == "it ended: no such thing"
     try:
         import torchrl  # noqa: F401
     except ImportError:
-        assert online._peer(result, "torchrl", {"torchrl": sys.executable}, {**ASKED, "loop": "collect"}) is None
+        assert (
+            online._peer(result, "torchrl", {"torchrl": sys.executable}, {**ASKED, "loop": "collect"}, LATER_S) is None
+        )
         assert "No module named" in result.peers_missing["torchrl, collect"]
+    assert online._peer(result, "torchrl", {"torchrl": str(wrong)}, {**ASKED, "loop": "train"}, 0.0) is None
+    assert result.peers_missing["torchrl, train"] == "no time was left of the 235 s for all of it"
     with pytest.raises(SchemaError, match="the peers of this bench are torchrl, reverb"):
         online.main(quick=True, peers={"nobody": "python"})
 

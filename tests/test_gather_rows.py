@@ -16,7 +16,7 @@ import torch
 
 import geartrain as gt
 from geartrain.fetch import Plan
-from geartrain.kernels import gather_rows, interpreting
+from geartrain.kernels import gather_order, interpreting
 from geartrain.landing import Convert, gather_rows_of
 
 HERE = Path(__file__).parent
@@ -85,6 +85,6 @@ def test_conversion_is_float32_arithmetic_rounded_once() -> None:
 @pytest.mark.skipif(interpreting() or torch.cuda.is_available(), reason="only where nothing can run the kernel")
 def test_what_reads_host_memory_is_named_in_the_ptx_test() -> None:
     """The constants that tests/test_kernels.py compiles with are those of a launch."""
-    assert gather_rows.warps_of(1024, gather_rows.NVIDIA) == 2
-    assert gather_rows.warps_of(4096, gather_rows.NVIDIA) == 4
-    assert gather_rows.warps_of(2048, gather_rows.AMD) == 2
+    assert gather_order.warps_of(1024, gather_order.NVIDIA) == 2
+    assert gather_order.warps_of(4096, gather_order.NVIDIA) == 4
+    assert gather_order.warps_of(2048, gather_order.AMD) == 2

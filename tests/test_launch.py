@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import launched
+import numpy as np
 import pytest
 
 import geartrain as gt
@@ -261,6 +263,44 @@ def test_ctrl_c_ends_all_of_a_job(store_name, tmp_path, number, code):
     for rank in range(2):
         assert text(tmp_path, f"learner-{rank}") == "told to go\n"
     assert nobody_is_left(str(tmp_path)) is None
+
+
+def test_a_second_ctrl_c_waits_for_nobody(store_name, tmp_path):
+    pytest.importorskip("typer")
+    name = store_name()
+    path = toml(tmp_path, name, "stop_s = 100", 'run = "launched:linger"\nargs = {deaf = true}')
+    launcher = started(path, tmp_path)
+    wait_for(lambda: f"launch-{name}" in board.names() and board.describe(f"launch-{name}").totals["steps"] == 1)
+    os.killpg(launcher.pid, signal.SIGINT)
+    time.sleep(1)
+    assert launcher.poll() is None  # the first one asks, and waits
+    os.killpg(launcher.pid, signal.SIGINT)
+    out, _ = launcher.communicate(timeout=20)
+    assert launcher.returncode == 130
+    assert "learner-0 is killed" in out
+    assert nobody_is_left(str(tmp_path)) is None
+
+
+def test_what_a_failure_leaves_is_adopted_or_begun_afresh(job, tmp_path, capfd):
+    made = job(launch.learners(fill_and_fail))
+    for folder, options, found in (("a", {}, 0), ("b", {}, 5), ("c", {"fresh": True}, 0)):
+        with pytest.raises(PartDiedError, match="on purpose"):
+            run(made, tmp_path / folder, **options)
+        assert f"found {found}\n" in text(tmp_path / folder, "learner-0")
+        assert f"the store {made.name!r} stays with {found + 5} rows" in capfd.readouterr().out
+    with gt.Store.open(made.name, adopt=True), pytest.raises(StoreExistsError, match="living process"):
+        run(made, tmp_path / "d", fresh=True)
+    with pytest.raises(PartDiedError):
+        run(dataclasses.replace(made, keep_store="never"), tmp_path / "e")
+    with pytest.raises(StoreMissingError):
+        gt.Store.peek(made.name)
+
+
+def fill_and_fail(part):
+    with part.store({"x": gt.Field((1,), "float32")}, capacity=100) as store:
+        print("found", len(store), flush=True)
+        store.insert({"x": np.zeros((5, 1), np.float32)})
+        launched.fail(part, 0.5)
 
 
 def test_processes_die_with_a_launcher_that_is_killed_and_its_name_is_free_again(store_name, tmp_path):

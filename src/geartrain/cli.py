@@ -543,7 +543,9 @@ def bench(
         list[str] | None,
         typer.Option(help="Interpreter of a peer's own environment, as peer=/path/to/python. Repeatable."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda for benches that have a GPU form (selection).")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda for benches that have a GPU form (selection, fetch).")
+    ] = "cpu",
     full: Annotated[bool, typer.Option(help="Every case, where the default leaves some out (ranks).")] = False,
     train_ms: Annotated[
         list[float] | None,

@@ -50,7 +50,8 @@ from geartrain.serving import BOOK, Box, Seen, message_layout, message_of
 if TYPE_CHECKING:
     import torch
 
-    from geartrain.kernels.gather_rows import Arena, GatherRows
+    from geartrain.kernels.gather_layout import Arena
+    from geartrain.kernels.gather_rows import GatherRows
     from geartrain.nccl import DeviceGroup
 
 CLOSE_S = 60.0  # longest wait for the thread to finish what it is at

@@ -8,11 +8,14 @@ checkout's Python files. Nothing is compiled here but Triton's kernels.
 
 Runs one after the other, each within its share of the time, the rest even if one fails:
 
-    tests      pytest tests/gpu and the conformance of selection on the GPU
-    selection  geartrain bench selection --device cuda
-    fetch      geartrain bench fetch --device cuda
+    tests        pytest tests/gpu
+    fetch        geartrain bench fetch --device cuda
+    selection    geartrain bench selection --device cuda
+    p2p          geartrain bench p2p --device cuda
+    conformance  of selection on the GPU
 
-Prints a table, and writes runs/gpu-check.json with all of it. Ends with 0 when everything passed.
+Prints a table, and writes runs/gpu-check.json with all of it and a log of each step beside it. Ends with 0 when
+everything passed.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ import importlib.util
 import json
 import os
 import platform
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -64,15 +70,21 @@ def main() -> int:
         print(f"there is no GPU to check: {found.get('why', '')}")
         return 2
     steps = dry_steps() if given.dry_run else gpu_steps(given.json.parent)
+    found |= about_memory()
     result: dict[str, Any] = {"machine": found, "steps": {}}
-    began_s = time.monotonic()
-    for name, (command, least_s, report) in steps.items():
-        left_s = BUDGET_S - (time.monotonic() - began_s)
-        result["steps"][name] = run(name, command, max(least_s, left_s), report)
-    result["seconds"] = round(time.monotonic() - began_s, 1)
-    result["goals"] = goals(result["steps"].get("fetch", {}).get("report"))
     given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(result, indent=1) + "\n")
+    began_s = time.monotonic()
+    names = list(steps)
+    for i, name in enumerate(names):
+        command, _, report = steps[name]
+        # Whatever one step takes, those behind it get what they need.
+        kept_s = sum(steps[later][1] for later in names[i + 1 :])
+        left_s = BUDGET_S - (time.monotonic() - began_s) - kept_s
+        log = given.json.parent / f"gpu-check-{name}.log"
+        result["steps"][name] = run(name, command, max(10.0, left_s), report, log)
+        result["seconds"] = round(time.monotonic() - began_s, 1)
+        result["goals"] = goals(result["steps"].get("fetch", {}).get("report"))
+        given.json.write_text(json.dumps(result, indent=1) + "\n")  # complete or not: somebody may end us
     show(result)
     print(f"written to {given.json}")
     return 0 if all(step["passed"] for step in result["steps"].values()) else 1
@@ -82,48 +94,57 @@ Step = tuple[list[str], float, Path | None]
 
 
 def gpu_steps(runs: Path) -> dict[str, Step]:
-    """What is run, in this order: command, seconds it gets at least, the JSON that it writes."""
+    """What is run, in this order: command, seconds kept for it, the JSON that it writes."""
     python = sys.executable
-    fetch, selection = runs / "gpu-fetch.json", runs / "gpu-selection.json"
-    conformance = "tests/test_selection_conformance.py"
+    fetch, selection, p2p = (runs / f"gpu-{name}.json" for name in ("fetch", "selection", "p2p"))
+    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    # The largest stores of the bench have 4 GB, with --quick 2.
+    quick = ["--quick"] if shutil.disk_usage("/dev/shm").free < 6e9 else []
     return {
-        "tests": ([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", conformance], 60, None),
-        "fetch": ([python, "-m", "geartrain.bench.fetch", "--json", str(fetch)], 60, fetch),
+        "tests": ([*pytest, "tests/gpu"], 120, None),
+        "fetch": ([python, "-m", "geartrain.bench.fetch", *quick, "--json", str(fetch)], 150, fetch),
         "selection": (
             [python, "-m", "geartrain.bench.selection_gpu", "--quick", "--json", str(selection)],
-            30,
+            60,
             selection,
         ),
+        "p2p": ([python, "-m", "geartrain.bench.p2p_gpu", "--quick", "--json", str(p2p)], 60, p2p),
+        "conformance": ([*pytest, "tests/test_selection_conformance.py"], 60, None),
     }
 
 
 def dry_steps() -> dict[str, Step]:
-    """The same machinery where there is no GPU."""
+    """The same machinery where there is no GPU: everything is imported and collected, and the bench runs its paths."""
     code = "import geartrain, torch, triton, rich, pytest; print('geartrain', geartrain.__version__)"
+    bench = "from geartrain.bench import fetch; fetch.main_cpu(quick=True)"
     return {
         "imports": ([sys.executable, "-c", code], 60, None),
         "tests": ([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], 60, None),
+        "fetch": ([sys.executable, "-c", bench], 120, None),
     }
 
 
-def run(name: str, command: list[str], timeout_s: float, report: Path | None) -> dict[str, Any]:
-    """One step; its output is shown as it comes and its last lines are kept."""
-    print(f"== {name}: {' '.join(command)}", flush=True)
+def run(name: str, command: list[str], timeout_s: float, report: Path | None, log: Path) -> dict[str, Any]:
+    """One step; its output goes to a file as it comes, and its last lines are kept."""
+    print(f"== {name}, at most {timeout_s:.0f} s: {' '.join(command)}", flush=True)
     began_s = time.monotonic()
     if report is not None:
         report.unlink(missing_ok=True)
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(), timeout=timeout_s, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        output, code = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as error:
-        output, code = (error.stdout or b"").decode(errors="replace"), 124
-    print(output, flush=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = 124
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+            process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    print("\n".join(lines[-60:]), flush=True)
     step: dict[str, Any] = {
         "command": " ".join(command), "passed": code == 0, "code": code,
-        "seconds": round(time.monotonic() - began_s, 1), "last_lines": output.splitlines()[-30:],
+        "seconds": round(time.monotonic() - began_s, 1), "last_lines": lines[-30:],
     }  # fmt: skip
     if report is not None and report.exists():
         step["report"] = json.loads(report.read_text())
@@ -152,9 +173,9 @@ def goals(report: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def show(result: dict[str, Any]) -> None:
     """The table."""
-    print(f"\n{'step':<12}{'passed':<8}{'seconds':>8}")
+    print(f"\n{'step':<14}{'passed':<8}{'seconds':>8}")
     for name, step in result["steps"].items():
-        print(f"{name:<12}{'yes' if step['passed'] else 'NO':<8}{step['seconds']:>8}")
+        print(f"{name:<14}{'yes' if step['passed'] else 'NO':<8}{step['seconds']:>8}")
     if result["goals"]:
         print(f"\n{'case':<34}{'path':<18}{'GB/s':>7}{'of floor':>10}{'goal':>6}{'x index_select':>16}{'goal':>6}")
     for goal in result["goals"]:
@@ -187,7 +208,7 @@ def unpack() -> list[str]:
         if not fits(wheel):
             continue
         with zipfile.ZipFile(wheel) as archive:
-            if name == "geartrain" and not native():
+            if name == "geartrain" and older_than(wheel):
                 for member in archive.namelist():
                     if member.startswith("geartrain/_native") and member.endswith(".so"):
                         archive.extract(member, SOURCE)
@@ -213,6 +234,11 @@ def native() -> list[Path]:
     return list((SOURCE / "geartrain").glob(f"_native.cpython-{sys.version_info.major}{sys.version_info.minor}-*.so"))
 
 
+def older_than(wheel: Path) -> bool:
+    """Whether there is no native module here, or one that is older than the bundle's."""
+    return all(module.stat().st_mtime < wheel.stat().st_mtime for module in native())
+
+
 def fits(wheel: Path) -> bool:
     """Whether a wheel is for this interpreter and machine."""
     _, python, abi, system = wheel.stem.rsplit("-", 3)
@@ -235,6 +261,13 @@ def about_gpu() -> dict[str, str]:
     if not torch.cuda.is_available():
         return {**found, "why": f"torch {torch.__version__} finds no CUDA device"}
     return {**found, "gpu": torch.cuda.get_device_name(0), "cuda": str(torch.version.cuda)}
+
+
+def about_memory() -> dict[str, str]:
+    """What stores and pinned memory have to fit into."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e6:.0f} MB"
+    return {"/dev/shm": f"{shutil.disk_usage('/dev/shm').free / 1e9:.1f} GB free", "RLIMIT_MEMLOCK": limit}
 
 
 def bundle() -> int:

@@ -9,6 +9,9 @@ whole process, all threads, a row.
 How this could mislead: batches of one row size each, uniform draws, nothing else on the link or the multiprocessors; a
 model that trains meanwhile takes some of both. With --device cpu a simulated device stands in: every path runs, and the
 figures say nothing about any GPU.
+
+On a GPU it also times both paths for larger rows, works out up to which size the gather is to be taken, and writes that
+down for this model of GPU, where `Replay` finds it (landing/crossover.py).
 """
 
 from __future__ import annotations
@@ -25,10 +28,13 @@ import geartrain as gt
 from geartrain.bench import harness, report
 from geartrain.bench.harness import BenchResult
 from geartrain.errors import GeartrainError
-from geartrain.landing import CROSSOVER_BYTES, Convert, OnDevice
+from geartrain.landing import Convert, OnDevice, crossover
 
 #: bytes of a row: (steps, floats a step)
 ROWS = {4_000: (50, 20), 100_000: (500, 50), 1_000_000: (1000, 250)}
+#: larger ones, for the crossover only
+LARGE_ROWS = {4_000_000: (2000, 500), 16_000_000: (4000, 1000)}
+LARGE_STORE_BYTES = 1e9
 BATCH_BYTES, QUICK_BATCH_BYTES, CPU_BATCH_BYTES = 100e6, 50e6, 4e6
 STORE_BYTES, QUICK_STORE_BYTES, CPU_STORE_BYTES = 4e9, 2e9, 40e6
 LAPS, QUICK_LAPS, CPU_LAPS = 15, 7, 3
@@ -51,7 +57,17 @@ def main(
 
     if not torch.cuda.is_available():
         raise GeartrainError(f"fetch cannot be timed on a GPU here: torch {torch.__version__} finds no CUDA device")
-    result = run("cuda", quick=quick)
+    seconds: dict[int, dict[str, float]] = {}
+    result = run("cuda", quick=quick, seconds=seconds)
+    gpu = torch.cuda.get_device_name(torch.cuda.current_device())
+    command = "geartrain bench fetch --device cuda" + (" --quick" if quick else "")
+    found, when = crossover.found_from(seconds), time.strftime("%Y-%m-%d")
+    try:
+        path = crossover.remember(gpu, found, command=command, when=when, torch=torch.__version__)
+        told = f"written to {path} for {gpu}; {crossover.VARIABLE} overrides it"
+    except OSError as error:
+        told = f"not written down ({error}); set {crossover.VARIABLE}={found}"
+    result.notes.append(f"{crossover_note(seconds)}, {told}")
     report.report(result, json_path, plot_path)
     return result
 
@@ -69,8 +85,15 @@ def main_cpu(
     return result
 
 
-def run(device: str, *, quick: bool, rows: dict[int, tuple[int, int]] | None = None) -> BenchResult:
-    """All cases."""
+def run(
+    device: str,
+    *,
+    quick: bool,
+    rows: dict[int, tuple[int, int]] | None = None,
+    large_rows: dict[int, tuple[int, int]] | None = None,
+    seconds: dict[int, dict[str, float]] | None = None,
+) -> BenchResult:
+    """All cases. `seconds` gets the medians of both paths by bytes of a row, those of larger rows included."""
     import torch
 
     began_s = time.monotonic()
@@ -82,34 +105,41 @@ def run(device: str, *, quick: bool, rows: dict[int, tuple[int, int]] | None = N
     else:
         result.machine["gpu"] = torch.cuda.get_device_name(0)
         result.machine["multiprocessors"] = torch.cuda.get_device_properties(0).multi_processor_count
-    gathered: dict[int, dict[str, float]] = {}
     for row_bytes, (steps, width) in (rows or ROWS).items():
         store_bytes = CPU_STORE_BYTES if cpu else QUICK_STORE_BYTES if quick else STORE_BYTES
         batch_bytes = CPU_BATCH_BYTES if cpu else QUICK_BATCH_BYTES if quick else BATCH_BYTES
         batch = max(2, int(batch_bytes / row_bytes))
         capacity = max(batch, int(store_bytes / row_bytes))
         harness.say(f"rows of {row_bytes} bytes: {capacity} of them, batches of {batch}")
-        gathered[row_bytes] = _case(result, device, row_bytes, (steps, width), capacity, batch, quick)
-    if not cpu:
-        result.notes.append(crossover_note(gathered))
+        times = _case(result, device, row_bytes, (steps, width), capacity, batch, quick)
+        if seconds is not None:
+            seconds[row_bytes] = times
+    if seconds is None:
+        return harness.finish(result, began_s)
+    for row_bytes, shape in (LARGE_ROWS if large_rows is None else large_rows).items():
+        batch = max(2, int((CPU_BATCH_BYTES if cpu else BATCH_BYTES) / row_bytes))
+        capacity = max(batch, int((CPU_STORE_BYTES if cpu else LARGE_STORE_BYTES) / row_bytes))
+        harness.say(f"rows of {row_bytes} bytes, for the crossover: {capacity} of them, batches of {batch}")
+        seconds[row_bytes] = _case(result, device, row_bytes, shape, capacity, batch, quick, paths_only=True)
     return harness.finish(result, began_s)
 
 
-def crossover_note(gathered: dict[int, dict[str, float]]) -> str:
-    """What the chooser should take for this machine, from the median seconds of both paths by bytes of a row."""
-    faster = [size for size, paths in gathered.items() if paths["gather"] <= paths["staged"]]
-    slower = [size for size in gathered if size not in faster]
-    if not slower:
-        found = f"the gather was faster at every size; CROSSOVER_BYTES may be {max(gathered)} or more"
-    elif not faster:
-        found = f"staging was faster at every size; CROSSOVER_BYTES should be below {min(gathered)}"
-    else:
-        found = f"the gather was faster at {faster}, staging at {slower} bytes a row"
-    return f"{found} (landing.CROSSOVER_BYTES is {CROSSOVER_BYTES})"
+def crossover_note(seconds: dict[int, dict[str, float]]) -> str:
+    """What was found for this machine, from the median seconds of both paths by bytes of a row."""
+    times = ", ".join(f"{size}: {seconds[size]['staged'] / seconds[size]['gather']:.2f}" for size in sorted(seconds))
+    found = crossover.found_from(seconds)
+    return f"staged / gathered time by bytes of a row: {times}; rows of up to {found} bytes are to be gathered"
 
 
 def _case(
-    result: BenchResult, device: str, row_bytes: int, shape: tuple[int, int], capacity: int, batch: int, quick: bool
+    result: BenchResult,
+    device: str,
+    row_bytes: int,
+    shape: tuple[int, int],
+    capacity: int,
+    batch: int,
+    quick: bool,
+    paths_only: bool = False,
 ) -> dict[str, float]:
     import torch
 
@@ -118,22 +148,25 @@ def _case(
     laps = CPU_LAPS if cpu else QUICK_LAPS if quick else LAPS
     times: dict[str, list[harness.Lap]] = {}
     with gt.Store.create(store_name, {"x": gt.Field(shape, "float32")}, capacity=capacity) as store:
-        piece = np.random.default_rng(0).normal(size=(64, *shape)).astype(np.float32)
-        for at in range(0, capacity, 64):
-            store.insert({"x": piece[: min(64, capacity - at)]})
+        several = max(1, min(64, int(64e6 / row_bytes)))
+        piece = np.random.default_rng(0).random((several, *shape), dtype=np.float32)
+        for at in range(0, capacity, several):
+            store.insert({"x": piece[: min(several, capacity - at)]})
         target = _target(device)
         systems: dict[str, Callable[[], Any]] = {"floor": _copies(device, batch * row_bytes)}
         replays = {}
-        for path in ("gather", "staged", "auto"):
+        for path in ("gather", "staged") if paths_only else ("gather", "staged", "auto"):
             name = {"auto": "geartrain (chooser)"}.get(path, f"geartrain {path}")
             options = OnDevice(target, path=path)  # type: ignore[arg-type]
             replays[name] = gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=options)
-        half = OnDevice(target, path="gather", convert={"x": Convert("bfloat16")})
-        replays["geartrain gather to bfloat16"] = gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=half)
+        if not paths_only:
+            half = OnDevice(target, path="gather", convert={"x": Convert("bfloat16")})
+            replays["geartrain gather to bfloat16"] = gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=half)
         systems |= {name: replay.sample for name, replay in replays.items()}
         column = torch.from_numpy(store.column("x"))
-        systems["index_select, pinned copy"] = _indexed(column, batch, device, pinned=True)
-        systems["index_select, pageable copy"] = _indexed(column, batch, device, pinned=False)
+        if not paths_only:
+            systems["index_select, pinned copy"] = _indexed(column, batch, device, pinned=True)
+            systems["index_select, pageable copy"] = _indexed(column, batch, device, pinned=False)
         try:
             for name, work in systems.items():
                 times[name] = _timed(work, device, target, laps)

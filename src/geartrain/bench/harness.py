@@ -16,13 +16,14 @@ are judged alone, by the same rule.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -228,6 +229,22 @@ def finish(result: BenchResult, began_s: float) -> BenchResult:
     result.machine["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
     result.machine["run_s"] = round(time.monotonic() - began_s, 1)
     return result
+
+
+@contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """torch's own threads kept out of everybody's laps."""
+    try:
+        import torch
+    except ImportError:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def say(text: str) -> None:

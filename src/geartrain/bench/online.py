@@ -21,7 +21,7 @@ milliseconds a step they differ by little. Learner, actors and agent share the c
 a wait for an action is mostly a wait for a core. torchrl keeps every transition twice, as its collectors make them
 (observation and next observation); rows of episodes keep each observation once. torchrl's figures are of its defaults
 with one thread a process, and without `torch.compile`. Each loop runs once; quantiles are over slices of a second, and
-for actions over all that were asked for.
+for actions over all that were asked for. Ours run first, and the peers after them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ from geartrain.errors import GeartrainError, MissingDependencyError, SchemaError
 #: The peers, and what runs in their interpreters.
 PEERS = {"torchrl": Path(__file__).with_name("online_peer.py"), "reverb": Path(__file__).with_name("online_reverb.py")}
 OBSERVERS = (8, 16)
+#: What all of it may take; a peer's loop is left out where less than the least is left.
+BUDGET_S, LEAST_S = 235.0, 15.0
 STEPS, ROWS, UPDATES = "environment steps", "rows into the store", "updates"
 WAITS, ACTION = "share of time the learner waits", "observation to action"
 
@@ -91,30 +94,10 @@ def main(
         "max_wait_us": 500.0,
     }
     result.notes.append("asked: " + ", ".join(f"{name} {value}" for name, value in asked.items()))
-    case = f"{asked['actors']} actors x {asked['environments']} environments"
-    floor = _ours({**asked, "loop": "bare"})
-    floor_s = 1.0 / _median(floor, "steps")
-    _add_rates(result, f"{case}, collecting", "floor", floor, floor_s, asked)
-    _add_rates(result, f"{case}, collecting", "geartrain", _ours({**asked, "loop": "collect"}), floor_s, asked)
-    for peer in PEERS:
-        _add_peer(result, peer, pythons, f"{case}, collecting", {**asked, "loop": "collect"}, floor_s)
-    _add_rates(result, f"{case}, training", "geartrain", _ours({**asked, "loop": "train"}), floor_s, asked)
-    for peer in PEERS:
-        _add_peer(result, peer, pythons, f"{case}, training", {**asked, "loop": "train"}, floor_s)
-
-    alone_s = online_worker.policy_alone_s()
-    alone_median_s = harness.quantiles(alone_s)[0]
-    result.rows.append(time_row("policy in place", "floor", ACTION, "us", alone_s, alone_median_s))
-    for observers in OBSERVERS[: 1 if quick else None]:
-        case = f"{observers} observers"
-        took_s = _asking({**asked, "observers": observers})
-        result.rows.append(time_row(case, "geartrain", ACTION, "us", took_s, alone_median_s))
-        for transport in ("shared_memory", "queues") if full else ("shared_memory",):
-            asking = {**asked, "loop": "ask", "observers": observers, "transport": transport}
-            told = _peer(result, "torchrl", pythons, asking)
-            if told is not None:
-                name = f"torchrl, {transport.replace('_', ' ')}"
-                result.rows.append(time_row(case, name, ACTION, "us", told["took_s"], alone_median_s))
+    for loop in _loops(result, pythons, asked, began_s + BUDGET_S, quick, full):
+        loop()
+        if json_path is not None:  # whatever ends the run, what was measured is there
+            report.write_json(result, json_path)
     harness.finish(result, began_s)
     report.print_table(result)
     if json_path is not None:
@@ -122,6 +105,51 @@ def main(
     if plot_path is not None:
         _plot(result, plot_path)
     return result
+
+
+def _loops(
+    result: BenchResult, pythons: Mapping[str, str], asked: dict[str, Any], until_s: float, quick: bool, full: bool
+) -> Iterator[Callable[[], None]]:
+    """What is to be measured, one loop after the other; ours first, so that a peer that hangs costs only itself."""
+    where = f"{asked['actors']} actors x {asked['environments']} environments"
+    cases = {"collect": f"{where}, collecting", "train": f"{where}, training"}
+    floors: dict[str, float] = {}
+
+    def floor() -> None:
+        slices = _ours({**asked, "loop": "bare"})
+        floors["steps"] = 1.0 / _median(slices, "steps")
+        _add_rates(result, cases["collect"], "floor", slices, floors["steps"], asked)
+        alone_s = online_worker.policy_alone_s()
+        floors["action"] = harness.quantiles(alone_s)[0]
+        result.rows.append(time_row("policy in place", "floor", ACTION, "us", alone_s, floors["action"]))
+
+    def ours(loop: str) -> None:
+        _add_rates(result, cases[loop], "geartrain", _ours({**asked, "loop": loop}), floors["steps"], asked)
+
+    def theirs(peer: str, loop: str) -> None:
+        told = _peer(result, peer, pythons, {**asked, "loop": loop}, until_s)
+        if told is not None:
+            _add_rates(result, cases[loop], peer, told["slices"], floors["steps"], asked)
+
+    def add_asking(observers: int, system: str, took_s: list[float]) -> None:
+        result.rows.append(time_row(f"{observers} observers", system, ACTION, "us", took_s, floors["action"]))
+
+    def our_asking(observers: int) -> None:
+        add_asking(observers, "geartrain", _asking({**asked, "observers": observers}))
+
+    def their_asking(observers: int, transport: str) -> None:
+        asking = {**asked, "loop": "ask", "observers": observers, "transport": transport}
+        told = _peer(result, "torchrl", pythons, asking, until_s)
+        if told is not None:
+            add_asking(observers, f"torchrl, {transport.replace('_', ' ')}", told["took_s"])
+
+    most = OBSERVERS[: 1 if quick else None]
+    yield floor
+    yield from (partial(ours, loop) for loop in cases)
+    yield from (partial(our_asking, observers) for observers in most)
+    yield from (partial(theirs, peer, loop) for loop in cases for peer in PEERS)
+    transports = ("shared_memory", "queues") if full else ("shared_memory",)
+    yield from (partial(their_asking, observers, transport) for observers in most for transport in transports)
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
@@ -192,24 +220,22 @@ def _add_rates(
 # --- a peer's ---------------------------------------------------------------------------------------------------------
 
 
-def _add_peer(
-    result: BenchResult, peer: str, pythons: Mapping[str, str], case: str, asked: dict[str, Any], floor_s: float
-) -> None:
-    told = _peer(result, peer, pythons, asked)
-    if told is not None:
-        _add_rates(result, case, peer, told["slices"], floor_s, asked)
-
-
-def _peer(result: BenchResult, peer: str, pythons: Mapping[str, str], asked: dict[str, Any]) -> dict[str, Any] | None:
+def _peer(
+    result: BenchResult, peer: str, pythons: Mapping[str, str], asked: dict[str, Any], until_s: float
+) -> dict[str, Any] | None:
     """What a peer's loop told; None, and a reason in the result, where it cannot run."""
     if peer not in pythons:
         result.peers_missing[peer] = f"not installed here; --peer-python {peer}=/path/to/python says where it is"
         return None
     loop = " ".join(str(asked[key]) for key in ("loop", "observers", "transport") if key in asked)
+    left_s = until_s - time.monotonic()
+    if left_s < LEAST_S:
+        result.peers_missing[f"{peer}, {loop}"] = f"no time was left of the {BUDGET_S:g} s for all of it"
+        return None
     harness.say(f"{peer}, {loop} ...")
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            told = _ask_peer(pythons[peer], PEERS[peer], {**asked, "scratch": scratch})
+            told = _ask_peer(pythons[peer], PEERS[peer], {**asked, "scratch": scratch}, left_s)
     except OnlineError as error:
         result.peers_missing[f"{peer}, {loop}"] = str(error)
         return None
@@ -217,7 +243,7 @@ def _peer(result: BenchResult, peer: str, pythons: Mapping[str, str], asked: dic
     return told
 
 
-def _ask_peer(python: str, worker: Path, asked: dict[str, Any], timeout_s: float = 100.0) -> dict[str, Any]:
+def _ask_peer(python: str, worker: Path, asked: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as stderr:

@@ -153,7 +153,7 @@ def run(plan: Plan, peers: dict[str, str], *, quick: bool = False) -> SelectionR
     if "torch" not in result.versions:
         result.peers_missing["torch.multinomial"] = "torch is not installed here"
     samplers = {name: peers[peer] for peer in ALL_PEERS if peer in peers for name in SAMPLERS[peer]}
-    with _one_torch_thread():
+    with harness.one_torch_thread():
         for rows in plan.sizes:
             _SizeBench(plan, rows, samplers, began_s + plan.peers_until_s, result).measure()
     harness.finish(result, began_s)
@@ -528,22 +528,6 @@ def _peer_systems(peer: PeerProcess, able: list[str], what: str, batch: int, pla
 def _lap_size(call_s: float, plan: Plan) -> tuple[int, int | None]:
     """Calls of a lap, and a bound on the rounds of what is slow."""
     return max(1, min(256, int(plan.lap_s / max(call_s, 1e-9)))), 3 if call_s > 0.2 else None
-
-
-@contextlib.contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """torch's own threads kept out of everybody's laps."""
-    try:
-        import torch
-    except ImportError:
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 if __name__ == "__main__":

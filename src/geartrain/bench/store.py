@@ -19,7 +19,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def run(plan: Plan, peers: dict[str, str], *, quick: bool = False) -> BenchResul
     cases = sum(2 * len(table.batches) * len(table.threads) for table in plan.tables)
     clock = Clock(plan.budget_s, cases)
     peers = {name: python for name, python in peers.items() if name in ALL_PEERS}
-    with _one_torch_thread():
+    with harness.one_torch_thread():
         for place, table in enumerate(plan.tables):
             _TableBench(plan, table, peers, clock, result).measure(single_rows=place == 0)
     if "torch" not in result.versions:
@@ -543,22 +543,6 @@ def _noise(fields: dict[str, Field], n: int, random: np.random.Generator) -> dic
 def batch_list(batches: list[int]) -> str:
     """Batch sizes as words."""
     return " and ".join(map(str, batches))
-
-
-@contextlib.contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """torch's own threads kept out of everybody else's laps."""
-    try:
-        import torch
-    except ImportError:
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 if __name__ == "__main__":

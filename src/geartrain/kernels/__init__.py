@@ -1,4 +1,5 @@
-"""Selection on a GPU: Triton kernels that choose the rows native/selection.cc would, to the bit.
+"""Work on a GPU: Triton kernels that choose the rows native/selection.cc would and fetch what native/fetch.cc would, to
+the bit.
 
 One file per kernel, each with a slow and obvious torch reference beside it; `candidates.DeviceCandidates` puts them
 together. Nothing is imported until it is asked for: `why_not_viable()` says what is missing, for `geartrain doctor`.
@@ -10,6 +11,7 @@ together. Nothing is imported until it is asked for: `why_not_viable()` says wha
 | `distinct_draw` | draws without replacement | the same, and a sort of the draws |
 | `first_rows` | heaviest, oldest, newest rows | 4 N, and 2 KB a row asked for |
 | `scatter_update` | new weights for many rows, the last of duplicates wins | 240 a row |
+| `gather_rows`, `gather_*` | chosen rows out of pinned host memory, in one launch | the windows, 128 a slot |
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from geartrain.schema import DTYPES, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-    from geartrain.kernels.gather_rows import Arena, GatherRows
+    from geartrain.kernels.gather_layout import Arena
+    from geartrain.kernels.gather_rows import GatherRows
 
 
 def arranging(

@@ -27,7 +27,8 @@ _log = logging.getLogger("geartrain.landing")
 
 def gather_rows_of(plan: Plan, convert: Mapping[str, Convert], packed: bool) -> GatherRows:
     """A plan as the kernel takes it. Raises `SchemaError` for a conversion that there is not."""
-    from geartrain.kernels.gather_rows import GatherField, GatherRows, Segment
+    from geartrain.kernels.gather_layout import GatherField, Segment
+    from geartrain.kernels.gather_rows import GatherRows
 
     store = plan.store
     unknown = set(convert) - set(plan.names)

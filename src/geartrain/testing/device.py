@@ -229,7 +229,7 @@ class SimulatedDevice:
 
     def gather(self, plan: Any, segment: Any, *args: Any, **named: Any) -> None:
         """The kernel in the interpreter, or its reference."""
-        from geartrain.kernels.gather_rows import reference_gather
+        from geartrain.kernels.gather_reference import reference_gather
 
         address = segment.data_ptr()
         self.gathers += 1
@@ -248,7 +248,7 @@ class SimulatedDevice:
 
     def count_steps(self, plan: Any, to: Any, segment: Any, rows: Any, **named: Any) -> None:
         """The kernel in the interpreter, or its reference."""
-        from geartrain.kernels.gather_rows import reference_count_steps
+        from geartrain.kernels.gather_reference import reference_count_steps
 
         if self._kernels:
             to.copy_(plan.count_steps(segment, rows, **named))
