@@ -1,7 +1,7 @@
 """A game of Atari learned from its pixels: double DQN with prioritized replay and n-step targets.
 
     pip install "geartrain[torch,cli,plot,atari]"
-    python examples/online_dqn_atari.py                         about ten minutes on two cores
+    python examples/online_dqn_atari.py                         under three CPU minutes
     python examples/online_dqn_atari.py --game breakout --steps 50000
 
 Actors in processes of their own step the games and write each frame once into rows of shared memory; they take the
@@ -249,7 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = curves.options(__doc__)
     add = text.add_argument
     add("--game", default="freeway", help="name of a ROM (freeway)")
-    add("--steps", type=int, help="batches to train on (3000)")
+    add("--steps", type=int, help="batches to train on (1500)")
     add("--seconds", type=float, default=float("inf"), help="stop at the first evaluation after so long")
     add("--actors", type=int, default=1, help="processes that play (1)")
     add("--games", type=int, default=8, help="that each of them plays side by side (8)")
@@ -265,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.tiny:
         chosen.steps, chosen.batch, chosen.games, chosen.first_steps = chosen.steps or 20, 8, 2, 200
         chosen.eval_episodes, chosen.eval_steps, chosen.evaluations = 2, 100, 1
-    chosen.steps = chosen.steps or 3000
+    chosen.steps = chosen.steps or 1500
     curves.prepare()
     screen = console.Console()
     curve = curves.Curve(f"DQN on {chosen.game}", "environment steps", "return", chosen)

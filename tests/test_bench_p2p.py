@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import certificates
 import pytest
 from p2p_gpu_worker import NoGpus
 
@@ -19,10 +20,15 @@ from geartrain.bench.report import parse_peers
 from geartrain.errors import GeartrainError
 
 
-def test_every_system_is_measured_in_every_case(tmp_path: Path) -> None:
+def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    result = run(Plan((1_280, 1_310_720), 1, 6.0, 1.0), {"pigeon": "/usr/bin/python"})
     systems = {"geartrain shm", "geartrain tcp", "raw unix", "raw tcp", "TensorPipe"}
+    if certificates.why_not() is None:
+        loopback = certificates.Authority(tmp_path).sign("bench", "IP:127.0.0.1")
+        for variable, value in certificates.environment(loopback).items():
+            monkeypatch.setenv(variable, value)
+        systems.add("geartrain tcp, TLS")
+    result = run(Plan((1_280, 1_310_720), 1, 6.0, 1.0), {"pigeon": "/usr/bin/python"})
     for metric, cases in (("call", 2), ("one way, and a word back", 2), ("throughput", 2)):
         rows = [row for row in result.rows if row.metric == metric]
         assert len({row.case for row in rows}) == cases

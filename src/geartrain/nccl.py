@@ -5,7 +5,7 @@ one GPU are not at work at the same time, nor from several threads, nor in diffe
 collective that holds multiprocessors of one rank while it waits for another, where something else holds them, waits
 forever. So the exchange is not the preparing thread's. The consumer's thread queues it as it takes a batch, on the
 stream that the model's work is on, behind the collectives that this stream has waited for
-(docs/decisions/012-nccl-on-the-consumers-stream.md).
+(docs/decisions/013-nccl-on-the-consumers-stream.md).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ Runs one after the other, each within its share of the time, the rest even if on
     tests        pytest tests/gpu
     fetch        geartrain bench fetch --device cuda
     selection    geartrain bench selection --device cuda
+    p2p          geartrain bench p2p --device cuda
     conformance  of selection on the GPU
 
 Prints a table, and writes runs/gpu-check.json with all of it and a log of each step beside it. Ends with 0 when
@@ -95,7 +96,7 @@ Step = tuple[list[str], float, Path | None]
 def gpu_steps(runs: Path) -> dict[str, Step]:
     """What is run, in this order: command, seconds kept for it, the JSON that it writes."""
     python = sys.executable
-    fetch, selection = runs / "gpu-fetch.json", runs / "gpu-selection.json"
+    fetch, selection, p2p = (runs / f"gpu-{name}.json" for name in ("fetch", "selection", "p2p"))
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     # The largest stores of the bench have 4 GB, with --quick 2.
     quick = ["--quick"] if shutil.disk_usage("/dev/shm").free < 6e9 else []
@@ -107,6 +108,7 @@ def gpu_steps(runs: Path) -> dict[str, Step]:
             60,
             selection,
         ),
+        "p2p": ([python, "-m", "geartrain.bench.p2p_gpu", "--quick", "--json", str(p2p)], 60, p2p),
         "conformance": ([*pytest, "tests/test_selection_conformance.py"], 60, None),
     }
 

@@ -2,7 +2,8 @@
 
 The systems of this environment (geartrain, torch.distributed.rpc, raw sockets, memcpy) take turns. ZeroMQ, gRPC and Ray
 come after them, one at a time, each in its own environment (`--peer-python zmq=/path/to/python`), because their idle
-processes would take time from the others.
+processes would take time from the others. `geartrain tcp, TLS` takes part where the environment names certificates
+(GEARTRAIN_TLS_CERT and the others, docs/transport.md); no other system then uses them.
 
 How it could mislead. Both processes share the cores with whatever else runs: on two cores a third process shows at
 once, as thread switches. `geartrain shm` hands big tensors out where they are, and so does ZeroMQ; `geartrain shm,
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from geartrain.bench.answering import PeerError
 from geartrain.bench.harness import BenchResult, Clock, System, lap, take_turns
 from geartrain.bench.p2p_foreign import MODULES, SYSTEMS, Foreign
 from geartrain.bench.p2p_worker import acknowledge, echo
+from geartrain.tls import TLS, VARIABLES
 
 #: The columns of the torchrpc page: float32 tensors of so many bytes.
 SIZES = (1_280, 20_480, 1_310_720, 10_485_760, 41_943_040, 671_088_640, 1_342_177_280)
@@ -103,6 +105,8 @@ def run(plan: Plan, peers: dict[str, str], *, quick: bool = False) -> BenchResul
             clients.append(stack.enter_context(_torch()))
         else:
             result.peers_missing["TensorPipe"] = "torch is not installed here"
+        if TLS.of_environment() is None:
+            result.peers_missing["geartrain tcp, TLS"] = f"the environment names no certificates ({VARIABLES[0]}, ...)"
         clock = Clock(plan.budget_s, 3 + len(plan.sizes))
         _calls(plan, clients, clock, result)
         _transfers(plan, clients, clock, result)
@@ -267,17 +271,20 @@ def _clients(plan: Plan) -> Iterator[contextlib.AbstractContextManager[Client]]:
     yield _rpc("geartrain shm, spinning", "shm", 100.0)
     yield _rpc("geartrain shm, copied", "shm", 0.0, views=False)
     yield _rpc("geartrain tcp", "tcp", 0.0)
+    if TLS.of_environment() is not None:
+        yield _rpc("geartrain tcp, TLS", "tcp", 0.0, tls=True)
     yield _raw("unix", max(plan.sizes))
     yield _raw("tcp", max(plan.sizes))
 
 
 @contextlib.contextmanager
-def _rpc(name: str, transport: str, spin_us: float, views: bool = True) -> Iterator[Client]:
+def _rpc(name: str, transport: str, spin_us: float, views: bool = True, tls: bool = False) -> Iterator[Client]:
     from geartrain import rpc
 
-    with worker("rpc", transport, str(spin_us), "views" if views else "copies") as address:
+    shown: TLS | Literal[False] | None = TLS.of_environment() if tls else False
+    with worker("rpc", transport, str(spin_us), "views" if views else "copies", "" if tls else "plain") as address:
         peers = {"server": address}
-        with rpc.Node("client", peers=peers, transport=transport, spin_us=spin_us, timeout_s=120) as node:
+        with rpc.Node("client", peers=peers, transport=transport, spin_us=spin_us, timeout_s=120, tls=shown) as node:
             yield Client(
                 name,
                 lambda value: node.call("server", "echo", value),

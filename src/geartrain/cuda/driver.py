@@ -1,4 +1,4 @@
-"""What geartrain asks of GPUs: torch's tensors, and the few calls of the CUDA runtime that torch does not show.
+"""Memory that other processes can open: torch's tensors, and the calls of the CUDA runtime that torch does not show.
 
 `Driver` is all of it; `geartrain.cuda_ipc` and `geartrain.rpc` know nothing else, so that their protocols run on any
 memory that can do these things. Work on a GPU is ordered by the current stream of the calling thread, and nothing here
