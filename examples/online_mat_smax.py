@@ -1,7 +1,7 @@
 """A team that learns to fight: the Multi-Agent Transformer with PPO, on SMAX battles, rollouts through a store.
 
     pip install "geartrain[torch,cli,plot,smax]"
-    python examples/online_mat_smax.py                          map 3m, about ten minutes on two cores
+    python examples/online_mat_smax.py                          map 3m, 12 CPU minutes
     python examples/online_mat_smax.py --task smax/2s3z
     python examples/online_mat_smax.py --task vmas/balance      the same team with continuous actions (extra vmas)
 
@@ -210,7 +210,7 @@ def learn(
             policy.version += 1
             recent = [*recent, score(chosen, batch, actor)][-5:]
             steps, words = actor.stats.steps, f"{curve.content['y']} {np.mean(recent):.3f}"
-            if chosen.task.startswith("smax"):
+            if chosen.measure == "win rate":
                 words += f", return {np.mean(actor.stats.returns or [0]):.2f}"
             bars.update(bar, completed=steps, description=f"{chosen.task}: {words}")
             if policy.version % chosen.every == 0:
@@ -230,32 +230,32 @@ def learn(
         "learn_s": learned_s,
         "train_s": time.perf_counter() - began_s,
     }
-    greedy = evaluate(chosen, team, battles)
-    curve.point(stats.steps, greedy)
+    best = evaluate(chosen, team, battles)
+    curve.point(stats.steps, best[chosen.measure])
     actor.close()
-    return {"greedy": greedy, "training": float(np.mean(recent)), **result}
+    figures = {"greedy": best[chosen.measure], "greedy_return": best["return"], "training": float(np.mean(recent))}
+    return {**figures, **result}
 
 
 def score(chosen: argparse.Namespace, batch: gt.Batch, actor: Actor) -> float:
-    """Of the battles that ended in these rows, the share that was won; elsewhere the mean return of late episodes."""
-    if chosen.task.startswith("smax"):
+    """Of the battles that ended in these rows, the share that was won; or the mean return of late episodes."""
+    if chosen.measure == "win rate":
         ended = batch["terminated"]
         return float((batch["reward"][ended] >= 1.0).float().mean()) if ended.any() else 0.0  # 1 for the victory
     return float(np.mean(actor.stats.returns)) if actor.stats.returns else float("nan")
 
 
-def evaluate(chosen: argparse.Namespace, team: Team, battles: Any) -> float:
-    """The first episode of every battle, with the likeliest actions: the share that was won, or the mean return."""
+def evaluate(chosen: argparse.Namespace, team: Team, battles: Any) -> dict[str, float]:
+    """The first episode of every battle, with the likeliest actions: the share that was won, and the mean return."""
     observation = battles.reset(seed=1_000_000 + chosen.seed)
     returns, won, playing = np.zeros(battles.n), np.zeros(battles.n, bool), np.ones(battles.n, bool)
     while playing.any():
         stepped = battles.step(act(team, observation, greedy=True)[0].numpy())
         returns[playing] += stepped.reward.reshape(battles.n, -1).mean(1)[playing]
-        if chosen.task.startswith("smax"):
-            won |= playing & battles.won
+        won |= playing & getattr(battles, "won", False)
         playing &= ~(stepped.terminated | stepped.truncated)
         observation = stepped.next
-    return float(won.mean() if chosen.task.startswith("smax") else returns.mean())
+    return {"win rate": float(won.mean()), "return": float(returns.mean())}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -266,6 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--seconds", type=float, default=float("inf"), help="stop training after so long")
     add("--envs", type=int, help="environments stepped together, and rows of a batch (256)")
     add("--epochs", type=int, default=5, help="over each batch (5)")
+    add("--measure", choices=("win rate", "return"), help="of the curve (SMAX: win rate)")
     add("--minibatches", type=int, default=4, help="of each epoch (4)")
     add("--rate", type=float, default=1e-3, help="learning rate at the beginning; it falls to 2 %% of that (1e-3)")
     add("--every", type=int, default=10, help="versions from one point of the curve to the next (10)")
@@ -273,6 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.tiny:
         chosen.steps, chosen.envs, chosen.every = chosen.steps or 600, chosen.envs or 4, 1
     chosen.steps, chosen.envs = chosen.steps or 1_150_000, chosen.envs or 256
+    chosen.measure = chosen.measure or ("win rate" if chosen.task.startswith("smax") else "return")
     chosen.scale = 1.0 if chosen.task.startswith("smax") else 0.1  # of rewards, for values of about 1
     curves.prepare()
     torch.manual_seed(chosen.seed)
@@ -291,9 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     seen = fields["observation.agents" if discrete else "observation"].shape[-1]
     team = Team(battles.agents, seen, battles.actions, discrete)
-    curve = curves.Curve(
-        f"Multi-Agent Transformer on {chosen.task}", "environment steps", "win rate" if discrete else "return", chosen
-    )
+    curve = curves.Curve(f"Multi-Agent Transformer on {chosen.task}", "environment steps", chosen.measure, chosen)
     with gt.Store.create(f"mat-{os.getpid()}", fields, capacity=8 * chosen.envs, max_times_sampled=1) as store:
         result = learn(chosen, team, battles, store, curve)
     finished = curve.finish(**result)["result"]

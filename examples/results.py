@@ -89,6 +89,12 @@ RESULTS = {
         "greedy",
         at_least=0.85,
     ),
+    "mat-2s3z": Result(
+        "python examples/online_mat_smax.py --task smax/2s3z --minibatches 8 --steps 500000 --seconds 780 --seed 0",
+        "SMAX 2s3z: wins 40 % of its battles, with its likeliest actions",
+        "greedy",
+        at_least=0.4,
+    ),
     "sac-fetch": Result(
         "python examples/online_sac_fetch.py --seed 0",
         "FetchReach: at the goal at the end of 90 % of the episodes",

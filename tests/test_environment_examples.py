@@ -190,7 +190,7 @@ class Agree:
 def test_the_team_learns_to_agree_through_the_store(mat, store_name):
     chosen = argparse.Namespace(
         task="smax/agree", seed=0, envs=128, steps=6_000, seconds=90.0, epochs=4, rate=3e-3, every=1000, scale=1.0,
-        curve=None, plot=None, minibatches=4,
+        curve=None, plot=None, minibatches=4, measure="win rate",
     )  # fmt: skip
     torch.manual_seed(0)
     battles = Agree(chosen.envs)
