@@ -61,7 +61,7 @@ RESULTS = {
         "share_of_expert",
         at_least=0.95,
         follows="hopper",
-        apart=0.05,
+        apart=0.01,
     ),
     "replicas": Result(
         f"{TORCHRUN} 2 examples/pipeline_gato.py --stages 1 --seed 0",
@@ -69,7 +69,7 @@ RESULTS = {
         "share_of_expert",
         at_least=0.95,
         follows="hopper",
-        apart=0.05,
+        apart=0.01,
     ),
     "grpo": Result(
         "python examples/grpo_toy.py --seed 0",
