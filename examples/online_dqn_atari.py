@@ -187,7 +187,6 @@ def learn(
         publisher.publish(1, learner.mean.state_dict())
         pool = ActorPool(store, games, policy, chosen.actors, seed=chosen.seed, overlap=WINDOW - 1)
         stack.enter_context(pool)
-        stack.callback(store.limiter.off)  # before the pool stops: nobody is to wait for a learner that has gone
         replay = gt.Replay(store, selection, chosen.batch, window=WINDOW, steps=chosen.steps, timeout_s=120)
         stack.enter_context(replay)
         bar = bars.add_task("waiting for the first steps", total=chosen.steps)

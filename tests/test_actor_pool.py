@@ -68,6 +68,19 @@ def test_a_pool_acts_until_it_is_stopped(store):
     assert store.audit() == []
 
 
+def test_actors_that_the_limiter_holds_up_stop_with_the_pool(store):
+    store.limiter.set(samples_per_insert=4, min_size_to_sample=8, error_buffer=8)
+    with ActorPool(store, environments, policy, 2) as pool:
+        wait_for(lambda: store.limiter.state().insert_wait_s > 0 or pool.stats()["rows"] >= 8)
+        time.sleep(0.3)  # every stream has come to a row that is not let in
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 10
+    state, counts = store.limiter.state(), store.stats()
+    assert state.inserts == counts["inserted"] == len(store)  # what waited was given back, and not counted
+    assert counts["writing"] == 0
+    assert store.audit() == []
+
+
 def test_an_actor_that_is_killed_is_started_again_and_its_rows_come_back(store):
     with ActorPool(store, environments, policy, 2, max_restarts=3) as pool:
         for round_ in range(3):

@@ -71,12 +71,17 @@ class RateLimiter:
         >>> print(store.limiter.state())
         2 samples per insert, at least 10 rows, error buffer 8; so far 12 inserted and 12 drawn, -8 from the middle
         >>> store.close()
+
+    Attributes:
+        stopping: asked while rows of this process wait to be inserted; when it says so, they are given back and the
+            commit raises `CallCancelledError`.
     """
 
-    __slots__ = ("_native",)
+    __slots__ = ("_native", "stopping")
 
     def __init__(self, native: _native.Store) -> None:
         self._native = native
+        self.stopping: Callable[[], bool] | None = None
 
     def set(
         self,
@@ -132,6 +137,7 @@ class RateLimiter:
         Raises:
             SchemaError: so many at once can never be admitted.
             WaitTimeoutError: it was not to be within that time; says how things stand.
+            CallCancelledError: `stopping` said so.
         """
         if not self._native.limited:
             return
@@ -143,7 +149,7 @@ class RateLimiter:
                 f"{n} rows at once are worth {worth:g} samples, and the error buffer lets the "
                 f"lead change by {2 * state.error_buffer:g} at most: insert fewer at a time, or set a larger one"
             )
-        self._wait(self._native.admit_inserts, n, timeout_s, None, "inserted")
+        self._wait(self._native.admit_inserts, n, timeout_s, self.stopping, "inserted")
 
     def admit_samples(self, n: int, timeout_s: float, stopping: Callable[[], bool] | None = None) -> None:
         """Waits until `n` rows may be drawn, and counts them. `Replay` does it by itself.

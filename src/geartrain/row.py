@@ -26,6 +26,7 @@ class Columns:
     def __init__(self, native: _native.Store, fields: Mapping[str, Field]) -> None:
         self.native = native
         self.fields = fields
+        self.limiter = RateLimiter(native)
         self.max_length = max_length(fields)
         self._numbers = {name: number for number, name in enumerate(fields)}
         self._raw: dict[str, NDArray[Any]] = {}
@@ -119,7 +120,7 @@ class Row:
 
         Raises:
             SchemaError: a length that the block does not have, or a weight that is no weight.
-            WaitTimeoutError: the store's rate limiter did not let it in.
+            WaitTimeoutError: the store's rate limiter did not let it in. CallCancelledError: it was told to stop.
         """
         self._check_open()
         native = self._columns.native
@@ -139,7 +140,7 @@ class Row:
             SchemaError: as for `commit`; or the store has `max_times_sampled`, and gives rows away with their last
                 sample.
             StoreFullError: all rows that may be kept are being extended.
-            WaitTimeoutError: the store's rate limiter did not let it in.
+            WaitTimeoutError: the store's rate limiter did not let it in. CallCancelledError: it was told to stop.
         """
         self._check_open()
         if self._growing:
@@ -158,7 +159,7 @@ class Row:
         self.length = length
 
     def _enter(self, call: Callable[[int, int, float, int], int], length: int) -> Keys:
-        limiter = RateLimiter(self._columns.native)
+        limiter = self._columns.limiter
         admitted = False
         try:
             length = int(length)
@@ -241,7 +242,7 @@ class Rows:
         if self._done:
             raise SchemaError("these rows were already committed or given back")
         n = len(self._index)
-        limiter = RateLimiter(self._columns.native)
+        limiter = self._columns.limiter
         admitted = 0
         try:
             lengths = as_column(self.lengths, n, np.uint32, "lengths")

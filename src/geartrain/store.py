@@ -84,7 +84,7 @@ class Store:
         }
         self._columns = Columns(native, self._fields)
         #: How fast rows may come and be drawn, in relation to each other; off until it is set.
-        self.limiter = RateLimiter(native)
+        self.limiter: RateLimiter = self._columns.limiter
         self._origin: str | None = None
 
     # --- making and joining ---------------------------------------------------------------------------------

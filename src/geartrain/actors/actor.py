@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from geartrain.actors.environments import Arrays, Environments, environments_of, named
 from geartrain.actors.policy import Policy
 from geartrain.actors.recorder import Recorder
-from geartrain.errors import FieldError, SchemaError
+from geartrain.errors import CallCancelledError, FieldError, SchemaError
 from geartrain.store import Store
 
 
@@ -142,9 +143,13 @@ class Actor:
         stats.store_s += time.perf_counter() - stepped_s
 
     def close(self) -> None:
-        """Ends the episodes where they are, keeping their steps, and the environments. The store stays open."""
+        """Ends the episodes where they are, keeping their steps, and the environments. The store stays open.
+
+        A row that the store's limiter does not let in, and that is not to wait (`limiter.stopping`), is given back.
+        """
         for recorder in self._recorders:
-            recorder.cut()
+            with contextlib.suppress(CallCancelledError):
+                recorder.cut()
         self.stats.rows = sum(recorder.rows for recorder in self._recorders)
         self.environments.close()
 

@@ -29,7 +29,7 @@ from typing import Any
 from geartrain.actors.actor import Actor
 from geartrain.actors.policy import Policy
 from geartrain.board import Board
-from geartrain.errors import ActorDiedError, SchemaError
+from geartrain.errors import ActorDiedError, CallCancelledError, SchemaError
 from geartrain.store import Store
 
 COLUMNS = (
@@ -170,7 +170,10 @@ class ActorPool:
             raise self._failed
 
     def stop(self, timeout_s: float = 20.0) -> None:
-        """Ends all actors: each after the step it is at, and after the deadline by force."""
+        """Ends all actors: each after the step it is at, and after the deadline by force.
+
+        Rows that the store's limiter holds up are given back: there may be no learner any more to make room for them.
+        """
         if self._stopping:
             return
         self._stopping = True
@@ -287,7 +290,9 @@ def _run(order: dict[str, Any]) -> None:
             slot["beat_s"] = time.time()
             return slot["stop"] != 0.0
 
-        actor.run(until=tell)
+        store.limiter.stopping = lambda: slot["stop"] != 0.0
+        with contextlib.suppress(CallCancelledError):
+            actor.run(until=tell)
         actor.close()
         tell()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 from geartrain.actors import Actor, ActorContext
+from geartrain.errors import CallCancelledError
 from geartrain.launch.job import find
 from geartrain.launch.parts import Part
 
@@ -43,6 +45,8 @@ def act(
             teller.beat()
             return part.stopping
 
-        actor.run(until=told, steps=steps)
+        store.limiter.stopping = lambda: part.stopping  # nobody may be left who would draw what it holds up
+        with contextlib.suppress(CallCancelledError):
+            actor.run(until=told, steps=steps)
         actor.close()
         told()
