@@ -34,6 +34,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.rpc.functions import functions
+from geartrain.tls import TLS
 
 TRANSPORTS = ("inproc", "shm", "tcp")
 
@@ -593,7 +594,9 @@ def test_a_forked_child_makes_a_node_of_its_own(
         with pytest.raises(ConnectionClosedError, match="forked"):
             client.call("client", "add", 1, 2)
         own = "tcp" if client.connections()["server"].startswith("tcp") else "shm"
-        with rpc.Node("child", peers={"server": server.address}, transport=own) as mine:
+        shown = {name[4:]: value for name, value in server._options.items() if name.startswith("tls_")}
+        tls = TLS(**shown) if shown else None
+        with rpc.Node("child", peers={"server": server.address}, transport=own, tls=tls) as mine:
             return 0 if own != server._options["transport"] or mine.call("server", "add", 1, 2) == 3 else 1
 
     assert os.waitstatus_to_exitcode(os.waitpid(fork(child), 0)[1]) == 0

@@ -57,6 +57,10 @@ static void rank_main(uint32_t rank, uint32_t world, int to_parent, int from_par
   int integers[4] = {1, 2, 3, 4};
   if (gt_allreduce(group, integers, 4, GT_INT32, GT_AVG, 30.0) != GT_INVALID) exit(4);
   if (strstr(gt_last_error(), "average") == NULL) exit(5);
+  /* A disagreement ends the group for all, also for one that still waits for the operation before. */
+  char go = 0;
+  if (write(to_parent, &go, 1) != 1) exit(3);
+  read_all(from_parent, &go, 1);
   if (gt_allreduce(group, array, rank == 0 ? 10 : 11, GT_FLOAT32, GT_SUM, 30.0) != GT_DISAGREE) exit(6);
   gt_group_close(group, 5.0);
   free(array);
@@ -78,6 +82,11 @@ int main(int argc, char** argv) {
   for (uint32_t rank = 0; rank < world; ++rank) read_all(up[rank][0], all + rank * GT_ADDRESS_BYTES, GT_ADDRESS_BYTES);
   for (uint32_t rank = 0; rank < world; ++rank) {
     if (write(down[rank][1], all, (size_t)world * GT_ADDRESS_BYTES) < 0) return 2;
+  }
+  char go = 0;
+  for (uint32_t rank = 0; rank < world; ++rank) read_all(up[rank][0], &go, 1);
+  for (uint32_t rank = 0; rank < world; ++rank) {
+    if (write(down[rank][1], &go, 1) < 0) return 2;
   }
   int failed = 0, status = 0;
   while (wait(&status) > 0) failed += status != 0;
