@@ -16,8 +16,9 @@ setup: .venv/installed
 demo: setup
 	$(BIN)/python examples/offline_gato_hopper.py
 
+# Two files of tests at a time: most of a test is waiting. More at once would only make deadlines shorter.
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 bench: setup
 	@mkdir -p runs
