@@ -2,6 +2,7 @@
 // rules allow, or its connection ends, and nothing else happens.
 
 #include <sys/socket.h>
+#include <future>
 
 #include "collectives/served.h"
 #include "collectives/shares.h"
@@ -161,11 +162,17 @@ std::vector<Input> fuzz_seeds() {
 // u8 which side. A reducer's: u16 how much is rank 0's, the rest is rank 1's.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace geartrain;
-  Reader reader(data, size);
-  if (reader.take<uint8_t>() % 2 == 0) {
-    serve(reader);
-  } else {
-    Rank rank(reader.rest());
-  }
+  // On the loop's thread, which is the only one that may touch peers: it looks at their sockets as well.
+  std::promise<void> done;
+  quiet_loop().post([&] {
+    Reader reader(data, size);
+    if (reader.take<uint8_t>() % 2 == 0) {
+      serve(reader);
+    } else {
+      Rank rank(reader.rest());
+    }
+    done.set_value();
+  });
+  done.get_future().wait();
   return 0;
 }

@@ -1,6 +1,7 @@
 // Ranks as threads: a group of them over loopback, with reducers or without, and what the result must be.
 #pragma once
 
+#include <barrier>
 #include <functional>
 #include <random>
 #include <thread>
@@ -49,11 +50,19 @@ inline void run_ranks(const Crew& crew, const std::function<void(uint32_t rank, 
     groups.push_back(std::make_unique<Group>(options_of(crew, rank, reducers)));
     addresses.push_back(groups.back()->address());
   }
+  // A fault on one rank may end the connecting of a slower one: the bodies begin when all are connected.
+  std::barrier<> connected(crew.world);
   std::vector<std::thread> threads;
   for (uint32_t rank = 0; rank < crew.world; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        groups[rank]->connect(addresses, Deadline::after(60));
+        try {
+          groups[rank]->connect(addresses, Deadline::after(60));
+        } catch (...) {
+          connected.arrive_and_drop();
+          throw;
+        }
+        connected.arrive_and_wait();
         body(rank, *groups[rank]);
         if (groups[rank] != nullptr) groups[rank]->close(Deadline::after(20));
       } catch (const std::exception& error) {
