@@ -16,9 +16,10 @@ setup: .venv/installed
 demo: setup
 	$(BIN)/python examples/offline_gato_hopper.py
 
-# Two files of tests at a time: most of a test is waiting. More at once would only make deadlines shorter.
+# Files of tests at a time: most of a test is waiting. WORKERS=0: one after the other, slower, and deadlines are longest.
+WORKERS ?= 2
 test: setup
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 bench: setup
 	@mkdir -p runs
