@@ -14,8 +14,9 @@ guide.
 from pathlib import Path
 
 import geartrain._native as _native
-from geartrain.collectives.group import Group, Work
+from geartrain.collectives.group import Group
 from geartrain.collectives.reducer import Reducer
+from geartrain.collectives.work import Work
 from geartrain.errors import MissingDependencyError
 
 __all__ = ["Group", "Reducer", "Work", "include_path", "library_path"]
