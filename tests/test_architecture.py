@@ -40,7 +40,7 @@ def imported_parts(path: Path) -> set[str]:
 
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 NATIVE_FILES = sorted(
-    p for p in NATIVE.rglob("*") if p.suffix in (".cc", ".h") and "test" not in p.relative_to(NATIVE).parts
+    p for p in NATIVE.rglob("*") if p.suffix in (".cc", ".h") and p.relative_to(NATIVE).parts[0] != "tests"
 )
 
 
@@ -56,28 +56,74 @@ def test_python_imports_go_down(path: Path) -> None:
             assert layers[other] < layers[part], f"{part} imports {other}, which is not below it"
 
 
-def native_part(name: str, layers: dict[str, int]) -> str:
-    """store_rows.cc belongs to store; everything in bind/ is bind, and in transport/ transport."""
-    if "/" in name:
-        return name.split("/", maxsplit=1)[0]
-    stem = name.rsplit("/", maxsplit=1)[-1].split(".", maxsplit=1)[0]
-    return stem if stem in layers else stem.split("_")[0]
+def native_includes(path: Path) -> list[str]:
+    return re.findall(r'#include "([^"]+)"', path.read_text())
+
+
+def circles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of more than one node that all reach each other (Tarjan's algorithm)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for other in edges.get(node, set()):
+            if other not in order:
+                visit(other)
+                lowest[node] = min(lowest[node], lowest[other])
+            elif other in stack:
+                lowest[node] = min(lowest[node], order[other])
+        if lowest[node] == order[node]:
+            at = stack.index(node)
+            if len(stack) - at > 1:
+                found.append(set(stack[at:]))
+            del stack[at:]
+
+    for node in edges:
+        if node not in order:
+            visit(node)
+    return found
 
 
 @pytest.mark.parametrize("path", NATIVE_FILES, ids=lambda p: str(p.relative_to(NATIVE)))
 def test_native_includes_go_down(path: Path) -> None:
     layers = picture("native-layers")
-    part = native_part(str(path.relative_to(NATIVE)), layers)
-    assert part in layers, f"{path.name} is not in the picture"
-    for included in re.findall(r'#include "([^"]+)"', path.read_text()):
-        other = native_part(f"bind/{included}" if (NATIVE / "bind" / included).exists() else included, layers)
+    room = path.relative_to(NATIVE).parts[0]
+    assert room in layers, f"{path.relative_to(NATIVE)} lies in no room of the picture"
+    for included in native_includes(path):
+        assert (NATIVE / included).is_file(), f"{included} is not named from native/"
+        other = included.split("/")[0]
         assert other in layers, f"{included} is not in the picture"
-        assert other == part or layers[other] < layers[part], f"{part} includes {included}, which is not below it"
+        assert other == room or layers[other] < layers[room], f"{room} includes {included}, which is not below it"
 
 
-def test_native_code_knows_no_python_outside_bind() -> None:
+def test_native_files_form_no_circle() -> None:
+    """x.h and x.cc are one file here: what either includes, both need."""
+    edges: dict[str, set[str]] = {}
     for path in NATIVE_FILES:
-        if "bind" not in path.parts:
+        stem = str(path.relative_to(NATIVE).with_suffix(""))
+        edges.setdefault(stem, set()).update({other.rsplit(".")[0] for other in native_includes(path)} - {stem})
+    assert circles(edges) == []
+
+
+def test_circles_are_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
+    assert circles(edges) == [{"a", "b", "c"}]
+
+
+def test_every_native_file_is_compiled() -> None:
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    for path in NATIVE_FILES:
+        if path.suffix == ".cc":
+            assert re.search(rf"\b{re.escape(path.name)}\b", cmake), f"{path.relative_to(NATIVE)} is in no target"
+
+
+def test_native_code_knows_no_python_outside_its_bindings() -> None:
+    for path in NATIVE_FILES:
+        if path.relative_to(NATIVE).parts[0] != "python":
             assert not re.search(r"Python\.h|nanobind|torch/", path.read_text()), path
 
 

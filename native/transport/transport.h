@@ -27,7 +27,7 @@
 //
 // Death. When the peer dies or hangs up, whatever it had sent completely is still received; then every call throws
 // peer_lost. A peer that is stopped, or that a broken network took away, is lost after Options::peer_timeout_s without
-// a sign of life (aside.h says what that notices and what not), and every wait has a deadline of its own and throws
+// a sign of life (sideband.h says what that notices and what not), and every wait has a deadline of its own and throws
 // timed_out. A send that meets its deadline in the middle of a message ends the connection.
 //
 // Trust. With a secret, both sides prove that they know it before anything else is said (handshake.h). Without one a
@@ -54,9 +54,9 @@
 #include <utility>
 #include <vector>
 
-#include "clock.h"
-#include "descriptor.h"
-#include "errors.h"
+#include "base/clock.h"
+#include "base/descriptor.h"
+#include "base/errors.h"
 
 namespace geartrain {
 

@@ -1,7 +1,8 @@
 """The switch of `geartrain.testing.cluster` with delay and losses: a child process between the hosts' TAP devices.
 
-The frames are forwarded by `native/switch.cc`, which says what a link is. Here: the devices, the process and what can
-be asked of it. When the process ends, for whatever reason, the devices end with it; it ends when this one does.
+The frames are forwarded by `native/testing/network_switch.cc`, which says what a link is. Here: the devices, the
+process and what can be asked of it. When the process ends, for whatever reason, the devices end with it; it ends when
+this one does.
 """
 
 from __future__ import annotations

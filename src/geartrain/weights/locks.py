@@ -1,7 +1,7 @@
 """Locks that the kernel drops when their owner dies: on bytes far beyond a file's end, owned by an open file.
 
 An open file's locks go with its last descriptor, whichever process has that: a forked child's copy keeps them. They
-cannot be mistaken for another process's, as pids can. native/lease.h is the store's.
+cannot be mistaken for another process's, as pids can. native/base/file_lock.h is the store's.
 """
 
 from __future__ import annotations

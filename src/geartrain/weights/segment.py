@@ -13,7 +13,7 @@ publisher that is killed while it writes one leaves the other, and a reader that
 The buffer of the newest version is never written to; nor is one that a reader holds.
 
 Who holds what is known to the kernel: locks on bytes far beyond the file's end, which belong to an open file and go
-with its last descriptor, however the process ends (native/lease.h has the same manners):
+with its last descriptor, however the process ends (native/base/file_lock.h has the same manners):
 
     PUBLISHER  exclusive   who publishes, from then on
     GATE       exclusive   for the moment of leaving, or of replacing the file
