@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import geartrain as gt
 import memory_task as task
-from geartrain.ranks import TorchRanks
-from geartrain.shards import load_shards, newest_step, save_shards
+from geartrain.replay.distributed.checkpoint import load_shards, newest_step, save_shards
+from geartrain.replay.distributed.rank_group import TorchRanks
 
 
 def main(arguments: list[str] | None = None) -> list[float]:

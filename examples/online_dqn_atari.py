@@ -27,8 +27,9 @@ from torch import Tensor, nn
 import curves
 import geartrain as gt
 from geartrain import weights
-from geartrain.actors import ActorContext, ActorPool, LocalPolicy, recorded_fields
-from geartrain.integrations.environments import make
+from geartrain.actors import LocalPolicy, recorded_fields
+from geartrain.actors.envs import make
+from geartrain.launch import ActorContext, ActorPool
 
 FRAME, STACK, N_STEP, GAMMA = (42, 40), 4, 5, 0.98
 WINDOW = STACK + N_STEP  # frames from the oldest of a stack to the newest of the one that is bootstrapped from

@@ -30,8 +30,8 @@ from torch.distributions import Categorical, Independent, Normal
 import curves
 import geartrain as gt
 from geartrain.actors import Actor, LocalPolicy, recorded_fields
+from geartrain.actors.envs import make
 from geartrain.errors import MissingDependencyError
-from geartrain.integrations.environments import make
 
 ACTIONS = 32  # in a row at most; the step behind them has the observation that they led to
 GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2

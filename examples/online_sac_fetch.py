@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import curves
 import geartrain as gt
 from geartrain.actors import Actor, LocalPolicy, recorded_fields
+from geartrain.actors.envs import make
 from geartrain.errors import MissingDependencyError
-from geartrain.integrations.environments import make
 
 EPISODE = 50  # actions; a row has one step more, with the last observation
 GAMMA, NEAR_M = 0.95, 0.05

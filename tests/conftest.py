@@ -12,7 +12,7 @@ import certificates
 import pytest
 from kernel_worker import Interpreter
 
-from geartrain.tls import TLS
+from geartrain.transport.tls import TLS
 
 SHM = Path("/dev/shm")
 _numbers = itertools.count()

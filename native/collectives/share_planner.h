@@ -14,7 +14,7 @@
 //
 // T is reached: reducers are filled first, since they have nothing else to do, and workers own what is left, each in
 // proportion to what its link can carry beyond K. Where links are equal and reducers are none, all workers own 1 / N:
-// the ring's bytes. tests/test_planner.py holds this against a linear program.
+// the ring's bytes. tests/collectives/test_share_planner.py holds this against a linear program.
 //
 // Only bytes are counted here: latency is hops times a one-way delay, for the caller to add (kDirectHops, *_hops).
 // Pure functions; errors of kind `schema` for what is no cluster. Anybody may call them from any thread.

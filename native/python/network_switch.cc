@@ -1,4 +1,4 @@
-// The switch of emulated hosts: geartrain.testing.cluster runs it in a process of its own.
+// The switch of emulated hosts: geartrain.tools.testing.cluster runs it in a process of its own.
 
 #include "testing/network_switch.h"
 

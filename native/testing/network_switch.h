@@ -1,6 +1,6 @@
 // A network switch in a process: frames of TAP devices, or of anything that keeps the borders of messages, forwarded
 // with a delay, losses, and links to the hosts that have a rate and a queue that ends. For tests on kernels without
-// netem; geartrain.testing.cluster runs it in a child process and draws the hosts around it.
+// netem; geartrain.tools.testing.cluster runs it in a child process and draws the hosts around it.
 //
 //   host i [the kernel's tbf] -- delay, loss --[downlink: rate j, queue]-- host j
 //

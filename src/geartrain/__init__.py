@@ -5,44 +5,103 @@
     store = gt.Store.create("hopper", {"obs": gt.Field((1000, 11), "float32")}, capacity=10_000)
     replay = gt.Replay(store, gt.selection.Weighted(seed=0), batch_size=256, window=20)
 
-The public names are these; each is documented where it is defined.
+The public names are these; each is documented where it is defined, and imported when it is first used.
 """
 
+from __future__ import annotations
+
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from geartrain import errors, selection
-from geartrain.batch import Batch
-from geartrain.fetch import fetch
-from geartrain.keys import Keys
-from geartrain.replay import Replay
-from geartrain.row import Row, Rows
-from geartrain.schema import Field
-from geartrain.store import Store
-
 if TYPE_CHECKING:
-    from geartrain.train import ReplayDataset
+    import geartrain.actors as actors
+    import geartrain.collectives as collectives
+    import geartrain.errors as errors
+    import geartrain.integrations as integrations
+    import geartrain.launch as launch
+    import geartrain.rpc as rpc
+    import geartrain.selection as selection
+    import geartrain.transport as transport
+    import geartrain.weights as weights
+    from geartrain.core.keys import Keys
+    from geartrain.core.schema import Field
+    from geartrain.replay.batch import Batch
+    from geartrain.replay.device.options import OnDevice
+    from geartrain.replay.distributed.checkpoint import load_shards, save_shards
+    from geartrain.replay.distributed.placement import Placement
+    from geartrain.replay.fetch import fetch
+    from geartrain.replay.iterable_dataset import ReplayDataset
+    from geartrain.replay.replay import Replay
+    from geartrain.store.rate_limiter import RateLimiter
+    from geartrain.store.row import Row, Rows
+    from geartrain.store.store import Store
 
 __version__ = "0.1.0"
+
+# Where each public name is defined; a module that is public itself stands with an empty name.
+_NAMES = {
+    "Batch": ("geartrain.replay.batch", "Batch"),
+    "Field": ("geartrain.core.schema", "Field"),
+    "Keys": ("geartrain.core.keys", "Keys"),
+    "OnDevice": ("geartrain.replay.device.options", "OnDevice"),
+    "Placement": ("geartrain.replay.distributed.placement", "Placement"),
+    "RateLimiter": ("geartrain.store.rate_limiter", "RateLimiter"),
+    "Replay": ("geartrain.replay.replay", "Replay"),
+    "ReplayDataset": ("geartrain.replay.iterable_dataset", "ReplayDataset"),
+    "Row": ("geartrain.store.row", "Row"),
+    "Rows": ("geartrain.store.row", "Rows"),
+    "Store": ("geartrain.store.store", "Store"),
+    "actors": ("geartrain.actors", ""),
+    "collectives": ("geartrain.collectives", ""),
+    "errors": ("geartrain.errors", ""),
+    "fetch": ("geartrain.replay.fetch", "fetch"),
+    "integrations": ("geartrain.integrations", ""),
+    "launch": ("geartrain.launch", ""),
+    "load_shards": ("geartrain.replay.distributed.checkpoint", "load_shards"),
+    "rpc": ("geartrain.rpc", ""),
+    "save_shards": ("geartrain.replay.distributed.checkpoint", "save_shards"),
+    "selection": ("geartrain.selection", ""),
+    "transport": ("geartrain.transport", ""),
+    "weights": ("geartrain.weights", ""),
+}
 
 __all__ = [
     "Batch",
     "Field",
     "Keys",
+    "OnDevice",
+    "Placement",
+    "RateLimiter",
     "Replay",
     "ReplayDataset",
     "Row",
     "Rows",
     "Store",
+    "actors",
+    "collectives",
     "errors",
     "fetch",
+    "integrations",
+    "launch",
+    "load_shards",
+    "rpc",
+    "save_shards",
     "selection",
+    "transport",
+    "weights",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # Subclassing torch's IterableDataset needs torch, which the rest of the package can do without.
-    if name == "ReplayDataset":
-        from geartrain.train import ReplayDataset
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _NAMES[name]
+    found = importlib.import_module(module)
+    if attribute:
+        found = getattr(found, attribute)
+    globals()[name] = found
+    return found
 
-        return ReplayDataset
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Runs the command line, or says how to install what it needs."""
     try:
-        from geartrain.cli import app
+        from geartrain.tools.cli import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich", "click"):
             raise

@@ -2,7 +2,7 @@
 
 torch calls `autoload` at the end of `import torch` (entry point group "torch.backends"). Without the variable it reads
 the environment and returns. With it, `init_process_group()`, `init_process_group("gloo")` and
-`init_process_group("cpu:gloo")` make a group of the backend "geartrain" (geartrain/collectives/process_group.py); every
+`init_process_group("cpu:gloo")` make a group of the backend "geartrain" (geartrain/collectives/torch_backend/process_group.py); every
 other backend is left as it is.
 
 This module stands outside of the package, and imports nothing at its top but the standard library, because `import
@@ -70,7 +70,7 @@ def _wrapper(original: Callable[..., None]) -> Callable[..., None]:
 def _register() -> None:
     """Makes the backend known to torch, by importing it."""
     try:
-        import geartrain.collectives.process_group  # noqa: F401
+        import geartrain.collectives.torch_backend.process_group  # noqa: F401
     except Exception as error:
         raise RuntimeError(
             f"{VARIABLE} asks for geartrain's all-reduce, which cannot be imported: {type(error).__name__}: {error} "

@@ -102,21 +102,21 @@ def gpu_steps(runs: Path) -> dict[str, Step]:
     quick = ["--quick"] if shutil.disk_usage("/dev/shm").free < 6e9 else []
     return {
         "tests": ([*pytest, "tests/gpu"], 120, None),
-        "fetch": ([python, "-m", "geartrain.bench.fetch", *quick, "--json", str(fetch)], 150, fetch),
+        "fetch": ([python, "-m", "geartrain_bench.fetch.bench", *quick, "--json", str(fetch)], 150, fetch),
         "selection": (
-            [python, "-m", "geartrain.bench.selection_gpu", "--quick", "--json", str(selection)],
+            [python, "-m", "geartrain_bench.selection.gpu", "--quick", "--json", str(selection)],
             60,
             selection,
         ),
-        "p2p": ([python, "-m", "geartrain.bench.p2p_gpu", "--quick", "--json", str(p2p)], 60, p2p),
-        "conformance": ([*pytest, "tests/test_selection_conformance.py"], 60, None),
+        "p2p": ([python, "-m", "geartrain_bench.messages.gpu", "--quick", "--json", str(p2p)], 60, p2p),
+        "conformance": ([*pytest, "tests/selection/test_selection_conformance.py"], 60, None),
     }
 
 
 def dry_steps() -> dict[str, Step]:
     """The same machinery where there is no GPU: everything is imported and collected, and the bench runs its paths."""
     code = "import geartrain, torch, triton, rich, pytest; print('geartrain', geartrain.__version__)"
-    bench = "from geartrain.bench import fetch; fetch.main_cpu(quick=True)"
+    bench = "from geartrain_bench import fetch; fetch.main_cpu(quick=True)"
     return {
         "imports": ([sys.executable, "-c", code], 60, None),
         "tests": ([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], 60, None),

@@ -19,9 +19,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import geartrain as gt
-from geartrain import kernels, pinning
-from geartrain.landing import Convert, OnDevice
-from geartrain.selection import Fifo, Group, Lifo, Mixture, TopK, Uniform, Weighted
+import geartrain.device.kernels as kernels
+import geartrain.device.pinned_memory as pinning
+from geartrain.replay.device import Convert, OnDevice
+from geartrain.selection.strategy import Fifo, Group, Lifo, Mixture, TopK, Uniform, Weighted
 
 reason = kernels.why_not_viable()
 pytestmark = pytest.mark.skipif(
@@ -55,7 +56,7 @@ def test_random_batches_are_those_of_the_native_code() -> None:
     import gather_cases
     import torch
 
-    from geartrain.device import open_device
+    from geartrain.device.device import open_device
 
     device = open_device("cuda")
     kept = gather_cases._compare
@@ -215,7 +216,7 @@ def test_the_pinned_segment_is_listed_and_let_go(store: gt.Store) -> None:
 def test_a_failed_registration_does_not_poison_the_next_launch(store: gt.Store) -> None:
     import torch
 
-    from geartrain.device import open_device
+    from geartrain.device.device import open_device
     from geartrain.errors import PinError
 
     device = open_device("cuda")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU to
 
 
 def ranks(body: Callable[[Any, int], Any]) -> list[Any]:
-    from geartrain.collectives.process_group import ProcessGroup
+    from geartrain.collectives.torch_backend.process_group import ProcessGroup
 
     store = dist.HashStore()
 

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from geartrain import kernels
+import geartrain.device.kernels as kernels
 
 reason = kernels.why_not_viable()
 pytestmark = pytest.mark.skipif(

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from geartrain import cuda_ipc, nixl, rpc
-from geartrain.cuda import CudaDriver
-from geartrain.cuda_ipc import Receiver
+import geartrain.device.cuda_ipc as cuda_ipc
+import geartrain.transport.nixl as nixl
+from geartrain import rpc
+from geartrain.device.cuda_ipc import Receiver
+from geartrain.device.cuda_runtime import CudaDriver
 from geartrain.errors import DeviceError, PeerLostError, RemoteError, TransportError
 
 torch = pytest.importorskip("torch")

@@ -1,6 +1,6 @@
 """Selection on a GPU: the rows of the CPU to the bit, and how long they take. Run both on a machine that has one:
 
-pytest tests/gpu tests/test_selection_conformance.py
+pytest tests/gpu tests/selection/test_selection_conformance.py
 pytest tests/gpu -m slow -s          # N = 1e9: 8 GB of GPU memory, 17 GB of the host's
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain import _native, kernels
+import geartrain.device.kernels as kernels
+from geartrain import _native
 
 reason = kernels.why_not_viable()
 pytestmark = pytest.mark.skipif(
@@ -22,7 +23,7 @@ NONE = np.empty(0, np.uint32)
 
 
 def on_gpu(weights: np.ndarray) -> Any:
-    from geartrain.kernels.candidates import DeviceCandidates
+    from geartrain.device.kernels.candidates import DeviceCandidates
 
     return DeviceCandidates(weights, device="cuda")
 
@@ -91,7 +92,7 @@ def test_how_long_a_billion_rows_take() -> None:
 
     n, b = 1_000_000_000, 1_000_000
     weights = torch.randint(1, 2**31 - 1, (n,), dtype=torch.int32, device="cuda").view(torch.uint32)
-    from geartrain.kernels.candidates import DeviceCandidates
+    from geartrain.device.kernels.candidates import DeviceCandidates
 
     gpu = DeviceCandidates(weights)
     rows = gpu.draw(True, 0, 0, 0, b)[0]

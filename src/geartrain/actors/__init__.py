@@ -11,15 +11,12 @@ model that acted; and where the store's `limiter` is set, actors wait while the 
 """
 
 from geartrain.actors.actor import Actor, ActorStats
-from geartrain.actors.environments import Environments, Stepped, environments_of
+from geartrain.actors.envs.adapters import Environments, Stepped, environments_of
 from geartrain.actors.policy import LocalPolicy, Policy, RandomPolicy, RemotePolicy
-from geartrain.actors.pool import ActorContext, ActorPool
 from geartrain.actors.recorder import Recorder, recorded_fields
 
 __all__ = [
     "Actor",
-    "ActorContext",
-    "ActorPool",
     "ActorStats",
     "Environments",
     "LocalPolicy",

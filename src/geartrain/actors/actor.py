@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.actors.environments import Arrays, Environments, environments_of, named
+from geartrain.actors.envs.adapters import Arrays, Environments, environments_of, named
 from geartrain.actors.policy import Policy
 from geartrain.actors.recorder import Recorder
 from geartrain.errors import CallCancelledError, FieldError, SchemaError
-from geartrain.store import Store
+from geartrain.store.store import Store
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.actors.environments import Arrays
+from geartrain.actors.envs.adapters import Arrays
 from geartrain.errors import PeerLostError, SchemaError, TransportError, WaitTimeoutError
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.keys import Keys
+from geartrain.core.schema import Field
 from geartrain.errors import FieldError, SchemaError
-from geartrain.keys import Keys
-from geartrain.row import Row
-from geartrain.schema import Field
-from geartrain.store import Store
+from geartrain.store.row import Row
+from geartrain.store.store import Store
 
 #: Fields that a recorder fills by itself where the store has them.
 OWN_FIELDS = ("terminated", "last", "step_version", "episode_return")

@@ -13,7 +13,7 @@ docs/collectives.md the guide.
 
 from pathlib import Path
 
-from geartrain import _native
+import geartrain._native as _native
 from geartrain.collectives.group import Group, Work
 from geartrain.collectives.reducer import Reducer
 from geartrain.errors import MissingDependencyError

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from geartrain.collectives.bootstrap import store_from
+from geartrain.collectives.buffers import DTYPES, OPS, memory_of
 from geartrain.collectives.faults import Fault
-from geartrain.collectives.meeting import store_from
-from geartrain.collectives.memory import DTYPES, OPS, memory_of
 from geartrain.collectives.session import Asked, Issue, Session, pick_shares, reformed
 from geartrain.errors import CollectiveTimeoutError, GeartrainError, SchemaError
 

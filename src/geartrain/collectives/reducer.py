@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from geartrain import _native
+import geartrain._native as _native
 from geartrain.errors import SchemaError
 
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from geartrain import _native
+import geartrain._native as _native
+from geartrain.collectives.bootstrap import meet, tell_all
+from geartrain.collectives.buffers import DTYPES, OPS, SIZES
 from geartrain.collectives.faults import Fault, error_of
-from geartrain.collectives.meeting import meet, tell_all
-from geartrain.collectives.memory import DTYPES, OPS, SIZES
 from geartrain.errors import GeartrainError, PeerLostError, SchemaError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ Two are of other kinds: `environments` are simulators for actors, and `di_engine
 DI-engine.
 """
 
-from geartrain.integrations.ingest import FORMATS, Report, import_dataset, ingest, open_source
-from geartrain.integrations.source import Episode, Extent, Source
+from geartrain.integrations.datasets.episode import Episode, Extent, Source
+from geartrain.integrations.datasets.importer import FORMATS, Report, import_dataset, ingest, open_source
 
 __all__ = [
     "Episode",

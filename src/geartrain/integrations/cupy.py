@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from geartrain.errors import MissingDependencyError, SchemaError
 
 if TYPE_CHECKING:
-    from geartrain.batch import Batch
-    from geartrain.replay import Replay
+    from geartrain.replay.batch import Batch
+    from geartrain.replay.replay import Replay
 
 
 def as_cupy(batch: Batch) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A job's processes on one host, or on each of several: started, watched, shown, and ended together.
 
-    from geartrain import launch
+    import geartrain.launch as launch
 
     job = launch.Job(
         "pendulum",
@@ -27,9 +27,10 @@ import time
 from pathlib import Path
 
 from geartrain.errors import JobInterruptedError, JobTimeoutError, PartDiedError
+from geartrain.launch.actor_pool import ActorContext, ActorPool
+from geartrain.launch.context import Part, part
+from geartrain.launch.hosts import place_of
 from geartrain.launch.job import Job, Role, actors, agents, learners, load
-from geartrain.launch.parts import Part, part
-from geartrain.launch.places import place_of
 from geartrain.launch.process import Place
 from geartrain.launch.summary import Summary
 
@@ -70,6 +71,8 @@ def run(
 
 
 __all__ = [
+    "ActorContext",
+    "ActorPool",
     "Job",
     "JobInterruptedError",
     "JobTimeoutError",

@@ -20,7 +20,7 @@ Target = str | Callable[..., Any] | Sequence[str]
 Kind = Literal["learner", "agent", "actor", "other"]
 Keep = Literal["never", "on_failure", "always"]
 #: What acts in the processes of `actors`.
-ACT = "geartrain.launch.acting:act"
+ACT = "geartrain.launch.actor_role:act"
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 

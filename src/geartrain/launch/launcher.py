@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from geartrain import weights
-from geartrain.board import Board
+import geartrain.weights as weights
+from geartrain.core.counters import Board
 from geartrain.errors import (
     GeartrainError,
     JobInterruptedError,
@@ -28,13 +28,13 @@ from geartrain.errors import (
     StoreExistsError,
     StoreMissingError,
 )
-from geartrain.launch.figures import COLUMNS, Watch
+from geartrain.launch.coordinator import JOIN_S, Link
+from geartrain.launch.display import Shown, View, show_for
 from geartrain.launch.job import Job
-from geartrain.launch.link import JOIN_S, Link
+from geartrain.launch.metrics import COLUMNS, Watch
 from geartrain.launch.process import RANK_VARIABLES, Place, Process
-from geartrain.launch.show import Shown, View, show_for
 from geartrain.launch.summary import Summary
-from geartrain.store import Store
+from geartrain.store.store import Store
 
 #: A look at silent processes, and at the time, that often.
 TICK_S = 0.5

@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from geartrain.launch.context import ORDER, Order
 from geartrain.launch.job import Job, Role
-from geartrain.launch.parts import ORDER, Order
 
 #: Lines of its output that an error shows, of so many bytes at most.
 LAST_LINES = 12
@@ -113,7 +113,7 @@ class Process:
                 **order,  # type: ignore[arg-type]
             )
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "geartrain.launch.start"],
+                [sys.executable, "-m", "geartrain.launch.entry"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -21,7 +21,7 @@ function begins at a time (`max_running`), for Python runs one thread at a time:
 Every wait has a deadline. A lost peer fails its calls with `PeerLostError` and is told of by `on_peer_lost`; a peer
 that comes back under its name is found again by the next call.
 
-Functions are addressed by name, and values go by `geartrain.codec`, which executes nothing. Where every peer has the
+Functions are addressed by name, and values go by `geartrain.transport.codec`, which executes nothing. Where every peer has the
 same `secret`, Python objects and functions that are not registered go by pickle as well; `pickle=False` forbids it.
 """
 
@@ -31,15 +31,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import geartrain.rpc.probe as _probe  # noqa: F401  # every node answers it
 from geartrain.errors import GeartrainError, PeerLostError
-from geartrain.rpc import probe as _probe  # noqa: F401  # every node answers it
-from geartrain.rpc.caller import Caller
-from geartrain.rpc.functions import batch_stats, batched, function
+from geartrain.rpc.client import Future
 from geartrain.rpc.node import Node, Remote
-from geartrain.rpc.peer import Future
-from geartrain.rpc.rendezvous import store_of
-from geartrain.rpc.timing import BatchDone, BatchStats, Histogram
-from geartrain.rpc.topic import Topic
+from geartrain.rpc.pubsub import Topic
+from geartrain.rpc.registry import batch_stats, batched, function
+from geartrain.rpc.session import Caller
+from geartrain.rpc.stats import BatchDone, BatchStats, Histogram
+from geartrain.transport.rendezvous import store_of
 
 _node: Node | None = None
 

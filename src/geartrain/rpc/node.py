@@ -12,21 +12,21 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from geartrain import _native
-from geartrain.codec import native_codec
-from geartrain.cuda import Driver
-from geartrain.device_maps import DeviceMap, of_peer
+import geartrain._native as _native
+from geartrain.device.cuda_runtime import Driver
 from geartrain.errors import ConnectionClosedError, MessageError, SchemaError, UnknownPeerError
-from geartrain.rpc.caller import about_to_wait
-from geartrain.rpc.devices import Devices
-from geartrain.rpc.functions import names
-from geartrain.rpc.kinds import BESIDE, CALL, HELLO, TELL, limited
-from geartrain.rpc.peer import Future, Peer
-from geartrain.rpc.rendezvous import Directory
+from geartrain.rpc.client import Future, Peer
+from geartrain.rpc.protocol import BESIDE, CALL, HELLO, TELL, limited
+from geartrain.rpc.pubsub import Topic, Topics
+from geartrain.rpc.registry import names
 from geartrain.rpc.server import Server
-from geartrain.rpc.topic import Topic, Topics
-from geartrain.tls import TLS
-from geartrain.transport import Limits, Listener, options_of
+from geartrain.rpc.session import about_to_wait
+from geartrain.rpc.tensors.device_map import DeviceMap, of_peer
+from geartrain.rpc.tensors.endpoint import Devices
+from geartrain.transport.codec import native_codec
+from geartrain.transport.connection import Limits, Listener, options_of
+from geartrain.transport.rendezvous import Directory
+from geartrain.transport.tls import TLS
 
 
 class Node:

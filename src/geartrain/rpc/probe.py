@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib import metadata
 from typing import Any
 
 import numpy as np
 
-from geartrain import _native
+import geartrain._native as _native
 from geartrain.errors import SchemaError
-from geartrain.rpc.caller import Caller
-from geartrain.rpc.functions import function
+from geartrain.rpc.registry import function
+from geartrain.rpc.session import Caller
 
 ABOUT, TAKE, GIVE = "geartrain.rpc.about", "geartrain.rpc.take", "geartrain.rpc.give"
 #: What `GIVE` hands out at most.
@@ -19,14 +20,12 @@ MOST_BYTES = 64 << 20
 
 
 def _about(caller: Caller) -> dict[str, Any]:
-    import geartrain
-
     return {
         "name": caller.node.name,
         "host": platform.node(),
         "pid": os.getpid(),
         "cores": _native.available_cores(),
-        "geartrain": geartrain.__version__,
+        "geartrain": metadata.version("geartrain"),
     }
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import CoroutineType
 from typing import Any
 
-from geartrain import _native
-from geartrain.codec import native_codec
+import geartrain._native as _native
 from geartrain.errors import (
     BusyError,
     ConnectionClosedError,
@@ -24,11 +23,12 @@ from geartrain.errors import (
     UntrustedPeerError,
     WaitTimeoutError,
 )
-from geartrain.rpc.batch import Batcher, Pending
-from geartrain.rpc.caller import Call, Caller, Running, Turn, here
-from geartrain.rpc.functions import concurrent_functions, function, functions, with_caller_functions
-from geartrain.rpc.kinds import BESIDE, CALL_OBJECT, CANCEL, ERROR, HELLO, RESULT, TELL, kind_and_limit
-from geartrain.transport import Listener
+from geartrain.rpc.batching import Batcher, Pending
+from geartrain.rpc.protocol import BESIDE, CALL_OBJECT, CANCEL, ERROR, HELLO, RESULT, TELL, kind_and_limit
+from geartrain.rpc.registry import concurrent_functions, function, functions, with_caller_functions
+from geartrain.rpc.session import Call, Caller, Running, Turn, here
+from geartrain.transport.codec import native_codec
+from geartrain.transport.connection import Listener
 
 #: Threads whose functions wait for calls of their own, or were given up and do not end.
 _MOST_ASIDE = 1024

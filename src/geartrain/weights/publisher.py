@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from geartrain.errors import SchemaError
-from geartrain.weights.schema import Schema, leaves_of
+from geartrain.weights.layout import Schema, leaves_of
 from geartrain.weights.segment import DIRECTORY
-from geartrain.weights.serving import serve, stop_serving
+from geartrain.weights.server import serve, stop_serving
 from geartrain.weights.writer import Writer
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from geartrain.errors import CorruptStoreError, SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.weights.layout import Schema, nested
 from geartrain.weights.relay import Follower
-from geartrain.weights.schema import Schema, nested
 from geartrain.weights.segment import DIRECTORY, Head, Segment
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from geartrain.errors import ConnectionClosedError, GeartrainError, PeerLostError
-from geartrain.weights.schema import Schema
+from geartrain.weights.layout import Schema
 from geartrain.weights.segment import Segment
-from geartrain.weights.serving import DONE, NEWER, PIECE, SEGMENT_OF, serve, stop_serving
+from geartrain.weights.server import DONE, NEWER, PIECE, SEGMENT_OF, serve, stop_serving
 from geartrain.weights.writer import Writer
 
 if TYPE_CHECKING:

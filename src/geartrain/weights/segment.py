@@ -46,6 +46,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import geartrain.core.futex as futex
+import geartrain.core.locks as locks
 from geartrain.errors import (
     IncompatibleStoreError,
     LockTimeoutError,
@@ -53,7 +55,6 @@ from geartrain.errors import (
     SchemaError,
     StoreMissingError,
 )
-from geartrain.weights import futex, locks
 
 MAGIC = b"GEARWGT\n"
 FORMAT_VERSION = 1

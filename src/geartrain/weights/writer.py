@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.errors import BuffersHeldError, GeartrainError, SchemaError, StoreClosedError
-from geartrain.weights.schema import Schema
+from geartrain.weights.layout import Schema
 from geartrain.weights.segment import MAX_BUFFERS, Segment
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 
 from geartrain.integrations.di_engine.bus import Bus, Window
-from geartrain.integrations.di_engine.engine import PEER_JOINED, PEER_LOST, Queue, install
+from geartrain.integrations.di_engine.message_queue import PEER_JOINED, PEER_LOST, Queue, install
 from geartrain.integrations.di_engine.options import MQ_TYPES
 
 if importlib.util.find_spec("ding") is not None:

@@ -28,7 +28,6 @@ from concurrent.futures import Future as Work
 from dataclasses import dataclass
 from typing import Any
 
-from geartrain.codec import native_codec
 from geartrain.errors import (
     ConnectionClosedError,
     GeartrainError,
@@ -40,13 +39,14 @@ from geartrain.errors import (
     UnknownPeerError,
     WaitTimeoutError,
 )
-from geartrain.integrations.di_engine.contacts import Contact
+from geartrain.integrations.di_engine.discovery import Contact
 from geartrain.rpc import Future, Node
-from geartrain.rpc.batch import Pending
-from geartrain.rpc.caller import Caller
-from geartrain.rpc.functions import function
-from geartrain.rpc.kinds import CALL
-from geartrain.rpc.peer import Peer
+from geartrain.rpc.batching import Pending
+from geartrain.rpc.client import Peer
+from geartrain.rpc.protocol import CALL
+from geartrain.rpc.registry import function
+from geartrain.rpc.session import Caller
+from geartrain.transport.codec import native_codec
 
 _log = logging.getLogger("geartrain.di_engine")
 

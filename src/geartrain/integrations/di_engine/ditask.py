@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from geartrain.errors import GeartrainError, MissingDependencyError
-from geartrain.integrations.di_engine.engine import further, install
+from geartrain.integrations.di_engine.message_queue import further, install
 from geartrain.integrations.di_engine.options import MQ_TYPES
 
 

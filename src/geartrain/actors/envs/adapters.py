@@ -1,0 +1,356 @@
+"""Many environments behind one face: reset, step with a batch of actions, and be told how episodes ended.
+
+Gymnasium has three answers to who resets an episode that is over, PettingZoo has agents that come and go. An actor
+wants none of that: it needs each step's true last observation, to keep, and the one to act on next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.schema import Field
+from geartrain.errors import SchemaError
+
+#: An observation or an action of n environments: an array (n, ...), or arrays by name.
+Arrays = NDArray[Any] | dict[str, NDArray[Any]]
+
+
+@dataclass
+class Stepped:
+    """What one step of n environments came to.
+
+    Attributes:
+        observation: what the action led to, (n, ...); where an episode ended, its last observation.
+        reward: (n,) or (n, agents) float32.
+        terminated: (n,) the episode is over by its own rules.
+        truncated: (n,) it was cut off, as by a limit of time.
+        next: what to act on next; where an episode ended, the first observation of the next one.
+        valid: (n,) False where this was no step: the environment only reset itself.
+    """
+
+    observation: Arrays
+    reward: NDArray[np.float32]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    next: Arrays
+    valid: NDArray[np.bool_]
+
+
+class Environments(Protocol):
+    """n environments that are stepped together."""
+
+    n: int
+
+    def reset(self, seed: int) -> Arrays:
+        """The first observations, (n, ...). The same seed gives the same episodes."""
+        ...
+
+    def step(self, actions: Arrays) -> Stepped:
+        """One step of all of them; those that are over begin anew."""
+        ...
+
+    def fields(self, max_steps: int) -> dict[str, Field]:
+        """What a store needs to keep their episodes: observation, action and reward, `max_steps` long."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of them."""
+        ...
+
+
+def environments_of(made: Any) -> Environments:
+    """The face for whatever a user's `make_env` returned.
+
+    Args:
+        made: a Gymnasium environment or a list of them, a Gymnasium vector environment, a PettingZoo parallel
+            environment or a list of them, or something that has this face already.
+
+    Raises:
+        SchemaError: it is none of those.
+    """
+    if all(hasattr(made, name) for name in ("n", "fields", "reset", "step")):
+        return made  # type: ignore[no-any-return]
+    if hasattr(made, "num_envs") and hasattr(made, "single_observation_space"):
+        return VectorEnvironments(made)
+    several = list(made) if isinstance(made, Sequence) else [made]
+    if several and all(hasattr(one, "possible_agents") and hasattr(one, "step") for one in several):
+        return ParallelEnvironments(several)
+    if several and all(hasattr(one, "observation_space") and hasattr(one, "step") for one in several):
+        return SingleEnvironments(several)
+    raise SchemaError(
+        "an environment is one of Gymnasium's, a list of them, a vector environment, or a parallel one of "
+        f"PettingZoo's; found {type(made).__name__}"
+    )
+
+
+class SingleEnvironments:
+    """Gymnasium environments, one after the other."""
+
+    def __init__(self, made: Sequence[Any]) -> None:
+        self._made = list(made)
+        self.n = len(self._made)
+        self._observed = Stacked(self._made[0].observation_space, self.n)
+        self._next = Stacked(self._made[0].observation_space, self.n)
+
+    def reset(self, seed: int) -> Arrays:
+        """As `Environments.reset`."""
+        for number, one in enumerate(self._made):
+            self._next.put(number, one.reset(seed=seed + number)[0])
+        return self._next.arrays
+
+    def step(self, actions: Arrays) -> Stepped:
+        """As `Environments.step`."""
+        reward = np.zeros(self.n, np.float32)
+        terminated, truncated = np.zeros(self.n, bool), np.zeros(self.n, bool)
+        for number, one in enumerate(self._made):
+            observation, reward[number], terminated[number], truncated[number], _ = one.step(_of(actions, number))
+            self._observed.put(number, observation)
+            if terminated[number] or truncated[number]:
+                observation = one.reset()[0]
+            self._next.put(number, observation)
+        return Stepped(self._observed.arrays, reward, terminated, truncated, self._next.arrays, np.ones(self.n, bool))
+
+    def fields(self, max_steps: int) -> dict[str, Field]:
+        """As `Environments.fields`."""
+        one = self._made[0]
+        return {
+            **space_fields("observation", one.observation_space, max_steps),
+            **space_fields("action", one.action_space, max_steps),
+            "reward": Field((max_steps,), "float32"),
+        }
+
+    def close(self) -> None:
+        """As `Environments.close`."""
+        for one in self._made:
+            one.close()
+
+
+class VectorEnvironments:
+    """A Gymnasium vector environment, whichever way it resets."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        self.n = int(made.num_envs)
+        mode = getattr(made, "metadata", {}).get("autoreset_mode", "NextStep")
+        self._mode = str(getattr(mode, "value", mode))  # NextStep, SameStep or Disabled
+        self._over = np.zeros(self.n, bool)
+
+    def reset(self, seed: int) -> Arrays:
+        """As `Environments.reset`."""
+        self._over[:] = False
+        observation, _ = self._made.reset(seed=[seed + number for number in range(self.n)])
+        return _copied(observation)
+
+    def step(self, actions: Arrays) -> Stepped:
+        """As `Environments.step`."""
+        observation, reward, terminated, truncated, info = self._made.step(actions)
+        observation = _copied(observation)
+        terminated, truncated = np.asarray(terminated, bool).copy(), np.asarray(truncated, bool).copy()
+        valid = np.ones(self.n, bool)
+        over = terminated | truncated
+        last = observation
+        if self._mode == "SameStep" and over.any():
+            last = _replaced(observation, over, info["final_obs"])
+        elif self._mode == "NextStep":
+            valid = ~self._over  # what was over was reset by this step, and its action went nowhere
+            terminated &= valid
+            truncated &= valid
+            self._over = over & valid
+        elif self._mode == "Disabled" and over.any():
+            observation = _copied(self._made.reset(options={"reset_mask": over})[0])
+        return Stepped(last, np.asarray(reward, np.float32), terminated, truncated, observation, valid)
+
+    def fields(self, max_steps: int) -> dict[str, Field]:
+        """As `Environments.fields`."""
+        return {
+            **space_fields("observation", self._made.single_observation_space, max_steps),
+            **space_fields("action", self._made.single_action_space, max_steps),
+            "reward": Field((max_steps,), "float32"),
+        }
+
+    def close(self) -> None:
+        """As `Environments.close`."""
+        self._made.close()
+
+
+class ParallelEnvironments:
+    """PettingZoo's parallel environments: the agents become an axis, in the order of `possible_agents`.
+
+    All agents must have the same spaces. An agent that has left observes zeros, its action is ignored, and `alive`
+    says so; the episode is over when all have left, terminated when any of them was.
+    """
+
+    def __init__(self, made: Sequence[Any]) -> None:
+        self._made = list(made)
+        self.n = len(self._made)
+        self.agents = list(self._made[0].possible_agents)
+        first = self.agents[0]
+        self._observation = self._made[0].observation_space(first)
+        self._action = self._made[0].action_space(first)
+        for agent in self.agents:
+            for what, space, found in (
+                ("observation", self._observation, self._made[0].observation_space(agent)),
+                ("action", self._action, self._made[0].action_space(agent)),
+            ):
+                if found != space:
+                    raise SchemaError(f"the {what} of agent {agent!r} is {found}, that of {first!r} is {space}")
+        self._step_shape = (self.n, len(self.agents))
+
+    def reset(self, seed: int) -> Arrays:
+        """As `Environments.reset`."""
+        found = [one.reset(seed=seed + number)[0] for number, one in enumerate(self._made)]
+        return np.stack([self._stack(each) for each in found])
+
+    def step(self, actions: Arrays) -> Stepped:
+        """As `Environments.step`."""
+        observed, following = [], []
+        reward = np.zeros(self._step_shape, np.float32)
+        terminated, truncated = np.zeros(self.n, bool), np.zeros(self.n, bool)
+        for number, one in enumerate(self._made):
+            mine = _of(actions, number)
+            given = {agent: mine[at] for at, agent in enumerate(self.agents) if agent in one.agents}
+            observation, rewards, ends, cuts, _ = one.step(given)
+            reward[number] = [rewards.get(agent, 0.0) for agent in self.agents]
+            observed.append(self._stack(observation))
+            if not one.agents:
+                terminated[number] = any(ends.values())
+                truncated[number] = not terminated[number] and any(cuts.values())
+                observation = one.reset()[0]
+            following.append(self._stack(observation))
+        return Stepped(np.stack(observed), reward, terminated, truncated, np.stack(following), np.ones(self.n, bool))
+
+    def fields(self, max_steps: int) -> dict[str, Field]:
+        """As `Environments.fields`."""
+        agents = len(self.agents)
+        return {
+            **space_fields("observation", self._observation, max_steps, (agents,)),
+            **space_fields("action", self._action, max_steps, (agents,)),
+            "reward": Field((max_steps, agents), "float32"),
+        }
+
+    def close(self) -> None:
+        """As `Environments.close`."""
+        for one in self._made:
+            one.close()
+
+    def _stack(self, observation: Mapping[str, Any]) -> NDArray[Any]:
+        out = np.zeros((len(self.agents), *self._observation.shape), self._observation.dtype)
+        for at, agent in enumerate(self.agents):
+            if agent in observation:
+                out[at] = observation[agent]
+        return out
+
+
+class Stacked:
+    """The observations of n environments, as arrays that are written over."""
+
+    def __init__(self, space: Any, n: int) -> None:
+        parts = space_parts(space)
+        self._single = list(parts) == [""]
+        self._arrays = {name: np.zeros((n, *shape), dtype) for name, (shape, dtype) in parts.items()}
+
+    @property
+    def arrays(self) -> Arrays:
+        """A copy, for whoever keeps it."""
+        copied = {name: array.copy() for name, array in self._arrays.items()}
+        return copied[""] if self._single else copied
+
+    def put(self, number: int, observation: Any) -> None:
+        if self._single:
+            self._arrays[""][number] = observation
+        else:
+            for name, array in self._arrays.items():
+                array[number] = _at_path(observation, name)
+
+
+def space_parts(space: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """The arrays that a Gymnasium space is made of, by their dotted names; a plain one's is "".
+
+    Raises:
+        SchemaError: a space without a fixed shape (text, graphs, sequences).
+    """
+    kind = type(space).__name__
+    if hasattr(space, "spaces"):
+        inner: Any = space.spaces
+        items = inner.items() if isinstance(inner, Mapping) else ((str(at), each) for at, each in enumerate(inner))
+        parts = {}
+        for name, each in items:
+            for below, part in space_parts(each).items():
+                parts[f"{name}.{below}" if below else str(name)] = part
+        return parts
+    if getattr(space, "shape", None) is None or getattr(space, "dtype", None) is None:
+        raise SchemaError(f"a {kind} space has no fixed shape and cannot be kept in a store; encode it first")
+    dtype = np.dtype(space.dtype)
+    return {"": (tuple(space.shape), dtype)}
+
+
+def space_fields(name: str, space: Any, max_steps: int, axes: tuple[int, ...] = ()) -> dict[str, Field]:
+    """A timed field for every array of a space, named `name` or `name.part`."""
+    return {
+        f"{name}.{part}" if part else name: Field((max_steps, *axes, *shape), dtype)
+        for part, (shape, dtype) in space_parts(space).items()
+    }
+
+
+def named(name: str, arrays: Arrays) -> dict[str, NDArray[Any]]:
+    """The arrays under the names that `space_fields` gives their fields."""
+    if isinstance(arrays, dict):
+        return {f"{name}.{part}": array for part, array in arrays.items()}
+    return {name: arrays}
+
+
+def _at_path(value: Any, path: str) -> Any:
+    for part in path.split("."):
+        value = value[int(part)] if isinstance(value, tuple | list) else value[part]
+    return value
+
+
+def _of(actions: Arrays, number: int) -> Any:
+    if isinstance(actions, dict):
+        return {name: array[number] for name, array in actions.items()}
+    one = actions[number]
+    return one.item() if isinstance(one, np.generic) and one.dtype.kind in "iub" else one
+
+
+def _copied(observation: Any) -> Arrays:
+    """The arrays of a vector environment's observation by their dotted names, out of its own memory."""
+    if isinstance(observation, Mapping | tuple):
+        flat: dict[str, NDArray[Any]] = {}
+        items = observation.items() if isinstance(observation, Mapping) else enumerate(observation)
+        for name, each in items:
+            below = _copied(each)
+            flat.update({f"{name}.{k}": v for k, v in below.items()} if isinstance(below, dict) else {str(name): below})
+        return flat
+    return np.array(observation)
+
+
+def _replaced(observation: Arrays, where: NDArray[np.bool_], final: Any) -> Arrays:
+    """The observation, with the last one of their episodes for those that are over."""
+
+    def put(array: NDArray[Any], path: str | None) -> NDArray[Any]:
+        out: NDArray[Any] = array.copy()
+        for number in np.flatnonzero(where):
+            out[number] = final[number] if path is None else _at_path(final[number], path)
+        return out
+
+    if isinstance(observation, dict):
+        return {name: put(array, name) for name, array in observation.items()}
+    return put(observation, None)
+
+
+__all__ = [
+    "Arrays",
+    "Environments",
+    "ParallelEnvironments",
+    "SingleEnvironments",
+    "Stepped",
+    "VectorEnvironments",
+    "environments_of",
+    "named",
+    "space_fields",
+]

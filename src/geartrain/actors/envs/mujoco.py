@@ -1,0 +1,41 @@
+"""Gymnasium's MuJoCo tasks: Hopper-v5, HalfCheetah-v5, Walker2d-v5, InvertedPendulum-v5 and the others.
+
+Observations and actions are vectors (float64 and float32); rewards are for one agent. Episodes are cut off after 1,000
+steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from geartrain.actors.envs import need
+from geartrain.actors.envs.adapters import SingleEnvironments
+from geartrain.errors import SchemaError
+
+
+def make(task: str, n: int = 1, **options: Any) -> SingleEnvironments:
+    """n environments of a task; `options` go to `gymnasium.make`.
+
+    Raises:
+        SchemaError: Gymnasium does not know the task.
+        MissingDependencyError: gymnasium or mujoco is not installed.
+    """
+    need("mujoco")
+    return gymnasium_environments(task, n, **options)
+
+
+def gymnasium_environments(task: str, n: int, **options: Any) -> SingleEnvironments:
+    """n environments that `gymnasium.make` makes, one after the other."""
+    import warnings
+
+    import gymnasium
+
+    with warnings.catch_warnings():  # MuJoCo 4 deprecates a name that Gymnasium still uses
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            return SingleEnvironments([gymnasium.make(task, disable_env_checker=True, **options) for _ in range(n)])
+        except gymnasium.error.UnregisteredEnv as error:
+            raise SchemaError(f"{error}") from None
+
+
+__all__ = ["make"]

@@ -1,0 +1,140 @@
+"""SMAX: battles like those of the StarCraft multi-agent challenge, as JaxMARL plays them, all n in one compiled step.
+
+Tasks are the maps: 3m, 8m, 2s3z, 3s5z, 5m_vs_6m, 3s_vs_5z, 25m, smacv2_5_units and JaxMARL's others. A team of agents
+fights one that is played by a heuristic. Every agent observes what it sees ("agents"), which of its actions are
+possible ("available"), and for critics there is what nobody sees alone ("state"). The team has one reward: the damage
+it does, 1 for all of it, and 1 more for the victory.
+
+A map takes 10 s or more to compile; with JAX_COMPILATION_CACHE_DIR set JAX keeps the result for the next process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.actors.envs import need, quiet
+from geartrain.actors.envs.adapters import Arrays, Stepped
+from geartrain.core.schema import Field
+from geartrain.errors import SchemaError
+
+
+def make(task: str, n: int = 1, **options: Any) -> Smax:
+    """n battles on a map; `options` go to JaxMARL's `HeuristicEnemySMAX`.
+
+    Raises:
+        SchemaError: JaxMARL does not know the map.
+        MissingDependencyError: jaxmarl is not installed.
+    """
+    need("smax")
+    return Smax(task, n, **options)
+
+
+class Smax:
+    """n battles. It keeps no state of its own between `reset` and `reset`, so a seed repeats every episode.
+
+    Attributes:
+        n: battles.
+        agents: in the team.
+        actions: each agent can choose from: north, east, south, west, stop, and one attack for each enemy.
+        won: (n,) which battles the last step won.
+    """
+
+    def __init__(self, task: str, n: int, **options: Any) -> None:
+        import jax
+
+        with quiet():
+            from jaxmarl.environments.smax import HeuristicEnemySMAX
+            from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO
+
+        if task not in MAP_NAME_TO_SCENARIO:
+            raise SchemaError(f"SMAX has the maps {', '.join(MAP_NAME_TO_SCENARIO)}; found {task!r}")
+        game = HeuristicEnemySMAX(scenario=MAP_NAME_TO_SCENARIO[task], **options)
+        self.n = n
+        self.agents = int(game.num_agents)
+        self.actions = int(game.action_space(game.agents[0]).n)
+        self.won: NDArray[np.bool_] = np.zeros(n, bool)
+        self._sizes = (int(game.observation_space(game.agents[0]).shape[0]), int(game.state_size))
+        self._bonus = float(game.won_battle_bonus)
+        self._jax = jax
+        self._key: Any = None
+        self._state: Any = None
+        self._first = jax.jit(jax.vmap(lambda key: _first(game, key)))
+        self._after = jax.jit(jax.vmap(lambda key, state, actions: _after(game, key, state, actions)))
+        self._where = jax.jit(jax.vmap(_pick))
+
+    def reset(self, seed: int) -> Arrays:
+        """As `Environments.reset`: "agents" (n, agents, size), "available" (n, agents, actions), "state" (n, size)."""
+        self._key, key = self._jax.random.split(self._jax.random.PRNGKey(seed))
+        observation, self._state = self._first(self._jax.random.split(key, self.n))
+        return _arrays(observation)
+
+    def step(self, actions: Arrays) -> Stepped:
+        """As `Environments.step`, for actions (n, agents) of whole numbers."""
+        self._key, step_key, reset_key = self._jax.random.split(self._key, 3)
+        split = self._jax.random.split
+        last, after, reward, over, fought_out = self._after(split(step_key, self.n), self._state, np.asarray(actions))
+        following = last
+        if np.asarray(over).any():
+            following, after = self._where(over, self._first(split(reset_key, self.n)), (last, after))
+        self._state = after
+        reward, over, fought_out = np.asarray(reward), np.asarray(over), np.asarray(fought_out)
+        self.won = over & (reward >= self._bonus)
+        return Stepped(
+            _arrays(last), reward, over & fought_out, over & ~fought_out, _arrays(following), np.ones(self.n, bool)
+        )
+
+    def fields(self, max_steps: int) -> dict[str, Field]:
+        """As `Environments.fields`."""
+        seen, state = self._sizes
+        return {
+            "observation.agents": Field((max_steps, self.agents, seen), "float32"),
+            "observation.available": Field((max_steps, self.agents, self.actions), "bool"),
+            "observation.state": Field((max_steps, state), "float32"),
+            "action": Field((max_steps, self.agents), "int64"),
+            "reward": Field((max_steps,), "float32"),
+        }
+
+    def close(self) -> None:
+        """As `Environments.close`."""
+        self._state = None
+
+
+def _observe(game: Any, observation: Any, state: Any) -> dict[str, Any]:
+    import jax.numpy as jnp
+
+    possible = game.get_avail_actions(state)
+    return {
+        "agents": jnp.stack([observation[agent] for agent in game.agents]),
+        "available": jnp.stack([possible[agent] for agent in game.agents]).astype(bool),
+        "state": observation["world_state"],
+    }
+
+
+def _first(game: Any, key: Any) -> tuple[dict[str, Any], Any]:
+    observation, state = game.reset(key)
+    return _observe(game, observation, state), state
+
+
+def _after(game: Any, key: Any, state: Any, actions: Any) -> tuple[Any, ...]:
+    """What one step of one battle leads to; fought out is a battle in which one side is left, or none."""
+    given = {agent: actions[at] for at, agent in enumerate(game.agents)}
+    observation, after, rewards, dones, _ = game.step_env(key, state, given)
+    living = after.state.unit_alive
+    both_alive = living[: game.num_agents].any() & living[game.num_agents :].any()
+    return _observe(game, observation, after), after, rewards[game.agents[0]], dones["__all__"], ~both_alive
+
+
+def _pick(over: Any, new: Any, old: Any) -> Any:
+    import jax
+
+    return jax.tree.map(lambda one, other: jax.numpy.where(over, one, other), new, old)
+
+
+def _arrays(observation: Any) -> Arrays:
+    return {name: np.array(value) for name, value in observation.items()}  # JAX's own are read-only
+
+
+__all__ = ["Smax", "make"]

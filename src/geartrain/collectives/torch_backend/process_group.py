@@ -1,0 +1,455 @@
+"""torch.distributed with geartrain's all-reduce: backend "geartrain".
+
+    import torch.distributed as dist
+    import geartrain.collectives.torch_backend.process_group        # registers the backend
+    dist.init_process_group("geartrain")
+
+or, with nothing edited, GEARTRAIN_ALLREDUCE=1 in the environment (src/geartrain_autoload).
+
+All-reduce is `geartrain.collectives.Group`'s, for tensors on the CPU and, through pinned memory, on GPUs (staging.py).
+Every other collective is Gloo's (CPU) or NCCL's (CUDA): these are registered as the group's backends, and torch's own
+code finds them there, also from C++. So is an all-reduce that a Group does not know: products, bit operations, complex,
+bool and sparse tensors. `ProcessGroup.counters` tells how many went which way.
+
+Gloo's part is made with the group, as `init_process_group("gloo")` does: a send needs two ranks only, and could not
+wait for the others to come. Connections for all-reduce are made by the first one. A group of one rank reduces nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from geartrain.collectives.torch_backend.options import Options
+from geartrain.collectives.torch_backend.staging import CudaStreams, Staging
+from geartrain.collectives.torch_backend.work import Finisher, Operation, Work, uncompiled
+from geartrain.errors import ConnectionClosedError, GeartrainError
+
+BACKEND = "geartrain"
+CLOSE_TIMEOUT_S = 10.0
+
+DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.uint8: "uint8",
+}
+# A list, compared with == in this order: torch hands over a ReduceOp, which equals a RedOpType; a RedOpType does not
+# equal it, so that `op in (ReduceOp.SUM, ...)` is never true.
+OPS = [
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.AVG, "avg"),
+    (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.MAX, "max"),
+]
+# What torch's C++ base of Python groups looks for in Python, and, finding nothing, does itself while it holds the
+# interpreter's lock. Gloo's threads take that lock to drop a tensor, with a lock of their own in hand that the call
+# needs: a deadlock, now and then. So these are found in Python, and forwarded to a group without such a base.
+FORWARDED = (
+    "allgather",
+    "all_gather_single_coalesced",
+    "allgather_into_tensor_coalesced",
+    "all_to_all_single",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "send",
+    "recv",
+)
+BackendType = dist.ProcessGroup.BackendType
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """A group of ranks whose all-reduce is geartrain's.
+
+    Made by `init_process_group("geartrain")`, `new_group` and `init_device_mesh`, not by hand.
+
+    Args:
+        store: of torch's kind, used by this group alone.
+        rank, size: within the group.
+        timeout: for every wait, unless a call has its own.
+        name: of the group, the same on all its ranks and no other group's of the job.
+        options: see `Options`.
+
+    Raises:
+        RuntimeError: Gloo's, when the other ranks do not come.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        name: str = "default",
+        options: Options | None = None,
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._store = store
+        self._timeout_s = timeout.total_seconds()
+        self._name = name
+        self.options = options or Options()
+        self._lock = threading.Lock()
+        self._groups: dict[str, Any] = {}
+        self._stagings: dict[torch.device, Staging] = {}
+        self._finisher = Finisher(f"geartrain-{name}")
+        self._counts: Counter[str] = Counter()
+        self._pid = os.getpid()
+        self._closed = False
+        self._unreachable: set[str] = set()
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)  # type: ignore[attr-defined]
+        self._register_backend(torch.device("cpu"), BackendType.GLOO, self._gloo)
+        self._set_default_backend(BackendType.GLOO)
+        self._nccl: Any = None
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            options_of_nccl = dist.ProcessGroupNCCL.Options()
+            options_of_nccl._timeout = timeout
+            self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, options_of_nccl)  # type: ignore[attr-defined]
+            self._register_backend(torch.device("cuda"), BackendType.NCCL, self._nccl)
+        self._plain = dist.ProcessGroup(dist.PrefixStore("plain/", store), rank, size)  # type: ignore[attr-defined]
+        self._plain._set_default_backend(BackendType.GLOO)
+        for device, kind, inner in (("cpu", BackendType.GLOO, self._gloo), ("cuda", BackendType.NCCL, self._nccl)):
+            if inner is not None:
+                self._plain._register_backend(torch.device(device), kind, inner)
+        _alive.add(self)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """What DDP's log and `name()` show."""
+        return BACKEND
+
+    def get_group_store(self) -> Any:
+        """The store that the group was made with."""
+        return self._store
+
+    # -- all-reduce
+
+    @uncompiled
+    def allreduce(self, tensors: Any = None, opts: Any = None, timeout: Any = None, **names: Any) -> Any:  # type: ignore[override]
+        """torch's three forms: tensors and AllreduceOptions; tensors, op, timeout; tensor, op, timeout."""
+        tensors = names.pop("tensor", tensors)
+        opts = names.pop("op", opts)
+        if names:
+            raise TypeError(f"allreduce() got unexpected arguments {sorted(names)}")
+        return self._all_reduce("allreduce", _as_list(tensors), _as_options(opts, timeout, dist.AllreduceOptions))
+
+    @uncompiled
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """Several tensors of one dtype as one operation."""
+        options = _as_options(opts, None, dist.AllreduceCoalescedOptions)
+        return self._all_reduce("allreduce_coalesced", _as_list(tensors), options)
+
+    def _all_reduce(self, method: str, tensors: list[torch.Tensor], opts: Any) -> Any:
+        op = _op_of(opts.reduceOp, tensors)
+        if (
+            op is None
+            or (method == "allreduce" and len(tensors) != 1)
+            or getattr(opts, "sparseIndices", None) is not None
+        ):
+            self._counts["inner_operations"] += 1
+            return getattr(self._plain, method)(tensors, opts)
+        self._counts["operations"] += 1
+        self._counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
+        if self.size() == 1 or not any(tensor.numel() for tensor in tensors):
+            return Work(Operation(lambda _: None, lambda: True), tensors, self._finisher, devices=_devices(tensors))
+        timeout_s = opts.timeout.total_seconds()
+        timeout_s = timeout_s if timeout_s > 0 else self._timeout_s
+        if tensors[0].is_cuda:
+            return self._on_device(tensors, op, timeout_s)
+        return self._on_host(tensors, op, timeout_s)
+
+    def _on_host(self, tensors: list[torch.Tensor], op: str, timeout_s: float) -> Work:
+        flat, back = _flat(tensors)
+        started = _told(lambda: self._start("cpu", flat, op, timeout_s))
+
+        def wait(limit_s: float | None) -> None:
+            started.wait(limit_s)
+            if back is not None:
+                back()
+
+        return Work(Operation(wait, started.done), tensors, self._finisher)
+
+    def _on_device(self, tensors: list[torch.Tensor], op: str, timeout_s: float) -> Work:
+        device = tensors[0].device
+        staging = self._staging(device)
+        flat, back = _flat(tensors)  # on the caller's stream
+        kept = [*tensors, flat] if back is not None else []
+        for tensor in kept:
+            staging.keep(tensor)
+        name = str(device)
+        job = _told(lambda: staging.submit(flat, lambda chunk: self._start(name, chunk, op, timeout_s), back))
+        return Work(
+            Operation(job.wait, job.finished.is_set),
+            tensors,
+            self._finisher,
+            devices=[device],
+            join=lambda: staging.join(job),
+            around=staging.on_back,
+        )
+
+    def _start(self, where: str, flat: torch.Tensor, op: str, timeout_s: float) -> Any:
+        return self._group(where).all_reduce_async(
+            flat, op, wire_dtype=self.options.wire_dtype_of(flat.dtype), timeout_s=timeout_s
+        )
+
+    # -- connections
+
+    def _group(self, where: str) -> Any:
+        """The Group for tensors of one device. Each has its own: calls are ordered among tensors of one device only."""
+        with self._lock:
+            if self._closed:
+                raise ConnectionClosedError(f"the process group {self._name!r} was closed")
+            group = self._groups.get(where)
+            if group is None:
+                group = self._groups[where] = self._open(where)
+            return group
+
+    def _open(self, where: str) -> Any:
+        from geartrain.collectives import Group
+
+        o = self.options
+        try:
+            return Group(
+                self.rank(),
+                self.size(),
+                store=PolledStore(f"allreduce/{where}/{o.epoch}/", self._store),
+                name=f"{self._name}/{where}",
+                reducers=o.reducers,
+                shares=o.shares,
+                algorithm=o.algorithm,
+                rates=o.rates,
+                timeout_s=self._timeout_s,
+                secret=o.secret,
+                epoch=o.epoch,
+                on_reducer_loss=o.on_reducer_loss,
+            )
+        except GeartrainError as error:
+            self._unreachable |= {address for address in o.reducers if address in str(error)}
+            raise
+
+    def blamed(self) -> set[str]:
+        """Reducers that a failure of this group was about: lost, too slow for a deadline, or not to be reached."""
+        with self._lock:
+            errors = [group.error() for group in self._groups.values()]
+        return self._unreachable.union(*(getattr(error, "reducers", ()) for error in errors))
+
+    def _staging(self, device: torch.device) -> Staging:
+        with self._lock:
+            staging = self._stagings.get(device)
+            if staging is None:
+                staging = Staging(CudaStreams(device), lambda reason: self._abort_group(str(device), reason))
+                self._stagings[device] = staging
+            return staging
+
+    def _abort_group(self, where: str, reason: str) -> None:
+        with self._lock:
+            group = self._groups.get(where)
+        if group is not None:
+            group.abort(reason)
+
+    # -- the group's life
+
+    def counters(self) -> dict[str, Any]:
+        """What went where.
+
+        `operations`, `bytes`: all-reduces of geartrain, and their tensors' bytes. `inner_operations`: those left to
+        Gloo or NCCL. `groups`: per device, the counters of `geartrain.collectives.Group`.
+        """
+        with self._lock:
+            groups = dict(self._groups)
+        counts = {key: self._counts[key] for key in ("operations", "bytes", "inner_operations")}
+        return {**counts, "groups": {where: group.counters() for where, group in groups.items()}}
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For all operations from now on."""
+        self._timeout_s = timeout.total_seconds()
+        for inner in self._inners():
+            inner._set_default_timeout(timeout)
+
+    def reopen(self, options: Options) -> None:
+        """Drops all connections; the next all-reduce makes new ones with these options, of a later epoch.
+
+        For all ranks, with none of their all-reduces under way: these fail. See `geartrain.collectives.reform`.
+        """
+        if options.epoch <= self.options.epoch:
+            raise ValueError(f"a group is reopened with a later epoch than {self.options.epoch}, found {options.epoch}")
+        self._disconnect("the process group is re-formed")
+        self.options = options
+        self._unreachable = set()
+        self._finisher = Finisher(f"geartrain-{self._name}")
+
+    def shutdown(self) -> None:
+        """Closes all connections; called by `destroy_process_group`.
+
+        What others still need of this rank is sent first, and operations whose futures were asked for have some seconds
+        to end; other operations under way fail.
+        """
+        if os.getpid() != self._pid:  # a fork of the process that owns the connections
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._disconnect(None)
+        for inner in self._inners():
+            inner.shutdown()
+
+    def abort(self) -> None:
+        """Closes all connections; what is under way fails, here and on the other ranks."""
+        with self._lock:
+            self._closed = True
+        self._disconnect("the process group was aborted")
+        for inner in self._inners():
+            with suppress(RuntimeError):  # a Gloo without support for it
+                inner.abort()
+
+    def _inners(self) -> list[Any]:
+        return [inner for inner in (self._gloo, self._nccl) if inner is not None]
+
+    def _disconnect(self, reason: str | None) -> None:
+        with self._lock:
+            groups, self._groups = self._groups, {}
+            stagings, self._stagings = self._stagings, {}
+        for group in groups.values() if reason is not None else ():
+            group.abort(reason)
+        for staging in stagings.values():
+            staging.close(CLOSE_TIMEOUT_S)
+        self._finisher.close(CLOSE_TIMEOUT_S)
+        for group in groups.values():
+            group.close()
+
+
+def _forward(name: str) -> Any:
+    def method(self: ProcessGroup, *arguments: Any, **names: Any) -> Any:
+        return getattr(self._plain, name)(*arguments, **names)
+
+    method.__name__, method.__doc__ = name, "Gloo's, or NCCL's."
+    return uncompiled(method)
+
+
+for _name in FORWARDED:
+    if hasattr(dist.ProcessGroup, _name):  # names come and go with torch's versions
+        setattr(ProcessGroup, _name, _forward(_name))
+
+
+class PolledStore:
+    """A part of a torch store, asked now and then instead of waited on: TCPStore logs every wait that ends early."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self.set, self.get, self.check = self._store.set, self._store.get, self._store.check
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Raises `RuntimeError` at the deadline, as torch's do."""
+        until_s = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > until_s:
+                raise RuntimeError(f"{keys} are not there")
+            time.sleep(0.005)
+
+
+_alive: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _shut_down_all() -> None:
+    """Ends the threads of groups that nobody destroyed, before the interpreter takes their lock away."""
+    for group in list(_alive):
+        with suppress(Exception):
+            group.shutdown()
+
+
+def create(backend_options: Any, options: Any = None) -> ProcessGroup:
+    """Called by torch to make a group: with its store, ranks and timeout, and the caller's `pg_options` if any."""
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(
+            f"pg_options of the backend {BACKEND!r} are geartrain's Options, found {type(options).__name__}"
+        )
+    ranks = list(backend_options.global_ranks_in_group) or list(range(backend_options.group_size))
+    of_world = len(ranks) if not dist.is_initialized() else dist.get_world_size()
+    chosen = (options or Options.from_environment()).of_ranks(ranks, of_world)
+    return ProcessGroup(
+        backend_options.store,
+        backend_options.group_rank,
+        backend_options.group_size,
+        backend_options.timeout,
+        name=backend_options.group_id,
+        options=chosen,
+    )
+
+
+def _as_list(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _as_options(opts: Any, timeout: timedelta | None, kind: type[Any]) -> Any:
+    if not hasattr(opts, "reduceOp"):  # a ReduceOp, or nothing
+        op, opts = opts, kind()
+        if op is not None:
+            opts.reduceOp = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
+    if timeout is not None:
+        opts.timeout = timeout
+    return opts
+
+
+def _op_of(given: Any, tensors: list[torch.Tensor]) -> str | None:
+    """The name of the operation, if it and all tensors are what a Group knows."""
+    names = [name for op, name in OPS if given == op]
+    first = tensors[0] if tensors else None
+    if not names or first is None or first.dtype not in DTYPES or first.device.type not in ("cpu", "cuda"):
+        return None
+    if names[0] == "avg" and not first.is_floating_point():
+        return None
+    same = all(t.dtype == first.dtype and t.device == first.device and t.layout == torch.strided for t in tensors)
+    return names[0] if same else None
+
+
+def _devices(tensors: list[torch.Tensor]) -> list[torch.device]:
+    return [tensors[0].device] if tensors[0].is_cuda else []
+
+
+def _flat(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    """The tensors as one contiguous array; and how to bring it back to them, where it is a copy."""
+    tensors = [tensor.detach() for tensor in tensors]
+    if len(tensors) == 1 and tensors[0].is_contiguous() and not tensors[0].is_neg():
+        return tensors[0].view(-1), None
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+    parts = list(flat.split([tensor.numel() for tensor in tensors]))  # type: ignore[no-untyped-call]
+    for part, tensor in zip(parts, tensors, strict=True):
+        part.view(tensor.shape).copy_(tensor)
+
+    def back() -> None:
+        for part, tensor in zip(parts, tensors, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    return flat, back
+
+
+def _told(start: Any) -> Any:
+    """What `start` returns; its errors as torch's, which DDP passes on."""
+    try:
+        return start()
+    except Exception as error:
+        raise dist.DistBackendError(f"geartrain: {error}") from error
+
+
+if BACKEND not in dist.Backend.backend_list:
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])

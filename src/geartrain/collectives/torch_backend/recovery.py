@@ -1,0 +1,114 @@
+"""After a reducer died: the same ranks again, without it, from the step that the furthest of them has done.
+
+    while step < STEPS:
+        try:
+            loss_of(model(batch(step))).backward()
+        except RuntimeError as error:               # names the reducer
+            step = reform(step, [net, optimizer])   # raises instead when it is a rank that was lost
+            model = DistributedDataParallel(net)    # a backward that broke off leaves DDP unusable
+            continue
+        optimizer.step()
+        step += 1
+
+A reducer that dies in the middle of a step may have answered some ranks and not others: those have done the step, these
+have not. Who has done it has the sum of everybody's gradients, so its state is the one to go on from, and a step is
+neither lost nor done twice.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from geartrain.collectives.torch_backend.process_group import PolledStore, ProcessGroup
+from geartrain.errors import PeerLostError
+
+PROBE_TIMEOUT_S = 3.0
+
+
+def reform(step: int = 0, state: Sequence[Any] = (), *, group: Any = None, timeout_s: float = 60.0) -> int:
+    """Opens the group again with the reducers that every rank still reaches, and brings all ranks to one step.
+
+    Called by all ranks of the group, each after an all-reduce of it has failed. Costs a probe of every reducer, one
+    exchange over the group's store and, where ranks had come to different steps, a broadcast of `state`.
+
+    Args:
+        step: how many steps this rank has done, its optimizer's included.
+        state: what these steps made: modules, optimizers, anything with `state_dict` and `load_state_dict`. Ranks that
+            had done fewer steps are given the state of one that had done most.
+        group: of backend "geartrain"; by default the whole job.
+        timeout_s: for the other ranks to come.
+
+    Returns:
+        The step to go on from, the same on all ranks.
+
+    Raises:
+        PeerLostError: a rank did not come in time: named. The job has to be started again (torchrun), or its group made
+            anew from the ranks that are left.
+        ValueError: the group is not geartrain's.
+    """
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(f"only a group of the backend 'geartrain' is re-formed, found {type(group).__name__}")
+    options = group.options
+    blamed = group.blamed()  # one that was stopped still takes connections
+    reached = [address for address, alive in _probe(options.reducers).items() if alive and address not in blamed]
+    said = _exchange(group, {"step": step, "reached": reached}, timeout_s)
+    lost = [address for address in options.reducers if any(address not in one["reached"] for one in said)]
+    group.reopen(options.without_reducers(lost))
+    steps = [one["step"] for one in said]
+    furthest = max(range(len(steps)), key=lambda rank: (steps[rank], -rank))
+    if min(steps) != max(steps):
+        _give(state, furthest, group)
+    return int(max(steps))
+
+
+def _probe(addresses: Sequence[str]) -> dict[str, bool]:
+    """Which reducers take a connection; all asked at once."""
+    found = dict.fromkeys(addresses, False)
+
+    def ask(address: str) -> None:
+        host, _, port = address.rpartition(":")
+        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S):
+            found[address] = True
+
+    threads = [threading.Thread(target=ask, args=(address,), daemon=True) for address in addresses]
+    for thread in threads:
+        thread.start()
+    until_s = time.monotonic() + PROBE_TIMEOUT_S + 1
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))  # a name that does not resolve has no timeout of its own
+    return found
+
+
+def _exchange(group: ProcessGroup, mine: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+    """What each rank has to say, by rank."""
+    store = PolledStore(f"reform/{group.options.epoch}/", group.get_group_store())
+    store.set(str(group.rank()), json.dumps(mine))
+    until_s = time.monotonic() + timeout_s
+    missing = list(range(group.size()))
+    while missing:
+        missing = [rank for rank in missing if not store.check([str(rank)])]
+        if missing and time.monotonic() > until_s:
+            raise PeerLostError(f"rank(s) {', '.join(map(str, missing))} did not come to re-form in {timeout_s} s")
+        with suppress(RuntimeError):
+            store.wait([str(rank) for rank in missing], timedelta(seconds=0.1))
+    return [json.loads(store.get(str(rank))) for rank in range(group.size())]
+
+
+def _give(state: Sequence[Any], source: int, group: ProcessGroup) -> None:
+    """From one rank to all others, over Gloo or NCCL."""
+    states = [one.state_dict() for one in state] if group.rank() == source else [None] * len(state)
+    dist.broadcast_object_list(states, group_src=source, group=group, device=torch.device("cpu"))
+    if group.rank() != source:
+        for one, given in zip(state, states, strict=True):
+            one.load_state_dict(given)

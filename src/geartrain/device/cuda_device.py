@@ -1,0 +1,153 @@
+"""A CUDA device that batches land on: `geartrain.device.device.Device` by torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+import geartrain.device.kernels as kernels
+from geartrain.errors import PinError
+
+if TYPE_CHECKING:
+    import torch
+
+PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # cudaHostRegister's flags
+
+
+class CudaDevice:
+    """One CUDA device, by torch."""
+
+    def __init__(self, index: int) -> None:
+        import torch
+
+        self._torch = torch
+        self._cuda: Any = torch.cuda  # partly untyped
+        self.index = index
+        self.name = f"cuda:{index}"
+        self.model = torch.cuda.get_device_name(index)
+        self.collectives = "nccl"
+        self.device = torch.device("cuda", index)
+
+    def register(self, memory: NDArray[np.uint8]) -> None:
+        """cudaHostRegister, portable and mapped; read-only memory as such."""
+        address, nbytes = memory.ctypes.data, memory.nbytes
+        flags = PORTABLE | MAPPED | (0 if memory.flags.writeable else READ_ONLY)
+        with self._torch.cuda.device(self.device):
+            code = int(self._cuda.cudart().cudaHostRegister(address, nbytes, flags))
+            if code:
+                self._forget_error()
+                raise PinError(f"cudaHostRegister: error {code}, {self._cuda.cudart().cudaGetErrorString(code)}")
+            try:
+                self.device_pointer(address)
+            except PinError:
+                self.unregister(memory)
+                raise
+
+    def unregister(self, memory: NDArray[np.uint8]) -> None:
+        """cudaHostUnregister."""
+        with self._torch.cuda.device(self.device):
+            code = int(self._cuda.cudart().cudaHostUnregister(memory.ctypes.data))
+            if code:
+                self._forget_error()
+                raise PinError(f"cudaHostUnregister: error {code}")
+
+    def device_pointer(self, address: int) -> int:
+        """Where the device sees registered memory: the same address wherever there is unified addressing."""
+        pointer = ctypes.c_uint64()
+        code = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(pointer), ctypes.c_void_p(address), 0)
+        if code:
+            raise PinError(f"the device does not see registered memory: cuMemHostGetDevicePointer returned {code}")
+        return pointer.value
+
+    def _forget_error(self) -> None:
+        # The runtime keeps the error of a failed call for the next one that asks, which would be some innocent launch.
+        with suppress(RuntimeError):
+            self._torch.empty(1, device=self.device).zero_()
+
+    def enter(self) -> None:
+        """Makes this the thread's device, and its calls harmless to a graph that another thread captures."""
+        self._torch.cuda.set_device(self.device)
+        # While some thread captures a graph, calls such as cudaMalloc and cudaEventQuery are refused to every thread
+        # in the default mode, and break the capture. What happens here concerns no capture: mode "relaxed" says so.
+        mode = ctypes.c_int(2)
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    def new_stream(self) -> Any:
+        """A stream beside the default one."""
+        return self._cuda.Stream(self.device)
+
+    def current_stream(self) -> Any:
+        """Of the calling thread."""
+        return self._torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """torch.cuda.stream."""
+        return cast(AbstractContextManager[Any], self._torch.cuda.stream(stream))
+
+    def record(self) -> Any:
+        """An event that lets the host sleep while it waits."""
+        event = self._cuda.Event(blocking=True)
+        event.record(self.current_stream())
+        return event
+
+    def wait(self, event: Any) -> None:
+        """cudaStreamWaitEvent."""
+        self.current_stream().wait_event(event)
+
+    def done(self, event: Any) -> bool:
+        """cudaEventQuery."""
+        return bool(event.query())
+
+    def sync(self, event: Any) -> None:
+        """cudaEventSynchronize; torch releases the GIL."""
+        event.synchronize()
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
+        """From torch's caching allocator."""
+        return self._torch.empty(shape, dtype=dtype, device=self.device)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """From torch's allocator of pinned memory."""
+        return self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
+
+    def host_view(self, memory: NDArray[np.uint8]) -> torch.Tensor:
+        """A tensor over the memory. Triton asks the driver where the device sees it."""
+        from geartrain.core.schema import writable_tensor
+
+        return writable_tensor(memory)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """cudaMemcpyAsync."""
+        to.copy_(source, non_blocking=True)
+
+    def run(self, work: Callable[[], object]) -> None:
+        """At once: torch gives it to the current stream."""
+        work()
+
+    def gather(self, plan: Any, *args: Any, **named: Any) -> None:
+        """The Triton kernel."""
+        plan.launch(*args, **named)
+
+    def count_steps(self, plan: Any, to: torch.Tensor, *args: Any, **named: Any) -> None:
+        """The Triton kernel, and torch's running sum."""
+        to.copy_(plan.count_steps(*args, **named))
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """record_stream."""
+        tensor.record_stream(self.current_stream())
+
+    def why_no_selection(self) -> str | None:
+        """What Triton lacks."""
+        return kernels.why_not_viable()
+
+
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+__all__ = ["CudaDevice"]

@@ -1,0 +1,257 @@
+"""What can be drawn on a GPU: the counterpart of `geartrain._native.Candidates`, method for method.
+
+The weights live in device memory and stay the caller's. Sums are made by `rebuild()` and kept by `update()`. Everything
+runs on the current stream; calls that have to know a number (is there anything to draw?) wait for the device, once
+after each change.
+
+Device memory beside the weights: 16 bytes a tile of 256 rows; as much again for draws by row where rows can be
+unselectable; 4 N for the order of sequence numbers, made when it is first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from geartrain.device.kernels.checks import MAX_ROWS, check, check_length, check_rows
+from geartrain.device.kernels.distinct_draw import draw_distinct
+from geartrain.device.kernels.philox import ROW_STREAM, counter_word
+from geartrain.device.kernels.scatter_update import scatter_update
+from geartrain.device.kernels.top_rows import first_rows
+from geartrain.device.kernels.weighted_draw import DrawKey, EveryRow, RunningSums, whole_numbers
+from geartrain.errors import EmptyStoreError, NotEnoughRowsError, SchemaError
+
+Rows = torch.Tensor | NDArray[Any] | Sequence[int]
+Chosen = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
+
+
+class DeviceCandidates:
+    """Rows that can be drawn, in a GPU's memory. The same arguments choose the same rows as on a CPU, to the bit.
+
+    Args:
+        weights: (N,) fixed-point, torch.uint32 on a CUDA device (viewed, so that what you write there counts after
+            `rebuild()`), or NumPy uint32 (copied to `device`). N is at most 2**31 - 1.
+        selectable: (N,) bool on the same device, viewed; None where all rows are. Others count as weight 0.
+        sequence: (N,) int64 on the same device, the order of commits, no two alike; None where it is the row + 1.
+        device: of NumPy weights; by default the current CUDA device.
+
+    Rows go in as int64 tensors on the device, or as NumPy whole numbers; they come out as int64 tensors.
+
+    Raises:
+        SchemaError: a wrong device, dtype or shape.
+
+    Example (on a GPU):
+        >>> import numpy as np, torch                                                      # doctest: +SKIP
+        >>> candidates = DeviceCandidates(np.array([0, 1, 3], np.uint32), device="cuda")   # doctest: +SKIP
+        >>> rows, _, probability, _ = candidates.draw(True, seed=7, step=0, round=0, numbers=1000)  # doctest: +SKIP
+        >>> torch.unique(rows).tolist()                                                    # doctest: +SKIP
+        [1, 2]
+    """
+
+    def __init__(
+        self,
+        weights: torch.Tensor | NDArray[np.uint32],
+        selectable: torch.Tensor | None = None,
+        sequence: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if isinstance(weights, np.ndarray):
+            if weights.dtype != np.uint32:
+                raise SchemaError(f"weights are uint32 (n,), found {weights.dtype} {weights.shape}")
+            weights = torch.from_numpy(np.ascontiguousarray(weights)).to(device or "cuda", copy=True)
+        check("weights", weights, (torch.uint32,))
+        if not 0 < len(weights) <= MAX_ROWS:
+            raise SchemaError(f"1 to {MAX_ROWS} rows can be drawn from, found {len(weights)}")
+        for name, tensor, dtype in (("selectable", selectable, torch.bool), ("sequence", sequence, torch.int64)):
+            if tensor is not None:
+                check(name, tensor, (dtype,), like=weights)
+                check_length(name, tensor, len(weights))
+        self.values = weights
+        self.selectable = selectable
+        self.sequence = sequence
+        self.rebuild()
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything is."""
+        return self.values.device
+
+    def rebuild(self) -> None:
+        """Makes all sums anew, after weights, selectable bits or sequence numbers were written from outside.
+
+        Reads 4 bytes a row, 6 with selectable bits.
+        """
+        self._by_weight = RunningSums(self.values, self.selectable)
+        self._by_row: RunningSums | EveryRow
+        if self.selectable is None:
+            self._by_row = EveryRow(len(self.values), self.device)
+        else:
+            self._by_row = RunningSums(self.selectable.view(torch.uint8))
+        self._age_of: torch.Tensor | None = None
+
+    def update(self, rows: Rows, weights: torch.Tensor | NDArray[np.uint32]) -> None:
+        """weights[rows] = weights; of duplicates the last wins. About 240 bytes a row, and 16 a tile for the sums.
+
+        Raises:
+            SchemaError: a row that is not there, or not as many weights (uint32) as rows; nothing was changed.
+        """
+        if isinstance(weights, np.ndarray):
+            if weights.dtype != np.uint32:
+                raise SchemaError(f"weights are uint32 (n,), found {weights.dtype} {weights.shape}")
+            weights = torch.from_numpy(np.ascontiguousarray(weights)).to(self.device)
+        scatter_update(self.values, self._known(rows), weights, self._by_weight.sums, self.selectable)
+        self._by_weight.rerun()
+
+    # --- what _native.Candidates has ---------------------------------------------------------------------------
+
+    def total_weight(self) -> int:
+        """The sum of the weights of selectable rows."""
+        return self._by_weight.total
+
+    def count(self) -> int:
+        """Selectable rows."""
+        return self._by_row.total
+
+    def weights(self, rows: Rows) -> torch.Tensor:
+        """Fixed-point weights of some rows, int64."""
+        return whole_numbers(self.values.view(torch.int32)[self._known(rows)].view(torch.uint32))
+
+    def sequences(self, rows: Rows) -> torch.Tensor:
+        """Sequence numbers of some rows, int64."""
+        known = self._known(rows)
+        return known + 1 if self.sequence is None else self.sequence[known]
+
+    def draw(
+        self,
+        by_weight: bool,
+        seed: int,
+        step: int,
+        round: int,
+        numbers: int | torch.Tensor | NDArray[np.uint32],
+        strata: int = 0,
+        limits: None = None,
+    ) -> Chosen:
+        """Draws with replacement, one for each number.
+
+        Args:
+            by_weight: in proportion to weights; otherwise uniformly from selectable rows.
+            seed, step, round: of the random numbers.
+            numbers: of the draws: an n for 0 to n - 1, or uint32 (n,).
+            strata: 0 for plain draws; n for draws that share the total evenly.
+            limits: None; make `selectable` from what limits a row.
+
+        Returns:
+            rows (int64), generations (all 1), probability (float64), and 0, the number of draws that failed.
+
+        Raises:
+            EmptyStoreError: there is nothing to draw.
+        """
+        self._check_key(seed, step, round, limits)
+        known: torch.Tensor | range
+        if isinstance(numbers, int):
+            if not 0 <= numbers <= 2**32:
+                raise SchemaError(f"0 to 2**32 rows can be drawn at once, found {numbers}")
+            known = range(numbers)
+            largest = numbers - 1
+        else:
+            if isinstance(numbers, np.ndarray):
+                numbers = torch.from_numpy(np.ascontiguousarray(numbers)).to(self.device)
+            known = numbers
+            check("numbers", known, (torch.uint32,), like=self.values)
+            largest = int(whole_numbers(known).max()) if strata and len(known) else -1
+        if not 0 <= strata < 2**32:
+            raise SchemaError(f"strata is 0 to 2**32 - 1, found {strata}")
+        if strata and largest >= strata:
+            raise SchemaError(f"draw {largest} is none of {strata} strata")
+        population = self._by_weight if by_weight else self._by_row
+        if len(known) and population.total == 0:
+            what = "no selectable row has a weight above zero" if by_weight else "the store has no selectable row"
+            raise EmptyStoreError(what)
+        rows, probability = population.draw(DrawKey(seed, step, counter_word(ROW_STREAM, round)), known, strata)
+        return rows, _generations(rows), probability, 0
+
+    def draw_distinct(
+        self,
+        by_weight: bool,
+        seed: int,
+        step: int,
+        round: int,
+        n: int,
+        excluded: Rows = (),
+        limits: None = None,
+    ) -> Chosen:
+        """Draws n different rows, none of `excluded`; the rest as in `draw`.
+
+        Raises:
+            EmptyStoreError, NotEnoughRowsError: there is nothing, or not enough, to draw.
+        """
+        self._check_key(seed, step, round, limits)
+        gone = self._known(excluded)
+        if self.count() < n + len(gone):
+            available = max(self.count() - len(gone), 0)
+            raise NotEnoughRowsError(f"{n} different rows were asked for, {available} can be drawn")
+        population = self._by_weight if by_weight else self._by_row
+        rows, probability = draw_distinct(population, seed, step, round, n, gone)
+        return rows, _generations(rows), probability, 0
+
+    def first(self, order: int, n: int, after: int, excluded: Rows = (), limits: None = None) -> Chosen:
+        """The first n rows in an order: 0 oldest, 1 newest, 2 heaviest, of equals the older; none of `excluded`.
+
+        Sequence numbers up to and including `after` are passed over.
+
+        Returns:
+            rows (int64), generations (all 1), probability (all 1) and how many were found; what is behind those is 0.
+        """
+        self._check_key(0, 0, 0, limits)
+        gone = self._known(excluded)
+        found = first_rows(self.values, self.selectable, self._ages(), order, n + len(gone), self._up_to(after))
+        found = found[~torch.isin(found, gone)][:n]
+        rows = torch.zeros(n, dtype=torch.int64, device=self.device)
+        rows[: len(found)] = found
+        return rows, _generations(rows), torch.ones(n, dtype=torch.float64, device=self.device), len(found)
+
+    # --- helpers -----------------------------------------------------------------------------------------------
+
+    def _known(self, rows: Rows) -> torch.Tensor:
+        """Row numbers as int64 on the device; raises when one is not there."""
+        if isinstance(rows, torch.Tensor):
+            check("rows", rows, (torch.int64,), like=self.values)
+            known = rows
+        else:
+            array = np.asarray(rows)
+            if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+                raise SchemaError(f"rows are whole numbers (n,), found {array.dtype} {array.shape}")
+            known = torch.from_numpy(array.astype(np.int64)).to(self.device)
+        check_rows("rows", known, len(self.values))
+        return known
+
+    def _ages(self) -> torch.Tensor | None:
+        if self.sequence is not None and self._age_of is None:
+            order = torch.argsort(self.sequence, stable=True)
+            self._age_of = torch.empty(len(order), dtype=torch.int32, device=self.device)
+            self._age_of[order] = torch.arange(len(order), dtype=torch.int32, device=self.device)
+        return self._age_of
+
+    def _up_to(self, after: int) -> int:
+        """How many rows have sequence numbers up to and including `after`."""
+        if self.sequence is None:
+            return min(after, len(self.values))
+        return int(torch.count_nonzero(self.sequence <= min(after, 2**63 - 1)))
+
+    @staticmethod
+    def _check_key(seed: int, step: int, round: int, limits: None) -> None:
+        if limits is not None:
+            raise SchemaError("bare arrays have no versions, ages or lengths to limit")
+        if not (0 <= seed < 2**64 and 0 <= step < 2**64 and 0 <= round < 2**18):
+            raise SchemaError(
+                f"seed and step are below 2**64 and round below 2**18, found seed={seed}, step={step}, round={round}"
+            )
+
+
+def _generations(rows: torch.Tensor) -> torch.Tensor:
+    """One 1 for each row; takes no memory."""
+    return torch.ones((), dtype=torch.int64, device=rows.device).expand(len(rows))

@@ -1,0 +1,297 @@
+"""Chosen rows out of mapped host memory into a batch in device memory: all fields and windows in one launch.
+
+native/fetch/fetch.cc's work, done by the GPU itself (GEAR, section 3.4): it reads the rows' words and blocks where they
+are, in shared memory that is registered with the driver, and writes the batch, its padding, its mask and its books. No
+CPU touches a row.
+
+What is written, row by row, is native/fetch/fetch.h's: a window of W steps that ends at step t holds steps max(0, t - W
++ 1)
+.. t and nothing later; missing steps are 0. Fields may be converted on the way: y = float32(x) * scale + offset, each
+step rounded to float32, then to the output's dtype. Where it is 0 because there is no step, it is 0 whatever the
+offset. With `cu_seqlens` the windows stand one behind the other instead, without padding.
+
+How it is cut. A row of the batch is a few *slots*: one for its books (mask, start, length, version) and, for each
+field, as many pieces of CHUNK bytes as its window may touch. There are `programs` programs, each of which takes every
+programs-th slot of the batch: enough to keep the link busy (a few hundred KB in flight; a link of 64 GB/s and 1.5 us
+needs 100 KB), few enough to leave the multiprocessors to the model.
+
+Alignment. Host memory is read in whole, aligned groups of 16 bytes, a warp's 512 bytes side by side and from a multiple
+of 128 on, whatever the window's first byte is: what the link carries are full requests. Groups that hold no wanted byte
+are not read; blocks are aligned to 64 bytes, so a group never leaves its block. The shift between source and
+destination is undone in the stores, which go to device memory and can be as narrow as the field's step demands: 16
+bytes a thread where steps are a multiple of 16, else 8, 4, 2 or 1.
+
+Torn rows. Every slot reads the row's word before and after it reads the block, as native/fetch/fetch.cc does:
+
+    1  w = ld.acquire.sys(word)        the generation must be the key's
+    2  version, blocks                 ld.volatile, which is ld.relaxed.sys
+    3  fence.acq_rel.sys               in every thread, for its own loads
+    4  ld.volatile(word)               the generation must be the key's still
+    5  store to the batch              only then
+
+A writer changes the word, fences (Store::allocate), and only then writes the block; it commits the next word after the
+block. If a load of 2 returns a byte of the next row, it has read a store that came after the change of the word; by the
+fences on both sides, step 4 then sees the changed word, and the slot says torn. If step 1 returns the key's word, its
+acquire makes 2 see the block that was committed with it, not older bytes that a cache of the GPU may still hold. All of
+them are at system scope, which is the one that includes the CPU's threads; at any narrower one the multiprocessor's L1
+may answer. Nothing is asked of the link but that it carries reads of host memory that snoop the CPU's caches, in the
+order in which the GPU waits for them: step 3 waits for the data of 2 before the read of 4 goes out. No atomic operation
+is made on host memory: without PCIe atomics the device would do it as a read and a write, and could undo a CPU's
+change. Each slot checks for itself. A row is whole if all its slots are: each of them read its part while the
+generation was the key's. (The generation has 32 bits and moves by two a life; to be fooled, a row has to be rewritten
+2^31 times during one copy, as on the CPU.)
+
+Rows that grow. A row may get longer while its generation stays (Store::publish), so that two reads of its length may
+differ, and pieces of one window would not fit together. A small launch before this one reads each length once, with a
+fence behind it: steps are written before they are counted, so those that were counted are there to be read.
+
+Bytes: the window once over the link, and 128 bytes of words and books a slot. Versions: 1. (this) not timed on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+
+from geartrain.device.kernels.checks import on_device_of
+from geartrain.device.kernels.gather_kernels import count_steps_kernel, gather_rows_kernel, read_lengths_kernel
+from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO, Arena, GatherField, Segment
+from geartrain.device.kernels.gather_order import order_for, warps_of
+from geartrain.device.kernels.philox import WINDOW_STREAM, counter_word
+from geartrain.errors import SchemaError
+
+# Bytes of a piece: 32 a thread, 16 where elements are single bytes, each of which takes a register on its way.
+LARGEST_CHUNK, LARGEST_CHUNK_OF_BYTES, SMALLEST_CHUNK = 4096, 2048, 1024
+# Offsets of lanes are kept in registers for each kind of field; with more kinds than this, pieces are the smallest.
+MANY_KINDS = 4
+ALIGNED = 128  # the link's longest request
+_LAST, _GIVEN, _DRAWN = 0, 1, 2  # how a window's last step is found
+
+
+class GatherRows:
+    """One kind of batch: which fields, which windows, which layout; checked once, launched for every batch.
+
+    Args:
+        segment: the store's.
+        fields: what is gathered.
+        window: steps of a window; 0 for whole rows.
+        pad_left: where missing steps go.
+        packed: windows one behind the other, without padding.
+
+    Raises:
+        SchemaError: a conversion that there is not, or a window of 2 GB and more.
+    """
+
+    def __init__(
+        self, segment: Segment, fields: Sequence[GatherField], window: int, pad_left: bool, packed: bool = False
+    ) -> None:
+        self.segment = segment
+        self.fields = list(fields)
+        self.window = window
+        self.steps = window or segment.max_length
+        self.pad_left = pad_left
+        self.packed = packed
+        for field in self.fields:
+            if field.result is not None and (field.dtype not in CONVERTED_FROM or field.result not in CONVERTED_TO):
+                raise SchemaError(
+                    f"field {field.name!r} of {field.dtype} cannot become {field.result}; converted are "
+                    f"{', '.join(CONVERTED_FROM)} to {', '.join(CONVERTED_TO)}"
+                )
+            if self._room(field) >= 2**31:
+                raise SchemaError(f"a window of field {field.name!r} has {self._room(field)} bytes, 2 GB or more")
+        kinds = list(dict.fromkeys(field.kind for field in self.fields))
+        self._kind_of = [kinds.index(field.kind) for field in self.fields]
+        self.kinds = tuple(kinds)
+        of_bytes = any(kind[1] == 1 for kind in kinds)
+        most = LARGEST_CHUNK_OF_BYTES if of_bytes else LARGEST_CHUNK
+        if len(kinds) > MANY_KINDS:
+            most = SMALLEST_CHUNK
+        # A piece begins at a multiple of 128 in the segment, so a window may touch 127 bytes more than it has.
+        touched = max((self._room(field) + ALIGNED - 1 for field in self.fields), default=0)
+        self.chunk = min(most, max(SMALLEST_CHUNK, triton.next_power_of_2(touched)))
+        self.slots = [(-1, 0)] + [
+            (number, piece)
+            for number, field in enumerate(self.fields)
+            for piece in range(-(-(self._room(field) + ALIGNED - 1) // self.chunk))
+        ]
+        self._tables: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def _room(self, field: GatherField) -> int:
+        return field.step_bytes * self.steps if field.timed else field.step_bytes
+
+    def arena(self, n: int) -> Arena:
+        """The layout of a batch of n rows."""
+        at = 0
+        offsets = []
+
+        def take(nbytes: int) -> int:
+            nonlocal at
+            began, at = at, -(-(at + nbytes) // 256) * 256
+            return began
+
+        for field in self.fields:
+            offsets.append(take(n * (self.steps if field.timed else 1) * field.result_bytes))
+        mask = take(0 if self.packed else n * self.steps)
+        return Arena(n, tuple(offsets), mask, take(4 * n), take(4 * n), take(8 * n), take(n), at)
+
+    # --- launch ------------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        segment: torch.Tensor,
+        arena: torch.Tensor,
+        layout: Arena,
+        rows: torch.Tensor,
+        generations: torch.Tensor,
+        *,
+        ends: torch.Tensor | None = None,
+        draw: tuple[int, int, int] | None = None,
+        numbers: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        clear: bool = True,
+    ) -> None:
+        """Gathers on the current stream; returns at once.
+
+        Args:
+            segment: (bytes,) uint8, host memory that the device can read.
+            arena: (layout.nbytes,) uint8 on the device.
+            rows, generations: (k,) whole numbers on the device. Rows are below the capacity.
+            ends: (k,) int32, the last step of each window.
+            draw: (seed, step, attempt) of windows whose last step is drawn, instead.
+            numbers: (k,) uint32, the draws' numbers; 0, 1, 2, ... by default.
+            places: (k,) uint32, which place of the arena each row goes to; 0, 1, 2, ... by default.
+            cu_seqlens: (k + 1,) int32 where the layout is packed: `count_steps`' running sums.
+            clear: set all of `torn` in the arena to 0 before; a row that is torn gets a 1.
+        """
+        table, slots, factors = self._tables_on(arena.device, layout)
+        if clear:
+            arena[layout.torn : layout.torn + layout.n].zero_()
+        k = len(rows)
+        if k == 0:
+            return
+        seed, step, attempt = draw or (0, 0, 0)
+        known, order = segment[:1], order_for(arena)
+        items = k * len(self.slots)
+        with on_device_of(arena):
+            gather_rows_kernel[(min(items, _programs(arena)),)](
+                segment,
+                arena,
+                rows,
+                generations,
+                self.read_lengths(segment, rows),
+                known if ends is None else ends,
+                known if numbers is None else numbers,
+                known if places is None else places,
+                known if cu_seqlens is None else cu_seqlens,
+                table,
+                slots,
+                factors,
+                k,
+                len(self.slots),
+                self.steps,
+                self.segment.words,
+                self.segment.status,
+                layout.mask,
+                layout.starts,
+                layout.lengths,
+                layout.versions,
+                layout.torn,
+                seed,
+                step,
+                counter_word(WINDOW_STREAM, attempt),
+                KINDS=self.kinds,
+                WINDOWED=self.window != 0,
+                PAD_LEFT=self.pad_left,
+                ENDS=_DRAWN if draw is not None else _LAST if ends is None else _GIVEN,
+                NUMBERED=numbers is not None,
+                PLACED=places is not None,
+                PACKED=self.packed,
+                STATUS_STRIDE=self.segment.status_stride,
+                CHUNK=self.chunk,
+                MASK_BLOCK=256,
+                ORDER=order,
+                num_warps=warps_of(self.chunk, order),
+                enable_fp_fusion=False,
+            )
+
+    def read_lengths(self, segment: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The rows' lengths as they are now, (k,) int32 on the device.
+
+        One reading for all slots of a row: a row that grows has one length at a time, and its pieces must agree on it.
+        """
+        lengths = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+        with on_device_of(rows):
+            if len(rows):
+                read_lengths_kernel[(triton.cdiv(len(rows), 128),)](
+                    segment,
+                    rows,
+                    lengths,
+                    len(rows),
+                    self.segment.max_length,
+                    self.segment.status,
+                    STATUS_STRIDE=self.segment.status_stride,
+                    BLOCK=128,
+                    ORDER=order_for(rows),
+                )
+        return lengths
+
+    def count_steps(
+        self,
+        segment: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        ends: torch.Tensor | None = None,
+        draw: tuple[int, int, int] | None = None,
+        numbers: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Where each window of a packed batch begins, and at last how many steps there are: (k + 1,) int32."""
+        k = len(rows)
+        counts = torch.zeros(k + 1, dtype=torch.int32, device=rows.device)
+        seed, step, attempt = draw or (0, 0, 0)
+        known = segment[:1]
+        with on_device_of(rows):
+            if k:
+                count_steps_kernel[(triton.cdiv(k, 128),)](
+                    self.read_lengths(segment, rows),
+                    known if ends is None else ends,
+                    known if numbers is None else numbers,
+                    counts,
+                    k,
+                    self.steps,
+                    seed,
+                    step,
+                    counter_word(WINDOW_STREAM, attempt),
+                    WINDOWED=self.window != 0,
+                    ENDS=_DRAWN if draw is not None else _LAST if ends is None else _GIVEN,
+                    NUMBERED=numbers is not None,
+                    BLOCK=128,
+                )
+        return torch.cumsum(counts, 0, dtype=torch.int32)
+
+    def _tables_on(self, device: torch.device, layout: Arena) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        known = self._tables.get((device, layout.n))
+        if known is None:
+            table = [
+                [field.offset, field.stride, field.step_bytes, int(field.timed), at, kind, field.result_bytes, 0]
+                for field, at, kind in zip(self.fields, layout.fields, self._kind_of, strict=True)
+            ]
+            known = (
+                torch.tensor(table, dtype=torch.int64).to(device),
+                torch.tensor(self.slots, dtype=torch.int32).to(device),
+                torch.tensor([[f.scale, f.shift] for f in self.fields], dtype=torch.float32).to(device),
+            )
+            self._tables[(device, layout.n)] = known
+        return known
+
+
+def _programs(arena: torch.Tensor) -> int:
+    """Two a multiprocessor: see the text at the top."""
+    if arena.device.type != "cuda":
+        return 8
+    return 2 * torch.cuda.get_device_properties(arena.device).multi_processor_count
+
+
+__all__ = ["GatherRows"]

@@ -1,0 +1,303 @@
+"""The kernels of the gather: lengths are read once, steps are counted where windows are packed, and rows are moved."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from geartrain.device.kernels.gather_order import behind, first_word, still
+from geartrain.device.kernels.philox import below, random_bits
+
+
+@triton.jit
+def _bfloat16(value):
+    """The bits of float32 numbers rounded to the nearest bfloat16, of two the even: the interpreter's cast cuts."""
+    bits = value.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(value == value, rounded, 0x7FC0).to(tl.uint16)  # noqa: PLR0124 (NaN)
+
+
+@triton.jit
+def _move(
+    segment,
+    arena,
+    word,
+    generation,
+    source,
+    low,
+    high,
+    total,
+    target,
+    first,
+    scale,
+    shift,
+    SOURCE: tl.constexpr,
+    SOURCE_BYTES: tl.constexpr,
+    RESULT: tl.constexpr,
+    RESULT_BYTES: tl.constexpr,
+    CONVERT: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ORDER: tl.constexpr,
+):
+    """One piece of one field of one row; returns whether the row was whole.
+
+    Bytes are counted from the first byte of the field's window in the batch, which stands at `source` in the segment
+    (or would, where there is padding before the first step) and goes to `target`. Bytes [low, high) of the window's
+    `total` are steps of the row.
+    """
+    SIZE: tl.constexpr = CHUNK // SOURCE_BYTES
+    PER_GROUP: tl.constexpr = 16 // SOURCE_BYTES
+    lane = tl.arange(0, SIZE)
+    lead = source & 127
+    from_ = (segment + tl.multiple_of((source - lead) + first, 128)).to(tl.pointer_type(SOURCE))
+    begin = (first - lead).to(tl.int32)  # of lane 0; a window has less than 2^31 bytes
+    at_group = begin + lane // PER_GROUP * 16
+    # One comparison for two ends: what lies before the first is a large unsigned number.
+    first_group = (low - ((lead + low) & 15)).to(tl.int32)
+    wanted = (at_group - first_group).to(tl.uint32) < tl.where(high > low, high - first_group, 0).to(tl.uint32)
+    value = tl.load(from_ + lane, mask=wanted, other=0, volatile=True)
+    whole = still(word, generation, ORDER)
+    at = begin + lane * SOURCE_BYTES
+    real = (at - low.to(tl.int32)).to(tl.uint32) < (high - low).to(tl.uint32)
+    if CONVERT != 0:
+        exact = value.to(tl.float32) * scale + shift
+        if CONVERT == 2:
+            result = _bfloat16(exact)
+        else:
+            result = exact.to(RESULT)
+        result = tl.where(real, result, tl.zeros_like(result))
+    else:
+        result = tl.where(real, value, tl.zeros_like(value))
+    room = tl.where(whole, total, 0).to(tl.uint32)
+    start = target + (first - lead) // SOURCE_BYTES * RESULT_BYTES
+    if WIDE:  # steps, and so all the other numbers, are multiples of 16 bytes
+        to = (arena + tl.multiple_of(start, 16)).to(tl.pointer_type(RESULT))
+        tl.store(to + lane, result, mask=at_group.to(tl.uint32) < room)
+    else:
+        to = (arena + start).to(tl.pointer_type(RESULT))
+        tl.store(to + lane, result, mask=at.to(tl.uint32) < room)
+    return whole
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n",
+        "slots_a_row",
+        "window",
+        "words_at",
+        "status_at",
+        "mask_at",
+        "starts_at",
+        "lengths_at",
+        "versions_at",
+        "torn_at",
+        "seed",
+        "step",
+        "counter",
+    ]
+)
+def gather_rows_kernel(
+    segment,
+    arena,
+    rows,
+    generations,
+    lengths,
+    ends,
+    numbers,
+    places,
+    cu_seqlens,
+    fields,
+    slots,
+    factors,
+    n: tl.int64,
+    slots_a_row: tl.int64,
+    window: tl.int64,
+    words_at: tl.int64,
+    status_at: tl.int64,
+    mask_at: tl.int64,
+    starts_at: tl.int64,
+    lengths_at: tl.int64,
+    versions_at: tl.int64,
+    torn_at: tl.int64,
+    seed: tl.uint64,
+    step: tl.uint64,
+    counter: tl.uint32,
+    KINDS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PAD_LEFT: tl.constexpr,
+    ENDS: tl.constexpr,
+    NUMBERED: tl.constexpr,
+    PLACED: tl.constexpr,
+    PACKED: tl.constexpr,
+    STATUS_STRIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MASK_BLOCK: tl.constexpr,
+    ORDER: tl.constexpr,
+):
+    """Slots of a batch, one after the other; see the text above for what a slot is and what is read in which order."""
+    for item in range(tl.program_id(0).to(tl.int64), n * slots_a_row, tl.num_programs(0).to(tl.int64)):
+        i = item // slots_a_row
+        slot = item % slots_a_row
+        row = tl.load(rows + i).to(tl.int64)
+        generation = tl.load(generations + i).to(tl.int64) & 0xFFFFFFFF
+        place = i
+        if PLACED:
+            place = tl.load(places + i).to(tl.int64)
+        word = (segment + tl.multiple_of(words_at + row * 8, 8)).to(tl.pointer_type(tl.int64))
+        before = (first_word(word, ORDER) >> 32) & 0xFFFFFFFF
+        whole = (before == generation) & ((generation & 1) == 1)
+        if whole:
+            about = segment + tl.multiple_of(status_at + row * STATUS_STRIDE, 8)
+            length = tl.load(lengths + i).to(tl.int64)
+            begin = tl.zeros_like(length)
+            count = length
+            at = tl.zeros_like(length)
+            if WINDOWED:
+                end = length - 1
+                if ENDS == 1:
+                    end = tl.minimum(end, tl.maximum(tl.load(ends + i).to(tl.int64), 0))
+                if ENDS == 2:
+                    number = i.to(tl.uint32)
+                    if NUMBERED:
+                        number = tl.load(numbers + i).to(tl.uint32)
+                    bits_high, bits_low = random_bits(number, counter, seed.to(tl.uint64), step.to(tl.uint64))
+                    end = below(bits_high, bits_low, tl.maximum(length, 1).to(tl.uint64)).to(tl.int64)
+                    end = tl.minimum(end, length - 1)
+                count = tl.minimum(window, end + 1)
+                begin = end + 1 - count
+                if PAD_LEFT:
+                    at = window - count
+            room = window
+            stands = place * window  # in steps, where the row's window begins in timed fields
+            if PACKED:
+                stands = tl.load(cu_seqlens + i).to(tl.int64)
+                room = tl.load(cu_seqlens + i + 1).to(tl.int64) - stands
+                whole = room == count
+                at = tl.zeros_like(length)
+            if whole:
+                field = tl.load(slots + slot * 2).to(tl.int64)
+                if field < 0:
+                    version = tl.load((about + 8).to(tl.pointer_type(tl.int64)), volatile=True)
+                    whole = still(word, generation, ORDER)
+                    tl.store((arena + starts_at + place * 4).to(tl.pointer_type(tl.int32)), begin.to(tl.int32))
+                    tl.store((arena + lengths_at + place * 4).to(tl.pointer_type(tl.int32)), length.to(tl.int32))
+                    tl.store((arena + versions_at + place * 8).to(tl.pointer_type(tl.int64)), version)
+                    if not PACKED:
+                        for first in range(0, window, MASK_BLOCK):
+                            step_of = first + tl.arange(0, MASK_BLOCK)
+                            is_real = (step_of >= at) & (step_of < at + count)
+                            tl.store(
+                                arena + mask_at + place * window + step_of,
+                                is_real.to(tl.uint8),
+                                mask=step_of < window,
+                            )
+                else:
+                    about_field = fields + field * 8
+                    timed = tl.load(about_field + 3)
+                    step_bytes = tl.load(about_field + 2)
+                    result_bytes = tl.load(about_field + 6)
+                    kind = tl.load(about_field + 5)
+                    column = tl.load(about_field) + row * tl.load(about_field + 1)
+                    target = tl.load(about_field + 4)
+                    first = tl.load(slots + slot * 2 + 1).to(tl.int64) * CHUNK
+                    source = column
+                    low = tl.zeros_like(length)
+                    high = step_bytes
+                    total = step_bytes
+                    if timed != 0:
+                        source = column + (begin - at) * step_bytes
+                        low = at * step_bytes
+                        high = (at + count) * step_bytes
+                        total = room * step_bytes
+                        target += stands * result_bytes
+                    else:
+                        target += place * result_bytes
+                    scale = tl.load(factors + field * 2)
+                    shift = tl.load(factors + field * 2 + 1)
+                    for k in tl.static_range(len(KINDS)):
+                        if kind == k:
+                            whole = _move(
+                                segment,
+                                arena,
+                                word,
+                                generation,
+                                source,
+                                low,
+                                high,
+                                total,
+                                target,
+                                first,
+                                scale,
+                                shift,
+                                KINDS[k][0],
+                                KINDS[k][1],
+                                KINDS[k][2],
+                                KINDS[k][3],
+                                KINDS[k][4],
+                                KINDS[k][5],
+                                CHUNK,
+                                ORDER,
+                            )
+        if not whole:
+            tl.store(arena + torn_at + place, tl.full([], 1, tl.uint8))
+
+
+@triton.jit(do_not_specialize=["n", "max_length", "status_at"])
+def read_lengths_kernel(
+    segment,
+    rows,
+    lengths,
+    n: tl.int64,
+    max_length: tl.int64,
+    status_at: tl.int64,
+    STATUS_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ORDER: tl.constexpr,
+):
+    """lengths[i] = steps of row i; what is read after this kernel is at least as new."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    row = tl.load(rows + i, mask=inside, other=0).to(tl.int64)
+    about = segment + (status_at + row * STATUS_STRIDE + 24)
+    length = tl.load(about.to(tl.pointer_type(tl.int32)), mask=inside, other=0, volatile=True).to(tl.int64)
+    length = behind(tl.minimum(tl.maximum(length, 0), max_length), ORDER)
+    tl.store(lengths + i, length.to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "window", "seed", "step", "counter"])
+def count_steps_kernel(
+    lengths,
+    ends,
+    numbers,
+    counts,
+    n: tl.int64,
+    window: tl.int64,
+    seed: tl.uint64,
+    step: tl.uint64,
+    counter: tl.uint32,
+    WINDOWED: tl.constexpr,
+    ENDS: tl.constexpr,
+    NUMBERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """counts[i + 1] = steps of the window of row i, as `gather_rows_kernel` will find it if the row stays."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    length = tl.load(lengths + i, mask=inside, other=0).to(tl.int64)
+    count = length
+    if WINDOWED:
+        end = length - 1
+        if ENDS == 1:
+            end = tl.minimum(end, tl.maximum(tl.load(ends + i, mask=inside, other=0).to(tl.int64), 0))
+        if ENDS == 2:
+            number = i.to(tl.uint32)
+            if NUMBERED:
+                number = tl.load(numbers + i, mask=inside, other=0).to(tl.uint32)
+            high, low = random_bits(number, counter, seed.to(tl.uint64), step.to(tl.uint64))
+            end = tl.minimum(below(high, low, tl.maximum(length, 1).to(tl.uint64)).to(tl.int64), end)
+        count = tl.minimum(window, end + 1)
+    tl.store(counts + i + 1, count.to(tl.int32), mask=inside)
+
+
+__all__ = ["count_steps_kernel", "gather_rows_kernel", "read_lengths_kernel"]

@@ -1,0 +1,69 @@
+"""Reads of host memory in the order in which torn rows are seen: see the text at the top of `gather_rows`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from geartrain.device.kernels import interpreting
+from geartrain.device.kernels.gather_layout import GROUP
+
+# How a word is read before and after: PTX, AMD's instructions, or nothing, where the interpreter runs alone.
+PLAIN, NVIDIA, AMD = 0, 1, 2
+
+
+def warps_of(chunk: int, order: int) -> int:
+    """As many warps as load a piece with 16 bytes a thread, and no more than read 32 of them."""
+    lanes = 64 if order == AMD else 32
+    return max(1, min(128 // lanes, chunk // (GROUP * lanes)))
+
+
+def order_for(arena: torch.Tensor) -> int:
+    """How a launch that writes there has to read: by the GPU's vendor."""
+    if interpreting() or arena.device.type != "cuda":
+        return PLAIN
+    return AMD if torch.version.hip else NVIDIA
+
+
+@triton.jit
+def first_word(word, ORDER: tl.constexpr):
+    """A row's word, before anything else of the row is read."""
+    if ORDER == 1:
+        value = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [word.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
+        )
+    elif ORDER == 2:
+        value = behind(tl.load(word, volatile=True), ORDER)
+    else:
+        value = tl.load(word, volatile=True)
+    return value
+
+
+@triton.jit
+def behind(value, ORDER: tl.constexpr):
+    """The value itself, behind everything that this thread has read before: what it reads next is read later."""
+    if ORDER == 1:
+        value = tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [value], dtype=tl.int64, is_pure=False, pack=1
+        )
+    elif ORDER == 2:
+        value = tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0) lgkmcnt(0)\nbuffer_inv sc0 sc1\nv_mov_b32 $0, $1",
+            "=v,v",
+            [value.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        ).to(tl.int64)
+    return value
+
+
+@triton.jit
+def still(word, generation, ORDER: tl.constexpr):
+    """Whether the row's generation is what it was, once everything before has been read."""
+    expected = behind(generation, ORDER)
+    return ((tl.load(word, volatile=True) >> 32) & 0xFFFFFFFF) == expected
+
+
+__all__ = ["AMD", "NVIDIA", "PLAIN", "behind", "first_word", "order_for", "still", "warps_of"]

@@ -1,0 +1,312 @@
+"""Segments pinned for GPUs where they are, within a limit that all processes of the host keep together.
+
+CUDA registers memory per process: each process that lets a GPU read a segment registers its own mapping of it, which
+takes time by the gigabyte (page tables) and no memory. The pages underneath are the host's, and pinned once or eight
+times they are the same pages. So registrations belong to processes, and the limit belongs to the host: it counts each
+segment once, however many processes have it registered, and stops being counted when the last of them is gone.
+
+The ledger is a directory in /dev/shm, a file for each registration, named after the segment's inode:
+
+    <device>-<inode>.<pid>.<number>    JSON: bytes, limit_bytes, path; locked (flock) by the process as long as it lives
+
+The kernel drops the lock when its process dies, however it dies; whoever looks next removes such files. The limit in
+force is the least that any living registration was made under. Half of the memory that this process may use unless
+GEARTRAIN_PIN_LIMIT_GB or an argument says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import logging
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import geartrain._native as _native
+from geartrain.device.device import Device
+from geartrain.errors import PinError, WaitTimeoutError
+
+LEDGER = Path("/dev/shm/geartrain-pinned")
+LIMIT_VARIABLE = "GEARTRAIN_PIN_LIMIT_GB"
+GUARD_S = 10.0  # longest wait for the ledger
+
+_log = logging.getLogger("geartrain.device.pinned_memory")
+_numbers = itertools.count()
+
+
+class MappedSegment(Protocol):
+    """A shared segment as this process has mapped it; a `Store` is one."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def path(self) -> Path:
+        """Its file, which may have been unlinked."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        ...
+
+    @property
+    def native(self) -> _native.Store:
+        """What has the memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A segment that is registered by some living process."""
+
+    segment: str
+    nbytes: int
+    limit_bytes: int
+    path: str
+    pid: int
+
+
+def default_limit() -> int:
+    """Bytes that may be pinned on this host unless somebody says less."""
+    asked = os.environ.get(LIMIT_VARIABLE)
+    if asked is not None:
+        try:
+            return int(float(asked) * 1e9)
+        except ValueError:
+            raise PinError(f"{LIMIT_VARIABLE} is a number of gigabytes, found {asked!r}") from None
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total // 2
+
+
+class Ledger:
+    """Who on this host has pinned what.
+
+    Args:
+        directory: where it is kept; one a host.
+    """
+
+    def __init__(self, directory: Path = LEDGER) -> None:
+        self.directory = directory
+
+    def entries(self) -> list[Pinned]:
+        """All registrations of living processes."""
+        with self._guarded():
+            return self._living()
+
+    def total(self) -> int:
+        """Bytes pinned on this host, each segment once."""
+        return _total(self.entries())
+
+    def enter(self, store: MappedSegment, limit_bytes: int) -> int:
+        """Notes that this process is about to register a store's segment; returns the descriptor that keeps the note.
+
+        Raises:
+            PinError: it would go beyond the limit.
+        """
+        about = store.path.stat() if store.path.exists() else None
+        segment = f"{about.st_dev}-{about.st_ino}" if about else f"unlinked-{store.native.describe()['store_id']:x}"
+        with self._guarded():
+            living = self._living()
+            limit = min([limit_bytes, *(one.limit_bytes for one in living)])
+            others = [one for one in living if one.segment != segment]
+            if _total(others) + store.nbytes > limit:
+                holders = ", ".join(f"{one.path} {one.nbytes / 1e9:.2f} GB by process {one.pid}" for one in others)
+                raise PinError(
+                    f"pinning {store.name!r} ({store.nbytes / 1e9:.2f} GB) would bring this host to "
+                    f"{(_total(others) + store.nbytes) / 1e9:.2f} GB of pinned memory, the limit is "
+                    f"{limit / 1e9:.2f} GB (pinned now: {holders or 'nothing'}). Raise it with {LIMIT_VARIABLE} "
+                    f"or pin_limit_bytes, for all processes of the host, or use path='staged'"
+                )
+            path = self.directory / f"{segment}.{os.getpid()}.{next(_numbers)}"
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            note = {"nbytes": store.nbytes, "limit_bytes": limit_bytes, "path": str(store.path)}
+            os.write(descriptor, json.dumps(note).encode())
+            return descriptor
+
+    def leave(self, descriptor: int) -> None:
+        """Takes a note back."""
+        with self._guarded(), contextlib.suppress(FileNotFoundError):
+            Path(f"/proc/self/fd/{descriptor}").readlink().unlink()
+        os.close(descriptor)
+
+    def _living(self) -> list[Pinned]:
+        found = []
+        for path in self.directory.glob("*-*.*.*"):
+            try:
+                with path.open("rb") as file:
+                    if _locked(file.fileno()):
+                        note = json.loads(file.read())
+                        segment, pid, _ = path.name.split(".")
+                        found.append(Pinned(segment, note["nbytes"], note["limit_bytes"], note["path"], int(pid)))
+                    else:
+                        path.unlink()  # its process died
+            except (OSError, ValueError):
+                continue
+        return found
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        deadline_s = time.monotonic() + GUARD_S
+        with (self.directory / "guard").open("w") as guard:
+            while True:
+                try:
+                    fcntl.flock(guard.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline_s:
+                        raise WaitTimeoutError(
+                            f"{self.directory} was held by another process for {GUARD_S} s"
+                        ) from None
+                    time.sleep(0.002)
+            yield
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def _total(entries: list[Pinned]) -> int:
+    return sum({one.segment: one.nbytes for one in entries}.values())
+
+
+# --- registrations of this process -------------------------------------------------------------------------------
+
+
+class Pins:
+    """The segments that this process has registered: each once, for as long as somebody uses it.
+
+    Args:
+        ledger: of the host.
+    """
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self.ledger = ledger or Ledger()
+        self._lock = threading.Lock()
+        self._held: dict[int, _Held] = {}
+        self._pid = os.getpid()
+
+    def hold(self, store: MappedSegment, device: Device, limit_bytes: int | None = None) -> Pin:
+        """The store's segment, readable by the device until the pin is released.
+
+        Raises:
+            PinError: the limit of the host, RLIMIT_MEMLOCK or the driver is in the way; says which and what to do.
+        """
+        memory = store.native.segment()
+        address = memory.ctypes.data
+        with self._lock:
+            if self._pid != os.getpid():  # forked: registrations are the parent's
+                self._held, self._pid = {}, os.getpid()
+            held = self._held.get(address)
+            if held is None:
+                note = self.ledger.enter(store, default_limit() if limit_bytes is None else limit_bytes)
+                began_s = time.perf_counter()
+                try:
+                    device.register(memory)
+                except PinError as error:
+                    self.ledger.leave(note)
+                    raise PinError(_explained(store, error)) from None
+                except BaseException:
+                    self.ledger.leave(note)
+                    raise
+                took_s = time.perf_counter() - began_s
+                _log.info("pinned %s, %.2f GB in %.2f s", store.path, store.nbytes / 1e9, took_s)
+                held = self._held[address] = _Held(memory, device, note)
+            held.users += 1
+        return Pin(self, address, memory)
+
+    def release(self, address: int) -> None:
+        """One user fewer; the last unregisters."""
+        with self._lock:
+            held = self._held.get(address)
+            if held is None or self._pid != os.getpid():
+                return
+            held.users -= 1
+            if held.users == 0:
+                del self._held[address]
+                try:
+                    held.device.unregister(held.memory)
+                finally:
+                    self.ledger.leave(held.note)
+
+
+@dataclass
+class _Held:
+    memory: NDArray[np.uint8]
+    device: Device
+    note: int
+    users: int = 0
+
+
+class Pin:
+    """One use of a registered segment."""
+
+    def __init__(self, pins: Pins, address: int, memory: NDArray[np.uint8]) -> None:
+        self._pins: Pins | None = pins
+        self._address = address
+        self.memory = memory
+
+    def release(self) -> None:
+        """Ends it. Whatever the device did with the memory must be over."""
+        pins, self._pins = self._pins, None
+        if pins is not None:
+            pins.release(self._address)
+
+
+def _explained(store: MappedSegment, error: PinError) -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = f"the segment of {store.name!r} ({store.nbytes / 1e9:.2f} GB, {store.path}) cannot be pinned: {error}."
+    if soft != resource.RLIM_INFINITY and soft < store.nbytes:
+        may = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard / 1e6:.0f} MB"
+        text += (
+            f" RLIMIT_MEMLOCK is {soft / 1e6:.0f} MB (at most {may}), less than that, and some drivers keep to it: "
+            f"`ulimit -l unlimited`, or `--ulimit memlock=-1` for a container."
+        )
+    if not str(store.path).startswith("/dev/shm/"):
+        text += (
+            " Linux pins no pages of files on disks for long; only segments in memory (/dev/shm) can be read in place."
+        )
+    return text + " path='staged' works without"
+
+
+_pins: Pins | None = None
+
+
+def pins() -> Pins:
+    """Those of this process."""
+    global _pins
+    if _pins is None:
+        _pins = Pins()
+    return _pins
+
+
+def about() -> dict[str, Any]:
+    """What is pinned on this host and the limit, for people."""
+    entries = Ledger().entries()
+    limit = min([default_limit(), *(one.limit_bytes for one in entries)])
+    return {"pinned_bytes": _total(entries), "limit_bytes": limit, "segments": len({one.segment for one in entries})}
+
+
+__all__ = ["Ledger", "Pin", "Pinned", "Pins", "about", "default_limit", "pins"]

@@ -1,0 +1,161 @@
+"""A dict of NumPy arrays, from memory, from an `.npz` file or from a folder of `.npy` files.
+
+Two layouts. *Padded*: every array starts with the episode, (n, t, ...), and `lengths` says how many of
+the t steps are real; an array of shape (n,) is a value that each episode has once. *Flat*: every array
+starts with the step, (N, ...), and `ends` says where episodes end: either positions one past each last
+step, or N booleans that are True on each last step. Names are kept as they are; nested dicts are
+flattened with dots.
+
+A folder of `.npy` files is read through memory maps, a slice at a time. An `.npz` file is an archive
+that cannot be mapped: its arrays are read whole. In both, `lengths` or `ends` may be one of the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geartrain.errors import SourceError
+from geartrain.integrations.datasets.episode import (
+    Array,
+    Episode,
+    Extent,
+    FieldChoice,
+    Source,
+    choose,
+    flatten,
+)
+
+LOOKS_FOR = "a .npz file, or a folder of .npy files"
+
+
+def recognise(path: Path) -> bool:
+    """Whether the path is an `.npz` file or a folder with `.npy` files in it."""
+    if path.is_dir():
+        return next(path.glob("*.npy"), None) is not None
+    return path.is_file() and path.suffix == ".npz"
+
+
+class ArraySource(Source):
+    """Episodes of a dict of arrays; views, no copies.
+
+    Args:
+        arrays: name -> array, possibly nested, or the path of an `.npz` file or a folder of `.npy`.
+        lengths: steps of each episode, for padded arrays; the whole second axis by default.
+        ends: where the episodes of flat arrays end.
+        untimed: fields that have no time axis although they have more than one axis (padded layout).
+
+    Raises:
+        SourceError: arrays that disagree about the number of episodes or steps.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, Any] | str | Path,
+        *,
+        fields: FieldChoice = None,
+        skip_unsupported: bool = False,
+        lengths: Array | None = None,
+        ends: Array | None = None,
+        untimed: Collection[str] = (),
+    ) -> None:
+        if isinstance(arrays, Mapping):
+            self.name = "dict of arrays"
+            found = {key: np.asarray(value) for key, value in flatten(arrays).items()}
+        else:
+            self.name = str(arrays)
+            found = _load(Path(arrays))
+        # The keys that describe the others come from the files only where they are not given.
+        if lengths is None and ends is None:
+            lengths, ends = found.pop("lengths", None), found.pop("ends", None)
+        if lengths is not None and ends is not None:
+            raise SourceError(f"{self.name}: lengths are for padded arrays, ends for flat ones")
+        if not found:
+            raise SourceError(f"{self.name}: holds no array")
+        available = {name: _why_not(array) for name, array in found.items()}
+        chosen = choose(self.name, fields, available, list(available), skip_unsupported)
+        self._arrays = {stored: found[name] for stored, name in chosen.items()}
+        sizes = {name: len(array) for name, array in self._arrays.items()}
+        if len(set(sizes.values())) != 1:
+            raise SourceError(f"{self.name}: the arrays disagree on their first axis: {sizes}")
+        size = next(iter(sizes.values()))
+        self._starts: Array | None = None
+        if ends is not None:
+            self._untimed = frozenset[str]()
+            self._starts, self._lengths = self._flat(np.asarray(ends), size)
+        else:
+            unknown = sorted(set(untimed) - self._arrays.keys())
+            if unknown:
+                raise SourceError(f"{self.name}: untimed names no field: {', '.join(unknown)}")
+            once = [name for name, array in self._arrays.items() if array.ndim == 1]
+            self._untimed = frozenset([*untimed, *once])
+            self._lengths = self._padded(lengths, size)
+        self.episodes = len(self._lengths)
+
+    def __iter__(self) -> Iterator[Episode]:
+        """Every episode, as views of the arrays."""
+        for index, length in enumerate(self._lengths.tolist()):
+            if self._starts is not None:
+                start = int(self._starts[index])
+                where = slice(start, start + length)
+                name = f"episode {index} (steps {where.start} to {where.stop - 1})"
+                yield Episode(name, {key: array[where] for key, array in self._arrays.items()})
+                continue
+            timed = {key: array[index, :length] for key, array in self._arrays.items() if key not in self._untimed}
+            once = {key: np.asarray(self._arrays[key][index]) for key in self._untimed}
+            yield Episode(f"episode {index}", timed, once)
+
+    def extent(self) -> Extent:
+        """From the lengths; no data is read."""
+        return Extent(len(self._lengths), int(self._lengths.max(initial=0)))
+
+    def _flat(self, ends: Array, steps: int) -> tuple[Array, Array]:
+        if ends.dtype == bool:
+            if ends.shape != (steps,):
+                raise SourceError(f"{self.name}: {steps} steps need as many ends, not {ends.shape}")
+            ends = np.flatnonzero(ends) + 1
+        edges = np.concatenate([[0], ends.astype(np.int64)])
+        if ends.ndim != 1 or np.any(np.diff(edges) <= 0) or edges[-1] > steps:
+            raise SourceError(f"{self.name}: ends must rise from above 0 to at most {steps}, one past each last step")
+        if edges[-1] < steps:  # the last episode was not finished when the data was taken
+            edges = np.append(edges, steps)
+        return edges[:-1], np.diff(edges)
+
+    def _padded(self, lengths: Array | None, episodes: int) -> Array:
+        sizes = {name: array.shape[1] for name, array in self._arrays.items() if name not in self._untimed}
+        if len(set(sizes.values())) > 1:
+            raise SourceError(
+                f"{self.name}: the arrays disagree on their second axis, time: {sizes}. Name those "
+                f"without a time axis in untimed=, or give ends= if the first axis is time"
+            )
+        longest = next(iter(sizes.values()), 1)
+        if lengths is None:
+            return np.full(episodes, longest, np.int64)
+        lengths = np.asarray(lengths).astype(np.int64)
+        if lengths.shape != (episodes,):
+            raise SourceError(f"{self.name}: {episodes} episodes need as many lengths, found shape {lengths.shape}")
+        wrong = np.flatnonzero((lengths < 0) | (lengths > longest))
+        if len(wrong):
+            raise SourceError(
+                f"{self.name}: episode {wrong[0]}: length {lengths[wrong[0]]}, but the arrays hold 0 to {longest} steps"
+            )
+        return lengths
+
+
+def _load(path: Path) -> dict[str, Array]:
+    if path.is_dir():
+        return {file.stem: np.load(file, mmap_mode="r") for file in sorted(path.glob("*.npy"))}
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return dict(archive)
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path}: cannot be read as an .npz file: {error}") from error
+
+
+def _why_not(array: Array) -> str | None:
+    if array.ndim == 0:
+        return "a single value, not one per episode"
+    return f"dtype {array.dtype}" if array.dtype.kind in "OSUVMm" else None

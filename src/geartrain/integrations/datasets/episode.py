@@ -1,0 +1,230 @@
+"""Episodes on their way into a store: what every importer yields, and how its fields are named.
+
+A *source* is anything that can be iterated, more than once, for `Episode`s. It holds one episode (or
+one slice of a file) in memory at a time, so a dataset larger than memory can be imported. The file of
+each format has one `Source`; `ingest` in ingest.py is the one place that writes them into a store.
+
+Names. Every importer speaks the field's standard terms, in the singular: `obs`, `action`, `reward`,
+`terminated`, `truncated`, `next_obs`, and `final_obs` for the observation after the last step, which a
+row has once. Nested observations are flattened with dots (`obs.state`, `obs.images.front`), which is
+also what `TensorDict.unflatten_keys()` takes apart again.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from geartrain.core.schema import Field
+from geartrain.errors import MissingDependencyError, SchemaError, SourceError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+FieldChoice = Mapping[str, str] | Sequence[str] | str | None
+
+# One read of a flat file takes this much of every field together: large enough for the disk and for
+# HDF5's chunks, small enough to be nothing beside the store.
+SLICE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One trajectory, to become one row.
+
+    Attributes:
+        name: what an error message calls it, precise enough to find it in the files again.
+        timed: arrays of shape (T, ...), all of the same T.
+        untimed: values the row has once, such as `final_obs`.
+        follows: untimed name -> the timed name that it is the next step of, so that a cut can replace
+            it: the observation that follows a shortened episode is one of the episode's own.
+    """
+
+    name: str
+    timed: Mapping[str, Array]
+    untimed: Mapping[str, Array] = field(default_factory=dict)
+    follows: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Number of steps: the first axis of the timed fields, or 1 where there are none."""
+        return next((len(array) for array in self.timed.values()), 1)
+
+    def cut(self, length: int) -> Episode:
+        """The first `length` steps, as views.
+
+        Raises:
+            SourceError: a `final_` field cannot be set right, since the field it follows is not here.
+        """
+        untimed = dict(self.untimed)
+        for name, timed in self.follows.items():
+            if timed not in self.timed:
+                raise SourceError(
+                    f"{self.name}: cutting it to {length} steps would leave {name!r} pointing behind "
+                    f"the cut; import {timed!r} too, or leave {name!r} out"
+                )
+            untimed[name] = self.timed[timed][length]
+        timed_cut = {name: array[:length] for name, array in self.timed.items()}
+        return replace(self, timed=timed_cut, untimed=untimed)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much a source holds: number of episodes, and the steps of the longest."""
+
+    episodes: int
+    longest: int
+
+
+class Source(abc.ABC):
+    """Episodes that can be iterated more than once, each time from the first."""
+
+    name: str
+    episodes: int | None = None  # as soon as it is known: from metadata, or after `extent()`
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[Episode]:
+        """Every episode in the source's own order, one at a time."""
+
+    def extent(self) -> Extent:
+        """Episodes and longest length; from metadata where there is some, here by reading it all."""
+        episodes = longest = 0
+        for episode in self:
+            episodes += 1
+            longest = max(longest, episode.length)
+        self.episodes = episodes
+        return Extent(episodes, longest)
+
+    def first(self) -> Episode:
+        """The first episode that has a step; all others must share its shapes and dtypes.
+
+        Raises:
+            SourceError: there is none.
+        """
+        for episode in self:
+            if episode.length:
+                return episode
+        raise SourceError(f"{self.name}: holds no episode with at least one step")
+
+    def fields(self, max_length: int) -> dict[str, Field]:
+        """The schema of a store for this source, with rows of `max_length` steps.
+
+        Raises:
+            SourceError: a field that no store can hold.
+        """
+        episode = self.first()
+        found: dict[str, Field] = {}
+        for timed, arrays in ((True, episode.timed), (False, episode.untimed)):
+            for name, array in arrays.items():
+                shape = (max_length, *array.shape[1:]) if timed else array.shape
+                try:
+                    found[name] = Field(shape, array.dtype.newbyteorder("="), timed=timed)
+                except SchemaError as error:
+                    raise SourceError(
+                        f"{self.name}: {episode.name}: field {name!r} ({array.dtype}, "
+                        f"shape {array.shape}) cannot be stored: {error}"
+                    ) from None
+        return found
+
+
+def choose(
+    where: str,
+    wanted: FieldChoice,
+    available: Mapping[str, str | None],
+    default: Collection[str],
+    skip_unsupported: bool = False,
+) -> dict[str, str]:
+    """Which of a source's fields to import, as stored name -> the source's name.
+
+    Args:
+        where: the source's name, for messages.
+        wanted: None for `default`; else names, or `"stored=found"` assignments, or the mapping
+            {stored: found}. A name also stands for everything below it: "obs" takes "obs.state".
+        available: every field of the source -> why it cannot be stored, or None where it can.
+        default: the names to take when nothing is asked for.
+        skip_unsupported: leave out what cannot be stored instead of raising.
+
+    Raises:
+        SourceError: an unknown name, a name taken twice, or a field that cannot be stored; it lists
+            what can.
+
+    Example:
+        >>> choose("demo", ["obs", "act=action"], {"obs.x": None, "action": None}, ["obs.x"])
+        {'obs.x': 'obs.x', 'act': 'action'}
+    """
+    if wanted is None:
+        pairs = [(name, name) for name in default]
+    elif isinstance(wanted, Mapping):
+        pairs = [(str(stored), str(found)) for stored, found in wanted.items()]
+    else:
+        names = [wanted] if isinstance(wanted, str) else list(wanted)
+        pairs = [(stored, found or stored) for stored, _, found in (n.partition("=") for n in names)]
+
+    chosen: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for stored, found in pairs:
+        below = [name for name in available if name == found or name.startswith(found + ".")]
+        if not below:
+            raise SourceError(f"{where}: has no field {found!r}; it has {_listed(available)}")
+        for name in below:
+            reason = available[name]
+            if reason is not None:
+                refused[name] = reason
+                continue
+            target = stored + name.removeprefix(found)
+            if target in chosen:
+                raise SourceError(f"{where}: two fields would be stored as {target!r}")
+            chosen[target] = name
+    if refused and not skip_unsupported:
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in refused.items())
+        storable = _listed([name for name, reason in available.items() if reason is None])
+        raise SourceError(
+            f"{where}: cannot be stored: {reasons}. Leave these out with skip_unsupported=True, or "
+            f"list the fields you want; these can be stored: {storable}"
+        )
+    if not chosen:
+        raise SourceError(f"{where}: no field is left to import; it has {_listed(available)}")
+    return chosen
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts, tuples and lists of arrays as one dict with dotted names.
+
+    Example:
+        >>> flatten({"obs": {"x": 1, "y": (2, 3)}})
+        {'obs.x': 1, 'obs.y.0': 2, 'obs.y.1': 3}
+    """
+    if isinstance(value, Mapping):
+        children = [(str(key), child) for key, child in value.items()]
+    elif isinstance(value, tuple) and not hasattr(value, "_fields"):
+        children = [(str(key), child) for key, child in enumerate(value)]
+    elif isinstance(value, tuple):
+        children = list(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
+    else:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, child in children:
+        flat |= flatten(child, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+def require(module: str, extra: str, purpose: str) -> ModuleType:
+    """An optional package, imported now.
+
+    Raises:
+        MissingDependencyError: it cannot be imported; carries the line that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f'{purpose} needs {module.partition(".")[0]} ({error}). Install it with: pip install "geartrain[{extra}]"'
+        ) from error
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) if names else "none"

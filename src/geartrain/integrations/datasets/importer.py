@@ -1,0 +1,338 @@
+"""Datasets into stores: `import_dataset` for whole datasets, `ingest` for a store of your own.
+
+Every episode is checked against the store's schema before a byte of it is written, and then written
+once, in place, into a row of shared memory. Only that episode is in memory meanwhile. What does not
+fit is an error that names the episode, the field, what was found and what would fit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from geartrain.core.progress import Progress
+from geartrain.core.schema import Field, as_dtype
+from geartrain.errors import SourceError, StoreExistsError, StoreMissingError
+from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Source
+from geartrain.store.store import Store
+
+TooLong = Literal["error", "truncate", "skip"]
+
+# Format -> module and class. A module is imported only when its turn comes; each of them has a
+# `recognise(path)` that looks at the content, and `LOOKS_FOR`, which says what it looks at.
+FORMATS = {
+    "minari": ("geartrain.integrations.datasets.minari", "MinariSource"),
+    "rlds": ("geartrain.integrations.datasets.rlds", "RldsSource"),
+    "lerobot": ("geartrain.integrations.datasets.lerobot", "LeRobotSource"),
+    "d4rl": ("geartrain.integrations.datasets.d4rl", "D4rlSource"),
+    "arrays": ("geartrain.integrations.datasets.arrays", "ArraySource"),
+    "torch": ("geartrain.integrations.datasets.torch_dataset", "TorchSource"),
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an import did.
+
+    Attributes:
+        episodes: rows written.
+        steps: their steps together.
+        nbytes: bytes written, without the unused ends of rows.
+        too_long: episodes left out (`on_too_long="skip"`) or cut ("truncate").
+        empty: episodes of no steps, which a store has no row for; always left out.
+        elapsed_s: wall-clock time.
+    """
+
+    episodes: int
+    steps: int
+    nbytes: int
+    too_long: int
+    empty: int
+    elapsed_s: float
+
+    def __str__(self) -> str:
+        rate = self.nbytes / 1e6 / max(self.elapsed_s, 1e-9)
+        text = (
+            f"{self.episodes:,} episodes, {self.steps:,} steps, {self.nbytes / 1e6:,.1f} MB "
+            f"in {self.elapsed_s:.1f} s ({rate:,.0f} MB/s)"
+        )
+        if self.too_long:
+            text += f"; {self.too_long:,} were too long"
+        if self.empty:
+            text += f"; {self.empty:,} without a step left out"
+        return text
+
+
+def import_dataset(
+    source: object,
+    into: str | Path,
+    *,
+    format: str = "auto",
+    fields: FieldChoice = None,
+    capacity: int | None = None,
+    max_length: int | None = None,
+    on_too_long: TooLong = "error",
+    cast: Mapping[str, str] | Sequence[str] | str = (),
+    skip_unsupported: bool = False,
+    persist: bool | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> Store:
+    """A new store that holds every episode of a dataset, a row each.
+
+    The store is complete or absent: when anything fails, what this call created is removed.
+
+    Args:
+        source: a path, a dict of NumPy arrays, a torch `Dataset`, or a `Source`.
+        into: name of the store to create; a name with a slash is a file.
+        format: "auto" looks at the content, or one of `FORMATS`.
+        fields: which fields to import: names, `"stored=found"` assignments, or {stored: found}. A name
+            stands for everything below it too. None takes the format's usual fields.
+        capacity: rows of the store; the number of episodes by default.
+        max_length: steps of the longest row; found in the metadata, or by one pass over the data, by
+            default. Given together with `capacity`, the dataset is read only once.
+        on_too_long: what to do with an episode longer than `max_length`: "error", "truncate" (keep its
+            first steps) or "skip".
+        cast: dtypes to convert on the way, such as {"float64": "float32"} or "float64=float32".
+        skip_unsupported: leave out fields that no store can hold (text, video) instead of refusing.
+        persist: keep the store after the last process has closed it. By default for files only.
+        progress: a bar, or lines, on stderr.
+        options: what the format offers, such as `split=` for RLDS or `episode_steps=` for D4RL. None
+            stands for the format's default.
+
+    Raises:
+        SourceError: the dataset, or an episode of it, does not fit.
+        MissingDependencyError: the format's package is not installed.
+        StoreExistsError: `into` is there already.
+        NoSpaceError: the store is larger than the file system has room for.
+
+    Example:
+        >>> import numpy as np
+        >>> data = {"obs": np.zeros((3, 10, 4), "float32")}
+        >>> with import_dataset(data, "import-example", progress=False) as store:
+        ...     len(store), store.max_length
+        (3, 10)
+    """
+    casts = _casts(cast)
+    _check_too_long(on_too_long)
+    _check_absent(str(into))  # here, and not after a long look at the data
+    opened = open_source(source, format=format, fields=fields, skip_unsupported=skip_unsupported, **options)
+    if capacity is None:
+        capacity = opened.episodes
+    if capacity is None or max_length is None:
+        extent = opened.extent()
+        capacity = extent.episodes if capacity is None else capacity
+        max_length = extent.longest if max_length is None else max_length
+    if capacity < 1 or max_length < 1:
+        raise SourceError(f"{opened.name}: holds no episode with at least one step")
+    schema = {
+        name: Field(found.shape, casts.get(found.dtype, found.dtype), timed=found.timed)
+        for name, found in opened.fields(max_length).items()
+    }
+    store = Store.create(str(into), schema, capacity=capacity, persist=persist)
+    try:
+        ingest(opened, store, on_too_long=on_too_long, cast=casts, progress=progress)
+    except BaseException:
+        store.unlink()
+        store.close()
+        raise
+    return store
+
+
+def ingest(
+    source: Source,
+    store: Store,
+    *,
+    on_too_long: TooLong = "error",
+    cast: Mapping[str, str] | Sequence[str] | str = (),
+    progress: bool = True,
+) -> Report:
+    """Writes every episode of a source into a store, one row each, in the source's order.
+
+    A dtype is converted where no value can change (float32 into a float64 field), or where `cast`
+    names the conversion; anything else is refused.
+
+    Raises:
+        SourceError: an episode that does not fit, by name. Rows written before it stay.
+    """
+    casts = _casts(cast)
+    _check_too_long(on_too_long)
+    schema = dict(store.fields)
+    limit = store.options["max_rows"] or store.capacity
+    room = limit - len(store)
+    steps = too_long = empty = 0
+    started = time.monotonic()
+    with Progress(source.name, source.episodes, enabled=progress) as bar:
+        for episode in source:
+            if episode.length == 0:
+                empty += 1
+                continue
+            fitting = episode
+            if episode.length > store.max_length:
+                too_long += 1
+                if on_too_long == "skip":
+                    continue
+                if on_too_long == "truncate":
+                    fitting = episode.cut(store.max_length)
+            if bar.done == room:
+                raise SourceError(
+                    f"{source.name}: {episode.name}: the store is full, it takes {limit:,} rows; a "
+                    f"larger one is needed, or fewer episodes"
+                )
+            _check(source.name, fitting, schema, store.max_length, casts)
+            bar.advance(_write(store, fitting))
+            steps += fitting.length
+        report = Report(bar.done, steps, bar.nbytes, too_long, empty, time.monotonic() - started)
+    bar.say(f"{source.name}: {report}")
+    return report
+
+
+def open_source(
+    source: object,
+    *,
+    format: str = "auto",
+    fields: FieldChoice = None,
+    skip_unsupported: bool = False,
+    **options: Any,
+) -> Source:
+    """The `Source` for a path, a dict of arrays or a torch `Dataset`.
+
+    Raises:
+        SourceError: nothing here knows the format; says what was looked for. Or an option that the
+            format does not have.
+    """
+    if isinstance(source, Source):
+        if fields is not None or options:
+            raise SourceError(f"{source.name}: is open already; choose its fields when opening it")
+        return source
+    if format not in ("auto", *FORMATS):
+        raise SourceError(f"format {format!r} is unknown; there are auto, {', '.join(FORMATS)}")
+    if format == "auto":
+        format = _recognise(source)
+    module, kind = FORMATS[format]
+    opener = getattr(importlib.import_module(module), kind)
+    options = {name: value for name, value in options.items() if value is not None}
+    known = [
+        name
+        for name, parameter in inspect.signature(opener).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in ("fields", "skip_unsupported")
+    ]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise SourceError(
+            f"the {format} importer has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
+        )
+    opened = opener(source, fields=fields, skip_unsupported=skip_unsupported, **options)
+    assert isinstance(opened, Source)  # FORMATS names only classes of this package
+    return opened
+
+
+def _recognise(source: object) -> str:
+    if isinstance(source, Mapping):
+        return "arrays"
+    if not isinstance(source, str | Path):
+        return "torch"
+    path = Path(source)
+    looked_for = []
+    for name, (module_name, _) in FORMATS.items():
+        module = importlib.import_module(module_name)
+        if module.recognise(path):
+            return name
+        if module.LOOKS_FOR:
+            looked_for.append(f"  {name}: {module.LOOKS_FOR}")
+    state = "is not there" if not path.exists() else "is of no format that is known here"
+    raise SourceError("\n".join([f"{path} {state}. Looked for:", *looked_for]))
+
+
+def _check(where: str, episode: Episode, schema: Mapping[str, Field], limit: int, casts: Mapping[str, str]) -> None:
+    """Raises `SourceError` unless the episode fits a row, field by field."""
+    here = f"{where}: {episode.name}"
+    if episode.length > limit:
+        raise SourceError(
+            f"{here}: has {episode.length:,} steps, a row of the store holds {limit:,}. Import with "
+            f"max_length={episode.length}, or with on_too_long='truncate' or 'skip'"
+        )
+    found = {**episode.timed, **episode.untimed}
+    if found.keys() != schema.keys():
+        raise SourceError(
+            f"{here}: has the fields {', '.join(sorted(found))}; the store has {', '.join(sorted(schema))}"
+        )
+    for name, array in found.items():
+        field = schema[name]
+        timed = name in episode.timed
+        if timed != field.timed:
+            kinds = {True: "a value per step", False: "one value per episode"}
+            raise SourceError(f"{here}: field {name!r} is {kinds[timed]}, the store keeps {kinds[field.timed]}")
+        if timed and len(array) != episode.length:
+            lengths = {key: len(value) for key, value in episode.timed.items()}
+            raise SourceError(f"{here}: its fields disagree about its length: {lengths}")
+        shape = array.shape[1:] if timed else array.shape
+        if shape != field.step_shape:
+            what = "steps of shape" if timed else "shape"
+            raise SourceError(f"{here}: field {name!r} has {what} {shape}, the store holds {field.step_shape}")
+        _check_dtype(here, name, array, field, casts)
+
+
+def _check_dtype(here: str, name: str, array: Array, field: Field, casts: Mapping[str, str]) -> None:
+    found = array.dtype.name
+    if field.dtype in (found, casts.get(found)):
+        return
+    numpy_name = as_dtype(field.dtype).numpy_name
+    if numpy_name is not None and np.can_cast(array.dtype, numpy_name, "safe"):
+        return
+    raise SourceError(
+        f"{here}: field {name!r} has dtype {found}, the store holds {field.dtype}, which "
+        f"cannot take every value of it; convert on purpose with "
+        f"cast='{found}={field.dtype}'"
+    )
+
+
+def _write(store: Store, episode: Episode) -> int:
+    """Copies an episode into a row, once; returns the bytes written."""
+    length = episode.length
+    nbytes = 0
+    with store.row() as row:
+        for name, array in episode.timed.items():
+            block = row[name][:length]
+            np.copyto(block, array, casting="unsafe")  # _check has allowed this very conversion
+            nbytes += block.nbytes
+        for name, array in episode.untimed.items():
+            row[name] = array
+            nbytes += array.nbytes
+        row.length = length
+    return nbytes
+
+
+def _casts(cast: Mapping[str, str] | Sequence[str] | str) -> dict[str, str]:
+    if isinstance(cast, Mapping):
+        pairs = list(cast.items())
+    else:
+        texts = [cast] if isinstance(cast, str) else list(cast)
+        pairs = [(found, wanted) for found, _, wanted in (text.partition("=") for text in texts)]
+    return {as_dtype(found).name: as_dtype(wanted).name for found, wanted in pairs}
+
+
+def _check_absent(name: str) -> None:
+    if "/" in name and not Path(name).parent.is_dir():
+        raise StoreMissingError(f"{name} cannot be created: {Path(name).parent} is no folder")
+    try:
+        found = Store.peek(name)
+    except StoreMissingError:
+        return
+    rows, path = len(found), found.path
+    found.close()
+    raise StoreExistsError(
+        f"a store named {name!r} exists already ({path}, {rows:,} rows); import under another name, or remove it first"
+    )
+
+
+def _check_too_long(on_too_long: str) -> None:
+    if on_too_long not in ("error", "truncate", "skip"):
+        raise SourceError(f"on_too_long is {on_too_long!r}; it can be 'error', 'truncate' or 'skip'")

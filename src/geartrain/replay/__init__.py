@@ -1,0 +1,6 @@
+"""Replay: batches for training, drawn and copied ahead of the consumer, on one rank or many."""
+
+from geartrain.replay.batch import Batch
+from geartrain.replay.replay import Replay
+
+__all__ = ["Batch", "Replay"]

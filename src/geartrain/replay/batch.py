@@ -1,0 +1,126 @@
+"""A batch: the fields of chosen rows, and what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from geartrain.core.keys import Keys
+
+
+@dataclass(frozen=True, eq=False)
+class Batch(Mapping[str, Any]):
+    """A mapping from field names to arrays (B, ...), with the rows' books as attributes.
+
+    Timed fields have shape (B, W, ...) for windows of W steps and (B, max_length, ...) for whole rows; steps
+    that are not there are zero and False in `mask`.
+
+    The arrays lie in one buffer that is recycled when the last of them (and of views into them) is dropped. A
+    batch that is kept is never overwritten; it only costs memory. All of them support DLPack.
+
+    Attributes:
+        rows: the keys, for `update_weights`.
+        probability: (B,) float64, of the row in one draw; None for a fetch by key.
+        importance: (B,) float64, importance weights; None unless the strategy makes them (`Weighted(beta=...)`).
+        step: the number of the batch; None for a fetch by key.
+        mask: (B, W) bool, True for a real step.
+        start: (B,) int32, the first step of the row that the batch holds.
+        length: (B,) int32, steps of the whole row.
+        version: (B,) int64, of the model that produced the row.
+        draw: (B,) int64, the number of each row in the global batch; None where one rank has all of it.
+        cu_seqlens: (B + 1,) int32, where each row's steps begin in packed timed fields, which are (steps, ...) and have
+            no mask; None where windows are padded.
+    """
+
+    fields: dict[str, Any]
+    rows: Keys
+    mask: Any
+    start: Any
+    length: Any
+    version: Any
+    probability: Any = None
+    importance: Any = None
+    step: int | None = None
+    draw: Any = None
+    cu_seqlens: Any = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows in the batch."""
+        return len(self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fields."""
+        return sum(int(array.nbytes) for array in self.fields.values())
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
+        """The batch with its tensors on another device. Needs torch tensors."""
+
+        def move(value: Any) -> Any:
+            return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
+
+        return Batch(
+            {name: move(array) for name, array in self.fields.items()},
+            self.rows,
+            move(self.mask),
+            move(self.start),
+            move(self.length),
+            move(self.version),
+            move(self.probability),
+            move(self.importance),
+            self.step,
+            move(self.draw),
+            move(self.cu_seqlens),
+        )
+
+    def copy_(self, other: Batch) -> Batch:
+        """Overwrites this batch's tensors with another's of the same shapes, and returns itself.
+
+        For a CUDA graph, which reads its input where it was when it was captured: keep one batch (`clone`), capture
+        with it, and copy each new one into it before a replay. Keys and step stay those of the first; take them from
+        `other`.
+        """
+        for name, array in self.fields.items():
+            array.copy_(other.fields[name])
+        for name in _BOOKS:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine is not None:
+                mine.copy_(theirs)
+        return self
+
+    def clone(self) -> Batch:
+        """A batch of its own memory. Needs torch tensors."""
+
+        def copy(value: Any) -> Any:
+            return None if value is None else value.clone()
+
+        books = {name: copy(getattr(self, name)) for name in _BOOKS}
+        fields = {name: copy(array) for name, array in self.fields.items()}
+        return Batch(fields, self.rows, step=self.step, **books)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields and books in one plain dict, as data loaders like it; field names win over books."""
+        books: dict[str, Any] = {"mask": self.mask} if self.mask is not None else {"cu_seqlens": self.cu_seqlens}
+        books |= {"start": self.start, "length": self.length, "version": self.version}
+        for name, book in (("probability", self.probability), ("importance", self.importance)):
+            if book is not None:
+                books[name] = book
+        return {**books, **self.fields}
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}: {tuple(array.shape)} {array.dtype}" for name, array in self.fields.items())
+        return f"Batch({shapes})"
+
+
+_BOOKS = ("mask", "start", "length", "version", "probability", "importance", "draw", "cu_seqlens")

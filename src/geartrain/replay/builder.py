@@ -1,0 +1,103 @@
+"""Batches made on the host, from one store or a mixture of several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from geartrain.core.keys import Keys
+from geartrain.replay.batch import Batch
+from geartrain.replay.distributed.priority_updates import Update
+from geartrain.replay.fetch import Raw
+from geartrain.replay.sampler import Sampler
+from geartrain.selection.strategy import Mixture, Strategy
+
+# What every strategy has to know at its next step.
+State = list[dict[str, int]]
+
+
+def nothing() -> None:
+    """Done."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A batch, the strategies' state after it, and what the consumer's thread does as it takes the batch."""
+
+    batch: Batch
+    state: State
+    deliver: Callable[[], None] = nothing
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a batch before they are anybody's: copied, with their books."""
+
+    raw: Raw
+    keys: Keys
+    probability: Any
+    importance: Any
+    state: State
+
+
+class HostMaker:
+    """Makes the batch of a given step in host memory."""
+
+    def __init__(self, parts: list[Sampler], selection: Strategy | Mixture, batch_size: int) -> None:
+        self.parts = parts
+        self.selection = selection
+        self.batch_size = batch_size
+        self.make_s = 0.0
+        self.made = 0
+
+    def make(self, step: int, state: State, updates: list[Update]) -> Made:
+        """The batch of a step, and the strategies' state after it. One process sets weights when they are given."""
+        began_s = time.perf_counter()
+        rows = self.rows(step, state)
+        batch = self.parts[0].plan.batch(rows.raw, rows.keys, rows.probability, rows.importance, step)
+        self.make_s += time.perf_counter() - began_s
+        self.made += 1
+        return Made(batch, rows.state)
+
+    def quotas(self, step: int) -> list[int]:
+        """Rows from each store in the batch of a step."""
+        if isinstance(self.selection, Mixture):
+            return self.selection.quotas(self.batch_size, step)
+        return [self.batch_size]
+
+    def rows(self, step: int, state: State, out: list[Any] | None = None) -> Rows:
+        """The rows of a step, in `out` or in recycled memory."""
+        if not isinstance(self.selection, Mixture):
+            (part,) = self.parts
+            sample = part.sample(self.batch_size, step, state[0], out)
+            return Rows(sample.raw, sample.keys, sample.probability, sample.importance, [sample.state])
+        arrays = self.parts[0].plan.empty(self.batch_size) if out is None else out
+        samples = []
+        at = 0
+        for number, (part, quota) in enumerate(zip(self.parts, self.quotas(step), strict=True)):
+            if quota:
+                piece = [array[at : at + quota] for array in arrays]
+                samples.append((number, part.sample(quota, step, state[number], piece)))
+                at += quota
+        state = list(state)
+        for number, sample in samples:
+            state[number] = sample.state
+        raw = Raw.join(arrays, [sample.raw for _, sample in samples])
+        keys = Keys.join([sample.keys.of_shard(number) for number, sample in samples])
+        probability = np.concatenate([sample.probability for _, sample in samples])
+        importance = join_importance([(sample.importance, len(sample.keys)) for _, sample in samples])
+        return Rows(raw, keys, probability, importance, state)
+
+
+def join_importance(parts: list[tuple[Any, int]]) -> Any:
+    """Importance weights of all parts; 1 where one has none, None when nobody has any."""
+    if all(importance is None for importance, _ in parts):
+        return None
+    return np.concatenate([np.ones(n) if importance is None else importance for importance, n in parts])
+
+
+__all__ = ["HostMaker", "Made", "Rows", "State", "join_importance"]

@@ -1,0 +1,382 @@
+"""Batches made for a GPU, two at a time: while one is on its way, the next is chosen and launched.
+
+    start     choose the rows (on the host, or on the device from a mirror of the weights), launch the gather
+    finish    wait until it is through, draw lost rows again, and let the batch land
+
+Both happen on the replay's own thread, which sleeps while it waits. It has to wait: whether a row was overwritten
+during its copy is known when the copy is over, and a torn row must not be anybody's. The consumer's host waits for
+nothing but the thread, and its stream for the batch's event.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.keys import Keys
+from geartrain.device.device import Device, open_device
+from geartrain.errors import SchemaError, StoreClosedError
+from geartrain.replay.builder import HostMaker, Made, State, join_importance
+from geartrain.replay.device import Flight, Handover, Landed, Landing, OnDevice, Stage
+from geartrain.replay.device.priority_mirror import Mirror, pays, why_not
+from geartrain.replay.distributed.priority_updates import Update
+from geartrain.replay.sampler import MAX_ATTEMPTS, Sampler
+from geartrain.selection.strategy import Again, Group, Lifo, Mixture, Strategy, TopK, Uniform, Weighted
+
+CLOSE_S = 60.0  # longest wait for the thread to finish what it is at
+
+_log = logging.getLogger("geartrain.replay.device.builder")
+
+
+@dataclass
+class _Part:
+    """What one store gives to a batch that is on its way."""
+
+    number: int
+    at: int  # its first place in the batch
+    n: int
+    count: int  # selectable rows
+    rows: NDArray[np.uint32] | None = None  # None while only the device knows them
+    generations: NDArray[np.uint32] | None = None
+    probability: NDArray[np.float64] | None = None
+    taken: NDArray[np.bool_] | None = None  # False where somebody else had the row's last sample
+    attempts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # that drew each window
+    state: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Pending:
+    """A batch that was started."""
+
+    step: int
+    state: State
+    flight: Flight
+    parts: list[_Part]
+    made: Made | None = None  # when it is finished already
+
+
+class DeviceMaker:
+    """Makes the batch of a given step on a device.
+
+    Args:
+        parts: of the stores; their plans are all alike.
+        selection: the strategy, or the mixture.
+        batch_size: rows of a batch.
+        options: as `Replay` was given them.
+
+    Raises:
+        PinError, SchemaError: what was asked for by name cannot be had.
+    """
+
+    def __init__(self, parts: list[Sampler], selection: Strategy | Mixture, batch_size: int, options: OnDevice) -> None:
+        self.parts = parts
+        self.selection = selection
+        self.batch_size = batch_size
+        self.options = options
+        self.make_s = 0.0
+        self.made = 0
+        self.device: Device = open_device(options.device)
+        self.device.enter()
+        self.stream = self.device.new_stream()
+        self._host = HostMaker(parts, selection, batch_size)
+        self._handover = Handover(self.device)
+        self._lock = threading.Lock()  # against closing while the thread is at work
+        self._closed = False
+        self.landings: list[Landing] = []
+        try:
+            for part in parts:
+                self.landings.append(Landing(self.device, self.stream, part.plan, options))
+            self._settle_path()
+            self._mirrors = self._make_mirrors()
+        except BaseException:
+            self.close()
+            raise
+        # Where a batch depends on the one before (a cursor, a limit on samples, or who knows: strategies of users), it
+        # is finished before the next one is started.
+        known = (Uniform, Weighted, TopK, Lifo, Group)
+        self._alone = any(part.limited or type(part.strategy) not in known for part in parts)
+
+    def _settle_path(self) -> None:
+        mixed = len(self.landings) > 1
+        staged = [one for one in self.landings if one.path == "staged"]
+        if mixed and self.options.packed and not staged:
+            if self.options.path == "gather":
+                raise SchemaError("a mixture is gathered into padded windows only; use path='staged' or packed=False")
+            staged = self.landings[:1]
+        self.path = "staged" if staged else "gather"
+        if staged:
+            for one in self.landings:
+                if one.path != "staged":
+                    one.why = f"another store of the mixture is: {staged[0].why}" if mixed else one.why
+                    one.path = "staged"
+
+    def _make_mirrors(self) -> list[Mirror | None]:
+        made: list[Mirror | None] = []
+        self.select: list[str] = []
+        for part, landing in zip(self.parts, self.landings, strict=True):
+            reason = why_not(part.strategy) or (None if self.path == "gather" else "batches are staged")
+            reason = reason or (None if not part.limited else "samples are limited, and counted on the host")
+            reason = reason or self.device.why_no_selection()
+            asked = self.options.select
+            if asked == "device" and reason is not None:
+                raise SchemaError(f"select='device' was asked for, but {reason}")
+            if asked == "auto" and reason is None and not pays(part.plan.store.capacity, self.batch_size):
+                reason = f"{self.batch_size} draws cost less than a copy of {part.plan.store.capacity} weights"
+            if asked == "host" or reason is not None:
+                made.append(None)
+                self.select.append(f"host: {reason or 'it was asked for'}")
+                continue
+            made.append(Mirror(landing, ordered=isinstance(part.strategy, TopK | Lifo)))
+            self.select.append("device")
+        return made
+
+    def enter(self) -> None:
+        """Called first on the thread that makes batches."""
+        self.device.enter()
+
+    # --- a batch -----------------------------------------------------------------------------------------------
+
+    def make(self, step: int, state: State, updates: list[Update]) -> Made:
+        """Starts a batch and finishes it."""
+        return self.finish(self.start(step, state, updates))
+
+    def start(self, step: int, state: State, updates: list[Update]) -> Pending:
+        """Chooses the rows of a step and launches what brings them."""
+        gathered = self.path == "gather"  # what is staged is admitted where it is sampled
+        admitted = self._admit(step) if gathered else []
+        try:
+            with self._lock:
+                if self._closed:
+                    raise StoreClosedError("this replay was closed")
+                return self._start(step, state)
+        except BaseException:
+            _give_back(admitted)
+            raise
+
+    def _admit(self, step: int) -> list[tuple[Sampler, int]]:
+        """Waits for the rate limiters of the stores, not holding what `close` waits for."""
+        admitted: list[tuple[Sampler, int]] = []
+        try:
+            for sampler, quota in zip(self.parts, self._host.quotas(step), strict=True):
+                if quota:
+                    sampler.admit(quota)
+                    admitted.append((sampler, quota))
+        except BaseException:
+            _give_back(admitted)
+            raise
+        return admitted
+
+    def _start(self, step: int, state: State) -> Pending:
+        began_s = time.perf_counter()
+        self._handover.hold_back()
+        pending = self._stage(step, state) if self.path == "staged" else self._launch(step, state)
+        self.make_s += time.perf_counter() - began_s
+        if self._alone and pending.made is None:
+            pending.made = self._finish(pending)
+            pending.state = pending.made.state
+        return pending
+
+    def finish(self, pending: Pending) -> Made:
+        """The batch, once it is known to be whole."""
+        if pending.made is not None:
+            return pending.made
+        with self._lock:
+            if self._closed:
+                raise StoreClosedError("this replay was closed")
+            try:
+                return self._finish(pending)
+            except BaseException:
+                _give_back([(self.parts[part.number], part.n) for part in pending.parts])
+                raise
+
+    def _finish(self, pending: Pending) -> Made:
+        began_s = time.perf_counter()
+        books = self._resolve(pending)
+        state = list(pending.state)
+        for part in pending.parts:
+            state[part.number] = part.state
+        made = self._landed(pending.flight.land(*books, pending.step), state)
+        self.make_s += time.perf_counter() - began_s
+        return made
+
+    def _landed(self, landed: Landed, state: State) -> Made:
+        self.made += 1
+        return Made(landed.batch, state, self._handover.of(landed))
+
+    # --- staged ------------------------------------------------------------------------------------------------
+
+    def _stage(self, step: int, state: State) -> Pending:
+        landing = self.landings[0]
+        stage = Stage(landing, self.batch_size)
+        rows = self._host.rows(step, state, stage.arrays)
+        flight = stage.send(rows.raw)
+        landed = flight.land(rows.keys, rows.probability, rows.importance, step)
+        return Pending(step, rows.state, flight, [], self._landed(landed, rows.state))
+
+    # --- gathered ----------------------------------------------------------------------------------------------
+
+    def _launch(self, step: int, state: State) -> Pending:
+        flight = Flight(self.landings[0], self.batch_size)
+        parts, asked, at = [], [], 0
+        for number, quota in enumerate(self._host.quotas(step)):
+            if quota == 0:
+                continue
+            part = self._part(number, at, quota, step, state)
+            asked += self._draw_and_gather(flight, part, step, None, at == 0)
+            parts.append(part)
+            at += quota
+        flight.ask(asked)
+        after = list(state)
+        for part in parts:
+            after[part.number] = part.state
+        return Pending(step, after, flight, parts)
+
+    def _part(self, number: int, at: int, n: int, step: int, state: State) -> _Part:
+        sampler = self.parts[number]
+        sampler.expire()
+        count = len(sampler.plan.store)
+        sampler.check_count(count)
+        return _Part(number, at, n, count, state=state[number])
+
+    def _draw_and_gather(self, flight: Flight, part: _Part, step: int, again: Again | None, clear: bool) -> list[Any]:
+        """Chooses and launches a part, or what is to be replaced of it; returns tensors that the host must learn."""
+        sampler, mirror, landing = self.parts[part.number], self._mirrors[part.number], self.landings[part.number]
+        rows: Any
+        generations: Any
+        asked: list[Any] = []
+        if mirror is not None:
+            rows, generations, probability = mirror.draw(sampler.strategy, part.n, step, again)
+            asked = [rows, generations, probability]
+        else:
+            drawn = sampler.draw(part.n, step, part.state, again)
+            part.state = drawn.state
+            self._note(part, again, drawn.rows, drawn.generations, drawn.probability)
+            rows, generations = drawn.rows, drawn.generations
+        if again is not None and landing.gather.packed:
+            self._gather_packed_again(flight, part, step, again, asked)
+            return []
+        numbers = None if again is None else again.numbers
+        places = None
+        if again is not None or len(self.parts) > 1:
+            places = part.at + (np.arange(part.n, dtype=np.uint32) if again is None else again.numbers)
+        draw = (sampler.strategy.seed, step, 0 if again is None else again.attempt)
+        flight.gather(rows, generations, draw, numbers=numbers, places=places, landing=landing, clear=clear)
+        return asked
+
+    def _gather_packed_again(self, flight: Flight, part: _Part, step: int, again: Again, asked: list[Any]) -> None:
+        """The whole batch once more: the new rows may be longer, and then everything behind them stands elsewhere."""
+        sampler, landing = self.parts[part.number], self.landings[part.number]
+        if asked:
+            flight.ask(asked)
+            _, rows, generations, probability = flight.answer()
+            self._note(part, again, rows, generations, probability)
+        assert part.rows is not None
+        assert part.generations is not None
+        part.attempts[again.numbers] = again.attempt
+        ends = np.zeros(part.n, np.int32)
+        for attempt in np.unique(part.attempts):
+            these = np.flatnonzero(part.attempts == attempt).astype(np.uint32)
+            found = sampler.ends(step, int(attempt), these, part.rows[these])
+            if found is not None:
+                ends[these] = found
+        flight.gather(part.rows, part.generations, None, ends=ends if landing.gather.window else None)
+
+    def _note(self, part: _Part, again: Again | None, rows: Any, generations: Any, probability: Any) -> None:
+        """Writes down what was drawn, and counts it in the store."""
+        rows, generations = rows.astype(np.uint32), generations.astype(np.uint32)
+        taken = self.parts[part.number].count_samples(rows, generations)
+        if again is None:
+            part.rows, part.generations, part.probability = rows.copy(), generations.copy(), probability.copy()
+            part.taken, part.attempts = taken.copy(), np.zeros(part.n, np.int64)
+            return
+        for mine, new in (
+            (part.rows, rows), (part.generations, generations), (part.probability, probability), (part.taken, taken)
+        ):  # fmt: skip
+            assert mine is not None
+            mine[again.numbers] = new
+
+    def _resolve(self, pending: Pending) -> tuple[Keys, Any, Any]:
+        """Waits for the device, and replaces torn rows until there are none; returns keys and books."""
+        flight, parts = pending.flight, pending.parts
+        unknown = [part for part in parts if self._mirrors[part.number] is not None]
+        torn, *news = flight.answer()
+        for i, part in enumerate(unknown):
+            self._note(part, None, *news[3 * i : 3 * i + 3])
+        for part in parts:
+            self._release(part, slice(None))
+            self._replace_lost(pending, part, torn[part.at : part.at + part.n])
+        keys = [Keys(part.rows, part.generations) for part in parts]  # type: ignore[arg-type]
+        importance = []
+        for part in parts:
+            strategy = self.parts[part.number].strategy
+            weights = None
+            if isinstance(strategy, Weighted):
+                assert part.probability is not None
+                weights = strategy.importance(part.probability, part.count, pending.step)
+            importance.append((weights, part.n))
+        probability = np.concatenate([part.probability for part in parts if part.probability is not None])
+        if isinstance(self.selection, Mixture):
+            joined = Keys.join([key.of_shard(part.number) for key, part in zip(keys, parts, strict=True)])
+        else:
+            (joined,) = keys
+        return joined, probability, join_importance(importance)
+
+    def _replace_lost(self, pending: Pending, part: _Part, torn: NDArray[np.uint8]) -> None:
+        sampler, flight = self.parts[part.number], pending.flight
+        assert part.taken is not None
+        bad: NDArray[Any] = torn | ~part.taken
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            lost = sampler.with_atoms(bad)
+            if lost.size == 0:
+                return
+            sampler.note_lost(lost.size, attempt)
+            assert part.rows is not None
+            again = Again(attempt, lost.astype(np.uint32), np.delete(part.rows, lost))
+            asked = self._draw_and_gather(flight, part, pending.step, again, True)
+            flight.ask(asked)
+            flags, *news = flight.answer()
+            if news:
+                self._note(part, again, *news)
+            self._release(part, lost)
+            bad = flags[part.at : part.at + part.n] | ~part.taken
+
+    def _release(self, part: _Part, which: Any) -> None:
+        assert part.rows is not None
+        assert part.generations is not None
+        self.parts[part.number].release(part.rows[which], part.generations[which])
+
+    # --- figures and leaving -----------------------------------------------------------------------------------
+
+    def describe(self) -> list[dict[str, Any]]:
+        """For each store: the path in use and why, and where rows are chosen."""
+        return [
+            {"store": part.plan.store.name, **landing.describe(), "select": select}
+            for part, landing, select in zip(self.parts, self.landings, self.select, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Waits for the stream, and unpins."""
+        self._closed = True
+        if not self._lock.acquire(timeout=CLOSE_S):
+            _log.warning("the replay's thread does not come back; what is pinned stays pinned")
+            return
+        try:
+            self._handover.clear()
+            for landing in self.landings:
+                landing.close()
+        finally:
+            self._lock.release()
+
+
+def _give_back(admitted: list[tuple[Sampler, int]]) -> None:
+    for sampler, n in admitted:
+        sampler.plan.store.limiter.give_back(samples=n)
+
+
+__all__ = ["DeviceMaker", "Pending"]

@@ -1,0 +1,105 @@
+"""What is done to a batch within device memory: conversion, packing, rows put to their places.
+
+The gather kernel does all of this on its way. Here it is done by torch, a few operations a field, to what came by
+copies: batches that the CPU made, and rows that other ranks sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.schema import DTYPES, torch_dtype
+from geartrain.replay.device.options import Convert
+from geartrain.replay.device.transfer import Flight
+
+if TYPE_CHECKING:
+    import torch
+
+    from geartrain.device.kernels.gather import GatherRows
+    from geartrain.device.kernels.gather_layout import Arena
+
+
+def arranging(
+    flight: Flight, source: torch.Tensor, plan: GatherRows, layout: Arena, mask: NDArray[np.bool_]
+) -> Callable[[], None]:
+    """What fills a flight's arena from one of padded rows, as a work for `Device.run`.
+
+    It converts what is not converted, and packs where that was asked for. What it needs of the host is uploaded now.
+
+    Args:
+        flight: where to.
+        source, plan, layout: a padded batch on the device, and how it lies there.
+        mask: (n, steps) of the batch, on the host.
+    """
+    import torch
+
+    landing, n, steps = flight.landing, layout.n, plan.steps
+    packed = flight.plan.packed
+    real = None
+    if packed:
+        ends = np.concatenate([np.zeros(1, np.int32), mask.sum(1, dtype=np.int32)]).cumsum(dtype=np.int32)
+        real, flight.cu_seqlens = landing.upload([np.flatnonzero(mask), ends])
+        flight.steps_packed = int(ends[-1])
+    known_steps = source[layout.mask : layout.mask + n * steps].view(torch.bool).view(n, steps)
+
+    def work() -> None:
+        for was, becomes, source_at, at in zip(
+            plan.fields, flight.plan.fields, layout.fields, flight.layout.fields, strict=True
+        ):
+            rows = n * (steps if was.timed else 1)
+            values = source[source_at : source_at + rows * was.result_bytes].view(rows, -1)  # a line a step
+            if real is not None and was.timed:
+                values = values[real]
+            if becomes.result is not None and was.result is None:
+                exact = values.view(torch_dtype(DTYPES[was.dtype]))
+                of = known_steps.reshape(-1) if was.timed and real is None else None
+                values = landing.options.convert[was.name].apply(exact, of).view(torch.uint8)
+            flight.arena[at : at + values.numel()].view(values.shape).copy_(values)
+        for name, size in (("mask", n * steps), ("starts", 4 * n), ("lengths", 4 * n), ("versions", 8 * n)):
+            if name == "mask" and packed:
+                continue
+            from_, to = getattr(layout, name), getattr(flight.layout, name)
+            flight.arena[to : to + size].copy_(source[from_ : from_ + size])
+
+    return work
+
+
+def scatter_lines(to: torch.Tensor, at: int, n: int, places: torch.Tensor, lines: torch.Tensor) -> None:
+    """to[at:], seen as n lines, gets `lines` (k, bytes) at `places` (k,): a work for `Device.run`.
+
+    Offsets are multiples of 16; a line may have any number of bytes, and is moved by its widest whole number.
+    """
+    import torch
+
+    line = lines.shape[1]
+    if line == 0:
+        return
+    wide = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[math.gcd(line, 8)]
+    to[at : at + n * line].view(n, line).view(wide)[places] = lines.view(wide)
+
+
+def convert_rows(
+    plan: GatherRows, number: int, values: torch.Tensor, mask: torch.Tensor, convert: Mapping[str, Convert]
+) -> torch.Tensor:
+    """Field `number` of k padded rows as it came, (k, bytes) uint8, as it stands in a batch.
+
+    `mask` is (k, steps) on the device.
+    """
+    import torch
+
+    field, k = plan.fields[number], len(values)
+    if field.result is None:
+        return values
+    exact = values.contiguous().view(torch_dtype(DTYPES[field.dtype]))
+    exact = exact.view(k, plan.steps, -1) if field.timed else exact
+    made: Any = convert[field.name].apply(exact, mask if field.timed else None)
+    lines: torch.Tensor = made.reshape(k, -1).view(torch.uint8)
+    return lines
+
+
+__all__ = ["arranging", "convert_rows", "scatter_lines"]

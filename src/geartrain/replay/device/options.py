@@ -1,0 +1,86 @@
+"""What a replay on a device is told: which way its batches come, and what becomes of fields on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from geartrain.errors import SchemaError
+
+if TYPE_CHECKING:
+    import torch
+
+Path = Literal["auto", "gather", "staged"]
+Exchange = Literal["host", "nccl"]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """What becomes of a field on its way: float32(x) * scale + shift, rounded to `dtype`.
+
+    Args:
+        dtype: "bfloat16", "float16" or "float32".
+        scale, shift: float32 numbers.
+
+    Example:
+        >>> Convert("bfloat16", scale=1 / 255)
+        Convert(dtype='bfloat16', scale=0.00392156862745098, shift=0.0)
+    """
+
+    dtype: str
+    scale: float = 1.0
+    shift: float = 0.0
+
+    def apply(self, values: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
+        """The same as the kernel does, by torch; where a step is not `real` the result is 0."""
+        import torch
+
+        made = (values.to(torch.float32) * self.scale + self.shift).to(getattr(torch, self.dtype))
+        if real is not None:
+            made.masked_fill_(~real.view(*real.shape, *([1] * (made.ndim - real.ndim))), 0)
+        return made
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """How batches come to a GPU; `Replay(device="cuda")` is short for `Replay(device=OnDevice("cuda"))`.
+
+    Args:
+        device: "cuda", "cuda:1", a torch.device, or a `geartrain.device.device.Device`.
+        path: "gather", "staged", or "auto": gather where the segment can be pinned and rows are not larger than the
+            crossover, staged otherwise. "gather" raises where "auto" would say in the log why it stages.
+        select: where rows are chosen. "device" draws with Triton kernels from a copy of the weights in device memory;
+            "auto" does so where the strategy allows it and the batch is large enough to pay for keeping that copy.
+        convert: fields to convert on the way, by name.
+        packed: windows stand one behind the other, without padding, with `batch.cu_seqlens`.
+        pin_limit_bytes: most pinned bytes on this host, all processes together; half of its memory by default.
+        crossover_bytes: rows of more bytes are staged by "auto"; by default what was measured on this machine, or an
+            estimate (landing/crossover.py).
+        exchange: over several ranks, how rows come that other ranks read: "host" sends them to pinned host memory over
+            the replay's Gloo group and copies them from there, ahead; with "nccl" the GPU of the rank that has them
+            gathers them ahead, and an all-to-all takes them from GPU to GPU when the batch is taken, on the stream that
+            is current there. The same on all ranks, which take batches at the same points of their collectives.
+    """
+
+    device: Any = "cuda"
+    path: Path = "auto"
+    select: Literal["auto", "host", "device"] = "auto"
+    convert: Mapping[str, Convert] = field(default_factory=dict)
+    packed: bool = False
+    pin_limit_bytes: int | None = None
+    crossover_bytes: int | None = None
+    exchange: Exchange = "host"
+
+    def __post_init__(self) -> None:
+        if self.path not in ("auto", "gather", "staged"):
+            raise SchemaError(f"path is 'auto', 'gather' or 'staged', found {self.path!r}")
+        if self.select not in ("auto", "host", "device"):
+            raise SchemaError(f"select is 'auto', 'host' or 'device', found {self.select!r}")
+        if self.exchange not in ("host", "nccl"):
+            raise SchemaError(f"exchange is 'host' or 'nccl', found {self.exchange!r}")
+        if self.crossover_bytes is not None and self.crossover_bytes < 0:
+            raise SchemaError(f"crossover_bytes is at least 0, found {self.crossover_bytes}")
+
+
+__all__ = ["Convert", "Exchange", "OnDevice", "Path"]

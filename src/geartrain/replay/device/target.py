@@ -1,0 +1,142 @@
+"""Where the batches of one plan land: its segment, pinned where it is or not, and the path that follows from that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.device.device import Device
+from geartrain.device.pinned_memory import Pin, pins
+from geartrain.errors import PinError, SchemaError
+from geartrain.replay.device.gather_threshold import crossover
+from geartrain.replay.device.options import Convert, OnDevice
+from geartrain.replay.device.pinned_pool import Bounce
+from geartrain.replay.fetch import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+    from geartrain.device.kernels.gather import GatherRows
+
+_log = logging.getLogger("geartrain.replay.device")
+
+
+def gather_rows_of(plan: Plan, convert: Mapping[str, Convert], packed: bool) -> GatherRows:
+    """A plan as the kernel takes it. Raises `SchemaError` for a conversion that there is not."""
+    from geartrain.device.kernels.gather import GatherRows
+    from geartrain.device.kernels.gather_layout import GatherField, Segment
+
+    store = plan.store
+    unknown = set(convert) - set(plan.names)
+    if unknown:
+        raise SchemaError(f"`convert` names {sorted(unknown)}, the batch has {plan.names}")
+    layout = store.native.layout()
+    fields = []
+    for name, number in zip(plan.names, plan.numbers, strict=True):
+        spec = store.fields[name]
+        offset, stride = layout["columns"][number]
+        into = convert.get(name)
+        step_bytes = spec.step_nbytes if spec.timed else spec.nbytes
+        fields.append(
+            GatherField(name, spec.dtype, spec.itemsize, offset, stride, spec.nbytes, step_bytes, spec.timed)
+            if into is None
+            else GatherField(
+                name, spec.dtype, spec.itemsize, offset, stride, spec.nbytes, step_bytes, spec.timed,
+                into.dtype, into.scale, into.shift,
+            )
+        )  # fmt: skip
+    segment = Segment(layout["words"], layout["status"], layout["status_stride"], store.capacity, store.max_length)
+    return GatherRows(segment, fields, plan.window, plan.pad_left, packed)
+
+
+class Landing:
+    """Where the batches of one plan land.
+
+    Args:
+        device, stream: on which.
+        plan: what is fetched.
+        options: as `Replay` was given them.
+
+    Raises:
+        PinError: path="gather" was asked for, and the segment cannot be pinned.
+        SchemaError: a conversion that there is not.
+    """
+
+    def __init__(self, device: Device, stream: Any, plan: Plan, options: OnDevice) -> None:
+        self.device = device
+        self.stream = stream
+        self.plan = plan
+        self.options = options
+        self.gather = gather_rows_of(plan, options.convert, options.packed)
+        self.row_bytes = sum(plan.row_bytes(name) for name in plan.names)
+        self.bounce = Bounce(device)
+        self._pin: Pin | None = None
+        self.segment: torch.Tensor | None = None
+        self.path, self.why = self._choose()
+
+    def _choose(self) -> tuple[str, str]:
+        asked, store = self.options.path, self.plan.store
+        if asked == "staged":
+            return "staged", "it was asked for"
+        most, says = crossover(self.options.crossover_bytes, self.device.model)
+        if asked == "auto" and self.row_bytes > most:
+            return "staged", f"rows of {self.row_bytes} bytes are larger than the crossover of {most} ({says})"
+        try:
+            self._pin = pins().hold(store, self.device, self.options.pin_limit_bytes)
+        except PinError as error:
+            if asked == "gather":
+                raise
+            _log.warning("batches of %r are staged through the CPU: %s", store.name, error)
+            return "staged", str(error)
+        self.segment = self.device.host_view(self._pin.memory)
+        if asked == "gather":
+            return "gather", "it was asked for"
+        return "gather", f"the segment is pinned and rows have {self.row_bytes} bytes, at most {most} ({says})"
+
+    def close(self) -> None:
+        """Waits for the stream and lets go of the segment."""
+        if self._pin is not None:
+            with self.device.on(self.stream):
+                self.device.sync(self.device.record())
+            self.segment = None
+            self._pin.release()
+            self._pin = None
+
+    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+        """Small host arrays, on the device by one copy."""
+        import torch
+
+        sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
+        total = sum(sizes)
+        if total == 0:
+            return []
+        with self.device.on(self.stream):
+            target = self.device.empty((total,), torch.uint8)
+            buffer = self.bounce.take(total)
+            at, views = 0, []
+            for array, size in zip(arrays, sizes, strict=True):
+                flat = np.ascontiguousarray(array).reshape(-1)
+                buffer.numpy()[at : at + flat.nbytes] = flat.view(np.uint8)
+                views.append(target[at : at + flat.nbytes].view(getattr(torch, flat.dtype.name)).view(array.shape))
+                at += size
+            self.device.copy(target, buffer[:total])
+            self.bounce.give(buffer)
+        return views
+
+    def describe(self) -> dict[str, Any]:
+        """The path in use and why, for people."""
+        return {
+            "device": self.device.name,
+            "path": self.path,
+            "why": self.why,
+            "row_bytes": self.row_bytes,
+            "pinned_bytes": 0 if self._pin is None else self._pin.memory.nbytes,
+            "bounce_bytes": self.bounce.nbytes,
+        }
+
+
+__all__ = ["Landing", "gather_rows_of"]

@@ -1,0 +1,210 @@
+"""One batch on its way to a device, and the consumer's stream that takes it over."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.keys import Keys
+from geartrain.core.schema import DTYPES, torch_dtype
+from geartrain.device.device import Device
+from geartrain.replay.batch import Batch
+from geartrain.replay.device.target import Landing
+
+if TYPE_CHECKING:
+    import torch
+
+    from geartrain.device.kernels.gather import GatherRows
+
+# Batches that the consumer's stream may be behind before the replay's thread waits for it.
+MOST_UNCONSUMED = 4
+
+
+class Flight:
+    """One batch on its way: its arena, and what the host has to learn of it.
+
+    Args:
+        landing: where it lands.
+        n: rows.
+        plan: how it lies in its arena; the landing's by default.
+        arena: device memory for it; by default its own, which belongs to the landing's stream.
+    """
+
+    def __init__(
+        self, landing: Landing, n: int, plan: GatherRows | None = None, arena: torch.Tensor | None = None
+    ) -> None:
+        self.landing = landing
+        self.plan = plan or landing.gather
+        self.layout = self.plan.arena(n)
+        if arena is None:
+            with landing.device.on(landing.stream):
+                arena = landing.device.empty((self.layout.nbytes,), _dtype("uint8"))
+        self.arena = arena
+        self.cu_seqlens: torch.Tensor | None = None
+        self.steps_packed: int | None = None
+        self._news: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._event: Any = None
+
+    def gather(
+        self,
+        rows: Any,
+        generations: Any,
+        draw: tuple[int, int, int] | None,
+        *,
+        ends: NDArray[np.int32] | None = None,
+        numbers: NDArray[np.uint32] | None = None,
+        places: NDArray[np.uint32] | None = None,
+        landing: Landing | None = None,
+        clear: bool = True,
+    ) -> None:
+        """Launches the gather of some rows, or of all of them. Host arrays are uploaded, tensors are there already.
+
+        Args:
+            rows, generations: the keys.
+            draw: (seed, step, attempt) of the windows.
+            ends: the last step of each window, instead.
+            numbers: of the draws; 0, 1, 2, ... by default.
+            places: of the rows in the batch; 0, 1, 2, ... by default.
+            landing: of another store of a mixture.
+            clear: forget which rows were torn before.
+        """
+        at = landing or self.landing
+        device, gather, segment, arena, layout = at.device, at.gather, at.segment, self.arena, self.layout
+        assert segment is not None
+        given = {"rows": rows, "generations": generations, "ends": ends, "numbers": numbers, "places": places}
+        on_host = {name: value for name, value in given.items() if isinstance(value, np.ndarray)}
+        given |= dict(zip(on_host, at.upload(list(on_host.values())), strict=True))
+        k, rows, generations = len(rows), given["rows"], given["generations"]
+        named: dict[str, Any] = {"draw": draw if gather.window else None, "ends": given["ends"]}
+        named["numbers"] = given["numbers"]
+        with device.on(at.stream):
+            if gather.packed:
+                self.cu_seqlens = device.empty((k + 1,), _dtype("int32"))
+                device.count_steps(gather, self.cu_seqlens, segment, rows, **named)
+                named["cu_seqlens"] = self.cu_seqlens
+            else:
+                named["places"] = given["places"]
+            device.gather(gather, segment, arena, layout, rows, generations, clear=clear, **named)
+
+    def ask(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Sends the torn rows and these tensors to the host, behind everything that was launched so far."""
+        landing, layout = self.landing, self.layout
+        wanted = [self.arena[layout.torn : layout.torn + layout.n], *tensors]
+        if self.cu_seqlens is not None:
+            wanted.append(self.cu_seqlens)
+        with landing.device.on(landing.stream):
+            for tensor in wanted:
+                flat = tensor.reshape(-1).view(_dtype("uint8"))
+                buffer = landing.bounce.take(len(flat))
+                landing.device.copy(buffer[: len(flat)], flat)
+                self._news.append((buffer, buffer[: len(flat)].view(tensor.dtype)))
+            self._event = landing.device.record()
+
+    def answer(self) -> list[NDArray[Any]]:
+        """What was asked for, the torn rows first. Here, and only here, a host thread waits for the device."""
+        self.landing.device.sync(self._event)
+        found = [np.array(view.numpy()) for _, view in self._news]
+        for buffer, _ in self._news:
+            self.landing.bounce.give_now(buffer, self._event)
+        self._news = []
+        if self.cu_seqlens is not None:
+            self.steps_packed = int(found.pop()[-1])
+        return found
+
+    def land(
+        self, keys: Keys, probability: Any, importance: Any, step: int | None, draw: NDArray[np.int64] | None = None
+    ) -> Landed:
+        """The batch as users get it, and its end as an event."""
+        import torch
+
+        landing, plan, layout = self.landing, self.landing.plan, self.layout
+        books = {"probability": probability, "importance": importance, "draw": draw}
+        books = {name: book for name, book in books.items() if book is not None}
+        books = dict(zip(books, landing.upload(list(books.values())), strict=True))
+        n, steps = layout.n, self.plan.steps
+        fields = {}
+        for spec, offset in zip(self.plan.fields, layout.fields, strict=True):
+            schema = plan.store.fields[spec.name]
+            dtype = torch_dtype(DTYPES[spec.result or schema.dtype])
+            shape = plan.shape(spec.name, n)
+            if self.steps_packed is not None and schema.timed:
+                shape = (self.steps_packed, *schema.step_shape)
+            fields[spec.name] = self._view(offset, dtype, *shape)
+        batch = Batch(
+            fields,
+            keys,
+            None if self.plan.packed else self._view(layout.mask, torch.bool, n, steps),
+            self._view(layout.starts, torch.int32, n),
+            self._view(layout.lengths, torch.int32, n),
+            self._view(layout.versions, torch.int64, n),
+            books.get("probability"),
+            books.get("importance"),
+            step,
+            books.get("draw"),
+            self.cu_seqlens,
+        )
+        with landing.device.on(landing.stream):
+            return Landed(batch, landing.device.record(), [self.arena, *list(books.values())[:1], *self._packed()])
+
+    def _packed(self) -> list[torch.Tensor]:
+        return [] if self.cu_seqlens is None else [self.cu_seqlens]
+
+    def _view(self, at: int, dtype: Any, *shape: int) -> torch.Tensor:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return self.arena[at : at + nbytes].view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A batch whose memory is being filled until an event."""
+
+    batch: Batch
+    event: Any
+    memory: list[torch.Tensor]
+
+    def hand_over(self, device: Device) -> None:
+        """Makes the calling thread's stream wait for the batch, and keeps its memory for that stream."""
+        device.wait(self.event)
+        for tensor in self.memory:
+            device.lend(tensor)
+
+
+class Handover:
+    """Batches on their way into the hands of the consumer's stream."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._consumed: deque[Any] = deque()
+
+    def hold_back(self) -> None:
+        """Waits, on the replay's thread, until the consumer's stream is not too many batches behind."""
+        while len(self._consumed) > MOST_UNCONSUMED:
+            self._device.sync(self._consumed.popleft())
+
+    def of(self, landed: Landed) -> Callable[[], None]:
+        """What the consumer's thread does as it takes the batch."""
+
+        def deliver() -> None:
+            # What the consumer gave its stream before it asked: the work on earlier batches.
+            self._consumed.append(self._device.record())
+            landed.hand_over(self._device)
+
+        return deliver
+
+    def clear(self) -> None:
+        """Forgets the consumer."""
+        self._consumed.clear()
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
+
+
+__all__ = ["MOST_UNCONSUMED", "Flight", "Handover", "Landed"]

@@ -1,0 +1,215 @@
+"""What each shard should get of the rows that come, and give of those it has: arithmetic, the same on every rank.
+
+`deal` is for rows that are nowhere yet, `flows` and `heaviest_within` for rows that lie in the wrong place. An amount
+is a sum of weights, or a number of rows; a share is a part of the amounts of all shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+# So many of the likeliest rows are dealt one by one, each to the shard that will lack most; the others by turns.
+SINGLY = 4096
+# The others are dealt by shares alone when their part of the weights is smaller: a million rows that weigh next to
+# nothing need not all go where a little is lacking.
+NEGLIGIBLE = 0.01
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+def deal(weights: Floats, amount: Floats, share: Floats, reads: Floats, free: Counts) -> NDArray[np.int64]:
+    """The shard that each row should go to, (n,) int64; see `geartrain.replay.distributed.placement.Placement.deal`.
+
+    Args:
+        weights: (n,) of the rows.
+        amount: (shards,) what each holds.
+        share: (shards,) what each should hold of everything in the end.
+        reads: (shards,) above 0 where anybody reads from the shard first; orders those whose share is 0.
+        free: (shards,) rows each can take; n together at least.
+    """
+    n = len(weights)
+    amount, free = amount.copy(), free.copy()
+    hottest_first = _descending(weights)
+    dealt = np.empty(n, np.int64)
+    wanted = _missing(amount, share, float(weights.sum()))
+    # A part of what a shard is to get, so that all fill up alike, and a row that is large goes where it matters least.
+    whole = np.maximum(wanted, 1e-9 * weights.sum())
+    count = 0
+    for row in hottest_first[: min(SINGLY, int(np.count_nonzero(weights)))].tolist():
+        shard = int(np.where((free > 0) & (share > 0), (wanted - weights[row]) / whole, -np.inf).argmax())
+        if free[shard] == 0 or share[shard] == 0:
+            break
+        dealt[row] = shard
+        wanted[shard] -= weights[row]
+        amount[shard] += weights[row]
+        free[shard] -= 1
+        count += 1
+    rest = hottest_first[count:]
+    coming = float(weights[rest].sum())
+    tiers = [
+        _missing(amount, share, coming) if coming > NEGLIGIBLE * amount.sum() else share,
+        share,
+        np.where(share > 0, 0.0, reads),
+        np.where(reads > 0, 0.0, free),
+    ]
+    at = 0
+    for counts in _turns(len(rest), tiers, free):
+        turn = int(counts.sum())
+        dealt[rest[at : at + turn]] = _evenly(counts)
+        at += turn
+    return dealt
+
+
+def _descending(weights: Floats) -> NDArray[np.intp]:
+    """The order from the largest weight to the smallest, equal ones as they were. At most 2**32 of them.
+
+    Weights are compared as float32, which is finer than what stores keep and lets one sort of words do.
+    """
+    n = len(weights)
+    if n == 0 or weights.min() == weights.max():
+        return np.arange(n)
+    scaled = (weights / weights.max()).astype(np.float32)
+    words = (~scaled.view(np.uint32)).astype(np.uint64) << np.uint64(32) | np.arange(n, dtype=np.uint64)
+    words.sort()
+    order: NDArray[np.intp] = (words & np.uint64(0xFFFFFFFF)).astype(np.intp)
+    return order
+
+
+def _missing(amount: Floats, share: Floats, coming: float) -> Floats:
+    """What each shard should get of an amount that is coming, to have its share in the end.
+
+    A shard that has too much already gets nothing, and the others what comes, so that they are as near as can be.
+    """
+    level = 0.0  # of which each is filled up to its share
+    readers = np.flatnonzero(share)
+    order = readers[np.argsort(amount[readers] / share[readers], kind="stable")]
+    for count in range(1, len(order) + 1):
+        low = order[:count]
+        level = (coming + amount[low].sum()) / share[low].sum()
+        if count == len(order) or level <= amount[order[count]] / share[order[count]]:
+            break
+    missing: Floats = np.where(share > 0, np.maximum(level * share - amount, 0.0), 0.0)
+    return missing
+
+
+def _turns(n: int, tiers: Sequence[Floats], free: Counts) -> Iterator[Counts]:
+    """How many of n rows each shard gets, a span of them at a time: at the rates of a tier, until a shard is full."""
+    free = free.copy()
+    for rates in tiers:
+        while n:
+            open_to = np.where(free > 0, rates, 0.0)
+            if not open_to.sum() > 0:
+                break
+            open_to /= open_to.sum()
+            active = open_to > 0
+            depth = max(1, min(n, int((free[active] / open_to[active]).min())))
+            counts = np.minimum(_apportion(open_to, depth), free)
+            yield counts
+            free -= counts
+            n -= int(counts.sum())
+
+
+def _apportion(rates: Floats, n: int) -> Counts:
+    """n as a sum of whole numbers in proportion to rates, which add up to 1."""
+    exact = rates * n
+    counts = np.floor(exact).astype(np.int64)
+    behind = np.argsort(counts - exact, kind="stable")
+    counts[behind[: n - int(counts.sum())]] += 1
+    return counts
+
+
+def _evenly(counts: Counts) -> NDArray[np.int64]:
+    """Shard numbers, each as often as it counts, every shard's turns as evenly spread as can be."""
+    shards = np.flatnonzero(counts)
+    if len(shards) == 1:
+        return np.full(int(counts.sum()), shards[0])
+    # Turn j of c is due at (j + 1/2) / c; a word each, whose low bits name the shard.
+    due = [
+        ((np.arange(counts[shard]) + 0.5) * (2.0**47 / counts[shard])).astype(np.uint64) << np.uint64(16)
+        | np.uint64(shard)
+        for shard in shards
+    ]
+    words = np.concatenate(due)
+    words.sort(kind="stable")  # merges runs that are in order
+    turns: NDArray[np.int64] = (words & np.uint64(0xFFFF)).astype(np.int64)
+    return turns
+
+
+# --- moving ------------------------------------------------------------------------------------------------------
+
+
+def flows(amount: Floats, share: Floats, free: Counts, tolerance: float) -> Floats:
+    """How much should go from each shard to each, (shards, shards), so that each holds its share of everything.
+
+    From shards whose share is 0 first, and to those with free rows only. Nothing where no shard is further than
+    `tolerance` from its share of everything.
+    """
+    n = len(amount)
+    moving = np.zeros((n, n))
+    whole = amount.sum()
+    if not whole or np.abs(amount / whole - share).max() <= tolerance:
+        return moving
+    surplus = np.maximum(amount - share * whole, 0.0)
+    lack = np.where(free > 0, np.maximum(share * whole - amount, 0.0), 0.0)
+    for sender in np.argsort(share > 0, kind="stable").tolist():
+        for receiver in range(n):
+            flow = min(surplus[sender], lack[receiver])
+            if flow > 0:
+                moving[sender, receiver] = flow
+                surplus[sender] -= flow
+                lack[receiver] -= flow
+    return moving
+
+
+def heaviest_within(amounts: Floats, limit: float) -> NDArray[np.intp]:
+    """Which of descending amounts to take: each that fits into what the ones taken before leave of the limit."""
+    taken: list[NDArray[np.intp]] = []
+    at = 0
+    limit *= 1 + 1e-12  # sums are of floats, and a shard that should be emptied is to be empty
+    while at < len(amounts):
+        at += int(np.searchsorted(-amounts[at:], -limit))  # the first that fits
+        sums = amounts[at:].cumsum()
+        count = int(np.searchsorted(sums, limit, side="right"))
+        if count == 0:
+            break
+        taken.append(np.arange(at, at + count))
+        limit -= float(sums[count - 1])
+        at += count
+    return np.concatenate(taken) if taken else np.empty(0, np.intp)
+
+
+def meetings(counts: Counts, piece: int) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Who sends what to whom at the same time: (sender, receiver, first row, rows), each shard in one of them."""
+    done = np.zeros_like(counts)
+    while (done < counts).any():
+        busy: set[int] = set()
+        together = []
+        for sender, receiver in np.argwhere(done < counts).tolist():
+            if sender not in busy and receiver not in busy:
+                busy |= {sender, receiver}
+                start = int(done[sender, receiver])
+                count = min(piece, int(counts[sender, receiver]) - start)
+                together.append((sender, receiver, start, count))
+                done[sender, receiver] += count
+        yield together
+
+
+# --- expecting ---------------------------------------------------------------------------------------------------
+
+
+def expected_up_to(n: int, probability: float, most: int) -> float:
+    """The mean of min(X, most), where X is how many of n independent draws are of a given probability."""
+    if probability <= 0 or probability >= 1 or most >= n:
+        return min(n * probability, most)
+    count = np.arange(n + 1)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
+    log_ways = log_factorial[n] - log_factorial - log_factorial[::-1]
+    mass = np.exp(log_ways + count * np.log(probability) + (n - count) * np.log1p(-probability))
+    return float(mass @ np.minimum(count, most))
+
+
+__all__ = ["deal", "expected_up_to", "flows", "heaviest_within", "meetings"]

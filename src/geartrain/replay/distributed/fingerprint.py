@@ -1,0 +1,54 @@
+"""What a rank takes a job to be, in words and numbers that two processes agree on if they mean the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from geartrain.replay.sampler import Sampler
+from geartrain.selection.strategy import Mixture, Strategy
+
+
+def describe_job(parts: Sequence[Sampler], selection: Strategy | Mixture, batch_size: int) -> dict[str, Any]:
+    """Everything that has to be alike on all ranks for them to draw the same batches, by its name."""
+    job: dict[str, Any] = {
+        "seed": int(selection.seed),
+        "strategy": describe_strategy(selection),
+        "batch_size": int(batch_size),
+    }
+    for number, part in enumerate(parts):
+        which = f" of store {number}" if len(parts) > 1 else ""
+        plan, options = part.plan, part.plan.store.options
+        job |= {f"window{which}": plan.window, f"pad{which}": "left" if plan.pad_left else "right"}
+        job[f"min_rows{which}"] = int(part.min_rows)
+        for name in ("weight_fraction_bits", "max_times_sampled", "max_age_s"):
+            job[f"{name}{which}"] = options[name]
+        for name, spec in plan.store.fields.items():
+            job[f"field {name!r}{which}"] = f"{spec.dtype} {spec.shape}{'' if spec.timed else ' without time'}"
+    return job
+
+
+def describe_strategy(selection: Strategy | Mixture) -> str:
+    """A strategy in words that two processes agree on: functions by their names."""
+    if isinstance(selection, Mixture):
+        shares = ", ".join(str(float(share)) for share in selection.shares)
+        return f"Mixture([{shares}], [{', '.join(describe_strategy(each) for each in selection.strategies)}])"
+    if not dataclasses.is_dataclass(selection):
+        return type(selection).__qualname__
+    settings = [f"{field.name}={_in_words(getattr(selection, field.name))}" for field in dataclasses.fields(selection)]
+    return f"{type(selection).__qualname__}({', '.join(settings)})"
+
+
+def _in_words(value: Any) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [f"{field.name}={_in_words(getattr(value, field.name))}" for field in dataclasses.fields(value)]
+        return f"{type(value).__qualname__}({', '.join(parts)})"
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(value.item() if isinstance(value, np.generic) else value)
+
+
+__all__ = ["describe_job", "describe_strategy"]

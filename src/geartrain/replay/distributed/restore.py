@@ -1,0 +1,299 @@
+"""One shard of a step as a store: read as it was saved, cut anew from all shards, or found in shared memory."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.keys import Keys
+from geartrain.core.progress import Progress
+from geartrain.errors import CheckpointError, FieldError, SchemaError, StoreMissingError
+from geartrain.store.checkpoint_reader import ROW_RECORD, Checkpoint, json_checksum, put_blocks, restore, write_json
+from geartrain.store.store import Store
+
+# Limits that shards of one population share.
+SHARED_LIMITS = ("remover", "max_times_sampled", "max_age_s", "weight_fraction_bits")
+
+
+@dataclass(frozen=True)
+class How:
+    """How a step is to be loaded; see `load_shards`."""
+
+    reshard: bool
+    together: str | None
+    capacity: int | None
+    part: int
+    adopt: bool
+
+
+def saved_shard(place: Path, record: dict[str, Any], k: int, n: int, how: How) -> SavedShard:
+    """Shard k of n of the step at `place`, as it was saved where there were as many.
+
+    Raises:
+        CheckpointError: a shard that is needed is missing, damaged, or not the one the step was completed with.
+    """
+    as_saved = len(record["shards"]) == n and how.together is None and how.capacity is None
+    kind = _WholeShard if as_saved else _CutShard
+    return kind(place, record, k, n, how)
+
+
+def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int, int]] | None:
+    """The segment that survived, and (adopted, newer, gone); None if there is none.
+
+    Weights and counts of samples of the rows it shares with the checkpoint are set back to what they were.
+    """
+    try:
+        peeked = Store.peek(name)
+    except StoreMissingError:
+        return None
+    if not source.is_in(peeked.native.describe()["store_id"]):
+        raise CheckpointError(
+            f"the segment {peeked.path} is not the one that {source.place.name} was saved from, nor was it made from "
+            f"that; it will not be taken for it. Remove it with `geartrain remove {name}` to load from disk"
+        )
+    saved = source.rows()
+    store = Store.open(name, adopt=True)
+    try:
+        keys = store.keys()
+        books = store.native.infos(keys.row)
+        before = np.zeros(store.capacity, ROW_RECORD)
+        before[saved["row"]] = saved
+        there = before[keys.row]
+        same = (there["generation"] == keys.generation) & (there["sequence"] == books["sequence"])
+        same &= books["generation"] == keys.generation
+        moved = np.flatnonzero(same & (there["weight"] != books["weight"]))
+        weights = there["weight"][moved] / 2.0 ** store.options["weight_fraction_bits"]
+        lost = store.update_weights(Keys(keys.row[moved], keys.generation[moved]), weights)
+        drawn = np.flatnonzero(same & (there["times_sampled"] != books["times_sampled"]))
+        counts = np.ascontiguousarray(there["times_sampled"][drawn])
+        store.native.set_times_sampled(keys.row[drawn], keys.generation[drawn], counts)
+    except BaseException:
+        store.close(keep=True)
+        raise
+    adopted = int(same.sum()) - lost
+    return store, (adopted, len(keys) - int(same.sum()), len(saved) - adopted)
+
+
+class SavedShard(ABC):
+    """One shard of a step: what to put into a store, and what an adopted one should have."""
+
+    def __init__(self, place: Path, record: dict[str, Any], k: int, n: int, how: How) -> None:
+        self.place = place
+        self._record = record
+        self._shard = (k, n)
+        self._how = how
+
+    @abstractmethod
+    def load(self, name: str, progress: bool, options: dict[str, Any]) -> Store:
+        """A new store with its rows."""
+
+    @abstractmethod
+    def rows(self) -> NDArray[Any]:
+        """The table of its selectable rows, of ROW_RECORD, as the store was or is to be."""
+
+    def state(self) -> dict[str, Any] | None:
+        """The replay's state for these shards."""
+        found: dict[str, Any] | None = self._record["state"]
+        return found
+
+    def is_in(self, store_id: int) -> bool:
+        """Whether that segment is the one that was saved, or was made from this shard."""
+        try:
+            content = json.loads(self._note(store_id).read_text())
+        except (FileNotFoundError, ValueError):
+            return False
+        checksum = content.pop("checksum", None)
+        return bool(checksum == json_checksum(content) and content == self._origin())
+
+    def remember(self, store: Store) -> None:
+        """Notes beside the step that a segment was made from it, so that it can be adopted before it is saved."""
+        with suppress(OSError):  # a disk that is only read: after a crash the shard is read again
+            write_json(self._note(store.native.describe()["store_id"]), self._origin())
+
+    def _note(self, store_id: int) -> Path:
+        return self.place / f"restored-{store_id:016x}.json"
+
+    def _origin(self) -> dict[str, Any]:
+        how = self._how
+        return {"id": self._record["id"], "shard": list(self._shard), "cut": [how.together, how.capacity]}
+
+    def _checkpoint(self, number: int) -> Checkpoint:
+        entry = self._record["shards"][number]
+        path = self.place / entry["directory"]
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path} is missing: shard {number} of {len(self._record['shards'])} of step {self._record['step']} "
+                f"is not on this disk"
+            )
+        found = Checkpoint(path)
+        if found.id != entry["id"]:
+            raise CheckpointError(f"{path} is not the checkpoint that step {self._record['step']} was completed with")
+        return found
+
+
+class _WholeShard(SavedShard):
+    """A shard as it was saved."""
+
+    def load(self, name: str, progress: bool, options: dict[str, Any]) -> Store:
+        path = self._checkpoint(self._shard[0]).directory
+        return Store.load(path, name, progress=progress, **options)
+
+    def rows(self) -> NDArray[Any]:
+        found = self._checkpoint(self._shard[0])
+        return found.records()[: found.rows]
+
+    def is_in(self, store_id: int) -> bool:
+        return self._checkpoint(self._shard[0]).store_id == store_id or super().is_in(store_id)
+
+
+class _CutShard(SavedShard):
+    """A shard of another number than were saved: a piece of all of them, one after the other."""
+
+    def __init__(self, place: Path, record: dict[str, Any], k: int, n: int, how: How) -> None:
+        super().__init__(place, record, k, n, how)
+        self._sources = [self._checkpoint(number) for number in range(len(record["shards"]))]
+        self._tables = [source.records()[: source.rows] for source in self._sources]
+        # The population: rows of the first shard by their numbers, then those of the second, and so on.
+        orders = [np.argsort(table["row"], kind="stable") for table in self._tables]
+        sizes = [len(order) for order in orders]
+        self._shard_of = np.repeat(np.arange(len(sizes)), sizes)
+        self._place_of = np.concatenate(orders)
+        everything = np.concatenate([table[order] for table, order in zip(self._tables, orders, strict=True)])
+        # New numbers for the order of commits: first the rows that a FIFO has passed, then the others; each as before.
+        passed = everything["sequence"] <= self._cursors()[self._shard_of]
+        by_commit = np.lexsort((self._shard_of, everything["sequence"], ~passed))
+        self._passed = int(passed.sum())
+        self._total = len(everything)
+        sequence = np.empty(self._total, np.uint64)
+        sequence[by_commit] = np.arange(1, self._total + 1)
+        bounds = self._bounds(n)
+        self._low, self._high = int(bounds[k]), int(bounds[k + 1])
+        self._rows: NDArray[Any] = everything[self._low : self._high].copy()
+        self._rows["row"] = np.arange(len(self._rows))
+        self._rows["generation"] = 1
+        self._rows["sequence"] = sequence[self._low : self._high]
+
+    def rows(self) -> NDArray[Any]:
+        return self._rows
+
+    def state(self) -> dict[str, Any] | None:
+        """The state, with a FIFO's place in the new numbers."""
+        state = super().state()
+        entry = self._entry()
+        if state is None or not _cursor_names(entry):
+            return state
+        n = self._shard[1]
+        fresh = {key: value for key, value in entry.items() if key not in _cursor_names(entry)}
+        fresh |= {f"after/{k}": self._passed for k in range(n)}
+        if n == 1:
+            fresh["after"] = self._passed  # for a replay without ranks
+        entries = list(state["state"])
+        entries[self._how.part] = fresh
+        return {**state, "state": entries}
+
+    def load(self, name: str, progress: bool, options: dict[str, Any]) -> Store:
+        limits = {**self._limits(), **options}
+        first = self._sources[0]
+        store = Store.create(name, first.fields, **limits)
+        try:
+            self._fill(store, progress)
+        except BaseException:
+            store.unlink()
+            store.close()
+            raise
+        return store
+
+    def _limits(self) -> dict[str, Any]:
+        n, rows = self._shard[1], len(self._rows)
+        every = [source.options for source in self._sources]
+        share = -(-sum(options["capacity"] for options in every) // n)
+        capacity = max(share, rows, 1) if self._how.capacity is None else self._how.capacity
+        if capacity < rows:
+            raise CheckpointError(f"shard {self._shard[0]} of {n} gets {rows} rows, capacity={capacity} is too small")
+        max_rows = capacity
+        if any(options["max_rows"] < options["capacity"] for options in every):
+            max_rows = min(capacity, max(-(-sum(options["max_rows"] for options in every) // n), rows, 1))
+        shared = {limit: every[0][limit] for limit in SHARED_LIMITS}
+        return {"capacity": capacity, "max_rows": max_rows, **shared}
+
+    def _fill(self, store: Store, progress: bool) -> None:
+        native = store.native
+        native.allocate(store.capacity)
+        columns = [native.column(number) for number in range(len(store.fields))]
+        title = f"loading {self.place.name}, shard {self._shard[0]}"
+        with Progress(title, len(self._rows), unit="rows", enabled=progress) as bar:
+            for number, source in enumerate(self._sources):
+                mine = np.flatnonzero(self._shard_of[self._low : self._high] == number)
+                if not len(mine):
+                    continue
+                wanted = np.zeros(source.rows, bool)
+                new_row = np.zeros(source.rows, np.uint32)
+                places = self._place_of[self._low + mine]
+                wanted[places] = True
+                new_row[places] = mine
+                for field_number, found, blocks in source.blocks(self._tables[number], wanted):
+                    put_blocks(columns[field_number], new_row[found], blocks)
+                    bar.advance(blocks.size, len(blocks) if field_number == 0 else 0)
+        table = np.zeros(store.capacity, ROW_RECORD)
+        committed = table[: len(self._rows)]
+        committed[:] = self._rows[np.argsort(self._rows["sequence"])]
+        table["row"][len(self._rows) :] = np.arange(len(self._rows), store.capacity)
+        restore(native, table, self._total + 1)
+        if self._shard[0] == 0:  # what happened so far is counted once
+            counters: dict[str, int] = {}
+            for source in self._sources:
+                counters = {name: counters.get(name, 0) + count for name, count in source.counters.items()}
+            native.set_counters(counters)
+
+    def _bounds(self, n: int) -> NDArray[np.int64]:
+        bounds = np.array([k * self._total // n for k in range(n + 1)], np.int64)
+        name = self._how.together
+        if name is None:
+            return bounds
+        spec = self._sources[0].fields.get(name)
+        if spec is None:
+            raise FieldError(f"the shards have no field {name!r} to keep rows together by")
+        if spec.shape or spec.dtype.startswith(("float", "bfloat", "complex")):
+            raise SchemaError(f"rows are kept together by a field of one whole number, {name!r} is {spec}")
+        values = np.empty(self._total, spec.numpy_dtype)
+        for number, source in enumerate(self._sources):
+            mine = self._shard_of == number
+            values[mine] = source.values(self._tables[number], name)[self._place_of[mine]]
+        ends = np.flatnonzero(values[1:] != values[:-1]) + 1
+        allowed = np.concatenate([[0], ends, [self._total]]).astype(np.int64)
+        after = np.searchsorted(allowed, bounds).clip(1, len(allowed) - 1)
+        low, high = allowed[after - 1], allowed[after]
+        nearest: NDArray[np.int64] = np.where(bounds - low < high - bounds, low, high)
+        nearest[0], nearest[-1] = 0, self._total
+        np.maximum.accumulate(nearest, out=nearest)
+        return nearest
+
+    def _entry(self) -> dict[str, int]:
+        state = super().state()
+        if state is None:
+            return {}
+        entries = state.get("state", [])
+        if self._how.part >= max(len(entries), 1):
+            raise CheckpointError(f"the state is of {len(entries)} stores, there is no part {self._how.part}")
+        return dict(entries[self._how.part]) if entries else {}
+
+    def _cursors(self) -> NDArray[np.uint64]:
+        """How far a FIFO has come in each of the saved shards; 0 where there is none."""
+        entry = self._entry()
+        alone = entry.get("after", 0) if len(self._sources) == 1 else 0
+        return np.array([entry.get(f"after/{k}", alone) for k in range(len(self._sources))], np.uint64)
+
+
+def _cursor_names(entry: Mapping[str, int]) -> set[str]:
+    return {key for key in entry if key == "after" or key.startswith("after/")}
+
+
+__all__ = ["SHARED_LIMITS", "How", "SavedShard", "adopt_segment", "saved_shard"]

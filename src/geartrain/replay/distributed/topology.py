@@ -1,0 +1,175 @@
+"""Which ranks train together and what each of them reads: data, pipeline and tensor parallelism.
+
+A rank has three coordinates: `dp`, the replica of the model it belongs to; `pp`, its stage of that replica's pipeline;
+`tp`, its part of that stage. Data is read by the first stage, which takes the inputs, and the last, which takes the
+targets; stages in between read nothing, and the parts of a stage see the same batch (GEAR, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from geartrain.errors import SchemaError
+
+# Names of mesh dimensions, as the field uses them. Dimensions that replicate and shard the model are both data
+# parallel as far as batches go.
+DATA = ("dp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "ddp", "replicate", "shard", "data")
+PIPELINE = ("pp", "pipe", "pipeline", "stage")
+TENSOR = ("tp", "tensor", "model", "sp", "cp")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank stands, and how many there are in each direction."""
+
+    dp: int = 0
+    pp: int = 0
+    tp: int = 0
+    dp_size: int = 1
+    pp_size: int = 1
+    tp_size: int = 1
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this is the first stage, which takes the inputs."""
+        return self.pp == 0
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether this is the last stage, which takes the targets."""
+        return self.pp == self.pp_size - 1
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a replay: their global numbers, in the replay's order, and this rank's place."""
+
+    members: list[int]
+    place: Place
+
+
+def topology_of(group: Any, mesh: Any) -> Topology:
+    """From a process group, a mesh, or ranks of the caller's own (`geartrain.replay.distributed.rank_group.Ranks`), with a `Place` as mesh.
+
+    Raises:
+        SchemaError: both a process group and a mesh, or a mesh that is none.
+    """
+    if group is not None and hasattr(group, "exchange"):  # not a process group: ranks of the caller's own
+        place = mesh if isinstance(mesh, Place) else Place(dp=group.rank, dp_size=group.size)
+        return Topology(list(range(group.size)), place)
+    if group is not None and mesh is not None:
+        raise SchemaError("give a group or a mesh, not both")
+    return of_group(group) if group is not None else of_mesh(mesh)
+
+
+def of_group(group: Any) -> Topology:
+    """Plain data parallelism over a process group."""
+    import torch.distributed as dist
+
+    members = dist.get_process_group_ranks(group)
+    return Topology(members, Place(dp=members.index(dist.get_rank()), dp_size=len(members)))
+
+
+def of_mesh(mesh: Any) -> Topology:
+    """From a `DeviceMesh` with named dimensions, a DeepSpeed grid, or an object with the usual mpu methods.
+
+    Raises:
+        SchemaError: it is none of these, or a dimension's name says nothing.
+    """
+    if hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate"):
+        return _of_device_mesh(mesh)
+    if callable(getattr(mesh, "get_coord", None)) and callable(getattr(mesh, "get_dim", None)):
+        return _of_process_topology(mesh)
+    if _method(mesh, _DP_RANK) is not None:
+        return _of_mpu(mesh)
+    raise SchemaError(
+        f"mesh is a torch DeviceMesh with dimensions named among dp, pp and tp, a DeepSpeed grid, or an object with "
+        f"get_data_parallel_rank() and the like; found {type(mesh).__name__}"
+    )
+
+
+def _of_device_mesh(mesh: Any) -> Topology:
+    names: Sequence[str] | None = mesh.mesh_dim_names
+    if not names:
+        if mesh.ndim != 1:
+            raise SchemaError(f"a mesh of {mesh.ndim} dimensions must name them, e.g. mesh_dim_names=('pp', 'dp')")
+        names = ("dp",)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise SchemaError("this rank is not in the mesh")
+    at = {"dp": 0, "pp": 0, "tp": 0}
+    sizes = {"dp": 1, "pp": 1, "tp": 1}
+    for name, index, size in zip(names, coordinate, mesh.mesh.shape, strict=True):
+        for axis, known in (("dp", DATA), ("pp", PIPELINE), ("tp", TENSOR)):
+            if name in known:
+                at[axis] = at[axis] * size + index
+                sizes[axis] *= size
+                break
+        else:
+            raise SchemaError(
+                f"the mesh has a dimension {name!r}, which may be data parallel ({', '.join(DATA)}), pipeline parallel "
+                f"({', '.join(PIPELINE)}) or tensor parallel ({', '.join(TENSOR)}); rename it"
+            )
+    members = sorted(int(rank) for rank in mesh.mesh.flatten().tolist())
+    return Topology(members, Place(at["dp"], at["pp"], at["tp"], sizes["dp"], sizes["pp"], sizes["tp"]))
+
+
+def _of_process_topology(topology: Any) -> Topology:
+    """DeepSpeed's `ProcessTopology`, with axes named pipe, data and model."""
+    import torch.distributed as dist
+
+    at = topology.get_coord(rank=dist.get_rank())
+    sizes = {axis: max(1, int(topology.get_dim(axis))) for axis in ("data", "pipe", "model")}
+    place = Place(
+        getattr(at, "data", 0),
+        getattr(at, "pipe", 0),
+        getattr(at, "model", 0),
+        sizes["data"],
+        sizes["pipe"],
+        sizes["model"],
+    )
+    return Topology(list(range(int(topology.world_size()))), place)
+
+
+_DP_RANK = ("get_data_parallel_rank", "data_parallel_rank")
+_DP_SIZE = ("get_data_parallel_world_size", "data_parallel_world_size")
+_PP_RANK = ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank", "get_pipeline_parallel_rank", "get_stage_id")
+_PP_SIZE = (
+    "get_pipe_parallel_world_size",
+    "get_pipeline_model_parallel_world_size",
+    "get_pipeline_parallel_world_size",
+)
+_TP_RANK = ("get_slice_parallel_rank", "get_tensor_model_parallel_rank", "get_model_parallel_rank")
+_TP_SIZE = (
+    "get_slice_parallel_world_size",
+    "get_tensor_model_parallel_world_size",
+    "get_model_parallel_world_size",
+)
+
+
+def _method(mpu: Any, names: Sequence[str]) -> Any:
+    return next((getattr(mpu, name) for name in names if callable(getattr(mpu, name, None))), None)
+
+
+def _of_mpu(mpu: Any) -> Topology:
+    import torch.distributed as dist
+
+    def ask(names: Sequence[str], default: int) -> int:
+        method = _method(mpu, names)
+        return default if method is None else int(method())
+
+    place = Place(
+        ask(_DP_RANK, 0), ask(_PP_RANK, 0), ask(_TP_RANK, 0), ask(_DP_SIZE, 1), ask(_PP_SIZE, 1), ask(_TP_SIZE, 1)
+    )
+    world = dist.get_world_size()
+    if place.dp_size * place.pp_size * place.tp_size != world:
+        raise SchemaError(
+            f"{place.dp_size} data x {place.pp_size} pipeline x {place.tp_size} tensor parallel ranks do not make "
+            f"the {world} of this job"
+        )
+    return Topology(list(range(world)), place)
+
+
+__all__ = ["Place", "Topology", "of_group", "of_mesh", "topology_of"]

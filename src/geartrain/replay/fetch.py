@@ -1,0 +1,312 @@
+"""Moving chosen rows out of a store into a batch, in one call.
+
+Rows are gathered by native threads with the GIL released, all fields and windows at once, straight from shared
+memory into warm, recycled buffers or into the caller's own (native/fetch/fetch.h; GEAR, section 3.4). A row that was
+overwritten during its copy is noticed and never returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+import geartrain._native as _native
+from geartrain.core.arguments import default_threads
+from geartrain.core.keys import Keys
+from geartrain.core.schema import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
+from geartrain.errors import SchemaError, StaleKeyError, StoreClosedError
+from geartrain.replay.batch import Batch
+from geartrain.store.store import Store
+
+Pad = Literal["left", "right"]
+As = Literal["torch", "numpy"]
+
+
+def fetch(
+    store: Store,
+    keys: Keys,
+    *,
+    fields: Sequence[str] | None = None,
+    window: int | None = None,
+    ends: ArrayLike | None = None,
+    pad: Pad = "left",
+    as_: As = "torch",
+    out: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    on_stale: Literal["raise", "drop"] = "raise",
+) -> Batch:
+    """The rows behind the keys, as one batch.
+
+    Args:
+        store: where the rows are.
+        keys: which rows; duplicates are fine.
+        fields: names of the fields wanted; all by default.
+        window: steps per row; whole rows by default.
+        ends: (n,) last step of each window; the row's last step by default. A window holds the `window` steps
+            up to and including that step, fewer at the start of the row, and nothing later.
+        pad: where missing steps go: "left" (before the real ones) or "right". They are zero, and False in
+            the batch's mask.
+        as_: "torch" tensors or "numpy" arrays. Both support DLPack.
+        out: arrays or tensors to fill instead of recycled memory, one per field, C-contiguous, of the
+            batch's shape and dtype.
+        threads: threads that copy; up to 4 of the process's cores by default.
+        on_stale: "raise" when a key is stale, or "drop" its row from the batch.
+
+    Raises:
+        StaleKeyError: rows were overwritten or removed since the keys were made, or while they were copied.
+        FieldError, SchemaError: what was asked for is not there, or does not fit.
+
+    Cost: one copy of the bytes wanted; nothing is allocated once the recycled buffers are warm.
+    """
+    if store.closed:
+        raise StoreClosedError(f"the store {store.name!r} was closed")
+    plan = Plan.make(store, fields, window, pad, as_, threads)
+    if ends is not None:
+        if window is None:
+            raise SchemaError("`ends` only means something with a window")
+        ends = _checked_ends(store, len(keys), ends)
+    outputs = None if out is None else plan.check_out(out, len(keys))
+    raw = plan.fetch(keys.row, keys.generation, ends, outputs)
+    if ends is not None:
+        _check_reach(raw, ends)
+    if raw.torn_count:
+        if on_stale == "raise":
+            raise StaleKeyError(
+                f"{raw.torn_count} of {len(keys)} keys are stale: their rows were overwritten or removed "
+                f"(first: row {keys.row[np.flatnonzero(raw.torn)[0]]})"
+            )
+        if out is not None:
+            raise StaleKeyError("rows cannot be dropped from the caller's own arrays; use on_stale='raise'")
+        kept = np.flatnonzero(raw.torn == 0)
+        raw = raw.take(kept)
+        keys = keys[kept]
+    if out is not None:
+        raw = raw._replace(arrays=[])
+        batch = plan.batch(raw, keys)
+        return Batch(dict(out), batch.rows, batch.mask, batch.start, batch.length, batch.version)
+    return plan.batch(raw, keys)
+
+
+class Raw(NamedTuple):
+    """A fetched batch as the native layer hands it over: NumPy arrays of raw dtypes."""
+
+    arrays: list[NDArray[Any]]
+    torn: NDArray[np.uint8]
+    mask: NDArray[np.bool_]
+    starts: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    versions: NDArray[np.int64]
+    torn_count: int
+
+    def take(self, index: NDArray[Any]) -> Raw:
+        """A copy of some rows."""
+        return Raw(
+            [array[index] for array in self.arrays],
+            self.torn[index],
+            self.mask[index],
+            self.starts[index],
+            self.lengths[index],
+            self.versions[index],
+            int(np.count_nonzero(self.torn[index])),
+        )
+
+    def put(self, index: NDArray[Any], other: Raw) -> None:
+        """Overwrites some rows with another batch's."""
+        for mine, theirs in zip(self.arrays, other.arrays, strict=True):
+            mine[index] = theirs
+        self.torn[index] = other.torn
+        self.mask[index] = other.mask
+        self.starts[index] = other.starts
+        self.lengths[index] = other.lengths
+        self.versions[index] = other.versions
+
+    @staticmethod
+    def join(arrays: list[NDArray[Any]], parts: list[Raw]) -> Raw:
+        """Parts of one batch that were fetched into consecutive pieces of `arrays`."""
+        return Raw(
+            arrays,
+            np.concatenate([part.torn for part in parts]),
+            np.concatenate([part.mask for part in parts]),
+            np.concatenate([part.starts for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.versions for part in parts]),
+            0,
+        )
+
+
+class Plan:
+    """What to fetch, checked once and used for every batch."""
+
+    def __init__(self, store: Store, names: list[str], window: int, pad_left: bool, as_: As, threads: int) -> None:
+        self.store = store
+        self.names = names
+        self.numbers = [store.field_number(name) for name in names]
+        self.window = window
+        self.pad_left = pad_left
+        self.as_ = as_
+        self.threads = threads
+
+    @staticmethod
+    def make(
+        store: Store,
+        fields: Sequence[str] | None,
+        window: int | None,
+        pad: Pad,
+        as_: As,
+        threads: int | None,
+    ) -> Plan:
+        """A plan, once everything asked for makes sense; raises `FieldError` or `SchemaError` otherwise."""
+        schema = store.fields
+        if isinstance(fields, str):
+            raise SchemaError(f"`fields` is a list of names, found the single string {fields!r}")
+        names = list(schema) if fields is None else list(fields)
+        if not names or len(set(names)) != len(names):
+            raise SchemaError(f"name each field once, and at least one; found {names}")
+        for name in names:
+            store.field_number(name)
+        if window is not None and not 1 <= window < 2**31:
+            raise SchemaError(f"a window has at least one step, found window={window}")
+        if pad not in ("left", "right"):
+            raise SchemaError(f"pad is 'left' or 'right', found {pad!r}")
+        if as_ not in ("torch", "numpy"):
+            raise SchemaError(f"as_ is 'torch' or 'numpy', found {as_!r}")
+        for name in names:
+            (torch_dtype if as_ == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
+        return Plan(store, names, window or 0, pad == "left", as_, default_threads(threads))
+
+    def schema(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each field of a batch of one row."""
+        return {name: (self.shape(name, 1), self.store.fields[name].dtype) for name in self.names}
+
+    def of_fields(self, names: Sequence[str]) -> Plan:
+        """The same plan for some of its fields, or none."""
+        return Plan(self.store, list(names), self.window, self.pad_left, self.as_, self.threads)
+
+    def raw_dtype(self, name: str) -> np.dtype[Any]:
+        """The NumPy dtype that a field's bytes are shown as."""
+        return self.store.column(name).dtype
+
+    def row_bytes(self, name: str) -> int:
+        """Bytes of a field in a batch of one row."""
+        return int(np.prod(self.shape(name, 1))) * self.raw_dtype(name).itemsize
+
+    def mask(self, starts: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """The mask of a batch whose windows hold `counts` real steps."""
+        steps = self.window or self.store.max_length
+        first = (steps - counts if self.window and self.pad_left else np.zeros_like(counts))[:, None]
+        at = np.arange(steps)
+        mask: NDArray[np.bool_] = (at >= first) & (at < first + counts[:, None])
+        return mask
+
+    def book(self, array: NDArray[Any]) -> Any:
+        """An array as users get it: a tensor, or itself."""
+        if self.as_ == "torch":
+            import torch
+
+            return torch.from_numpy(array)
+        return array
+
+    def empty(self, n: int) -> list[NDArray[Any]]:
+        """Recycled memory for the fields of a batch of n rows, of raw dtypes."""
+        return list(_native.empty_batch(self.store.native, n, self.numbers, self.window))
+
+    def shape(self, name: str, n: int) -> tuple[int, ...]:
+        """The shape of a field's array in a batch of n rows."""
+        spec = self.store.fields[name]
+        if spec.timed:
+            return (n, self.window or spec.shape[0], *spec.step_shape)
+        return (n, *spec.shape)
+
+    def fetch(
+        self,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        ends: NDArray[np.int32] | None,
+        out: list[Any] | None = None,
+        places: NDArray[np.uint32] | None = None,
+    ) -> Raw:
+        """Copies, and reports torn rows; the GIL is released meanwhile.
+
+        With `places` row i goes to place `places[i]` of the arrays in `out`.
+        """
+        return Raw(
+            *_native.fetch(
+                self.store.native,
+                rows,
+                generations,
+                self.numbers,
+                self.window,
+                self.pad_left,
+                ends,
+                self.threads,
+                out,
+                places,
+            )
+        )
+
+    def batch(
+        self,
+        raw: Raw,
+        keys: Keys,
+        probability: NDArray[np.float64] | None = None,
+        importance: NDArray[np.float64] | None = None,
+        step: int | None = None,
+    ) -> Batch:
+        """The batch that users see, over the same memory."""
+        schema = self.store.fields
+        fields: dict[str, Any] = {}
+        for name, array in zip(self.names, raw.arrays, strict=False):
+            if self.as_ == "torch":
+                fields[name] = as_tensor(array, DTYPES[schema[name].dtype])
+            else:
+                dtype = numpy_dtype(DTYPES[schema[name].dtype])
+                fields[name] = array if array.dtype == dtype else array.view(dtype)
+        books: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance]
+        books = [None if book is None else self.book(book) for book in books]
+        mask, start, length, version, probability, importance = books
+        return Batch(fields, keys, mask, start, length, version, probability, importance, step)
+
+    def check_out(self, out: Mapping[str, Any], n: int) -> list[Any]:
+        """The caller's own arrays in field order, raw, once they have the batch's shapes and dtypes."""
+        if set(out) != set(self.names):
+            raise SchemaError(f"`out` needs exactly the fields {self.names}, found {list(out)}")
+        outputs = []
+        for name in self.names:
+            array, shape = out[name], self.shape(name, n)
+            dtype = DTYPES[self.store.fields[name].dtype]
+            found = str(array.dtype).removeprefix("torch.")
+            if tuple(array.shape) != shape or found != dtype.name:
+                raise SchemaError(f"out[{name!r}] must be {dtype.name} {shape}, found {found} {tuple(array.shape)}")
+            contiguous = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
+            if not contiguous:
+                raise SchemaError(f"out[{name!r}] must be C-contiguous")
+            if isinstance(array, np.ndarray) and not array.flags.writeable:
+                raise SchemaError(f"out[{name!r}] is read-only")
+            if hasattr(array, "is_cpu") and not array.is_cpu:
+                raise SchemaError(f"out[{name!r}] is on {array.device}; rows are gathered into host memory")
+            if dtype.numpy_name is None:
+                array = as_raw(array, dtype)
+            outputs.append(array)
+        return outputs
+
+
+def _checked_ends(store: Store, n: int, ends: ArrayLike) -> NDArray[np.int32]:
+    array = np.asarray(ends)
+    if array.shape != (n,) or array.dtype.kind not in "iu":
+        raise SchemaError(f"`ends` must be {n} whole numbers, found {array.dtype} {array.shape}")
+    bad = np.flatnonzero((array < 0) | (array >= store.max_length))
+    if bad.size:
+        raise SchemaError(f"window {bad[0]} ends at step {array[bad[0]]}, rows have steps 0 to {store.max_length - 1}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _check_reach(raw: Raw, ends: NDArray[np.int32]) -> None:
+    # Only now is it known how long the rows behind the keys were: a stale key's row has another length.
+    bad = np.flatnonzero((ends >= raw.lengths) & (raw.torn == 0))
+    if bad.size:
+        raise SchemaError(
+            f"window {bad[0]} ends at step {ends[bad[0]]}, its row has steps 0 to {raw.lengths[bad[0]] - 1}"
+        )

@@ -1,0 +1,37 @@
+"""Faces that training loops expect of their data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from geartrain.errors import SchemaError
+from geartrain.replay.replay import Replay
+
+
+class ReplayDataset(IterableDataset[dict[str, Any]]):
+    """A replay as a torch `IterableDataset`: each item is one batch, a plain dict of tensors.
+
+    Use it with `DataLoader(ReplayDataset(replay), batch_size=None)`. The replay prepares batches ahead by itself, so
+    the loader needs no worker processes; with `num_workers > 0` it refuses, because every worker would deliver the
+    same batches.
+    """
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        from torch.utils.data import get_worker_info
+
+        if get_worker_info() is not None:
+            raise SchemaError(
+                "a replay prefetches by itself and its batches are already in this process; "
+                "use DataLoader(..., batch_size=None, num_workers=0)"
+            )
+        for batch in self.replay:
+            yield batch.as_dict()
+
+    def __len__(self) -> int:
+        return len(self.replay)

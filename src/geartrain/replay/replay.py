@@ -1,0 +1,508 @@
+"""Batches for training, selected and fetched while the model works on the ones before.
+
+`Replay` is where everything meets: a strategy draws rows, their windows are placed, the bytes are gathered, and
+a row that was lost meanwhile is drawn again. All of it happens on a thread of its own, ahead of the consumer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from geartrain.core.keys import Keys
+from geartrain.errors import SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.replay.batch import Batch
+from geartrain.replay.builder import HostMaker, Made, State
+from geartrain.replay.device import OnDevice
+from geartrain.replay.device.builder import DeviceMaker
+from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
+from geartrain.replay.distributed.builder import RankedMaker
+from geartrain.replay.distributed.priority_updates import Update
+from geartrain.replay.distributed.rank_group import NOTE_S, join, together
+from geartrain.replay.distributed.topology import topology_of
+from geartrain.replay.fetch import As, Pad, Plan
+from geartrain.replay.prefetch import Prefetcher
+from geartrain.replay.sampler import Sampler
+from geartrain.selection.strategy import Mixture, Strategy
+from geartrain.store.store import Store
+
+
+class Replay:
+    """An endless (or `steps` long) sequence of batches drawn from a store.
+
+    Batches are a function of the store's contents, the strategy's seed and the step number. `state_dict` holds
+    the step, so a resumed run goes on with the batches that the uninterrupted one would have drawn.
+
+    Args:
+        store: where the rows are; a list of stores for a `Mixture`.
+        selection: the strategy, e.g. `geartrain.selection.strategy.Weighted(seed=0)`.
+        batch_size: rows per batch; over several ranks, of the global batch that they share out.
+        fields: names of the fields wanted; all by default.
+        window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
+            later. Whole rows by default.
+        pad: side on which windows are padded at the start of a row.
+        prefetch: batches prepared ahead. With 0 each batch is made when it is asked for, and sees every weight
+            updated before; with more, a batch may have been drawn up to so many steps earlier.
+        as_: "torch" tensors or "numpy" arrays.
+        steps: batches per iteration; endless by default.
+        min_rows: fewer selectable rows than this are an error, not a batch of near-copies. 1 by default; for a store
+            with `max_times_sampled` the batch size, lest half a batch use up rows that nobody gets to see.
+        threads: threads that copy; up to 4 of the process's cores by default.
+        timeout_s: longest wait for a batch, and for another rank.
+        group: the ranks of a job that train together, each with the shard of its host as `store`: a process group of
+            `torch.distributed` (data parallel), or any `geartrain.replay.distributed.rank_group.Ranks`. Every rank makes the replay and asks
+            for batches alike; each gets its part of one global batch (docs/ranks.md).
+        mesh: the same with pipeline and tensor parallelism: a `DeviceMesh` with dimensions named among dp, pp and tp,
+            a DeepSpeed grid or topology, or an object with the usual mpu methods.
+        inputs, targets: fields for the first and for the last stage of a pipeline, instead of `fields`; where one
+            rank is both, it gets both.
+        device: where batches go: host memory by default; "cuda", "cuda:1" or a `geartrain.replay.device.OnDevice`, which says
+            how (gathered by the GPU or staged, converted on the way, packed). Their tensors are ready for the stream
+            that is current where the batch is taken; the host does not wait for the copy (docs/gpu.md).
+        assignment: "local_first" gives each rank rows of its own host as far as there are any, "ordered" gives
+            replica i the i-th slice of the global batch.
+
+    Raises:
+        FieldError, SchemaError: what was asked for does not fit the store.
+        PinError: `OnDevice(path="gather")`, and the segment cannot be pinned.
+        RanksDisagreeError: the ranks were set up differently.
+        PeerLostError: a rank did not come, or is gone.
+
+    Example:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> store = gt.Store.create("doc-replay", {"x": gt.Field((10, 2), "float32")}, capacity=4)
+        >>> _ = store.insert({"x": np.zeros((4, 10, 2), np.float32)})
+        >>> with gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=3, window=5, steps=2) as replay:
+        ...     [tuple(batch["x"].shape) for batch in replay]
+        [(3, 5, 2), (3, 5, 2)]
+        >>> store.close()
+    """
+
+    def __init__(
+        self,
+        store: Store | Sequence[Store],
+        selection: Strategy | Mixture,
+        batch_size: int,
+        *,
+        fields: Sequence[str] | None = None,
+        window: int | None = None,
+        pad: Pad = "left",
+        prefetch: int = 2,
+        as_: As = "torch",
+        steps: int | None = None,
+        min_rows: int | None = None,
+        threads: int | None = None,
+        timeout_s: float = 60.0,
+        group: Any = None,
+        mesh: Any = None,
+        inputs: Sequence[str] | None = None,
+        targets: Sequence[str] | None = None,
+        assignment: Assignment = "local_first",
+        device: Any = None,
+    ) -> None:
+        stores = [store] if isinstance(store, Store) else list(store)
+        strategies = _strategies(stores, selection)
+        for what, value, least in (
+            ("batch_size", batch_size, 1),
+            ("prefetch", prefetch, 0),
+            ("min_rows", 1 if min_rows is None else min_rows, 1),
+        ):
+            if value < least:
+                raise SchemaError(f"{what} must be at least {least}, found {value}")
+        if steps is not None and steps < 0:
+            raise SchemaError(f"steps must be at least 0, found {steps}")
+        if not 0 <= timeout_s <= 1e9:
+            raise SchemaError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
+        if assignment not in ASSIGNMENTS:
+            raise SchemaError(f"assignment is one of {', '.join(ASSIGNMENTS)}, found {assignment!r}")
+        if fields is not None and (inputs is not None or targets is not None):
+            raise SchemaError("give fields, or inputs and targets, not both")
+        if inputs is not None or targets is not None:
+            inputs, targets = list(inputs or ()), list(targets or ())
+            fields = list(dict.fromkeys([*inputs, *targets]))
+        self.stores = stores
+        self.selection = selection
+        self.batch_size = batch_size
+        self.steps = steps
+        make = functools.partial(_samplers, stores, strategies, batch_size, fields, window, pad, as_, threads, min_rows)
+        self._maker: HostMaker | DeviceMaker | RankedMaker
+        on_device = None if device is None else device if isinstance(device, OnDevice) else OnDevice(device)
+        if on_device is not None and as_ != "torch":
+            raise SchemaError(f"batches on a device are torch tensors, found as_={as_!r}; they support DLPack")
+        if on_device is not None and group is None and mesh is None:
+            self._maker = DeviceMaker(make(), selection, batch_size, on_device)
+            weakref.finalize(self, self._maker.close)
+        elif group is None and mesh is None:
+            self._maker = HostMaker(make(), selection, batch_size)
+        else:
+            topology = topology_of(group, mesh)
+            ranks = join(group, topology.members, timeout_s)
+            try:
+                parts = together(ranks, make)
+                names = parts[0].plan.names
+                self._maker = RankedMaker(
+                    parts,
+                    selection,
+                    batch_size,
+                    ranks,
+                    topology.place,
+                    assignment,
+                    names if inputs is None else inputs,
+                    names if targets is None else targets,
+                    {"prefetch": prefetch, "steps": steps},
+                    on_device,
+                    None if ranks is group else topology.members,
+                    timeout_s,
+                )
+            except BaseException:
+                if ranks is not group:
+                    ranks.close()
+                raise
+            weakref.finalize(self, self._maker.dock.close)  # one that is dropped lets go of what it has pinned
+        self._halt = threading.Event()  # ends a wait for the stores' rate limiters
+        for part in self._maker.parts:
+            part.patience_s = timeout_s
+            if not self._ranked:  # other ranks need what was asked for
+                part.stopping = self._halt.is_set
+        self._state: State = [{} for _ in stores]
+        self._updates: list[Update] = []
+        self._prefetch = prefetch
+        self._timeout_s = timeout_s
+        self._step = 0
+        self._asked = -1  # the last step that the thread has leave to make
+        self._iteration = 0
+        self._stop: int | None = None
+        self._ahead: Prefetcher[Made] | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._closed = False
+        self._batches = 0
+        self._bytes = 0
+        self._wait_s = 0.0
+        self._started_s: float | None = None
+        self._last_s = 0.0
+
+    # --- batches --------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from the current step on. One iteration at a time: a new one ends the one before."""
+        self._restart()
+        self._iteration += 1
+        self._stop = None if self.steps is None else self._step + self.steps
+        if self._ranked and self._prefetch and self._stop != self._step:
+            # All ranks have to ask before any of them gets a batch, and engines may ask one after the other.
+            self._ask(self._taken_updates())
+        return self._iterate(self._iteration, self._stop)
+
+    def _iterate(self, iteration: int, stop: int | None) -> Iterator[Batch]:
+        while iteration == self._iteration and (stop is None or self._step < stop):
+            yield self.sample()
+
+    def sample(self) -> Batch:
+        """The next batch.
+
+        Raises:
+            EmptyStoreError, NotEnoughRowsError: too few rows are selectable.
+            WaitTimeoutError: no batch within `timeout_s`.
+        """
+        if self._closed:
+            raise StoreClosedError("this replay was closed")
+        asked_s = time.perf_counter()
+        if self._started_s is None:
+            self._started_s = asked_s
+        if self._prefetch == 0 and not self._ranked:
+            made = self._make(self._step, self._state, [])
+        else:
+            if self._ahead is not None and not self._ahead.is_mine():
+                self._restart()  # a forked child has none of its parent's threads
+            try:
+                # Over ranks, and of a rate limiter, the thread has an answer in time, if only that there is none.
+                told = self._ranked or any(store.native.limited for store in self.stores)
+                patience_s = self._timeout_s + (2 * NOTE_S if told else 0)
+                made = self._ask(self._taken_updates()).get(patience_s)
+            except WaitTimeoutError:
+                raise  # the batch is still being made: the next call may have it
+            except KeyboardInterrupt:
+                self._give_up("interrupted")
+                raise
+            except BaseException:
+                self._restart()
+                raise
+        made.deliver()
+        batch = made.batch
+        self._last_s = time.perf_counter()
+        self._wait_s += self._last_s - asked_s
+        self._batches += 1
+        self._bytes += batch.nbytes
+        self._step += 1
+        self._state = made.state
+        return batch
+
+    def _make(self, step: int, state: State, updates: list[Update]) -> Made:
+        return self._maker.make(step, state, updates)
+
+    def _ask(self, updates: list[Update]) -> Prefetcher[Made]:
+        """The thread that makes batches, with leave to make the one that is `prefetch` ahead of the next."""
+        last = self._step + self._prefetch
+        if self._stop is not None and self._step < self._stop:
+            last = min(last, self._stop - 1)  # nobody will ask for more
+        if self._ahead is None:
+            step, state, maker = self._step, self._state, self._maker
+            on_device = maker if isinstance(maker, DeviceMaker) else None
+            make: Callable[..., Any] = maker.make if on_device is None else on_device.start
+
+            def make_next(updates: list[Update]) -> Any:
+                nonlocal step, state
+                made = make(step, state, updates)
+                step, state = step + 1, made.state
+                return made
+
+            if on_device is None:
+                enter = maker.dock.enter if isinstance(maker, RankedMaker) else None
+                self._ahead = Prefetcher(make_next, "geartrain-prefetch", None, enter)
+            else:
+                self._ahead = Prefetcher(make_next, "geartrain-prefetch", on_device.finish, on_device.enter)
+            self._finalizer = weakref.finalize(self, _stop, self._ahead, self._halt, self._timeout_s, self._ranked)
+            self._asked = self._step - 1
+        while self._asked < last:
+            self._asked += 1
+            self._ahead.ask(updates)
+            updates = []
+        self._updates = [*updates, *self._updates]  # with the next request, when this one asked for nothing
+        return self._ahead
+
+    def _taken_updates(self) -> list[Update]:
+        updates, self._updates = self._updates, []
+        return updates
+
+    @property
+    def _ranked(self) -> bool:
+        return isinstance(self._maker, RankedMaker)
+
+    def __len__(self) -> int:
+        """Batches per iteration. Raises TypeError for an endless replay."""
+        if self.steps is None:
+            raise TypeError("this replay is endless and has no length; give it steps=...")
+        return self.steps
+
+    def update_weights(self, rows: Keys, priorities: ArrayLike) -> int:
+        """Sets the weights of rows of earlier batches to |priority| ** exponent; returns how many were gone.
+
+        The exponent is the strategy's, 1 unless it is `Weighted(exponent=...)`. Where it follows a schedule, all
+        weights of the store are raised to its new value each time that has moved by 1 %, so that they always speak
+        of one exponent; let one process of a job do this.
+
+        Over several ranks the weights go where the rows are together with the next request for a batch, so that all
+        ranks draw from the same; each rank gives those of its own batch. Rows that are gone by then are counted as
+        `stale_keys` by their store, and 0 is returned here.
+
+        Raises:
+            SchemaError: a priority that is not finite.
+        """
+        if hasattr(priorities, "detach"):
+            priorities = priorities.detach().cpu()
+        array = np.asarray(priorities, dtype=np.float64)
+        values = np.broadcast_to(array, (len(rows),)) if array.ndim == 0 else array
+        if values.shape != (len(rows),):
+            raise SchemaError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
+        if isinstance(self._maker, RankedMaker):
+            self._maker.check_update(rows, values)
+            self._updates.append(Update(rows, np.array(values)))
+            return 0
+        gone = 0
+        for number, (store, part) in enumerate(zip(self.stores, self._maker.parts, strict=True)):
+            part.follow_exponent(self._step)
+            mine = slice(None) if rows.shard is None else np.flatnonzero(rows.shard == number)
+            keys = rows[mine]
+            if len(keys):
+                gone += store.update_weights(keys, np.abs(values[mine]) ** part.exponent)
+        return gone
+
+    # --- state and figures ----------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Brings the stores to where this replay stands, before they are saved. Every rank calls it.
+
+        Weights that were given are set, and batches that were prepared are dropped and will be drawn again, from the
+        stores as they are now. So this run goes on as one does that is resumed from what is saved now.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        self._restart()
+        if isinstance(self._maker, RankedMaker):
+            self._maker.settle(self._step, self._updates)
+            self._updates = []
+
+    @property
+    def step(self) -> int:
+        """The number of the next batch."""
+        return self._step
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on with the same batches, given the same rows, as a few numbers for JSON.
+
+        Where weights are updated, call `settle` first: it brings the rows' weights to where this state is.
+        """
+        return {
+            "seed": self.selection.seed,
+            "step": self._step,
+            "state": [dict(state) for state in self._state],
+            "exponents": [part.exponent for part in self._maker.parts],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was taken.
+
+        Raises:
+            SchemaError: the strategy has another seed, or there are more or fewer stores.
+        """
+        if state["seed"] != self.selection.seed:
+            raise SchemaError(f"the state was taken with seed {state['seed']}, the strategy has {self.selection.seed}")
+        if len(state["state"]) != len(self.stores):
+            raise SchemaError(f"the state was taken with {len(state['state'])} stores, there are {len(self.stores)}")
+        self._restart()
+        self._updates = []
+        self._step = int(state["step"])
+        self._state = [dict(each) for each in state["state"]]
+        for part, exponent in zip(self._maker.parts, state["exponents"], strict=True):
+            part.exponent = float(exponent)
+        if isinstance(self._maker, RankedMaker):
+            self._maker.rewind()
+
+    def stats(self) -> dict[str, float]:
+        """Figures since the first batch.
+
+        batches, rows, bytes (delivered); wait_s (the consumer's), elapsed_s (from the first request to the last batch,
+        the consumer's own pauses included), wait_share; make_s (the time spent
+        selecting and fetching, on whichever thread), gb_per_s and samples_per_s of that time; redrawn (rows
+        lost between their draw and their copy).
+
+        Over several ranks rows and bytes are this rank's, and there are: local_bytes (read from the shard of this
+        host), received_bytes and sent_bytes (fields, from and for other ranks), local_share, selection_bytes (sent
+        to agree on batches), select_s, fetch_s, exchange_s.
+        """
+        elapsed_s = 0.0 if self._started_s is None else self._last_s - self._started_s
+        make_s = self._maker.make_s
+        made = self._maker.made
+        bytes_per_batch = self._bytes / self._batches if self._batches else 0.0
+        size = self.batch_size
+        ranked: dict[str, float] = {}
+        if isinstance(self._maker, RankedMaker):
+            size = self._maker.rows_per_replica
+            ranked = dataclasses.asdict(self._maker.traffic)
+            moved = ranked["local_bytes"] + ranked["received_bytes"]
+            ranked["local_share"] = ranked["local_bytes"] / moved if moved else 1.0
+        return {
+            "batches": self._batches,
+            "rows": self._batches * size,
+            "bytes": self._bytes,
+            "wait_s": self._wait_s,
+            "elapsed_s": elapsed_s,
+            "wait_share": self._wait_s / elapsed_s if elapsed_s else 0.0,
+            "make_s": make_s,
+            "gb_per_s": made * bytes_per_batch / make_s / 1e9 if make_s else 0.0,
+            "samples_per_s": made * size / make_s if make_s else 0.0,
+            "redrawn": sum(part.redrawn for part in self._maker.parts),
+            **ranked,
+        }
+
+    def describe(self) -> list[dict[str, Any]]:
+        """For each store, how its rows come to the device: path and why, where rows are chosen, pinned bytes.
+
+        Empty for batches in host memory.
+        """
+        if isinstance(self._maker, RankedMaker):
+            return self._maker.dock.describe()
+        return self._maker.describe() if isinstance(self._maker, DeviceMaker) else []
+
+    # --- leaving --------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stops preparing batches, and leaves the group. The store stays open; it is the caller's."""
+        if self._closed:
+            return
+        self._restart()
+        self._closed = True
+        if isinstance(self._maker, RankedMaker | DeviceMaker):
+            self._maker.close()
+
+    def _restart(self) -> None:
+        if self._ahead is not None:
+            # Other ranks make what was asked for as well, and need this one for it.
+            left = _stop(self._ahead, self._halt, self._timeout_s, self._ranked)
+            self._updates = [*(update for updates in left for update in updates), *self._updates]
+            self._ahead = None
+        if self._finalizer is not None:
+            self._finalizer.detach()  # or it would keep every prefetcher there ever was
+            self._finalizer = None
+
+    def _give_up(self, reason: str) -> None:
+        if isinstance(self._maker, RankedMaker):
+            self._maker.leave(reason)
+        if self._ahead is not None:
+            _stop(self._ahead, self._halt, 0.0, False)
+            self._ahead = None
+
+    def __enter__(self) -> Replay:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        stores = self.stores[0] if len(self.stores) == 1 else self.stores
+        return f"Replay({stores!r}, {self.selection!r}, batch_size={self.batch_size}, step={self._step})"
+
+
+def _stop(ahead: Prefetcher[Any], halt: threading.Event, timeout_s: float, finish: bool) -> list[Any]:
+    halt.set()
+    try:
+        return ahead.stop(timeout_s, finish=finish)
+    finally:
+        halt.clear()
+
+
+def _strategies(stores: list[Store], selection: Strategy | Mixture) -> list[Strategy]:
+    if isinstance(selection, Mixture):
+        if len(selection.strategies) != len(stores):
+            raise SchemaError(f"a mixture of {len(selection.strategies)} needs as many stores, found {len(stores)}")
+        return selection.strategies
+    if not isinstance(selection, Strategy):
+        raise SchemaError(f"selection must be a strategy such as Uniform(seed=0), found {selection!r}")
+    if len(stores) != 1:
+        raise SchemaError(f"{len(stores)} stores need a Mixture, found {selection!r}")
+    return [selection]
+
+
+def _samplers(
+    stores: list[Store],
+    strategies: list[Strategy],
+    batch_size: int,
+    fields: Sequence[str] | None,
+    window: int | None,
+    pad: Pad,
+    as_: As,
+    threads: int | None,
+    min_rows: int | None,
+) -> list[Sampler]:
+    parts: list[Sampler] = []
+    for each, strategy in zip(stores, strategies, strict=True):
+        plan = Plan.make(each, fields, window, pad, as_, threads)
+        if parts and plan.schema() != parts[0].plan.schema():
+            raise SchemaError(
+                f"the fields of a mixture must be the same in all stores: {plan.schema()} in {each.name!r}, "
+                f"{parts[0].plan.schema()} in {stores[0].name!r}"
+            )
+        limited = each.options["max_times_sampled"] is not None
+        least = (batch_size if limited else 1) if min_rows is None else min_rows
+        parts.append(Sampler(plan, strategy, least))
+    return parts

@@ -1,0 +1,185 @@
+"""One store's part of a batch: choose rows, count them, place their windows, copy them; again for what was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import geartrain._native as _native
+from geartrain.core.keys import Keys
+from geartrain.errors import CorruptStoreError, NotEnoughRowsError, SchemaError, TurnoverError
+from geartrain.replay.fetch import Plan, Raw
+from geartrain.selection.strategy import Again, Candidates, Drawn, Strategy, Weighted, at_step
+
+# A draw that loses its row this often in a row is drawing from a store that turns over faster than it can be read.
+MAX_ATTEMPTS = 64
+# A schedule of the exponent is followed in steps of this share of its value.
+EXPONENT_STEP = 0.01
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows that were chosen and copied whole."""
+
+    keys: Keys
+    raw: Raw
+    probability: NDArray[np.float64]
+    importance: NDArray[np.float64] | None
+    state: dict[str, int]
+
+
+def exponent_at(strategy: Strategy, step: int) -> float:
+    """The exponent that a strategy wants weights to have at a step; raises `SchemaError` unless it is above zero."""
+    if not isinstance(strategy, Weighted):
+        return 1.0
+    exponent = at_step(strategy.exponent, step)
+    if not 0 < exponent < float("inf"):
+        raise SchemaError(f"the exponent of weights must be above zero and finite, found {exponent} at step {step}")
+    return exponent
+
+
+class Sampler:
+    """Draws from one store by one strategy and fetches by one plan."""
+
+    def __init__(self, plan: Plan, strategy: Strategy, min_rows: int) -> None:
+        self.plan = plan
+        self.strategy = strategy
+        self.min_rows = min_rows
+        self.redrawn = 0
+        self.exponent = exponent_at(strategy, 0)  # that the store's weights are of
+        store = plan.store
+        self.candidates = Candidates.of_store(store.native, store.column)
+        self._expires = store.options["max_age_s"] is not None
+        self.limited = store.options["max_times_sampled"] is not None
+        # Rows that stand or fall together (a group), and so are replaced together.
+        self.atom = int(getattr(strategy, "atom", 1))
+        # How long the store's rate limiter may make it wait, and what ends that early.
+        self.patience_s = 60.0
+        self.stopping: Callable[[], bool] | None = None
+
+    def sample(self, n: int, step: int, state: dict[str, int], out: list[Any] | None = None) -> Sample:
+        """The `n` rows of a step, into `out` or into recycled memory."""
+        self.admit(n)
+        try:
+            return self._sample(n, step, state, out)
+        except BaseException:
+            self.plan.store.limiter.give_back(samples=n)
+            raise
+
+    def _sample(self, n: int, step: int, state: dict[str, int], out: list[Any] | None) -> Sample:
+        self.expire()
+        count = len(self.plan.store)
+        self.check_count(count)
+        drawn, raw = self._draw_and_fetch(n, step, state, None, out)
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            lost = self.with_atoms(raw.torn)
+            if lost.size == 0:
+                break
+            self.note_lost(lost.size, attempt)
+            kept = np.delete(drawn.rows, lost)
+            again, fetched = self._draw_and_fetch(
+                n, step, drawn.state, Again(attempt, lost.astype(np.uint32), kept), None
+            )
+            raw.put(lost, fetched)
+            drawn.rows[lost] = again.rows
+            drawn.generations[lost] = again.generations
+            drawn.probability[lost] = again.probability
+            drawn = Drawn(drawn.rows, drawn.generations, drawn.probability, state=again.state)
+        importance = None
+        if isinstance(self.strategy, Weighted):
+            importance = self.strategy.importance(drawn.probability, count, step)
+        return Sample(Keys(drawn.rows, drawn.generations), raw, drawn.probability, importance, drawn.state)
+
+    # --- its steps, which drawing over several ranks takes one by one -----------------------------------------
+
+    def admit(self, n: int) -> None:
+        """Waits until the store's rate limiter lets so many rows be drawn."""
+        self.plan.store.limiter.admit_samples(n, self.patience_s, self.stopping)
+
+    def expire(self) -> None:
+        """Removes rows that are too old, before they are counted."""
+        if self._expires:
+            self.plan.store.expire()
+
+    def follow_exponent(self, step: int, *, apply: bool = True) -> None:
+        """Raises the weights to the exponent of the step, once it has moved by 1 %; or notes that another does."""
+        wanted = exponent_at(self.strategy, step)
+        if abs(wanted - self.exponent) > EXPONENT_STEP * self.exponent:
+            if apply:
+                self.plan.store.raise_weights(wanted / self.exponent)
+            self.exponent = wanted
+
+    def check_count(self, count: int) -> None:
+        """Raises `NotEnoughRowsError` when so many selectable rows are too few."""
+        if count < self.min_rows:
+            raise NotEnoughRowsError(
+                f"{self.min_rows} selectable rows are asked for, the store {self.plan.store.name!r} has {count}"
+            )
+
+    def note_lost(self, count: int, attempt: int) -> None:
+        """Counts rows that have to be drawn again; raises `TurnoverError` when that does not end."""
+        if attempt == MAX_ATTEMPTS:
+            raise TurnoverError(
+                f"{count} rows were overwritten before they could be copied, {MAX_ATTEMPTS} times in a row; the "
+                f"store of {self.plan.store.capacity} rows is too small for the rate of inserts"
+            )
+        self.redrawn += int(count)
+
+    def with_atoms(self, torn: NDArray[np.uint8]) -> NDArray[np.intp]:
+        """The torn rows of whole atoms, and with each those that stand and fall with it."""
+        if self.atom == 1:
+            return np.flatnonzero(torn)
+        whole = torn.reshape(-1, self.atom).any(1)
+        return np.flatnonzero(np.repeat(whole, self.atom))
+
+    def draw(self, n: int, step: int, state: dict[str, int], again: Again | None) -> Drawn:
+        """What the strategy chooses from this store, repaired first where its sums are at odds with its rows."""
+        store = self.plan.store
+        drawn = self.strategy.select(self.candidates, n, step, state=state or None, again=again)
+        if drawn.failed:
+            # Sums that disagree with their leaves: somebody died in the middle of an update. Repair, then redraw.
+            store.reap()
+            drawn = self.strategy.select(self.candidates, n, step, state=state or None, again=again)
+            if drawn.failed:
+                store.native.rebuild()  # or somebody living is in the middle of one: this waits for them
+                drawn = self.strategy.select(self.candidates, n, step, state=state or None, again=again)
+            if drawn.failed:
+                raise CorruptStoreError(f"{drawn.failed} draws found no row; store.audit() tells what is wrong")
+        return drawn
+
+    def ends(
+        self, step: int, attempt: int, numbers: NDArray[np.uint32], rows: NDArray[np.uint32]
+    ) -> NDArray[np.int32] | None:
+        """The last step of each draw's window; None for whole rows."""
+        if not self.plan.window:
+            return None
+        lengths = self.plan.store.native.lengths(rows)
+        return _native.window_ends(self.strategy.seed, step, attempt, numbers, lengths)
+
+    def count_samples(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """Counts the draws; False where somebody else drew the row's last allowed sample first."""
+        taken = self.plan.store.native.count_samples(rows, generations)
+        return taken != 0 if self.limited else np.ones(len(rows), bool)
+
+    def release(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> None:
+        """Lets go of rows whose last allowed samples these were, once they are copied."""
+        if self.limited:
+            self.plan.store.native.release_spent(rows, generations)
+
+    def _draw_and_fetch(
+        self, n: int, step: int, state: dict[str, int], again: Again | None, out: list[Any] | None
+    ) -> tuple[Drawn, Raw]:
+        drawn = self.draw(n, step, state, again)
+        taken = self.count_samples(drawn.rows, drawn.generations)
+        numbers = np.arange(n, dtype=np.uint32) if again is None else again.numbers
+        ends = self.ends(step, 0 if again is None else again.attempt, numbers, drawn.rows)
+        raw = self.plan.fetch(drawn.rows, drawn.generations, ends, out)
+        if out is not None:
+            raw = raw._replace(arrays=out)
+        self.release(drawn.rows, drawn.generations)
+        raw.torn[~taken] = 1
+        return drawn, raw

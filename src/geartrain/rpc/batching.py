@@ -1,0 +1,252 @@
+"""Many calls answered by one: the server's side of `rpc.batched`, and answers that come later."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+
+from geartrain.errors import BusyError, MessageError, SchemaError
+from geartrain.rpc.stats import BatchDone, BatchStats
+
+#: Threads of one function that run batches that did not fill in time.
+_MOST_TIMERS = 64
+
+_LOCK = threading.Lock()  # of the one moment in which a result meets whoever wants it
+
+
+class Pending:
+    """An answer that is not there yet. Completed once, by whoever comes first: a result, an error, or a cancel."""
+
+    __slots__ = ("_done", "_on_cancel", "_when_done", "cancelled", "error", "until_s", "value")
+
+    def __init__(self, on_cancel: Callable[[], object] | None = None) -> None:
+        self.cancelled = False
+        self.until_s = float("inf")  # then nobody waits for it any more
+        self._done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._on_cancel = on_cancel
+        self._when_done: Callable[[], object] | None = None
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Calls back once; at once when it is done already."""
+        self._when_done = callback
+        if self._done:
+            self._call_back()
+
+    def complete(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Sets the result or the error."""
+        self.value, self.error, self._done = value, error, True
+        self._call_back()
+
+    def take_from(self, task: Any) -> None:
+        """Completes like a `concurrent.futures.Future` that is done."""
+        if task.cancelled():
+            self.complete(error=CancelledError())
+        else:
+            error = task.exception()
+            self.complete(None if error is not None else task.result(), error)
+
+    def _call_back(self) -> None:
+        with _LOCK:
+            callback, self._when_done = self._when_done, None
+        if callback is not None:
+            callback()
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        self.cancelled = True
+        if self._on_cancel is not None:
+            self._on_cancel()
+
+
+class Batcher:
+    """Gathers calls of one function and runs it for all of them.
+
+    The thread whose call fills a batch runs it, with nothing handed to another; threads of the batcher's own run those
+    that did not fill in time. There is always one of them that is not busy with a batch, up to `_MOST_TIMERS`, so that
+    a batch that never returns holds up no other.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        max_size: int,
+        max_wait_us: float | None,
+        max_queued: int,
+        stack: bool,
+        on_batch: Callable[[BatchDone], object] | None = None,
+    ) -> None:
+        if max_size < 1 or max_queued < max_size or (max_wait_us is not None and max_wait_us < 0):
+            raise SchemaError(
+                f"a batch has at least one call, and the queue room for one batch; found max_size={max_size}, "
+                f"max_queued={max_queued}, max_wait_us={max_wait_us}"
+            )
+        self.__module__, self.__qualname__ = function.__module__, function.__qualname__
+        self._function = function
+        self._max_size, self._max_queued, self._stack = max_size, max_queued, stack
+        self._max_wait_s = None if max_wait_us is None else max_wait_us * 1e-6
+        self._on_batch = on_batch
+        self._stats = BatchStats()
+        self._waiting: list[tuple[Pending, tuple[Any, ...]]] = []
+        self._since_s = 0.0
+        self._after_fork()
+        _batchers.add(self)
+
+    def _after_fork(self) -> None:
+        """In a forked child, too: the threads are the parent's, and so are the calls that wait."""
+        self._changed = threading.Condition()
+        self._waiting = []
+        self._timers = self._free_timers = self._sleeping_timers = 0
+
+    def stats(self) -> BatchStats:
+        """A copy of the counters."""
+        with self._changed:
+            return self._stats.copy()
+
+    def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
+        """Adds a call; runs the batch when that fills it. Raises `BusyError`."""
+        if kwargs:
+            raise MessageError("a batched function takes positional arguments only")
+        pending = Pending()
+        full = None
+        with self._changed:
+            if len(self._waiting) >= self._max_queued:
+                self._drop_cancelled()
+            if len(self._waiting) >= self._max_queued:
+                self._stats.refused += 1
+                raise BusyError(f"{len(self._waiting)} calls of {self.__qualname__} wait already")
+            self._waiting.append((pending, args))
+            if len(self._waiting) == 1:
+                self._since_s = time.monotonic()
+            if len(self._waiting) >= self._max_size:
+                self._drop_cancelled()
+            if len(self._waiting) >= self._max_size:
+                full, self._waiting, since_s = self._waiting, [], self._since_s
+            elif self._max_wait_s is not None:
+                self._keep_time()
+        if full is not None:
+            self._run(full, since_s, True)
+        return pending
+
+    def _drop_cancelled(self) -> None:
+        # Calls that were given up make no batch full, and take nobody's place in the queue.
+        left = [entry for entry in self._waiting if not entry[0].cancelled]
+        self._stats.cancelled += len(self._waiting) - len(left)
+        self._waiting = left
+
+    def _keep_time(self) -> None:
+        if self._free_timers == 0 and self._timers < _MOST_TIMERS:
+            self._timers += 1
+            self._free_timers += 1
+            threading.Thread(target=self._watch, name=f"geartrain batches {self.__qualname__}", daemon=True).start()
+        elif 0 < self._free_timers == self._sleeping_timers:
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        assert self._max_wait_s is not None
+        while True:
+            with self._changed:
+                # While calls keep coming it looks at the clock now and then, and need not be woken for each batch.
+                if not self._waiting:
+                    self._sleeping_timers += 1
+                    self._changed.wait()
+                    self._sleeping_timers -= 1
+                    continue
+                since_s = self._since_s
+                left_s = since_s + self._max_wait_s - time.monotonic()
+                if left_s > 0:
+                    self._changed.wait(left_s)
+                    continue
+                late, self._waiting = self._waiting, []
+                self._free_timers -= 1
+            self._run(late, since_s, False)
+            del late  # the calls' memory
+            with self._changed:
+                if self._free_timers >= 2:  # others took over meanwhile, and one is enough to spare
+                    self._timers -= 1
+                    return
+                self._free_timers += 1
+
+    def _run(self, batch: list[tuple[Pending, tuple[Any, ...]]], asked_s: float, full: bool) -> None:
+        wanted = [entry for entry in batch if not entry[0].cancelled]
+        if len(wanted) < len(batch):
+            with self._changed:
+                self._stats.cancelled += len(batch) - len(wanted)
+        if not wanted:
+            return
+        error: BaseException | None = None
+        results: Sequence[Any] = ()
+        began_s = time.monotonic()
+        try:
+            results = self._results(wanted)
+        except BaseException as raised:
+            error = raised
+        returned_s = time.monotonic()
+        if error is not None:
+            for pending, _ in wanted:
+                pending.complete(error=error)
+        else:
+            for (pending, _), result in zip(wanted, results, strict=True):
+                pending.complete(result)
+        done = BatchDone(len(wanted), asked_s, began_s, returned_s, time.monotonic(), error)
+        with self._changed:
+            self._stats.add(done, full)
+        if self._on_batch is not None:
+            try:
+                self._on_batch(done)
+            except Exception:
+                traceback.print_exc()
+
+    def _results(self, batch: list[tuple[Pending, tuple[Any, ...]]]) -> Sequence[Any]:
+        width = len(batch[0][1])
+        if any(len(args) != width for _, args in batch):
+            raise MessageError(f"calls of {self.__qualname__} that share a batch need as many arguments each")
+        columns: list[Any] = [[args[i] for _, args in batch] for i in range(width)]
+        if self._stack:
+            columns = [_stacked(column) for column in columns]
+        results: Sequence[Any] = self._function(*columns)
+        if isinstance(results, Mapping):
+            return self._rows_of(results, len(batch))
+        if len(results) != len(batch):
+            raise SchemaError(f"{self.__qualname__} got {len(batch)} calls and returned {len(results)} results")
+        return results
+
+    def _rows_of(self, columns: Mapping[str, Any], n: int) -> list[dict[str, Any]]:
+        """Arrays by name, a row a call, as a dict for each call."""
+        if not self._stack:
+            raise SchemaError(
+                f"{self.__qualname__} returned a dict; only with stack=True is that one of arrays by name"
+            )
+        for name, column in columns.items():
+            if not hasattr(column, "__len__") or not getattr(column, "shape", (0,)) or len(column) != n:
+                found = getattr(column, "shape", type(column).__name__)
+                raise SchemaError(f"{self.__qualname__} got {n} calls and returned {name!r} as {found}, not {n} rows")
+        return [{name: column[i] for name, column in columns.items()} for i in range(n)]
+
+
+def _stacked(values: Sequence[Any]) -> Any:
+    if type(values[0]).__module__.startswith("torch"):
+        import torch
+
+        return torch.stack(list(values))
+    import numpy as np
+
+    return np.stack(values)
+
+
+_batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for batcher in list(_batchers):
+        batcher._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

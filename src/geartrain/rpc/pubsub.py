@@ -1,0 +1,169 @@
+"""Publish and subscribe: values to all who asked for them, and to nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from geartrain.errors import GeartrainError, SchemaError
+from geartrain.rpc.registry import function
+from geartrain.rpc.session import Caller
+
+if TYPE_CHECKING:
+    from geartrain.rpc.node import Node
+
+_log = logging.getLogger(__name__)
+
+
+class Topic:
+    """Values that this node publishes under a name, numbered from 0.
+
+    The publisher knows its subscribers, so nothing is sent to those who did not ask. Who subscribes later gets the
+    newest `history` values first. A value goes to each subscriber as one message, in order; one that is gone is
+    forgotten, one that takes nothing within `timeout_s` as well.
+    """
+
+    def __init__(self, node: Node, name: str, history: int = 1, timeout_s: float = 5.0) -> None:
+        if history < 0:
+            raise SchemaError(f"a topic keeps 0 values or more, found history={history}")
+        self.name = name
+        self._node = node
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._subscribers: dict[str, str] = {}  # name -> token of its subscription
+        self._newest: deque[tuple[int, Any]] = deque(maxlen=history)
+        self._next = 0
+
+    @property
+    def subscribers(self) -> list[str]:
+        """Who gets the next value."""
+        with self._lock:
+            return sorted(self._subscribers)
+
+    def publish(self, value: Any) -> int:
+        """Sends a value to all subscribers; its number. It must not be changed later while it is in the history."""
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            self._newest.append((number, value))
+            for subscriber in sorted(self._subscribers):
+                self._send(subscriber, number, value)
+        return number
+
+    def _send(self, subscriber: str, number: int, value: Any) -> None:
+        try:
+            self._node.tell(
+                subscriber,
+                "geartrain.rpc.deliver",
+                self._node.name,
+                self.name,
+                number,
+                value,
+                self._subscribers[subscriber],
+                timeout_s=self._timeout_s,
+            )
+        except GeartrainError as error:
+            self._subscribers.pop(subscriber, None)
+            _log.warning("%r no longer gets topic %r: %s", subscriber, self.name, error)
+
+    def add(self, subscriber: str, token: str) -> None:
+        """Subscribes a peer, and sends it the newest values."""
+        with self._lock:
+            self._subscribers[subscriber] = token
+            for number, value in self._newest:
+                if subscriber in self._subscribers:  # else the one before did not reach it
+                    self._send(subscriber, number, value)
+
+    def remove(self, subscriber: str, token: str | None = None) -> None:
+        """Unsubscribes a peer: with a token, only if it is still that subscription."""
+        with self._lock:
+            if token is None or self._subscribers.get(subscriber) == token:
+                self._subscribers.pop(subscriber, None)
+
+
+class Topics:
+    """A node's own topics, and those of others that it has subscribed to."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._lock = threading.Lock()
+        self._mine: dict[str, Topic] = {}
+        # With the subscription's token: a peer that died and came back under its name may be sent what was meant for
+        # the one before.
+        self._callbacks: dict[tuple[str, str], tuple[str, Callable[[int, Any], object]]] = {}
+
+    def make(self, name: str, history: int, timeout_s: float) -> Topic:
+        """A new one of this node's."""
+        topic = Topic(self._node, name, history, timeout_s)
+        with self._lock:
+            if name in self._mine:
+                raise SchemaError(f"the node {self._node.name!r} has a topic {name!r} already")
+            self._mine[name] = topic
+        return topic
+
+    def subscribe(self, peer: str, name: str, callback: Callable[[int, Any], object]) -> None:
+        """Asks a peer for its topic; the callback is there before the first value is."""
+        token = secrets.token_hex(8)
+        with self._lock:
+            before = self._callbacks.get((peer, name))
+            self._callbacks[peer, name] = token, callback
+        try:
+            self._node.call(peer, "geartrain.rpc.subscribe", name, self._node.name, self._node.address, token)
+        except BaseException:
+            with self._lock:
+                if before is None:
+                    self._callbacks.pop((peer, name), None)
+                else:
+                    self._callbacks[peer, name] = before
+            raise
+
+    def unsubscribe(self, peer: str, name: str) -> None:
+        """The callback is not called any more."""
+        with self._lock:
+            self._callbacks.pop((peer, name), None)
+        self._node.call(peer, "geartrain.rpc.unsubscribe", name, self._node.name)
+
+    def of(self, name: str) -> Topic:
+        """One of this node's. Raises `LookupError`."""
+        with self._lock:
+            if name not in self._mine:
+                raise LookupError(f"{self._node.name!r} has no topic {name!r}; it has {sorted(self._mine)}")
+            return self._mine[name]
+
+    def deliver(self, publisher: str, name: str, number: int, value: Any, token: str) -> None:
+        """A value has come."""
+        with self._lock:
+            wanted, callback = self._callbacks.get((publisher, name), ("", None))
+        if wanted == token and callback is not None:
+            callback(number, value)
+        else:
+            with contextlib.suppress(GeartrainError):
+                self._node.tell(publisher, "geartrain.rpc.unsubscribe", name, self._node.name, token, timeout_s=1.0)
+
+
+# What peers may ask of a node's topics.
+
+
+def _subscribe(caller: Caller, name: str, subscriber: str, address: str, token: str) -> None:
+    node = caller.node
+    topic = node.topics.of(name)
+    if node.directory.store is None:
+        node.directory.known[subscriber] = address  # it may have come back at another one
+    topic.add(subscriber, token)
+
+
+def _unsubscribe(caller: Caller, name: str, subscriber: str, token: str | None = None) -> None:
+    caller.node.topics.of(name).remove(subscriber, token)
+
+
+def _deliver(caller: Caller, publisher: str, name: str, number: int, value: Any, token: str) -> None:
+    caller.node.topics.deliver(publisher, name, number, value, token)
+
+
+function(name="geartrain.rpc.subscribe", with_caller=True)(_subscribe)
+function(name="geartrain.rpc.unsubscribe", with_caller=True)(_unsubscribe)
+function(name="geartrain.rpc.deliver", with_caller=True)(_deliver)

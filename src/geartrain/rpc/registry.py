@@ -1,0 +1,110 @@
+"""The functions of this process that peers may call, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from geartrain.errors import GeartrainError
+from geartrain.rpc.batching import Batcher
+from geartrain.rpc.stats import BatchDone, BatchStats
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: What a name stands for; the name of a registered function; those that need not keep order; those told who calls.
+functions: dict[str, Callable[..., Any]] = {}
+names: dict[Callable[..., Any], str] = {}
+concurrent_functions: set[Callable[..., Any]] = set()
+with_caller_functions: set[Callable[..., Any]] = set()
+
+
+@overload
+def function(given: F) -> F: ...
+@overload
+def function(*, name: str | None = None, concurrent: bool = False, with_caller: bool = False) -> Callable[[F], F]: ...
+def function(
+    given: F | None = None, *, name: str | None = None, concurrent: bool = False, with_caller: bool = False
+) -> F | Callable[[F], F]:
+    """Lets peers call a function (or make objects of a class) by its name; a decorator.
+
+    Args:
+        name: what peers call it by; its own name by default. Those that begin with "geartrain." are geartrain's.
+        concurrent: it may run while other calls of the same peer run, in any order.
+        with_caller: its first argument, before those that the peer gives, is an `rpc.Caller`: who calls (`.name`,
+            `.authenticated`), and which node of this process is called (`.node`).
+    """
+
+    def decorate(function: F) -> F:
+        register(name or function.__name__, function)
+        if concurrent:
+            concurrent_functions.add(function)
+        if with_caller:
+            with_caller_functions.add(function)
+        return function
+
+    return decorate if given is None else decorate(given)
+
+
+def register(name: str, function: Callable[..., Any], called: Any = None) -> None:
+    """Gives a function a name, under which `called` is called, or it itself."""
+    other = functions.get(name)
+    if other is not None and (other.__module__, other.__qualname__) != (function.__module__, function.__qualname__):
+        raise GeartrainError(f"the name {name!r} is taken by {other!r}; give another: @rpc.function(name=...)")
+    functions[name] = function if called is None else called
+    names[function] = name
+
+
+def batched(
+    *,
+    max_size: int,
+    max_wait_us: float | None = 1000.0,
+    max_queued: int = 4096,
+    stack: bool = False,
+    on_batch: Callable[[BatchDone], object] | None = None,
+) -> Callable[[F], F]:
+    """Makes a function that gets many calls at once, and answers them one by one; a decorator.
+
+    The function gets one list for each positional argument, with the values of all calls in it, and returns as many
+    results. It runs as soon as `max_size` calls are there, or `max_wait_us` after the first of them; None waits for
+    ever. More than `max_queued` waiting calls are refused with `BusyError`.
+
+    With `stack` the lists are stacked into one tensor or array each, and the function may also return arrays or tensors
+    by name, (n, ...) each: every call then gets a dict of its rows.
+
+    `on_batch` is called with a `BatchDone` after the answers of each batch have left, by the thread that ran it.
+    `rpc.batch_stats(function)` has counters and latencies of all batches.
+
+    Example:
+        >>> @batched(max_size=8, max_wait_us=500)
+        ... def tripled(values: list[int]) -> list[int]:
+        ...     return [3 * value for value in values]
+    """
+
+    def make(function: F) -> F:
+        register(function.__name__, function, Batcher(function, max_size, max_wait_us, max_queued, stack, on_batch))
+        return function
+
+    return make
+
+
+def batch_stats(function: str | Callable[..., Any]) -> BatchStats:
+    """What a batched function of this process has done so far: a copy of its counters, of all nodes together.
+
+    Args:
+        function: it, or its name.
+
+    Raises:
+        LookupError: no batched function is registered under that name.
+
+    Example:
+        >>> @batched(max_size=2)
+        ... def negated(values: list[int]) -> list[int]:
+        ...     return [-value for value in values]
+        >>> batch_stats(negated).calls
+        0
+    """
+    name = function if isinstance(function, str) else names.get(function, repr(function))
+    found = functions.get(name)
+    if not isinstance(found, Batcher):
+        raise LookupError(f"no batched function {name!r} is registered in this process")
+    return found.stats()

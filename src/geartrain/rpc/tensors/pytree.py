@@ -1,0 +1,72 @@
+"""Tensors and arrays within a value: taken out before it is encoded, and put back where they stood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from geartrain.errors import MessageError
+from geartrain.transport.codec import MAX_DEPTH
+
+#: The way to a leaf: at each level the position in the tuple or list, or of the item in the dict.
+Path = tuple[int, ...]
+
+
+def take_out(value: Any, wanted: Callable[[Any], bool]) -> tuple[Any, list[tuple[Path, Any]]]:
+    """The value with None for the leaves that are wanted, and these; the value itself is not changed.
+
+    Looks into tuples, lists and the values of dicts, as the codec does; what it does not look into stays.
+
+    Example:
+        >>> take_out({"a": [1, "x"], "b": "y"}, lambda leaf: isinstance(leaf, str))
+        ({'a': [1, None], 'b': None}, [((0, 1), 'x'), ((1,), 'y')])
+    """
+    found: list[tuple[Path, Any]] = []
+
+    def walk(node: Any, path: Path) -> Any:
+        kind = type(node)
+        if kind is tuple or kind is list:
+            children: Any = node
+        elif kind is dict:
+            children = list(node.values())
+        elif wanted(node):
+            found.append((path, node))
+            return None
+        else:
+            return node
+        if len(path) > MAX_DEPTH:
+            raise MessageError(f"containers are nested deeper than {MAX_DEPTH}, or contain themselves")
+        before = len(found)
+        walked = [walk(child, (*path, i)) for i, child in enumerate(children)]
+        if len(found) == before:
+            return node
+        return dict(zip(node, walked, strict=True)) if kind is dict else kind(walked)
+
+    return walk(value, ()), found
+
+
+def put_back(value: Any, leaves: Sequence[tuple[Path, Any]]) -> Any:
+    """The value with leaves in the places of their paths. Raises `MessageError` where there is no such place.
+
+    Example:
+        >>> put_back({"a": [1, None], "b": None}, [((0, 1), "x"), ((1,), "y")])
+        {'a': [1, 'x'], 'b': 'y'}
+    """
+    if not leaves:
+        return value
+    if len(leaves[0][0]) == 0:
+        if len(leaves) > 1:
+            raise MessageError("two leaves for one place")
+        return leaves[0][1]
+    kind = type(value)
+    if kind is not tuple and kind is not list and kind is not dict:
+        raise MessageError("a leaf for a place that is not there")
+    children = list(value.values()) if kind is dict else list(value)
+    below: dict[int, list[tuple[Path, Any]]] = {}
+    for path, leaf in leaves:
+        if not path or not 0 <= path[0] < len(children):
+            raise MessageError("a leaf for a place that is not there")
+        below.setdefault(path[0], []).append((path[1:], leaf))
+    for i, inner in below.items():
+        children[i] = put_back(children[i], inner)
+    return dict(zip(value, children, strict=True)) if kind is dict else kind(children)

@@ -1,0 +1,493 @@
+"""Selection over shards: every rank finds out the whole batch from a few numbers of each shard.
+
+The rows of all shards, one shard after the other, are one population. What is drawn from it is what would be drawn if
+they lay in one store (native/selection/selection.h), so the same rows in the same order give the same batch, however
+they are cut into shards. Each shard contributes, per batch:
+
+| strategy | what its ranks learn from a shard | bytes |
+|---|---|---|
+| `Uniform`, `Weighted`, stratified or not | the sum of its weights, or the number of its rows | 8 |
+| the same without replacement, `Group` | that, and a bit per draw: was this a new row? | 16 + n/8, rarely more |
+| `TopK`, `Fifo`, `Lifo` | its first n rows: order and key | 16 or 24 a row |
+
+With totals in hand a draw is a number below their sum; whose shard it falls into is a search among W numbers, which
+every rank does for itself, and which row it is only that shard's ranks need to find out. (GEAR, section 3.3, gathers
+all N weights on one GPU and broadcasts the result.)
+
+Where several ranks share a shard, one of them leads: it speaks for the shard, and where it matters that all of them see
+the same rows while writers change them (no row twice, limits, limited samples) it finds the rows and tells the others,
+12 bytes a draw within the host.
+
+A strategy of your own takes part by a method `select_shards(shard, n, step, *, state) -> Chosen`.
+
+Under `Limits`, draws are made from a copy of the allowed rows at once, a pass over the shard a batch, where a single
+store first tries without: the rows are as likely, but not the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import geartrain._native as _native
+from geartrain.errors import EmptyStoreError, NotEnoughRowsError, SchemaError
+from geartrain.selection.strategy import (
+    HEAVIEST,
+    NEWEST,
+    OLDEST,
+    Candidates,
+    Fifo,
+    Group,
+    Lifo,
+    Limits,
+    Strategy,
+    TopK,
+    Uniform,
+    Weighted,
+    check_groups,
+    first_rows,
+    whole_groups,
+)
+
+# Where a row is unknown: another shard's, or one that changed under the draw and is to be drawn again.
+NO_ROW = np.uint32(0xFFFFFFFF)
+_NONE = np.empty(0, np.uint32)
+# Rows, generations and weights.
+_Found = tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's shard, and what is known of the others.
+
+    Attributes:
+        candidates: the shard's rows.
+        number, count: which of how many shards it is.
+        gather: takes this shard's array and returns every shard's, (count, ...), in their order. Only the rank that
+            leads the shard is heard.
+        leads: whether this rank does.
+        tell: takes the leader's array and returns it on all ranks of the shard.
+        exact: whether ranks may only read rows that the leader has found: the store limits how often rows are
+            sampled, so that they vanish as they are drawn.
+        totals: what `totals_of` says on the leader of every shard, (count, 2), where that is known already.
+    """
+
+    candidates: Candidates
+    number: int
+    count: int
+    gather: Callable[[NDArray[Any]], NDArray[Any]]
+    leads: bool = True
+    tell: Callable[[NDArray[Any]], NDArray[Any]] = lambda array: array
+    exact: bool = False
+    totals: NDArray[np.uint64] | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A batch as one rank knows it: arrays (n,), in the order of draws.
+
+    Attributes:
+        shard: int64, whose row each is; the same on all ranks.
+        rows, generations: uint32; of this rank's shard only, NO_ROW elsewhere.
+        probability: float64, of the row in one draw with replacement; of this rank's shard only, 0 elsewhere.
+        state: what the strategy has to know at its next step; the same on all ranks.
+        share: of the total that is this rank's shard's; what a probability within the shard is multiplied with.
+    """
+
+    shard: NDArray[np.int64]
+    rows: NDArray[np.uint32]
+    generations: NDArray[np.uint32]
+    probability: NDArray[np.float64]
+    state: dict[str, int] = field(default_factory=dict)
+    share: float = 1.0
+
+
+class ShardedStrategy(Protocol):
+    """A strategy of a user's that can draw from several shards."""
+
+    def select_shards(self, shard: Shard, n: int, step: int, *, state: Mapping[str, int] | None) -> Chosen:
+        """Chooses the `n` rows of a step from all shards."""
+        ...
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Raises `SchemaError` unless the strategy can draw from several shards."""
+    if not isinstance(strategy, Uniform | Weighted | TopK | Lifo | Fifo | Group) and not hasattr(
+        strategy, "select_shards"
+    ):
+        raise SchemaError(
+            f"{type(strategy).__name__} does not say how to choose over several ranks; give it a method "
+            f"select_shards(shard, n, step, *, state) -> geartrain.selection.sharded.Chosen"
+        )
+
+
+def select_shards(strategy: Strategy, shard: Shard, n: int, step: int, state: Mapping[str, int] | None) -> Chosen:
+    """The batch of a step from all shards together.
+
+    Raises:
+        EmptyStoreError, NotEnoughRowsError: on all ranks alike.
+    """
+    if hasattr(strategy, "select_shards"):
+        chosen: Chosen = strategy.select_shards(shard, n, step, state=state)
+        return chosen
+    if isinstance(strategy, TopK):
+        return _first(HEAVIEST, strategy.limits, shard, n, None)
+    if isinstance(strategy, Lifo):
+        return _first(NEWEST, strategy.limits, shard, n, None)
+    if isinstance(strategy, Fifo):
+        return _first(OLDEST, strategy.limits, shard, n, state or {})
+    if isinstance(strategy, Group):
+        return _groups(strategy, shard, n, step)
+    if not isinstance(strategy, Uniform | Weighted):
+        check_strategy(strategy)
+        raise AssertionError("unreachable")
+    rows = _Rows(shard, isinstance(strategy, Weighted), strategy.limits)
+    if strategy.replacement:
+        return _independent(rows, shard, np.arange(n, dtype=np.uint32), 0, n, step, strategy)
+    return _distinct(rows, shard, n, strategy.seed, step)
+
+
+def totals_of(strategy: Strategy, candidates: Candidates) -> NDArray[np.uint64] | None:
+    """The numbers that a shard tells for draws that need no more than its total; None for other strategies."""
+    if not is_independent(strategy) or strategy.limits is not None:  # type: ignore[attr-defined]
+        return None
+    native = candidates.native
+    total = native.total_weight() if isinstance(strategy, Weighted) else native.count()
+    return np.array([total, total], np.uint64)
+
+
+def is_independent(strategy: Strategy) -> bool:
+    """Whether the strategy's draws do not depend on each other, so that some can be made again on their own."""
+    return isinstance(strategy, Uniform | Weighted) and strategy.replacement and not hasattr(strategy, "select_shards")
+
+
+def draw_again(
+    strategy: Strategy, shard: Shard, chosen: Chosen, refused: NDArray[np.intp], round: int, step: int
+) -> Chosen:
+    """The same batch with some draws made again, from all shards, as one store would make them.
+
+    Raises:
+        EmptyStoreError: on all ranks alike.
+    """
+    assert isinstance(strategy, Uniform | Weighted)
+    rows = _Rows(shard, isinstance(strategy, Weighted), strategy.limits)
+    numbers = refused.astype(np.uint32)
+    again = _independent(rows, shard, numbers, round, len(chosen.shard), step, strategy)
+    merged = replace(
+        chosen,
+        shard=chosen.shard.copy(),
+        rows=chosen.rows.copy(),
+        generations=chosen.generations.copy(),
+        probability=chosen.probability.copy(),
+    )
+    for name in ("shard", "rows", "generations", "probability"):
+        getattr(merged, name)[refused] = getattr(again, name)
+    return merged
+
+
+# --- draws that are numbers below a total ----------------------------------------------------------------------
+
+
+class _Rows:
+    """A shard's rows, to be found by numbers below their total."""
+
+    def __init__(self, shard: Shard, by_weight: bool, limits: Limits | None) -> None:
+        self._candidates = shard.candidates.native
+        self._by_weight = by_weight
+        # Only who leads copies the allowed rows: others would see other rows by now, or another clock.
+        self._limits = None if limits is None or not shard.leads else limits.now()
+        self._allowed = None if self._limits is None else self.without(_NONE)
+        self.alone = limits is not None or shard.exact  # the leader finds rows for all of the shard's ranks
+        self.nothing = (
+            "no selectable row meets the limits on version, age and length"
+            if limits is not None
+            else "no selectable row has a weight above zero"
+            if by_weight
+            else "no store of the group has a selectable row"
+        )
+
+    def total(self) -> int:
+        return self.unlimited() if self._allowed is None else self._allowed.total()
+
+    def unlimited(self) -> int:
+        """The total without limits, which probabilities are of."""
+        return self._candidates.total_weight() if self._by_weight else self._candidates.count()
+
+    def count(self) -> int:
+        """Rows that can be drawn, of weight 0 as well."""
+        return self._candidates.count() if self._allowed is None else self._allowed.count()
+
+    def find(self, targets: NDArray[np.uint64]) -> _Found:
+        """Rows, generations and weights; NO_ROW where the shard changed since its total was told."""
+        if self._allowed is not None:
+            return self._allowed.find(targets)[:3]
+        return self._candidates.find(self._by_weight, targets)[:3]
+
+    def without(self, rows: NDArray[np.uint32]) -> _native.AllowedRows:
+        """A copy without some rows, out of which more can be taken."""
+        return _native.AllowedRows(self._candidates, self._by_weight, self._limits, np.ascontiguousarray(rows))
+
+
+class _Weights(_Rows):
+    """Weights of things that are no rows of a store (groups); maybe none at all."""
+
+    def __init__(self, weights: NDArray[np.uint32], shard: Shard, nothing: str) -> None:
+        padded = weights if weights.size else np.zeros(1, np.uint32)
+        super().__init__(replace(shard, candidates=Candidates(padded)), True, None)
+        self._size = weights.size
+        self.nothing = nothing
+
+    def count(self) -> int:
+        return self._size
+
+
+def _whole(totals: list[int], nothing: str) -> int:
+    whole = sum(totals)
+    if whole == 0:
+        raise EmptyStoreError(nothing)
+    if whole >= 2**64:
+        raise SchemaError("the weights of all shards add up to more than 64 bits; use fewer weight_fraction_bits")
+    return whole
+
+
+def _owners(totals: list[int], targets: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """The shard that each target falls into, and how far into it."""
+    ends = np.cumsum(np.array(totals, np.uint64), dtype=np.uint64)
+    owner = np.searchsorted(ends, targets, side="right")
+    starts = ends - np.array(totals, np.uint64)
+    return owner.astype(np.int64), targets - starts[owner]
+
+
+def _independent(
+    rows: _Rows,
+    shard: Shard,
+    numbers: NDArray[np.uint32],
+    round: int,
+    n: int,
+    step: int,
+    strategy: Uniform | Weighted,
+) -> Chosen:
+    told = shard.totals
+    if told is None:
+        told = shard.gather(np.array([rows.total(), rows.unlimited()], np.uint64))
+    totals, unlimited = _integers(told)
+    whole = _whole(totals, rows.nothing)
+    attempt = round * (_native.LAST_ATTEMPT + 1)
+    targets = _native.draw_targets(strategy.seed, step, False, attempt, numbers, n * strategy.stratified, whole)
+    owner, local = _owners(totals, targets)
+    found = _find(rows, shard, owner, local)
+    if rows.alone:
+        found = _told(shard, found)
+    return _chosen(owner, found, unlimited, shard)
+
+
+def _integers(gathered: NDArray[np.uint64]) -> tuple[list[int], list[int]]:
+    """Two columns of numbers as exact integers."""
+    first, second = ([int(each) for each in column] for column in gathered.T)
+    return first, second
+
+
+def _find(rows: _Rows, shard: Shard, owner: NDArray[np.int64], local: NDArray[np.uint64]) -> _Found:
+    """This shard's rows among all draws; none on ranks that are told them."""
+    n = len(owner)
+    found = (np.full(n, NO_ROW), np.zeros(n, np.uint32), np.zeros(n, np.uint32))
+    if shard.leads or not rows.alone:
+        mine = np.flatnonzero(owner == shard.number)
+        for into, got in zip(found, rows.find(np.ascontiguousarray(local[mine])), strict=True):
+            into[mine] = got
+    return found
+
+
+def _told(shard: Shard, found: _Found) -> _Found:
+    """What the leader has found, on all ranks of the shard."""
+    rows, generations, weights = shard.tell(np.stack(found))
+    return rows, generations, weights
+
+
+def _chosen(owner: NDArray[np.int64], found: _Found, totals: list[int], shard: Shard) -> Chosen:
+    rows, generations, weights = found
+    whole = sum(totals)
+    return Chosen(owner, rows, generations, weights / whole, share=totals[shard.number] / whole)
+
+
+def _distinct(rows: _Rows, shard: Shard, n: int, seed: int, step: int) -> Chosen:
+    """Draw after draw, passing over rows that were drawn before; in rounds, of which one is nearly always enough."""
+    rows.alone = True
+    told = shard.gather(np.array([rows.total(), rows.count(), rows.unlimited()], np.uint64))
+    totals, counts = _integers(told[:, :2])
+    unlimited = [int(each) for each in told[:, 2]]
+    if sum(counts) < n:
+        raise NotEnoughRowsError(f"{n} different rows were asked for, {sum(counts)} can be drawn")
+    whole = _whole(totals, rows.nothing)
+    most = 4 * n + 64
+    owner = np.empty(0, np.int64)
+    found = (_NONE, _NONE, _NONE)  # ours, of the draws so far
+    fresh = np.empty(0, bool)  # whether a draw chose its row
+    while (chosen := int(fresh.sum())) < n and len(fresh) < most:
+        # A few more than it takes if as many are passed over as so far.
+        expected = (n - chosen) * (len(fresh) or 1) // (chosen or 1)
+        count = min(expected + expected // 8 + 16, most - len(fresh))
+        numbers = np.arange(len(fresh), len(fresh) + count, dtype=np.uint32)
+        targets = _native.draw_targets(seed, step, True, 0, numbers, 0, whole)
+        owners, local = _owners(totals, targets)
+        found = _joined(found, _find(rows, shard, owners, local))
+        owner = np.concatenate([owner, owners])
+        fresh = np.concatenate([fresh, _new_rows(found[0], len(fresh), shard)])
+    draws = np.flatnonzero(fresh)[:n]
+    owner, found = owner[draws], (found[0][draws], found[1][draws], found[2][draws])
+    if len(draws) < n:
+        others, rest = _rest(rows, shard, n, found[0][owner == shard.number], len(draws), most, seed, step)
+        owner, found = np.concatenate([owner, others]), _joined(found, rest)
+    return _chosen(owner, _told(shard, found), unlimited, shard)
+
+
+def _joined(some: _Found, more: _Found) -> _Found:
+    rows, generations, weights = (np.concatenate(pair) for pair in zip(some, more, strict=True))
+    return rows, generations, weights
+
+
+def _new_rows(rows: NDArray[np.uint32], before: int, shard: Shard) -> NDArray[np.bool_]:
+    """Of the draws from number `before` on: whether their row, in whichever shard, was not drawn before."""
+    first = np.zeros(len(rows), bool)
+    mine = np.flatnonzero(rows != NO_ROW)
+    first[mine[np.unique(rows[mine], return_index=True)[1]]] = True
+    bits = shard.gather(np.packbits(first[before:]))
+    return np.unpackbits(np.bitwise_or.reduce(bits, axis=0), count=len(rows) - before).astype(bool)
+
+
+# Rather than ask for the weights that are left after every row, ask for all of them once, up to so many bytes a row.
+_ASK_BYTES = 4096
+
+
+def _rest(
+    rows: _Rows, shard: Shard, n: int, gone: NDArray[np.uint32], done: int, number: int, seed: int, step: int
+) -> tuple[NDArray[np.int64], _Found]:
+    """Weights so uneven, or so few rows, that drawing and passing over takes too long: one by one from those left."""
+    left = rows.without(gone if shard.leads else _NONE)
+    totals, counts = _integers(shard.gather(np.array([left.total(), left.count()], np.uint64)))
+    if sum(counts) < n - done:
+        raise NotEnoughRowsError(f"{n} different rows were asked for, {done + sum(counts)} can be drawn")
+
+    def target_of(i: int, total: int) -> NDArray[np.uint64]:
+        numbers = np.array([number + i], np.uint32)
+        return _native.draw_targets(seed, step, True, _native.LAST_ATTEMPT, numbers, 0, total)
+
+    owner = np.empty(n - done, np.int64)
+    found = (np.full(n - done, NO_ROW), np.zeros(n - done, np.uint32), np.zeros(n - done, np.uint32))
+    if 4 * sum(counts) <= _ASK_BYTES * (n - done):
+        mine = left.weights()
+        padded = np.zeros(max(counts), np.uint32)
+        if shard.leads:
+            padded[: counts[shard.number]] = mine[2]
+        every = np.concatenate([part[:count] for part, count in zip(shard.gather(padded), counts, strict=True)])
+        together = _native.AllowedRows(_native.Candidates(every), True, None, _NONE)
+        ends = np.cumsum(counts)
+        for i in range(n - done):
+            index = int(together.take(int(target_of(i, together.total())[0]))[0])
+            owner[i] = np.searchsorted(ends, index, side="right")
+            if owner[i] == shard.number and shard.leads:
+                for into, got in zip(found, mine, strict=True):
+                    into[i] = got[index - (ends[owner[i]] - counts[owner[i]])]
+        return owner, found
+    for i in range(n - done):
+        owners, local = _owners(totals, target_of(i, sum(totals)))
+        owner[i] = owners[0]
+        if owner[i] == shard.number and shard.leads:
+            for into, value in zip(found, left.take(int(local[0])), strict=True):
+                into[i] = value
+        totals = [int(each) for each in shard.gather(np.array([left.total()], np.uint64))[:, 0]]
+    return owner, found
+
+
+def _groups(strategy: Group, shard: Shard, n: int, step: int) -> Chosen:
+    """Groups are drawn like rows without replacement, from a list of each shard's whole groups."""
+    check_groups(strategy, n)
+    wanted = n // strategy.size
+    nothing = f"no shard has a whole group of {strategy.size} with a weight above zero"
+    groups = whole_groups(strategy, shard.candidates, n) if shard.leads else None
+    weights = np.empty(0, np.uint32) if groups is None else groups.weights
+    try:
+        chosen = _distinct(_Weights(weights, shard, nothing), shard, wanted, strategy.seed, step)
+    except NotEnoughRowsError:
+        counts = shard.gather(np.array([len(weights)], np.uint64))
+        raise NotEnoughRowsError(
+            f"{wanted} groups of {strategy.size} were asked for, {int(counts.sum())} are whole, each on one shard"
+        ) from None
+    members = np.full((wanted, strategy.size), NO_ROW)
+    generations = np.zeros((wanted, strategy.size), np.uint32)
+    if groups is not None:
+        mine = np.flatnonzero(chosen.rows != NO_ROW)
+        members[mine] = groups.rows[chosen.rows[mine]]
+        generations[mine] = groups.generations[chosen.rows[mine]]
+    members, generations = shard.tell(np.stack([members, generations]))
+    return Chosen(
+        np.repeat(chosen.shard, strategy.size),
+        members.reshape(-1),
+        generations.reshape(-1),
+        np.repeat(chosen.probability, strategy.size),
+        share=chosen.share,
+    )
+
+
+# --- in order --------------------------------------------------------------------------------------------------
+
+
+def _first(order: int, limits: Limits | None, shard: Shard, n: int, cursors: Mapping[str, int] | None) -> Chosen:
+    """The first rows of all shards, from the first n of each."""
+    after = 0
+    if cursors:  # one store's own cursor is that of the only shard
+        after = cursors.get(f"after/{shard.number}", cursors.get("after", 0) if shard.count == 1 else 0)
+    offer = np.zeros((n, 3 if order == HEAVIEST else 2), np.uint64)
+    if shard.leads:
+        rows, generations, sequences, weights = first_rows(shard.candidates, order, n, after, limits, _NONE)
+        offer[: len(rows), 0] = sequences
+        offer[: len(rows), 1] = rows.astype(np.uint64) << np.uint64(32) | generations
+        if order == HEAVIEST:
+            offer[: len(rows), 2] = weights
+    offers = shard.gather(offer)
+    width = offers.shape[2]
+    flat = offers.reshape(-1, width)
+    shards = np.repeat(np.arange(shard.count), n)
+    real = np.flatnonzero(flat[:, 0] != 0)  # sequence numbers start at 1
+    if len(real) < n:
+        raise NotEnoughRowsError(f"{n} rows were asked for, {len(real)} can be chosen")
+    sequence, key, owner = flat[real, 0], flat[real, 1], shards[real]
+    if order == NEWEST:
+        ranking = np.lexsort((-owner, ~sequence))
+    elif order == HEAVIEST:
+        ranking = np.lexsort((owner, sequence, ~flat[real, 2]))
+    else:
+        ranking = np.lexsort((owner, sequence))
+    taken = ranking[:n]
+    owner, key, sequence = owner[taken], key[taken], sequence[taken]
+    mine = owner == shard.number
+    state: dict[str, int] = {}
+    if cursors is not None:
+        state = {name: value for name, value in cursors.items() if name != "after"}
+        for number in np.unique(owner).tolist():
+            name = f"after/{number}"
+            state[name] = max(state.get(name, 0), int(sequence[owner == number].max()))
+    return Chosen(
+        owner.astype(np.int64),
+        np.where(mine, key >> np.uint64(32), NO_ROW).astype(np.uint32),
+        np.where(mine, key & np.uint64(0xFFFFFFFF), 0).astype(np.uint32),
+        mine.astype(np.float64),
+        state,
+    )
+
+
+__all__ = [
+    "NO_ROW",
+    "Chosen",
+    "Shard",
+    "ShardedStrategy",
+    "check_strategy",
+    "draw_again",
+    "is_independent",
+    "select_shards",
+    "totals_of",
+]

@@ -1,0 +1,457 @@
+"""Writing a checkpoint: what the one before has is linked, the rest is copied out of the store and written.
+
+The format, and why it is as it is, stand in checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import json
+import os
+import secrets
+import shutil
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import geartrain._native as _native
+from geartrain.core.progress import Progress
+from geartrain.core.schema import Field
+from geartrain.errors import CheckpointError
+from geartrain.store.checkpoint_reader import (
+    FORMAT,
+    ROW_RECORD,
+    VERSION,
+    Checkpoint,
+    make_directory,
+    read_manifest,
+    schema_of,
+    sync_directory,
+    write_json,
+)
+
+PIECE_BYTES = 16 << 20
+CHUNK_BYTES = 64 << 20
+
+# Dead rows that a checkpoint may drag along, as a share of its living ones.
+DEAD_SHARE = 0.5
+# A chunk of less than a quarter of the usual size is small; more of them than this are written anew as larger ones.
+SMALL_SHARE = 0.25
+MAX_SMALL = 16
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What saving came to.
+
+    Attributes:
+        path: the directory.
+        rows: committed rows in it.
+        bytes_written, bytes_linked: of files written, and of files that the checkpoint before has as well.
+        seconds: the time it took.
+        left_out: rows that were overwritten while they were saved.
+        not_linked: why files of the checkpoint before were written anew although it was there to link to: it is of
+            another store, the file system refuses links, and so on. None otherwise.
+    """
+
+    path: Path
+    rows: int
+    bytes_written: int
+    bytes_linked: int
+    seconds: float
+    left_out: int = 0
+    not_linked: str | None = None
+
+
+def save(
+    store: _native.Store,
+    fields: dict[str, Field],
+    options: dict[str, Any],
+    directory: Path,
+    *,
+    base: Path | None = None,
+    incremental: bool = True,
+    origin: str | None = None,
+    progress: bool = False,
+) -> Saved:
+    """Writes the store's committed rows to `directory`, complete or not at all. See `Store.save`.
+
+    `origin` is the id of the checkpoint that the store was made from, if it was.
+    """
+    began_s = time.monotonic()
+    directory = directory.absolute()
+    if directory.exists():
+        _check_replaceable(directory)
+    make_directory(directory.parent)
+    found, not_linked = None, None  # what to link to, or why not
+    if incremental:
+        found, not_linked = _find_base(store, base, directory, origin)
+    with _sibling(directory) as fresh:
+        saved = _Saving(store, fields, options, fresh, found, progress).run(directory, not_linked)
+        if directory.exists():
+            _native.exchange_paths(str(fresh), str(directory))
+        else:
+            fresh.rename(directory)
+        sync_directory(directory.parent)
+    return Saved(**{**vars(saved), "seconds": time.monotonic() - began_s})
+
+
+class _Writer:
+    """A file in the making, with a checksum for every piece."""
+
+    def __init__(self, path: Path, piece_bytes: int) -> None:
+        self._file: IO[bytes] = path.open("wb", buffering=0)
+        self._piece_bytes = piece_bytes
+        self._in_piece = 0
+        self._crc = 0
+        self.crcs: list[int] = []
+        self.bytes = 0
+
+    def write(self, array: NDArray[Any]) -> None:
+        if array.size == 0:
+            return
+        data = memoryview(array.reshape(-1).view(np.uint8).data)
+        self.bytes += len(data)
+        while data:
+            part = data[: self._piece_bytes - self._in_piece]
+            self._crc = zlib.crc32(part, self._crc)
+            self._in_piece += len(part)
+            data = data[len(part) :]
+            while part:  # an unbuffered write may take less than it is given
+                part = part[self._file.write(part) :]
+            if self._in_piece == self._piece_bytes:
+                self._end_piece()
+
+    def finish(self) -> dict[str, Any]:
+        if self._in_piece:
+            self._end_piece()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return {"bytes": self.bytes, "piece_bytes": self._piece_bytes, "crc32": self.crcs}
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _end_piece(self) -> None:
+        self.crcs.append(self._crc)
+        self._crc = self._in_piece = 0
+
+
+class _Base:
+    """A checkpoint whose chunks can be linked: of the same store, or the one that the store was made from."""
+
+    def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
+        self.directory = directory
+        self.chunks: list[dict[str, Any]] = manifest["chunks"]
+        self.files: dict[str, dict[str, Any]] = manifest["files"]
+        records = Checkpoint(directory).records()
+        self._committed = records[: manifest["rows"]]
+        self._place = np.full(len(records), -1, np.int32 if len(records) < 2**31 else np.int64)
+        self._place[self._committed["row"]] = np.arange(len(self._committed))
+
+    def places(
+        self, rows: NDArray[np.uint32], books: dict[str, NDArray[Any]], generations: NDArray[np.uint32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """The chunk and slot of each row that is the same here; chunk -1 for the others."""
+        chunk = np.full(len(rows), -1, np.int64)
+        slot = np.zeros(len(rows), np.uint32)
+        place = self._place[rows]
+        known = np.flatnonzero(place >= 0)
+        place = place[known]
+        # One store's sequence numbers are never given twice.
+        same = self._committed["sequence"][place] == books["sequence"][known]
+        same &= self._committed["generation"][place] == generations[known]
+        same &= self._committed["length"][place] == books["length"][known]  # it may have grown
+        same &= self._committed["inserted_at_ns"][place] == books["inserted_at_ns"][known]
+        known, place = known[same], place[same]
+        chunk[known] = self._committed["chunk"][place]
+        slot[known] = self._committed["slot"][place]
+        return chunk, slot
+
+
+def _find_base(
+    store: _native.Store, base: Path | None, directory: Path, origin: str | None
+) -> tuple[_Base | None, str | None]:
+    """The checkpoint to link to, or why there is none to be used although one is there."""
+    place = directory if base is None else base.absolute()
+    if base is None and not (place / "manifest.json").exists():
+        return None, None
+    try:
+        manifest = read_manifest(place)
+        if manifest["version"] != VERSION:
+            return None, f"{place} has format version {manifest['version']}"
+        if manifest["store"] != _identity(store) and manifest["id"] != origin:
+            return None, f"{place} is not of this store"
+        return _Base(place, manifest), None
+    except CheckpointError as error:
+        return None, str(error)  # damage there must not keep a whole checkpoint from being made
+
+
+def chunks_to_keep(total: NDArray[np.int64], live: NDArray[np.int64], rows: int, per_chunk: int) -> NDArray[np.bool_]:
+    """Which chunks to link, given how many rows each holds and how many of those live; the others are written anew.
+
+    Args:
+        total, live: (chunks,) rows in each, and how many of them are to be saved.
+        rows: rows to be saved in all.
+        per_chunk: rows of a full chunk.
+    """
+    keep = live > 0
+    dead = int((total - live)[keep].sum())
+    for chunk in np.argsort(live / total, kind="stable"):
+        if dead <= DEAD_SHARE * rows:
+            break
+        if keep[chunk]:
+            keep[chunk] = False
+            dead -= int(total[chunk] - live[chunk])
+    small = keep & (total < SMALL_SHARE * per_chunk)
+    return keep & ~small if small.sum() > MAX_SMALL else keep
+
+
+class _Saving:
+    """One save: what is linked, what is written, and the books about it."""
+
+    def __init__(
+        self,
+        store: _native.Store,
+        fields: dict[str, Field],
+        options: dict[str, Any],
+        directory: Path,
+        base: _Base | None,
+        progress: bool,
+    ) -> None:
+        self._store = store
+        self._fields = fields
+        self._options = options
+        self._directory = directory
+        self._base = base
+        self._progress = progress
+        self._id = secrets.token_hex(16)
+        self._row_bytes = sum(spec.nbytes for spec in fields.values())
+        self._per_chunk = max(1, CHUNK_BYTES // self._row_bytes)
+        self._chunks: list[dict[str, Any]] = []
+        self._files: dict[str, dict[str, Any]] = {}
+        self._linked = 0
+
+    def run(self, target: Path, not_linked: str | None) -> Saved:
+        store = self._store
+        rows, generations = store.keys()
+        books = store.infos(rows)
+        free = store.free_rows()
+        next_sequence = store.next_sequence()
+        # A row whose generation moved between the two looks is another trajectory by now.
+        usable = books["generation"] == generations
+        chunk = np.full(len(rows), -1, np.int64)
+        slot = np.zeros(len(rows), np.uint32)
+        with Progress(f"saving {target.name}", int(usable.sum()), unit="rows", enabled=self._progress) as bar:
+            if self._base is not None:
+                chunk, slot = self._base.places(rows, books, generations)
+                chunk[~usable] = -1
+                not_linked = self._link(chunk, int(usable.sum()))
+                bar.advance(0, int((chunk >= 0).sum()))
+            self._write_chunks(rows, generations, np.flatnonzero(usable & (chunk < 0)), chunk, slot, bar)
+        order = np.flatnonzero(chunk >= 0)
+        records = _row_records(store, rows, generations, books, order, free)
+        records["chunk"][: len(order)] = chunk[order]
+        records["slot"][: len(order)] = slot[order]
+        written = _Writer(self._directory / "rows.bin", PIECE_BYTES)
+        written.write(records)
+        self._files["rows.bin"] = written.finish()
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "id": self._id,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "store": _identity(store),
+            "fields": schema_of(self._fields),
+            "options": self._options,
+            "rows": len(order),
+            "rows_left_out": len(rows) - len(order),
+            "next_sequence": next_sequence,
+            "counters": {name: count for name, count in store.counters().items() if name in _native.COUNTERS},
+            "chunks": self._chunks,
+            "files": self._files,
+        }
+        write_json(self._directory / "manifest.json", manifest)
+        all_bytes = sum(about["bytes"] for about in self._files.values())
+        all_bytes += (self._directory / "manifest.json").stat().st_size
+        return Saved(
+            target, len(order), all_bytes - self._linked, self._linked, 0.0, len(rows) - len(order), not_linked
+        )
+
+    def _link(self, chunk: NDArray[np.int64], rows: int) -> str | None:
+        """Links what is worth it and numbers the chunks anew, -1 for rows that must be written; why not all, if so."""
+        base = self._base
+        assert base is not None
+        total = np.array([entry["rows"] for entry in base.chunks], np.int64)
+        live = np.bincount(chunk[chunk >= 0], minlength=len(total))
+        numbers = np.full(len(total) + 1, -1, np.int64)  # the last stands for rows in no chunk
+        refused = None
+        for old in np.flatnonzero(chunks_to_keep(total, live, rows, self._per_chunk)):
+            file = base.chunks[old]["file"]
+            try:
+                os.link(base.directory / file, self._directory / file)
+            except OSError as error:
+                refused = f"{base.directory / file} cannot be linked: {error.strerror}"
+                break  # the next would not be either
+            numbers[old] = len(self._chunks)
+            self._chunks.append(base.chunks[old])
+            self._files[file] = base.files[file]
+            self._linked += base.files[file]["bytes"]
+        chunk[:] = numbers[chunk]
+        return refused
+
+    def _write_chunks(
+        self,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        wanted: NDArray[np.intp],
+        chunk: NDArray[np.int64],
+        slot: NDArray[np.uint32],
+        bar: Progress,
+    ) -> None:
+        """Copies rows into new chunks and notes where; rows that were overwritten meanwhile stay in none.
+
+        While one chunk is written and flushed the next is copied out of the store.
+        """
+        numbers = list(range(len(self._fields)))
+        with ThreadPoolExecutor(1, "geartrain-save") as writer:
+            written: Future[dict[str, Any]] | None = None
+            for at in range(0, len(wanted), self._per_chunk):
+                part = wanted[at : at + self._per_chunk]
+                arrays, torn, *_ = _native.fetch(
+                    self._store,
+                    rows[part],
+                    generations[part],
+                    numbers,
+                    0,
+                    False,
+                    None,
+                    _native.available_cores(),
+                    None,
+                )
+                if written is not None:
+                    self._files[self._chunks[-1]["file"]] = written.result()
+                    written = None
+                whole = torn == 0
+                kept = part[whole]
+                bar.advance(len(part) * self._row_bytes, len(part))
+                if not len(kept):
+                    continue
+                file = f"chunk-{self._id[:16]}-{at // self._per_chunk:06d}.bin"
+                written = writer.submit(_write_chunk, self._directory / file, arrays, None if whole.all() else whole)
+                chunk[kept] = len(self._chunks)
+                slot[kept] = np.arange(len(kept))
+                self._chunks.append({"file": file, "rows": len(kept)})
+            if written is not None:
+                self._files[self._chunks[-1]["file"]] = written.result()
+
+
+def _write_chunk(path: Path, arrays: list[NDArray[Any]], whole: NDArray[np.bool_] | None) -> dict[str, Any]:
+    writer = _Writer(path, PIECE_BYTES)
+    try:
+        for array in arrays:
+            writer.write(np.ascontiguousarray(array if whole is None else array[whole]))
+        return writer.finish()
+    finally:
+        writer.close()
+
+
+def _row_records(
+    store: _native.Store,
+    rows: NDArray[np.uint32],
+    generations: NDArray[np.uint32],
+    books: dict[str, NDArray[Any]],
+    order: NDArray[Any],
+    free: NDArray[np.uint32],
+) -> NDArray[Any]:
+    """The row table: committed rows in order, then all others as free, those of the free queue first."""
+    capacity = store.describe()["capacity"]
+    records = np.zeros(capacity, ROW_RECORD)
+    committed = records[: len(order)]
+    committed["row"] = rows[order]
+    committed["generation"] = generations[order]
+    for book in ("sequence", "inserted_at_ns", "version", "weight", "length", "times_sampled"):
+        committed[book] = books[book][order]
+    taken = np.zeros(capacity, bool)
+    taken[committed["row"]] = True
+    queued = free[~taken[free]]
+    taken[queued] = True
+    rest = records[len(order) :]
+    rest["row"] = np.concatenate([queued, np.flatnonzero(~taken).astype(np.uint32)])
+    # One generation on from a key somebody may hold, so that it stays stale after the restore.
+    current = store.infos(np.ascontiguousarray(rest["row"]))["generation"]
+    rest["generation"] = current + (current & 1)
+    return records
+
+
+def _identity(store: _native.Store) -> dict[str, Any]:
+    """What no other store has: its random number, and the file that it is, which tells apart copies of a file."""
+    about = store.describe()
+    try:
+        file = Path(about["path"]).stat()
+        place = [file.st_dev, file.st_ino]
+    except FileNotFoundError:  # its name was removed
+        place = []
+    return {"id": f"{about['store_id']:016x}", "file": place}
+
+
+@contextmanager
+def _sibling(directory: Path) -> Iterator[Path]:
+    """A new directory beside another, gone afterwards; takes away what savers that were killed have left there.
+
+    A lock on it, which the kernel drops when its holder dies, tells the two apart. Afterwards it is the old
+    checkpoint if the two were exchanged, and the unfinished new one if something failed.
+    """
+    for left in directory.parent.glob(f".{glob.escape(directory.name)}.*.saving"):
+        with suppress(OSError):
+            handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(handle)
+    name = f".{directory.name}.{secrets.token_hex(6)}"
+    unlocked, fresh = directory.with_name(f"{name}.making"), directory.with_name(f"{name}.saving")
+    unlocked.mkdir()
+    handle = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # a file system without locks: what the dead leave there, stays
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        unlocked.rename(fresh)  # others see it only when it is locked
+        try:
+            yield fresh
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    finally:
+        os.close(handle)
+
+
+def _check_replaceable(directory: Path) -> None:
+    """Refuses a directory that holds anything that no checkpoint put there."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} exists and is not a directory")
+    found = {entry.name for entry in directory.iterdir()}
+    if not found:
+        return
+    try:
+        manifest = json.loads((directory / "manifest.json").read_text())
+        ours = {"manifest.json", *manifest["files"]} if manifest["format"] == FORMAT else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = set()
+    if not found <= ours:
+        raise CheckpointError(
+            f"{directory} holds files that are not a checkpoint's ({', '.join(sorted(found - ours)[:3])}); "
+            f"it will not be replaced"
+        )
+
+
+__all__ = ["Saved", "save"]

@@ -1,0 +1,197 @@
+"""How fast rows come and are drawn, in relation to each other, over all processes of a store.
+
+    store = gt.Store.create("episodes", fields, capacity=100_000)
+    store.limiter.set(samples_per_insert=8, min_size_to_sample=1_000, error_buffer=2_000)
+
+From then on whoever commits rows waits while the learners are behind, and every `Replay` of the store waits while the
+actors are. The terms are those that Reverb's users know. native/segment/rate_limiter.h has the formula.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import geartrain._native as _native
+from geartrain.errors import CallCancelledError, SchemaError, WaitTimeoutError
+
+#: A look at signals, and at whether the waiter was told to stop, so often. It does not delay anybody who may go on.
+LOOK_EVERY_S = 0.25
+#: Longest wait of a commit. Actors have nothing better to do.
+INSERT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class LimiterState:
+    """What a store's limiter is set to, and what it has done.
+
+    Attributes:
+        enabled: whether anybody is made to wait.
+        samples_per_insert, min_size_to_sample, error_buffer: as in `RateLimiter.set`; 0 for no ratio.
+        inserts, samples: rows inserted and rows drawn since it was set.
+        insert_wait_s, sample_wait_s: seconds that threads of all processes have waited, together.
+    """
+
+    enabled: bool
+    samples_per_insert: float
+    min_size_to_sample: int
+    error_buffer: float
+    inserts: int
+    samples: int
+    insert_wait_s: float
+    sample_wait_s: float
+
+    @property
+    def lead(self) -> float:
+        """How many more rows may be drawn for those inserted than in the middle of what is allowed."""
+        return self.samples_per_insert * (self.inserts - self.min_size_to_sample) - self.samples
+
+    def __str__(self) -> str:
+        if not self.enabled:
+            return "no limits"
+        ratio = f"{self.samples_per_insert:g} samples per insert" if self.samples_per_insert else "no ratio"
+        return (
+            f"{ratio}, at least {self.min_size_to_sample} rows, error buffer {self.error_buffer:g}; so far "
+            f"{self.inserts} inserted and {self.samples} drawn, {self.lead:+g} from the middle"
+        )
+
+
+class RateLimiter:
+    """The limiter of one store: off until it is set. All processes of the store share it.
+
+    Example:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> store = gt.Store.create("doc-limiter", {"x": gt.Field((1, 2), "float32")}, capacity=100)
+        >>> store.limiter.set(samples_per_insert=2, min_size_to_sample=10, error_buffer=8)
+        >>> _ = store.insert({"x": np.zeros((12, 1, 2), np.float32)})
+        >>> replay = gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=4, prefetch=0)
+        >>> _ = [replay.sample() for _ in range(3)]  # d: 2 * 12 - 12 - 2 * 10 = -8, the least that is allowed
+        >>> print(store.limiter.state())
+        2 samples per insert, at least 10 rows, error buffer 8; so far 12 inserted and 12 drawn, -8 from the middle
+        >>> store.close()
+
+    Attributes:
+        stopping: asked while rows of this process wait to be inserted; when it says so, they are given back and the
+            commit raises `CallCancelledError`.
+    """
+
+    __slots__ = ("_native", "stopping")
+
+    def __init__(self, native: _native.Store) -> None:
+        self._native = native
+        self.stopping: Callable[[], bool] | None = None
+
+    def set(
+        self,
+        *,
+        samples_per_insert: float | None = None,
+        min_size_to_sample: int = 1,
+        error_buffer: float | None = None,
+        afresh: bool | None = None,
+    ) -> None:
+        """Sets or changes the limits; whoever waits looks again at once.
+
+        Args:
+            samples_per_insert: rows drawn for each row inserted, on average. With None only the minimum counts.
+            min_size_to_sample: nothing is drawn while fewer rows can be selected.
+            error_buffer: how far either side may run ahead, in rows drawn. A batch must not be larger than twice that
+                less `samples_per_insert`. By default what `min_size_to_sample` rows are worth, and ten more.
+            afresh: count inserts and samples from zero; by default when the limiter was off or the ratio changes.
+
+        Raises:
+            SchemaError: a buffer in which neither side could ever move, or values that mean nothing.
+        """
+        ratio = 0.0 if samples_per_insert is None else float(samples_per_insert)
+        if not (0 < ratio < float("inf") or samples_per_insert is None):
+            raise SchemaError(f"samples_per_insert is a finite number above zero, found {samples_per_insert}")
+        if min_size_to_sample < 1:
+            raise SchemaError(f"min_size_to_sample must be at least 1, found {min_size_to_sample}")
+        if error_buffer is None:
+            error_buffer = max(1.0, ratio) * (min_size_to_sample + 10)
+        elif samples_per_insert is None:
+            raise SchemaError("an error_buffer means nothing without samples_per_insert")
+        if not max(1.0, ratio) <= error_buffer < float("inf"):
+            raise SchemaError(
+                f"error_buffer must be at least {max(1.0, ratio):g}, found {error_buffer}: one insert is worth "
+                f"{ratio:g} samples, and either side must be able to move"
+            )
+        before = self.state()
+        if afresh is None:
+            afresh = not before.enabled or before.samples_per_insert != ratio
+        self._native.limit(True, ratio, int(min_size_to_sample), float(error_buffer), afresh)
+
+    def off(self) -> None:
+        """Nobody waits any more."""
+        now = self.state()
+        self._native.limit(False, now.samples_per_insert, now.min_size_to_sample, now.error_buffer, False)
+
+    def state(self) -> LimiterState:
+        """What it is set to, and what it has done."""
+        return LimiterState(**self._native.limiter())
+
+    def admit_inserts(self, n: int, timeout_s: float = INSERT_TIMEOUT_S) -> None:
+        """Waits until `n` rows may be inserted, and counts them. Committing does it by itself.
+
+        Raises:
+            SchemaError: so many at once can never be admitted.
+            WaitTimeoutError: it was not to be within that time; says how things stand.
+            CallCancelledError: `stopping` said so.
+        """
+        if not self._native.limited:
+            return
+        state = self.state()
+        worth = state.samples_per_insert * n
+        start = state.inserts + n <= state.min_size_to_sample or state.lead + worth <= state.error_buffer
+        if worth > 2 * state.error_buffer and not start:
+            raise SchemaError(
+                f"{n} rows at once are worth {worth:g} samples, and the error buffer lets the "
+                f"lead change by {2 * state.error_buffer:g} at most: insert fewer at a time, or set a larger one"
+            )
+        self._wait(self._native.admit_inserts, n, timeout_s, self.stopping, "inserted")
+
+    def admit_samples(self, n: int, timeout_s: float, stopping: Callable[[], bool] | None = None) -> None:
+        """Waits until `n` rows may be drawn, and counts them. `Replay` does it by itself.
+
+        Raises:
+            SchemaError: so many at once can never be admitted.
+            WaitTimeoutError: it was not to be within that time; says how things stand.
+            CallCancelledError: `stopping` said so.
+        """
+        if not self._native.limited:
+            return
+        state = self.state()
+        if state.samples_per_insert and n > 2 * state.error_buffer - state.samples_per_insert:
+            raise SchemaError(
+                f"{n} rows can never be drawn at once with {state.samples_per_insert:g} samples per insert and an "
+                f"error buffer of {state.error_buffer:g}: it must be at least {(n + state.samples_per_insert) / 2:g}"
+            )
+        self._wait(self._native.admit_samples, n, timeout_s, stopping, "drawn")
+
+    def give_back(self, *, inserts: int = 0, samples: int = 0) -> None:
+        """Takes back what was admitted and did not happen."""
+        if inserts or samples:
+            self._native.give_back(inserts, samples)
+
+    def _wait(
+        self,
+        admit: Callable[[int, float], bool],
+        n: int,
+        timeout_s: float,
+        stopping: Callable[[], bool] | None,
+        what: str,
+    ) -> None:
+        until_s = time.monotonic() + timeout_s
+        while not admit(n, max(0.0, min(LOOK_EVERY_S, until_s - time.monotonic()))):
+            if stopping is not None and stopping():
+                raise CallCancelledError(f"told to stop while {n} rows waited to be {what}")
+            if time.monotonic() >= until_s:
+                selectable = self._native.committed_count()
+                raise WaitTimeoutError(
+                    f"{n} rows could not be {what} within {timeout_s:g} s: the store's rate limiter has "
+                    f"{self.state()}, {selectable} rows selectable"
+                )
+
+
+__all__ = ["LimiterState", "RateLimiter"]

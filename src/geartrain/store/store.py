@@ -1,0 +1,646 @@
+"""A shard of trajectories in shared memory: allocate, write in place, commit; any process attaches by name.
+
+The bytes and the rules for processes, threads and deaths are native (native/segment/segment.h, native/store/store.h).
+This module gives them Python's manners: fields by name, NumPy and torch views, context managers, named errors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+import geartrain._native as _native
+from geartrain.core.arguments import default_threads, nanoseconds, rows_of, schema_difference, timeout, whole_number
+from geartrain.core.keys import Keys
+from geartrain.core.schema import (
+    DTYPES,
+    Field,
+    as_dtype,
+    as_raw,
+    check_fields,
+    dtype_of_code,
+)
+from geartrain.errors import (
+    CheckpointError,
+    FieldError,
+    IncompatibleStoreError,
+    SchemaError,
+    StaleStoreError,
+    StoreExistsError,
+    StoreMissingError,
+)
+from geartrain.store.checkpoint_reader import Checkpoint, read_manifest
+from geartrain.store.checkpoint_writer import Saved, save
+from geartrain.store.rate_limiter import RateLimiter
+from geartrain.store.row import Columns, Row, Rows, as_column
+
+if TYPE_CHECKING:
+    pass
+
+Remover = Literal["fifo", "lifo", "lowest_weight"]
+Create = Literal["never", "missing", "replace"]
+REMOVERS: tuple[Remover, ...] = ("fifo", "lifo", "lowest_weight")
+
+#: Named states of a row, as `Store.status` reports them.
+ROW_STATES = ("free", "writing", "committed", "spent", "growing")
+
+
+class Store:
+    """A table of trajectories shared by every process of this host.
+
+    Make one with `Store.create`, join one with `Store.open`, bring one back with `Store.load`. A store is a
+    context manager; leaving it closes the handle.
+
+    A name is a plain word for a segment in /dev/shm, or a path (anything with a slash) for a file, such as
+    one on an NVMe disk for sets larger than memory. The segment lives until the last attached process closes it;
+    with `persist=True` (the default for paths) the file stays. A segment whose processes were all killed stays
+    too, so that its rows can be adopted.
+
+    A handle may be used by many threads, in forked children, and pickled to other processes of the host.
+
+    Example:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> with gt.Store.create("doc-store", {"obs": gt.Field((100, 3), "float32")}, capacity=10) as store:
+        ...     with store.row() as row:
+        ...         row["obs"][:5] = np.ones((5, 3))
+        ...         row.length = 5
+        ...     len(store)
+        1
+    """
+
+    def __init__(self, native: _native.Store, name: str) -> None:
+        self._native = native
+        self._name = name
+        about = native.describe()
+        self._about: dict[str, Any] = about
+        self._fields = {
+            field: Field(shape, dtype_of_code(code), timed=timed) for field, code, shape, timed in about["fields"]
+        }
+        self._columns = Columns(native, self._fields)
+        #: How fast rows may come and be drawn, in relation to each other; off until it is set.
+        self.limiter: RateLimiter = self._columns.limiter
+        self._origin: str | None = None
+
+    # --- making and joining ---------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        name: str | os.PathLike[str],
+        fields: Mapping[str, Field],
+        *,
+        capacity: int | None = None,
+        capacity_bytes: int | None = None,
+        max_rows: int | None = None,
+        remover: Remover = "fifo",
+        max_times_sampled: int | None = None,
+        max_age_s: float | None = None,
+        weight_fraction_bits: int = 16,
+        persist: bool | None = None,
+        reserve: bool = True,
+        timeout_s: float = 10.0,
+    ) -> Store:
+        """Makes a new, empty store.
+
+        Args:
+            name: a word (a segment in /dev/shm) or a path with a slash (a file anywhere).
+            fields: the columns. At most 64.
+            capacity: rows. Give this or `capacity_bytes`.
+            capacity_bytes: bytes of field data; as many rows as fit into them.
+            max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
+                written. All of the capacity by default.
+            remover: which row makes room when none is free: the oldest ("fifo"), the newest ("lifo") or the
+                one with the lowest weight ("lowest_weight", the older of equals).
+            max_times_sampled: a row is removed once it has been sampled so often. No limit by default.
+            max_age_s: a row is removed once it is older, in seconds since its commit. No limit by default.
+            weight_fraction_bits: weights are kept as round(weight * 2**bits) in 32 bits. The default of 16
+                holds 1.5e-5 to 65535; larger weights saturate, smaller ones become the smallest, both counted.
+            persist: keep the segment after the last process has closed it. By default for paths only.
+            reserve: allocate the memory or disk space now, so that a lack of it is an error here.
+            timeout_s: longest wait for another process that holds the store's lock.
+
+        Raises:
+            SchemaError: fields or limits that make no store.
+            StoreExistsError: the name is taken; says by whom, and what to do.
+            NoSpaceError: the file system is too small; says how much there is.
+
+        Cost: reserving runs at the speed of clearing memory.
+        """
+        name = os.fspath(name)
+        fields = check_fields(fields)
+        rows = rows_of(fields, capacity, capacity_bytes)
+        if remover not in REMOVERS:
+            raise SchemaError(f"remover is one of {', '.join(REMOVERS)}, found {remover!r}")
+        for what, limit in (
+            ("max_times_sampled", max_times_sampled),
+            ("max_age_s", max_age_s),
+            ("max_rows", max_rows),
+        ):
+            if limit is not None and not limit > 0:
+                raise SchemaError(f"{what} must be above zero, found {limit} (leave it out for no limit)")
+        age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", max_age_s)
+        specs = [
+            (field, DTYPES[spec.dtype].code, spec.itemsize, spec.timed, list(spec.shape))
+            for field, spec in fields.items()
+        ]
+        try:
+            native = _native.Store.create(
+                name,
+                specs,
+                rows,
+                whole_number("max_rows", max_rows or 0, 2**32 - 1),
+                REMOVERS.index(remover),
+                whole_number("max_times_sampled", max_times_sampled or 0, 2**32 - 1),
+                age_ns,
+                whole_number("weight_fraction_bits", weight_fraction_bits, 32),
+                "/" in name if persist is None else persist,
+                reserve,
+                timeout(timeout_s),
+            )
+        except StoreExistsError:
+            raise StoreExistsError(_describe_existing(name)) from None
+        return cls(native, name)
+
+    @classmethod
+    def open(
+        cls,
+        name: str | os.PathLike[str],
+        fields: Mapping[str, Field] | None = None,
+        *,
+        create: Create = "never",
+        adopt: bool = False,
+        timeout_s: float = 10.0,
+        **options: Any,
+    ) -> Store:
+        """Joins a store that other processes use, or makes it, as asked; never joins a dead run's data unasked.
+
+        Args:
+            name: as in `create`.
+            fields: what the store must hold; required when it may have to be created.
+            create: "never" (join only), "missing" (join, or create when there is none), or "replace" (create;
+                a segment left by a dead run is removed first, one in use is an error).
+            adopt: join a segment whose processes were all killed, with the rows they committed.
+            timeout_s: longest wait for another process that holds the store's lock.
+            options: passed to `create` when the store is created.
+
+        Raises:
+            StoreMissingError: there is none.
+            StaleStoreError: the processes that used it died, and `adopt` was not given.
+            IncompatibleStoreError: another format, layout or schema than expected.
+        """
+        name = os.fspath(name)
+        if create not in ("never", "missing", "replace"):
+            raise SchemaError(f"create is 'never', 'missing' or 'replace', found {create!r}")
+        if create != "never" and fields is None:
+            raise SchemaError(f"create={create!r} needs the fields of the store to create")
+        if create == "never" and options:
+            raise SchemaError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
+        timeout_s = timeout(timeout_s)
+        if create == "replace":
+            _remove_unused(name)
+            assert fields is not None
+            return cls.create(name, fields, timeout_s=timeout_s, **options)
+        while True:
+            try:
+                if fields is not None:
+                    # Before joining: a dead run's segment that was joined and left again would be removed.
+                    _check_schema(name, fields, cls.peek(name))
+                store = cls(_native.Store.attach(name, adopt, False, timeout_s), name)
+                break
+            except StaleStoreError as error:
+                raise StaleStoreError(
+                    f"{error}. Join them with adopt=True, start afresh with create='replace', or remove the "
+                    f"segment with `geartrain remove {name}`"
+                ) from None
+            except StoreMissingError:
+                if create == "never":
+                    raise
+                assert fields is not None
+                try:
+                    return cls.create(name, fields, timeout_s=timeout_s, **options)
+                except StoreExistsError:
+                    continue  # somebody else made it between our two looks
+        try:
+            if fields is not None:
+                _check_schema(name, fields, store)  # the name may have passed to another segment meanwhile
+        except IncompatibleStoreError:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def peek(cls, name: str | os.PathLike[str]) -> Store:
+        """A read-only look at a store, living or dead: leaves no trace and cannot change it."""
+        name = os.fspath(name)
+        return cls(_native.Store.attach(name, False, True, 1.0), name)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        name: str | os.PathLike[str],
+        *,
+        progress: bool = False,
+        **options: Any,
+    ) -> Store:
+        """Brings back what `save` wrote: rows in their places, weights, order and counters.
+
+        Args:
+            directory: what was given to `save`.
+            name: of the new store, as in `create`.
+            progress: show a progress bar.
+            options: override what the checkpoint says for `persist`, `reserve` and `timeout_s`.
+
+        Raises:
+            CheckpointError: absent, incomplete, or damaged; names the file and its first bad block.
+        """
+        found = Checkpoint(Path(directory))
+        unknown = set(options) - {"persist", "reserve", "timeout_s"}
+        if unknown:
+            raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
+        limits = {key: value for key, value in found.options.items() if key != "persist"}
+        store = cls.create(name, found.fields, **{**limits, **options})
+        try:
+            found.fill(store.native, progress=progress)
+        except BaseException:
+            store.unlink()
+            store.close()
+            raise
+        store._origin = found.id
+        return store
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        base: str | os.PathLike[str] | None = None,
+        incremental: bool = True,
+        progress: bool = False,
+    ) -> Saved:
+        """Writes all committed rows to a directory, complete or not at all; returns what it came to.
+
+        The directory appears (or is replaced) in one step, after everything in it was checksummed and
+        flushed. Other processes may go on using the store; rows that are overwritten while saving are left
+        out, and counted.
+
+        Rows that are in the checkpoint before are not written again: files of it are hard-linked, so that the
+        two share their disk space, and any of them can be removed. See docs/checkpoints.md.
+
+        Args:
+            directory: a new one, or a checkpoint that is to be replaced.
+            base: the checkpoint to link to; the one that is replaced by default.
+            incremental: with False everything is written, and nothing shared.
+            progress: show a progress bar.
+
+        Raises:
+            CheckpointError: `directory` exists and is not a checkpoint, or `base` is none or damaged.
+
+        Cost: the bytes of new rows, 56 bytes for each row of the capacity, and a flush; memory for a chunk of 64 MB.
+        """
+        if base is not None and not incremental:
+            raise CheckpointError("a save that is not incremental takes no base")
+        if base is not None:
+            read_manifest(Path(base))
+        return save(
+            self._native,
+            self._fields,
+            self.options,
+            Path(directory),
+            base=None if base is None else Path(base),
+            incremental=incremental,
+            origin=self.origin,
+            progress=progress,
+        )
+
+    # --- what it is -----------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name it was created or opened with."""
+        return self._name
+
+    @property
+    def path(self) -> Path:
+        """The file that the segment is."""
+        return Path(self._about["path"])
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The columns, in the order they were given."""
+        return dict(self._fields)
+
+    @property
+    def capacity(self) -> int:
+        """Rows there is room for."""
+        return int(self._about["capacity"])
+
+    @property
+    def origin(self) -> str | None:
+        """The id of the checkpoint that this handle brought the store back from, whose files the next can share."""
+        return self._origin
+
+    @property
+    def max_length(self) -> int:
+        """The longest row, in steps."""
+        return int(self._about["max_length"])
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole segment in bytes."""
+        return int(self._about["nbytes"])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The limits it was created with, under the names `create` has for them."""
+        about = self._about
+        return {
+            "capacity": about["capacity"],
+            "max_rows": about["max_rows"],
+            "remover": REMOVERS[about["remover"]],
+            "max_times_sampled": about["max_times_sampled"] or None,
+            "max_age_s": about["max_age_ns"] / 1e9 or None,
+            "weight_fraction_bits": about["weight_fraction_bits"],
+            "persist": about["persist"],
+        }
+
+    def __len__(self) -> int:
+        """Rows that can be selected now."""
+        return int(self._native.committed_count())
+
+    def stats(self) -> dict[str, int]:
+        """How many rows are in which state, and counts of everything that happened since the store was made.
+
+        The counters live in the segment, so they cover all processes: inserted, evicted, expired, spent,
+        deleted, abandoned, reclaimed, sampled, torn, stale_keys, weights_updated, weights_saturated,
+        weights_rounded_up, repairs.
+        """
+        return dict(self._native.counters())
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self)}/{self.capacity} rows"
+        return f"Store({self._name!r}, {state}, fields={list(self._fields)}, {self.nbytes / 1e6:.1f} MB)"
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def row(self, *, weight: float = 1.0, version: int = 0) -> Row:
+        """One block in every column, to be written in place.
+
+        As a context manager it commits on a clean exit and gives the block back on an exception. By hand:
+        `row.commit()` or `row.abandon()`. An episode that is still going on can be selected too: `row.publish()`,
+        then `row.extend(length)` as it goes on. Where the store's `limiter` is set, committing waits for it.
+
+        Args:
+            weight: the row's weight in weighted selection; can be changed later.
+            version: of the model that acted, kept with the row.
+
+        Raises:
+            StoreFullError: every block is being written.
+        """
+        return Row(self._columns, self._native.allocate_one(), weight, version)
+
+    def rows(self, n: int, *, weight: float = 1.0, version: int = 0) -> Rows:
+        """`n` blocks at once, to be written in place and committed together (all or nothing)."""
+        if n < 1:
+            raise SchemaError(f"at least one row must be asked for, found {n}")
+        return Rows(self._columns, self._native.allocate(n), weight, version)
+
+    def insert(
+        self,
+        fields: Mapping[str, Any],
+        *,
+        lengths: ArrayLike | None = None,
+        weights: ArrayLike | None = None,
+        versions: ArrayLike | None = None,
+        threads: int | None = None,
+    ) -> Keys:
+        """Copies `n` rows in and returns their keys.
+
+        Args:
+            fields: for every field of the store an array or tensor (n, t, ...) of its dtype, t up to
+                `max_length` (fields without time: (n, ...)).
+            lengths: (n,) steps of each row; by default t.
+            weights: (n,) finite and >= 0; by default 1.
+            versions: (n,) integers; by default 0.
+            threads: threads that copy; by default up to 4 of the cores this process may use.
+
+        Raises:
+            SchemaError, FieldError: with what was asked and what was found, before anything is written.
+            StoreFullError: too many blocks are being written.
+
+        Cost: one copy, streamed past the cache when large. More than 1024 rows (or half the store's) go in
+        pieces of so many, each all or nothing.
+        """
+        if set(fields) != set(self._fields):
+            missing, unknown = set(self._fields) - set(fields), set(fields) - set(self._fields)
+            raise FieldError(f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        sources = []
+        n = steps = -1
+        for name, data in fields.items():
+            array, data_n, data_steps = self._checked_source(name, data)
+            if n not in (-1, data_n):
+                raise SchemaError(f"field {name!r} has {data_n} rows, the fields before it have {n}")
+            n = data_n
+            if self._fields[name].timed:
+                if steps not in (-1, data_steps):
+                    raise SchemaError(f"field {name!r} has {data_steps} steps, the fields before it have {steps}")
+                steps = data_steps
+            sources.append((self._columns.number(name), array))
+        if n == 0:
+            return Keys.empty()
+        as_lengths = as_column(lengths, n, np.uint32, "lengths")
+        if steps != -1 and as_lengths is None and steps != self.max_length:
+            as_lengths = np.full(n, steps, np.uint32)
+        elif steps != -1 and as_lengths is not None and as_lengths.max(initial=0) > steps:
+            raise SchemaError(f"the longest of `lengths` is {as_lengths.max()}, the arrays have {steps} steps")
+        as_weights = as_column(weights, n, np.float64, "weights")
+        as_versions = as_column(versions, n, np.int64, "versions")
+        self.limiter.admit_inserts(n)
+        try:
+            return Keys(*self._native.insert(n, sources, as_lengths, as_weights, as_versions, default_threads(threads)))
+        except BaseException:
+            self.limiter.give_back(inserts=n)
+            raise
+
+    def _checked_source(self, name: str, data: Any) -> tuple[Any, int, int]:
+        """The data as a C-contiguous array of the field's bytes, its rows and its steps."""
+        field = self._fields[name]
+        if not hasattr(data, "dtype"):
+            data = np.asarray(data)
+        if as_dtype(data.dtype).name != field.dtype:
+            raise SchemaError(f"field {name!r} holds {field.dtype}, found {as_dtype(data.dtype).name}")
+        shape = tuple(data.shape)
+        fits = len(shape) == len(field.shape) + 1
+        if fits and field.timed:
+            fits = shape[2:] == field.step_shape and 1 <= shape[1] <= field.shape[0]
+        elif fits:
+            fits = shape[1:] == field.shape
+        if not fits:
+            wanted = ("n", f"t <= {field.shape[0]}", *field.step_shape) if field.timed else ("n", *field.shape)
+            raise SchemaError(f"field {name!r} takes ({', '.join(map(str, wanted))}), found shape {shape}")
+        if hasattr(data, "detach"):  # a torch tensor
+            if data.device.type != "cpu":
+                raise SchemaError(f"field {name!r} is on {data.device}; the store takes host memory")
+            data = data.detach().contiguous()
+        else:
+            data = np.ascontiguousarray(data)
+        if DTYPES[field.dtype].numpy_name is None:
+            data = as_raw(data, DTYPES[field.dtype])
+        return data, shape[0], shape[1] if field.timed else 1
+
+    # --- changing and removing ------------------------------------------------------------------------------
+
+    def update_weights(self, keys: Keys, weights: ArrayLike) -> int:
+        """Sets the weights of rows, by key; returns how many keys were stale and skipped.
+
+        Args:
+            keys: of committed rows; a key given twice gets the last of its weights.
+            weights: (n,) finite and >= 0. All are checked before any is set.
+
+        Cost: no lock (one with the lowest_weight remover or max_times_sampled); a cache miss per level of the tree.
+        """
+        if hasattr(weights, "detach"):
+            weights = weights.detach().cpu()
+        column = as_column(weights, len(keys), np.float64, "weights")
+        if column is None:
+            raise SchemaError("update_weights needs weights, found None")
+        return int(self._native.update_weights(keys.row, keys.generation, column))
+
+    def raise_weights(self, power: float) -> None:
+        """Raises the weights of all rows to a power; zero stays zero.
+
+        For prioritized replay whose exponent changes: the power is the new exponent divided by the old one. Weights
+        that other processes set meanwhile are raised or not.
+
+        Raises:
+            SchemaError: the power is not above zero and finite.
+
+        Cost: a pass over the weights, about 20 ns a row.
+        """
+        if not 0 < power < float("inf"):
+            raise SchemaError(f"weights are raised to a finite power above zero, found {power}")
+        self._native.raise_weights(power)
+
+    def delete(self, keys: Keys) -> int:
+        """Removes rows, by key; returns how many were already gone."""
+        return int(self._native.remove(keys.row, keys.generation))
+
+    def expire(self) -> int:
+        """Removes the rows older than `max_age_s`; returns how many. Sampling and inserting do it as well."""
+        return int(self._native.expire())
+
+    def reap(self) -> int:
+        """Takes back what dead processes held; returns how many were found dead.
+
+        Happens by itself when a process joins and when free rows run out.
+        """
+        return int(self._native.reap())
+
+    def audit(self) -> list[str]:
+        """Everything in the store's books that does not add up, a sentence each; empty for a sound store."""
+        return list(self._native.audit())
+
+    # --- looking --------------------------------------------------------------------------------------------
+
+    def keys(self) -> Keys:
+        """The keys of all selectable rows, oldest first."""
+        return Keys(*self._native.keys())
+
+    def status(self, keys: Keys | None = None) -> dict[str, NDArray[Any]]:
+        """The books of some rows (of all selectable ones by default), an array (n,) each.
+
+        sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
+        (uint32), weight (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES).
+        """
+        rows = (self.keys() if keys is None else keys).row
+        infos = dict(self._native.infos(rows))
+        infos["weight"] = infos["weight"] / 2.0 ** self._about["weight_fraction_bits"]
+        return infos
+
+    def column(self, name: str) -> NDArray[Any]:
+        """All blocks of a field, (capacity, *shape), a view of the shared memory.
+
+        Free and half-written blocks are in it as well; to read rows safely use `geartrain.replay.fetch`.
+        The types NumPy lacks are shown as unsigned integers of their size.
+        """
+        return self._columns.raw(name)
+
+    def field_number(self, name: str) -> int:
+        """A field's place among the fields. Raises `FieldError` for an unknown one."""
+        return self._columns.number(name)
+
+    @property
+    def native(self) -> _native.Store:
+        """The native store, for the layers above."""
+        return self._native
+
+    # --- leaving --------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether this handle was closed."""
+        return bool(self._native.closed)
+
+    def close(self, *, keep: bool = False) -> None:
+        """Leaves the store: rows being written by this handle are given back.
+
+        The last process to leave removes the segment, unless it persists. With `keep=True` it stays, and a later
+        process joins it with `Store.open(name, adopt=True)`. Views already taken stay readable.
+        """
+        self._native.close(keep)
+
+    def unlink(self) -> bool:
+        """Removes the segment's name; the memory goes when the last process lets go. False if already gone."""
+        return bool(self._native.unlink())
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return Store.open, (self._name,)
+
+
+def _describe_existing(name: str) -> str:
+    path = _native.segment_path(name)
+    try:
+        store = Store.peek(name)
+    except Exception:  # whatever is there, it is not a segment we can say more about
+        return f"{path} exists already and is not a segment this build can read; choose another name"
+    return (
+        f"a store named {name!r} exists already ({path}, {len(store)} rows). "
+        f"Join it with Store.open({name!r}), or, if its run is over, replace it with "
+        f"Store.open(..., create='replace') or remove it with `geartrain remove {name}`"
+    )
+
+
+def _remove_unused(name: str) -> None:
+    """Removes the segment of that name if no living process uses it."""
+    path = Path(_native.segment_path(name))
+    if not path.exists():
+        return
+    peeked = Store.peek(name)
+    users = peeked.native.live_clients()
+    if users:
+        raise StoreExistsError(
+            f"the store {name!r} is in use by {users} process{'es' if users > 1 else ''}; it can only be joined"
+        )
+    peeked.unlink()
+
+
+def _check_schema(name: str, wanted: Mapping[str, Field], store: Store) -> None:
+    fields, found = check_fields(wanted), store.fields
+    if fields != found:  # their order means nothing: fields are found by name
+        raise IncompatibleStoreError(
+            f"the store {name!r} has another schema than asked for: {schema_difference(fields, found)}"
+        )
+
+
+__all__ = ["ROW_STATES", "Store"]

@@ -1,0 +1,144 @@
+"""`geartrain doctor` and `geartrain bench`: what this machine can do, and how fast."""
+
+from __future__ import annotations
+
+import inspect as inspect_module
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from geartrain.tools.cli.app import app, die, errors, out
+from geartrain_bench import BENCHES
+
+
+@app.command()
+def doctor(
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            help="Connect to this address, and say how and how fast: what --listen printed, or any node's `.address`."
+        ),
+    ] = None,
+    listen: Annotated[
+        bool, typer.Option("--listen", help="Print an address for --peer on the other side, and answer until Ctrl-C.")
+    ] = False,
+    transport: Annotated[
+        str | None, typer.Option(help="With --peer: only this one; an error with the reason where it cannot work.")
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="With --listen: the host to bind. Anything but loopback needs GEARTRAIN_SECRET on both sides."
+        ),
+    ] = "127.0.0.1",
+    timeout_s: Annotated[float, typer.Option(help="With --peer: for connecting, and for every answer.")] = 10.0,
+    megabytes: Annotated[float, typer.Option(help="With --peer: of one big message, 67 at most.")] = 16.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what this machine can do, and why not where it cannot; or how a peer is reached, and how fast.
+
+    With --peer: the transport that was chosen, why each faster one was not, round trips, bandwidth each way, and which
+    way the bytes went. Exits with 1 when the peer cannot be reached.
+
+    Example: geartrain doctor --listen, and on the other side: geartrain doctor --peer ADDRESS --transport tcp
+    """
+    import geartrain.tools.peer_probe as reach
+    from geartrain.tools.doctor import examine
+
+    secret = os.environ.get("GEARTRAIN_SECRET", "").encode()
+    if listen and peer is not None:
+        die("--listen is one side, and --peer the other")
+    if transport is not None and peer is None:
+        die("--transport is for --peer")
+    if listen:
+        with errors():
+            reach.serve(host, secret)
+        return
+    if peer is not None:
+        with errors():
+            found = reach.reach(
+                peer,
+                transport=transport,
+                secret=secret,
+                timeout_s=timeout_s,
+                megabytes=megabytes,
+                progress=not as_json,
+            )
+        if as_json:
+            sys.stdout.write(json.dumps(vars(found), indent=1) + "\n")
+        else:
+            _print_reached(found)
+        return
+    findings = examine()
+    if as_json:
+        sys.stdout.write(json.dumps([vars(finding) for finding in findings], indent=1) + "\n")
+        return
+    table = Table("what", "", "because")
+    for finding in findings:
+        table.add_row(
+            finding.what,
+            "[green]viable[/]" if finding.viable else "[yellow]not viable[/]",
+            escape(finding.because),
+        )
+    out.print(table)
+
+
+def _print_reached(found: Any) -> None:
+    table = Table("what", "found", title="{name}, process {pid} on {host}".format(**found.about), title_justify="left")
+    for what, text in found.in_words().items():
+        table.add_row(what, escape(text))
+    out.print(table)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Which: " + ", ".join(BENCHES) + ".")],
+    quick: Annotated[bool, typer.Option(help="Fewer cases and repeats; ends within 60 s on 2 cores.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw them into this file (PNG, SVG, PDF).")] = None,
+    peer_python: Annotated[
+        list[str] | None,
+        typer.Option(help="Interpreter of a peer's own environment, as peer=/path/to/python. Repeatable."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda for benches that have a GPU form (selection, fetch).")
+    ] = "cpu",
+    full: Annotated[bool, typer.Option(help="Every case, where the default leaves some out (ranks).")] = False,
+    train_ms: Annotated[
+        list[float] | None,
+        typer.Option(help="What the consumer's step takes, for benches that have one (ranks). Repeatable."),
+    ] = None,
+) -> None:
+    """Measure, beside the floor of this machine and the peers that are installed.
+
+    rpc-rl and allreduce take further arguments: python -m geartrain_bench.rpc_rl.bench --help, and so on.
+
+    Example: geartrain bench store --quick --json store.json --plot store.png
+    """
+    from geartrain_bench import WITH_ARGUMENTS, load
+
+    if context.args and name not in WITH_ARGUMENTS:
+        die(f"the bench {name!r} takes no {' '.join(context.args)}")
+    further = {"arguments": context.args} if name in WITH_ARGUMENTS else {}
+
+    peers = {}
+    for pair in peer_python or []:
+        peer, found, python = pair.partition("=")
+        if not found:
+            die(f"--peer-python takes peer=/path/to/python, found {pair!r}")
+        peers[peer] = python
+    if quick and full:
+        die("--quick and --full ask for opposite things")
+    with errors():
+        main = load(name, device)
+        more = {key: value for key, value in {"full": full, "train_ms": train_ms}.items() if value}
+        for key in more.keys() - inspect_module.signature(main).parameters.keys():
+            die(f"the bench {name!r} has no --{key.replace('_', '-')}")
+        main(quick=quick, json_path=json_path, plot_path=plot_path, peers=peers or None, **more, **further)

@@ -1,0 +1,76 @@
+"""`geartrain import`: datasets of others become stores."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from geartrain.store.store import Store
+from geartrain.tools.cli.app import app, die, errors, out
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(help="Dataset: a directory or file.")],
+    into: Annotated[str, typer.Option(help="The store to create: a path (./data/hopper.gt) or a name in /dev/shm.")],
+    format: Annotated[str, typer.Option(help="auto, or the format's name.")] = "auto",
+    field: Annotated[
+        list[str] | None,
+        typer.Option(help="Field to import, or stored=found; repeat for several. All usual ones by default."),
+    ] = None,
+    cast: Annotated[list[str] | None, typer.Option(help="Convert dtypes, e.g. float64=float32. Repeatable.")] = None,
+    capacity: Annotated[int | None, typer.Option(help="Rows of the store; as many as episodes by default.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Steps of the longest row; found by default.")] = None,
+    on_too_long: Annotated[str, typer.Option(help="error, truncate or skip episodes longer than that.")] = "error",
+    skip_unsupported: Annotated[
+        bool, typer.Option(help="Leave out text and video fields instead of refusing.")
+    ] = False,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="An option of the format as key=value, e.g. split=train. Repeatable."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+) -> None:
+    """Import a dataset, an episode a row.
+
+    Reads Minari datasets, D4RL-layout HDF5, RLDS/TFDS files (TFRecord, ArrayRecord), LeRobot v3 datasets and
+    .npz files of arrays, each without the framework that wrote it. The store is complete or absent.
+
+    Example: geartrain import ~/datasets/hopper.hdf5 --into ./hopper.gt --cast float64=float32
+    """
+    from geartrain.integrations import import_dataset
+
+    with errors():
+        store = import_dataset(
+            source,
+            into,
+            format=format,
+            fields=field,
+            cast=cast or (),
+            capacity=capacity,
+            max_length=max_length,
+            on_too_long=on_too_long,  # type: ignore[arg-type]  # checked by import_dataset, with a message
+            skip_unsupported=skip_unsupported,
+            persist=True,
+            progress=not quiet,
+            **_key_values(option or []),
+        )
+        out.print(_summary(store))
+        store.close()
+
+
+def _key_values(pairs: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, found, value = pair.partition("=")
+        if not found:
+            die(f"--option takes key=value, found {pair!r}")
+        values[key] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
+    return values
+
+
+def _summary(store: Store) -> str:
+    steps = int(store.status()["length"].sum())
+    return f"{len(store):,} rows, {steps:,} steps, {store.nbytes / 1e6:,.1f} MB in {escape(str(store.path))}"

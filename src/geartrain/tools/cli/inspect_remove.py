@@ -1,0 +1,357 @@
+"""`geartrain inspect` and `geartrain remove`: what there is, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+import geartrain.core.counters as board
+import geartrain.weights as weights
+from geartrain.errors import GeartrainError
+from geartrain.store.store import Store
+from geartrain.tools.cli.app import app, die, errors, out
+
+HISTOGRAM_BINS = 12
+
+
+@app.command()
+def inspect(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A store's name or path, the name of weights or of a board, or the directory of a checkpoint or its "
+            "steps. Lists all stores, weights and boards without."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    audit: Annotated[bool, typer.Option(help="Join the store and check all of its books.")] = False,
+) -> None:
+    """Show a store: schema, rows, bytes, weights, counters; or a model's weights. No trace unless --audit is given."""
+    with errors():
+        if name is None:
+            _list_segments(as_json)
+        elif (Path(name) / "manifest.json").is_file():
+            _inspect_checkpoint(Path(name), as_json)
+        elif any(Path(name).glob("step-*")):
+            _inspect_steps(Path(name), as_json)
+        elif _is_weights(name):
+            _inspect_weights(name, as_json)
+        elif _is_board(name):
+            about = {"kind": "board", **board.describe(name)._asdict()}
+            if as_json:
+                sys.stdout.write(json.dumps(about, indent=1) + "\n")
+            else:
+                _print_boards([about])
+        else:
+            _inspect_store(name, as_json)
+            if audit:
+                _audit(name)
+
+
+def _list_segments(as_json: bool) -> None:
+    found: list[dict[str, Any]] = []
+    for path in sorted(Path("/dev/shm").glob("geartrain.*")):
+        name = path.name.removeprefix("geartrain.")
+        try:
+            store = Store.peek(name)
+            found.append(
+                {
+                    "name": name,
+                    "rows": len(store),
+                    "capacity": store.capacity,
+                    "bytes": store.nbytes,
+                    "processes": store.native.live_clients(),
+                }
+            )
+        except GeartrainError as error:
+            found.append({"name": name, "error": str(error)})
+    found_weights = [_describe_weights(name) for name in weights.names()]
+    found_boards = [_describe_board(name) for name in board.names()]
+    if as_json:
+        sys.stdout.write(json.dumps(found + found_weights + found_boards, indent=1) + "\n")
+        return
+    if found_weights:
+        _print_weights(found_weights)
+    if found_boards:
+        _print_boards(found_boards)
+    if not found:
+        out.print("no stores in /dev/shm")
+        return
+    table = Table("name", "rows", "capacity", "MB", "processes")
+    for entry in found:
+        if "error" in entry:
+            table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", "", "", "")
+        else:
+            attached = str(entry["processes"]) if entry["processes"] else "[yellow]none (left behind)[/]"
+            table.add_row(
+                escape(entry["name"]),
+                f"{entry['rows']:,}",
+                f"{entry['capacity']:,}",
+                f"{entry['bytes'] / 1e6:,.1f}",
+                attached,
+            )
+    out.print(table)
+
+
+def _is_weights(name: str) -> bool:
+    return name in weights.names() and not Path(f"/dev/shm/geartrain.{name}").exists()
+
+
+def _describe_weights(name: str) -> dict[str, Any]:
+    try:
+        return {"kind": "weights", **weights.describe(name)._asdict()}
+    except (GeartrainError, OSError) as error:
+        return {"kind": "weights", "name": name, "error": str(error)}
+
+
+def _inspect_weights(name: str, as_json: bool) -> None:
+    about = {"kind": "weights", **weights.describe(name)._asdict()}
+    if as_json:
+        sys.stdout.write(json.dumps(about, indent=1) + "\n")
+    else:
+        _print_weights([about])
+
+
+def _print_weights(found: list[dict[str, Any]]) -> None:
+    table = Table("weights", "newest version", "published", "versions", "MB a version", "MB in memory", "publisher")
+    for entry in found:
+        if "error" in entry:
+            table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", *[""] * 5)
+            continue
+        used = "" if entry["in_use"] else "[yellow], nobody attached (left behind)[/]"
+        table.add_row(
+            escape(entry["name"]),
+            "none yet" if entry["version"] is None else f"{entry['version']:,}",
+            "" if entry["version"] is None else f"{(time.time_ns() - entry['published_ns']) / 1e9:,.0f} s ago",
+            f"{entry['published']:,}",
+            f"{entry['version_bytes'] / 1e6:,.1f}",
+            f"{entry['file_bytes'] / 1e6:,.1f}",
+            ("alive" if entry["has_publisher"] else "gone") + used,
+        )
+    out.print(table)
+
+
+def _is_board(name: str) -> bool:
+    return name in board.names() and not Path(f"/dev/shm/geartrain.{name}").exists()
+
+
+def _describe_board(name: str) -> dict[str, Any]:
+    try:
+        return {"kind": "board", **board.describe(name)._asdict()}
+    except (GeartrainError, OSError) as error:
+        return {"kind": "board", "name": name, "error": str(error)}
+
+
+def _print_boards(found: list[dict[str, Any]]) -> None:
+    table = Table("board", "processes", "made by", "counts")
+    for entry in found:
+        if "error" in entry:
+            table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", "", "")
+            continue
+        counted = {name: value for name, value in entry["totals"].items() if value and name in board.COUNTED}
+        table.add_row(
+            escape(entry["name"]),
+            str(entry["slots"]),
+            "a living process" if entry["in_use"] else "[yellow]nobody alive (left behind)[/]",
+            escape(", ".join(f"{name} {value:,.0f}" for name, value in counted.items())),
+        )
+    out.print(table)
+
+
+def _describe(store: Store) -> dict[str, Any]:
+    books = store.status()
+    weights = books["weight"]
+    edges = _histogram_edges(weights)
+    counts = np.histogram(weights, edges)[0] if len(edges) else np.empty(0, int)
+    return {
+        "name": store.name,
+        "path": str(store.path),
+        "fields": [
+            {"name": name, "shape": list(f.shape), "dtype": f.dtype, "timed": f.timed, "row_bytes": f.nbytes}
+            for name, f in store.fields.items()
+        ],
+        "rows": len(weights),
+        "capacity": store.capacity,
+        "max_length": store.max_length,
+        "steps": int(books["length"].sum()),
+        "bytes": store.nbytes,
+        "row_bytes": sum(f.nbytes for f in store.fields.values()),
+        "processes": store.native.live_clients(),
+        "options": store.options,
+        "counters": store.stats(),
+        "versions": [int(books["version"].min()), int(books["version"].max())] if len(weights) else None,
+        "weights": {"edges": edges.tolist(), "rows": counts.tolist(), "zero": int((weights == 0).sum())},
+    }
+
+
+def _histogram_edges(weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Bins for positive weights: by magnitude where they span more than two orders of it."""
+    positive = weights[weights > 0]
+    if positive.size == 0:
+        return np.empty(0)
+    low, high = float(positive.min()), float(positive.max())
+    if low == high:
+        return np.array([low * 0.5, high * 1.5])
+    edges = (
+        np.geomspace(low, high, HISTOGRAM_BINS + 1) if high / low > 100 else np.linspace(low, high, HISTOGRAM_BINS + 1)
+    )
+    edges[0], edges[-1] = low, high
+    return edges
+
+
+def _inspect_store(name: str, as_json: bool) -> None:
+    about = _describe(Store.peek(name))
+    if as_json:
+        sys.stdout.write(json.dumps(about, indent=1) + "\n")
+        return
+    out.print(f"[bold]{escape(about['name'])}[/]  {escape(about['path'])}", soft_wrap=True)
+    out.print(
+        f"{about['rows']:,} of {about['capacity']:,} rows, {about['steps']:,} steps, {about['bytes'] / 1e6:,.1f} MB, "
+        + (f"{about['processes']} processes attached" if about["processes"] else "[yellow]no process attached[/]")
+    )
+    table = Table("field", "shape of a row", "dtype", "timed", "bytes a row", title_justify="left")
+    for field in about["fields"]:
+        table.add_row(
+            escape(field["name"]),
+            str(tuple(field["shape"])),
+            field["dtype"],
+            "yes" if field["timed"] else "no",
+            f"{field['row_bytes']:,}",
+        )
+    out.print(table)
+    limits = {key: value for key, value in about["options"].items() if value is not None}
+    out.print("options   " + ", ".join(f"{key}={value}" for key, value in limits.items()))
+    shown = {key: value for key, value in about["counters"].items() if value}
+    out.print("counters  " + (", ".join(f"{key} {value:,}" for key, value in shown.items()) or "nothing happened yet"))
+    if about["versions"]:
+        out.print(f"versions  {about['versions'][0]} to {about['versions'][1]}")
+    _print_histogram(about["weights"])
+
+
+def _print_histogram(weights: dict[str, Any]) -> None:
+    if weights["zero"]:
+        out.print(f"weights   {weights['zero']:,} rows have weight 0")
+    if not weights["rows"]:
+        return
+    table = Table("weight", "rows", "", box=None, padding=(0, 1))
+    largest = max(weights["rows"]) or 1
+    edges = weights["edges"]
+    for low, high, rows in zip(edges, edges[1:], weights["rows"], strict=False):
+        span = f"{(low + high) / 2:.4g}" if len(edges) == 2 else f"{low:.4g} to {high:.4g}"
+        table.add_row(span, f"{rows:,}", "█" * max(round(40 * rows / largest), 1 if rows else 0))
+    out.print(table)
+
+
+def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
+    from geartrain.store.checkpoint_reader import read_manifest
+
+    manifest = read_manifest(directory)
+    if as_json:
+        sys.stdout.write(json.dumps(manifest, indent=1) + "\n")
+        return
+    size = sum(file["bytes"] for file in manifest["files"].values())
+    shared = sum(file["bytes"] for name, file in manifest["files"].items() if (directory / name).stat().st_nlink > 1)
+    out.print(
+        f"checkpoint of {manifest['created']}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB"
+        + (f", {shared / 1e6:,.1f} MB of them shared with other checkpoints" if shared else "")
+    )
+    table = Table("field", "shape of a row", "dtype", "timed")
+    for field in manifest["fields"]:
+        table.add_row(
+            escape(field["name"]),
+            str(tuple(field["shape"])),
+            field["dtype"],
+            "yes" if field["timed"] else "no",
+        )
+    out.print(table)
+
+
+def _inspect_steps(directory: Path, as_json: bool) -> None:
+    from geartrain.replay.distributed.checkpoint import describe_steps
+
+    steps = describe_steps(directory)
+    if as_json:
+        sys.stdout.write(json.dumps(steps, indent=1) + "\n")
+        return
+    table = Table("step", "created", "shards", "on this disk", "rows", "MB", "ranks")
+    for step in steps:
+        shards = step["shards"]
+        table.add_row(
+            f"{step['step']:,}",
+            step["created"] if step["complete"] else "[yellow]not complete[/]",
+            f"{len(shards):,}",
+            f"{sum(shard['here'] for shard in shards):,}",
+            f"{sum(shard['rows'] for shard in shards):,}",
+            f"{sum(shard['bytes'] for shard in shards) / 1e6:,.1f}",
+            f"{step['world'] or 0:,}",
+        )
+    out.print(table)
+    newest = next((step for step in steps if step["complete"]), None)
+    if newest is None:
+        out.print("[yellow]no step is complete on this disk[/]")
+        return
+    out.print(f"step {newest['step']:,}, the newest that is complete on this disk:")
+    table = Table("shard", "rows", "capacity", "MB", "saved by ranks", "on this disk")
+    for shard in newest["shards"]:
+        table.add_row(
+            escape(shard["directory"]),
+            f"{shard['rows']:,}",
+            f"{shard['capacity']:,}",
+            f"{shard['bytes'] / 1e6:,.1f}",
+            ", ".join(map(str, shard["ranks"])),
+            "yes" if shard["here"] else "no",
+        )
+    out.print(table)
+    if newest["state"]:
+        known = {key: newest["state"][key] for key in ("step", "seed") if key in newest["state"]}
+        out.print("replay    " + ", ".join(f"{key} {value}" for key, value in known.items()))
+
+
+def _audit(name: str) -> None:
+    store = Store.open(name, adopt=True)
+    problems = store.audit()
+    store.close(keep=True)  # looking must not remove what a dead run left
+    for problem in problems:
+        out.print(f"[red]wrong:[/] {escape(problem)}")
+    if problems:
+        raise typer.Exit(1)
+    out.print("[green]audit: every row is accounted for, every sum is exact[/]")
+
+
+@app.command()
+def remove(
+    name: Annotated[str, typer.Argument(help="The name of a store, of weights or of a board, or a store's path.")],
+    force: Annotated[
+        bool, typer.Option(help="Even while processes use it; they keep the memory until they end.")
+    ] = False,
+) -> None:
+    """Remove a store, a model's weights, or a board of counters, that a run has left behind."""
+    with errors():
+        if _is_weights(name):
+            about = weights.describe(name)
+            if about.in_use and not force:
+                die(f"living processes use the weights {name!r}; --force removes the name all the same")
+            weights.unlink(name)
+            out.print(f"removed the weights {name} (version {about.version}, {about.file_bytes / 1e6:,.1f} MB)")
+            return
+        if _is_board(name):
+            if board.describe(name).in_use and not force:
+                die(f"the process that made the board {name!r} lives; --force removes the name all the same")
+            board.unlink(name)
+            out.print(f"removed the board {name}")
+            return
+        store = Store.peek(name)
+        users = store.native.live_clients()
+        if users and not force:
+            die(f"{users} living processes use {name!r}; --force removes its name all the same")
+        rows = len(store)
+        store.unlink()
+        out.print(f"removed {name} ({rows:,} rows, {store.nbytes / 1e6:,.1f} MB)")

@@ -1,0 +1,213 @@
+"""What this machine can do for geartrain, and why not where it cannot."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import geartrain._native as _native
+import geartrain.device.cuda_ipc as cuda_ipc
+import geartrain.device.kernels as kernels
+import geartrain.device.pinned_memory as pinning
+import geartrain.transport.nixl as nixl
+from geartrain.tools.testing import Hosts
+
+# Optional packages: the module to import, and the extra that installs it.
+OPTIONAL = {
+    "torch": ("torch", "torch"),
+    "typer, rich (command line)": ("typer", "cli"),
+    "matplotlib (plots)": ("matplotlib", "plot"),
+    "minari": ("minari", "minari"),
+    "h5py (D4RL files)": ("h5py", "hdf5"),
+    "tfrecord (RLDS files)": ("tfrecord", "rlds"),
+    "array_record (RLDS files)": ("array_record", "rlds"),
+    "pyarrow (LeRobot datasets)": ("pyarrow", "lerobot"),
+    "gymnasium, mujoco (demo)": ("mujoco", "demo"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: whether it is usable, and what was found or what is missing."""
+
+    what: str
+    viable: bool
+    because: str
+
+
+def examine() -> list[Finding]:
+    """Everything worth knowing before a run, in a second or two.
+
+    Imports optional packages to see whether they really load, and makes two emulated hosts for a moment.
+    """
+    return [
+        _machine(),
+        _copies(),
+        _shared_memory(),
+        _huge_pages(),
+        _locked_memory(),
+        _tls(),
+        *_packages(),
+        _gpu(),
+        _gpu_selection(),
+        _cuda_ipc(),
+        _nixl(),
+        _gpu_fetch(),
+        _gloo(),
+        _deepspeed(),
+        _hosts(),
+    ]
+
+
+def _machine() -> Finding:
+    cores = _native.available_cores()
+    return Finding(
+        "machine",
+        True,
+        f"{platform.machine()}, cores for this process: {cores}, Python {platform.python_version()}",
+    )
+
+
+def _copies() -> Finding:
+    kernel = _native.copy_kernel()
+    return Finding("streaming copies", kernel != "memcpy", f"large batches are copied with {kernel}")
+
+
+def _shared_memory() -> Finding:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        return Finding("shared memory", False, "/dev/shm is missing; give stores a path on another file system")
+    usage = shutil.disk_usage(shm)
+    segments = list(shm.glob("geartrain.*"))
+    return Finding(
+        "shared memory",
+        os.access(shm, os.W_OK),
+        f"/dev/shm has {usage.free / 1e9:.1f} GB free of {usage.total / 1e9:.1f} GB, {len(segments)} segments in it",
+    )
+
+
+def _huge_pages() -> Finding:
+    try:
+        setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    except OSError as error:
+        return Finding("huge pages for segments", False, str(error))
+    chosen = setting[setting.find("[") + 1 : setting.find("]")]
+    viable = chosen in ("advise", "always", "within_size", "force")
+    why = f"shmem_enabled is {chosen}"
+    if not viable:
+        why += "; `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled` (root) turns them on"
+    return Finding("huge pages for segments", viable, why)
+
+
+def _locked_memory() -> Finding:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e6:.0f} MB"
+    return Finding(
+        "locked memory", True, f"RLIMIT_MEMLOCK is {text} (some drivers keep to it when segments are pinned)"
+    )
+
+
+def _tls() -> Finding:
+    what = "TLS over TCP"
+    reason = _native.tls_not_viable()
+    return Finding(what, not reason, reason or "OpenSSL 3 is here; on where certificates are given (docs/transport.md)")
+
+
+def _packages() -> list[Finding]:
+    findings = []
+    for what, (module, extra) in OPTIONAL.items():
+        try:
+            loaded = importlib.import_module(module)
+            version = getattr(loaded, "__version__", "") or importlib.metadata.version(module)
+            findings.append(Finding(what, True, f"version {version}"))
+        except ImportError as error:
+            findings.append(Finding(what, False, f"{error}; pip install 'geartrain[{extra}]'"))
+    return findings
+
+
+def _gpu() -> Finding:
+    try:
+        import torch
+    except ImportError:
+        return Finding("GPU", False, "torch is not installed")
+    if not torch.cuda.is_available():
+        return Finding("GPU", False, f"torch {torch.__version__} finds no CUDA device")
+    return Finding("GPU", True, torch.cuda.get_device_name(0))
+
+
+def _gpu_selection() -> Finding:
+    reason = kernels.why_not_viable()
+    if reason is not None:
+        return Finding("selection on a GPU", False, f"{reason}; rows are chosen on the CPU")
+    how = "Triton's interpreter, for tests" if kernels.interpreting() else "Triton kernels"
+    return Finding("selection on a GPU", True, f"{how}, triton {importlib.metadata.version('triton')}")
+
+
+def _cuda_ipc() -> Finding:
+    what = "tensors from GPU to GPU (cuda_ipc)"
+    reason = cuda_ipc.why_not()
+    if reason is not None:
+        return Finding(what, False, f"{reason}; tensors on GPUs go through the host's memory")
+    return Finding(what, True, "on this side; each pair of GPUs is tried when it is first used (`node.connections()`)")
+
+
+def _nixl() -> Finding:
+    what = "RDMA, GPUDirect (nixl)"
+    reason = nixl.why_not()
+    if reason is not None:
+        return Finding(what, False, reason)
+    return Finding(what, True, f"{nixl.describe()}; UCX chooses devices itself (docs/devices.md)")
+
+
+def _gpu_fetch() -> Finding:
+    what = "batches on a GPU"
+    reason = kernels.why_not_viable()
+    if reason is None and kernels.interpreting():
+        reason = "TRITON_INTERPRET is set"
+    if reason is not None:
+        return Finding(what, False, f"{reason}; batches stay in host memory")
+    known = pinning.about()
+    return Finding(
+        what,
+        True,
+        f"gathered from pinned segments or staged; {known['pinned_bytes'] / 1e9:.1f} GB of this host are pinned, the "
+        f"limit is {known['limit_bytes'] / 1e9:.1f} GB ({pinning.LIMIT_VARIABLE})",
+    )
+
+
+def _gloo() -> Finding:
+    what = "one replay over many ranks"
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        return Finding(what, False, f"{error}; pip install 'geartrain[torch]'")
+    if not dist.is_available():
+        return Finding(what, False, f"torch {torch.__version__} was built without torch.distributed")
+    if not dist.is_gloo_available():
+        return Finding(what, False, f"torch {torch.__version__} was built without Gloo, over which ranks speak")
+    return Finding(what, True, f"torch.distributed has Gloo, torch {torch.__version__}")
+
+
+def _deepspeed() -> Finding:
+    what = "DeepSpeed (pipelines)"
+    try:
+        # Not imported: that takes seconds, prints a page and looks for compilers.
+        return Finding(what, True, f"version {importlib.metadata.version('deepspeed')}")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(what, False, "it is not installed; pip install 'geartrain[deepspeed]'")
+
+
+def _hosts() -> Finding:
+    reason = Hosts.viable()
+    return Finding(
+        "emulated hosts (bench ranks, tests)",
+        reason is None,
+        "network namespaces, with links as slow as asked" if reason is None else reason,
+    )

@@ -1,0 +1,157 @@
+"""How a peer can be reached from here, and how fast: `geartrain doctor --peer`. Any node of geartrain.rpc answers."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import numpy as np
+
+import geartrain.rpc as rpc
+from geartrain.core.progress import Progress
+from geartrain.errors import SchemaError, TransportError, WaitTimeoutError
+from geartrain.rpc.probe import ABOUT, GIVE, MOST_BYTES, TAKE
+from geartrain.transport.connection import TRANSPORTS
+
+ROUND_TRIPS = 500
+_PEER = "peer"
+
+
+@dataclass
+class Reached:
+    """A connection that was made, and what was measured over it."""
+
+    address: str
+    about: dict[str, Any]  # the peer's: name, host, pid, cores, geartrain
+    transport: str
+    way: str
+    forced: bool
+    authenticated: bool
+    not_taken: dict[str, str]  # transport -> why not
+    connect_ms: float
+    round_trip_us: dict[str, float] = field(default_factory=dict)  # p50, p99
+    megabytes: float = 0.0  # of one message
+    there_gb_s: float = 0.0  # the median message
+    back_gb_s: float = 0.0
+    bytes_by_path: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def in_words(self) -> dict[str, str]:
+        """What it is, and what was found, for people."""
+        told = {
+            "transport": self.transport + (", as asked" if self.forced else ", the fastest that works"),
+            "the way": self.way,
+            "trust": "both know the secret" if self.authenticated else "no secret",
+            "peer": f"geartrain {self.about['geartrain']}, cores: {self.about['cores']}",
+            "connected in": f"{self.connect_ms:.1f} ms",
+            "round trip": f"{self.round_trip_us['p50']:.1f} us p50, {self.round_trip_us['p99']:.1f} us p99",
+            f"{self.megabytes:.0f} MB there": f"{self.there_gb_s:.2f} GB/s",
+            f"{self.megabytes:.0f} MB back": f"{self.back_gb_s:.2f} GB/s",
+        }
+        for name, why in self.not_taken.items():
+            told[f"not {name}"] = why
+        for way, paths in self.bytes_by_path.items():
+            told[f"bytes {way}"] = ", ".join(f"{path} {count:,}" for path, count in paths.items()) or "none"
+        return told
+
+
+def serve(host: str = "127.0.0.1", secret: bytes = b"") -> None:
+    """Prints an address for `reach`, and answers until Ctrl-C."""
+    with rpc.Node("doctor", host=host, secret=secret) as node:
+        sys.stdout.write(node.address + "\n")
+        sys.stdout.flush()
+        sys.stderr.write("on the other side: geartrain doctor --peer 'ADDRESS'; Ctrl-C ends this one\n")
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
+
+
+def reach(
+    address: str,
+    *,
+    transport: str | None = None,
+    secret: bytes = b"",
+    timeout_s: float = 10.0,
+    megabytes: float = 16.0,
+    seconds: float = 1.0,
+    progress: bool = True,
+    stream: TextIO | None = None,
+) -> Reached:
+    """Connects to a node and measures: calls with a number, and messages of some megabytes, each way for `seconds`.
+
+    Args:
+        address: of a node of geartrain.rpc: `node.address`, or what `geartrain doctor --listen` printed.
+        transport: to force one of `transport.TRANSPORTS`.
+        secret: the cluster's.
+        timeout_s: for connecting, and for every call.
+        megabytes: of one big message; 64 MiB at most.
+        progress: whether to say on `stream` (stderr) how far it is.
+
+    Raises:
+        TransportError: no transport, or not the one asked for, reaches the peer; with every reason.
+        UntrustedPeerError: the secrets are not the same. WaitTimeoutError, PeerLostError: it did not answer.
+    """
+    nbytes = int(megabytes * 1e6)
+    if not 0 < nbytes <= MOST_BYTES:
+        raise SchemaError(f"a message has up to {MOST_BYTES / 1e6:.1f} MB, found {megabytes}")
+    if transport is not None and transport not in TRANSPORTS:
+        raise TransportError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
+    with rpc.Node(
+        f"doctor-{time.time_ns()}", peers={_PEER: address}, transport=transport, secret=secret, timeout_s=timeout_s
+    ) as node:
+        began_s = time.perf_counter()
+        try:
+            about = node.call(_PEER, ABOUT)
+        except WaitTimeoutError as error:
+            way = node.connections().get(_PEER)
+            if way is None:
+                raise
+            raise WaitTimeoutError(f"connected over {way}, but what listens there answers no calls: {error}") from None
+        connect_ms = 1e3 * (time.perf_counter() - began_s)
+        way = node.connections()[_PEER]
+        found = Reached(
+            address=address,
+            about=about,
+            transport=way.split()[0],
+            way=way,
+            forced=transport is not None,
+            authenticated=node.authenticated()[_PEER],
+            not_taken=dict(node.considered()[_PEER]),
+            connect_ms=connect_ms,
+        )
+        out = stream if stream is not None else sys.stderr
+        with Progress("round trips", ROUND_TRIPS, unit="calls", enabled=progress, stream=out) as bar:
+            found.round_trip_us = _round_trips(node, bar)
+        found.megabytes = nbytes / 1e6
+        data = np.ones(nbytes, np.uint8)
+        for title, one in (("there", (TAKE, data)), ("back", (GIVE, nbytes))):
+            with Progress(title, None, unit="messages", enabled=progress, stream=out) as bar:
+                rate = _rate(node, one, nbytes, seconds, bar)
+            setattr(found, f"{title}_gb_s", rate)
+        counts = node.counts()[_PEER]
+        found.bytes_by_path = {"sent": counts["bytes_sent"], "received": counts["bytes_received"]}
+    return found
+
+
+def _round_trips(node: rpc.Node, bar: Progress) -> dict[str, float]:
+    took: list[float] = []
+    for _ in range(ROUND_TRIPS):
+        began_s = time.perf_counter()
+        node.call(_PEER, GIVE, 0)
+        took.append(1e6 * (time.perf_counter() - began_s))
+        bar.advance(0)
+    return {"p50": float(np.quantile(took, 0.5)), "p99": float(np.quantile(took, 0.99))}
+
+
+def _rate(node: rpc.Node, call: tuple[str, Any], nbytes: int, seconds: float, bar: Progress) -> float:
+    node.call(_PEER, *call)  # takes the memory
+    took: list[float] = []
+    ends_s = time.monotonic() + seconds
+    while len(took) < 3 or time.monotonic() < ends_s:
+        began_s = time.perf_counter()
+        node.call(_PEER, *call)
+        took.append(time.perf_counter() - began_s)
+        bar.advance(nbytes)
+    return float(nbytes / 1e9 / np.median(took))

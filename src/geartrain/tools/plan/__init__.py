@@ -1,0 +1,18 @@
+"""What a cluster that is not here would do, from what was measured here: `geartrain plan`."""
+
+from geartrain.tools.plan.machine import DEFAULTS, Constants, measure
+from geartrain.tools.plan.replay import ARMS, Checked, Cluster, Prediction, check, moved_rows, predict, surplus_rows
+
+__all__ = [
+    "ARMS",
+    "DEFAULTS",
+    "Checked",
+    "Cluster",
+    "Constants",
+    "Prediction",
+    "check",
+    "measure",
+    "moved_rows",
+    "predict",
+    "surplus_rows",
+]

@@ -1,0 +1,208 @@
+"""What an all-reduce will take on a network that is not here, who should own what, and how many reducers pay.
+
+Every share of an array has one owner, who receives it from all workers, sums it and returns the sum. A worker that owns
+the fraction x of K bytes moves K (1 + (N - 2) x) each way, a reducer that owns y moves K N y; the best shares follow in
+closed form (`native/collectives/share_planner.h`). From Python:
+
+    from geartrain.tools.plan.allreduce import Network, plan
+
+    found = plan(Network(workers=(12.5e9,) * 8, reducers=(4e9,) * 14, nbytes=1.2e9))
+    assert round(found.seconds / 0.096, 3) == 1.232 and found.needed_dedicated == 25
+
+What is compared, N workers behind links of B bytes a second:
+
+| | bytes of a worker, each way | hops, one after the other |
+|---|---|---|
+| ring | 2 (N - 1) / N K | 2 (N - 1) |
+| tree (halving and doubling) | 2 (N - 1) / N K; K more where N is no power of two | 2 log2 N, 2 more |
+| dedicated | K, if there are enough reducers | 2 |
+| hybrid | K (1 + (N - 2) x) | 2 |
+
+A hop costs half a round trip. Not in the model: headers (4.5 % for TCP over Ethernet), what processors need to sum,
+other traffic, and workers that come late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import geartrain._native as _native
+from geartrain.errors import SchemaError
+
+ALGORITHMS = ("ring", "tree", "dedicated", "hybrid")
+#: More reducers than this are not looked at when the cheapest number is sought.
+MOST_REDUCERS = 10_000
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links, in bytes a second, each way at once, and an array.
+
+    Attributes:
+        workers, reducers: a rate for each of them.
+        nbytes: of the array.
+        rtt_s: the time of a round trip between any two of them.
+    """
+
+    workers: tuple[float, ...]
+    reducers: tuple[float, ...] = ()
+    nbytes: float = 1e9
+    rtt_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rtt_s < 0:
+            raise SchemaError(f"a round trip takes no negative time, found {self.rtt_s}")
+        _native.plan_shares(self.workers, self.reducers, self.nbytes)  # refuses what is no network
+
+    @property
+    def unit_s(self) -> float:
+        """K / B: the array through the slowest worker's link, once. What no all-reduce of more than one can beat."""
+        return self.nbytes / min(self.workers)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one algorithm takes.
+
+    Attributes:
+        algorithm: of `ALGORITHMS`.
+        workers, reducers: how many take part.
+        worker_bytes: of the worker that moves most, each way.
+        hops: one-way delays, one after the other.
+        latency_s: of those.
+        seconds: of all, bytes and latency.
+    """
+
+    algorithm: str
+    workers: int
+    reducers: int
+    worker_bytes: float
+    hops: int
+    latency_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best shares, what they take, and the others beside them.
+
+    Attributes:
+        shares: the fraction that each owns, workers first; what `Group(shares=...)` takes.
+        moved: bytes of each, each way.
+        seconds: with latency.
+        costs: of every algorithm on this network; dedicated where there are reducers.
+        needed, needed_dedicated: reducers like the slowest given one (or like the slowest worker, where none is given)
+            with which the best shares, or dedicated ones, take K / B.
+        needed_rate: that reducer's rate.
+    """
+
+    network: Network
+    shares: tuple[float, ...]
+    moved: tuple[float, ...]
+    seconds: float
+    costs: tuple[Cost, ...]
+    needed: int
+    needed_dedicated: int
+    needed_rate: float
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A training step with so many reducers: its time, and what it costs in the prices' own money."""
+
+    reducers: int
+    step_s: float
+    cost: float
+
+
+def plan(network: Network) -> Plan:
+    """The best shares for this network, and everything said about it."""
+    shares, _ = _native.plan_shares(network.workers, network.reducers, network.nbytes)
+    moved = _native.moved_bytes(len(network.workers), len(network.reducers), shares, network.nbytes)
+    costs = tuple(cost(network, name) for name in ALGORITHMS if name != "dedicated" or network.reducers)
+    rate = min(network.reducers or network.workers)
+    return Plan(
+        network=network,
+        shares=tuple(shares),
+        moved=tuple(moved),
+        seconds=costs[-1].seconds,
+        costs=costs,
+        needed=_native.reducers_needed(network.workers, rate),
+        needed_dedicated=_native.dedicated_reducers_needed(network.workers, rate),
+        needed_rate=rate,
+    )
+
+
+def cost(network: Network, algorithm: str) -> Cost:
+    """What one algorithm takes. Raises `SchemaError` for one there is not, and for dedicated without reducers."""
+    n, k, slowest = len(network.workers), network.nbytes, min(network.workers)
+    reducers = 0
+    if algorithm == "ring":
+        moved, hops = _native.ring_bytes(n, k), _native.ring_hops(n)
+        seconds = moved / slowest
+    elif algorithm == "tree":
+        moved, hops = _native.tree_bytes(n, k), _native.tree_hops(n)
+        seconds = _native.tree_seconds(n, slowest, k)
+    elif algorithm in ("dedicated", "hybrid"):
+        best = _native.plan_dedicated if algorithm == "dedicated" else _native.plan_shares
+        shares, seconds = best(network.workers, network.reducers, k)
+        reducers = sum(share > 0 for share in shares[n:])
+        moved = max(_native.moved_bytes(n, len(network.reducers), shares, k)[:n])
+        hops = _native.DIRECT_HOPS if n > 1 else 0
+    else:
+        raise SchemaError(f"there are {', '.join(ALGORITHMS)}; found {algorithm!r}")
+    latency_s = hops * network.rtt_s / 2
+    return Cost(algorithm, n, reducers, moved, hops, latency_s, seconds + latency_s)
+
+
+def growing(network: Network, counts: Sequence[int]) -> list[list[Cost]]:
+    """The table of the references: for each number of workers, what every algorithm takes.
+
+    All workers have the slowest one's link. `dedicated` gets as many reducers as it needs, of the rate that `Plan`
+    names; `hybrid` has those that are given.
+    """
+    slowest = min(network.workers)
+    rate = min(network.reducers or network.workers)
+    rows = []
+    for n in counts:
+        now = replace(network, workers=(slowest,) * n)
+        enough = replace(now, reducers=(rate,) * max(1, _native.dedicated_reducers_needed(now.workers, rate)))
+        rows.append([cost(enough if name == "dedicated" else now, name) for name in ALGORITHMS])
+    return rows
+
+
+def with_reducers(network: Network, rate: float, most: int) -> list[tuple[float, float]]:
+    """Seconds of hybrid and of dedicated shares with 0, 1, ... `most` reducers of that rate (inf: none to dedicate)."""
+    found = []
+    for count in range(most + 1):
+        now = replace(network, reducers=(rate,) * count)
+        found.append((cost(now, "hybrid").seconds, cost(now, "dedicated").seconds if count else float("inf")))
+    return found
+
+
+def cheapest(
+    network: Network, *, price_worker: float, price_reducer: float, compute_s: float
+) -> tuple[Priced, list[Priced]]:
+    """The number of reducers with which a training step costs least, and all numbers up to those that are of use.
+
+    A step is `compute_s` and then the all-reduce; nothing overlaps. Prices are of a machine for an hour. All reducers
+    are like the given one.
+
+    Raises:
+        SchemaError: reducers of several kinds, none at all, or a price or time below zero.
+    """
+    if len(set(network.reducers)) != 1:
+        raise SchemaError("the cheapest number of reducers needs reducers of one kind: --reducers 1x32Gbit")
+    if min(price_worker, price_reducer, compute_s) < 0:
+        raise SchemaError("prices and times are not below zero")
+    rate = network.reducers[0]
+    most = _native.reducers_needed(network.workers, rate)
+    if most > MOST_REDUCERS:
+        raise SchemaError(f"{most:,} such reducers would be of use; more than {MOST_REDUCERS:,} are not compared")
+    priced = []
+    for count in range(most + 1):
+        step_s = compute_s + cost(replace(network, reducers=(rate,) * count), "hybrid").seconds
+        hourly = len(network.workers) * price_worker + count * price_reducer
+        priced.append(Priced(count, step_s, hourly * step_s / 3600))
+    return min(priced, key=lambda one: (one.cost, one.step_s, one.reducers)), priced

@@ -1,0 +1,218 @@
+"""An all-reduce's plan as text, JSON and a plot."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from geartrain.errors import MissingDependencyError
+from geartrain.tools.plan.allreduce import (
+    ALGORITHMS,
+    Cost,
+    Network,
+    Plan,
+    Priced,
+    cheapest,
+    growing,
+    plan,
+    with_reducers,
+)
+from geartrain.tools.plan.report import rich_console
+from geartrain.tools.plan.units import bytes_text, rate_text, seconds_text
+
+COUNTS = (2, 4, 8, 16, 32, 64)
+MOST_PLOTTED = 400
+
+
+def show(
+    network: Network,
+    *,
+    price_worker: float | None = None,
+    price_reducer: float | None = None,
+    compute_s: float = 0.0,
+    json_path: Path | None = None,
+    plot_path: Path | None = None,
+) -> Plan:
+    """Plans, prints, and writes the files that were asked for. Prices, both or none, are of a machine for an hour."""
+    found = plan(network)
+    best = None
+    if price_worker is not None and price_reducer is not None:
+        best = cheapest(network, price_worker=price_worker, price_reducer=price_reducer, compute_s=compute_s)
+    counts = sorted({*COUNTS, len(network.workers)} - {1})
+    rows = growing(network, counts)
+    _print(found, best, compute_s, counts, rows)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(_as_json(found, best, rows), indent=1) + "\n")
+    if plot_path is not None:
+        plot(found, best, plot_path)
+    return found
+
+
+def _print(
+    found: Plan,
+    best: tuple[Priced, list[Priced]] | None,
+    compute_s: float,
+    counts: Sequence[int],
+    rows: Sequence[Sequence[Cost]],
+) -> None:
+    console, table_of = rich_console()
+    network = found.network
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    unit = network.unit_s
+    say(
+        f"{bytes_text(network.nbytes)} over {_kinds(network.workers)} and "
+        f"{_kinds(network.reducers) if network.reducers else 'no'} reducers; K/B is {seconds_text(unit)}"
+    )
+    say(f"time     {seconds_text(found.seconds)}" + (f", {found.seconds / unit:.3f} K/B" if unit else ""))
+    n = len(network.workers)
+    say("shares   " + "; ".join(_groups(found, 0, n, "worker") + _groups(found, n, len(found.shares), "reducer")))
+    say(
+        f"reducers needed for K/B: {found.needed_dedicated} dedicated of {rate_text(found.needed_rate)}"
+        + (f", {found.needed} if workers own a share" if found.needed != found.needed_dedicated else "")
+    )
+    if best is not None:
+        say(_price_line(best, compute_s))
+    table = table_of(title="on this network", title_justify="left")
+    table.add_column("")
+    for name in ("reducers", "bytes of a worker", "K", "hops", "latency", "time", "K/B"):
+        table.add_column(name, justify="right")
+    for one in found.costs:
+        table.add_row(
+            one.algorithm,
+            str(one.reducers),
+            bytes_text(one.worker_bytes),
+            _ratio(one.worker_bytes, network.nbytes),
+            str(one.hops),
+            seconds_text(one.latency_s),
+            seconds_text(one.seconds),
+            _ratio(one.seconds, unit),
+        )
+    console.print(table)
+    slowest = rate_text(min(network.workers))
+    title = f"against N, all links {slowest}; K each way; dedicated has enough reducers, hybrid {len(network.reducers)}"
+    table = table_of(title=title, title_justify="left")
+    table.add_column("N", justify="right")
+    for name in ALGORITHMS:
+        table.add_column(f"{name}: K, {'latency' if network.rtt_s else 'hops'}, time", justify="right", no_wrap=True)
+    for count, row in zip(counts, rows, strict=True):
+        delays = [seconds_text(one.latency_s) if network.rtt_s else str(one.hops) for one in row]
+        table.add_row(
+            str(count),
+            *(
+                f"{_ratio(one.worker_bytes, network.nbytes)} {delay:>7} {seconds_text(one.seconds):>7}"
+                for one, delay in zip(row, delays, strict=True)
+            ),
+        )
+    console.print(table)
+
+
+def _price_line(best: tuple[Priced, list[Priced]], compute_s: float) -> str:
+    least, priced = best
+    none = priced[0]
+    saved = 1 - least.cost / none.cost if none.cost else 0.0
+    return (
+        f"cheapest {least.reducers} reducers: a step of {seconds_text(compute_s)} and the all-reduce takes "
+        f"{seconds_text(least.step_s)} and costs {least.cost:.4g}, {saved:.1%} less than without "
+        f"({seconds_text(none.step_s)}, {none.cost:.4g}); the fastest, {priced[-1].reducers}, takes "
+        f"{seconds_text(priced[-1].step_s)} and costs {priced[-1].cost:.4g}"
+    )
+
+
+def _kinds(rates: Sequence[float]) -> str:
+    counted: dict[float, int] = {}
+    for rate in rates:
+        counted[rate] = counted.get(rate, 0) + 1
+    return " + ".join(f"{count} x {rate_text(rate)}" for rate, count in counted.items())
+
+
+def _groups(found: Plan, start: int, stop: int, what: str) -> list[str]:
+    """Members with the same rate own the same, so they are told together."""
+    rates = (*found.network.workers, *found.network.reducers)
+    counted: dict[tuple[float, float, float], int] = {}
+    for i in range(start, stop):
+        key = (rates[i], found.shares[i], found.moved[i])
+        counted[key] = counted.get(key, 0) + 1
+    return [
+        f"{count} {what}{'s' * (count > 1)} of {rate_text(rate)} own{'s' * (count == 1)} {share:.4f}"
+        f"{' each' * (count > 1)} and move{'s' * (count == 1)} {bytes_text(moved)}"
+        for (rate, share, moved), count in counted.items()
+    ]
+
+
+def _ratio(value: float, unit: float) -> str:
+    return f"{value / unit:.3f}" if unit else "-"
+
+
+def _as_json(found: Plan, best: tuple[Priced, list[Priced]] | None, rows: Sequence[Sequence[Cost]]) -> dict[str, Any]:
+    words = asdict(found)
+    words["unit_s"] = found.network.unit_s
+    words["growing"] = [asdict(one) for row in rows for one in row]
+    if best is not None:
+        words["cheapest"] = asdict(best[0])
+        words["priced"] = [asdict(one) for one in best[1]]
+    return words
+
+
+def plot(found: Plan, best: tuple[Priced, list[Priced]] | None, path: Path) -> None:
+    """Bytes and latency against N, time against the number of reducers. Needs matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    network = found.network
+    counts = range(2, max(COUNTS) + 1)
+    rows = growing(network, counts)
+    figure, (moved, latency, helped) = pyplot.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
+    styles = {"ring": ("C3", "-"), "tree": ("C1", ":"), "dedicated": ("C2", "--"), "hybrid": ("C0", "-")}
+    powers = [i for i, n in enumerate(counts) if n & (n - 1) == 0]
+    for column, name in enumerate(ALGORITHMS):
+        color, dash = styles[name]
+        # A tree of another number of workers than a power of two is a sawtooth that hides the rest.
+        shown = powers if name == "tree" else list(range(len(rows)))
+        at = [counts[i] for i in shown]
+        marker = "o" if name == "tree" else ""
+        look: dict[str, Any] = {"color": color, "linestyle": dash, "label": name, "marker": marker, "markersize": 3}
+        moved.plot(at, [rows[i][column].worker_bytes / network.nbytes for i in shown], **look)
+        scale = network.rtt_s / 2 * 1e3 if network.rtt_s else 1.0
+        latency.plot(at, [rows[i][column].hops * scale for i in shown], **look)
+    moved.set(title="bytes of a worker, each way", xlabel="workers", ylabel="arrays (K)", ylim=(0.9, 2.1))
+    latency.set(title="latency", xlabel="workers", ylabel="ms" if network.rtt_s else "hops", yscale="log")
+    rate = found.needed_rate
+    most = min(MOST_PLOTTED, max(4, math.ceil(1.2 * found.needed_dedicated), len(network.reducers)))
+    times = with_reducers(network, rate, most)
+    unit = network.unit_s or 1.0
+    ring = found.costs[0].seconds / unit
+    helped.axhline(ring, color="C3", label="ring")
+    helped.plot(range(1, most + 1), [b / unit for _, b in times[1:]], color="C2", linestyle="--", label="dedicated")
+    helped.plot(range(most + 1), [a / unit for a, _ in times], color="C0", label="hybrid")
+    if network.reducers and len(set(network.reducers)) == 1 and len(network.reducers) <= most:
+        helped.plot(len(network.reducers), found.seconds / unit, "o", color="C0", label="this network")
+    if best is not None:
+        helped.axvline(best[0].reducers, color="0.6", linestyle=":", label=f"cheapest: {best[0].reducers}")
+    helped.set(
+        title=f"{len(network.workers)} workers with reducers of {rate_text(rate)}",
+        xlabel="reducers",
+        ylabel="time (K/B)",
+        ylim=(0.9, max(2.2, 1.1 * ring)),
+    )
+    for axis in (moved, latency, helped):
+        axis.grid(alpha=0.25, linewidth=0.4)
+        axis.legend(fontsize=8)
+    round_trip = f", round trip {seconds_text(network.rtt_s)}" if network.rtt_s else ""
+    figure.suptitle(
+        f"all-reduce of {bytes_text(network.nbytes)} over {_kinds(network.workers)}{round_trip}", fontsize=10
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

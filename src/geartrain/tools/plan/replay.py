@@ -1,0 +1,294 @@
+"""What a replay over many ranks will do on machines that are not here: bytes, times, and what they are bound by.
+
+A batch of B rows of r bytes is drawn from W hosts' shards and given to D = W x G ranks, B / D rows each. Per batch, on
+every rank, one after the other on the replay's own thread:
+
+| stage | time |
+|---|---|
+| gather | one gather of ceil(log2 D) rounds: who is here, and the shards' totals |
+| choose | a target for each of B draws, a descent for each of the B / W draws of the rank's own shard |
+| assign | `geartrain.replay.distributed.assignment.assign` itself, run here on draws like those, with that many ranks |
+| fetch | B / D rows at the rate of a copy, or of the host's memory shared by its G ranks |
+| exchange | the rows of the host that sends or receives most, over its link or through Gloo |
+
+They overlap with training: a step takes the longer of the two. What moves:
+
+    local_first   each host trains on its own rows as far as they go. Draws per host are multinomial; with equal shards
+                  a host's are X ~ Binomial(B, 1 / W), and W E[max(0, X - B / W)] rows move in all, about
+                  sqrt(B (W - 1) / (2 pi)) of them
+    ordered       rank i trains on slice i: B (W - 1) / W rows move
+    central       one host has all rows: B (W - 1) / W rows leave through its one link
+
+What is not in the model: other traffic on the links, ranks that wait for stragglers, weights that are updated (they
+travel, and the totals follow them), strategies that draw without replacement (fewer rows move) or stratified (hardly
+any do).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from geartrain.errors import SchemaError
+from geartrain.replay.distributed.assignment import Reader, assign
+from geartrain.replay.distributed.builder import HEAD, PER_STORE
+from geartrain.tools.plan.machine import Constants, median_s
+
+Arm = Literal["local_first", "ordered", "central"]
+ARMS: tuple[Arm, ...] = get_args(Arm)
+#: What a rank tells in the gather of a batch: geartrain/replay/distributed/builder.py, step 1.
+TOLD_BYTES = 8 * (len(HEAD) + PER_STORE)
+SIMULATED_BATCHES = 4000
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts, and a batch for them.
+
+    Attributes:
+        hosts, gpus: hosts, and ranks that read data on each (the data-parallel replicas; a pipeline's stages count
+            once, for its head).
+        rows, row_bytes: of all shards together.
+        batch: rows of the global batch, a multiple of the ranks.
+        link_gbit: of each host's link, each way.
+        step_ms: what training on a batch takes; 0 for a consumer that does nothing.
+        shares: the probability that a draw falls into each host's shard; equal by default.
+        memory_gb: of each host; None for not asked.
+        one_machine: all "hosts" are this one, and share its cores (namespaces).
+    """
+
+    hosts: int
+    gpus: int
+    rows: float
+    batch: int
+    row_bytes: float
+    link_gbit: float
+    step_ms: float = 0.0
+    shares: tuple[float, ...] | None = None
+    memory_gb: float | None = None
+    one_machine: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("hosts", 1), ("gpus", 1), ("rows", 1), ("batch", 1), ("row_bytes", 1), ("step_ms", 0)):
+            value = getattr(self, name)
+            if not value >= least or math.isinf(value):
+                raise SchemaError(f"{name} must be at least {least} and finite, found {value}")
+        if not self.link_gbit > 0:
+            raise SchemaError(f"link_gbit must be above zero, found {self.link_gbit}")
+        if self.batch % self.ranks:
+            raise SchemaError(f"a batch of {self.batch} rows cannot be shared out equally to {self.ranks} ranks")
+        if self.shares is not None and (
+            len(self.shares) != self.hosts or min(self.shares) < 0 or abs(sum(self.shares) - 1) > 1e-6
+        ):
+            raise SchemaError(f"shares are {self.hosts} numbers that add up to 1, found {list(self.shares)}")
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel replicas."""
+        return self.hosts * self.gpus
+
+    @property
+    def probabilities(self) -> tuple[float, ...]:
+        """The chance of each host's shard."""
+        return self.shares or (1 / self.hosts,) * self.hosts
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One cluster under one arm; see the module's text. Times of a batch, in milliseconds, bytes of a batch."""
+
+    arm: Arm
+    gather_ms: float
+    choose_ms: float
+    assign_ms: float
+    fetch_ms: float
+    exchange_ms: float
+    moved_rows: float
+    moved_bytes: float
+    busiest_bytes: float
+    told_bytes: float
+    batch_ms: float
+    gb_per_s_rank: float
+    samples_per_s: float
+    bound_by: str
+
+
+def surplus_rows(batch: int, shares: Sequence[float]) -> float:
+    """Rows that `local_first` moves per batch, on average: draws of a shard beyond its host's part of the batch.
+
+    Draws of shard i are X ~ Binomial(B, p_i). With p = 1 / W the mean of max(0, X - B / W) is v (1 - p) P(X = v) for
+    v = B / W + 1, exactly (de Moivre); otherwise the terms are added up.
+    """
+    hosts = len(shares)
+    room = batch / hosts
+    found: dict[float, float] = {}
+    for p in shares:
+        if p not in found:
+            if room.is_integer() and math.isclose(p * hosts, 1.0):
+                v = int(room) + 1
+                found[p] = v * (1 - p) * _binomial(batch, v, p) if v <= batch else 0.0
+            else:
+                found[p] = sum((k - room) * _binomial(batch, k, p) for k in range(math.ceil(room), batch + 1))
+    return sum(found[p] for p in shares)
+
+
+def _binomial(n: int, k: int, p: float) -> float:
+    if p in (0.0, 1.0):
+        return float(k == n * p)
+    log = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * math.log(p) + (n - k) * math.log1p(-p)
+    return math.exp(log)
+
+
+def moved_rows(cluster: Cluster, arm: Arm) -> tuple[float, float]:
+    """Rows that cross the network per batch, on average: in all, and through the busiest host's link, one way."""
+    hosts, batch = cluster.hosts, cluster.batch
+    room = batch / hosts
+    if hosts == 1:
+        return 0.0, 0.0
+    if arm == "central":
+        return batch - room, batch - room
+    random = np.random.default_rng(0)
+    if arm == "ordered":
+        # Whose rows each host's slice holds: the part on the diagonal stays.
+        batches = max(50, min(SIMULATED_BATCHES, 4_000_000 // hosts**2))
+        slices = random.multinomial(batch // hosts, cluster.probabilities, (batches, hosts))
+        stay = np.einsum("bii->bi", slices)
+        busiest = np.maximum(slices.sum(axis=1) - stay, slices.sum(axis=2) - stay).max(axis=1)
+        return float(room * (1 - np.array(cluster.probabilities)).sum()), float(busiest.mean())
+    beyond = random.multinomial(batch, cluster.probabilities, SIMULATED_BATCHES) - room
+    return surplus_rows(batch, cluster.probabilities), float(np.abs(beyond).max(axis=1).mean())
+
+
+def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
+    """What a batch takes. Raises `SchemaError` for an arm there is not."""
+    if arm not in ARMS:
+        raise SchemaError(f"there are {', '.join(ARMS)}; found {arm!r}")
+    hosts, ranks, batch, r = cluster.hosts, cluster.ranks, cluster.batch, cluster.row_bytes
+    per_rank = batch / ranks
+    # Ranks that have to take turns on the machine's cores.
+    busy = cluster.ranks if cluster.one_machine else cluster.gpus
+    turns = max(1.0, busy / constants.cores)
+    moved, busiest = moved_rows(cluster, arm)
+
+    rounds = math.ceil(math.log2(ranks))
+    gather_s = rounds * constants.round_us * 1e-6 * turns
+    # In the central arm the one shard's host finds all rows, and its ranks read what the others train on.
+    found, read = (batch, batch / cluster.gpus) if arm == "central" else (batch / hosts, per_rank)
+    shard_rows = cluster.rows if arm == "central" else cluster.rows / hosts
+    choose_s = turns * (batch * constants.target_ns + found * constants.descent_at_ns(shard_rows)) * 1e-9
+    choose_s += turns * constants.batch_us * 1e-6
+    assign_s = turns * _assign_s(hosts, cluster.gpus, batch, arm) if ranks > 1 else 0.0
+
+    threads = max(1.0, min(constants.threads, constants.cores / busy))
+    copy = min(constants.copy_gb_per_s * threads, constants.host_copy_gb_per_s / busy) * 1e9
+    fetch_s = read * (r / copy + turns * constants.row_ns * 1e-9)
+
+    link = cluster.link_gbit / 8 * 1e9 * constants.link_share
+    through = min(link, constants.gloo_gb_per_s * 1e9 * cluster.gpus / turns)
+    exchange_s = (busiest * r / through + constants.round_us * 1e-6 * turns) if hosts > 1 else 0.0
+
+    make_s = gather_s + choose_s + assign_s + fetch_s + exchange_s
+    step_s = cluster.step_ms / 1e3
+    batch_s = max(make_s, step_s)
+    stages = {
+        "training": step_s if step_s >= make_s else 0.0,
+        "gather": gather_s,
+        "selection": choose_s,
+        "assignment": assign_s,
+        "copying": fetch_s,
+        "network" if link <= through else "Gloo": exchange_s,
+    }
+    bound_by = "training" if step_s >= make_s else max(stages, key=lambda name: stages[name])
+    return Prediction(
+        arm=arm,
+        gather_ms=gather_s * 1e3,
+        choose_ms=choose_s * 1e3,
+        assign_ms=assign_s * 1e3,
+        fetch_ms=fetch_s * 1e3,
+        exchange_ms=exchange_s * 1e3,
+        moved_rows=moved,
+        moved_bytes=moved * r,
+        busiest_bytes=busiest * r,
+        told_bytes=float((ranks - 1) * TOLD_BYTES),
+        batch_ms=batch_s * 1e3,
+        gb_per_s_rank=per_rank * r / batch_s / 1e9,
+        samples_per_s=batch / batch_s,
+        bound_by=bound_by,
+    )
+
+
+@cache
+def _assign_s(hosts: int, gpus: int, batch: int, arm: Arm) -> float:
+    """How long every rank takes to share the draws out: the real code, for so many ranks, on this machine."""
+    shards = 1 if arm == "central" else hosts
+    readers = [
+        Reader((rank,), (frozenset({rank // gpus}) if rank // gpus < shards else frozenset(),))
+        for rank in range(hosts * gpus)
+    ]
+    servers = [list(range(host * gpus, (host + 1) * gpus)) for host in range(shards)]
+    draws = np.random.default_rng(0).integers(0, shards, batch)
+    how: Literal["local_first", "ordered"] = "ordered" if arm == "ordered" else "local_first"
+    assign(draws, readers, servers, how)
+    return median_s(lambda: assign(draws, readers, servers, how), 5)
+
+
+# --- against what was measured ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A prediction beside the measurement it should have been."""
+
+    case: str
+    what: str
+    unit: str
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted / self.measured if self.measured else math.inf
+
+
+def check(result: Mapping[str, Any], constants: Constants | None = None) -> list[Checked]:
+    """Predictions for the cases of a `geartrain bench ranks` result, each beside what was measured.
+
+    The constants are those that the bench measured in the same run, unless others are given. Cases of strategies that
+    the model is not about (first rows of all shards) are left out.
+
+    Raises:
+        SchemaError: this is no such result.
+    """
+    if result.get("bench") != "ranks" or "cases" not in result:
+        raise SchemaError("this is no result of `geartrain bench ranks --json FILE`")
+    if constants is None:
+        constants = Constants.from_json(result["constants"])
+    checked = []
+    for case in result["cases"]:
+        if case["arm"] not in ARMS or case["strategy"] not in ("weighted", "uniform"):
+            continue
+        found = predict(
+            Cluster(
+                hosts=case["hosts"],
+                gpus=case["ranks"] // case["hosts"],
+                rows=case["rows"],
+                batch=case["batch"],
+                row_bytes=case["row_bytes"],
+                link_gbit=case["link_gbit"],
+                step_ms=case["train_ms"],
+                one_machine=True,
+            ),
+            case["arm"],
+            constants,
+        )
+        name = case["case"]
+        if case["hosts"] > 1:
+            checked.append(Checked(name, "moved", "MB", found.moved_bytes / 1e6, case["moved_bytes"] / 1e6))
+        checked.append(Checked(name, "samples", "1/s", found.samples_per_s, case["median_samples_per_s"]))
+    return checked

@@ -1,0 +1,581 @@
+"""Several hosts on one machine: namespaces with a network of their own, whose links are as slow as asked.
+
+    with Hosts(4, rate_mbit=200) as hosts:
+        workers = [hosts.popen(i, [sys.executable, "train.py"], env={"RANK": str(i)}) for i in range(4)]
+
+What a process in host i finds:
+
+    eth0                10.77.0.(i + 1), a veth whose other end is on the bridge that joins all hosts
+    lo                  up, its own; so every port is free in every host
+    host0, host1, ...   the names of all hosts, in its /etc/hosts; its own is its hostname
+    /dev/shm            its own, shared by the processes of one host only, as on real hosts
+
+Files, processors and memory are the machine's and shared by all.
+
+    host i                        machine
+    eth0 [tbf, rate] ===veth=== NAME-i [tbf, rate] --- bridge NAME
+
+Both token buckets hold the host's rate: the one in the host slows what it sends, the other what it receives.
+Offloads stay on, so a "packet" on these links has up to 64 KB and costs less CPU than on a real one.
+
+The kernel's netem, which delays and loses, is missing from many kernels. Where a round trip or losses are asked for,
+the hosts' eth0 are TAP devices instead, and a process of ours is the switch (`native/testing/network_switch.h`): it
+delays and loses what goes from site to site, holds back what a host receives, and moves each frame of 9,000 bytes by
+hand:
+
+    with Hosts(4, rate_mbit=200, rtt_ms=10, loss=0.0001, sites=[0, 0, 1, 1]) as hosts: ...
+
+Two cores carry about 300 Mbit/s x 8 hosts of either kind; beyond that the machine is measured, not the network. TCP in
+the hosts is reno's: bbr guesses at a token bucket's rate, and wrongly. It remembers no round trips from one connection
+to the next.
+
+Needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and the commands ip, tc, unshare and mount. `Hosts.viable()` says why not.
+
+Whatever happens to its maker, nothing stays for good. Leaving the context, `close` and the end of the interpreter
+remove everything. What a killed maker leaves is removed by the next `Hosts` on the machine, or by
+`Hosts.remove_stale()`: everything carries one name, and its directory in /dev/shm is locked by its maker, which the
+kernel undoes when the maker is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import itertools
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from geartrain.errors import GeartrainError
+from geartrain.tools.testing.network_switch import MTU, QUEUE_FRAMES, Switch, SwitchError, address_of, open_tap
+
+#: What eth0 is called in every host.
+INTERFACE = "eth0"
+MOST_HOSTS = 250
+COMMANDS = ("ip", "tc", "unshare", "mount", "sh")
+#: Longest wait for a command, for killed processes to be gone, and for the first connection.
+DEADLINE_S = 20.0
+#: A full token bucket passes so many bytes at once: more than the largest packet, or it would be cut to pieces.
+BURST_BYTES = 70_000
+#: A packet that would wait longer than this in front of a bucket is dropped, as a switch with that much memory does.
+QUEUE_MS = 100.0
+CONGESTION = "reno"
+
+_SHM = Path("/dev/shm")
+_NAME = re.compile(r"gt[0-9a-f]{1,8}-\d{1,3}")
+_CLONE_NEWNET = 0x40000000
+# Runs in a mount and a UTS namespace of its own; $0 to $2 are the host's name, hosts file and memory.
+_ENTER = (
+    'echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && mount --bind "$2" /dev/shm '
+    '&& shift 2 && exec "$@"'
+)
+_numbers = itertools.count()
+T = TypeVar("T")
+
+
+class HostsError(GeartrainError):
+    """Hosts cannot be made here, or one of their parts failed; carries the command's own words."""
+
+
+class Moved(NamedTuple):
+    """Bytes that went through a host's eth0, headers included, loopback not."""
+
+    sent: int
+    received: int
+
+
+class Hosts:
+    """`n` hosts on this machine, joined by links of `rate_mbit` megabits a second in each direction.
+
+    A context manager; leaving it kills what runs in the hosts and removes them.
+
+    Args:
+        n: hosts, 1 to 250.
+        rate_mbit: of every link, each way, or one for each host; None for as fast as the machine is.
+        rtt_ms: a round trip between hosts of different sites.
+        loss: the chance of a frame between sites to be lost.
+        sites: where each host stands; every host is a site of its own by default.
+        queue_ms: packets that would wait longer than this in front of a link are dropped.
+        switched: True for the switch that `rtt_ms` and `loss` need, even without them.
+
+    Raises:
+        HostsError: they cannot be made; says which command failed and how.
+
+    Cost: some 50 ms a host, and as much to remove it.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        rate_mbit: float | Sequence[float | None] | None = None,
+        rtt_ms: float = 0.0,
+        loss: float = 0.0,
+        sites: Sequence[int] | None = None,
+        queue_ms: float = QUEUE_MS,
+        switched: bool = False,
+    ) -> None:
+        if not 1 <= n <= MOST_HOSTS:
+            raise HostsError(f"hosts must be from 1 to {MOST_HOSTS}, found {n}")
+        rates = tuple(rate_mbit) if isinstance(rate_mbit, Sequence) else (rate_mbit,) * n
+        if len(rates) != n:
+            raise HostsError(f"rate_mbit must be one for all, or one for each of {n} hosts, found {len(rates)}")
+        for rate in rates:
+            if rate is not None and not 0.1 <= rate <= 100_000:
+                raise HostsError(f"rate_mbit must be from 0.1 to 100000, or None for no limit, found {rate}")
+        if not 0 <= rtt_ms <= 10_000 or not 0 <= loss < 1 or not 1 <= queue_ms <= 10_000:
+            raise HostsError(
+                f"rtt_ms is from 0 to 10000, loss from 0 to below 1, queue_ms from 1 to 10000, found {rtt_ms}, {loss} "
+                f"and {queue_ms}"
+            )
+        if sites is not None and len(sites) != n:
+            raise HostsError(f"sites must be one for each of {n} hosts, found {len(sites)}")
+        self.switched = switched or rtt_ms > 0 or loss > 0
+        reason = _tools_missing(self.switched)
+        if reason is not None:
+            raise HostsError(reason)
+        self.n = n
+        self.rates_mbit = rates
+        self.rtt_ms = rtt_ms
+        self.loss = loss
+        self.sites = tuple(sites) if sites is not None else tuple(range(n))
+        self.queue_ms = queue_ms
+        self._switch: Switch | None = None
+        self._maker = os.getpid()
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._closed = False
+        Hosts.remove_stale()
+        self.name, self._lock = _new_name()
+        atexit.register(self.close)
+        try:
+            self._make()
+            if n > 1:
+                self._check_the_way()
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    @functools.cache
+    def viable() -> str | None:
+        """None where hosts can be made, or the reason why not. Tries it once in a process; takes 0.3 s."""
+        try:
+            with Hosts(2, rate_mbit=1000) as hosts:
+                hosts.run(1, ["true"])
+        except HostsError as error:
+            return str(error)
+        return None
+
+    @staticmethod
+    def remove_stale() -> list[str]:
+        """Removes the hosts whose maker was killed, with what still runs in them; returns their names."""
+        removed = []
+        for directory in sorted(_SHM.glob("gt*-*")):
+            if not _NAME.fullmatch(directory.name):
+                continue
+            with contextlib.suppress(OSError):  # locked by its living maker, or gone meanwhile
+                lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove(directory.name)
+                    removed.append(directory.name)
+                finally:
+                    os.close(lock)
+        return removed
+
+    # --- the hosts ------------------------------------------------------------------------------------------
+
+    def address(self, i: int) -> str:
+        """The IPv4 address of host i."""
+        return f"10.77.0.{self._checked(i) + 1}"
+
+    def hostname(self, i: int) -> str:
+        """What host i is called; all hosts know each other by these names."""
+        return f"host{self._checked(i)}"
+
+    def env(self, i: int) -> dict[str, str]:
+        """What `popen` adds to the environment in host i: the interface and the address that torch should use."""
+        self._checked(i)
+        return {
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            "TP_SOCKET_IFNAME": INTERFACE,
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": "29500",  # free in every host: nobody else is there
+        }
+
+    def popen(
+        self, i: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Starts a process in host i; `env` is added to this process's environment and to `env(i)`.
+
+        `options` go to `subprocess.Popen`. The process leads a session of its own. It is killed, with all that runs
+        in its host, when the hosts are closed. A command that does not exist ends with code 127.
+
+        torchrun needs `--local-addr` where its rendezvous is not static:
+
+            torchrun --nnodes 2 --node-rank I --nproc-per-node 2 --master-addr host0 --master-port 29500 train.py
+            torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29400 --local-addr hostI train.py
+        """
+        process: subprocess.Popen[Any] = subprocess.Popen(
+            self._inside(i, argv),
+            env={**os.environ, **self.env(i), **(env or {})},
+            **{"start_new_session": True, **options},
+        )
+        self._processes.append(process)
+        return process
+
+    def run(
+        self, i: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = DEADLINE_S
+    ) -> str:
+        """Runs a command in host i to its end and returns what it printed.
+
+        Raises:
+            HostsError: it failed, or did not end in time; carries what it said.
+        """
+        inside = self._inside(i, argv)
+        return _run(inside, env={**os.environ, **self.env(i), **(env or {})}, timeout_s=timeout_s, shown=argv)
+
+    def socket(self, i: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
+        """A new IPv4 socket of this process that lives in host i: it binds and connects there."""
+        return self._in_network(i, lambda: socket.socket(socket.AF_INET, kind))
+
+    # --- the links ------------------------------------------------------------------------------------------
+
+    def bytes(self, i: int) -> Moved:
+        """What host i's eth0 has sent and received since it was made, by the kernel's count.
+
+        What the host's own queue dropped is in neither; what was lost after it has been sent.
+        """
+        said = _run(["ip", "-netns", self._space(i), "-json", "-statistics", "link", "show", "dev", INTERFACE])
+        counted = json.loads(said)[0]["stats64"]
+        return Moved(int(counted["tx"]["bytes"]), int(counted["rx"]["bytes"]))
+
+    def switch_counters(self) -> dict[str, int]:
+        """What the switch of these hosts has forwarded, dropped and lost; see `Switch.counters`."""
+        if self._switch is None:
+            raise HostsError("these hosts are joined by a bridge, which counts nothing; ask for switched=True")
+        return self._switch.counters()
+
+    def change_rate(self, i: int, rate_mbit: float) -> None:
+        """Gives host i's link another rate, each way; what waits in its buckets is lost, so nothing should."""
+        if self.switched:
+            raise HostsError("the rates of switched hosts are fixed")
+        if not 0.1 <= rate_mbit <= 100_000:
+            raise HostsError(f"rate_mbit must be from 0.1 to 100000, found {rate_mbit}")
+        _run(["tc", "qdisc", "replace", "dev", self._space(i), *self._bucket(rate_mbit)])
+        _run(["tc", "-netns", self._space(i), "qdisc", "replace", "dev", INTERFACE, *self._bucket(rate_mbit)])
+        self.rates_mbit = (*self.rates_mbit[:i], rate_mbit, *self.rates_mbit[i + 1 :])
+
+    def change_rtt(self, rtt_ms: float) -> None:
+        """Another round trip between sites, for switched hosts."""
+        if self._switch is None:
+            raise HostsError("hosts on a bridge have no round trip to be changed; ask for switched=True")
+        if not 0 <= rtt_ms <= 10_000:
+            raise HostsError(f"rtt_ms is from 0 to 10000, found {rtt_ms}")
+        self._switch.delay(rtt_ms / 2e3)
+        self.rtt_ms = rtt_ms
+
+    def unplug(self, i: int) -> None:
+        """Takes host i off the network: nothing says goodbye, as when a cable is pulled."""
+        if self._switch is not None:
+            self._switch.unplug(self._checked(i))
+        else:
+            _run(["ip", "link", "set", "dev", self._space(i), "down"])
+
+    def plug(self, i: int) -> None:
+        """Joins host i to the network again."""
+        if self._switch is not None:
+            self._switch.plug(self._checked(i))
+        else:
+            _run(["ip", "link", "set", "dev", self._space(i), "up"])
+
+    # --- leaving --------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Kills what runs in the hosts and removes them. Again is harmless; a forked child's call does nothing."""
+        if self._closed or os.getpid() != self._maker:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            _remove(self.name)
+        finally:
+            os.close(self._lock)
+            if self._switch is not None:
+                self._switch.close()
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):  # killed above; only collected here
+                    process.wait(DEADLINE_S)
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        speeds = ["no limit" if rate is None else f"{rate:g}" for rate in dict.fromkeys(self.rates_mbit)]
+        far = f", rtt_ms={self.rtt_ms:g}, loss={self.loss:g}" if self.switched else ""
+        words = f"rate_mbit={'/'.join(speeds)}{far}, {self.name!r}"
+        return f"Hosts({self.n}, {words}{', closed' if self._closed else ''})"
+
+    # --- making ---------------------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        home = _SHM / self.name
+        names = [f"{self.address(i)} {self.hostname(i)}\n" for i in range(self.n)]
+        (home / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
+        for i in range(self.n):
+            (home / str(i)).mkdir(mode=0o1777)
+        self._batch([f"netns add {self._space(i)}" for i in range(self.n)])
+        if self.switched:
+            self._make_switch()
+        else:
+            self._make_bridge()
+        for i in range(self.n):
+            self._batch(
+                [
+                    "link set dev lo up",
+                    f"link set dev {INTERFACE} addrgenmode none",
+                    f"addr add {self.address(i)}/24 dev {INTERFACE}",
+                    f"link set dev {INTERFACE} up",
+                ],
+                i,
+            )
+            self._in_network(i, _set_up_tcp)
+        for i, rate in enumerate(self.rates_mbit):
+            if rate is not None:
+                _run(["tc", "-netns", self._space(i), "qdisc", "add", "dev", INTERFACE, *self._bucket(rate)])
+
+    def _make_bridge(self) -> None:
+        lines = [
+            f"link add {self.name} type bridge",
+            # Without addresses of their own the machine's ends say nothing, and the counters hold the hosts' bytes.
+            f"link set dev {self.name} addrgenmode none",
+            f"link set dev {self.name} up",
+        ]
+        for i in range(self.n):
+            veth = self._space(i)
+            lines += [
+                f"link add {veth} type veth peer name {INTERFACE} netns {veth}",
+                f"link set dev {veth} master {self.name} addrgenmode none",
+                f"link set dev {veth} up",
+            ]
+        self._batch(lines)
+        for i, rate in enumerate(self.rates_mbit):
+            if rate is not None:
+                _run(["tc", "qdisc", "add", "dev", self._space(i), *self._bucket(rate)])
+
+    def _bucket(self, rate_mbit: float) -> list[str]:
+        bits = round(rate_mbit * 1e6)
+        # The bucket must hold what passes between two looks at a busy machine's clock.
+        burst = max(BURST_BYTES, bits // 8 // 1000)
+        return ["root", "tbf", "rate", f"{bits}bit", "burst", str(burst), "latency", f"{self.queue_ms:g}ms"]
+
+    def _make_switch(self) -> None:
+        ports: list[int] = []
+        try:
+            for i in range(self.n):
+                ports.append(self._in_network(i, lambda: open_tap(INTERFACE)))
+                self._batch(
+                    [f"link set dev {INTERFACE} address {address_of(i)} mtu {MTU} txqueuelen {QUEUE_FRAMES}"], i
+                )
+        except BaseException:
+            for port in ports:
+                os.close(port)
+            raise
+        try:
+            self._switch = Switch(
+                ports,
+                rates=[0.0 if rate is None else rate * 1e6 / 8 for rate in self.rates_mbit],
+                sites=self.sites,
+                delay_s=self.rtt_ms / 2e3,
+                loss=self.loss,
+                queue_s=self.queue_ms / 1e3,
+                burst_bytes=BURST_BYTES,
+            )
+        except SwitchError as error:
+            raise HostsError(str(error)) from None
+
+    def _batch(self, lines: Sequence[str], i: int | None = None) -> None:
+        """Lines for `ip`, on the machine or in host i."""
+        where = [] if i is None else ["-netns", self._space(i)]
+        _run(["ip", *where, "-batch", "-"], said="\n".join(lines) + "\n")
+
+    def _check_the_way(self) -> None:
+        """Connects the last host to the first: what stands in between, such as a packet filter, shows here."""
+        with self.socket(0) as listening, self.socket(self.n - 1) as calling:
+            listening.bind((self.address(0), 0))
+            listening.listen(1)
+            calling.settimeout(5.0)
+            try:
+                calling.connect(listening.getsockname())
+            except OSError as error:
+                raise HostsError(
+                    f"{self.hostname(self.n - 1)} cannot reach host0 over the bridge ({error}); a packet filter may "
+                    f"stop bridged packets: sysctl net.bridge.bridge-nf-call-iptables"
+                ) from None
+
+    def _checked(self, i: int) -> int:
+        if not 0 <= i < self.n:
+            raise HostsError(f"there are hosts 0 to {self.n - 1}, found {i}")
+        return i
+
+    def _space(self, i: int) -> str:
+        if self._closed:
+            raise HostsError("these hosts were closed")
+        return f"{self.name}-{self._checked(i)}"
+
+    def _inside(self, i: int, argv: Sequence[str]) -> list[str]:
+        home = _SHM / self.name
+        enter = ["ip", "netns", "exec", self._space(i), "unshare", "--uts", "sh", "-c", _ENTER]
+        return [*enter, self.hostname(i), str(home / "hosts"), str(home / str(i)), *argv]
+
+    def _in_network(self, i: int, make: Callable[[], T]) -> T:
+        """Calls `make` on a thread that is in host i's network; a thread may be, its process need not."""
+        path = f"/run/netns/{self._space(i)}"
+        made: list[T] = []
+        failed: list[OSError] = []
+
+        def enter_and_make() -> None:
+            libc = ctypes.CDLL(None, use_errno=True)
+            try:
+                space = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    if libc.setns(space, _CLONE_NEWNET) != 0:
+                        code = ctypes.get_errno()
+                        raise OSError(code, os.strerror(code))
+                finally:
+                    os.close(space)
+                made.append(make())
+            except OSError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=enter_and_make)
+        thread.start()
+        thread.join(DEADLINE_S)
+        if not made:
+            raise HostsError(f"{self.hostname(i)} cannot be entered: {failed[0] if failed else 'no answer'}")
+        return made[0]
+
+
+def _set_up_tcp() -> bool:
+    """In a host's network: the congestion control that shaped links need, and no memory of earlier connections."""
+    settings = Path("/proc/sys/net/ipv4")
+    (settings / "tcp_congestion_control").write_text(CONGESTION)
+    (settings / "tcp_no_metrics_save").write_text("1")
+    return True
+
+
+def _tools_missing(switched: bool = False) -> str | None:
+    if sys.platform != "linux":
+        return "emulated hosts need Linux's network namespaces"
+    if os.geteuid() != 0:
+        return "emulated hosts need root, to make network namespaces"
+    missing = [command for command in COMMANDS if shutil.which(command) is None]
+    if missing:
+        return f"emulated hosts need {', '.join(missing)} (iproute2 and util-linux)"
+    if switched and not Path("/dev/net/tun").exists():
+        return "emulated hosts with delay or losses need TAP devices: /dev/net/tun"
+    return None
+
+
+def _new_name() -> tuple[str, int]:
+    """A name that nobody uses, of 12 letters at most, and the descriptor that keeps its directory locked."""
+    while True:
+        name = f"gt{os.getpid():x}-{next(_numbers)}"
+        fresh = _SHM / f".{name}"
+        try:
+            fresh.mkdir(mode=0o755)
+        except FileExistsError:
+            continue
+        lock = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fresh.rename(_SHM / name)  # under its real name it is locked from the beginning
+        except OSError:
+            os.close(lock)
+            fresh.rmdir()
+            continue
+        return name, lock
+
+
+def _remove(name: str) -> None:
+    """Ends everything in the hosts of that name, and everything that carries it. Harmless where nothing does."""
+    spaces = [path.name for path in Path("/run/netns").glob(f"{name}-*")]
+    ends_s = time.monotonic() + DEADLINE_S
+    for space in spaces:
+        _empty(space, ends_s)
+    for space in spaces:
+        _quietly(["ip", "netns", "delete", space])
+    # A deleted namespace takes its veths along, but in its own time; the next maker of this name shall not meet them.
+    for link in Path("/sys/class/net").glob(f"{name}-*"):
+        _quietly(["ip", "link", "delete", "dev", link.name])
+    if (Path("/sys/class/net") / name).exists():
+        _quietly(["ip", "link", "delete", "dev", name])
+    shutil.rmtree(_SHM / name, ignore_errors=True)
+
+
+def _empty(space: str, ends_s: float) -> None:
+    """Kills all processes of a namespace and waits until they are gone."""
+    while True:
+        pids = [int(pid) for pid in _quietly(["ip", "netns", "pids", space]).split()]
+        pids = [pid for pid in pids if pid != os.getpid()]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids or time.monotonic() > ends_s:
+            return
+        for pid in pids:
+            _wait_for_end(pid, ends_s)
+
+
+def _wait_for_end(pid: int, ends_s: float) -> None:
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        select.select([handle], [], [], max(0.0, ends_s - time.monotonic()))
+    finally:
+        os.close(handle)
+
+
+def _quietly(argv: Sequence[str]) -> str:
+    """What a command printed, whatever became of it."""
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    return done.stdout
+
+
+def _run(
+    argv: Sequence[str],
+    *,
+    said: str | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = DEADLINE_S,
+    shown: Sequence[str] | None = None,
+) -> str:
+    what = " ".join(shown or argv)
+    try:
+        done = subprocess.run(argv, input=said, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise HostsError(f"`{what}` did not end within {timeout_s:g} s") from None
+    if done.returncode != 0:
+        words = (done.stderr or done.stdout).strip().splitlines()
+        raise HostsError(f"`{what}` failed with {done.returncode}: {'; '.join(words[:3]) or 'it said nothing'}")
+    return done.stdout

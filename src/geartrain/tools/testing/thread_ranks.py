@@ -1,0 +1,133 @@
+"""Ranks that are threads of one process: a job of eight starts in a millisecond, and its faults are objects."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from geartrain.errors import PeerLostError
+from geartrain.replay.distributed.rank_group import Bytes, Message, gather_by_doubling, gather_pickled
+
+T = TypeVar("T")
+
+
+class _Wire:
+    """Message queues between all pairs of a group, and why it broke, once it did."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.queues: defaultdict[tuple[int, int], queue.SimpleQueue[Bytes]] = defaultdict(queue.SimpleQueue)
+        self.broken: str | None = None
+        self.lock = threading.Lock()
+
+
+class ThreadRanks:
+    """One of `size` ranks in this process; see `geartrain.replay.distributed.rank_group.Ranks`.
+
+    Args:
+        die_at: this rank vanishes at its exchange of that number, as a killed process would.
+    """
+
+    def __init__(self, wire: _Wire, rank: int, timeout_s: float, die_at: int | None = None) -> None:
+        self._wire = wire
+        self.rank = rank
+        self.size = wire.size
+        self.sent_bytes = 0
+        self._timeout_s = timeout_s
+        self._exchanges = 0
+        self.die_at = die_at
+
+    @staticmethod
+    def make(size: int, timeout_s: float = 20.0) -> list[ThreadRanks]:
+        """All ranks of a new group."""
+        wire = _Wire(size)
+        return [ThreadRanks(wire, rank, timeout_s) for rank in range(size)]
+
+    def gather(self, mine: Bytes) -> Bytes:
+        """See `Ranks`."""
+        return gather_by_doubling(self, mine)
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """See `Ranks`."""
+        return gather_pickled(self, mine)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """See `Ranks`."""
+        if self._exchanges == self.die_at:
+            self.fail("it was told to die")
+        self._exchanges += 1
+        if self._wire.broken is not None:
+            raise PeerLostError(self._wire.broken)
+        for peer, array in sends:
+            if array.size:
+                self._queue(self.rank, peer).put(array.copy())
+        self.sent_bytes += sum(array.size for _, array in sends)
+        deadline_s = time.monotonic() + self._timeout_s
+        for peer, array in receives:
+            if not array.size:
+                continue
+            got = self._receive(peer, deadline_s)
+            if got.size != array.size:
+                self.fail(f"rank {peer} sent {got.size} bytes, {array.size} were expected")
+                raise PeerLostError(str(self._wire.broken))
+            array[:] = got
+
+    def fail(self, reason: str) -> None:
+        """See `Ranks`."""
+        if self._wire.broken is None:
+            self._wire.broken = f"rank {self.rank} gave up: {reason}"
+
+    def close(self) -> None:
+        """See `Ranks`."""
+
+    def _queue(self, sender: int, receiver: int) -> queue.SimpleQueue[Bytes]:
+        with self._wire.lock:
+            return self._wire.queues[sender, receiver]
+
+    def _receive(self, peer: int, deadline_s: float) -> Bytes:
+        waiting = self._queue(peer, self.rank)
+        while True:
+            try:
+                return waiting.get(timeout=0.02)
+            except queue.Empty:
+                if self._wire.broken is not None:
+                    raise PeerLostError(self._wire.broken) from None
+                if time.monotonic() > deadline_s:
+                    self.fail(f"rank {peer} did not answer within {self._timeout_s} s")
+                    raise PeerLostError(str(self._wire.broken)) from None
+
+
+def run_ranks(ranks: int | Sequence[ThreadRanks], body: Callable[[ThreadRanks], T], timeout_s: float = 60.0) -> list[T]:
+    """Runs `body(rank)` on a thread for each rank and returns what they returned, in order.
+
+    Raises the first rank's error that is not just the loss of another; every rank that raises is made to leave.
+
+    Raises:
+        TimeoutError: a rank did not end in time.
+    """
+    group = ThreadRanks.make(ranks) if isinstance(ranks, int) else list(ranks)
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(one: ThreadRanks) -> None:
+        try:
+            results[one.rank] = body(one)
+        except BaseException as error:
+            errors[one.rank] = error
+            one.fail(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in group]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"not all ranks ended within {timeout_s} s; errors so far: {errors}")
+    for error in sorted(errors.values(), key=lambda error: isinstance(error, PeerLostError)):
+        raise error
+    return [results[one.rank] for one in group]

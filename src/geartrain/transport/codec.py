@@ -1,0 +1,181 @@
+"""Values as bytes and back: tensors, arrays and plain containers, without executing anything that came.
+
+A value becomes a small header and the buffers of its big arrays, which are not copied; a decoded array is a view of
+the message it came in. The format stands in native/python/codec.cc. Decoding is safe for bytes from anyone. What the
+format does not know goes by pickle, protocol 5 with buffers out of band, and only where both sides allow it: pickle
+executes what it is given, so `rpc` allows it between peers that proved they know the cluster's secret.
+
+Known are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, NumPy arrays and
+scalars of plain dtypes, and torch tensors on the CPU, nested up to `MAX_DEPTH`. Subclasses are not: a named tuple
+that came back as a tuple would be another value. A `torch.nn.Parameter` comes back as a plain tensor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle as _pickle
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import geartrain._native as _native
+from geartrain.core.schema import DTYPES, dtype_of_code, numpy_dtype, torch_dtype
+from geartrain.errors import MessageError
+
+if TYPE_CHECKING:
+    import torch
+
+#: How deep containers may be nested.
+MAX_DEPTH = 64
+
+Parcel = _native.Parcel
+Message = _native.Message
+
+
+def encode(value: object, *, pickle: bool = False) -> Parcel:
+    """A parcel: the value's header, and its big buffers where they are.
+
+    They must stay as they are until the parcel is sent.
+
+    Raises:
+        MessageError: the value, or something in it, is of a type that the format does not know and `pickle` is not
+            allowed; or it is nested too deep, or contains itself.
+
+    Example:
+        >>> decode(pack(encode({"step": 3, "done": (True, None)})))
+        {'step': 3, 'done': (True, None)}
+    """
+    return native_codec().encode(value, pickle)
+
+
+def decode(message: Message, *, pickle: bool = False) -> Any:
+    """The value of a message. Its arrays are writable views that keep the message's memory.
+
+    Raises:
+        MessageError: these bytes are no value, whatever they are.
+        UntrustedPeerError: they hold a pickle, and `pickle` is not allowed.
+    """
+    return native_codec().decode(message, pickle)
+
+
+def pack(parcel: Parcel) -> Message:
+    """What the other side would receive: a copy of the parcel."""
+    return Message.make(parcel.header, parcel.buffers)
+
+
+_made: _native.Codec | None = None
+
+
+def native_codec() -> _native.Codec:
+    """What does the work, for callers who count microseconds: `encode(value, pickle)` and `decode(message, pickle)`."""
+    global _made
+    if _made is None:
+        with_numpy = {numpy_dtype(d): d.code for d in DTYPES.values() if d.numpy_name is not None}
+        itemsizes = {d.code: d.itemsize for d in DTYPES.values()}
+        _made = _native.Codec(with_numpy, itemsizes, _torch_part, _dumps, _loads, MAX_DEPTH)
+    return _made
+
+
+# --- torch ----------------------------------------------------------------------------------------------------------
+
+
+def _torch_part() -> tuple[type, dict[Any, int], dict[int, Any], Callable[[Any], Any], Callable[[Any], Any]]:
+    """What the native codec needs once tensors turn up."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        raise MessageError("the message holds a torch tensor, and torch is not installed here") from None
+    codes = {}
+    for dtype in DTYPES.values():
+        if hasattr(torch, dtype.name):
+            codes[torch_dtype(dtype)] = dtype.code
+    plain_types, strided = (torch.Tensor, torch.nn.Parameter), torch.strided
+
+    def plain(tensor: Any) -> Any:
+        """A tensor whose memory says everything about it, or None when there is none."""
+        if type(tensor) not in plain_types:
+            return None
+        if not tensor.is_cpu:
+            raise MessageError(
+                f"the tensor is on {tensor.device}: only those on the CPU stand in messages, and calls take those on "
+                "CUDA devices along, in plain containers; move it (`tensor.cpu()`)"
+            )
+        if tensor.layout is not strided or tensor.is_quantized:
+            return None
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+    return torch.Tensor, codes, {code: dtype for dtype, code in codes.items()}, plain, torch.from_numpy
+
+
+# --- pickle ---------------------------------------------------------------------------------------------------------
+
+
+def _dumps(value: object, add_buffer: Callable[[_pickle.PickleBuffer], object]) -> bytes:
+    """Pickles out of band; functions and classes that pickle cannot name go by cloudpickle where that is installed."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file, protocol=5, buffer_callback=add_buffer).dump(value)
+        return file.getvalue()
+    except (_pickle.PicklingError, AttributeError, TypeError) as error:
+        try:
+            cloudpickle = importlib.import_module("cloudpickle")
+            file = io.BytesIO()
+            _with_tensors(cloudpickle.Pickler)(file, protocol=5).dump(value)
+            return file.getvalue()
+        except ImportError:
+            raise MessageError(f"a {type(value).__name__} cannot be pickled: {error}") from error
+
+
+def _loads(data: bytes, buffers: list[Any]) -> Any:
+    return _pickle.loads(data, buffers=buffers)
+
+
+class _Pickler(_pickle.Pickler):
+    """Tensors inside objects go out of band as well; torch's own reduction copies them into the pickle."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        if obj.device.type not in ("cpu", "meta"):
+            # torch would copy it into the pickle, and to the same device over there.
+            raise MessageError(
+                f"a tensor on {obj.device} is in an object that goes by pickle: move it to the CPU (`tensor.cpu()`), "
+                "or send it in plain containers, with which calls take it along"
+            )
+        if type(obj) is not torch.Tensor or not obj.is_cpu or obj.requires_grad or obj.numel() == 0:
+            return NotImplemented
+        if obj.layout is not torch.strided or obj.is_conj() or obj.is_neg() or obj.is_quantized:
+            return NotImplemented
+        dtype = DTYPES.get(str(obj.dtype).removeprefix("torch."))
+        if dtype is None:
+            return NotImplemented
+        raw = obj.contiguous().view(-1).view(torch.uint8).numpy()
+        return _tensor_of, (_pickle.PickleBuffer(raw), dtype.code, tuple(obj.shape))
+
+
+def _with_tensors(pickler: Any) -> Any:
+    """cloudpickle's pickler, with tensors as in ours; for want of a buffer callback they stand in the pickle."""
+
+    class Pickler(pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            made = _Pickler.reducer_override(self, obj)  # type: ignore[arg-type]
+            return super().reducer_override(obj) if made is NotImplemented else made
+
+    return Pickler
+
+
+def _tensor_of(raw: Any, code: int, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    memory = np.frombuffer(raw, np.uint8)
+    if not memory.flags.writeable:
+        memory = memory.copy()
+    return torch.from_numpy(memory).view(torch_dtype(dtype_of_code(code))).view(shape)

@@ -1,0 +1,1 @@
+"""Benchmark `allreduce`: see bench.py."""

@@ -1,0 +1,457 @@
+"""All-reduce over networks: how many times K / B it takes, and how many round trips, beside Gloo and MPI.
+
+K is the array's bytes, B a worker's rate, N the workers. Parts, each by itself or all (`--part`):
+
+    shaped      links of 200 Mbit/s, 4 KB to 16 MB, N = 2, 4, 8: Gloo, our ring, shares on the workers, N dedicated
+                reducers; N = 4 with 1, 2 and 3 reducers beside the planner; the bytes that worker 0's interface counted
+    slow-link   one worker at 100 Mbit/s, three at 400
+    delay       round trips of 10 and 40 ms, 4 KB and 1 MB
+    loopback    one host, no limit, 2 and 4 ranks, 4 KB to 64 MB, beside a memcpy of the array; here MPI takes part
+    ddp         DistributedDataParallel and a model of 25 M parameters, N = 4 at 200 Mbit/s
+    throughput  samples/s of 1, 2, 4, 8 workers, gradients summed during backward and after it
+
+Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`). A round begins at the same instant on all ranks and
+its time is the slowest rank's; every element of every sum is checked. How the numbers could mislead: see
+docs/benchmarks.md.
+
+MPI runs by mpi4py in environments of its own: --peer-python mpich=PYTHON --peer-python openmpi=PYTHON. baidu-allreduce
+joins where somebody has built it as a shared library against one of them: --baidu mpich=LIBRARY.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import geartrain_bench.allreduce.ddp as allreduce_ddp
+import geartrain_bench.allreduce.mpi_jobs as allreduce_mpi_jobs
+import geartrain_bench.allreduce.plot as allreduce_plot
+import geartrain_bench.allreduce.report as allreduce_report
+import geartrain_bench.harness.report as report
+import geartrain_bench.harness.timing as harness
+from geartrain.core.progress import Progress
+from geartrain.errors import SchemaError
+from geartrain.tools.plan.allreduce import Network
+from geartrain.tools.testing.cluster import Hosts
+from geartrain_bench.allreduce.testbed import Arm, Bed, Timed, dedicated, gloo, hybrid, ring, workers
+from geartrain_bench.harness.baselines import PeerError
+from geartrain_bench.harness.timing import BenchResult, Row
+
+KB, MB = 1 << 10, 1 << 20
+PARTS = ("shaped", "slow-link", "delay", "loopback", "ddp", "throughput")
+#: Only these need no hosts.
+ON_LOOPBACK = ("loopback",)
+#: Of a part, for each case: the longer a call takes, the fewer rounds.
+CASE_S = 3.5
+QUEUE_MS = 50.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure."""
+
+    rate_mbit: float = 200.0
+    workers: tuple[int, ...] = (2, 4, 8)
+    sizes: tuple[int, ...] = (4 * KB, 256 * KB, MB, 16 * MB)
+    hybrids: tuple[int, ...] = (1, 2, 3)
+    hybrid_workers: int = 4
+    hybrid_size: int = 16 * MB
+    slow_mbit: tuple[float, ...] = (100.0, 400.0, 400.0, 400.0)
+    slow_sizes: tuple[int, ...] = (MB, 16 * MB)
+    rtts_ms: tuple[float, ...] = (10.0, 40.0)
+    delay_workers: tuple[int, ...] = (2, 4, 8)
+    delay_sizes: tuple[int, ...] = (4 * KB, MB)
+    ranks: tuple[int, ...] = (2, 4)
+    loopback_sizes: tuple[int, ...] = (4 * KB, 64 * KB, MB, 16 * MB, 64 * MB)
+    throughput_workers: tuple[int, ...] = (1, 2, 4, 8)
+    layers: int = 8
+    #: K / B is 0.21 s: less than backward takes, where a ring of many needs more.
+    gradient_bytes: int = 5 * MB
+    compute_s: float = 0.4
+    samples: int = 32
+    ddp_steps: int = 5
+    least_rounds: int = 4
+    most_rounds: int = 15
+
+
+DEFAULT = Plan()
+QUICK = Plan(
+    workers=(2, 4), sizes=(64 * KB, 4 * MB), hybrids=(1,), hybrid_size=4 * MB, slow_sizes=(4 * MB,), rtts_ms=(10.0,),
+    delay_workers=(2, 4), loopback_sizes=(4 * KB, MB, 16 * MB), ranks=(2,), throughput_workers=(1, 4), ddp_steps=2,
+    least_rounds=3, most_rounds=5,
+)  # fmt: skip
+FULL = Plan(
+    sizes=(4 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB), least_rounds=5,
+    loopback_sizes=(4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB, 256 * MB),
+)  # fmt: skip
+
+
+@dataclass
+class AllReduceResult(BenchResult):
+    """With a dict for each case, and what was promised beside what was found."""
+
+    cases: list[dict[str, Any]] = field(default_factory=list)
+    targets: list[dict[str, Any]] = field(default_factory=list)
+
+
+def main(
+    *,
+    quick: bool = False,
+    full: bool = False,
+    json_path: Path | None = None,
+    plot_path: Path | None = None,
+    peers: dict[str, str] | None = None,
+    arguments: Sequence[str] = (),
+) -> AllReduceResult:
+    """Measures, prints the tables, writes what was asked for, and returns the result.
+
+    `plot_path` FILE.png makes a plot for each part: FILE.png of the first, FILE-PART.png of the others. `arguments` are
+    `--part` and `--baidu` as in the module's text.
+    """
+    parts, baidu = read(arguments)
+    plan = FULL if full else QUICK if quick else DEFAULT
+    result = run(plan, parts, {**report.parse_peers([]), **(peers or {})}, baidu, quick=quick)
+    result.command += " --full" * full + "".join(f" --part {part}" for part in parts) * (parts != PARTS)
+    result.command += "".join(f" --baidu {mpi}=/path/to/library" for mpi in baidu)
+    report.print_table(result)
+    allreduce_report.print_cases(result)
+    if json_path is not None:
+        report.write_json(result, json_path)
+    if plot_path is not None:
+        allreduce_plot.plot(result, plot_path)
+    return result
+
+
+def read(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The parts, and libraries of baidu-allreduce by the MPI that they need. Raises `SchemaError`."""
+    parser = argparse.ArgumentParser(
+        prog="geartrain bench allreduce",
+        description="All-reduce over shaped networks and loopback. Beside these: --quick, --full, --json FILE, "
+        "--plot FILE, --peer-python mpich=PYTHON, --peer-python openmpi=PYTHON.",
+    )
+    parser.add_argument("--part", action="append", help=f"{', '.join(PARTS)} or all; repeat for several")
+    parser.add_argument("--baidu", action="append", default=[], metavar="MPI=LIBRARY", help="mpich=/path/to/it.so")
+    given = parser.parse_args(list(arguments))
+    parts = tuple(dict.fromkeys(part for word in given.part or ["all"] for part in word.split(",")))
+    if "all" in parts:
+        parts = PARTS
+    for part in parts:
+        if part not in PARTS:
+            raise SchemaError(f"--part takes {', '.join(PARTS)} or all, found {part!r}")
+    baidu = {}
+    for word in given.baidu:
+        mpi, equals, library = word.partition("=")
+        if not (mpi and equals and Path(library).is_file()):
+            raise SchemaError(f"--baidu takes MPI=LIBRARY, such as mpich=/path/to/libbaidu.so, found {word!r}")
+        baidu[mpi] = str(Path(library).resolve())
+    return parts, baidu
+
+
+def run(
+    plan: Plan, parts: Sequence[str], peers: Mapping[str, str], baidu: Mapping[str, str], *, quick: bool = False
+) -> AllReduceResult:
+    """The plan's cases of those parts."""
+    began_s = time.monotonic()
+    base = harness.new_result("allreduce", quick=quick, peers=peers, packages=("numpy", "torch"))
+    result = AllReduceResult(base.bench, base.command, base.machine, base.versions)
+    reason = Hosts.viable()
+    for part in parts:
+        if reason is not None and part not in ON_LOOPBACK:
+            result.notes.append(f"{part} was left out: {reason}")
+    parts = [part for part in parts if reason is None or part in ON_LOOPBACK]
+    with Progress("bench allreduce", None, unit="cases") as progress:
+        bench = _Bench(plan, result, progress)
+        shaped = [part for part in parts if part in ("shaped", "slow-link", "ddp", "throughput")]
+        if shaped:
+            bench.on_shaped_links(shaped)
+        if "delay" in parts:
+            bench.with_delay()
+        if "loopback" in parts:
+            bench.on_loopback(peers, baidu)
+    for name in set(peers) - {"mpich", "openmpi"}:
+        result.peers_missing[name] = "unknown to this bench, which knows mpich and openmpi"
+    result.targets = allreduce_report.targets(result.cases)
+    result.notes.append("all hosts and processes share this machine's cores")
+    harness.finish(result, began_s)
+    return result
+
+
+class _Bench:
+    """The parts, one method each."""
+
+    def __init__(self, plan: Plan, result: AllReduceResult, progress: Progress) -> None:
+        self.plan = plan
+        self.result = result
+        self.progress = progress
+
+    def on_shaped_links(self, parts: Sequence[str]) -> None:
+        """Everything that needs a bridge and token buckets, with the same processes."""
+        plan = self.plan
+        most = max(plan.workers) if "shaped" in parts else plan.hybrid_workers
+        if "throughput" in parts:
+            most = max(most, *plan.throughput_workers)
+        with Hosts(2 * most, rate_mbit=plan.rate_mbit, queue_ms=QUEUE_MS) as hosts, Bed(hosts, most) as bed:
+            for part in parts:
+                getattr(self, f"_{part.replace('-', '_')}")(bed, hosts)
+
+    def _shaped(self, bed: Bed, hosts: Hosts) -> None:
+        plan = self.plan
+        for n in plan.workers:
+            arms = [gloo(), ring(), workers(), dedicated(n, n)]
+            for nbytes in plan.sizes:
+                self._cases(bed, "shaped", arms, n, nbytes, _rates(hosts, n))
+        n = plan.hybrid_workers
+        for count in plan.hybrids:
+            self._cases(bed, "shaped", [hybrid(n, count)], n, plan.hybrid_size, _rates(hosts, n))
+
+    def _slow_link(self, bed: Bed, hosts: Hosts) -> None:
+        plan = self.plan
+        n = len(plan.slow_mbit)
+        for i, rate in enumerate(plan.slow_mbit):
+            hosts.change_rate(i, rate)
+        rates = _rates(hosts, n)
+        try:
+            for nbytes in plan.slow_sizes:
+                self._cases(bed, "slow-link", [gloo(), ring(), workers(), hybrid(n, 0, rates)], n, nbytes, rates)
+        finally:
+            for i in range(n):
+                hosts.change_rate(i, plan.rate_mbit)
+
+    def with_delay(self) -> None:
+        """Round trips through the switch."""
+        plan = self.plan
+        most = max(plan.delay_workers)
+        with (
+            Hosts(2 * most, rate_mbit=plan.rate_mbit, rtt_ms=plan.rtts_ms[0], queue_ms=2 * QUEUE_MS) as hosts,
+            Bed(hosts, most) as bed,
+        ):
+            for rtt_ms in plan.rtts_ms:
+                hosts.change_rtt(rtt_ms)
+                for n in plan.delay_workers:
+                    arms = [gloo(), ring(), workers(), dedicated(n, n)]
+                    for nbytes in plan.delay_sizes:
+                        self._cases(bed, "delay", arms, n, nbytes, _rates(hosts, n), rtt_ms)
+
+    def on_loopback(self, peers: Mapping[str, str], baidu: Mapping[str, str]) -> None:
+        """Ranks of one host, and MPI's."""
+        plan = self.plan
+        floors_s = {nbytes: _memcpy_s(nbytes) for nbytes in plan.loopback_sizes}
+        with Bed(None, max(plan.ranks), reducers=2) as bed:
+            for n in plan.ranks:
+                arms = [gloo(), workers(), workers(transport="tcp"), ring(), dedicated(n, 2)]
+                for nbytes in plan.loopback_sizes:
+                    self._cases(bed, "loopback", arms, n, nbytes, (math.inf,) * n, floor_s=floors_s[nbytes])
+        for name in ("mpich", "openmpi"):
+            if name not in peers:
+                self.result.peers_missing[name] = f"no interpreter given (--peer-python {name}=/path/to/python)"
+                continue
+            for n in plan.ranks:
+                for library in (None, baidu[name]) if name in baidu else (None,):
+                    self._mpi(name, peers[name], n, library, floors_s)
+        places = {row.case: place for place, row in reversed(list(enumerate(self.result.rows)))}
+        self.result.rows.sort(key=lambda row: places[row.case])  # MPI's rows come beside the others'
+
+    def _mpi(self, name: str, python: str, n: int, baidu: str | None, floors_s: Mapping[int, float]) -> None:
+        system = name if baidu is None else f"baidu on {name}"
+        asked = {nbytes: self._amount(nbytes / 1e9 + 2e-5) for nbytes in floors_s}
+        try:
+            found, versions = allreduce_mpi_jobs.run(name, python, n, asked, baidu)
+        except PeerError as error:
+            self.result.peers_missing[f"{system}, {n} ranks"] = str(error)
+            return
+        self.result.versions |= {f"{name} {what}": version for what, version in versions.items()}
+        for nbytes, timed in found.items():
+            self._add("loopback", Arm(system, name), n, nbytes, (math.inf,) * n, 0.0, timed, floors_s[nbytes])
+            self.progress.advance(n * nbytes)
+
+    def _ddp(self, bed: Bed, hosts: Hosts) -> None:
+        plan = self.plan
+        n = plan.hybrid_workers
+        try:
+            wanted = allreduce_ddp.reference(n, plan.ddp_steps)
+        except PeerError as error:
+            self.result.peers_missing["ddp"] = str(error)
+            return
+        for arm in (gloo(), workers(), dedicated(n, n)):
+            try:
+                found = allreduce_ddp.run(hosts, bed, arm, n, plan.ddp_steps)
+            except PeerError as error:
+                self._missing(bed, arm, error)
+                continue
+            laps_s = found.laps_s
+            p50, _, _, p95 = harness.quantiles(laps_s)
+            nbytes = 4 * found.parameters
+            about = self._about("ddp", arm, n, nbytes, _rates(hosts, n), 0.0)
+            self.result.rows.append(
+                harness.rate_row(
+                    f"25 M parameters, N = {n}", arm.name, "DDP", "steps/s", laps_s, 1.0, nbytes / _rates(hosts, 1)[0]
+                )
+            )
+            self.result.cases.append(
+                {
+                    **about,
+                    "p50_s": p50,
+                    "p95_s": p95,
+                    "laps_s": laps_s,
+                    "parameters": found.parameters,
+                    "step_sent": found.sent_bytes / nbytes,
+                    "equal_ranks": found.checksums.count(found.checksums[0]),
+                    "equals_reference": found.checksums[0] == wanted,
+                }
+            )
+            self.progress.advance(n * nbytes * plan.ddp_steps)
+
+    def _throughput(self, bed: Bed, hosts: Hosts) -> None:
+        plan = self.plan
+        for n in plan.throughput_workers:
+            # One worker has nothing to sum with anybody, whoever would own it.
+            arms = [gloo(), workers(), *([dedicated(n, n)] if n > 1 else [])]
+            for overlap, arm in itertools.product((True, False), arms):
+                try:
+                    with bed.group(arm, n) as group:
+                        timed = group.steps(plan.layers, plan.gradient_bytes, plan.compute_s, overlap, rounds=4, warm=1)
+                except PeerError as error:
+                    self._missing(bed, arm, error)
+                    continue
+                name = f"N = {n}, summed {'during' if overlap else 'after'} backward"
+                samples = n * plan.samples
+                self.result.rows.append(
+                    harness.rate_row(name, arm.name, "training", "samples/s", timed.laps_s, samples, plan.compute_s)
+                )
+                self.result.cases.append(
+                    {
+                        **self._about("throughput", arm, n, plan.gradient_bytes, _rates(hosts, n), 0.0),
+                        "overlap": overlap,
+                        "samples_per_s": samples / float(np.median(timed.laps_s)),
+                        "one_worker_bound": plan.samples / plan.compute_s,
+                        "laps_s": timed.laps_s,
+                    }
+                )
+                self.progress.advance(n * plan.gradient_bytes)
+
+    # --- a case -----------------------------------------------------------------------------------------------------
+
+    def _cases(
+        self,
+        bed: Bed,
+        part: str,
+        arms: Sequence[Arm],
+        n: int,
+        nbytes: int,
+        rates: tuple[float, ...],
+        rtt_ms: float = 0.0,
+        floor_s: float | None = None,
+    ) -> None:
+        """One size, all arms, one after the other."""
+        for arm in arms:
+            guess_s = 2 * nbytes / min(*rates, 5e8) + arm.hops(n) * (rtt_ms / 2e3) + 5e-5
+            calls, rounds = self._amount(guess_s)
+            if math.isfinite(rates[0]):
+                calls = 1
+            try:
+                with bed.group(arm, n) as group:
+                    timed = group.rounds(nbytes, calls=calls, rounds=rounds, warm=1 if nbytes >= 16 * MB else 2)
+            except PeerError as error:
+                self._missing(bed, arm, error)
+                continue
+            self._add(part, arm, n, nbytes, rates, rtt_ms, timed, floor_s)
+            self.progress.advance(n * nbytes * calls * rounds)
+
+    def _missing(self, bed: Bed, arm: Arm, error: PeerError) -> None:
+        self.result.peers_missing[arm.name] = str(error)
+        self.progress.say(f"{arm.name}: {error}")
+        bed.restart()
+
+    def _amount(self, guess_s: float) -> tuple[int, int]:
+        """Calls of a round, and rounds, for a call of about so long."""
+        calls = int(np.clip(0.01 / guess_s, 1, 64))
+        return calls, int(np.clip(CASE_S / (calls * guess_s), self.plan.least_rounds, self.plan.most_rounds))
+
+    def _about(
+        self, part: str, arm: Arm, n: int, nbytes: int, rates: tuple[float, ...], rtt_ms: float
+    ) -> dict[str, Any]:
+        return {
+            "part": part,
+            "arm": arm.name,
+            "workers": n,
+            "reducers": arm.reducers,
+            "nbytes": nbytes,
+            "rates_mbit": [rate * 8e-6 for rate in rates] if math.isfinite(rates[0]) else None,
+            "rtt_ms": rtt_ms,
+        }
+
+    def _add(
+        self,
+        part: str,
+        arm: Arm,
+        n: int,
+        nbytes: int,
+        rates: tuple[float, ...],
+        rtt_ms: float,
+        timed: Timed,
+        floor_s: float | None,
+    ) -> None:
+        p50, _, _, p95 = harness.quantiles(timed.laps_s)
+        case = {**self._about(part, arm, n, nbytes, rates, rtt_ms), "p50_s": p50, "p95_s": p95, "laps_s": timed.laps_s}
+        size = allreduce_report.size_text(nbytes)
+        if floor_s is not None:
+            name = f"{n} ranks, {size}"
+            case["floor_s"] = floor_s
+            self.result.rows.append(harness.time_row(name, arm.name, LOOPBACK, "us", timed.laps_s, floor_s))
+        else:
+            network = Network(rates, (min(rates),) * arm.reducers, float(nbytes), rtt_ms / 1e3)
+            unit_s = network.unit_s
+            case |= {
+                "unit_s": unit_s,
+                "units": p50 / unit_s,
+                "planned_units": arm.planned_s(network) / unit_s,
+                "sent": timed.sent_bytes / nbytes,
+                "received": timed.received_bytes / nbytes,
+                "expected": arm.expected_bytes(network) / nbytes,
+            }
+            if part == "delay":
+                name = f"{rtt_ms:g} ms, {size}, N = {n}"
+                self.result.rows.append(harness.time_row(name, arm.name, DELAY, "ms", timed.laps_s, rtt_ms / 1e3))
+            else:
+                name = f"N = {n}, {size}" if part == "shaped" else f"N = {n}, one slow, {size}"
+                quantiles = harness.quantiles([one / unit_s for one in timed.laps_s])
+                metric = SHAPED if part == "shaped" else SLOW
+                self.result.rows.append(Row(name, arm.name, metric, "K/B", *quantiles, unit_s / p50))
+        self.result.cases.append(case)
+
+
+SHAPED = "shaped links: time in units of K/B (floor: 1)"
+SLOW = "one slow link: time in units of K / its rate (floor: 1)"
+DELAY = "with a delay (floor: one round trip)"
+LOOPBACK = "loopback (floor: one memcpy of the array)"
+
+
+def _rates(hosts: Hosts, n: int) -> tuple[float, ...]:
+    """Bytes a second of the first n hosts."""
+    return tuple(float(rate or math.inf) * 1e6 / 8 for rate in hosts.rates_mbit[:n])
+
+
+def _memcpy_s(nbytes: int) -> float:
+    """The median of copies of so many bytes, in one thread, from warm memory to warm memory."""
+    source, into = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    calls = max(1, 20 * MB // nbytes)
+
+    def copies() -> None:
+        for _ in range(calls):
+            np.copyto(into, source)
+
+    return float(np.median([harness.lap(calls, copies).seconds for _ in range(9)]))
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(arguments=sys.argv[1:])

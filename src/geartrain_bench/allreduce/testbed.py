@@ -1,0 +1,229 @@
+"""The arms of `geartrain bench allreduce`, and the processes that run them: ranks on hosts, and reducers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+import geartrain._native as _native
+from geartrain.tools.plan.allreduce import Network
+from geartrain.tools.testing.cluster import Hosts
+from geartrain_bench.allreduce.rounds import Together
+from geartrain_bench.harness.fleet import Fleet
+
+WORKER = ["-m", "geartrain_bench.allreduce.worker"]
+SECRET = "bench"
+ROUNDS_S = 300.0
+_jobs = itertools.count()
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to all-reduce: whose, with how many reducers, and who owns what.
+
+    `shares` are of workers and reducers: empty for equal ones of the workers, None for a ring's bytes.
+    """
+
+    name: str
+    library: str
+    reducers: int = 0
+    shares: tuple[float, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def hops(self, n: int) -> int:
+        """One-way delays, one after the other; what each Gloo step pays is two of them."""
+        return _native.ring_hops(n) * (2 if self.library == "gloo" else 1) if self.shares is None else 2
+
+    def planned_s(self, network: Network) -> float:
+        """What the model says: bytes over rates, and hops."""
+        n = len(network.workers)
+        if self.shares is None:
+            through_s = _native.ring_bytes(n, network.nbytes) / min(network.workers)
+        else:
+            through_s = _native.shares_seconds(network.workers, network.reducers, self._shares(n), network.nbytes)
+        return through_s + self.hops(n) * network.rtt_s / 2
+
+    def expected_bytes(self, network: Network) -> float:
+        """What worker 0 sends, and receives."""
+        n = len(network.workers)
+        if self.shares is None:
+            return _native.ring_bytes(n, network.nbytes)
+        return _native.moved_bytes(n, self.reducers, self._shares(n), network.nbytes)[0]
+
+    def _shares(self, n: int) -> tuple[float, ...]:
+        return self.shares or (1 / n,) * n
+
+
+def gloo() -> Arm:
+    """torch.distributed's."""
+    return Arm("gloo", "gloo")
+
+
+def ring() -> Arm:
+    """Our ring."""
+    return Arm("geartrain ring", "geartrain", options={"algorithm": "ring", "transport": "tcp"})
+
+
+def workers(transport: str = "auto") -> Arm:
+    """Equal shares on the workers: the ring's bytes in two hops."""
+    name = "geartrain workers" if transport == "auto" else f"geartrain workers, {transport}"
+    return Arm(name, "geartrain", shares=(), options={"shares": "equal", "transport": transport})
+
+
+def dedicated(n: int, reducers: int) -> Arm:
+    """All shares on as many reducers, equally."""
+    return Arm("geartrain dedicated", "geartrain", reducers, (0.0,) * n + (1 / reducers,) * reducers)
+
+
+def hybrid(n: int, reducers: int, rates: tuple[float, ...] | None = None) -> Arm:
+    """What the planner says for links of these rates, equal ones where none are given; reducers like the slowest."""
+    known = rates or (1.0,) * n
+    shares, _ = _native.plan_shares(known, (min(known),) * reducers, 1.0)
+    name = f"geartrain hybrid {reducers}" if reducers else "geartrain weighted"
+    return Arm(name, "geartrain", reducers, tuple(shares))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a call in each round, the slowest rank's; bytes of a call through worker 0's interface."""
+
+    laps_s: list[float]
+    sent_bytes: float = 0.0
+    received_bytes: float = 0.0
+
+
+class Bed:
+    """Processes for so many workers, and for reducers: as many, or as many as asked. A context manager.
+
+    Args:
+        hosts: one for each process, workers first; None for processes of this host.
+    """
+
+    def __init__(self, hosts: Hosts | None, workers: int, reducers: int | None = None) -> None:
+        self._hosts = hosts
+        self._workers = workers
+        self._count = workers + (workers if reducers is None else reducers)
+        self._home = Path(tempfile.mkdtemp(prefix="geartrain-bench-"))
+        try:
+            self._start()
+        except BaseException:
+            shutil.rmtree(self._home, ignore_errors=True)
+            raise
+
+    def _start(self) -> None:
+        self._reducers: dict[int, str] = {}
+        argv = [sys.executable, *WORKER]
+        count = self._count
+        self.fleet = Fleet.here(count, argv) if self._hosts is None else Fleet.on(self._hosts, range(count), argv)
+        try:
+            (kept,) = self.fleet.ask([0], do="listen", host=self._address(0))
+        except BaseException:
+            self.fleet.close()
+            raise
+        self._port = int(kept["port"])
+
+    def restart(self) -> None:
+        """New processes, after some of the old ones have failed."""
+        self.fleet.close()
+        self._start()
+
+    def __enter__(self) -> Bed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.fleet.close()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def group(self, arm: Arm, n: int) -> Iterator[Grouped]:
+        """The arm's group of the first n workers."""
+        options = dict(arm.options)
+        if arm.library == "geartrain":
+            options["secret"] = SECRET
+            if self._hosts is not None:
+                options["transport"] = "tcp"  # real hosts share no memory, whatever these could
+            if arm.reducers:
+                options["reducers"] = [self.reducer(i) for i in range(arm.reducers)]
+            if arm.shares:
+                options["shares"] = list(arm.shares)
+        ask = {
+            "do": "join",
+            "arm": arm.name,
+            "job": f"job {next(_jobs)}",
+            "library": arm.library,
+            "host": self._address(0),
+            "port": self._port,
+            "size": n,
+            "options": options,
+        }
+        self.fleet.ask_each({i: {**ask, "rank": i} for i in range(n)}, 180.0)
+        yield Grouped(self, arm, n)
+        self.fleet.ask(range(n), do="leave", arm=arm.name)
+
+    def reducer(self, i: int) -> str:
+        """The address of reducer i, which begins to sum with the first question for it."""
+        if i not in self._reducers:
+            member = self._workers + i
+            (found,) = self.fleet.ask([member], do="reduce", host=self._address(member), secret=SECRET)
+            self._reducers[i] = found["address"]
+        return self._reducers[i]
+
+    def _address(self, member: int) -> str:
+        return "127.0.0.1" if self._hosts is None else self._hosts.address(member)
+
+    def together(self, parties: int) -> Path:
+        """A new file for rounds that begin together."""
+        path = self._home / f"rounds-{next(_jobs)}"
+        path.write_bytes(bytes(Together.bytes(parties)))
+        return path
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes that worker 0's interface has sent and received."""
+        return (0, 0) if self._hosts is None else self._hosts.bytes(0)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A group that is open, and what can be timed with it."""
+
+    bed: Bed
+    arm: Arm
+    n: int
+
+    def rounds(self, nbytes: int, *, calls: int, rounds: int, warm: int) -> Timed:
+        """So many rounds of so many calls."""
+        before = self.bed.moved()
+        laps_s = self._ask("rounds", nbytes=nbytes, calls=calls, rounds=rounds, warm=warm)
+        after = self.bed.moved()
+        made = (warm + rounds) * calls
+        return Timed(laps_s, (after[0] - before[0]) / made, (after[1] - before[1]) / made)
+
+    def steps(self, layers: int, nbytes: int, compute_s: float, overlap: bool, *, rounds: int, warm: int) -> Timed:
+        """So many training steps."""
+        return Timed(
+            self._ask(
+                "steps", layers=layers, nbytes=nbytes, compute_s=compute_s, overlap=overlap, rounds=rounds, warm=warm
+            )
+        )
+
+    def _ask(self, what: str, **arguments: Any) -> list[float]:
+        path = self.bed.together(self.n)
+        try:
+            answers = self.bed.fleet.ask(
+                range(self.n), ROUNDS_S, do=what, arm=self.arm.name, file=str(path), **arguments
+            )
+        finally:
+            path.unlink()
+        return [float(lap) for lap in np.array([answer["seconds"] for answer in answers]).max(axis=0)]

@@ -1,0 +1,184 @@
+"""One process of `geartrain bench allreduce`: a rank or a reducer, on a host of its own or not.
+
+Reads one JSON object a line from stdin and answers each with one on stdout (allreduce.py is the other end):
+
+    {"do": "listen", "host": "10.77.0.1"}      -> {"port": 40123}: rank 0 keeps the jobs' key-value store
+    {"do": "reduce", "host": ..., "secret": .} -> {"address": "10.77.0.5:40999"}: this process is a reducer now
+    {"do": "join", "arm": "gloo", "library": "gloo" | "geartrain", "job": "unique", "host": ..., "port": ...,
+     "rank": 0, "size": 4, "options": {...}}   -> {}: a group, which the arm's name stands for
+    {"do": "rounds", "arm": ..., "file": ..., "nbytes": ..., "calls": ..., "rounds": ..., "warm": ...}
+                                               -> {"seconds": [...]} of a call, a number a round
+    {"do": "steps", "arm": ..., "file": ..., "layers": ..., "nbytes": ..., "compute_s": ..., "overlap": true, ...}
+                                               -> {"seconds": [...]} of a training step with so many gradients
+    {"do": "counters", "arm": ...}             -> {"counters": {...}}: what the group counted itself
+    {"do": "leave", "arm": ...}                -> {}
+
+Whatever a library prints goes to stderr. An answer {"error": "..."} ends the process; so does the end of stdin.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from geartrain_bench.allreduce.rounds import Array, Together, come_first, timed_rounds
+from geartrain_bench.distributed_replay.worker import answer_requests
+
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class Member:
+    """A group that this process is in."""
+
+    rank: int
+    size: int
+    reduce: Callable[[Array], Any]
+    start: Callable[[Array], Any]  # returns what has a wait()
+    leave: Callable[[], Any]
+    group: Any
+
+
+class Process:
+    """What a process is in the middle of."""
+
+    def __init__(self) -> None:
+        self._keeper: Any = None
+        self._members: dict[str, Member] = {}
+        self._reducer: Any = None
+        come_first()
+
+    def listen(self, host: str) -> dict[str, Any]:
+        """Keeps the key-value store of jobs to come."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self._keeper = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return {"port": self._keeper.port}
+
+    def reduce(self, host: str, secret: str) -> dict[str, Any]:
+        """Sums for others."""
+        from geartrain.collectives import Reducer
+
+        if self._reducer is None:
+            self._reducer = Reducer(bind=f"{host}:0", secret=secret)
+        return {"address": self._reducer.address}
+
+    def join(
+        self, arm: str, job: str, library: str, host: str, port: int, rank: int, size: int, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Makes the arm's group."""
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        patience = timedelta(seconds=TIMEOUT_S)
+        kept = TCPStore(host, port, is_master=False, timeout=patience) if self._keeper is None else self._keeper
+        store = PrefixStore(job, kept)
+        make = {"gloo": _gloo, "geartrain": _geartrain}[library]
+        self._members[arm] = make(store, rank, size, options)
+        return {}
+
+    def rounds(self, arm: str, file: str, **what: Any) -> dict[str, Any]:
+        """So many calls, timed and checked."""
+        member = self._members[arm]
+        together = Together(file, member.size, member.rank)
+        seconds = timed_rounds(member.reduce, together=together, rank=member.rank, size=member.size, **what)
+        return {"seconds": seconds}
+
+    def steps(
+        self,
+        arm: str,
+        file: str,
+        layers: int,
+        nbytes: int,
+        compute_s: float,
+        overlap: bool,
+        rounds: int,
+        warm: int,
+    ) -> dict[str, Any]:
+        """Training steps of a model of so many layers, whose `nbytes` of gradients are summed while or after backward.
+
+        Computing is sleeping, as a CPU does while a GPU works: a third of it forward, the rest backward, by layers.
+        """
+        member = self._members[arm]
+        together = Together(file, member.size, member.rank)
+        gradients = [np.ones(nbytes // 4 // layers, np.float32) for _ in range(layers)]
+        seconds = []
+        for number in range(warm + rounds):
+            start_ns = together.start()
+            time.sleep(compute_s / 3)
+            pending = []
+            for gradient in gradients:
+                time.sleep(2 * compute_s / 3 / layers)
+                gradient[:] = member.rank + 1
+                if overlap:
+                    pending.append(member.start(gradient))
+            if not overlap:
+                pending = [member.start(gradient) for gradient in gradients]
+            for one in pending:
+                one.wait()
+            took_s = (time.monotonic_ns() - start_ns) / 1e9
+            wanted = member.size * (member.size + 1) / 2
+            if any((gradient != wanted).any() for gradient in gradients):
+                raise ArithmeticError(f"a gradient is wrong on rank {member.rank}")
+            if number >= warm:
+                seconds.append(took_s)
+        return {"seconds": seconds}
+
+    def counters(self, arm: str) -> dict[str, Any]:
+        """What the group itself has counted."""
+        group = self._members[arm].group
+        return {"counters": group.counters() if group is not None else {}}
+
+    def leave(self, arm: str) -> dict[str, Any]:
+        """Leaves the arm's group."""
+        self._members.pop(arm).leave()
+        return {}
+
+    def end(self) -> None:
+        """Gives everything back."""
+        for arm in list(self._members):
+            self.leave(arm)
+        if self._reducer is not None:
+            self._reducer.close()
+
+
+def _gloo(store: Any, rank: int, size: int, options: dict[str, Any]) -> Member:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S), **options
+    )
+
+    def start(array: Array) -> Any:
+        return dist.all_reduce(torch.from_numpy(array), async_op=True)
+
+    return Member(
+        rank,
+        size,
+        lambda array: dist.all_reduce(torch.from_numpy(array)),
+        start,
+        dist.destroy_process_group,
+        None,
+    )
+
+
+def _geartrain(store: Any, rank: int, size: int, options: dict[str, Any]) -> Member:
+    from geartrain.collectives import Group
+
+    group = Group(rank, size, store=store, timeout_s=TIMEOUT_S, **options)
+    return Member(rank, size, group.all_reduce, group.all_reduce_async, group.close, group)
+
+
+def main() -> None:
+    """What `python -m geartrain_bench.allreduce.worker` does."""
+    answer_requests(Process)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmark `di_engine`: see bench.py."""

@@ -1,0 +1,1 @@
+"""Benchmark `distributed_replay`: see bench.py."""

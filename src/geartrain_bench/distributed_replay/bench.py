@@ -1,0 +1,429 @@
+"""One replay over many ranks: how fast, what crosses the network, and what a central server would do to it.
+
+Two claims, one run each:
+
+**scaling**: 1, 2 and 4 processes that share one host's shard, and 2 and 4 hosts with a shard each, over links without
+a limit; global batches of 32 to 1024 rows; weighted, uniform, FIFO and top-k. The consumer drops every batch at once,
+so what is timed is the replay. The floor copies the same rows in C, in as many processes, which know nothing of each
+other.
+
+**links**: 4 hosts behind links of 200 Mbit/s, rows of 100 KB, and a consumer that trains for so many milliseconds a
+batch (it sleeps: a GPU's step leaves the CPU alone). One host by itself, then all four with `local_first`, with
+`ordered`, with all rows on host 0 (central), and readers of a Reverb server on host 0. The bytes are those that the
+hosts' interfaces counted. The floor is the consumer alone: a batch that is there whenever it is asked for.
+
+Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`): they share its cores, so several hosts are slower
+here than as many machines. How these numbers could mislead: see docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import geartrain.tools.plan as planning
+import geartrain_bench.distributed_replay.report as ranks_report
+import geartrain_bench.harness.report as report
+import geartrain_bench.harness.timing as harness
+from geartrain.tools.testing.cluster import Hosts, HostsError
+from geartrain_bench.harness.baselines import PeerError
+from geartrain_bench.harness.fleet import REVERB, Fleet, Measured
+from geartrain_bench.harness.timing import BenchResult, Row
+
+MB = 1_000_000
+ROW_BYTES = 102_400
+STRATEGIES = ("weighted", "uniform", "fifo", "top-k")
+PER_HOST = "samples per host"
+ARMS = ("one host", "local_first", "ordered", "central", "reverb")
+#: A link without a limit is given to the model as this many times what one connection got through it.
+CONNECTIONS = 2
+#: Bytes that each process copies for a floor.
+FLOOR_BYTES = 400 * MB
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What of the first claim to measure. Every strategy at `every_at`, the first one at all batch sizes."""
+
+    processes: tuple[int, ...]
+    hosts: tuple[int, ...]
+    batches: tuple[int, ...]
+    strategies: tuple[str, ...]
+    every_at: tuple[int, ...]
+    rows: int = 6000
+    case_bytes: int = 800 * MB
+    least: int = 24
+    most: int = 96
+
+    def cases(self) -> list[tuple[str, int]]:
+        """Strategies and batch sizes, in the order they are measured."""
+        found = [(self.strategies[0], batch) for batch in self.batches]
+        found += [(strategy, batch) for strategy in self.strategies[1:] for batch in self.every_at]
+        return found
+
+
+@dataclass(frozen=True)
+class Links:
+    """What of the second claim to measure."""
+
+    hosts: int = 4
+    rate_mbit: float = 200.0
+    batch_per_host: int = 64
+    train_ms: tuple[float, ...] = (100.0, 50.0, 0.0)
+    batches: int = 40
+    rows_per_host: int = 1000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure."""
+
+    scaling: Scaling | None
+    links: Links | None
+    row_bytes: int = ROW_BYTES
+
+
+DEFAULT = Plan(Scaling((1, 2, 4), (2, 4), (32, 256, 1024), STRATEGIES, (256,)), Links())
+QUICK = Plan(
+    Scaling((1, 2), (2,), (32, 256), ("weighted", "uniform"), (256,), rows=2000, case_bytes=200 * MB, least=12),
+    Links(train_ms=(50.0,), batches=12, rows_per_host=400),
+)
+EVERY_BATCH = (32, 64, 128, 256, 512, 1024)
+FULL = Plan(Scaling((1, 2, 4), (2, 4), EVERY_BATCH, STRATEGIES, EVERY_BATCH), Links(batches=60))
+
+
+@dataclass
+class RanksResult(BenchResult):
+    """With a dict for each case, and the machine's constants: what `geartrain plan ranks --check` reads."""
+
+    cases: list[dict[str, Any]] = field(default_factory=list)
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+def main(
+    *,
+    quick: bool = False,
+    full: bool = False,
+    train_ms: Sequence[float] | None = None,
+    json_path: Path | None = None,
+    plot_path: Path | None = None,
+    peers: dict[str, str] | None = None,
+) -> RanksResult:
+    """Measures, prints the tables, writes what was asked for, and returns the result.
+
+    `train_ms` are the consumer's milliseconds a batch, for the links. `plot_path` FILE.png makes three plots:
+    FILE.png of the links, FILE-batch.png over batch sizes, FILE-scale.png over processes and hosts.
+    """
+    plan = FULL if full else QUICK if quick else DEFAULT
+    if train_ms and plan.links is not None:
+        plan = replace(plan, links=replace(plan.links, train_ms=tuple(train_ms)))
+    result = run(plan, {**report.parse_peers([]), **(peers or {})}, quick=quick)
+    result.command += " --full" * full + "".join(f" --train-ms {ms:g}" for ms in train_ms or ())
+    report.print_table(result)
+    ranks_report.print_cases(result.cases)
+    if json_path is not None:
+        report.write_json(result, json_path)
+    if plot_path is not None:
+        ranks_report.plot(result, result.cases, plot_path)
+    return result
+
+
+def run(plan: Plan, peers: Mapping[str, str], *, quick: bool = False, constants: bool = True) -> RanksResult:
+    """All of the plan's cases."""
+    began_s = time.monotonic()
+    base = harness.new_result("ranks", quick=quick, peers=peers, packages=("numpy", "torch"))
+    result = RanksResult(base.bench, base.command, base.machine, base.versions)
+    if constants:
+        harness.say("the machine's constants")
+        result.constants = planning.measure().as_json()
+    reason = Hosts.viable()
+    if reason is not None:
+        result.peers_missing["hosts"] = reason
+    if plan.scaling is not None:
+        _processes(plan.scaling, plan.row_bytes, result)
+        if reason is None:
+            _hosts(plan.scaling, plan.row_bytes, result)
+    if plan.links is not None and reason is None:
+        _links(plan.links, plan.row_bytes, peers.get("reverb"), result)
+    for name in set(peers) - {"reverb"}:
+        result.peers_missing[name] = "unknown to this bench, which knows reverb"
+    result.notes.append("all hosts and processes share this machine's cores")
+    harness.finish(result, began_s)
+    return result
+
+
+# --- scaling ----------------------------------------------------------------------------------------------------
+
+
+def _processes(scaling: Scaling, row_bytes: int, result: RanksResult) -> None:
+    """Processes of one host, which share a shard."""
+    most = max(scaling.processes)
+    with Fleet.here(most) as fleet:
+        store = f"bench-ranks-{os.getpid()}"
+        for i in range(most):  # one after the other: the first makes it
+            fleet.ask([i], do="fill", store=store, rows=scaling.rows, row_bytes=row_bytes, capacity=scaling.rows)
+        for size in scaling.processes:
+            harness.say(f"one host, {size} of its processes")
+            for strategy, batch in scaling.cases():
+                case = _Case(f"{size} on 1 host", strategy, batch, "local_first", scaling.rows, row_bytes)
+                _scaling_case(fleet, range(size), store, case, scaling, 1, None, result)
+
+
+def _hosts(scaling: Scaling, row_bytes: int, result: RanksResult) -> None:
+    """Hosts with a shard each, and one process on each."""
+    most = max(scaling.hosts, default=0)
+    if not most:
+        return
+    with Hosts(most) as hosts, Fleet.on(hosts, range(most)) as fleet:
+        store = f"bench-ranks-{os.getpid()}"
+        rows = scaling.rows // 2
+        fleet.ask(range(most), do="fill", store=store, rows=rows, row_bytes=row_bytes, capacity=rows)
+        link = link_gbit(hosts, 200 * MB)
+        result.notes.append(f"one connection between two hosts without a limit carries {link:.1f} Gbit/s")
+        for size in scaling.hosts:
+            harness.say(f"{size} hosts")
+            for strategy, batch in scaling.cases():
+                case = _Case(f"{size} hosts", strategy, batch, "local_first", size * rows, row_bytes)
+                _scaling_case(fleet, range(size), store, case, scaling, size, (hosts, CONNECTIONS * link), result)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is about to be measured."""
+
+    where: str
+    strategy: str
+    batch: int
+    assignment: str
+    rows: int
+    row_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.where}, {self.strategy} x {self.batch}"
+
+
+def _scaling_case(
+    fleet: Fleet,
+    members: range,
+    store: str,
+    case: _Case,
+    scaling: Scaling,
+    hosts: int,
+    network: tuple[Hosts, float] | None,
+    result: RanksResult,
+) -> None:
+    warm = 3
+    batches = int(np.clip(scaling.case_bytes // (case.batch * case.row_bytes), scaling.least, scaling.most))
+    if case.strategy == "fifo":  # which draws every row once
+        warm, batches = 1, min(batches, case.rows // case.batch - 1)
+        if batches < 1:
+            result.notes.append(f"{case.name} was left out: {case.rows} rows are too few")
+            return
+    floor_s = _floor_s(fleet, members, store, case.batch // len(members), case.row_bytes)
+    found = fleet.measure(
+        members,
+        store=store,
+        strategy=case.strategy,
+        batch=case.batch,
+        assignment=case.assignment,
+        warm=warm,
+        batches=batches,
+        train_ms=0.0,
+        hosts=None if network is None else network[0],
+    )
+    for system, laps_s in (("floor", [floor_s]), ("geartrain", found.laps_s)):
+        amount = case.batch * case.row_bytes / 1e9
+        result.rows.append(harness.rate_row(case.name, system, "all ranks together", "GB/s", laps_s, amount, floor_s))
+    result.cases.append(
+        {
+            "part": "scaling",
+            "case": case.name,
+            "where": case.where,
+            "arm": case.assignment,
+            "strategy": case.strategy,
+            "hosts": hosts,
+            "ranks": len(members),
+            "batch": case.batch,
+            "rows": case.rows,
+            "row_bytes": case.row_bytes,
+            "link_gbit": 1e3 if network is None else network[1],
+            "train_ms": 0.0,
+            "floor_gb_per_s": case.batch * case.row_bytes / floor_s / 1e9,
+            **found.figures(case.batch, case.row_bytes),
+        }
+    )
+
+
+def _floor_s(fleet: Fleet, members: Sequence[int], store: str, rows: int, row_bytes: int) -> float:
+    """Seconds in which as many processes copy so many rows each, over a lap that is long enough for all to be at it."""
+    calls = int(np.clip(FLOOR_BYTES // (rows * row_bytes), 10, 1000))
+    answers = fleet.ask(members, do="floor", store=store, rows=rows, calls=calls)
+    return max(float(answer["seconds"]) for answer in answers) / calls
+
+
+# --- links ------------------------------------------------------------------------------------------------------
+
+
+def _links(links: Links, row_bytes: int, reverb: str | None, result: RanksResult) -> None:
+    count, rows, per_host = links.hosts, links.rows_per_host, links.batch_per_host
+    with Hosts(count, rate_mbit=links.rate_mbit) as hosts:
+        link = link_gbit(hosts, int(links.rate_mbit / 8 * 1e6))
+        result.notes.append(
+            f"one connection over a link of {links.rate_mbit:g} Mbit/s carries {1e3 * link:.0f} Mbit/s of payload"
+        )
+        with Fleet.on(hosts, range(count)) as fleet:
+            every = range(count)
+            fleet.ask(every, do="fill", store="spread", rows=rows, row_bytes=row_bytes, capacity=rows)
+            fleet.ask([0], do="fill", store="central", rows=count * rows, row_bytes=row_bytes, capacity=count * rows)
+            fleet.ask(every[1:], do="fill", store="central", rows=0, row_bytes=row_bytes, capacity=64)
+            copy_s = _floor_s(fleet, [0], "spread", per_host, row_bytes)
+            for train_ms in links.train_ms:
+                # A consumer that has each batch when it asks for it; where it does nothing, the copy is what is left.
+                result.rows.append(_link_row(links, "floor", train_ms, [train_ms / 1e3 or copy_s], copy_s))
+            for arm in ("one host", "local_first", "ordered", "central"):
+                members = every[:1] if arm == "one host" else every
+                for train_ms in links.train_ms:
+                    harness.say(f"links: {arm}, training {train_ms:g} ms a batch")
+                    # A slow arm needs fewer batches for figures as good: its laps are long.
+                    slow = arm in ("ordered", "central")
+                    found = fleet.measure(
+                        members,
+                        store="central" if arm == "central" else "spread",
+                        strategy="weighted",
+                        batch=per_host * len(members),
+                        assignment="ordered" if arm == "ordered" else "local_first",
+                        warm=4,
+                        batches=max(8, links.batches // 3) if slow else links.batches,
+                        train_ms=train_ms,
+                        hosts=hosts,
+                    )
+                    _add_link_case(arm, train_ms, found, links, row_bytes, link, copy_s, result)
+        if reverb is None:
+            result.peers_missing["reverb"] = "no interpreter given (--peer-python reverb=/path/to/python)"
+        else:
+            try:
+                _reverb(reverb, hosts, links, row_bytes, link, copy_s, result)
+            except (PeerError, HostsError) as error:
+                result.peers_missing["reverb"] = str(error)
+    result.rows.sort(key=lambda row: row.case if row.metric == PER_HOST else "")  # stable: one consumer after the other
+
+
+def _reverb(
+    python: str, hosts: Hosts, links: Links, row_bytes: int, link: float, copy_s: float, result: RanksResult
+) -> None:
+    """A server on host 0 and a reader on each host."""
+    count = links.hosts
+    with Fleet.on(hosts, [0, *range(count)], [python, str(REVERB)]) as fleet:
+        harness.say("links: starting a Reverb server")
+        (server,) = fleet.ask([0], timeout_s=300, do="serve", rows=count * links.rows_per_host, row_bytes=row_bytes)
+        result.versions.update(server["versions"])
+        readers = range(1, count + 1)
+        prepare = {
+            "do": "prepare",
+            "address": f"{hosts.address(0)}:{server['port']}",
+            "row_bytes": row_bytes,
+            "batch": links.batch_per_host,
+            "warm": 3,
+        }
+        for train_ms in links.train_ms:
+            harness.say(f"links: reverb, training {train_ms:g} ms a batch")
+            fleet.ask(readers, timeout_s=300, **prepare)
+            found = fleet.go(readers, max(8, links.batches // 3), train_ms, hosts)
+            fleet.ask(readers, do="finish")
+            _add_link_case("reverb", train_ms, found, links, row_bytes, link, copy_s, result)
+
+
+def _link_row(links: Links, arm: str, train_ms: float, laps_s: list[float], copy_s: float) -> Row:
+    return harness.rate_row(
+        f"{links.rate_mbit:g} Mbit/s, training {train_ms:g} ms",
+        arm,
+        PER_HOST,
+        "1/s",
+        laps_s,
+        links.batch_per_host,
+        train_ms / 1e3 or copy_s,
+    )
+
+
+def _add_link_case(
+    arm: str,
+    train_ms: float,
+    found: Measured,
+    links: Links,
+    row_bytes: int,
+    link: float,
+    copy_s: float,
+    result: RanksResult,
+) -> None:
+    hosts = found.ranks
+    batch = hosts * links.batch_per_host
+    rated = _link_row(links, arm, train_ms, found.laps_s, copy_s)
+    result.rows.append(rated)
+    model_arm = "local_first" if arm == "one host" else "central" if arm == "reverb" else arm
+    cluster = planning.Cluster(hosts, 1, hosts * links.rows_per_host, batch, row_bytes, link)
+    expected = planning.moved_rows(cluster, model_arm)[0] * row_bytes  # type: ignore[arg-type]
+    result.cases.append(
+        {
+            "part": "links",
+            "case": f"{rated.case}, {arm}",
+            "arm": model_arm if arm == "one host" else arm,
+            "system": arm,
+            "strategy": "weighted",
+            "hosts": hosts,
+            "ranks": hosts,
+            "batch": batch,
+            "rows": hosts * links.rows_per_host,
+            "row_bytes": row_bytes,
+            "link_gbit": link,
+            "train_ms": train_ms,
+            "samples_per_s_host": batch * found.batches / found.seconds / hosts,
+            "expected_bytes": expected,
+            **found.figures(batch, row_bytes),
+        }
+    )
+
+
+def link_gbit(hosts: Hosts, nbytes: int) -> float:
+    """What one TCP connection carries from host 0 to the last one, in Gbit/s of payload: a link's floor."""
+    with hosts.socket(hosts.n - 1) as listening, hosts.socket(0) as source:
+        listening.bind((hosts.address(hosts.n - 1), 0))
+        listening.listen(1)
+        source.settimeout(60)
+        source.connect(listening.getsockname())
+        sink, _ = listening.accept()
+        with sink:
+            sink.settimeout(60)
+            _send(source, sink, nbytes // 5)  # the buckets start full, and TCP starts slowly
+            return nbytes * 8 / _send(source, sink, nbytes) / 1e9
+
+
+def _send(source: socket.socket, sink: socket.socket, nbytes: int) -> float:
+    data = memoryview(bytes(1 << 20))
+
+    def send() -> None:
+        left = nbytes
+        while left:
+            left -= source.send(data[: min(left, len(data))])
+
+    sender = threading.Thread(target=send, daemon=True)
+    into = bytearray(1 << 20)
+    began_s = time.perf_counter()
+    sender.start()
+    left = nbytes
+    while left:
+        got = sink.recv_into(into, min(left, len(into)))
+        if not got:
+            raise HostsError("a connection between two hosts broke")
+        left -= got
+    seconds = time.perf_counter() - began_s
+    sender.join(60)
+    return seconds

@@ -1,0 +1,202 @@
+"""One rank of `geartrain bench ranks`: a process that does what the bench asks, all ranks at the same time.
+
+Reads one JSON object a line from stdin and answers each with one on stdout (ranks.py is the other end):
+
+    {"do": "listen", "host": "10.77.0.1"}                 -> {"port": 40123}: rank 0 keeps the job's key-value store
+    {"do": "join", "host": ..., "port": ..., "rank": 1, "size": 4}                          -> {}
+    {"do": "fill", "store": "bench", "rows": 3000, "row_bytes": 102400, "capacity": 3000}   -> {"rows": 3000}
+    {"do": "floor", "store": ..., "rows": 64, "calls": 20}  -> {"seconds": all calls}: a C loop copies random rows
+    {"do": "prepare", "store": ..., "strategy": "weighted", "batch": 256, "assignment": "local_first", "warm": 3}
+    {"do": "go", "batches": 40, "train_ms": 100}          -> {"ends_s": [...], "wait_s": ..., "stats": {...}, ...}
+    {"do": "finish"}                                      -> {}: the replay is closed
+    {"do": "leave"}                                       -> {}: another group may be joined
+
+"ends_s" are the times at which batches were there (and trained on), counted from the beginning of the lap. Whatever a
+library prints goes to stderr. An answer {"error": "..."} ends the rank; so does the end of stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+import geartrain._native as _native
+import geartrain.selection.strategy as selection
+from geartrain.core.schema import Field
+from geartrain.errors import SchemaError
+from geartrain.replay.distributed.assignment import Assignment
+from geartrain.replay.replay import Replay
+from geartrain.store.store import Store
+
+SEED = 20230723
+TIMEOUT_S = 120.0
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "weighted": lambda: selection.Weighted(seed=SEED),
+    "uniform": lambda: selection.Uniform(seed=SEED),
+    "fifo": selection.Fifo,
+    "top-k": selection.TopK,
+}
+
+
+class Rank:
+    """What a rank is in the middle of."""
+
+    def __init__(self) -> None:
+        self.stores: dict[str, Store] = {}
+        self.keeper: Any = None
+        self.replay: Replay | None = None
+
+    def listen(self, host: str) -> dict[str, Any]:
+        """Keeps the key-value store of a job to come."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self.keeper = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return {"port": self.keeper.port}
+
+    def join(self, host: str, port: int, rank: int, size: int) -> dict[str, Any]:
+        """Joins the job."""
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        torch.set_num_threads(1)
+        patience = timedelta(seconds=TIMEOUT_S)
+        store = TCPStore(host, port, is_master=False, timeout=patience) if self.keeper is None else self.keeper
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+        return {}
+
+    def leave(self) -> dict[str, Any]:
+        """Leaves the job."""
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+        self.keeper = None
+        return {}
+
+    def fill(self, store: str, rows: int, row_bytes: int, capacity: int) -> dict[str, Any]:
+        """Joins or makes a store and fills it to so many rows of noise, with exponential weights."""
+        fields = {"x": Field((row_bytes // 4,), "float32", timed=False)}
+        if store not in self.stores:
+            self.stores[store] = Store.open(store, fields, create="missing", capacity=capacity)
+        one = self.stores[store]
+        random = np.random.default_rng(SEED + len(one))
+        noise = random.standard_normal((64, row_bytes // 4), np.float32)
+        while len(one) < rows:
+            n = min(64, rows - len(one))
+            one.insert({"x": noise[:n]}, weights=random.standard_exponential(n) + 0.05)
+        return {"rows": len(one)}
+
+    def floor(self, store: str, rows: int, calls: int) -> dict[str, Any]:
+        """Copies so many random rows, out of the store into warm memory, in C, on one thread; does nothing else."""
+        one = self.stores[store]
+        column = one.column("x")
+        out = np.ones((rows, *column.shape[1:]), column.dtype)
+        random = np.random.default_rng(SEED)
+        chosen = random.integers(0, len(one), (calls + 1, rows), dtype=np.uint32)
+        seconds = [0.0, 0.0]
+        for number, part in enumerate((chosen[:1], chosen[1:])):  # the first call warms up
+            began_s = time.perf_counter()
+            for some in part:
+                _native.gather_floor(column, out, some, out.nbytes // rows, column.strides[0], False)
+            seconds[number] = time.perf_counter() - began_s
+        return {"seconds": seconds[1]}
+
+    def prepare(self, store: str, strategy: str, batch: int, assignment: Assignment, warm: int) -> dict[str, Any]:
+        """Makes a replay over all ranks and takes the first batches, which pay for what is made once."""
+        import torch.distributed as dist
+
+        self.replay = Replay(
+            self.stores[store],
+            STRATEGIES[strategy](),
+            batch,
+            group=dist.group.WORLD,
+            assignment=assignment,
+            timeout_s=TIMEOUT_S,
+        )
+        for _ in range(warm):
+            self.replay.sample()
+        return {}
+
+    def go(self, batches: int, train_ms: float) -> dict[str, Any]:
+        """Takes batches and trains on each for `train_ms`: sleeps, as a CPU does while a GPU works."""
+        replay = self.replay
+        if replay is None:
+            raise SchemaError("go before prepare")
+        before = replay.stats()
+        cpu_s = time.process_time()
+        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        ends_s = []
+        began_s = time.perf_counter()
+        wait_s, rows = 0.0, 0
+        for _ in range(batches):
+            asked_s = time.perf_counter()
+            batch = replay.sample()
+            wait_s += time.perf_counter() - asked_s
+            rows += len(batch.rows)
+            del batch
+            if train_ms:
+                time.sleep(train_ms / 1e3)
+            ends_s.append(time.perf_counter() - began_s)
+        after = replay.stats()
+        return {
+            "ends_s": ends_s,
+            "wait_s": wait_s,
+            "rows": rows,
+            "cpu_s": time.process_time() - cpu_s,
+            "switches": resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches,
+            "stats": {key: after[key] - before.get(key, 0) for key in after},
+        }
+
+    def finish(self) -> dict[str, Any]:
+        """Closes the replay."""
+        if self.replay is not None:
+            self.replay.close()
+            self.replay = None
+        return {}
+
+    def end(self) -> None:
+        """Gives everything back."""
+        self.finish()
+        for store in self.stores.values():
+            store.close()
+
+
+def answer_requests(make: Callable[[], Any]) -> None:
+    """Answers requests with the methods of what `make` makes, until there are none; calls its `end` then."""
+    # Libraries print to stdout; answers keep the real one to themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(words: dict[str, Any]) -> None:
+        answers.write(json.dumps(words) + "\n")
+        answers.flush()
+
+    rank = make()
+    try:
+        while line := sys.stdin.readline():
+            request = json.loads(line)
+            what = request.pop("do")
+            try:
+                answer(getattr(rank, what)(**request))
+            except Exception as error:
+                answer({"error": f"{type(error).__name__}: {error}"[:800]})
+                return
+    finally:
+        rank.end()
+
+
+def main() -> None:
+    """What `python -m geartrain_bench.distributed_replay.worker` does."""
+    answer_requests(Rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmark `fetch`: see bench.py."""

@@ -1,0 +1,264 @@
+"""Batches from shared memory to a device: GB/s beside the rate at which the link can copy.
+
+Floor: one asynchronous copy of the same bytes from pinned host memory to the device, again and again: the link's peak.
+Systems: the GPU's own gather, the staged path, and the chooser's choice; peers: `index_select` on the CPU and a pinned
+copy of the result (what a careful user writes), and the same without pinned memory. Times are between an event before
+and one behind a run of batches, so that launches overlap with copies as they do in training; CPU time is that of this
+whole process, all threads, a row.
+
+How this could mislead: batches of one row size each, uniform draws, nothing else on the link or the multiprocessors; a
+model that trains meanwhile takes some of both. With --device cpu a simulated device stands in: every path runs, and the
+figures say nothing about any GPU.
+
+On a GPU it also times both paths for larger rows, works out up to which size the gather is to be taken, and writes that
+down for this model of GPU, where `Replay` finds it (landing/crossover.py).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import geartrain as gt
+import geartrain.replay.device.gather_threshold as crossover
+import geartrain_bench.harness.report as report
+import geartrain_bench.harness.timing as harness
+from geartrain.errors import GeartrainError
+from geartrain.replay.device import Convert, OnDevice
+from geartrain_bench.harness.timing import BenchResult
+
+#: bytes of a row: (steps, floats a step)
+ROWS = {4_000: (50, 20), 100_000: (500, 50), 1_000_000: (1000, 250)}
+#: larger ones, for the crossover only
+LARGE_ROWS = {4_000_000: (2000, 500), 16_000_000: (4000, 1000)}
+LARGE_STORE_BYTES = 1e9
+BATCH_BYTES, QUICK_BATCH_BYTES, CPU_BATCH_BYTES = 100e6, 50e6, 4e6
+STORE_BYTES, QUICK_STORE_BYTES, CPU_STORE_BYTES = 4e9, 2e9, 40e6
+LAPS, QUICK_LAPS, CPU_LAPS = 15, 7, 3
+BATCHES_A_LAP = 8
+
+
+def main(
+    *,
+    quick: bool = False,
+    json_path: Path | None = None,
+    plot_path: Path | None = None,
+    peers: dict[str, str] | None = None,
+) -> BenchResult:
+    """Measures on the CUDA device, prints the table, writes what was asked for, and returns the result.
+
+    Raises:
+        GeartrainError: there is no GPU; `geartrain bench fetch` without --device cuda runs the paths without one.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise GeartrainError(f"fetch cannot be timed on a GPU here: torch {torch.__version__} finds no CUDA device")
+    seconds: dict[int, dict[str, float]] = {}
+    result = run("cuda", quick=quick, seconds=seconds)
+    gpu = torch.cuda.get_device_name(torch.cuda.current_device())
+    command = "geartrain bench fetch --device cuda" + (" --quick" if quick else "")
+    found, when = crossover.found_from(seconds), time.strftime("%Y-%m-%d")
+    try:
+        path = crossover.remember(gpu, found, command=command, when=when, torch=torch.__version__)
+        told = f"written to {path} for {gpu}; {crossover.VARIABLE} overrides it"
+    except OSError as error:
+        told = f"not written down ({error}); set {crossover.VARIABLE}={found}"
+    result.notes.append(f"{crossover_note(seconds)}, {told}")
+    report.report(result, json_path, plot_path)
+    return result
+
+
+def main_cpu(
+    *,
+    quick: bool = False,
+    json_path: Path | None = None,
+    plot_path: Path | None = None,
+    peers: dict[str, str] | None = None,
+) -> BenchResult:
+    """The same with a simulated device: a check that everything runs, not a measurement."""
+    result = run("cpu", quick=quick)
+    report.report(result, json_path, plot_path)
+    return result
+
+
+def run(
+    device: str,
+    *,
+    quick: bool,
+    rows: dict[int, tuple[int, int]] | None = None,
+    large_rows: dict[int, tuple[int, int]] | None = None,
+    seconds: dict[int, dict[str, float]] | None = None,
+) -> BenchResult:
+    """All cases. `seconds` gets the medians of both paths by bytes of a row, those of larger rows included."""
+    import torch
+
+    began_s = time.monotonic()
+    name = "fetch --device cuda" if device == "cuda" else "fetch"
+    result = harness.new_result(name, quick=quick, peers=(), packages=("numpy", "torch", "triton"))
+    cpu = device == "cpu"
+    if cpu:
+        result.notes.append("a simulated device on the CPU: these figures say nothing about any GPU")
+    else:
+        result.machine["gpu"] = torch.cuda.get_device_name(0)
+        result.machine["multiprocessors"] = torch.cuda.get_device_properties(0).multi_processor_count
+    for row_bytes, (steps, width) in (rows or ROWS).items():
+        store_bytes = CPU_STORE_BYTES if cpu else QUICK_STORE_BYTES if quick else STORE_BYTES
+        batch_bytes = CPU_BATCH_BYTES if cpu else QUICK_BATCH_BYTES if quick else BATCH_BYTES
+        batch = max(2, int(batch_bytes / row_bytes))
+        capacity = max(batch, int(store_bytes / row_bytes))
+        harness.say(f"rows of {row_bytes} bytes: {capacity} of them, batches of {batch}")
+        times = _case(result, device, row_bytes, (steps, width), capacity, batch, quick)
+        if seconds is not None:
+            seconds[row_bytes] = times
+    if seconds is None:
+        return harness.finish(result, began_s)
+    for row_bytes, shape in (LARGE_ROWS if large_rows is None else large_rows).items():
+        batch = max(2, int((CPU_BATCH_BYTES if cpu else BATCH_BYTES) / row_bytes))
+        capacity = max(batch, int((CPU_STORE_BYTES if cpu else LARGE_STORE_BYTES) / row_bytes))
+        harness.say(f"rows of {row_bytes} bytes, for the crossover: {capacity} of them, batches of {batch}")
+        seconds[row_bytes] = _case(result, device, row_bytes, shape, capacity, batch, quick, paths_only=True)
+    return harness.finish(result, began_s)
+
+
+def crossover_note(seconds: dict[int, dict[str, float]]) -> str:
+    """What was found for this machine, from the median seconds of both paths by bytes of a row."""
+    times = ", ".join(f"{size}: {seconds[size]['staged'] / seconds[size]['gather']:.2f}" for size in sorted(seconds))
+    found = crossover.found_from(seconds)
+    return f"staged / gathered time by bytes of a row: {times}; rows of up to {found} bytes are to be gathered"
+
+
+def _case(
+    result: BenchResult,
+    device: str,
+    row_bytes: int,
+    shape: tuple[int, int],
+    capacity: int,
+    batch: int,
+    quick: bool,
+    paths_only: bool = False,
+) -> dict[str, float]:
+    import torch
+
+    store_name = f"bench-fetch-{os.getpid()}"
+    cpu = device == "cpu"
+    laps = CPU_LAPS if cpu else QUICK_LAPS if quick else LAPS
+    times: dict[str, list[harness.Lap]] = {}
+    with gt.Store.create(store_name, {"x": gt.Field(shape, "float32")}, capacity=capacity) as store:
+        several = max(1, min(64, int(64e6 / row_bytes)))
+        piece = np.random.default_rng(0).random((several, *shape), dtype=np.float32)
+        for at in range(0, capacity, several):
+            store.insert({"x": piece[: min(several, capacity - at)]})
+        target = _target(device)
+        systems: dict[str, Callable[[], Any]] = {"floor": _copies(device, batch * row_bytes)}
+        replays = {}
+        for path in ("gather", "staged") if paths_only else ("gather", "staged", "auto"):
+            name = {"auto": "geartrain (chooser)"}.get(path, f"geartrain {path}")
+            options = OnDevice(target, path=path)  # type: ignore[arg-type]
+            replays[name] = gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=options)
+        if not paths_only:
+            half = OnDevice(target, path="gather", convert={"x": Convert("bfloat16")})
+            replays["geartrain gather to bfloat16"] = gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=half)
+        systems |= {name: replay.sample for name, replay in replays.items()}
+        column = torch.from_numpy(store.column("x"))
+        if not paths_only:
+            systems["index_select, pinned copy"] = _indexed(column, batch, device, pinned=True)
+            systems["index_select, pageable copy"] = _indexed(column, batch, device, pinned=False)
+        try:
+            for name, work in systems.items():
+                times[name] = _timed(work, device, target, laps)
+            for name, replay in replays.items():
+                if name == "geartrain (chooser)":
+                    result.notes.append(f"{row_bytes} bytes a row: the chooser took {replay.describe()[0]['path']}")
+        finally:
+            for replay in replays.values():
+                replay.close()
+            del column, systems
+    _add(result, f"rows of {row_bytes / 1e3:g} KB, batch {batch}", times, batch, batch * row_bytes)
+    return {
+        path: float(np.median([lap.seconds for lap in times[f"geartrain {path}"]])) for path in ("gather", "staged")
+    }
+
+
+def _target(device: str) -> Any:
+    if device == "cuda":
+        return "cuda"
+    from geartrain.tools.testing import SimulatedDevice
+
+    return SimulatedDevice()
+
+
+def _copies(device: str, nbytes: int) -> Callable[[], Any]:
+    import torch
+
+    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device == "cuda")
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def _indexed(column: Any, batch: int, device: str, *, pinned: bool) -> Callable[[], Any]:
+    import torch
+
+    rng = np.random.default_rng(1)
+    pin = pinned and device == "cuda"
+    # Two buffers in turn: one is filled while the other is copied.
+    buffers = [torch.empty((batch, *column.shape[1:]), dtype=column.dtype, pin_memory=pin) for _ in range(2)]
+    events: list[Any] = [None, None]
+    turn = [0]
+
+    def one() -> Any:
+        at = turn[0] = 1 - turn[0]
+        if events[at] is not None:
+            events[at].synchronize()
+        rows = torch.from_numpy(rng.integers(0, len(column), batch))
+        torch.index_select(column, 0, rows, out=buffers[at])
+        made = buffers[at].to(device, non_blocking=True, copy=True)
+        if device == "cuda":
+            events[at] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            events[at].record()
+        return made
+
+    return one
+
+
+def _timed(work: Callable[[], Any], device: str, target: Any, laps: int) -> list[harness.Lap]:
+    """Laps of some batches each, from the first's request until the device has all of them."""
+    import torch
+
+    def finish() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        else:
+            target.finish()
+
+    def body() -> None:
+        for _ in range(BATCHES_A_LAP):
+            work()
+        finish()
+
+    for _ in range(3):
+        work()
+    finish()
+    return [harness.lap(BATCHES_A_LAP, body) for _ in range(laps)]
+
+
+def _add(result: BenchResult, case: str, times: dict[str, list[harness.Lap]], batch: int, nbytes: int) -> None:
+    floor_s = float(np.median([lap.seconds for lap in times["floor"]]))
+    for system, laps in times.items():
+        seconds = [lap.seconds for lap in laps]
+        result.rows.append(
+            harness.rate_row(case, system, "batches to the device", "GB/s", seconds, nbytes / 1e9, floor_s)
+        )
+    floor_cpu_s = max(float(np.median([lap.cpu_seconds for lap in times["floor"]])) / batch, 1e-12)
+    for system, laps in times.items():
+        per_row = [lap.cpu_seconds / batch for lap in laps]
+        result.rows.append(harness.time_row(case, system, "CPU time per row", "us", per_row, floor_cpu_s))
+
+
+if __name__ == "__main__":
+    report.main_of("fetch", main)

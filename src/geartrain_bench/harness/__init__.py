@@ -1,0 +1,1 @@
+"""What benchmarks share: timing, reports, child processes, baselines."""

@@ -1,0 +1,55 @@
+"""The bench's end of peer_worker.py: another replay buffer in a process and an environment of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from geartrain.core.schema import Field
+from geartrain_bench.harness.child_process import AnsweringProcess, PeerError
+from geartrain_bench.harness.timing import Lap
+
+WORKER = Path(__file__).with_name("peer_worker.py")
+#: Environment variables that make a variant of a peer.
+VARIANTS = {"torchrl-thp": {"THP_MEM_ALLOC_ENABLE": "1"}}
+
+
+class PeerProcess(AnsweringProcess):
+    """A peer that is set up and waits to be timed. A context manager; leaving it kills the peer.
+
+    `kind` is "rows" for a buffer of rows with these fields, "weights" for the peer's sampler of so many priorities.
+    Raises `PeerError` from everything that asks the peer something. Every wait has a deadline.
+    """
+
+    def __init__(
+        self, name: str, python: str, rows: int, fields: Mapping[str, Field], setup_s: float = 240.0, kind: str = "rows"
+    ) -> None:
+        super().__init__(name, python, WORKER, {"OMP_NUM_THREADS": "2", **VARIANTS.get(name, {})})
+        shapes = {name: [list(field.shape), field.dtype] for name, field in fields.items()}
+        try:
+            about = self.ask({"do": "setup", "kind": kind, "peer": name, "rows": rows, "fields": shapes}, setup_s)
+        except BaseException:
+            self.close()
+            raise
+        self.versions: dict[str, str] = about["versions"]
+        self.rows = int(about["rows"])
+
+    def threads(self, n: int) -> int:
+        """Sets how many threads the peer may use; returns how many it can."""
+        return int(self.ask({"do": "threads", "n": n}, 30)["n"])
+
+    def lap(self, what: str, batch: int, calls: int, timeout_s: float = 120.0) -> Lap:
+        """One lap of what the peer can do: `laps` names it."""
+        got = self.ask({"do": what, "batch": batch, "calls": calls}, timeout_s)
+        return Lap(got["seconds"], got["cpu_seconds"], got["disturbed"])
+
+    def laps(self) -> list[str]:
+        """What it can be timed at."""
+        return [str(what) for what in self.ask({"do": "laps"}, 30)["laps"]]
+
+    def counts(self, draws: int, timeout_s: float = 300.0) -> list[int]:
+        """Draws with equal weights and counts the upper half's row numbers mod 8. It keeps equal weights."""
+        return [int(count) for count in self.ask({"do": "counts", "draws": draws}, timeout_s)["counts"]]
+
+
+__all__ = ["PeerError", "PeerProcess"]

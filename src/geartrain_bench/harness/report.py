@@ -1,0 +1,243 @@
+"""Showing a bench's result: a table to read, JSON to keep, a plot to look at."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from geartrain.errors import MissingDependencyError, SchemaError
+from geartrain_bench.harness.timing import BenchResult, Row
+
+#: GEARTRAIN_PEER_PYTHON_TORCHRL=/path/to/python says where torchrl is, as --peer-python torchrl=... does.
+PEER_PREFIX = "GEARTRAIN_PEER_PYTHON_"
+
+
+def report(result: BenchResult, json_path: Path | None = None, plot_path: Path | None = None) -> None:
+    """Prints the table and writes the files that were asked for."""
+    print_table(result)
+    if json_path is not None:
+        write_json(result, json_path)
+    if plot_path is not None:
+        plot(result, plot_path)
+
+
+def print_table(result: BenchResult) -> None:
+    """A table per metric, after the machine, the versions and the command. Needs rich."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        raise MissingDependencyError("benchmark tables need rich: pip install 'geartrain[cli]'") from None
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120  # a file takes whole lines
+    console.print(f"[bold]{result.command}[/bold]")
+    for title, facts in (("machine", result.machine), ("versions", result.versions)):
+        console.print(f"{title}: " + ", ".join(f"{key} {value}" for key, value in facts.items()), highlight=False)
+    for metric in dict.fromkeys(row.metric for row in result.rows):
+        table = Table(title=metric, title_justify="left")
+        table.add_column("case", no_wrap=True)
+        table.add_column("system", no_wrap=True)
+        table.add_column("unit")
+        for name in ("p50", "p75", "p90", "p95", "of floor"):
+            table.add_column(name, justify="right")
+        last = None
+        for row in (row for row in result.rows if row.metric == metric):
+            if last not in (None, row.case):
+                table.add_section()
+            numbers = [_number(value) for value in (row.p50, row.p75, row.p90, row.p95)]
+            shown = row.case if row.case != last else ""
+            table.add_row(shown, row.system, row.unit, *numbers, f"{row.ratio_to_floor:.2f}")
+            last = row.case
+        console.print(table)
+    for peer, reason in result.peers_missing.items():
+        console.print(f"not measured: {peer}: {reason}", highlight=False, markup=False)
+    for note in result.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def print_counts(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
+    """A further table: a line for each key. After `print_table`, which has asked for rich."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, no_wrap=True)
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    console.print(table)
+
+
+def write_json(result: BenchResult, path: Path) -> None:
+    """The result as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+
+
+def plot(result: BenchResult, path: Path) -> None:
+    """Bars of speed relative to the floor: a group per case, a panel per rate and threads. Needs matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    panels: dict[str, list[Row]] = {}
+    for row in result.rows:
+        if row.unit == "GB/s" and "per CPU" not in row.metric:
+            _, comma, threads = row.case.rpartition(", ")
+            panels.setdefault(f"{row.metric}{comma}{threads}" if "thread" in threads else row.metric, []).append(row)
+    if not panels:
+        raise SchemaError(f"the bench {result.bench!r} has no rates to plot")
+    systems = list(dict.fromkeys(row.system for rows in panels.values() for row in rows if row.system != "floor"))
+    palette = pyplot.get_cmap("tab10")
+    colors = {system: palette(i % 10) for i, system in enumerate(systems)}
+    widest = max(len({row.case for row in rows}) for rows in panels.values())
+    size = (max(9.0, 1.05 * widest + 2), 4.6 * len(panels) + 0.6)
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
+    for axis, (title, rows) in zip(axes[:, 0], panels.items(), strict=True):
+        _panel(axis, title, rows, systems, colors)
+    words = textwrap.wrap(result.command, 110, break_on_hyphens=False)
+    where = f"{result.machine['cpu']}, {result.machine['cores']} cores"
+    figure.suptitle("\n".join([*words, where]), fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+#: A panel's lines: system -> its points, with x ascending.
+Lines = Mapping[str, Sequence[tuple[float, float]]]
+
+
+def plot_lines(
+    result: BenchResult, path: Path, panels: Mapping[str, Lines], x_label: str, y_label: str, columns: int
+) -> None:
+    """Lines over two logarithmic axes, a panel for each title, all with the same ends. Needs matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    if not panels:
+        raise SchemaError(f"the bench {result.bench!r} has no lines to plot")
+    systems = list(dict.fromkeys(system for lines in panels.values() for system in lines))
+    palette = pyplot.get_cmap("tab20")
+    deep = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(
+        deep, columns, figsize=(4.6 * columns, 3.9 * deep + 1.6), squeeze=False, sharex=True, layout="constrained"
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    shown: dict[str, Any] = {}
+    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
+        for system, points in lines.items():
+            ours, floor = system.startswith("geartrain"), system == "floor"
+            (shown[system],) = axis.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                color="black" if floor else palette(systems.index(system) % 20),
+                linestyle="--" if floor else "-",
+                linewidth=2.2 if ours else 1.2,
+                marker="o" if ours else ".",
+                markersize=5,
+            )
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.grid(alpha=0.25, which="both", linewidth=0.4)
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_ylabel(y_label, fontsize=9)
+        axis.set_xlabel(x_label, fontsize=9)
+    words = textwrap.wrap(result.command, 110, break_on_hyphens=False)
+    where = f"{result.machine['cpu']}, {result.machine['cores']} cores"
+    figure.suptitle("\n".join([*words, where]), fontsize=9)
+    names = [system for system in systems if system in shown]
+    figure.legend([shown[name] for name in names], names, fontsize=8, ncols=4, loc="outside lower center")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _panel(axis: Any, title: str, rows: list[Row], systems: list[str], colors: dict[str, Any]) -> None:
+    cases = list(dict.fromkeys(row.case for row in rows))
+    floors = {row.case: row.p50 for row in rows if row.system == "floor"}
+    here = [system for system in systems if any(row.system == system for row in rows)]
+    width = 0.84 / len(here)
+    for place, system in enumerate(here):
+        found = {row.case: row for row in rows if row.system == system}
+        at = [i + (place - (len(here) - 1) / 2) * width for i, case in enumerate(cases) if case in found]
+        of_system = [found[case] for case in cases if case in found]
+        heights = [row.ratio_to_floor for row in of_system]
+        axis.bar(at, heights, 0.92 * width, label=system, color=colors[system])
+        for x, row in zip(at, of_system, strict=True):
+            inside = row.ratio_to_floor > 0.25
+            axis.text(
+                x,
+                0.02 if inside else row.ratio_to_floor + 0.02,
+                _number(row.p50),
+                rotation=90,
+                fontsize=6.5,
+                color="white" if inside else "black",
+                ha="center",
+                va="bottom",
+            )
+    axis.axhline(1.0, color="black", linewidth=1.2, label="floor")
+    labels = [f"{_short(case)}\nfloor {_number(floors[case])}" if case in floors else _short(case) for case in cases]
+    axis.set_xticks(range(len(cases)), labels, fontsize=7)
+    axis.set_xlim(-0.6, len(cases) - 0.4)
+    axis.set_ylim(0, 1.15 * max(1.1, *(row.ratio_to_floor for row in rows)))
+    axis.set_ylabel("speed, floor = 1")
+    axis.set_title(f"{title} (numbers: {rows[0].unit}, median)", loc="left", fontsize=10)
+    axis.legend(fontsize=7, ncols=min(9, len(here) + 1), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+
+
+def parse_peers(given: Sequence[str]) -> dict[str, str]:
+    """NAME=PYTHON words, and the environment's, as {name: interpreter}; words win over the environment."""
+    found = {
+        key.removeprefix(PEER_PREFIX).lower().replace("_", "-"): value
+        for key, value in os.environ.items()
+        if key.startswith(PEER_PREFIX) and value
+    }
+    for word in given:
+        name, equals, python = word.partition("=")
+        if not (name and equals and python):
+            raise SchemaError(f"--peer-python takes NAME=/path/to/python, found {word!r}")
+        found[name] = python
+    return found
+
+
+def main_of(bench: str, main: Any) -> None:
+    """What `python -m geartrain_bench.NAME` does."""
+    parser = argparse.ArgumentParser(prog=f"python -m geartrain_bench.{bench}")
+    parser.add_argument("--quick", action="store_true", help="end within a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
+    parser.add_argument("--peer-python", action="append", default=[], metavar="NAME=PYTHON")
+    given = parser.parse_args()
+    main(
+        quick=given.quick,
+        json_path=given.json,
+        plot_path=given.plot,
+        peers=parse_peers(given.peer_python),
+    )
+
+
+def _number(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def _short(case: str) -> str:
+    """A case's name broken for an axis."""
+    return case.rpartition(", ")[0].replace(" x ", "\nx ") if "thread" in case else case

@@ -1,0 +1,1 @@
+"""Benchmark `messages`: see bench.py."""

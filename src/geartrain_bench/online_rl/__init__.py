@@ -1,0 +1,1 @@
+"""Benchmark `online_rl`: see bench.py."""

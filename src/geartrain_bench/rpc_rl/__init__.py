@@ -1,0 +1,1 @@
+"""Benchmark `rpc_rl`: see bench.py."""

@@ -1,0 +1,1 @@
+"""Benchmark `selection`: see bench.py."""

@@ -1,0 +1,535 @@
+"""Drawing rows by weight and changing weights, on one core, beside the sum trees of other replay buffers.
+
+Weights are exponential priorities to the power of 0.6. Every call draws or changes other rows, so that what it touches
+is in the cache only where all of it fits there. The floor is what no draw or update can do without: reading (writing)
+B random floats of N, by NumPy or torch, whichever turned out better.
+
+| system | sample | update |
+|---|---|---|
+| geartrain | `Weighted.select` over an array's candidates | `Store.update_weights` |
+| geartrain with importance, with exponent | the same and importance weights, as torchrl's sampler | the same and \
+priority ** 0.6 |
+| geartrain stratified, Uniform, store | the strategy's option; the other strategy; a store's candidates | |
+| torchrl fp32, fp64 | `PrioritizedSampler.sample` | `.update_priority` (a sum tree, a min tree, the exponent) |
+| torchrl ... tree alone | its C++ sum tree's descent | its C++ sum tree's update |
+| cpprb | `PrioritizedReplayBuffer.sample` of one byte a row | `.update_priorities` |
+| tianshou | its numba segment tree, importance weights | the same, with the exponent |
+| NumPy, torch | cumsum and searchsorted; `torch.multinomial` (2^24 rows at most) | |
+
+A second question is whether the draws are right: with equal weights, are rows of the upper half drawn alike? Sums in
+single precision can no longer tell neighbours apart there from 2^24 rows on.
+
+How these numbers could mislead: see docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import geartrain_bench.harness.report as report
+import geartrain_bench.harness.timing as harness
+from geartrain.core.keys import Keys
+from geartrain.core.schema import Field
+from geartrain.selection.strategy import Candidates, Drawn, Strategy, Uniform, Weighted
+from geartrain.store.store import Store
+from geartrain_bench.harness.baselines import PeerError, PeerProcess
+from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
+
+SEED = 20230723
+ALPHA, BETA = 0.6, 0.4
+FRACTION_BITS = 16
+ALL_PEERS = ("torchrl", "cpprb", "tianshou")
+#: The samplers that are measured of each peer; peer_worker.py knows them by these names.
+SAMPLERS = {"torchrl": ("torchrl fp32", "torchrl fp64"), "cpprb": ("cpprb",), "tianshou": ("tianshou",)}
+MULTINOMIAL_MOST = 2**24
+MOD = 8
+P_METRIC = f"equal weights, upper-half counts by index mod {MOD}: chi2 p"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure."""
+
+    sizes: tuple[int, ...]
+    batches: tuple[int, ...]
+    check_rows: int
+    check_draws: int
+    repeats: int
+    case_s: float
+    peer_case_s: float
+    peer_sizes: tuple[int, ...]
+    #: No peer is started later than this after the beginning.
+    peers_until_s: float = math.inf
+    #: From here on ours, in a store, and peers are measured one after the other, for want of memory.
+    rows_beside_peers: int = 20_000_000
+    #: Peers that are left out above so many rows, to keep the run short.
+    peer_most_rows: tuple[tuple[str, int], ...] = (("tianshou", 10_000_000),)
+    lap_s: float = 4e-3
+
+
+FULL = Plan(
+    sizes=(100_000, 1_000_000, 10_000_000, 100_000_000),
+    batches=(256, 10_000, 1_000_000),
+    check_rows=100_000_000,
+    check_draws=4_000_000,
+    repeats=15,
+    case_s=4.0,
+    peer_case_s=3.0,
+    peer_sizes=(100_000, 1_000_000, 10_000_000, 100_000_000),
+)
+QUICK = Plan(
+    sizes=(100_000, 1_000_000),
+    batches=(256, 10_000, 1_000_000),
+    check_rows=1_000_000,
+    check_draws=400_000,
+    repeats=7,
+    case_s=0.8,
+    peer_case_s=0.5,
+    peer_sizes=(1_000_000,),
+    peers_until_s=35.0,
+)
+
+
+@dataclass
+class SelectionResult(BenchResult):
+    """`counts`: what equal weights were drawn like; system -> draws with row number mod 8 = 0, 1, ..., 7."""
+
+    counts: dict[str, list[int]] = field(default_factory=dict)
+
+
+def main(
+    *,
+    quick: bool = False,
+    json_path: Path | None = None,
+    plot_path: Path | None = None,
+    peers: dict[str, str] | None = None,
+) -> BenchResult:
+    """Measures, prints the tables, writes what was asked for, and returns the result.
+
+    `peers` maps "torchrl", "cpprb" and "tianshou" to the interpreter of an environment that has it;
+    GEARTRAIN_PEER_PYTHON_TORCHRL and the like do the same.
+    """
+    plan = QUICK if quick else FULL
+    result = run(plan, {**report.parse_peers([]), **(peers or {})}, quick=quick)
+    show(plan, result, json_path, plot_path)
+    return result
+
+
+def show(plan: Plan, result: SelectionResult, json_path: Path | None, plot_path: Path | None) -> None:
+    """Prints the tables and writes the files that were asked for."""
+    report.report(result, json_path)
+    chances = {row.system: row.p50 for row in result.rows if row.metric == P_METRIC}
+    report.print_counts(
+        f"{short(plan.check_draws)} draws of {short(plan.check_rows)} equal rows: the upper half's, by index mod {MOD}",
+        ["system", *(str(i) for i in range(MOD)), "p"],
+        {name: [*map(str, counts), f"{chances[name]:.2g}"] for name, counts in result.counts.items()},
+    )
+    if plot_path is not None:
+        report.plot_lines(
+            result, plot_path, panels(plan, result), "rows N", "CPU ns per row drawn or changed", len(plan.batches)
+        )
+
+
+def run(plan: Plan, peers: dict[str, str], *, quick: bool = False) -> SelectionResult:
+    """All the plan's cases."""
+    began_s = time.monotonic()
+    result = SelectionResult(
+        **vars(harness.new_result("selection", quick=quick, peers=peers, packages=("numpy", "torch")))
+    )
+    for name in ALL_PEERS:
+        if name not in peers:
+            result.peers_missing[name] = f"no interpreter given (--peer-python {name}=/path/to/python)"
+    for name in set(peers) - set(ALL_PEERS):
+        result.peers_missing[name] = f"unknown to this bench, which knows {', '.join(ALL_PEERS)}"
+    if "torch" not in result.versions:
+        result.peers_missing["torch.multinomial"] = "torch is not installed here"
+    samplers = {name: peers[peer] for peer in ALL_PEERS if peer in peers for name in SAMPLERS[peer]}
+    with harness.one_torch_thread():
+        for rows in plan.sizes:
+            _SizeBench(plan, rows, samplers, began_s + plan.peers_until_s, result).measure()
+    harness.finish(result, began_s)
+    return result
+
+
+def panels(plan: Plan, result: BenchResult) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """What the plot shows: for each kind of call and batch, the CPU time per row over N."""
+    found = {(row.case, row.metric, row.system): row.p50 for row in result.rows}
+    systems = list(dict.fromkeys(row.system for row in result.rows if row.metric != P_METRIC))
+    shown: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for what in ("sample", "update"):
+        for batch in plan.batches:
+            lines = {}
+            for system in systems:
+                cells = [(rows, found.get((case_name(rows, batch), cpu_metric(what), system))) for rows in plan.sizes]
+                if points := [(float(rows), value) for rows, value in cells if value is not None]:
+                    lines[system] = points
+            shown[f"{what}, B = {short(batch)}"] = lines
+    return shown
+
+
+def short(n: int) -> str:
+    """1e6 for 1000000; 256 stays."""
+    zeros = len(str(n)) - len(str(n).rstrip("0"))
+    return f"{str(n)[:-zeros]}e{zeros}" if zeros >= 4 else str(n)
+
+
+def case_name(rows: int, batch: int) -> str:
+    """A case's name in the result."""
+    return f"N {short(rows)}, B {short(batch)}"
+
+
+def cpu_metric(what: str) -> str:
+    """The metric of "sample" or "update" that a shared machine disturbs least."""
+    return f"{what}, CPU time per row"
+
+
+def uniformity(counts: list[int]) -> float:
+    """The chance that equal probabilities give counts as uneven as these or more so: chi-square, 7 degrees."""
+    if len(counts) != MOD or not sum(counts):
+        raise ValueError(f"{MOD} counts that are not all zero are needed, found {counts}")
+    mean = sum(counts) / MOD
+    x = sum((count - mean) ** 2 for count in counts) / mean
+    series = 1 + x / 3 + x * x / 15
+    return math.erfc(math.sqrt(x / 2)) + math.sqrt(2 * x / math.pi) * math.exp(-x / 2) * series
+
+
+def upper_half_counts(rows: NDArray[Any], n: int) -> NDArray[np.int64]:
+    """How many of the drawn rows of the upper half of n have number mod 8 = 0, 1, ..., 7."""
+    return np.bincount(rows[rows >= n // 2] % MOD, minlength=MOD)
+
+
+class _SizeBench:
+    """The cases of one N: an array's candidates, a store, and one peer at a time."""
+
+    def __init__(
+        self, plan: Plan, rows: int, samplers: dict[str, str], peers_until_s: float, result: SelectionResult
+    ) -> None:
+        self.plan = plan
+        self.rows = rows
+        self.samplers = samplers if rows in plan.peer_sizes else {}
+        self.peers_until_s = peers_until_s
+        self.result = result
+        self.random = np.random.default_rng(SEED)
+        self.step = 0
+        self.torch: Any = None
+        if "torch" in result.versions:
+            import torch
+
+            self.torch = torch
+        self.values = self._priorities(rows)
+        self.laps: dict[tuple[str, int], dict[str, list[Lap]]] = {}
+        self.candidates: Candidates | None = None
+        self.store: Store | None = None
+        self.keys: Keys | None = None
+
+    def measure(self) -> None:
+        """Everything about this N."""
+        harness.say(f"N {short(self.rows)}")
+        # uint32, like the weights of a store.
+        self.candidates = Candidates(np.maximum(np.rint(self.values**ALPHA * 2**FRACTION_BITS), 1).astype(np.uint32))
+        if self.rows <= self.plan.rows_beside_peers:
+            with self._filled_store():
+                self._take(self._floors, self._ours, self._plain)
+                self._peers()
+        else:
+            self._take(self._floors, self._ours, self._plain)
+            self._peers()
+            self.candidates = None
+            with self._filled_store():
+                self._take(self._floors, self._ours)
+            self.result.notes.append(
+                f"N {short(self.rows)}: updates of ours and of peers did not take turns, for want of memory; the floor "
+                "took turns with each"
+            )
+        self.candidates = None
+        for what in ("sample", "update"):
+            for batch in self.plan.batches:
+                self._record(what, batch)
+        if self.rows == self.plan.check_rows:
+            self._check_ours()
+
+    @contextlib.contextmanager
+    def _filled_store(self) -> Iterator[None]:
+        """A store of N rows of one byte, with the same weights."""
+        harness.say(f"N {short(self.rows)}: filling a store")
+        chunk = min(self.rows, 1_000_000)
+        byte = np.zeros(chunk, np.uint8)
+        with Store.create(f"bench-{os.getpid()}", {"x": Field((), "uint8")}, capacity=self.rows) as store:
+            for first in range(0, self.rows, chunk):
+                weights = self.values[first : first + chunk].astype(np.float64) ** ALPHA
+                store.insert({"x": byte[: len(weights)]}, weights=weights)
+            self.store, self.keys = store, store.keys()
+            try:
+                yield
+            finally:
+                self.store = self.keys = None
+
+    # --- peers ----------------------------------------------------------------------------------------------
+
+    def _peers(self) -> None:
+        """Each peer in turns with the floor and ours, one peer at a time."""
+        for name, python in list(self.samplers.items()):
+            most = dict(self.plan.peer_most_rows).get(name)
+            if most is not None and self.rows > most:
+                self._missing(name, f"left out above {short(most)} rows, to keep the run short")
+                continue
+            if time.monotonic() > self.peers_until_s:
+                self._missing(name, "no time was left to start it; run without --quick")
+                continue
+            harness.say(f"N {short(self.rows)}: starting {name}")
+            try:
+                with PeerProcess(name, python, self.rows, {}, kind="weights") as peer:
+                    for package, version in peer.versions.items():
+                        if self.result.versions.setdefault(package, version) != version:
+                            self.result.versions[f"{package} of {name}"] = version
+                    able = peer.laps()
+                    self._take(
+                        self._floors,
+                        self._ours_beside_peers,
+                        lambda what, batch, peer=peer, able=able: _peer_systems(  # type: ignore[misc]
+                            peer, able, what, batch, self.plan
+                        ),
+                        case_s=self.plan.peer_case_s,
+                    )
+                    if self.rows == self.plan.check_rows:
+                        self._check(name, peer.counts(self.plan.check_draws))
+            except PeerError as error:
+                self._missing(name, str(error))
+                self.samplers = {other: path for other, path in self.samplers.items() if other != name}
+
+    def _missing(self, name: str, reason: str) -> None:
+        known = self.result.peers_missing.get(name)
+        reason = f"N {short(self.rows)}: {reason}"
+        self.result.peers_missing[name] = reason if known is None else f"{known}; {reason}"
+
+    # --- what is timed --------------------------------------------------------------------------------------
+
+    def _floors(self, what: str, batch: int) -> list[System]:
+        """B random floats of N, read or written."""
+        values = self.values
+        fresh = self._priorities(batch)
+        out = np.empty(batch, np.float32)
+        forms: dict[str, Callable[[Any], object]] = {}
+        if what == "sample":
+            forms["floor numpy"] = lambda some: np.take(values, some, out=out, mode="clip")
+        else:
+            forms["floor numpy"] = lambda some: values.__setitem__(some, fresh)
+        if self.torch is not None:
+            tensor, fresh_tensor, out_tensor = map(self.torch.from_numpy, (values, fresh, out))
+            if what == "sample":
+                forms["floor torch"] = lambda some: self.torch.index_select(
+                    tensor, 0, self.torch.from_numpy(some), out=out_tensor
+                )
+            else:
+                forms["floor torch"] = lambda some: tensor.index_copy_(0, self.torch.from_numpy(some), fresh_tensor)
+        return [self._system(name, self._some_rows(batch), form, floor=True) for name, form in forms.items()]
+
+    def _ours(self, what: str, batch: int) -> list[System]:
+        """geartrain in all its ways."""
+        systems = self._ours_beside_peers(what, batch)
+        if what == "sample":
+            if self.candidates is not None:
+                systems.append(
+                    self._draws("geartrain stratified", Weighted(SEED, stratified=True), self.candidates, batch)
+                )
+                systems.append(self._draws("geartrain Uniform", Uniform(SEED), self.candidates, batch))
+            if self.store is not None:
+                of_store = Candidates.of_store(self.store.native, self.store.column)
+                systems.append(self._draws("geartrain store", Weighted(SEED), of_store, batch))
+        return systems
+
+    def _ours_beside_peers(self, what: str, batch: int) -> list[System]:
+        """The two forms that peers are compared with."""
+        if what == "sample":
+            return [] if self.candidates is None else self._plain_draws(self.candidates, batch)
+        return [] if self.store is None else self._updates(self.store, batch)
+
+    def _plain_draws(self, candidates: Candidates, batch: int) -> list[System]:
+        weighing = Weighted(SEED, beta=BETA)
+
+        def weigh(drawn: Drawn) -> None:
+            weighing.importance(drawn.probability, len(candidates), 0)
+
+        return [
+            self._draws("geartrain", Weighted(SEED), candidates, batch),
+            self._draws("geartrain with importance", weighing, candidates, batch, weigh),
+        ]
+
+    def _draws(
+        self,
+        name: str,
+        strategy: Strategy,
+        candidates: Candidates,
+        batch: int,
+        then: Callable[[Drawn], object] | None = None,
+    ) -> System:
+        def one(step: int) -> None:
+            drawn = strategy.select(candidates, batch, step)
+            if then is not None:
+                then(drawn)
+
+        def next_step() -> int:
+            self.step += 1
+            return self.step
+
+        return self._system(name, next_step, one)
+
+    def _updates(self, store: Store, batch: int) -> list[System]:
+        keys = self.keys
+        assert keys is not None
+
+        def weights() -> tuple[Keys, NDArray[np.float64]]:
+            return keys[self._some_rows(batch)()], self._priorities(batch).astype(np.float64) ** ALPHA
+
+        def priorities() -> tuple[Keys, NDArray[np.float32]]:
+            return keys[self._some_rows(batch)()], self._priorities(batch)
+
+        return [
+            self._system("geartrain", weights, lambda given: store.update_weights(*given)),
+            self._system(
+                "geartrain with exponent",
+                priorities,
+                # As Replay.update_weights does.
+                lambda given: store.update_weights(given[0], np.abs(np.asarray(given[1], np.float64)) ** ALPHA),
+            ),
+        ]
+
+    def _plain(self, what: str, batch: int) -> list[System]:
+        """Drawing without a tree: a pass over all weights for every call, because they change in between."""
+        if what != "sample":
+            return []
+        values = self.values
+
+        def by_numpy(_: int) -> None:
+            sums = np.cumsum(values, dtype=np.float64)
+            np.searchsorted(sums, self.random.random(batch) * sums[-1], side="right")
+
+        systems = [self._system("NumPy cumsum+searchsorted", lambda: 0, by_numpy)]
+        if self.torch is None:
+            return systems
+        if self.rows > MULTINOMIAL_MOST:
+            self._missing("torch.multinomial", "refuses more than 2^24 rows") if batch == self.plan.batches[0] else None
+            return systems
+        tensor = self.torch.from_numpy(values)
+        systems.append(
+            self._system("torch.multinomial", lambda: 0, lambda _: self.torch.multinomial(tensor, batch, True))
+        )
+        return systems
+
+    def _system(
+        self, name: str, prepare: Callable[[], Any], call: Callable[[Any], object], *, floor: bool = False
+    ) -> System:
+        """`call` of what `prepare` made before the clock started, as many times as a lap needs."""
+        call(prepare())
+        given, began_s = prepare(), time.perf_counter()
+        call(given)
+        calls, rounds = _lap_size(time.perf_counter() - began_s, self.plan)
+
+        def one_lap() -> Lap:
+            first, *others = [prepare() for _ in range(calls + 1)]
+
+            def body() -> None:
+                for given in others:
+                    call(given)
+
+            return harness.lap(calls, body, lambda: call(first))
+
+        return System(name, one_lap, floor=floor, rounds=rounds)
+
+    def _some_rows(self, batch: int) -> Callable[[], NDArray[np.int64]]:
+        return lambda: self.random.integers(0, self.rows, batch)
+
+    def _priorities(self, n: int) -> NDArray[np.float32]:
+        made = self.random.standard_exponential(n, np.float32)
+        made += np.float32(1e-4)
+        return made
+
+    # --- writing down ---------------------------------------------------------------------------------------
+
+    def _take(self, *groups: Callable[[str, int], list[System]], case_s: float | None = None) -> None:
+        """Laps of the groups' systems, for all cases, added to those there are."""
+        for what in ("sample", "update"):
+            for batch in self.plan.batches:
+                systems = [system for group in groups for system in group(what, batch)]
+                if all(system.floor for system in systems):
+                    continue
+                harness.say(f"{what} {case_name(self.rows, batch)}: {', '.join(s.name for s in systems)}")
+                budget_s = self.plan.case_s if case_s is None else case_s
+                found = self.laps.setdefault((what, batch), {})
+                for name, laps in harness.take_turns(systems, repeats=self.plan.repeats, budget_s=budget_s).items():
+                    found.setdefault(name, []).extend(laps)
+
+    def _record(self, what: str, batch: int) -> None:
+        case = case_name(self.rows, batch)
+        all_laps = self.laps.get((what, batch), {})
+        if not all_laps:
+            return
+        alone = [name for name in all_laps if not name.startswith(("floor", "geartrain"))]
+        laps, disturbed = harness.quiet(all_laps, alone)
+        if disturbed:
+            self.result.notes.append(f"{what} {case}: laps with context switches count, of {', '.join(disturbed)}")
+        floors = [name for name in laps if name.startswith("floor")]
+        for clock, attribute in (("CPU", "cpu_seconds"), ("wall", "seconds")):
+            seconds = {name: [getattr(one, attribute) for one in of_one] for name, of_one in laps.items()}
+            best = min(floors, key=lambda name: float(np.median(seconds[name])))
+            floor_s = float(np.median(seconds[best]))
+            for name, of_one in seconds.items():
+                if name in floors and name != best:
+                    continue
+                system = "floor" if name == best else name
+                quantiles = np.array(harness.quantiles(of_one))
+                units = [("row", "ns", 1e9 / batch)] + [("call", "us", 1e6)] * (batch == self.plan.batches[0])
+                for per, unit, scale in units:
+                    p50, p75, p90, p95 = (scale * quantiles).tolist()
+                    metric = f"{what}, {clock} time per {per}"
+                    self._add(Row(case, system, metric, unit, p50, p75, p90, p95, floor_s / float(quantiles[0])))
+
+    def _check_ours(self) -> None:
+        draws, chunk = self.plan.check_draws, min(self.plan.check_draws, 1_000_000)
+        candidates = Candidates(np.full(self.rows, 1 << FRACTION_BITS, np.uint32))
+        found = np.zeros(MOD, np.int64)
+        for step in range(-(-draws // chunk)):
+            found += upper_half_counts(Weighted(SEED).select(candidates, chunk, step).rows, self.rows)
+        self._check("geartrain", found.tolist())
+
+    def _check(self, name: str, counts: list[int]) -> None:
+        self.result.counts[name] = counts
+        p = uniformity(counts)
+        case = f"N {short(self.rows)}, {short(self.plan.check_draws)} draws"
+        self._add(Row(case, name, P_METRIC, "p", p, p, p, p, 1.0))
+
+    def _add(self, row: Row) -> None:
+        self.result.rows.append(row)
+
+
+def _peer_systems(peer: PeerProcess, able: list[str], what: str, batch: int, plan: Plan) -> list[System]:
+    """A peer's sampler, and its tree alone where there is a way to it."""
+    systems = []
+    for lap, name in ((what, peer.name), (f"{what} tree", f"{peer.name} tree alone")):
+        if lap in able:
+            calls, rounds = _lap_size(peer.lap(lap, batch, 1).seconds, plan)
+
+            def one_lap(lap: str = lap, calls: int = calls) -> Lap:
+                return peer.lap(lap, batch, calls)
+
+            systems.append(System(name, one_lap, rounds=rounds))
+    return systems
+
+
+def _lap_size(call_s: float, plan: Plan) -> tuple[int, int | None]:
+    """Calls of a lap, and a bound on the rounds of what is slow."""
+    return max(1, min(256, int(plan.lap_s / max(call_s, 1e-9)))), 3 if call_s > 0.2 else None
+
+
+if __name__ == "__main__":
+    report.main_of("selection", main)

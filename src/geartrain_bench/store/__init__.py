@@ -1,0 +1,1 @@
+"""Benchmark `store`: see bench.py."""

@@ -1,0 +1,210 @@
+"""The benchmark commands: what their numbers mean, and that every one of them is there. No timing is judged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import geartrain_bench as bench
+import geartrain_bench.harness.report as report
+import geartrain_bench.harness.timing as harness
+import geartrain_bench.store.bench as store
+from geartrain.core.schema import Field
+from geartrain.errors import SchemaError
+from geartrain_bench.harness.baselines import PeerError, PeerProcess
+from geartrain_bench.harness.timing import BenchResult, Clock, Lap, Row, System
+
+ROW_KEYS = ["case", "system", "metric", "unit", "p50", "p75", "p90", "p95", "ratio_to_floor"]
+TINY = store.Plan(
+    tables=(
+        store.Table("4 KB", store.flat(4096), 400_000, 400_000, (8, 32)),
+        store.Table("100 KB in 4 fields", store.MULTI, 4_000_000, 4_000_000, (8,), (1,)),
+    ),
+    repeats=3,
+    case_s=0.2,
+    budget_s=2.0,
+    lap_bytes=100_000,
+    single_rows=20,
+)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> BenchResult:
+    return store.run(TINY, {}, quick=True)
+
+
+def result_of(rows: list[Row]) -> BenchResult:
+    result = harness.new_result("store", quick=True, peers=["cpprb"], packages=["numpy"])
+    result.rows = rows
+    return result
+
+
+# --- what the numbers mean --------------------------------------------------------------------------------------
+
+
+def test_a_rate_at_p95_is_the_slow_tail() -> None:
+    seconds = [1.0] * 90 + [4.0] * 10
+    row = harness.rate_row("case", "ours", "fetch", "GB/s", seconds, 8.0, floor_s=0.5)
+    assert (row.p50, row.p75, row.p90, row.p95) == (8.0, 8.0, pytest.approx(8.0, rel=0.7), 2.0)
+    assert row.ratio_to_floor == 0.5
+
+
+def test_a_time_at_p95_is_the_slow_tail_and_its_ratio_is_still_speed() -> None:
+    row = harness.time_row("case", "ours", "latency", "us", [2e-6] * 9 + [1e-5] * 11, floor_s=1e-6)
+    assert row.p50 == pytest.approx(10.0)
+    assert row.p95 == pytest.approx(10.0)
+    assert row.ratio_to_floor == pytest.approx(0.1)
+
+
+def test_systems_take_turns_and_none_goes_always_first() -> None:
+    order: list[str] = []
+
+    def system(name: str) -> System:
+        def one_lap() -> Lap:
+            order.append(name)
+            return Lap(1.0, 1.0)
+
+        return System(name, one_lap)
+
+    laps = harness.take_turns([system("a"), system("b")], repeats=4, budget_s=10.0, warmups=0)
+    assert "".join(order) == "abbaabba"
+    assert {name: len(of_one) for name, of_one in laps.items()} == {"a": 4, "b": 4}
+
+
+def test_a_spent_budget_still_gives_three_laps_of_each_system() -> None:
+    laps = harness.take_turns([System("a", lambda: Lap(1.0, 1.0))], repeats=50, budget_s=0.0)
+    assert len(laps["a"]) == 3
+
+
+def test_disturbed_laps_are_left_out_of_all_systems_or_of_none() -> None:
+    calm, disturbed = Lap(1.0, 1.0), Lap(9.0, 1.0, disturbed=True)
+    both = {"a": [calm] * 8 + [disturbed], "b": [disturbed] * 2 + [calm] * 7}
+    kept, noisy = harness.quiet(both)
+    assert (len(kept["a"]), len(kept["b"]), noisy) == (8, 7, [])
+    one = {"a": [calm] * 8 + [disturbed], "b": [disturbed] * 9, "peer": [disturbed] * 2 + [calm] * 7}
+    kept, noisy = harness.quiet(one, alone=["peer"])
+    assert (len(kept["a"]), len(kept["b"]), len(kept["peer"]), noisy) == (9, 9, 7, ["a", "b"])
+
+
+def test_the_budget_is_shared_over_the_cases_that_are_left() -> None:
+    clock = Clock(10.0, 5)
+    assert clock.next_case_s(1.0) == 1.0
+    assert clock.next_case_s(60.0) == pytest.approx(2.5, abs=0.2)
+
+
+# --- what is written down ---------------------------------------------------------------------------------------
+
+
+def test_the_json_has_the_promised_keys_and_names_its_command(tmp_path: Path) -> None:
+    rows = [harness.rate_row("case", "floor", "fetch", "GB/s", [1.0, 2.0], 4.0, 1.5)]
+    report.write_json(result_of(rows), tmp_path / "sub" / "result.json")
+    written = json.loads((tmp_path / "sub" / "result.json").read_text())
+    assert list(written)[:5] == ["bench", "command", "machine", "versions", "rows"]
+    assert written["command"] == "geartrain bench store --quick --peer-python cpprb=/path/to/python"
+    assert list(written["rows"][0]) == ROW_KEYS
+    assert {"cpu", "cores", "memory_gb", "kernel", "load_average_before"} <= set(written["machine"])
+    assert {"python", "geartrain", "numpy"} <= set(written["versions"])
+
+
+def test_an_unknown_bench_is_refused_by_name() -> None:
+    assert bench.load("store") is store.main
+    with pytest.raises(SchemaError, match="there are store"):
+        bench.load("stroe")
+
+
+def test_peers_come_from_words_and_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEARTRAIN_PEER_PYTHON_TORCHRL_THP", "/a/python")
+    monkeypatch.setenv("GEARTRAIN_PEER_PYTHON_CPPRB", "/b/python")
+    assert report.parse_peers(["cpprb=/c/python"]) == {"torchrl-thp": "/a/python", "cpprb": "/c/python"}
+    with pytest.raises(SchemaError, match="NAME=/path/to/python"):
+        report.parse_peers(["cpprb"])
+
+
+# --- the store's bench ------------------------------------------------------------------------------------------
+
+
+def test_every_case_of_the_store_bench_has_its_floor_and_finite_numbers(tiny: BenchResult) -> None:
+    for row in tiny.rows:
+        numbers = (row.p50, row.p75, row.p90, row.p95, row.ratio_to_floor)
+        assert all(math.isfinite(number) and number >= 0 for number in numbers), row
+    for metric in ("fetch", "insert"):
+        cases = {row.case for row in tiny.rows if row.metric == metric}
+        assert cases == {
+            *(f"4 KB x {batch}, {threads}" for batch in (8, 32) for threads in ("1 thread", "2 threads")),
+            "100 KB in 4 fields x 8, 1 thread",
+        }
+        for case in cases:
+            ratios = {r.system: r.ratio_to_floor for r in tiny.rows if (r.metric, r.case) == (metric, case)}
+            assert ratios["floor"] == pytest.approx(1.0)
+            assert ratios["geartrain"] > 0
+
+
+def test_the_store_bench_says_what_a_row_costs_beside_its_bytes(tiny: BenchResult) -> None:
+    found = {(row.system, row.metric): row for row in tiny.rows}
+    assert found["geartrain row()", "overhead"].unit == "us"
+    assert found["geartrain insert", "overhead"].unit == "us"
+    assert found["geartrain", "overhead"].unit == "ns"
+    assert found["geartrain", "books per row, trees included"].p50 > 48  # few rows: page padding shows
+
+
+def test_peers_that_did_not_run_are_named_with_the_reason(tiny: BenchResult) -> None:
+    assert set(store.ALL_PEERS) <= set(tiny.peers_missing)
+    assert "--peer-python cpprb=" in tiny.peers_missing["cpprb"]
+
+
+def test_the_store_bench_leaves_no_segment_behind(tiny: BenchResult) -> None:
+    assert tiny.rows
+    assert not Path(f"/dev/shm/geartrain_bench-{os.getpid()}").exists()
+
+
+def test_a_result_becomes_a_table_and_a_plot(
+    tiny: BenchResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    report.report(tiny, None, tmp_path / "plot.png")
+    printed = capsys.readouterr().out
+    assert "geartrain bench store --quick" in printed
+    assert "4 KB x 32, 2 threads" in printed
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- peers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_is_not_installed_is_an_error_that_says_so() -> None:
+    with pytest.raises(PeerError, match="No module named"):
+        PeerProcess("reverb", sys.executable, 4, {"x": Field((2, 2), "float32")})
+
+
+def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(PeerError, match="does not start"):
+        PeerProcess("cpprb", "/nowhere/python", 4, {"x": Field((2, 2), "float32")})
+
+
+def test_a_peer_that_never_answers_is_an_error_not_a_hang(tmp_path: Path) -> None:
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nsleep 60\n")
+    silent.chmod(0o755)
+    with pytest.raises(PeerError, match=r"no answer within 0\.2 s"):
+        PeerProcess("cpprb", str(silent), 4, {"x": Field((2, 2), "float32")}, setup_s=0.2)
+
+
+def test_a_failing_peer_does_not_end_the_bench() -> None:
+    plan = store.Plan(
+        tables=(store.Table("4 KB", store.flat(4096), 100_000, 100_000, (8,), (1,)),),
+        repeats=3,
+        case_s=0.1,
+        budget_s=0.2,
+        lap_bytes=50_000,
+        single_rows=5,
+    )
+    result = store.run(plan, {"cpprb": "/nowhere/python", "elsewhere": sys.executable})
+    assert "does not start" in result.peers_missing["cpprb"]
+    assert "unknown to this bench" in result.peers_missing["elsewhere"]
+    assert any(row.system == "geartrain" for row in result.rows)

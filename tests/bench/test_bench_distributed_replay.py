@@ -1,0 +1,167 @@
+"""`geartrain bench ranks`: every case has its floor, bytes and times; a lost rank ends it. No timing is judged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import geartrain_bench as bench
+import geartrain_bench.distributed_replay.bench as ranks
+import geartrain_bench.distributed_replay.report as ranks_report
+import geartrain_bench.harness.report as report
+import geartrain_bench.harness.timing as harness
+from geartrain.tools.testing.cluster import Hosts
+from geartrain_bench.harness.baselines import PeerError
+from geartrain_bench.harness.fleet import Fleet
+
+no_hosts = Hosts.viable()
+needs_hosts = pytest.mark.skipif(no_hosts is not None, reason=str(no_hosts))
+ROW_BYTES = 4096
+SCALING = ranks.Scaling((2,), (2,), (16,), ("weighted", "fifo"), (16,), rows=400, case_bytes=0, least=20, most=20)
+LINKS = ranks.Links(hosts=2, rate_mbit=100, batch_per_host=16, train_ms=(2.0,), batches=20, rows_per_host=100)
+# Up to three batches are made ahead, before a lap that lasts 20 or after it; the slow arms of LINKS last 8.
+ABOUT = 0.2, 1.8
+
+
+@pytest.fixture(scope="module")
+def result() -> ranks.RanksResult:
+    """Two processes on one host; where hosts can be made, two hosts and the links as well."""
+    return ranks.run(ranks.Plan(SCALING, LINKS, ROW_BYTES), {}, quick=True, constants=False)
+
+
+def cases(result: ranks.RanksResult, part: str) -> dict[str, dict[str, Any]]:
+    return {case["case"]: case for case in result.cases if case["part"] == part}
+
+
+def test_processes_of_one_host_move_nothing_and_every_case_has_a_floor(result: ranks.RanksResult) -> None:
+    found = cases(result, "scaling")
+    assert {"2 on 1 host, weighted x 16", "2 on 1 host, fifo x 16"} <= set(found)
+    for name, case in found.items():
+        floors = [row for row in result.rows if row.case == name and row.system == "floor"]
+        assert [row.ratio_to_floor for row in floors] == [pytest.approx(1.0)]
+        assert case["samples_per_s"] > 0 and case["batch_ms"] > 0
+        assert case["select_ms"] > 0 and case["fetch_ms"] > 0
+        assert case["selection_bytes"] > ABOUT[0] * 2 * 56, "two ranks tell each other who they are, and their totals"
+        if case["hosts"] == 1:
+            assert case["moved_bytes"] == 0
+    numbers = [number for row in result.rows for number in (row.p50, row.p75, row.p90, row.p95, row.ratio_to_floor)]
+    assert all(math.isfinite(number) and number >= 0 for number in numbers)
+
+
+@needs_hosts
+def test_hosts_move_only_the_surplus_but_for_the_arms_that_move_all(result: ranks.RanksResult) -> None:
+    found = {case["system"]: case for case in cases(result, "links").values()}
+    assert list(found) == ["one host", "local_first", "ordered", "central"]
+    batch_bytes = 32 * ROW_BYTES
+    assert found["one host"]["wire_bytes"] < 2000
+    assert found["local_first"]["moved_bytes"] < found["ordered"]["moved_bytes"] < batch_bytes
+    # All rows are host 0's: half of the batch goes to the other host.
+    assert found["central"]["expected_bytes"] == batch_bytes / 2
+    for case in found.values():
+        if case["hosts"] > 1:
+            counted, told = case["wire_bytes"], case["moved_bytes"]
+            assert ABOUT[0] * told < counted < 10 * told, (
+                "the interfaces counted about what the replay did, and headers"
+            )
+            assert case["busiest_bytes"] <= counted + 1
+        if case["system"] in ("ordered", "central"):
+            assert ABOUT[0] < case["moved_bytes"] / case["expected_bytes"] < ABOUT[1]
+
+
+@needs_hosts
+def test_the_result_can_be_shown_kept_and_drawn(
+    result: ranks.RanksResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    report.print_table(result)
+    ranks_report.print_cases(result.cases)
+    printed = capsys.readouterr().out
+    assert "2 ms, local_first" in printed and "2 on 1 host, weighted x 16" in printed
+    report.write_json(result, tmp_path / "ranks.json")
+    written = json.loads((tmp_path / "ranks.json").read_text())
+    assert written["bench"] == "ranks" and len(written["cases"]) == len(result.cases)
+    ranks_report.plot(result, result.cases, tmp_path / "ranks.png")
+    for name in ("ranks.png", "ranks-batch.png", "ranks-scale.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_stays_behind(result: ranks.RanksResult) -> None:
+    assert result.rows
+    assert not Path(f"/dev/shm/geartrain_bench-ranks-{os.getpid()}").exists()
+    assert not list(Path("/dev/shm").glob(f"gt{os.getpid():x}-*"))
+
+
+def test_peers_that_did_not_run_are_named_with_the_reason(result: ranks.RanksResult) -> None:
+    missing = result.peers_missing
+    assert ("--peer-python reverb=" in missing["reverb"]) if no_hosts is None else (missing["hosts"] == no_hosts)
+
+
+def test_the_bench_is_known_by_its_name() -> None:
+    assert bench.load("ranks") is ranks.main
+    assert ranks.FULL.scaling is not None and ranks.FULL.scaling.batches == (32, 64, 128, 256, 512, 1024)
+    assert harness.new_result("ranks", quick=True, peers=[], packages=()).command == "geartrain bench ranks --quick"
+
+
+def test_a_rank_that_fails_ends_the_bench_with_its_own_words() -> None:
+    with Fleet.here(1) as fleet:
+        with pytest.raises(PeerError, match="rank 0: KeyError: 'no such store'"):
+            fleet.ask([0], do="floor", store="no such store", rows=1, calls=1)
+        with pytest.raises(PeerError, match="rank 0 ended"):
+            fleet.ask([0], do="leave")
+
+
+def test_a_process_that_never_answers_is_an_error_not_a_hang() -> None:
+    with Fleet.here(1, ["sh", "-c", "read one; read another"]) as fleet:
+        with pytest.raises(PeerError, match=r"ranks \[0\] gave no answer .* in 0\.2 s"):
+            fleet.ask([0], timeout_s=0.2, do="leave")
+
+
+def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(PeerError, match="rank 0 does not start"):
+        Fleet.here(1, ["/nowhere/python"])
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["bench", "store", "--full"], "'store' has no --full"),
+        (["bench", "store", "--train-ms", "5"], "'store' has no --train-ms"),
+        (["bench", "ranks", "--quick", "--full"], "opposite things"),
+        (["plan", "ranks", "--hosts", "3", "--gpus", "8", "--batch", "1000"], "cannot be shared out equally to 24"),
+        (["plan", "ranks", "--check", "/nowhere.json"], "/nowhere.json cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line_and_no_traceback(args: list[str], said: str) -> None:
+    pytest.importorskip("typer")
+    done = subprocess.run(
+        [sys.executable, "-m", "geartrain", *args], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_plan_predicts_a_cluster_and_writes_what_it_predicted(tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    words = "plan ranks --hosts 3 --gpus 8 --rows 1e9 --batch 1032 --row-bytes 100e3 --link-gbit 200 --memory-gb 1000"
+    path = tmp_path / "plan.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "geartrain", *words.split(), "--json", str(path)],
+        env={**os.environ, "COLUMNS": "140"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 x 8 ranks" in done.stdout and "33 times the hosts' memory" in done.stdout
+    (cluster,) = json.loads(path.read_text())["clusters"]
+    assert [each["arm"] for each in cluster["predictions"]] == ["local_first", "ordered", "central"]

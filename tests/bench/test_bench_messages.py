@@ -1,0 +1,107 @@
+"""`geartrain bench p2p` measures every system in every case, beside its floor."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import certificates
+import pytest
+from p2p_gpu_worker import NoGpus
+
+import geartrain_bench.messages.gpu as p2p_gpu
+import geartrain_bench.messages.report as p2p_report
+from geartrain.errors import GeartrainError
+from geartrain_bench import load
+from geartrain_bench.harness.child_process import PeerError
+from geartrain_bench.harness.report import parse_peers
+from geartrain_bench.messages.baseline_client import SYSTEMS, Foreign
+from geartrain_bench.messages.bench import Plan, run
+
+
+def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    systems = {"geartrain shm", "geartrain tcp", "raw unix", "raw tcp", "TensorPipe"}
+    if certificates.why_not() is None:
+        loopback = certificates.Authority(tmp_path).sign("bench", "IP:127.0.0.1")
+        for variable, value in certificates.environment(loopback).items():
+            monkeypatch.setenv(variable, value)
+        systems.add("geartrain tcp, TLS")
+    result = run(Plan((1_280, 1_310_720), 1, 6.0, 1.0), {"pigeon": "/usr/bin/python"})
+    for metric, cases in (("call", 2), ("one way, and a word back", 2), ("throughput", 2)):
+        rows = [row for row in result.rows if row.metric == metric]
+        assert len({row.case for row in rows}) == cases
+        assert systems <= {row.system for row in rows}
+        assert all(row.p50 > 0 and row.ratio_to_floor > 0 for row in rows)
+    in_flight = {row.system for row in result.rows if row.case == "64 in flight"}
+    assert in_flight == (systems | {"geartrain shm, spinning"}) - {"raw unix", "raw tcp"}
+    assert "geartrain shm, copied" in {row.system for row in result.rows if row.metric == "throughput"}
+    assert "pigeon" in result.peers_missing
+    assert load("p2p")
+    tables = p2p_report.overview(result)
+    columns, shown = tables["one way, and a word back: p50, ms"]
+    assert columns == ["system", "1.28 KB", "1.31 MB"]
+    assert systems | {"memcpy"} <= shown.keys()
+    pytest.importorskip("matplotlib")
+    p2p_report.plot(result, tmp_path / "p2p.png")
+    assert (tmp_path / "p2p.png").stat().st_size > 20_000
+
+
+def test_the_columns_of_gpus_have_both_systems_and_their_floor(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, str(Path(__file__).parents[1] / "support" / "p2p_gpu_worker.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "p2p.json").read_text())
+    assert not result["peers_missing"]
+    for case in ("0.02048 MB", "1.311 MB"):
+        rows = {r["system"]: r for r in result["rows"] if r["case"] == case and r["metric"] == "throughput"}
+        assert rows.keys() == {"geartrain shm", "TensorPipe", "copy"}
+        assert rows["copy"]["ratio_to_floor"] == 1.0
+        assert all(row["p50"] > 0 for row in rows.values())
+    assert "one way, and a word back: p50, ms" in done.stdout
+    assert "calls: p50" not in done.stdout  # nothing of the kind was measured
+    assert (tmp_path / "p2p.png").stat().st_size > 10_000
+
+
+def test_without_a_gpu_there_are_no_columns_of_gpus() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(GeartrainError, match="no GPU"):
+        load("p2p", "cuda")()
+    unviable = type("Unviable", (NoGpus,), {"transport": "cuda_ipc"})()
+    with pytest.raises(GeartrainError, match="not viable here"), p2p_gpu._rpc(unviable):
+        pass
+
+
+def test_a_peer_that_does_not_work_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'no such luck' >&2; exit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(PeerError, match=r"it has ended.*no such luck"):
+        Foreign(str(broken), "zmq ipc")
+    with pytest.raises(PeerError, match="does not start"):
+        Foreign(str(tmp_path / "nothing"), "zmq ipc")
+    without = Path(sys.executable)
+    for package in SYSTEMS:
+        if importlib.util.find_spec(package) is None:
+            with pytest.raises(PeerError, match="No module named"):
+                Foreign(str(without), next(iter(SYSTEMS[package].values())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", list(SYSTEMS))
+def test_other_systems_are_measured_where_they_are_installed(package: str) -> None:
+    python = parse_peers([]).get(package) or (sys.executable if importlib.util.find_spec(package) else None)
+    if python is None:
+        pytest.skip(f"GEARTRAIN_PEER_PYTHON_{package.upper()} names no interpreter")
+    for system in SYSTEMS[package].values():
+        with Foreign(python, system) as peer:
+            assert peer.lap("echo", 10).seconds > 0
+            assert peer.lap("acknowledge", 2, nbytes=1_000_000).seconds > 0
+            assert peer.lap("in flight", 100, open_calls=64).seconds > 0

@@ -1,0 +1,204 @@
+"""The RL benchmark takes the original's arguments, does its work over both backends, and writes its JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import geartrain_bench as bench
+from geartrain.errors import PeerLostError, SchemaError
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available() or not torch.distributed.rpc.is_available():
+    pytest.skip("this torch has no torch.distributed.rpc", allow_module_level=True)
+
+import geartrain_bench.rpc_rl.bench as rpc_rl  # noqa: E402
+import geartrain_bench.rpc_rl.worker as rpc_rl_worker  # noqa: E402
+
+ORIGINAL_KEYS = [
+    "world_size",
+    "master_addr",
+    "master_port",
+    "batch",
+    "state_size",
+    "nlayers",
+    "out_features",
+    "output_file_path",
+]
+SMALL = ["--master-port", "0", "--state-size", "3-4", "--nlayers", "1"]
+
+
+# --- arguments -----------------------------------------------------------------------------------------------------
+
+
+def test_arguments_have_both_spellings_and_the_defaults_of_the_original() -> None:
+    defaults = dict(rpc_rl.read([]).values)
+    assert list(defaults) == ORIGINAL_KEYS
+    assert list(defaults.values()) == [
+        10, "127.0.0.1", "29501", True, "10-20-10", 5, 10, "benchmark_report.json",
+    ]  # fmt: skip
+    dashes = rpc_rl.read(["--world-size=12", "--out-features", "3", "--output-file-path", "a.json", "--batch", "N"])
+    lines = rpc_rl.read(["--world_size", "12", "--out_features=3", "--output_file_path=a.json", "--batch=false"])
+    assert dashes == lines
+    assert dashes.values["world_size"] == 12 and dashes.values["batch"] is False
+
+
+def test_one_list_becomes_the_x_axis_and_a_second_is_refused() -> None:
+    settings = rpc_rl.read(["--batch", "True,no", "--world-size", "5"])
+    assert settings.x_axis_name == "batch"
+    assert [point["batch"] for point in settings.points()] == [True, False]
+    with pytest.raises(ValueError, match=r"^Only 1 x axis graph variable allowed$"):
+        rpc_rl.read(["--world_size=10,20", "--nlayers", "1,2"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "said"),
+    [
+        ("--world-size", "2", "3 or more, found '2'"),
+        ("--world-size", "10,x", "found 'x'"),
+        ("--batch", "maybe", "true or false, found 'maybe'"),
+        ("--state-size", "10-0", "such as 10-20-10, found '10-0'"),
+        ("--out-features", "0", "1 or more"),
+        ("--threads", "0", "1 or more, found 0"),
+        ("--agent-threads", "0", "1 or more, found 0"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_by_name(argument: str, value: str, said: str) -> None:
+    with pytest.raises(SchemaError, match=said):
+        rpc_rl.read([argument, value])
+
+
+def test_torch_runs_in_the_middle_of_geartrains_halves() -> None:
+    assert rpc_rl._turns(["geartrain", "torch"], 10) == [("geartrain", 5), ("torch", 10), ("geartrain", 5)]
+    assert rpc_rl._turns(["geartrain", "torch"], 3) == [("geartrain", 1), ("torch", 3), ("geartrain", 2)]
+    assert rpc_rl._turns(["torch"], 10) == [("torch", 10)]
+
+
+# --- metrics -------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_percentiles_of_samples_and_only_the_original_fields_are_rounded() -> None:
+    samples = rpc_rl.Samples(batch_size=8, agent=[0.0012345] * 10, observer=np.linspace(0.001, 0.002, 101).tolist())
+    found = samples.metrics()
+    assert found["agent latency (seconds)"] == {"p50": 0.001, "p75": 0.001, "p90": 0.001, "p95": 0.001}
+    assert found["agent_latency_us"]["p50"] == pytest.approx(1234.5)
+    assert found["agent throughput"]["p50"] == int(8 / 0.0012345)
+    assert found["observer_latency_us"]["p95"] == pytest.approx(1950)
+    rates = list(found["observer throughput"].values())
+    assert rates == sorted(rates), "p95 of a throughput is that of the best"
+
+
+# --- the work ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["geartrain", "torch"])
+@pytest.mark.parametrize("batch", [True, False])
+def test_every_step_of_every_observer_is_measured(backend: str, batch: bool) -> None:
+    settings = rpc_rl.read([*SMALL, "--world-size", "5", "--batch", str(batch), "--agent-threads", "2"])
+    with rpc_rl._team(backend, settings, settings.points()[0]) as team:
+        assert len(team.floor(10)) == 10
+        for _ in range(2):
+            agent, observer = team.episode(7)
+            assert len(observer) == 3 * 7
+            assert len(agent) == (7 if batch else 3 * 7)
+            assert min(agent) > 0 and min(observer) > 0
+            if batch:  # whoever asks first waits as long as the agent takes for all
+                assert max(observer) > min(agent)
+    assert all(process.exitcode == 0 for process in team.processes)
+
+
+def test_batched_and_single_decisions_are_the_same_work_for_all_backends() -> None:
+    work = rpc_rl_worker.Work(5, True, (3, 4), 2, 6, 1, None, "")
+    agent = rpc_rl_worker.Agent(work)
+    assert [type(layer).__name__ for layer in agent.policy] == ["Flatten", "Linear", "Linear", "Linear", "Softmax"]
+    actions = agent.decide(torch.rand(3, 3, 4))
+    assert actions.shape == (3,) and int(actions.max()) < 6
+    assert agent.log_probs[0].requires_grad, "a training step could follow"
+    assert 0 <= agent.decide_one(torch.rand(3, 4)) < 6
+    assert len(agent.take_latencies()) == 1 and agent.take_latencies() == []
+
+
+def test_a_killed_observer_is_an_error_not_a_hang() -> None:
+    settings = rpc_rl.read([*SMALL, "--world-size", "4"])
+    with pytest.raises(PeerLostError, match=r"(observer3 .*exit code -9|failed)"):
+        with rpc_rl._team("geartrain", settings, settings.points()[0]) as team:
+            os.kill(team.processes[3].pid, signal.SIGKILL)
+            team.episode(1000)
+    assert not any(process.is_alive() for process in team.processes)
+
+
+@pytest.mark.parametrize("backend", ["geartrain", "torch"])
+def test_a_port_that_is_taken_is_an_error_that_says_so(backend: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = rpc_rl.read(["--world-size", "3", "--master-port", str(port)])
+        with pytest.raises(PeerLostError, match=rf"(?s)coordinator over {backend} failed.*port: {port}.*EADDRINUSE"):
+            with rpc_rl._team(backend, settings, settings.points()[0]):
+                pass
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_writes_a_report_for_each_backend_and_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    words = ["bench", "rpc-rl", "--quick", "--backend", "both", *SMALL, "--world_size=3,4", "--plot", "a.png"]
+    done = subprocess.run(
+        [sys.executable, "-m", "geartrain", *words, "--json", "all.json", "--output_file_path", "out.json"],
+        cwd=tmp_path,
+        env={**os.environ, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for name, backend in (("out.json", "geartrain"), ("out.torch.json", "torch")):
+        written: dict[str, Any] = json.loads((tmp_path / name).read_text())
+        kept = [key for key in ORIGINAL_KEYS if key != "world_size"]
+        assert list(written) == [*kept, "x_axis_name", "benchmark_results", "about"]
+        assert written["x_axis_name"] == "world_size" and written["batch"] is True
+        assert [one["world_size"] for one in written["benchmark_results"]] == [3, 4]
+        for one in written["benchmark_results"]:
+            assert list(one) == [*rpc_rl.METRICS, "agent_latency_us", "observer_latency_us", "world_size"]
+            assert all(list(one[key]) == ["p50", "p75", "p90", "p95"] for key in list(one)[:-1])
+            assert one["observer_latency_us"]["p50"] > 0 and isinstance(one["agent throughput"]["p50"], int)
+        assert written["about"]["backend"] == backend and written["about"]["threads"] == 1
+        assert "--world_size=3,4" in written["about"]["command"]
+    assert "world_size | agent latency (seconds)" in done.stdout and "x_axis_name : world_size" in done.stdout
+    assert "geartrain's observer latency p50 is" in done.stdout
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((tmp_path / "all.json").read_text())["rows"]
+    assert {row["system"] for row in rows} == {"floor", "geartrain", "torch"}
+
+
+def test_a_second_list_and_arguments_of_others_are_refused_in_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+
+    def said(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "geartrain", "bench", *words],
+            cwd=tmp_path,
+            env={**os.environ, "NO_COLOR": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 1
+        return done.stderr.strip()
+
+    assert said("rpc-rl", "--world-size", "10,20", "--batch=t,f") == "error: Only 1 x axis graph variable allowed"
+    assert said("store", "--world-size", "10") == "error: the bench 'store' takes no --world-size 10"
+    assert "no --peer-python" in said("rpc-rl", "--peer-python", "torch=/a/python")
+    assert bench.load("rpc-rl") is rpc_rl.main

@@ -1,0 +1,233 @@
+"""Ranks and reducers as processes that die, hang and come back; the command line's reducer; the C interface."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geartrain.collectives import include_path, library_path
+from geartrain.errors import MissingDependencyError
+
+HERE = Path(__file__).parents[1] / "support"
+
+
+class Process:
+    """A child, and the lines that it says."""
+
+    def __init__(self, *command: str, **environment: str) -> None:
+        self.child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        )
+
+    def line(self) -> str:
+        assert self.child.stdout is not None
+        line = self.child.stdout.readline()
+        assert line, self.child.stderr.read() if self.child.stderr else ""
+        return line.strip()
+
+    def say(self) -> dict[str, Any]:
+        return json.loads(self.line())
+
+    def last(self) -> dict[str, Any]:
+        """What it says last."""
+        out, err = self.child.communicate(timeout=60)
+        assert out, err
+        return json.loads(out.strip().splitlines()[-1])
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for process in started:
+        process.child.kill()
+        process.child.communicate()
+
+
+def start(processes: list[Process], root: Path, size: int, **options: Any) -> list[Process]:
+    root.mkdir(exist_ok=True)
+    ranks = [
+        Process(
+            sys.executable, str(HERE / "collectives_worker.py"), str(root), str(rank), str(size), json.dumps(options)
+        )
+        for rank in range(size)
+    ]
+    processes += ranks
+    return ranks
+
+
+def reducer_process(processes: list[Process], *arguments: str, **environment: str) -> tuple[Process, str]:
+    process = Process(sys.executable, "-m", "geartrain", "reducer", *arguments, **environment)
+    processes.append(process)
+    return process, process.line().split()[3].rstrip(",")
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_processes_of_one_host_share_memory_unless_told_not_to(
+    processes: list[Process], tmp_path: Path, transport: str
+) -> None:
+    ranks = start(processes, tmp_path, 3, steps=5, transport=transport)
+    used, unused = ("tcp", "shm") if transport == "tcp" else ("shm", "tcp")
+    links = [rank.last()["links"] for rank in ranks]
+    assert max(each[used] for each in links) >= 1  # two each, less those ranks that have left before this one counts
+    assert all(each[unused] == 0 for each in links)
+
+
+@pytest.mark.parametrize("algorithm", ["shares", "ring"])
+def test_a_killed_rank_is_an_error_on_all_others_by_name(
+    processes: list[Process], tmp_path: Path, algorithm: str
+) -> None:
+    ranks = start(processes, tmp_path, 4, steps=1_000_000, algorithm=algorithm)
+    for rank in ranks:
+        while rank.say()["step"] < 3:
+            pass
+    killed_at = time.time()
+    ranks[2].child.kill()
+    for number in (0, 1, 3):
+        said = ranks[number].last()
+        assert said["error"] == "RankLostError"
+        assert said["ranks"] == [2]
+        assert "rank 2 went away" in said["text"]
+        assert said["at"] - killed_at < 10
+
+
+@pytest.mark.parametrize("algorithm", ["shares", "ring"])
+def test_a_stopped_rank_is_named_by_all_others_at_the_deadline(
+    processes: list[Process], tmp_path: Path, algorithm: str
+) -> None:
+    ranks = start(processes, tmp_path, 4, steps=1_000_000, op_timeout_s=3.0, algorithm=algorithm)
+    for rank in ranks:
+        while rank.say()["step"] < 3:
+            pass
+    ranks[1].child.send_signal(signal.SIGSTOP)
+    for number in (0, 2, 3):
+        said = ranks[number].last()
+        assert said["error"] == "CollectiveTimeoutError", said
+        assert said["ranks"] == [1]
+        assert "waiting for rank(s) 1" in said["text"]
+    ranks[1].child.send_signal(signal.SIGCONT)
+    assert "error" in ranks[1].last()
+
+
+def test_a_killed_reducer_is_named_and_without_it_the_work_goes_on(processes: list[Process], tmp_path: Path) -> None:
+    reducers = [reducer_process(processes) for _ in range(2)]
+    addresses = [address for _, address in reducers]
+    shares = [0, 0, 0, 0.5, 0.5]
+    told = start(processes, tmp_path / "a", 3, steps=1_000_000, reducers=addresses, shares=shares)
+    goes_on = start(processes, tmp_path / "b", 3, steps=60, reducers=addresses, shares=shares, on_reducer_loss="reform")
+    for rank in told + goes_on:
+        while rank.say()["step"] < 3:
+            pass
+    reducers[0][0].child.kill()
+    for rank in told:
+        said = rank.last()
+        assert said["error"] == "ReducerLostError"
+        assert said["reducers"] == [addresses[0]]
+        assert addresses[0] in said["text"]
+    for rank in goes_on:
+        said = rank.last()
+        assert said.get("done"), said
+        assert said["reducers"] == [addresses[1]]
+        assert said["epoch"] == 1
+
+
+def test_a_stopped_reducer_is_named_at_the_deadline(processes: list[Process], tmp_path: Path) -> None:
+    stopped, address = reducer_process(processes)
+    ranks = start(processes, tmp_path, 2, steps=1_000_000, op_timeout_s=3.0, reducers=[address], shares=[0, 0, 1])
+    for rank in ranks:
+        while rank.say()["step"] < 3:
+            pass
+    stopped.child.send_signal(signal.SIGSTOP)
+    for rank in ranks:
+        said = rank.last()
+        assert said["error"] == "CollectiveTimeoutError"
+        assert said["reducers"] == [address]
+    stopped.child.send_signal(signal.SIGCONT)
+
+
+def test_a_job_that_starts_again_joins_with_a_new_epoch(processes: list[Process], tmp_path: Path) -> None:
+    _, address = reducer_process(processes)
+    first = start(processes, tmp_path, 2, steps=1_000_000, reducers=[address], shares=[0, 0, 1])
+    while first[0].say()["step"] < 3:
+        pass
+    for rank in first:
+        rank.child.kill()
+    again = start(processes, tmp_path, 2, steps=5, epoch=1, reducers=[address], shares=[0, 0, 1])
+    for rank in again:
+        assert rank.last()["done"]
+
+
+def test_the_reducer_command_wants_a_secret_beyond_loopback_and_stops_when_told(
+    processes: list[Process], tmp_path: Path
+) -> None:
+    refused = subprocess.run(
+        [sys.executable, "-m", "geartrain", "reducer", "--bind", "0.0.0.0:0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert refused.returncode == 1
+    assert "secret" in refused.stderr
+    (tmp_path / "secret").write_text("swordfish\n")
+    process, address = reducer_process(processes, "--secret-file", str(tmp_path / "secret"), "--every-s", "0.2")
+    ranks = start(processes, tmp_path / "store", 2, steps=3, reducers=[address], shares=[0, 0, 1], secret="swordfish")
+    for rank in ranks:
+        assert rank.last()["done"]
+    assert "ranks" in process.line()
+    process.child.send_signal(signal.SIGTERM)
+    out, err = process.child.communicate(timeout=30)
+    assert process.child.returncode == 0, err
+    assert "reducer stops" in out
+
+
+def test_the_reducer_command_serves_metrics(processes: list[Process]) -> None:
+    pytest.importorskip("prometheus_client")
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    reducer_process(processes, "--metrics-port", str(port))
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read().decode()
+    assert "geartrain_reducer_groups_served_total 0.0" in text
+    assert "geartrain_reducer_memory_bytes 0.0" in text
+
+
+def test_a_program_in_c_reduces_with_the_shipped_header_and_library(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    try:
+        library, include = library_path(), include_path()
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+    program = tmp_path / "program"
+    source = HERE.parent / "native" / "test" / "allreduce_in_c.c"
+    subprocess.run(
+        [
+            compiler,
+            "-std=c99",
+            "-Wall",
+            "-Werror",
+            f"-I{include}",
+            str(source),
+            str(library),
+            f"-Wl,-rpath,{library.parent}",
+            "-o",
+            str(program),
+        ],
+        check=True,
+    )
+    done = subprocess.run([str(program), "4"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,278 @@
+"""The backend "geartrain" in jobs of processes: unmodified DDP, and what happens when somebody dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from installed import site
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).parents[1] / "support" / "process_group_worker.py"
+
+
+class Launcher:
+    """Forks ranks from a process that has imported torch already: it takes seconds."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", str(WORKER)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.codes: dict[int, int] = {}
+        assert self.answers.get(timeout=100) == {"ready": True}
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.answers.put(json.loads(line))
+
+    def start(self, **job: Any) -> list[int]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(job).encode())
+        self.process.stdin.flush()
+        while "pids" not in (answer := self.answers.get(timeout=30)):
+            self.codes[answer["pid"]] = answer["code"]
+        return list(answer["pids"])
+
+    def wait(self, pid: int, timeout_s: float) -> int:
+        until_s = time.monotonic() + timeout_s
+        while pid not in self.codes:
+            answer = self.answers.get(timeout=max(0.01, until_s - time.monotonic()))
+            self.codes[answer["pid"]] = answer["code"]
+        return self.codes[pid]
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    one = Launcher()
+    yield one
+    one.process.kill()
+    one.process.communicate()
+
+
+class Job:
+    """Ranks that go through scenarios of process_group_worker.py; killed at the end, whatever happened."""
+
+    def __init__(self, launcher: Launcher, scenarios: str, size: int, folder: Path, **env: str) -> None:
+        self.launcher, self.folder = launcher, folder
+        self.pids = launcher.start(scenarios=scenarios, size=size, folder=str(folder), env=env)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.pids:
+            if pid not in self.launcher.codes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def out(self, rank: int, code: int = 0, timeout_s: float = 90) -> str:
+        """What a rank has printed, once it has ended as it should."""
+        try:
+            ended = self.launcher.wait(self.pids[rank], timeout_s)
+        except queue.Empty:
+            ended = -1
+        assert ended == code, f"rank {rank}: {ended}\n" + (self.folder / f"{rank}.err").read_text()[-3000:]
+        return (self.folder / f"{rank}.out").read_text()
+
+    def lines(self, rank: int, code: int = 0, timeout_s: float = 90) -> list[dict[str, Any]]:
+        """The lines of JSON in it."""
+        return [json.loads(line) for line in self.out(rank, code, timeout_s).splitlines() if line.startswith("{")]
+
+
+def test_unmodified_ddp_gets_gloos_weights_to_the_bit_and_all_else_works(launcher: Launcher, tmp_path: Path) -> None:
+    with Job(launcher, "everything_else,ddp,leave", 2, tmp_path) as job:
+        said = [job.lines(rank) for rank in range(2)]
+    for lines in said:
+        assert lines[0] == {"ok": True}
+        kinds = {line["kind"]: line for line in lines if "kind" in line}
+        assert set(kinds) == {"plain", "unused", "view", "bf16", "static"}
+        for kind, line in kinds.items():
+            assert line["ours"] == line["gloo"], kind
+            assert line["operations"] >= 8, "the fast path was not taken"
+        assert kinds["plain"]["ours"] == kinds["view"]["ours"] == kinds["static"]["ours"] != kinds["bf16"]["ours"]
+        (counters,) = (line["counters"] for line in lines if "counters" in line)
+        assert counters["inner_operations"] == 1  # the product that everything_else asked for
+        assert lines[-1] == {"left": True}
+    assert [line.get("ours") for line in said[0]] == [line.get("ours") for line in said[1]]
+
+
+def test_four_ranks_add_in_the_order_of_ranks_and_subgroups_work(launcher: Launcher, tmp_path: Path) -> None:
+    with Job(launcher, "mesh,hsdp,forget", 4, tmp_path) as job:
+        said = [job.lines(rank) for rank in range(4)]
+    for rank, lines in enumerate(said):
+        assert lines[0]["weights"] == lines[0]["reference"], "not what one process gets that adds in rank order"
+        dimensions = {line["dimension"]: line for line in lines if "dimension" in line}
+        assert dimensions["a"]["ranks"] == [rank % 2, rank % 2 + 2]
+        assert dimensions["a"]["total"] == 2 * (rank % 2) + 2
+        assert dimensions["b"]["total"] == (1 if rank < 2 else 5)
+        assert {line["kind"] for line in dimensions.values()} == {"ProcessGroup"}
+        gloo, ours = (line for line in lines if "losses" in line)
+        assert gloo["losses"] == ours["losses"]  # two replicas: a sum of two
+        assert ours["counters"]["operations"] > 0
+        assert lines[-1] == {"forgot": True}
+
+
+def victims(job: Job, victim: int, size: int) -> list[list[dict[str, Any]]]:
+    return [job.lines(rank) for rank in range(size) if rank != victim]
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
+def test_a_killed_worker_is_named_on_every_other_rank(
+    launcher: Launcher, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with Job(launcher, "victim", 3, tmp_path, FATE="kill", VICTIM="2", DDP=json.dumps(options)) as job:
+        for lines in victims(job, 2, 3):
+            error = lines[1]
+            assert "rank 2" in error["error"], error
+            assert error["step"] == 3 and error["took_s"] < 10, error
+            assert "destroyed_s" in lines[-1] and lines[-1]["destroyed_s"] < 5, lines
+        assert launcher.wait(job.pids[2], 5) == -signal.SIGKILL
+
+
+def test_a_stopped_worker_is_named_at_the_deadline(launcher: Launcher, tmp_path: Path) -> None:
+    with Job(launcher, "victim", 3, tmp_path, FATE="stop", VICTIM="1", LIMIT_S="4") as job:
+        for lines in victims(job, 1, 3):
+            error = lines[1]
+            assert "waiting for rank(s) 1 " in error["error"], error
+            assert 3 < error["took_s"] < 20, error
+
+
+def test_a_worker_that_disagrees_on_the_size_is_named(launcher: Launcher, tmp_path: Path) -> None:
+    with Job(launcher, "victim", 3, tmp_path, FATE="size", VICTIM="1", LIMIT_S="30") as job:
+        for lines in victims(job, 1, 3):
+            assert "rank 1" in lines[1]["error"] and "disagree" in lines[1]["error"], lines
+
+
+def test_the_ddp_example_runs_unchanged_on_both_backends_to_the_same_loss(launcher: Launcher, tmp_path: Path) -> None:
+    script = [str(ROOT / "examples" / "allreduce_ddp.py"), "--steps", "5", "--width", "64"]
+    said = {}
+    for backend, variable in (("gloo", "0"), ("geartrain", "1")):
+        (tmp_path / backend).mkdir()
+        env = {"GEARTRAIN_ALLREDUCE": variable, "EXAMPLE": json.dumps(script)}
+        with Job(launcher, "example", 2, tmp_path / backend, **env) as job:
+            out, _ = job.out(0), job.out(1)
+        assert "2 ranks" in out and "samples/s" in out
+        assert backend == "gloo" or "geartrain," in out
+        said[backend] = out.split("loss")[1].strip()
+    assert said["gloo"] == said["geartrain"]
+
+
+def test_the_diloco_example_learns(launcher: Launcher, tmp_path: Path) -> None:
+    script = [str(ROOT / "examples" / "diloco.py"), "--outer", "10"]
+    with Job(launcher, "example", 2, tmp_path, EXAMPLE=json.dumps(script)) as job:
+        lines, _ = job.out(0).splitlines(), job.out(1)
+    losses = [float(line.split("loss")[1]) for line in lines if line.startswith("round")]
+    assert len(losses) == 10 and losses[-1] < losses[0] / 3, losses
+
+
+class ReducerProcess:
+    """A reducer that can be killed."""
+
+    def __init__(self) -> None:
+        text = "import time; from geartrain.collectives import Reducer; r = Reducer(); print(r.address, flush=True); "
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", text + "time.sleep(600)"], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+
+    def __enter__(self) -> ReducerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_training_goes_on_from_the_same_step_without_a_lost_reducer(
+    launcher: Launcher, tmp_path: Path, how: signal.Signals
+) -> None:
+    with ReducerProcess() as dies, ReducerProcess() as stays:
+        env = {"GEARTRAIN_REDUCERS": f"{dies.address},{stays.address}", "REDUCER_PID": str(dies.process.pid)}
+        env |= {"SIGNAL": str(int(how)), **({"LIMIT_S": "6"} if how == signal.SIGSTOP else {})}
+        with Job(launcher, "reformed", 2, tmp_path, **env) as job:
+            said = [job.lines(rank) for rank in range(2)]
+        assert how == signal.SIGSTOP or dies.process.wait(5) == -signal.SIGKILL
+    for weights, group in said:
+        assert weights["weights"] == weights["reference"], "a step was lost, or done twice"
+        assert weights["errors"] and all(dies.address in error for error in weights["errors"]), weights
+        assert group["reducers"] == [stays.address] and group["epoch"] == 1
+
+
+def test_a_group_that_reforms_by_itself_tells_the_script_nothing(launcher: Launcher, tmp_path: Path) -> None:
+    with ReducerProcess() as dies, ReducerProcess() as stays:
+        env = {"GEARTRAIN_REDUCERS": f"{dies.address},{stays.address}", "REDUCER_PID": str(dies.process.pid)}
+        env |= {"GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS": "reform", "GEARTRAIN_ALLREDUCE_SHARES": "0.2,0.2,0.3,0.3"}
+        with Job(launcher, "reformed", 2, tmp_path, **env) as job:
+            said = [job.lines(rank) for rank in range(2)]
+        assert dies.process.wait(5) == -signal.SIGKILL
+    for weights, _ in said:
+        assert weights["weights"] == weights["reference"] and not weights["errors"], weights
+
+
+def test_ranks_agree_on_the_furthest_step(launcher: Launcher, tmp_path: Path) -> None:
+    with Job(launcher, "agree", 3, tmp_path) as job:
+        for rank in range(3):
+            (line,) = job.lines(rank)
+            assert line == {"step": 6, "weight": 1.0, "lr": 0.2}
+
+
+def torchrun(ranks: int, script: str, *arguments: str, restarts: int = 0, **env: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*command, "--max-restarts", str(restarts), script, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_starts_a_job_again_that_lost_a_rank() -> None:
+    with ReducerProcess() as reducer:
+        out = torchrun(3, str(WORKER), "restart", restarts=1, GEARTRAIN_REDUCERS=reducer.address)
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert sorted(line["rank"] for line in lines) == [0, 1, 2]
+    assert all(line["life"] == "1" and line["epoch"] == 1 and line["operations"] >= 3 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_one_variable_is_enough_under_torchrun(tmp_path: Path) -> None:
+    env = {"GEARTRAIN_ALLREDUCE": "1", "PYTHONPATH": str(site(tmp_path))}
+    out = torchrun(2, "examples/allreduce_ddp.py", "--steps", "5", "--width", "64", **env)
+    assert "geartrain, 2 ranks" in out
+
+
+@pytest.mark.slow
+def test_compiled_ddp_gets_the_same_weights(launcher: Launcher, tmp_path: Path) -> None:
+    with Job(launcher, "compiled", 2, tmp_path) as job:
+        for rank in range(2):
+            (line,) = job.lines(rank)
+            assert len(set(line["weights"])) == 1, line

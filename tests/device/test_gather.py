@@ -1,0 +1,92 @@
+"""The gather kernel moves what native/fetch/fetch.cc moves, to the bit, for every shape, alignment, dtype and
+window."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+import torch
+
+import geartrain as gt
+import geartrain.device.kernels.gather_order as gather_order
+from geartrain.device.kernels import interpreting
+from geartrain.replay.device import Convert, gather_rows_of
+from geartrain.replay.fetch import Plan
+
+HERE = Path(__file__).parents[1] / "support"
+
+
+def interpreted(script: str, *arguments: str, timeout_s: float) -> str:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *arguments],
+        env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_random_batches_are_those_of_the_native_code() -> None:
+    assert json.loads(interpreted("gather_cases.py", "0", "25", timeout_s=110)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_random_batches_are_those_of_the_native_code() -> None:
+    assert json.loads(interpreted("gather_cases.py", "1000", "500", timeout_s=890)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rows_chosen_and_gathered_on_a_device_are_those_of_the_host() -> None:
+    assert int(interpreted("device_selection_cases.py", timeout_s=890)) > 30
+
+
+def test_elements_are_as_wide_as_steps_allow(store_name) -> None:
+    fields = {
+        "aligned": gt.Field((8, 4), "float32"),
+        "odd": gt.Field((8, 11), "float32"),
+        "bytes": gt.Field((8, 75), "uint8"),
+        "words": gt.Field((8, 84), "uint8"),
+        "once": gt.Field((3,), "float64", timed=False),
+    }
+    with gt.Store.create(store_name(), fields, capacity=4) as store:
+        plan = gather_rows_of(Plan.make(store, None, 3, "left", "torch", 1), {}, False)
+    kinds = {field.name: (field.kind[1], field.kind[5]) for field in plan.fields}
+    assert kinds == {
+        "aligned": (8, True), "odd": (4, False), "bytes": (1, False), "words": (4, False), "once": (8, False),
+    }  # fmt: skip
+
+
+def test_every_byte_of_a_window_has_a_slot(store_name) -> None:
+    with gt.Store.create(store_name(), {"x": gt.Field((2000, 11), "float32")}, capacity=2) as store:
+        for window in (1, 2, 20, 21, 22, 1000, 1999):
+            plan = gather_rows_of(Plan.make(store, None, window, "left", "torch", 1), {}, False)
+            pieces = sum(field == 0 for field, _ in plan.slots)
+            assert pieces * plan.chunk >= 44 * window + 127 > (pieces - 1) * plan.chunk or plan.chunk == 1024
+            assert plan.arena(7).nbytes >= 7 * (44 * window + window + 17)
+
+
+def test_conversion_is_float32_arithmetic_rounded_once() -> None:
+    pixels = torch.arange(256, dtype=torch.uint8)
+    made = Convert("bfloat16", 1 / 255, -0.5).apply(pixels)
+    assert made.dtype == torch.bfloat16
+    assert torch.equal(made, (pixels.float() * (1 / 255) + -0.5).to(torch.bfloat16))
+    real = torch.zeros(256, dtype=torch.bool)
+    assert not Convert("float16", 1.0, 3.0).apply(pixels, real).any(), "there is no offset where there is no step"
+
+
+@pytest.mark.skipif(interpreting() or torch.cuda.is_available(), reason="only where nothing can run the kernel")
+def test_what_reads_host_memory_is_named_in_the_ptx_test() -> None:
+    """The constants that tests/device/test_kernels.py compiles with are those of a launch."""
+    assert gather_order.warps_of(1024, gather_order.NVIDIA) == 2
+    assert gather_order.warps_of(4096, gather_order.NVIDIA) == 4
+    assert gather_order.warps_of(2048, gather_order.AMD) == 2

@@ -1,0 +1,219 @@
+"""The examples that learn: their targets are right, they run, and ranks do not change what they learn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import geartrain as gt
+
+torch = pytest.importorskip("torch", reason="the examples train torch models")
+pytest.importorskip("rich", reason="the examples draw progress bars with rich")
+pytest.importorskip("matplotlib", reason="the examples draw their curves with matplotlib")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def run(command, tmp_path, timeout_s=110):
+    """Runs an example; what its curve says. Nothing of it may stay in shared memory."""
+    curve = tmp_path / "curve.json"
+    before = set(Path("/dev/shm").iterdir())
+    done = subprocess.run(
+        [*command, "--curve", str(curve), "--plot", str(tmp_path / "curve.png")],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "curve.png").stat().st_size > 5000
+    words = ("atari-", "grpo-", "gato-")
+    assert not [path.name for path in set(Path("/dev/shm").iterdir()) - before if any(w in path.name for w in words)]
+    return json.loads(curve.read_text())
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- GRPO ---------------------------------------------------------------------------------------------------------
+
+
+def test_grpo_runs_and_no_row_is_older_than_allowed(tmp_path):
+    found = run([sys.executable, "examples/grpo_toy.py", "--tiny", "--steps", "12"], tmp_path)
+    result = found["result"]
+    assert result["steps"] == 12
+    assert 0 <= result["mean_staleness"] <= result["greatest_staleness"] <= 4
+    assert result["answers"] >= 12 * 4 * 8
+
+
+def test_grpo_counts_digits_in_their_places():
+    import grpo_toy
+
+    text = torch.tensor([[3, 1, 2, 5, 4, 10, 1, 2, 3, 4, 5], [3, 1, 2, 5, 4, 10, 3, 2, 1, 4, 5]])
+    assert grpo_toy.right_places(text).float().mean(1).tolist() == pytest.approx([1.0, 0.6])
+
+
+def test_grpo_makes_the_better_answers_of_a_group_likelier():
+    import grpo_toy
+
+    torch.manual_seed(0)
+    model = grpo_toy.LanguageModel(width=32, layers=1)
+    prompts = grpo_toy.make_prompts(4, np.random.default_rng(0)).repeat_interleave(grpo_toy.GROUP, 0)
+    text, log_probs = grpo_toy.complete(model, prompts, torch.Generator().manual_seed(0))
+    rewards = torch.rand(len(text), generator=torch.Generator().manual_seed(1))
+    batch = {"text": text, "log_prob": log_probs, "reward": rewards}
+
+    def likelihood():
+        logits = model(text[:, :-1])[:, grpo_toy.DIGITS :].log_softmax(-1)
+        return logits.gather(2, text[:, grpo_toy.DIGITS + 1 :, None])[..., 0].sum(1)
+
+    before = likelihood().detach()
+    assert torch.allclose(before, log_probs.sum(1), atol=1e-4), "what was noted at writing is what learning sees"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loss, clipped = grpo_toy.loss_of(model, batch)
+    assert clipped == 0, "the model that wrote the rows has not moved yet"
+    loss.backward()
+    optimizer.step()
+    gain = (likelihood().detach() - before).reshape(-1, grpo_toy.GROUP)
+    above = rewards.reshape(-1, grpo_toy.GROUP)
+    above = above - above.mean(1, keepdim=True)
+    assert (gain * above).sum() > 0
+
+
+# --- DQN ----------------------------------------------------------------------------------------------------------
+
+
+def test_dqn_runs_and_leaves_nothing_behind(tmp_path):
+    pytest.importorskip("ale_py", reason="ALE is an extra: pip install 'geartrain[atari]'")
+    found = run([sys.executable, "examples/online_dqn_atari.py", "--tiny", "--game", "pong"], tmp_path)
+    result = found["result"]
+    assert result["learner_steps"] == 20
+    assert result["environment_steps"] >= 200
+    assert found["lines"]["random actions"] == result["random"]
+
+
+class Tables(torch.nn.Module):
+    """Values of two actions that can be computed by hand: of the newest frame's number and the oldest one's."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, stacks):
+        newest, oldest = stacks[:, -1, 0, 0].float(), stacks[:, 0, 0, 0].float()
+        return self.scale * torch.stack([newest, 100 - newest + oldest], 1)
+
+
+def test_dqn_targets_are_those_of_a_slow_loop(store_name):
+    """Episodes over several rows: every n-step target, stack and end is what the episode itself says."""
+    import online_dqn_atari as dqn
+    from geartrain.actors import Recorder, recorded_fields
+
+    fields = {
+        "observation.frame": gt.Field((dqn.ROW, 1, 1), "uint8"),
+        "observation.age": gt.Field((dqn.ROW,), "int32"),
+        "action": gt.Field((dqn.ROW,), "int64"),
+        "reward": gt.Field((dqn.ROW,), "float32"),
+    }
+    rng = np.random.default_rng(0)
+    length, ends = 90, True
+    frames = rng.permutation(255)[: length + 1]
+    actions, rewards = rng.integers(2, size=length), rng.normal(size=length).astype(np.float32)
+    online, target = Tables(1.0), Tables(0.5)
+
+    def values(net, t):
+        stack = [frames[s] if s >= 0 else 0 for s in range(t - dqn.STACK + 1, t + 1)]
+        return net(torch.tensor(stack).reshape(1, dqn.STACK, 1, 1))[0]
+
+    def wanted(t):
+        n = min(dqn.N_STEP, length - t)
+        total = sum(dqn.GAMMA**j * rewards[t + j] for j in range(n))
+        if t + n == length and ends:
+            return total
+        return total + dqn.GAMMA**n * float(values(target, t + n)[values(online, t + n).argmax()])
+
+    expected = {int(frames[t]): wanted(t) - float(values(online, t)[actions[t]]) for t in range(length)}
+    with gt.Store.create(store_name(), recorded_fields(fields, dqn.ROW), capacity=10) as store:
+        recorder = Recorder(store, overlap=dqn.WINDOW - 1)
+
+        def seen(t):
+            return {"observation.frame": frames[t].reshape(1, 1), "observation.age": np.int32(t)}
+
+        recorder.begin(seen(0))
+        for t in range(length):
+            values_of_step = {"action": actions[t], "reward": rewards[t]}
+            recorder.step(values_of_step, seen(t + 1), terminated=t + 1 == length, truncated=False)
+        assert len(store) == 3
+        learned, count = set(), 0
+        generator = torch.Generator().manual_seed(0)
+        with gt.Replay(store, gt.selection.Uniform(seed=0), 64, window=dqn.WINDOW, steps=60) as replay:
+            for batch in replay:
+                errors, real = dqn.errors_of(online, target, batch, generator)
+                shift = dqn.STACK - 1
+                for row in np.flatnonzero(real.numpy()).tolist():
+                    # Which state it was is told by its frame; at the end it may be any of the last few.
+                    places = [shift] if not batch["terminated"][row, -2] else range(shift, shift + dqn.N_STEP)
+                    states = [int(batch["observation.frame"][row, at, 0, 0]) for at in places]
+                    close = [s for s in states if abs(expected[s] - float(errors[row])) < 1e-3]
+                    assert close, (states, float(errors[row]))
+                    learned |= set(close)
+                    count += 1
+        assert count > 0.75 * 64 * 60, "few windows are without a state to learn about"
+        assert learned == set(expected), "every step of the episode is learned about, the first and the last too"
+
+
+# --- one curve on any number of ranks -----------------------------------------------------------------------------
+
+
+def test_two_stages_and_two_replicas_learn_what_one_process_learns(tmp_path, store_name):
+    pytest.importorskip("torch.distributed.pipelining", reason="needs torch 2.4")
+    worker = [str(ROOT / "tests" / "pipeline_gato_worker.py"), str(tmp_path), store_name()]
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc-per-node", "2", *worker],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    alone = first["alone"]
+    assert len(alone) == 8 and alone[-1] < alone[0]
+    for losses in (second["2x1"], first["1x2"], second["1x2"]):
+        assert losses == pytest.approx(alone, rel=1e-4)
+    for ways in (first, second):  # both have the whole model's averaged weights in the end
+        assert ways["norm 2x1"] == pytest.approx(first["norm alone"], rel=1e-4)
+        assert ways["norm 1x2"] == pytest.approx(first["norm alone"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_hopper_has_one_curve_on_one_rank_and_on_two(tmp_path):
+    for module in ("gymnasium", "mujoco"):
+        pytest.importorskip(module, reason=f"Hopper needs {module}")
+    found = []
+    for ranks, stages in ((1, 1), (2, 2), (2, 1)):
+        command = [*TORCHRUN, "--nproc-per-node", str(ranks), "examples/pipeline_gato.py", "--tiny", "--seed", "3"]
+        found.append(run([*command, "--stages", str(stages)], tmp_path))
+    for other in found[1:]:
+        assert other["losses"] == pytest.approx(found[0]["losses"], rel=1e-4)
+        assert [p["y"] for p in other["points"]] == pytest.approx(
+            [p["y"] for p in found[0]["points"]], rel=0.02, abs=0.02
+        )

@@ -1,0 +1,113 @@
+"""`make results` tells the truth: a promise that was not kept, a crash and a missing curve are no success."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich", reason="progress bars need rich")
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import curves
+import results
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {examples!r})
+import curves
+chosen = curves.options("").parse_args(sys.argv[2:])
+curve = curves.Curve("test", "step", "score", chosen, baseline=1.0)
+for step in range(4):
+    curve.point(step, step * chosen.seed, step - 1, step + 1)
+curve.content["losses"] = [1.0, 0.5 + chosen.seed / 100]
+curve.finish(score=3.0 * chosen.seed)
+sys.exit(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text(
+        SCRIPT.replace("{examples!r}", repr(str(results.HERE))).replace("sys.argv[1])", "int(sys.argv[1]))")
+    )
+
+    def entry(seed, code=0, **how):
+        how = {"at_least": 6.0, "timeout_s": 60.0, **how}
+        return results.Result(f"python {script} {code} --seed {seed}", "score of 6", "score", **how)
+
+    made = {
+        "good": entry(2),
+        "poor": entry(1),
+        "crashed": entry(2, 3),
+        "nothing": results.Result("python -c pass", "a curve", "score"),
+        "near": entry(3, follows="good", apart=0.05),
+        "far": entry(9, follows="good", apart=0.05),
+    }
+    monkeypatch.setattr(results, "RESULTS", made)
+    return made
+
+
+def summary(out):
+    return json.loads((out / "summary.json").read_text())
+
+
+def test_a_promise_is_kept_or_not(table, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert results.main(["good", "near", "--out", str(out)]) == 0
+    assert summary(out)["good"]["measured"] == 6.0
+    assert summary(out)["near"]["losses_apart"] == pytest.approx(0.01 / 0.52)
+    assert (out / "good.png").stat().st_size > 5000
+    assert results.main(["good", "poor", "--out", str(out)]) == 1
+    assert (summary(out)["good"]["met"], summary(out)["poor"]["met"]) == (True, False)
+    printed = capsys.readouterr().out
+    assert results.main(["--markdown", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 5
+    assert "| near | score of 6 | 9 |" in shown[3] and "| poor | score of 6 | 3, **not met** |" in shown[4]
+    assert "score of 6" in printed and "score 3" in printed
+
+
+def test_a_crash_or_no_curve_or_another_curve_is_no_success(table, tmp_path):
+    out = tmp_path / "out"
+    assert results.main(["good", "crashed", "nothing", "far", "--out", str(out)]) == 1
+    lines = summary(out)
+    assert not lines["crashed"]["met"] and lines["crashed"]["why"] == "exit code 3"
+    assert not lines["nothing"]["met"] and "no curve" in lines["nothing"]["why"]
+    assert not lines["far"]["met"] and lines["far"]["losses_apart"] > 0.05
+    with pytest.raises(SystemExit):
+        results.main(["unknown"])
+    assert results.main(["near", "--out", str(tmp_path / "empty")]) == 1
+    assert "run good first" in summary(tmp_path / "empty")["near"]["why"]
+    assert set(summary(out)) == {"good", "crashed", "nothing", "far"}
+
+
+def test_losses_of_other_lengths_are_infinitely_apart():
+    assert results.distance([1.0], [1.0, 2.0]) == float("inf")
+    assert results.distance([1.0, 2.0], [1.0, 2.5]) == pytest.approx(0.2)
+
+
+def test_every_result_runs_an_example_that_is_there():
+    for name, result in results.RESULTS.items():
+        (script,) = (word for word in result.command.split() if word.endswith(".py"))
+        assert (results.HERE.parent / script).exists(), f"{name} runs {script}"
+        assert "--seed" in result.command
+        assert result.at_least > float("-inf") or result.at_most < float("inf")
+        assert result.follows is None or result.follows in results.RESULTS
+
+
+def test_a_curve_says_what_was_run_and_how_long(tmp_path):
+    chosen = argparse.Namespace(seed=4, curve=tmp_path / "deep" / "c.json", plot=None)
+    curve = curves.Curve("test", "x", "y", chosen)
+    curve.line("random", 0.5)
+    curve.point(1, 2)
+    curve.point(2, 3, wall_s=None)
+    curve.finish(score=1)
+    found = json.loads(chosen.curve.read_text())
+    assert found["seed"] == 4 and found["lines"] == {"random": 0.5}
+    assert found["points"][0]["wall_s"] >= 0 and "wall_s" not in found["points"][1]
+    assert set(found["result"]) == {"score", "wall_s", "cpu_s"}

@@ -1,0 +1,185 @@
+"""Actors in processes: they act, they die and come back, and they end with whoever made them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from counting import Counting, Numbers
+
+import geartrain as gt
+from geartrain.actors import environments_of, recorded_fields
+from geartrain.core.counters import Board
+from geartrain.errors import ActorDiedError, GeartrainError, SchemaError, StoreExistsError, StoreMissingError
+from geartrain.launch import ActorPool
+
+
+class Quiet(Numbers):
+    def act(self, observation):
+        return super().act(observation)[0], {}
+
+
+def environments(context):
+    return [Counting(), Counting(40)]
+
+
+def policy(context):
+    assert context.environments is not None
+    return Quiet()
+
+
+def broken_policy(context):
+    raise RuntimeError(f"no policy for actor {context.number}")
+
+
+@pytest.fixture
+def store(store_name):
+    fields = recorded_fields(environments_of([Counting()]).fields(48), 48)
+    with gt.Store.create(store_name(), fields, capacity=60) as made:
+        yield made
+
+
+def wait_for(condition, timeout_s=60.0):
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_a_pool_acts_until_it_is_stopped(store):
+    with ActorPool(store, environments, policy, 2, publish_every=10) as pool:
+        wait_for(lambda: pool.stats()["rows"] > 20)
+        stats = pool.stats()
+        assert stats["alive"] == 2
+        assert stats["restarts"] == 0
+        assert stats["oldest_version"] == stats["newest_version"] == 3
+        assert stats["policy_share"] + stats["environment_share"] + stats["store_share"] == pytest.approx(1.0)
+        path = pool._board.path
+        assert path.exists()
+    assert not path.exists()
+    counts = store.stats()
+    assert counts["writing"] == counts["growing"] == 0
+    assert counts["inserted"] == pool._board.column("rows").sum()  # what was going on was kept, and counted
+    assert store.audit() == []
+
+
+def test_actors_that_the_limiter_holds_up_stop_with_the_pool(store):
+    store.limiter.set(samples_per_insert=4, min_size_to_sample=8, error_buffer=8)
+    with ActorPool(store, environments, policy, 2) as pool:
+        wait_for(lambda: store.limiter.state().insert_wait_s > 0 or pool.stats()["rows"] >= 8)
+        time.sleep(0.3)  # every stream has come to a row that is not let in
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 10
+    state, counts = store.limiter.state(), store.stats()
+    assert state.inserts == counts["inserted"] == len(store)  # what waited was given back, and not counted
+    assert counts["writing"] == 0
+    assert store.audit() == []
+
+
+def test_an_actor_that_is_killed_is_started_again_and_its_rows_come_back(store):
+    with ActorPool(store, environments, policy, 2, max_restarts=3) as pool:
+        for round_ in range(3):
+            wait_for(lambda: (pool._board.column("beat_s") > 0).all() and pool.stats()["alive"] == 2)
+            victim = int(pool._board.column("pid")[round_ % 2])
+            os.kill(victim, signal.SIGKILL)
+            wait_for(lambda round_=round_, victim=victim: pool.stats()["restarts"] == round_ + 1)
+            wait_for(lambda victim=victim: victim not in pool._board.column("pid"))
+        before = pool.stats()["steps"]
+        wait_for(lambda: pool.stats()["steps"] > before + 100)
+        pool.check()
+    assert store.stats()["writing"] == 0
+    assert store.audit() == []
+
+
+def test_one_death_too_many_is_an_error_that_says_what_it_was(store):
+    pool = ActorPool(store, environments, policy, 1, max_restarts=0)
+    wait_for(lambda: pool.stats()["steps"] > 0)
+    os.kill(int(pool._board.column("pid")[0]), signal.SIGKILL)
+    wait_for(lambda: pool._failed is not None)
+    with pytest.raises(ActorDiedError, match="actor 0 was killed by SIGKILL"):
+        pool.check()
+    pool.stop()
+    with pytest.raises(ActorDiedError, match="RuntimeError: no policy for actor 0"):
+        with ActorPool(store, environments, broken_policy, 1, max_restarts=1) as pool:
+            wait_for(lambda: pool._failed is not None)
+    with pytest.raises(SchemaError, match="at least one"):
+        ActorPool(store, environments, policy, 0)
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="torch has one thread anyway")
+def test_torch_has_the_threads_it_was_given_in_every_actor(store, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    import torch_policy
+
+    with ActorPool(store, environments, torch_policy.policy, 1, threads=1) as pool:
+        wait_for(lambda: pool.stats()["rows"] > 2)
+    batch = gt.fetch(store, store.keys(), fields=["action", "last"], as_="numpy")
+    assert set(batch["action"][batch.mask & ~batch["last"]].tolist()) == {1}
+
+
+def test_actors_die_with_the_process_that_made_them(store):
+    code = f"""
+import time
+import geartrain as gt
+from geartrain.launch import ActorPool
+from test_actor_pool import environments, policy, wait_for
+if __name__ == "__main__":
+    store = gt.Store.open({store.name!r})
+    pool = ActorPool(store, environments, policy, 2)
+    wait_for(lambda: (pool._board.column("beat_s") > 0).all())
+    print(pool._board.path, *(int(pid) for pid in pool._board.column("pid")), flush=True)
+    time.sleep(100)
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    made = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    assert made.stdout is not None
+    board, *words = made.stdout.readline().split()
+    pids = [int(word) for word in words]
+    assert len(pids) == 2
+    made.kill()
+    made.wait()
+    wait_for(lambda: not any(_runs(pid) for pid in pids), 20)
+    wait_for(lambda: store.reap() >= 0 and store.stats()["writing"] == 0, 20)  # once their last threads are gone
+    assert Path(board).exists()  # nobody was left to remove it
+    with Board.create(f"{store.name}-next", 1, ("steps",)):
+        assert not Path(board).exists()  # the next one did
+
+
+def _runs(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_board_is_seen_by_all_and_refuses_what_is_none(store_name, tmp_path):
+    name = store_name()
+    with Board.create(name, 3, ("steps", "loss")) as board:
+        board.slot(2)["loss"] = 0.5
+        other = Board.open(name)
+        other.slot(0)["steps"] += 7
+        assert board.column("steps").tolist() == [7, 0, 0]
+        assert dict(other.slot(2)) == {"steps": 0.0, "loss": 0.5}
+        with pytest.raises(StoreExistsError):
+            Board.create(name, 1, ("a",))
+        with pytest.raises(SchemaError, match="slots 0 to 2"):
+            board.slot(3)
+        board.path.write_bytes(b"garbage" * 1000)
+        with pytest.raises(GeartrainError, match="is not a board"):
+            Board.open(name)
+    with pytest.raises(StoreMissingError):
+        Board.open(name)
+    for wrong in ("", "a/b", ".hidden"):
+        with pytest.raises(SchemaError):
+            Board.create(wrong, 1, ("a",))
+    with pytest.raises(SchemaError):
+        Board.create(name, 1, ("a", "a"))
+    assert np.isfinite(board.column("steps")).all()

@@ -1,0 +1,392 @@
+"""Batches on a device: those of the CPU, whatever the device is behind with; waits on streams, not on the host."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tagged
+
+import geartrain as gt
+import geartrain.replay.device as landing
+import geartrain.replay.device.gather_threshold as crossover
+from geartrain.errors import PinError, SchemaError, StoreClosedError
+from geartrain.replay.device import Convert, OnDevice
+from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Mixture, TopK, Uniform, Weighted
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+from geartrain.tools.testing import SimulatedDevice  # noqa: E402
+
+
+@pytest.fixture
+def store(store_name: Callable[[], str]) -> Iterator[gt.Store]:
+    rng = np.random.default_rng(0)
+    fields = {
+        "x": gt.Field((30, 11), "float32"),
+        "pixels": gt.Field((30, 3, 5), "uint8"),
+        "group": gt.Field((), "int64", timed=False),
+    }
+    with gt.Store.create(store_name(), fields, capacity=64) as made:
+        made.insert(
+            {
+                "x": rng.normal(size=(60, 30, 11)).astype("f"),
+                "pixels": rng.integers(0, 255, (60, 30, 3, 5), dtype=np.uint8),
+                "group": np.arange(60) // 4,
+            },
+            lengths=rng.integers(1, 31, 60),
+            weights=rng.random(60),
+        )
+        yield made
+
+
+def same(host: gt.Batch, landed: gt.Batch, convert: dict[str, Convert], packed: bool) -> None:
+    assert host.rows == landed.rows
+    assert host.step == landed.step
+    for name, values in host.items():
+        timed = name != "group"
+        expected = convert[name].apply(values, host.mask if timed else None) if name in convert else values
+        assert torch.equal(expected[host.mask] if packed and timed else expected, landed[name]), name
+    for book in ("start", "length", "version", "probability", "importance"):
+        mine, theirs = getattr(host, book), getattr(landed, book)
+        assert (mine is None) == (theirs is None), book
+        assert mine is None or torch.equal(mine, theirs), book
+    if packed:
+        assert landed.mask is None
+        assert landed.cu_seqlens.diff().tolist() == host.mask.sum(1).tolist()
+    else:
+        assert torch.equal(host.mask, landed.mask)
+
+
+STRATEGIES = [
+    Uniform(seed=1), Uniform(seed=4, stratified=True), Weighted(seed=2, beta=0.5), Weighted(seed=3, replacement=False),
+    TopK(), Lifo(), Fifo(), Group("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["gather", "staged"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: f"{type(s).__name__}{getattr(s, 'seed', '')}")
+def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy: Any, path: Any) -> None:
+    for window, convert, packed in [
+        (None, {}, False), (7, {"pixels": Convert("bfloat16", 1 / 255)}, False), (7, {"x": Convert("float16")}, True),
+        (40, {}, True),
+    ]:  # fmt: skip
+        device = SimulatedDevice(window or 0)
+        options = OnDevice(device, path=path, convert=convert, packed=packed)
+        with (
+            gt.Replay(store, strategy, 8, window=window, pad="right", steps=5) as slow,
+            gt.Replay(store, strategy, 8, window=window, pad="right", steps=5, device=options) as fast,
+        ):
+            for host, landed in zip(slow, fast, strict=True):
+                device.finish()
+                same(host, landed, convert, packed)
+            assert fast.describe()[0]["path"] == path
+        assert not device.registered
+
+
+@pytest.mark.parametrize("path", ["gather", "staged"])
+def test_a_mixture_lands_in_one_batch(store: gt.Store, store_name: Callable[[], str], path: Any) -> None:
+    device = SimulatedDevice(3)
+    with gt.Store.create(store_name(), store.fields, capacity=9) as other:
+        other.insert({name: store.column(name)[:9] for name in store.fields}, weights=np.arange(1, 10))
+        mixture = Mixture([0.6, 0.4], [Uniform(seed=1), Weighted(seed=2, beta=1.0)])
+        both = [store, other]
+        with (
+            gt.Replay(both, mixture, 8, window=5, steps=4) as slow,
+            gt.Replay(both, mixture, 8, window=5, steps=4, device=OnDevice(device, path=path)) as fast,
+        ):
+            for host, landed in zip(slow, fast, strict=True):
+                device.finish()
+                same(host, landed, {}, False)
+            assert len(fast.describe()) == 2
+
+
+def test_the_consumers_stream_waits_and_its_host_does_not(store: gt.Store) -> None:
+    """What the consumer gives its stream runs after the batch has landed, though nobody waited for that on the host."""
+    for seed in range(5):
+        device = SimulatedDevice(seed)
+        with (
+            gt.Replay(store, Uniform(seed=1), 8, window=7, steps=12) as slow,
+            gt.Replay(store, Uniform(seed=1), 8, window=7, steps=12, device=OnDevice(device)) as fast,
+        ):
+            sums: list[Any] = []
+            for batch in fast:
+                total = torch.zeros(())
+                device.run(lambda x=batch["x"], total=total: total.add_(x.sum()))
+                sums.append(total)
+                del batch
+            assert set(device.syncs) == {"geartrain-prefetch"}
+            device.finish()
+            assert [float(total) for total in sums] == [float(batch["x"].sum()) for batch in slow]
+
+
+def test_memory_is_used_again_only_when_the_consumers_stream_is_done(store: gt.Store) -> None:
+    """The consumer reads a batch it has already dropped: as CUDA does with work that is still queued."""
+    device = SimulatedDevice(11)
+    addresses = set()
+    with (
+        gt.Replay(store, Uniform(seed=1), 8, window=7, steps=30) as slow,
+        gt.Replay(store, Uniform(seed=1), 8, window=7, steps=30, device=OnDevice(device, path="gather")) as fast,
+    ):
+        copies: list[np.ndarray] = []
+        for batch in fast:
+            x = batch["x"]
+            copy = np.zeros(tuple(x.shape), np.float32)
+            copies.append(copy)
+            addresses.add(x.data_ptr())
+            # A queued kernel holds an address and no tensor.
+            device.run(functools.partial(ctypes.memmove, copy.ctypes.data, x.data_ptr(), x.nbytes))
+            del x, batch
+        device.finish()
+        for copy, batch in zip(copies, slow, strict=True):
+            np.testing.assert_array_equal(copy, batch["x"].numpy())
+    assert len(addresses) < 20, "memory was not recycled"
+
+
+def test_a_batch_that_is_kept_is_never_overwritten(store: gt.Store) -> None:
+    device = SimulatedDevice(5)
+    with (
+        gt.Replay(store, Uniform(seed=1), 8, steps=20) as slow,
+        gt.Replay(store, Uniform(seed=1), 8, steps=20, device=OnDevice(device)) as fast,
+    ):
+        kept = list(fast)
+        device.finish()
+        for host, landed in zip(slow, kept, strict=True):
+            same(host, landed, {}, False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("path", ["gather", "staged"])
+def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], str], path: Any, packed: bool) -> None:
+    device = SimulatedDevice(2)
+    done = threading.Event()
+    with gt.Store.create(store_name(), tagged.FIELDS, capacity=40) as store:
+        tagged.insert(store, np.arange(1, 41))
+
+        pause_s = 0.0
+
+        def write() -> None:
+            tag = 100
+            while not done.wait(pause_s):
+                tagged.insert(store, np.arange(tag, tag + 4))
+                tag += 4
+
+        writer = threading.Thread(target=write)
+        batches = 0
+        with gt.Replay(store, Uniform(seed=1), 6, window=9, device=OnDevice(device, path=path, packed=packed)) as fast:
+            try:
+                while batches < 15 or (path == "gather" and fast.stats()["redrawn"] == 0 and batches < 300):
+                    began_s = time.monotonic()
+                    batch = fast.sample()
+                    device.finish()
+                    # the store is written anew about once a batch, however slow the interpreter is here
+                    pause_s = (time.monotonic() - began_s) / 10
+                    if batches == 0:
+                        writer.start()
+                    _check_tags(batch)
+                    batches += 1
+            finally:
+                done.set()
+                if writer.is_alive():
+                    writer.join()
+            assert path == "staged" or fast.stats()["redrawn"] > 0
+
+
+def _check_tags(batch: gt.Batch) -> None:
+    tags = batch["tag"].numpy()
+    starts, lengths = batch.start.numpy(), batch.length.numpy()
+    assert (lengths == tagged.length_of(tags)).all()
+    for i, tag in enumerate(tags):
+        if batch.cu_seqlens is None:
+            found = batch["steps"][i][batch.mask[i]].numpy()
+        else:
+            found = batch["steps"][int(batch.cu_seqlens[i]) : int(batch.cu_seqlens[i + 1])].numpy()
+        at = starts[i] + np.arange(len(found))
+        np.testing.assert_array_equal(found, tagged.steps_of(np.array([tag]), at[None])[0])
+
+
+def test_with_limited_samples_each_row_is_seen_so_often(store_name: Callable[[], str]) -> None:
+    device = SimulatedDevice(2)
+    with gt.Store.create(store_name(), {"x": gt.Field((4,), "int64")}, capacity=40, max_times_sampled=2) as store:
+        store.insert({"x": np.repeat(np.arange(40)[:, None], 4, 1)})
+        seen = np.zeros(40, int)
+        with gt.Replay(store, Uniform(seed=1, replacement=False), 8, prefetch=2, device=OnDevice(device)) as fast:
+            for _ in range(8):
+                batch = fast.sample()
+                device.finish()
+                np.add.at(seen, batch["x"][:, 0].numpy(), 1)
+        assert seen.max() <= 2
+        assert seen.sum() == 64
+
+
+def test_what_cannot_be_pinned_is_staged_and_says_so(store: gt.Store, caplog: pytest.LogCaptureFixture) -> None:
+    device = SimulatedDevice(1, most_pinned=1000)
+    with (
+        caplog.at_level(logging.WARNING, "geartrain.replay.device"),
+        gt.Replay(store, Uniform(seed=1), 8, device=OnDevice(device)) as fast,
+    ):
+        fast.sample()
+        (about,) = fast.describe()
+    assert about["path"] == "staged"
+    assert "RLIMIT_MEMLOCK" in about["why"] or "cannot be pinned" in about["why"]
+    assert "staged through the CPU" in caplog.text
+    with pytest.raises(PinError, match="cannot be pinned"):
+        gt.Replay(store, Uniform(seed=1), 8, device=OnDevice(device, path="gather"))
+
+
+def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the program says, or the environment, or what was measured here, or at last by an estimate; in that order."""
+    device = SimulatedDevice(1)
+
+    def chosen(asked: int | None = None) -> tuple[str, str]:
+        with gt.Replay(store, Uniform(seed=1), 8, device=OnDevice(device, crossover_bytes=asked)) as fast:
+            (about,) = fast.describe()
+            return about["path"], about["why"]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(crossover.VARIABLE, raising=False)
+    assert chosen()[0] == "gather"
+    assert f"{landing.CROSSOVER_BYTES} (an estimate" in chosen()[1]
+    crossover.remember("another", 5000)
+    assert crossover.remember(device.model, 100, command="a bench") == tmp_path / "geartrain" / "crossover.json"
+    assert chosen()[0] == "staged"
+    assert "100 (as measured on this machine)" in chosen()[1]
+    monkeypatch.setenv(crossover.VARIABLE, "200000")
+    assert chosen()[0] == "gather"
+    assert "200000 (by GEARTRAIN_CROSSOVER_BYTES)" in chosen()[1]
+    assert chosen(100)[0] == "staged"
+    monkeypatch.setenv(crossover.VARIABLE, "4 MB")
+    with pytest.raises(SchemaError, match="is a number of bytes, found '4 MB'"):
+        chosen()
+    monkeypatch.delenv(crossover.VARIABLE)
+    crossover.measured_path().write_text("not what we wrote")
+    assert chosen()[0] == "gather"
+
+
+def test_the_crossover_stands_between_the_sizes_that_were_measured() -> None:
+    faster, slower = {"gather": 1.0, "staged": 2.0}, {"gather": 2.0, "staged": 1.0}
+    assert crossover.found_from({10**4: faster, 10**6: slower, 10**5: faster}) == 316228
+    assert crossover.found_from({10**4: faster, 10**6: faster}) == 10**6
+    assert crossover.found_from({10**4: slower, 10**6: faster}) == 0
+    assert crossover.found_from({10**4: {"gather": 1.01, "staged": 1.0}}) == 10**4, "as fast, within what is measured"
+
+
+def test_the_state_of_a_replay_resumes_on_the_device(store: gt.Store) -> None:
+    device = SimulatedDevice(1)
+    with gt.Replay(store, Fifo(), 4, device=OnDevice(device)) as fast:
+        for _ in range(3):
+            fast.sample()
+        state = fast.state_dict()
+        expected = [fast.sample().rows for _ in range(3)]
+    with gt.Replay(store, Fifo(), 4, device=OnDevice(device)) as again:
+        again.load_state_dict(state)
+        assert [again.sample().rows for _ in range(3)] == expected
+
+
+def test_a_closed_replay_lets_go_of_the_segment_and_a_dropped_one_too(store: gt.Store) -> None:
+    device = SimulatedDevice(1)
+    replay = gt.Replay(store, Uniform(seed=1), 8, device=OnDevice(device, path="gather"))
+    other = gt.Replay(store, Uniform(seed=2), 8, device=OnDevice(device, path="gather"))
+    replay.sample()
+    assert len(device.registered) == 1, "a segment is registered once a process"
+    replay.close()
+    assert len(device.registered) == 1
+    with pytest.raises(StoreClosedError):
+        replay.sample()
+    other.sample()
+    del other
+    gc.collect()
+    assert not device.registered
+
+
+def test_what_does_not_fit_is_refused_at_the_door(store: gt.Store) -> None:
+    device = SimulatedDevice(1)
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"device": OnDevice(device, convert={"pixels": Convert("int8")})}, SchemaError, "cannot become int8"),
+        ({"device": OnDevice(device, convert={"group": Convert("float32")})}, SchemaError, "int64 cannot become"),
+        ({"device": OnDevice(device, convert={"no": Convert("float32")})}, SchemaError, r"names \['no'\]"),
+        ({"device": OnDevice(device, select="device")}, SchemaError, "runs no kernels"),
+        ({"device": OnDevice(device, path="staged", select="device")}, SchemaError, "batches are staged"),
+        ({"device": OnDevice(device), "as_": "numpy"}, SchemaError, "torch tensors"),
+        ({"device": "cpu"}, SchemaError, "leave device out"),
+        ({"device": "gpu7"}, SchemaError, "there is no device"),
+        ({"device": OnDevice(device, path="gather", pin_limit_bytes=1000)}, PinError, "the limit is 0.00 GB"),
+    ]
+    for arguments, error, message in refused:
+        with pytest.raises(error, match=message):
+            gt.Replay(store, Uniform(seed=1), 8, **arguments)
+    with pytest.raises(SchemaError, match="path is"):
+        OnDevice(path="dma")  # type: ignore[arg-type]
+    assert not device.registered
+    if not torch.cuda.is_available():
+        with pytest.raises(SchemaError, match="finds no CUDA device"):
+            gt.Replay(store, Uniform(seed=1), 8, device="cuda")
+
+
+def test_one_batch_serves_as_static_memory_for_the_next(store: gt.Store) -> None:
+    with gt.Replay(store, Weighted(seed=1, beta=0.4), 8, window=5, steps=3) as replay:
+        batches = list(replay)
+        static = batches[0].clone()
+        address = static["x"].data_ptr()
+        static.copy_(batches[2])
+        assert static["x"].data_ptr() == address != batches[0]["x"].data_ptr()
+        for name in batches[2]:
+            assert torch.equal(static[name], batches[2][name])
+        assert torch.equal(static.importance, batches[2].importance)
+
+
+@pytest.mark.parametrize("path", ["gather", "staged"])
+def test_a_row_that_grows_has_one_length_in_a_batch(store_name: Callable[[], str], path: Any) -> None:
+    """Fields, mask and books of a growing row speak of the same steps, whenever the device gets to read them."""
+    fields = {"a": gt.Field((400, 3), "int64"), "b": gt.Field((400, 500), "uint8")}
+    device = SimulatedDevice(4)
+    done = threading.Event()
+    with gt.Store.create(store_name(), fields, capacity=4) as store:
+        row = store.row()
+        row["a"][0], row["b"][0] = 1, 1
+        row.publish(length=1)
+
+        def grow() -> None:
+            for step in range(1, 400):
+                if done.wait(0.001):
+                    return
+                row["a"][step], row["b"][step] = step + 1, 1
+                row.extend(step + 1)
+
+        writer = threading.Thread(target=grow)
+        writer.start()
+        try:
+            with gt.Replay(store, Uniform(seed=1), 3, window=30, device=OnDevice(device, path=path)) as fast:
+                for _ in range(20):
+                    batch = fast.sample()
+                    device.finish()
+                    at = batch.start[:, None] + torch.cumsum(batch.mask, 1)
+                    assert torch.equal(batch["a"][..., 0], torch.where(batch.mask, at, 0))
+                    assert torch.equal(batch["b"][..., 0] == 1, batch.mask)
+        finally:
+            done.set()
+            writer.join()
+            row.commit()
+
+
+def test_a_rate_limiter_holds_batches_on_a_device_back(store_name: Callable[[], str]) -> None:
+    from geartrain.errors import WaitTimeoutError
+
+    device = SimulatedDevice(4)
+    with gt.Store.create(store_name(), {"x": gt.Field((4,), "int64")}, capacity=64) as store:
+        store.limiter.set(samples_per_insert=1.0, min_size_to_sample=8, error_buffer=8.0)
+        store.insert({"x": np.zeros((8, 4), np.int64)})
+        with gt.Replay(store, Uniform(seed=1), 8, prefetch=0, device=OnDevice(device), timeout_s=0.3) as fast:
+            fast.sample()
+            with pytest.raises(WaitTimeoutError):
+                for _ in range(20):
+                    fast.sample()

@@ -1,0 +1,60 @@
+"""Batches on devices over ranks that are processes: rows of others come by way of the host, or from their devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+from test_ranks_processes import lines
+
+WORKER = Path(__file__).parents[1] / "support" / "ranks_device_worker.py"
+
+
+def start(scenario: str, name: str, ranks: int, tmp_path: Path, **env: str) -> list[subprocess.Popen[str]]:
+    settings = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "MEET": f"file://{tmp_path}/meet", **env}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), scenario, name], env={**os.environ, **settings, "RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("exchange", ["host", "nccl"])
+def test_batches_are_those_of_the_host_however_rows_come(
+    store_name: Callable[[], str], tmp_path: Path, exchange: str
+) -> None:
+    said = [lines(p)[0] for p in start("batches", store_name(), 3, tmp_path, EXCHANGE=exchange)]
+    for one in said:
+        assert one["path"] == "gather"
+        assert one["exchange"] == ("gloo" if exchange == "nccl" else "host")
+    received = [sum(of_case) for of_case in zip(*(one["received"] for one in said), strict=True)]
+    assert received[0] and received[2], received
+
+
+def test_a_rank_that_reads_nothing_sends_from_its_device(store_name: Callable[[], str], tmp_path: Path) -> None:
+    head, middle, tail = (lines(p)[0] for p in start("stages", store_name(), 3, tmp_path))
+    assert head["fields"] == ["pixels"]
+    assert tail["fields"] == ["group", "x"]
+    assert middle["fields"] == []
+    assert middle["received"] == 0
+    assert head["received"] > 0
+    assert tail["received"] > 0
+
+
+def test_a_killed_rank_is_an_error_on_the_others_and_not_a_hang(store_name: Callable[[], str], tmp_path: Path) -> None:
+    processes = start("killed", store_name(), 3, tmp_path)
+    for rank, process in enumerate(processes):
+        if rank != 1:
+            (said,) = lines(process, timeout_s=30)
+            assert "rank 1" in said["error"]
+            assert said["waited_s"] < 10
+    processes[1].wait(timeout=10)

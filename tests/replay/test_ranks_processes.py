@@ -1,0 +1,127 @@
+"""Ranks that are processes, over Gloo: the same promises where they can be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+WORKER = Path(__file__).parents[1] / "support" / "ranks_worker.py"
+
+
+def start(scenario: str, name: str, ranks: int, tmp_path: Path, **env: str) -> list[subprocess.Popen[str]]:
+    """Ranks that find each other through a file, so that no port is needed."""
+    processes = []
+    for rank in range(ranks):
+        settings = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        settings["MEET"] = f"file://{tmp_path}/meet"
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(WORKER), scenario, name],
+                env={**os.environ, **settings, **env},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return processes
+
+
+def lines(process: subprocess.Popen[str], code: int | None = 0, timeout_s: float = 60) -> list[dict[str, Any]]:
+    out, err = process.communicate(timeout=timeout_s)
+    assert code is None or process.returncode == code, err[-3000:]
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+def test_processes_make_the_same_global_batch_however_many_there_are(
+    store_name: Callable[[], str], tmp_path: Path
+) -> None:
+    found = []
+    for ranks in (1, 3):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        said = [lines(p) for p in start("batches", store_name(), ranks, folder)]
+        steps = []
+        for step in range(5):
+            pairs = [pair for each in said for pair in zip(each[step]["draw"], each[step]["number"], strict=True)]
+            steps.append([number for _, number in sorted(pairs)])
+        found.append(steps)
+        stats = [each[-1]["stats"] for each in said]
+        assert sum(s["sent_bytes"] for s in stats) == sum(s["received_bytes"] for s in stats)
+        assert all(s["local_share"] > 0.6 for s in stats)
+    assert found[0] == found[1]
+
+
+def test_a_mesh_says_who_reads_what(store_name: Callable[[], str], tmp_path: Path) -> None:
+    said = [lines(p) for p in start("mesh", store_name(), 4, tmp_path)]
+    for step in range(2):
+        heads, tails = [said[rank][step] for rank in (0, 1)], [said[rank][step] for rank in (2, 3)]
+        for head, tail in zip(heads, tails, strict=True):
+            assert head["fields"] == ["x"] and tail["fields"] == ["number"]
+            assert head["draw"] == tail["draw"] and head["rows"] == tail["rows"]
+        assert sorted(heads[0]["draw"] + heads[1]["draw"]) == list(range(24))
+    for one, other in ((0, 1), (2, 3)):
+        assert sorted(said[one][2]["slice"] + said[other][2]["slice"]) == list(range(24))
+
+
+def test_replays_follow_each_other_on_ranks_with_groups_of_their_own(
+    store_name: Callable[[], str], tmp_path: Path
+) -> None:
+    one, other = (lines(p)[0]["drawn"] for p in start("again", store_name(), 2, tmp_path))
+    assert len(one) == len(other) == 2
+
+
+def test_a_script_that_closes_nothing_leaves_nothing(names: Callable[[], str], tmp_path: Path) -> None:
+    name = names()
+    for process in start("leaves", name, 2, tmp_path):
+        lines(process)
+    assert not list(Path("/dev/shm").glob(f"geartrain.{name}-*"))
+
+
+@pytest.mark.parametrize("prefetch", ["0", "2"])
+def test_an_interrupt_is_not_kept_waiting_by_a_rank_that_does_not_answer(
+    store_name: Callable[[], str], tmp_path: Path, prefetch: str
+) -> None:
+    name = store_name()
+    processes = start("interrupted", name, 2, tmp_path, PREFETCH=prefetch)
+    try:
+        (said,) = lines(processes[0])
+        assert said["waited_s"] < 5
+    finally:
+        processes[1].kill()
+        processes[1].communicate()
+        for rank in range(2):
+            Path(f"/dev/shm/geartrain.{name}-{rank}").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("how", "prefetch"), [("kill", "0"), ("kill", "2"), ("stop", "2")])
+def test_a_rank_killed_or_stopped_is_a_named_error_within_the_deadline(
+    store_name: Callable[[], str], tmp_path: Path, how: str, prefetch: str
+) -> None:
+    name = store_name()
+    processes = start("killed", name, 3, tmp_path, HOW=how, PREFETCH=prefetch)
+    try:
+        for rank in (0, 2):
+            (said,) = lines(processes[rank])
+            assert "rank 1 was lost" in said["error"] or "rank 1 did not answer within 3" in said["error"]
+            assert said["waited_s"] < (1.5 if how == "kill" else 6)
+            # What it had in memory stays, for the job that is started again.
+            assert Path(f"/dev/shm/geartrain.{name}-{rank}").exists()
+        processes[1].send_signal(signal.SIGKILL)
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+        for rank in range(3):
+            Path(f"/dev/shm/geartrain.{name}-{rank}").unlink(missing_ok=True)

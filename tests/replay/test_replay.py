@@ -1,0 +1,384 @@
+"""Replay: the same batches for the same seed, errors and ends that reach the consumer, and no thread left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain import _native
+from geartrain.errors import (
+    EmptyStoreError,
+    NotEnoughRowsError,
+    SchemaError,
+    StoreClosedError,
+    WaitTimeoutError,
+)
+from geartrain.selection.strategy import Uniform, Weighted
+
+ROWS, STEPS = 200, 12
+
+
+@pytest.fixture
+def store(name):
+    """200 rows of 1 to 12 steps; row i holds i * 100 + t at step t."""
+    with gt.Store.create(name, {"x": gt.Field((STEPS,), "int64"), "id": gt.Field((), "int32")}, capacity=ROWS) as made:
+        values = np.arange(ROWS)[:, None] * 100 + np.arange(STEPS)
+        weights = np.arange(ROWS) % 5
+        made.insert({"x": values, "id": np.arange(ROWS, dtype=np.int32)}, lengths=_lengths(), weights=weights)
+        yield made
+    assert not prefetching(), "a prefetching thread was left behind"
+
+
+def _lengths() -> np.ndarray:
+    return 1 + np.arange(ROWS) % STEPS
+
+
+def prefetching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("geartrain-prefetch")]
+
+
+def fingerprint(batch: gt.Batch) -> tuple:
+    parts = (*batch.values(), batch.mask, batch.start, batch.length, batch.version, batch.probability)
+    return (batch.step, batch.rows.row.tobytes(), *(np.asarray(part).tobytes() for part in parts))
+
+
+def batches(replay: gt.Replay, n: int) -> list[tuple]:
+    return [fingerprint(replay.sample()) for _ in range(n)]
+
+
+STRATEGIES = [Uniform(seed=3), Weighted(seed=3)]
+
+
+# --- the same batches -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
+def test_the_same_seed_gives_the_same_batches_whatever_is_prefetched_and_by_how_many_threads(store, strategy):
+    expected = None
+    for prefetch, threads in ((0, 1), (1, 1), (2, 2), (5, 3)):
+        with gt.Replay(store, strategy, 16, window=5, prefetch=prefetch, threads=threads) as replay:
+            found = batches(replay, 12)
+        expected = expected or found
+        assert found == expected
+    assert len(set(expected)) == 12
+    with gt.Replay(store, type(strategy)(seed=4), 16, window=5, prefetch=0) as replay:
+        assert not set(batches(replay, 12)) & set(expected)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_resumed_run_goes_on_with_the_batches_of_the_uninterrupted_one(store, prefetch):
+    with gt.Replay(store, Weighted(seed=9), 8, window=4, prefetch=prefetch) as replay:
+        expected = batches(replay, 10)
+    with gt.Replay(store, Weighted(seed=9), 8, window=4, prefetch=prefetch) as replay:
+        first = batches(replay, 4)
+        state = replay.state_dict()
+    with gt.Replay(store, Weighted(seed=9), 8, window=4, prefetch=prefetch) as replay:
+        replay.sample()  # what it did before is forgotten
+        replay.load_state_dict(state)
+        assert replay.step == 4
+        assert first + batches(replay, 6) == expected
+    with gt.Replay(store, Weighted(seed=8), 8, prefetch=0) as replay, pytest.raises(SchemaError, match="seed 9"):
+        replay.load_state_dict(state)
+
+
+def test_an_iteration_that_was_left_early_goes_on_at_the_next_batch(store):
+    with gt.Replay(store, Uniform(seed=1), 4, prefetch=3) as replay:
+        expected = batches(replay, 9)
+    with gt.Replay(store, Uniform(seed=1), 4, prefetch=3) as replay:
+        found = []
+        for _ in range(3):
+            for batch in replay:
+                found.append(fingerprint(batch))
+                if len(found) in (2, 5, 9):
+                    break
+        assert found == expected
+
+
+def test_batches_tell_the_truth_about_their_rows(store):
+    with gt.Replay(store, Weighted(seed=2), 64, window=5, as_="numpy", prefetch=0) as replay:
+        for batch in (replay.sample() for _ in range(20)):
+            row, lengths = batch["id"], _lengths()[batch["id"]]
+            assert batch.length.tolist() == lengths.tolist()
+            assert (row % 5 != 0).all()  # weight 0
+            assert np.allclose(batch.probability, (row % 5) / (np.arange(ROWS) % 5).sum())
+            real = batch.mask.sum(1)
+            ends = batch.start + real - 1
+            assert (ends < lengths).all()
+            assert (real == np.minimum(5, ends + 1)).all()
+            assert batch.mask[:, -1].all()  # padded on the left
+            for i in range(64):
+                steps = np.arange(batch.start[i], ends[i] + 1)
+                assert batch["x"][i][batch.mask[i]].tolist() == (row[i] * 100 + steps).tolist()
+                assert not batch["x"][i][~batch.mask[i]].any()
+
+
+def test_new_weights_count_from_the_next_batch_on_without_prefetching(store):
+    with gt.Replay(store, Weighted(seed=2), 32, prefetch=0) as replay:
+        keys = store.keys()
+        replay.update_weights(keys, 0)
+        with pytest.raises(EmptyStoreError):
+            replay.sample()
+        assert replay.update_weights(keys[7], 1.0) == 0
+        batch = replay.sample()
+        assert set(batch["id"].tolist()) == {7}
+        assert replay.update_weights(batch.rows, torch.full((32,), 0.5, dtype=torch.bfloat16).float()) == 0
+        assert store.status(keys[7])["weight"].tolist() == [0.5]
+
+
+# --- iterating ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_iteration_has_as_many_batches_as_asked_and_the_next_one_goes_on(store, prefetch):
+    with gt.Replay(store, Uniform(), 4, steps=3, prefetch=prefetch) as replay:
+        assert len(replay) == 3
+        assert [batch.step for batch in replay] == [0, 1, 2]
+        assert [batch.step for batch in replay] == [3, 4, 5]
+    with gt.Replay(store, Uniform(), 4, steps=0) as replay:
+        assert list(replay) == []
+    with gt.Replay(store, Uniform(), 4) as replay, pytest.raises(TypeError, match="endless"):
+        len(replay)
+
+
+def test_a_new_iteration_ends_the_one_before(store):
+    with gt.Replay(store, Uniform(), 4, prefetch=2) as replay:
+        first = iter(replay)
+        assert next(first).step == 0
+        second = iter(replay)
+        assert next(second).step == 1
+        assert next(first, None) is None
+        assert next(second).step == 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_data_loader_takes_a_replay_as_it_is_and_needs_no_workers(store, prefetch, monkeypatch):
+    with gt.Replay(store, Uniform(seed=5), 4, steps=3, window=3, prefetch=prefetch) as replay:
+        loaded = list(DataLoader(gt.ReplayDataset(replay), batch_size=None))
+        assert len(loaded) == 3
+        assert all(item["x"].shape == (4, 3) for item in loaded)
+        assert set(loaded[0]) == {"x", "id", "mask", "start", "length", "version", "probability"}
+        monkeypatch.setattr("torch.utils.data.get_worker_info", lambda: "a worker")
+        with pytest.raises(SchemaError, match="num_workers=0"):
+            next(iter(gt.ReplayDataset(replay)))
+
+
+def test_the_figures_add_up(store):
+    with gt.Replay(store, Uniform(), 10, window=4, prefetch=2, steps=5) as replay:
+        size = sum(batch.nbytes for batch in replay)
+        stats = replay.stats()
+    assert (stats["batches"], stats["rows"], stats["bytes"]) == (5, 50, size)
+    assert size == 5 * 10 * (4 * 8 + 4)
+    assert 0 <= stats["wait_share"] <= 1
+    assert stats["make_s"] > 0
+    assert stats["redrawn"] == 0
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+class Faulty:
+    """A strategy that fails, or waits for ever, at a step."""
+
+    def __init__(self, at_step: int, fault) -> None:
+        self.seed = 0
+        self.at_step = at_step
+        self.fault = fault
+
+    def select(self, candidates, n, step, *, state=None, again=None):
+        if step == self.at_step:
+            self.fault()
+        return Uniform().select(candidates, n, step, state=state, again=again)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_an_error_reaches_the_consumer_at_its_own_step_and_the_next_call_tries_again(store, prefetch):
+    def fault() -> None:
+        faults.append(1)
+        if len(faults) == 1:
+            raise RuntimeError("broken strategy")
+
+    faults: list[int] = []
+    with gt.Replay(store, Faulty(2, fault), 4, prefetch=prefetch) as replay:
+        assert [replay.sample().step for _ in range(2)] == [0, 1]
+        with pytest.raises(RuntimeError, match="broken strategy"):
+            replay.sample()
+        assert replay.sample().step == 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_empty_store_is_an_error_and_not_a_wait(name, prefetch):
+    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=9) as store:
+        with gt.Replay(store, Uniform(), 4, prefetch=prefetch, min_rows=3) as replay:
+            for n in (0, 1, 1):
+                store.insert({"x": np.zeros(n, np.int64)})
+                with pytest.raises(NotEnoughRowsError, match=f"3 selectable rows.* has {len(store)}"):
+                    replay.sample()
+            store.insert({"x": np.zeros(1, np.int64)})
+            assert len(replay.sample().rows) == 4
+
+
+def test_a_batch_that_takes_too_long_is_an_error_in_time_and_is_still_there_later(store):
+    go = threading.Event()
+    with gt.Replay(store, Faulty(1, go.wait), 4, prefetch=2, timeout_s=0.1) as replay:
+        assert replay.sample().step == 0
+        for _ in range(2):
+            began_s = time.monotonic()
+            with pytest.raises(WaitTimeoutError, match=r"0\.1 s"):
+                replay.sample()
+            assert time.monotonic() - began_s < 5
+        go.set()
+        replay._timeout_s = 20
+        assert replay.sample().step == 1
+
+
+def test_closing_does_not_wait_for_ever_for_a_strategy_that_never_returns(store):
+    go = threading.Event()
+    replay = gt.Replay(store, Faulty(1, go.wait), 4, prefetch=2, timeout_s=0.2)
+    replay.sample()
+    began_s = time.monotonic()
+    replay.close()
+    assert time.monotonic() - began_s < 5
+    left = prefetching()
+    go.set()
+    for thread in left:
+        thread.join(timeout=20)
+
+
+def test_a_store_closed_under_a_prefetching_replay_is_an_error_and_not_a_crash(name):
+    store = gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=9)
+    store.insert({"x": np.zeros(9, np.int64)})
+    with gt.Replay(store, Uniform(), 4, prefetch=2, timeout_s=20) as replay:
+        replay.sample()
+        store.close()
+        with pytest.raises(StoreClosedError):
+            for _ in range(10):
+                replay.sample()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, found 0"),
+        ({"prefetch": -1}, "prefetch must be at least 0, found -1"),
+        ({"min_rows": 0}, "min_rows must be at least 1, found 0"),
+        ({"steps": -1}, "steps must be at least 0, found -1"),
+        ({"selection": "uniform"}, "found 'uniform'"),
+        ({"fields": ["y"]}, "no field 'y'"),
+        ({"window": 0}, "window=0"),
+        ({"pad": "both"}, "'both'"),
+        ({"threads": 0}, "threads=0"),
+        ({"timeout_s": -1}, "timeout_s"),
+        ({"timeout_s": float("nan")}, "timeout_s"),
+    ],
+)
+def test_a_replay_that_makes_no_sense_is_refused(store, options, message):
+    with pytest.raises(SchemaError, match=message):
+        gt.Replay(store, **{"selection": Uniform(), "batch_size": 4, **options})
+
+
+# --- leaving --------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_replay_leaves_no_thread_and_refuses_more(store):
+    replay = gt.Replay(store, Uniform(), 4, prefetch=4)
+    replay.sample()
+    assert prefetching()
+    replay.close()
+    replay.close()
+    assert not prefetching()
+    for refused in (replay.sample, lambda: next(iter(replay))):
+        with pytest.raises(StoreClosedError, match="replay was closed"):
+            refused()
+
+
+def test_a_forgotten_replay_is_collected_with_its_thread(store):
+    replay = gt.Replay(store, Uniform(), 4, prefetch=4)
+    replay.sample()
+    (thread,) = prefetching()
+    del replay
+    gc.collect()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
+def test_a_replay_collected_on_its_own_prefetching_thread_ends_quietly(store, monkeypatch):
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    dropped = threading.Event()
+
+    def drop() -> None:
+        dropped.wait(20)
+        holder.clear()  # the last reference goes on this thread
+        gc.collect()
+
+    holder = [gt.Replay(store, Faulty(1, drop), 4, prefetch=3)]
+    holder[0].sample()
+    (thread,) = prefetching()
+    dropped.set()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert not unraisable
+
+
+def test_iterating_again_and_again_keeps_no_batch_of_the_iterations_before(store):
+    gc.collect()
+    before = _native.pool_counts()["bytes_in_use"]
+    with gt.Replay(store, Uniform(), 64, prefetch=3, steps=2) as replay:
+        for _ in range(25):
+            for batch in replay:
+                size = batch.nbytes
+        del batch
+        gc.collect()
+        # What was prepared ahead may lie there (fields and keys, a buffer each), what earlier iterations prepared not.
+        assert _native.pool_counts()["bytes_in_use"] - before <= 2 * 6 * max(size, 1 << 16)
+    gc.collect()
+    assert _native.pool_counts()["bytes_in_use"] == before
+
+
+def test_a_forked_child_goes_on_with_the_same_batches_on_a_thread_of_its_own(store, fork):
+    with gt.Replay(store, Uniform(seed=6), 4, prefetch=3, timeout_s=20) as replay:
+        expected = batches(replay, 6)
+    with gt.Replay(store, Uniform(seed=6), 4, prefetch=3, timeout_s=20) as replay:
+        first = batches(replay, 2)
+        child = fork(lambda: 0 if first + batches(replay, 4) == expected else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert first + batches(replay, 4) == expected
+
+
+# --- while rows change ----------------------------------------------------------------------------------------------
+
+
+def test_batches_are_full_and_whole_while_rows_turn_over(name):
+    with gt.Store.create(name, {"x": gt.Field((400,), "int64")}, capacity=6) as store:
+        store.insert({"x": np.zeros((3, 400), np.int64)})
+        stop = threading.Event()
+
+        def write() -> None:
+            for value in range(10**9):
+                store.insert({"x": np.full((1, 400), value)}, lengths=[1 + value % 400], versions=[value])
+                if stop.is_set():
+                    return
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            with gt.Replay(store, Weighted(seed=1), 32, as_="numpy", prefetch=2, window=50) as replay:
+                for _ in range(300):
+                    batch = replay.sample()
+                    expected = np.where(batch.mask, batch.version[:, None], 0)
+                    assert np.array_equal(batch["x"], expected)
+                    assert (batch.mask.sum(1) >= 1).all()
+                    assert len(batch.rows) == 32
+        finally:
+            stop.set()
+            writer.join()
+        assert store.audit() == []

@@ -1,0 +1,254 @@
+"""Draws: bit for bit what a slow reference gives, and in the right proportions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+import geartrain as gt
+from geartrain import _native
+from geartrain.errors import EmptyStoreError, SchemaError
+from geartrain.selection.strategy import Again, Candidates, Uniform, Weighted
+
+MASK = 0xFFFFFFFF
+
+
+def philox4x32(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
+    """Philox4x32-10, as the paper writes it down."""
+    c, (k0, k1) = list(counter), key
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [p1 >> 32 ^ c[1] ^ k0, p1 & MASK, p0 >> 32 ^ c[3] ^ k1, p0 & MASK]
+        k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
+    return tuple(c)
+
+
+def reference_below(seed: int, step: int, draw: int, attempt: int, stream: int, bound: int) -> int:
+    """floor(128 random bits * bound / 2**128)."""
+    words = philox4x32((draw, stream << 24 | attempt, step & MASK, step >> 32), (seed & MASK, seed >> 32))
+    bits = words[0] << 96 | words[1] << 64 | words[2] << 32 | words[3]
+    return bits * bound >> 128
+
+
+def reference_weighted(weights: np.ndarray, seed: int, step: int, n: int) -> np.ndarray:
+    """The row whose share of the running sum holds each random number."""
+    ends = np.cumsum(weights.astype(np.uint64))
+    targets = [reference_below(seed, step, draw, 0, 0, int(ends[-1])) for draw in range(n)]
+    return np.searchsorted(ends, np.array(targets, np.uint64), side="right")
+
+
+def reference_uniform(count: int, seed: int, step: int, n: int) -> np.ndarray:
+    return np.array([reference_below(seed, step, draw, 0, 0, count) for draw in range(n)])
+
+
+def chi_square_p(counts: np.ndarray, expected: np.ndarray) -> float:
+    """The probability of counts at least this far from the expected ones, if those were the truth."""
+    some = expected > 0
+    assert not counts[~some].any()
+    statistic = float(((counts[some] - expected[some]) ** 2 / expected[some]).sum())
+    return float(chi2.sf(statistic, int(some.sum()) - 1))
+
+
+def counts_of(strategy, candidates: Candidates, rows: int, draws: int, per_call: int = 1_000_000) -> np.ndarray:
+    counts = np.zeros(rows, np.int64)
+    for step in range(draws // per_call):
+        counts += np.bincount(strategy.select(candidates, per_call, step).rows, minlength=rows)
+    return counts
+
+
+# --- exactly --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((MASK,) * 4, (MASK, MASK), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_the_reference_generator_gives_the_published_vectors(counter, key, expected):
+    assert philox4x32(counter, key) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1000, 4096, 4097, 70_001])
+def test_draws_are_bit_for_bit_those_of_the_slow_reference(rows):
+    random = np.random.default_rng(rows)
+    weights = random.integers(0, 5000, rows, dtype=np.uint32)
+    weights[random.integers(rows)] = 77
+    candidates = Candidates(weights)
+    for seed, step in ((0, 0), (2**64 - 1, 2**40 + 3), (12345, 2**32)):
+        drawn = Weighted(seed).select(candidates, 150, step)
+        assert drawn.failed == 0
+        assert drawn.rows.tolist() == reference_weighted(weights, seed, step, 150).tolist()
+        assert np.array_equal(drawn.probability, weights[drawn.rows] / weights.sum(dtype=np.uint64))
+        assert (drawn.generations == 1).all()
+        drawn = Uniform(seed).select(candidates, 150, step)
+        assert drawn.rows.tolist() == reference_uniform(rows, seed, step, 150).tolist()
+        assert np.array_equal(drawn.probability, np.full(150, 1 / rows))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    weights=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=90),
+    seed=st.integers(0, 2**64 - 1),
+    step=st.integers(0, 2**64 - 1),
+)
+def test_any_weights_seed_and_step_give_the_references_rows(weights, seed, step):
+    array = np.array(weights, np.uint32)
+    if array.sum(dtype=np.uint64) == 0:
+        with pytest.raises(EmptyStoreError):
+            Weighted(seed).select(Candidates(array), 5, step)
+        return
+    drawn = Weighted(seed).select(Candidates(array), 30, step)
+    assert drawn.rows.tolist() == reference_weighted(array, seed, step, 30).tolist()
+
+
+def test_window_ends_are_bit_for_bit_those_of_the_slow_reference():
+    numbers = np.arange(200, dtype=np.uint32)
+    lengths = np.random.default_rng(1).integers(1, 1000, 200).astype(np.int32)
+    for seed, step, attempt in ((0, 0, 0), (9, 2**33, 3)):
+        ends = _native.window_ends(seed, step, attempt, numbers, lengths)
+        expected = [
+            reference_below(seed, step, draw, attempt * 64, 1, int(length)) for draw, length in enumerate(lengths)
+        ]
+        assert ends.tolist() == expected
+
+
+def test_a_store_gives_the_draws_of_an_array_with_its_weights(name):
+    weights = np.random.default_rng(3).integers(0, 60, 300) / 4
+    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=300) as store:
+        store.insert({"x": np.arange(300)}, weights=weights)
+        ours, arrays = Candidates.of_store(store.native, store.column), Candidates((weights * 65536).astype(np.uint32))
+        for strategy in (Weighted(5), Uniform(5)):
+            for step in range(3):
+                assert np.array_equal(strategy.select(ours, 500, step).rows, strategy.select(arrays, 500, step).rows)
+
+
+def test_a_draw_depends_on_seed_step_number_and_attempt_and_on_nothing_else():
+    candidates = Candidates(np.arange(1, 5001, dtype=np.uint32))
+    for strategy in (Weighted, Uniform):
+        whole = strategy(1).select(candidates, 400, 7).rows
+        assert np.array_equal(strategy(1).select(candidates, 400, 7).rows, whole)
+        some = np.array([399, 0, 17, 17], np.uint32)
+        every = np.arange(400, dtype=np.uint32)
+        again = Again(0, some, np.empty(0, np.uint32))
+        assert np.array_equal(strategy(1).select(candidates, 400, 7, again=again).rows, whole[some])
+        others = [
+            strategy(2).select(candidates, 400, 7).rows,
+            strategy(1).select(candidates, 400, 8).rows,
+            strategy(1).select(candidates, 400, 7, again=Again(1, every, np.empty(0, np.uint32))).rows,
+        ]
+        assert all((other != whole).mean() > 0.9 for other in others)
+
+
+# --- in proportion ----------------------------------------------------------------------------------------------
+
+DRAWS = 8_000_000
+ROWS = 1000
+
+
+def _weights(kind: str, rows: int) -> np.ndarray:
+    random = np.random.default_rng(11)
+    if kind == "equal":
+        return np.full(rows, 4096, np.uint32)
+    if kind == "mixed":
+        return random.integers(1, 10_000, rows, dtype=np.uint32)
+    if kind == "half of them zero":
+        return random.integers(1, 10_000, rows, dtype=np.uint32) * (np.arange(rows) % 2).astype(np.uint32)
+    return (2.0 ** random.uniform(0, 31, rows)).astype(np.uint32)  # over nine orders of magnitude
+
+
+@pytest.mark.parametrize("kind", ["equal", "mixed", "half of them zero", "extreme"])
+@pytest.mark.parametrize("rows", [ROWS, 1021])
+def test_weighted_draws_come_in_proportion_to_the_weights(kind, rows):
+    weights = _weights(kind, rows)
+    counts = counts_of(Weighted(seed=1), Candidates(weights), rows, DRAWS)
+    share = weights / weights.sum(dtype=np.uint64)
+    assert not counts[weights == 0].any()
+    if kind == "extreme":  # rows too light to be expected five times stand together, or the statistic has no meaning
+        light = share * DRAWS < 5
+        counts = np.append(counts[~light], counts[light].sum())
+        share = np.append(share[~light], share[light].sum())
+    assert chi_square_p(counts, share * DRAWS) > 1e-4
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 65, ROWS])
+def test_uniform_draws_come_equally_often(rows):
+    counts = counts_of(Uniform(seed=2), Candidates(np.full(rows, 9, np.uint32)), rows, DRAWS // 2)
+    if rows == 1:
+        assert counts.tolist() == [DRAWS // 2]
+    else:
+        assert chi_square_p(counts, np.full(rows, DRAWS / 2 / rows)) > 1e-4
+
+
+def test_the_same_statistic_catches_a_bias_of_one_per_cent():
+    truth = np.full(ROWS, 10_000, np.uint32)
+    biased = truth + np.where(np.arange(ROWS) % 2, 100, -100).astype(np.int64).astype(np.uint32)
+    counts = counts_of(Weighted(seed=1), Candidates(biased), ROWS, DRAWS)
+    assert chi_square_p(counts, np.full(ROWS, DRAWS / ROWS)) < 1e-12
+
+
+def test_uniform_draws_from_a_store_skip_the_holes_and_favour_nobody(name):
+    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=ROWS) as store:
+        keys = store.insert({"x": np.arange(ROWS)}, weights=0)
+        gone = np.random.default_rng(4).random(ROWS) < 0.6
+        store.delete(keys[gone])
+        counts = counts_of(Uniform(seed=3), Candidates.of_store(store.native, store.column), ROWS, 4_000_000)
+        assert not counts[keys.row[gone]].any()
+        assert chi_square_p(counts[keys.row[~gone]], np.full((~gone).sum(), 4_000_000 / (~gone).sum())) > 1e-4
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 160])
+def test_window_ends_are_uniform_over_the_steps_of_a_row(length):
+    counts = np.zeros(length, np.int64)
+    for step in range(40):
+        numbers = np.arange(50_000, dtype=np.uint32)
+        ends = _native.window_ends(6, step, 0, numbers, np.full(50_000, length, np.int32))
+        counts += np.bincount(ends, minlength=length)
+    if length == 1:
+        assert counts.tolist() == [2_000_000]
+    else:
+        assert chi_square_p(counts, np.full(length, 2_000_000 / length)) > 1e-4
+
+
+def test_the_window_of_a_draw_is_independent_of_its_row():
+    drawn = Uniform(seed=8).select(Candidates(np.ones(16, np.uint32)), 800_000, 0)
+    ends = _native.window_ends(8, 0, 0, np.arange(800_000, dtype=np.uint32), np.full(800_000, 16, np.int32))
+    table = np.bincount(drawn.rows.astype(np.int64) * 16 + ends, minlength=256)
+    assert chi_square_p(table, np.full(256, 800_000 / 256)) > 1e-4
+
+
+# --- refused ------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_not_unsigned_integers_are_refused_and_not_cut():
+    with pytest.raises(SchemaError):
+        Candidates(np.array([0.5, 1.7]))
+    with pytest.raises(SchemaError, match="found 0"):
+        Candidates(np.empty(0, np.uint32))
+
+
+@pytest.mark.parametrize("strategy", [Weighted, Uniform])
+def test_what_cannot_be_drawn_is_refused(strategy):
+    candidates = Candidates(np.ones(4, np.uint32))
+    for n in (0, -1, 2**32):
+        with pytest.raises(SchemaError, match=str(n)):
+            strategy().select(candidates, n, 0)
+    for seed in (-1, 2**64):
+        with pytest.raises(SchemaError, match=str(seed)):
+            strategy(seed)
+
+
+def test_all_weights_zero_can_still_be_drawn_uniformly():
+    candidates = Candidates(np.zeros(5, np.uint32))
+    with pytest.raises(EmptyStoreError):
+        Weighted().select(candidates, 1, 0)
+    assert set(Uniform().select(candidates, 200, 0).rows.tolist()) == {0, 1, 2, 3, 4}

@@ -1,0 +1,210 @@
+"""One population, cut into shards anywhere: every rank knows the batch that one store would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import geartrain as gt
+from geartrain.errors import EmptyStoreError, NotEnoughRowsError, SchemaError
+from geartrain.selection.sharded import NO_ROW, Chosen, Shard, check_strategy, select_shards
+from geartrain.selection.strategy import Candidates, Drawn, Fifo, Group, Lifo, Limits, Linear, TopK, Uniform, Weighted
+from geartrain.tools.testing import run_ranks
+
+N = 240
+SHARDS = [1, 2, 3, 4, 8]
+RNG = np.random.default_rng(5)
+WEIGHTS = RNG.integers(0, 40, N) * RNG.integers(0, 2, N) / 4.0
+STEEP = np.where(np.arange(N) == 77, 60000.0, 0.01)
+GROUPS = np.repeat(np.arange(N // 4) * 7 % 61, 4)
+
+
+def cuts(shards: int) -> list[int]:
+    """Where the population is cut: uneven pieces, one of them empty, groups of four kept whole."""
+    inner = np.sort(np.random.default_rng(shards).integers(0, N // 4, shards - 1)) * 4
+    if shards > 2:
+        inner[1] = inner[0]
+    return [0, *inner.tolist(), N]
+
+
+Shards = list[tuple[gt.Store, int]]  # each with the number of its first row in the population
+
+
+@pytest.fixture
+def cut(store_name: Callable[[], str]) -> Iterator[Callable[..., Shards]]:
+    made: list[gt.Store] = []
+
+    def make(shards: int, weights: np.ndarray = WEIGHTS) -> Shards:
+        parts: Shards = []
+        for first, last in zip(cuts(shards), cuts(shards)[1:], strict=False):
+            store = gt.Store.create(
+                store_name(), {"number": gt.Field((), "int64"), "group": gt.Field((), "int64")}, capacity=N
+            )
+            made.append(store)
+            store.native.advance_sequence(first + 1)
+            if last > first:
+                store.insert(
+                    {"number": np.arange(first, last), "group": GROUPS[first:last]},
+                    weights=weights[first:last],
+                    versions=np.arange(first, last) % 10,
+                )
+            parts.append((store, first))
+        return parts
+
+    yield make
+    for store in made:
+        store.close()
+
+
+def global_batch(parts: Shards, strategy: object, n: int, step: int, state: dict[str, int] | None) -> tuple:
+    """The batch by row numbers in the population, with probabilities, after checking that all ranks agree on it."""
+
+    def body(rank: object) -> Chosen:
+        store, _ = parts[rank.rank]
+
+        def gather(mine: np.ndarray) -> np.ndarray:
+            every = rank.gather(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
+            return every.reshape(-1).view(mine.dtype).reshape(len(parts), *mine.shape)
+
+        candidates = Candidates.of_store(store.native, store.column)
+        return select_shards(strategy, Shard(candidates, rank.rank, len(parts), gather), n, step, state)
+
+    chosen = run_ranks(len(parts), body)
+    owner = chosen[0].shard
+    numbers, probability = np.full(n, -1), np.zeros(n)
+    for rank, (mine, (store, _)) in enumerate(zip(chosen, parts, strict=True)):
+        assert np.array_equal(mine.shard, owner)
+        assert mine.state == chosen[0].state
+        own = owner == rank
+        assert (mine.rows[~own] == NO_ROW).all() and (mine.rows[own] != NO_ROW).all()
+        numbers[own] = store.column("number")[mine.rows[own]]
+        probability[own] = mine.probability[own]
+        assert np.array_equal(
+            store.status(gt.Keys(mine.rows[own], mine.generations[own]))["generation"], mine.generations[own]
+        )
+    return numbers, probability, chosen[0].state
+
+
+STRATEGIES = {
+    "uniform": Uniform(seed=3),
+    "uniform stratified": Uniform(seed=4, stratified=True),
+    "uniform distinct": Uniform(seed=5, replacement=False),
+    "weighted": Weighted(seed=6),
+    "weighted stratified": Weighted(seed=7, stratified=True),
+    "weighted distinct": Weighted(seed=8, replacement=False),
+    "weighted by schedule": Weighted(seed=9, exponent=Linear(0.4, 1.0, 10), beta=0.5),
+    "top-k": TopK(),
+    "lifo": Lifo(),
+    "fifo": Fifo(),
+    "groups": Group(by="group", size=4, seed=10),
+    "groups by weight": Group(by="group", size=4, seed=11, weighted=True),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
+def test_any_number_of_shards_gives_the_batches_of_one_store(cut: Callable[..., Shards], strategy: object) -> None:
+    n = 48
+    parts = cut(1)
+    (store, _) = parts[0]
+    expected, state = [], None
+    for step in range(3):
+        drawn = strategy.select(Candidates.of_store(store.native, store.column), n, step, state=state)
+        state = drawn.state or None
+        expected.append((store.column("number")[drawn.rows], drawn.probability))
+    for shards in SHARDS:
+        parts, state = cut(shards), None
+        for step in range(3):
+            numbers, probability, state = global_batch(parts, strategy, n, step, state)
+            assert np.array_equal(numbers, expected[step][0]), (shards, step)
+            assert np.allclose(probability, expected[step][1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("by_weight", [False, True])
+def test_without_replacement_agrees_when_hardly_anything_is_left(cut: Callable[..., Shards], by_weight: bool) -> None:
+    # All of the rows, or rows of which one weighs more than all others: the one-by-one rounds.
+    strategy = Weighted(seed=1, replacement=False) if by_weight else Uniform(seed=1, replacement=False)
+    n, weights = (32, STEEP) if by_weight else (N, STEEP)
+    ((store, _),) = cut(1, weights)
+    drawn = strategy.select(Candidates.of_store(store.native, store.column), n, 0)
+    expected = store.column("number")[drawn.rows]
+    assert len(set(expected.tolist())) == n
+    for shards in (2, 3):
+        numbers, _, _ = global_batch(cut(shards, weights), strategy, n, 0, None)
+        assert np.array_equal(numbers, expected)
+
+
+@pytest.mark.parametrize("strategy", [Uniform, Weighted, lambda **k: Weighted(replacement=False, **k)])
+def test_limits_hold_on_every_shard_and_do_not_depend_on_the_cut(
+    cut: Callable[..., Shards], strategy: Callable
+) -> None:
+    limited = strategy(seed=2, limits=Limits(min_version=8))
+    batches = []
+    for shards in SHARDS:
+        numbers, _, _ = global_batch(cut(shards), limited, 12, 5, None)
+        assert (numbers % 10 >= 8).all()
+        batches.append(numbers.tolist())
+    assert all(batch == batches[0] for batch in batches)
+
+
+def test_fifo_loses_no_row_of_a_shard_that_grows_late(cut: Callable[..., Shards]) -> None:
+    parts = cut(2)
+    seen: list[int] = []
+    state = None
+    for step in range(3):
+        numbers, _, state = global_batch(parts, Fifo(), 64, step, state)
+        seen += numbers.tolist()
+    # Sequence numbers of the first shard are far behind by now; its new rows must be found all the same.
+    parts[0][0].insert({"number": np.arange(1000, 1016), "group": np.zeros(16, np.int64)})
+    numbers, _, state = global_batch(parts, Fifo(), N + 16 - 192, 3, state)
+    seen += numbers.tolist()
+    assert sorted(seen) == [*range(N), *range(1000, 1016)]
+    with pytest.raises(NotEnoughRowsError, match="0 can be chosen"):
+        global_batch(parts, Fifo(), 1, 4, state)
+
+
+def test_what_cannot_be_drawn_is_the_same_error_on_all_ranks(cut: Callable[..., Shards]) -> None:
+    nothing = np.zeros(N)
+    for shards in (1, 3):
+        with pytest.raises(EmptyStoreError, match="no selectable row has a weight above zero"):
+            global_batch(cut(shards, nothing), Weighted(), 4, 0, None)
+        with pytest.raises(NotEnoughRowsError, match=f"{N + 1} different rows were asked for, {N} can be drawn"):
+            global_batch(cut(shards), Uniform(replacement=False), N + 1, 0, None)
+        with pytest.raises(NotEnoughRowsError, match="64 groups of 4 were asked for, 60 are whole"):
+            global_batch(cut(shards), Group(by="group", size=4), 256, 0, None)
+        with pytest.raises(NotEnoughRowsError, match="different rows"):
+            global_batch(cut(shards, nothing + (np.arange(N) == 3)), Weighted(replacement=False), 4, 0, None)
+
+
+def test_totals_are_all_that_independent_draws_say(cut: Callable[..., Shards]) -> None:
+    parts = cut(4)
+    sent: list[int] = []
+
+    def gather_of(rank: object) -> Callable[[np.ndarray], np.ndarray]:
+        def gather(mine: np.ndarray) -> np.ndarray:
+            sent.append(mine.nbytes)
+            every = rank.gather(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
+            return every.reshape(-1).view(mine.dtype).reshape(4, *mine.shape)
+
+        return gather
+
+    def body(rank: object) -> None:
+        candidates = Candidates.of_store(parts[rank.rank][0].native, parts[rank.rank][0].column)
+        select_shards(Weighted(seed=1), Shard(candidates, rank.rank, 4, gather_of(rank)), 4096, 0, None)
+
+    run_ranks(4, body)
+    assert sent == [16] * 4
+
+
+def test_a_strategy_of_ones_own_takes_part_or_is_refused() -> None:
+    class Mine:
+        seed = 0
+
+        def select(self, candidates: Candidates, n: int, step: int, *, state=None, again=None) -> Drawn:  # type: ignore[no-untyped-def]
+            raise NotImplementedError
+
+    with pytest.raises(SchemaError, match="Mine does not say how to choose over several ranks"):
+        check_strategy(Mine())
+    Mine.select_shards = lambda *_: None  # type: ignore[attr-defined]
+    check_strategy(Mine())

@@ -1,0 +1,451 @@
+"""Ranks of jobs on the backend "geartrain", for tests/collectives/test_process_group_processes.py.
+
+process_group_worker.py SCENARIO,SCENARIO      one rank, told by the environment which (under torchrun, say)
+process_group_worker.py                        forks ranks as lines on stdin ask for, so that torch is imported once
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+import warnings
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import geartrain.collectives.torch_backend.process_group  # noqa: F401  registers the backend
+import geartrain_autoload
+from geartrain.collectives.torch_backend.recovery import reform
+
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def say(**words: Any) -> None:
+    print(json.dumps(words), flush=True)
+
+
+def checksum(tensors: Any) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class Net(nn.Module):
+    """Some layers, one of which is used in even steps only."""
+
+    def __init__(self, part: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(20, 700), nn.Linear(700, 300), nn.Linear(300, 5)
+        self.extra = nn.Linear(700, 300)
+        self.norm = nn.BatchNorm1d(700)
+        self.part = part
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(torch.relu(self.first(x)))
+        second = self.second(hidden)
+        if not self.part or self.step % 2:
+            second = second + self.extra(hidden)
+        self.step += 1
+        return self.third(torch.relu(second))
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(16, 20, generator=generator), torch.randn(16, 5, generator=generator)
+
+
+def train(group: Any, steps: int = 4, hook: Any = None, part: bool = False, compile: str = "", **options: Any) -> str:
+    """DDP of a small net; returns the checksum of its weights."""
+    rank = group.rank()
+    net: Any = Net(part)
+    if compile == "module":
+        net = torch.compile(net, backend="aot_eager")
+    buckets_mb = 1.0 if compile else 0.3  # the compiler wants no bucket below the first
+    model: Any = DistributedDataParallel(net, process_group=group, bucket_cap_mb=buckets_mb, **options)
+    parameters = list(model.parameters())
+    if compile == "ddp":
+        model = torch.compile(model, backend="aot_eager")
+    if hook is not None:
+        model.register_comm_hook(group, hook)
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    for step in range(steps):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return checksum(parameters)
+
+
+def ddp() -> None:
+    """Every kind of DDP, on Gloo and on geartrain: the same weights, to the bit, where a sum has two terms."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    def bf16(state, bucket):  # DDP checks annotations, and refuses the hook by its name on CPUs, whatever the backend
+        return bf16_compress_hook(state, bucket)
+
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "unused": {"find_unused_parameters": True, "part": True},
+        "view": {"gradient_as_bucket_view": True},
+        "bf16": {"hook": bf16},
+        "static": {"static_graph": True},
+    }
+    gloo = dist.new_group(backend="gloo")
+    for name, options in kinds.items():
+        before = counters_of_world()["operations"]
+        ours = train(dist.group.WORLD, **options)
+        say(kind=name, ours=ours, gloo=train(gloo, **options), operations=counters_of_world()["operations"] - before)
+    say(counters=counters_of_world())
+
+
+def counters_of_world() -> dict[str, Any]:
+    return dist.group.WORLD.counters()
+
+
+def everything_else() -> None:
+    """All that torch.distributed offers beside all-reduce, as programs call it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    one = torch.full((3,), float(rank))
+    others = [torch.full((3,), float(r)) for r in range(size)]
+
+    def same(found: Any, wanted: Any) -> None:
+        assert torch.equal(found, wanted), (found, wanted)
+
+    dist.broadcast(t := one.clone(), src=1)
+    same(t, others[1])
+    dist.all_gather(found := [torch.empty(3) for _ in range(size)], one)
+    same(torch.stack(found), torch.stack(others))
+    dist.all_gather_into_tensor(t := torch.empty(3 * size), one)
+    same(t, torch.cat(others))
+    dist.reduce(t := one.clone(), dst=0)
+    if rank == 0:
+        same(t, sum(others))
+    dist.gather(one, found := [torch.empty(3) for _ in range(size)] if rank == 0 else None, dst=0)
+    if rank == 0:
+        same(torch.stack(found), torch.stack(others))
+    dist.scatter(t := torch.empty(3), [o + 10 for o in others] if rank == 0 else None, src=0)
+    same(t, one + 10)
+    dist.reduce_scatter(t := torch.empty(3), [one + r for r in range(size)])
+    same(t, sum(others) + size * rank)
+    dist.reduce_scatter_tensor(t := torch.empty(3), torch.cat([one + r for r in range(size)]))
+    same(t, sum(others) + size * rank)
+    dist.all_to_all(found := [torch.empty(3) for _ in range(size)], [one * 10 + r for r in range(size)])
+    same(torch.stack(found), torch.stack([o * 10 + rank for o in others]))
+    dist.all_to_all_single(t := torch.empty(size), torch.arange(size) + 10.0 * rank)
+    same(t, torch.arange(size) * 10.0 + rank)
+    if rank == 0:
+        dist.send(one + 5, dst=1)
+        dist.recv(t := torch.empty(3))
+    elif rank == 1:
+        dist.recv(t := torch.empty(3), src=0)
+        same(t, others[0] + 5)
+        dist.send(t, dst=0)
+    dist.barrier()
+    dist.barrier(async_op=True).wait()
+    dist.group.WORLD.monitored_barrier(timeout=timedelta(seconds=20))
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(size)]
+    dist.broadcast_object_list(what := [rank, "x"], src=1)
+    assert what == [1, "x"]
+    before = counters_of_world()
+    assert before["operations"] == 0
+
+    for _ in range(100):  # temporary tensors, which Gloo's threads are the last to drop
+        dist.reduce_scatter(torch.empty(3), [one + r for r in range(size)])
+        dist.all_gather([torch.empty(3) for _ in range(size)], one + 1)
+        dist.broadcast(one + 1, src=0)
+
+    # And the ways to an all-reduce: as a function, as part of a graph, several as one.
+    import torch.distributed._functional_collectives as functional
+
+    same(functional.all_reduce(one, "sum", dist.group.WORLD) + 0, sum(others))
+    with dist._coalescing_manager():
+        dist.all_reduce(a := one.clone())
+        dist.all_reduce(b := one * 2)
+    same(a, sum(others))
+    same(b, 2 * sum(others))
+    with dist._coalescing_manager(async_ops=True) as several:
+        dist.all_reduce(a := one.clone())
+        dist.all_reduce(b := one * 2)
+    several.wait()
+    same(torch.stack([a, b]), torch.stack([sum(others), 2 * sum(others)]))
+    dist.all_reduce_coalesced([a := one.clone(), b := one + 1])
+    same(torch.stack([a, b]), torch.stack([sum(others), sum(others) + size]))
+    z = torch.view_as_complex(torch.stack([one, one * 2], -1))
+    dist.all_reduce(z)
+    same(torch.view_as_real(z), torch.stack([sum(others), 2 * sum(others)], -1))
+    after = counters_of_world()
+    assert (after["operations"], after["inner_operations"]) == (5, 0), after
+    dist.all_reduce(t := one + 1, op=dist.ReduceOp.PRODUCT)
+    same(t, torch.full((3,), float(torch.arange(1, size + 1).prod())))
+    assert counters_of_world()["inner_operations"] == 1
+    assert dist.get_backend() == "geartrain" and dist.group.WORLD.name() == "geartrain"
+    say(ok=True)
+
+
+def mesh() -> None:
+    """Four ranks: sums in the order of ranks; subgroups; a mesh; HSDP with a replicate dimension of its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    say(weights=train(dist.group.WORLD), reference=reference(size))
+    from torch.distributed.device_mesh import init_device_mesh
+
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for name in ("a", "b"):
+        group = grid[name].get_group()
+        dist.all_reduce(t := torch.tensor([float(rank)]), group=group)
+        say(dimension=name, ranks=dist.get_process_group_ranks(group), total=t.item(), kind=type(group).__name__)
+    odd = dist.new_group([1, 3], timeout=timedelta(seconds=30))
+    if rank in (1, 3):
+        dist.all_reduce(t := torch.tensor([float(rank)]), group=odd)
+        assert t.item() == 4 and odd.counters()["operations"] == 1
+        dist.destroy_process_group(odd)
+    never = dist.new_group([0, 2])  # made, and not used: no connections
+    if rank in (0, 2):
+        assert never.counters()["groups"] == {}
+
+
+def reference(size: int, steps: int = 4) -> str:
+    """What the ranks should get, in one process: gradients added in the order of ranks, then divided."""
+    models = [Net() for _ in range(size)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            x, y = batch(step, rank)
+            optimizers[rank].zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+        for parameters in zip(*(m.parameters() for m in models), strict=True):
+            # DDP divides first, and the group adds.
+            total = parameters[0].grad / size
+            for other in parameters[1:]:
+                total = total + other.grad / size
+            for parameter in parameters:
+                parameter.grad = total.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        for model in models[1:]:  # DDP broadcasts buffers, which do not enter into the weights here
+            model.load_state_dict({**model.state_dict(), **dict(models[0].named_buffers())})
+    return checksum(models[0].parameters())
+
+
+def hsdp() -> None:
+    """FSDP2 that shards over Gloo and replicates over geartrain; the same losses as all on Gloo."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    losses = {}
+    for kind in ("gloo", "geartrain"):
+        grid = init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("replicate", "shard"), backend_override={"replicate": kind}
+        )
+        model = Net()
+        for layer in (model.first, model.second, model.third, model):
+            fully_shard(layer, mesh=grid)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        losses[kind] = []
+        for step in range(4):
+            x, y = batch(step, dist.get_rank())
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses[kind].append(loss.item())
+        counters = getattr(grid["replicate"].get_group(), "counters", dict)()
+        say(kind=kind, losses=losses[kind], counters=counters)
+
+
+def victim() -> None:
+    """Trains until VICTIM does what FATE says in the backward pass of step 3; the others say how it ended."""
+    rank, fate, victim = dist.get_rank(), os.environ["FATE"], int(os.environ["VICTIM"])
+    options = json.loads(os.environ.get("DDP", "{}"))
+    model = DistributedDataParallel(Net(bool(options)), bucket_cap_mb=0.3, **options)
+    say(pid=os.getpid())
+    if "LIMIT_S" in os.environ:
+        dist.group.WORLD.set_timeout(timedelta(seconds=float(os.environ["LIMIT_S"])))
+
+    def die(_: Any) -> None:
+        if fate == "size":
+            dist.all_reduce(torch.ones(77))
+        os.kill(os.getpid(), signal.SIGKILL if fate == "kill" else signal.SIGSTOP)
+
+    began = time.monotonic()
+    try:
+        for step in range(40):
+            if step == 3 and rank == victim:
+                model.module.second.weight.register_hook(die)
+            began = time.monotonic()
+            x, y = batch(step, rank)
+            nn.functional.mse_loss(model(x), y).backward()
+    except RuntimeError as error:
+        say(error=str(error), kind=type(error).__name__, step=step, took_s=time.monotonic() - began)
+    with suppress(RuntimeError):
+        dist.all_reduce(torch.ones(3))
+        say(error="an operation after the failure went on")
+    began = time.monotonic()
+    dist.destroy_process_group()
+    say(destroyed_s=time.monotonic() - began)
+
+
+def leave() -> None:
+    """All-reduces and leaves at once: whoever is last still gets what it is owed."""
+    for i in range(3):
+        dist.all_reduce(t := torch.full((200_000,), 1.0 + i))
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(0.05)
+        assert t[0] == dist.get_world_size() * (1 + i)
+    dist.destroy_process_group()
+    say(left=True)
+
+
+def forget() -> None:
+    """Ends without `destroy_process_group`, with a future on its way."""
+    work = dist.all_reduce(torch.ones(1000), async_op=True)
+    work.get_future().wait()
+    dist.all_reduce(torch.ones(1000), async_op=True).get_future()
+    say(forgot=True)
+
+
+def reformed() -> None:
+    """Trains, loses a reducer in the middle of a step, and ends where it would have."""
+    rank, steps = dist.get_rank(), 8
+    net = Net()
+    model = DistributedDataParallel(net, bucket_cap_mb=0.3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    if "LIMIT_S" in os.environ:
+        dist.group.WORLD.set_timeout(timedelta(seconds=float(os.environ["LIMIT_S"])))
+    fate, how = int(os.environ.get("REDUCER_PID", "0")), int(os.environ.get("SIGNAL", "9"))
+    step, errors = 0, []
+    while step < steps:
+        if step == 3 and rank == 0 and fate:
+            net.second.weight.register_hook(lambda _: os.kill(fate, how) if not errors else None)
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        try:
+            nn.functional.mse_loss(model(x), y).backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+            assert len(errors) < 5, errors
+            step = reform(step, [net, optimizer], timeout_s=30)
+            model = DistributedDataParallel(net, bucket_cap_mb=0.3)
+            continue
+        optimizer.step()
+        step += 1
+    group = dist.group.WORLD
+    say(weights=checksum(net.parameters()), reference=reference(dist.get_world_size(), steps), errors=errors)
+    say(reducers=group.options.reducers, counters=group.counters(), epoch=group.options.epoch)
+
+
+def agree() -> None:
+    """Ranks that have come to different steps go on from the furthest one's."""
+    rank = dist.get_rank()
+    net = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1 * (rank + 1), momentum=0.9)
+    with torch.no_grad():
+        net.weight.fill_(rank)
+    step = reform(5 + rank % 2, [net, optimizer])
+    say(step=step, weight=net.weight[0, 0].item(), lr=optimizer.param_groups[0]["lr"])
+
+
+def restart() -> None:
+    """Under torchrun: the last rank dies in the middle of the job's first life."""
+    rank, size, life = dist.get_rank(), dist.get_world_size(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+    def die(_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.3)
+    if life == "0" and rank == size - 1:
+        model.module.second.weight.register_hook(die)
+    for step in range(3):
+        x, y = batch(step, rank)
+        nn.functional.mse_loss(model(x), y).backward()
+    say(rank=rank, life=life, operations=counters_of_world()["operations"], epoch=dist.group.WORLD.options.epoch)
+
+
+def compiled() -> None:
+    """DDP of a compiled module, and a compiled DDP: the weights of the plain one."""
+    weights = [train(dist.group.WORLD)]
+    weights.append(train(dist.group.WORLD, compile="ddp"))
+    weights.append(train(dist.group.WORLD, compile="module"))
+    say(weights=weights)
+
+
+def example() -> None:
+    """One of examples/, as torchrun would start it, with the variable that makes geartrain its default."""
+    dist.destroy_process_group()
+    geartrain_autoload.autoload()
+    script, *arguments = json.loads(os.environ["EXAMPLE"])
+    sys.argv = [script, *arguments]
+    with socket.socket() as probe:  # rank 0's choice of a port, told through a file
+        probe.bind(("127.0.0.1", 0))
+        mine = str(probe.getsockname()[1])
+    port = dist.FileStore(os.environ["MEET"] + ".port", int(os.environ["WORLD_SIZE"]))
+    if os.environ["RANK"] == "0":
+        port.set("port", mine)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port.get("port").decode())
+    runpy.run_path(script, run_name="__main__")
+
+
+SCENARIOS = (everything_else, ddp, mesh, hsdp, victim, leave, reformed, agree, restart, compiled, example, forget)
+
+
+def launch() -> None:
+    """Forks ranks: {"scenarios", "size", "folder", "env"} a line; tells pids, and how each has ended."""
+    print(json.dumps({"ready": True}), flush=True)
+    while True:
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                print(json.dumps({"pid": ended[0], "code": os.waitstatus_to_exitcode(ended[1])}), flush=True)
+        if not select.select([sys.stdin], [], [], 0.02)[0]:
+            continue
+        line = os.read(0, 1 << 16)  # one request: the tests wait for the answer
+        if not line:
+            return
+        job = json.loads(line)
+        pids = []
+        for rank in range(job["size"]):
+            pid = os.fork()
+            if pid == 0:
+                for name, to in (("out", 1), ("err", 2)):
+                    os.dup2(os.open(f"{job['folder']}/{rank}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), to)
+                os.environ.update(job["env"], RANK=str(rank), WORLD_SIZE=str(job["size"]), MEET=f"{job['folder']}/meet")
+                main(job["scenarios"])
+                return
+            pids.append(pid)
+        print(json.dumps({"pids": pids}), flush=True)
+
+
+def main(scenarios: str) -> None:
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=float(os.environ.get("TIMEOUT_S", "60")))
+    names = scenarios.split(",")
+    if "MEET" in os.environ:
+        store = dist.FileStore(os.environ["MEET"], size)
+        dist.init_process_group("geartrain", store=store, rank=rank, world_size=size, timeout=timeout)
+    else:
+        dist.init_process_group("geartrain", timeout=timeout)
+    for scenario in SCENARIOS:
+        if scenario.__name__ in names:
+            scenario()
+    if dist.is_initialized() and "forget" not in names:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1]) if len(sys.argv) > 1 else launch()

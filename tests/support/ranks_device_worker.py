@@ -1,0 +1,121 @@
+"""A rank of a real job whose batches land on a device: `python ranks_device_worker.py SCENARIO NAME`.
+
+On a simulated device, whose collectives are Gloo's; with DEVICE=cuda on this rank's GPU, over NCCL.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks_worker import say
+from test_ranks_device import FIELDS, STEPS, B, N, same, values
+
+import geartrain as gt
+from geartrain.errors import PeerLostError
+from geartrain.replay.device import Convert, OnDevice
+from geartrain.selection.strategy import Fifo, Group, Uniform, Weighted
+from geartrain.tools.testing import SimulatedDevice
+
+
+def device_of(rank: int) -> Any:
+    if os.environ.get("DEVICE") != "cuda":
+        return SimulatedDevice(rank)
+    index = rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
+
+
+def finish(device: Any) -> None:
+    torch.cuda.synchronize() if isinstance(device, str) else device.finish()
+
+
+def store_of(name: str, rank: int, size: int) -> gt.Store:
+    first, last = N * rank // size // 4 * 4, N * (rank + 1) // size // 4 * 4
+    store = gt.Store.create(name, FIELDS, capacity=N)
+    store.native.advance_sequence(first + 1)
+    lengths = [number % STEPS + 1 for number in range(first, last)]
+    store.insert(values(first, last), lengths=lengths, weights=[1 + number % 5 for number in range(first, last)])
+    return store
+
+
+def batches(name: str) -> None:
+    """Every batch twice, in host memory and on the device; says how many bytes came from other ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = device_of(rank)
+    convert = {"pixels": Convert("bfloat16", 1 / 255, 0.5)}
+    received = []
+    with store_of(f"{name}-{rank}", rank, size) as store:
+        cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+            (Weighted(seed=3, beta=0.5), {"window": 7, "assignment": "ordered"}, {}),
+            (Uniform(seed=2, stratified=True), {"window": None, "assignment": "ordered"}, {"convert": convert}),
+            (Fifo(), {"window": 9, "pad": "right", "assignment": "ordered"}, {"packed": True, "convert": convert}),
+            (Group("group", 4, seed=1), {"window": 5}, {}),
+        ]
+        for strategy, settings, options in cases:
+            replay = functools.partial(gt.Replay, store, strategy, B, steps=4, group=dist.group.WORLD, **settings)
+            on_device = OnDevice(device, exchange=os.environ["EXCHANGE"], **options)  # type: ignore[arg-type]
+            with replay() as slow, replay(device=on_device) as fast:
+                for host, landed in zip(slow, fast, strict=True):
+                    finish(device)
+                    same(host, landed.to("cpu"), dict(on_device.convert), on_device.packed)
+                received.append(fast.stats()["received_bytes"])
+                (about,) = fast.describe()
+    say(rank=rank, received=received, path=about["path"], exchange=about["exchange"])
+
+
+def stages(name: str) -> None:
+    """A pipeline: rows for the last stage come from the GPU of a rank that reads nothing itself."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh, device = init_device_mesh("cpu", (size, 1), mesh_dim_names=("pp", "dp")), device_of(rank)
+    settings: dict[str, Any] = {"mesh": mesh, "inputs": ["pixels"], "targets": ["x", "group"], "steps": 3, "window": 6}
+    with store_of(f"{name}-{rank}", rank, size) as store:
+        options = OnDevice(device, exchange="nccl")
+        with (
+            gt.Replay(store, Uniform(seed=1), B, **settings) as slow,
+            gt.Replay(store, Uniform(seed=1), B, device=options, **settings) as fast,
+        ):
+            for host, landed in zip(slow, fast, strict=True):
+                finish(device)
+                same(host, landed.to("cpu"), {}, False)
+            say(rank=rank, fields=sorted(landed), received=fast.stats()["received_bytes"])
+
+
+def killed(name: str) -> None:
+    """Rank 1 kills itself in the middle; the others say what they see, and when."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = device_of(rank)
+    store = store_of(f"{name}-{rank}", rank, size)
+    options = OnDevice(device, exchange="nccl")
+    replay = gt.Replay(
+        store, Uniform(seed=1), B, window=5, assignment="ordered", group=dist.group.WORLD, device=options, timeout_s=3
+    )
+    for step in range(1000):
+        if rank == 1 and step == 5:
+            os.kill(os.getpid(), 9)
+        began_s = time.monotonic()
+        try:
+            replay.sample()
+            finish(device)
+        except PeerLostError as error:
+            say(rank=rank, step=step, error=str(error), waited_s=time.monotonic() - began_s)
+            break
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    scenario, name = sys.argv[1:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", os.environ["MEET"], timedelta(seconds=30), size, rank)
+    {"batches": batches, "stages": stages, "killed": killed}[scenario](name)
+    dist.destroy_process_group()

@@ -1,0 +1,144 @@
+"""A rank of a real job, for tests/replay/test_ranks_processes.py: `python ranks_worker.py SCENARIO NAME`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import geartrain as gt
+from geartrain.errors import PeerLostError
+from geartrain.selection.strategy import Uniform, Weighted
+
+N, B = 96, 24
+FIELDS = {"x": gt.Field((6, 2), "float32"), "number": gt.Field((), "int64")}
+
+
+def store_of(name: str, first: int, last: int) -> gt.Store:
+    store = gt.Store.create(name, FIELDS, capacity=N)
+    store.native.advance_sequence(first + 1)
+    numbers = np.arange(first, last)
+    x = np.broadcast_to(numbers[:, None, None], (len(numbers), 6, 2)).astype(np.float32)
+    store.insert({"x": x, "number": numbers}, weights=numbers % 5)
+    return store
+
+
+def say(**words: Any) -> None:
+    print(json.dumps(words), flush=True)
+
+
+def batches(name: str) -> None:
+    """Prints the rows of this rank's part of five batches."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = store_of(f"{name}-{rank}", N * rank // size, N * (rank + 1) // size)
+    with store, gt.Replay(store, Weighted(seed=3), B, window=3, steps=5, group=dist.group.WORLD) as replay:
+        for batch in replay:
+            assert (batch["x"][:, -1, 0] == batch["number"]).all()
+            replay.update_weights(batch.rows, batch["number"] % 7)
+            say(rank=rank, draw=batch.draw.tolist(), number=batch["number"].tolist())
+        say(rank=rank, stats=replay.stats())
+
+
+def mesh(name: str) -> None:
+    """A pipeline of two stages by two replicas, by the names of a mesh's dimensions; and its slice of one."""
+    rank = dist.get_rank()
+    dims = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    store = store_of(f"{name}-{rank}", N * rank // 4, N * (rank + 1) // 4)
+    with store:
+        with gt.Replay(store, Uniform(seed=1), B, mesh=dims, inputs=["x"], targets=["number"], steps=2) as replay:
+            for batch in replay:
+                say(rank=rank, fields=sorted(batch), draw=batch.draw.tolist(), rows=batch.rows.row.tolist())
+        with gt.Replay(store, Uniform(seed=1), B, mesh=dims["dp"], steps=1) as replay:
+            say(rank=rank, slice=replay.sample().draw.tolist())
+
+
+def again(name: str) -> None:
+    """One replay after the other, and two at once, on ranks that have made different groups before."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.new_group([0])
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    store = store_of(f"{name}-{rank}", N * rank // size, N * (rank + 1) // size)
+    with store:
+        for seed in range(3):
+            with gt.Replay(store, Uniform(seed=seed), B, group=dist.group.WORLD, steps=2, timeout_s=20) as replay:
+                drawn = [batch.rows.row.tolist() for batch in replay]
+        one = gt.Replay(store, Uniform(seed=2), B, group=dist.group.WORLD)
+        other = gt.Replay(store, Uniform(seed=2), B, group=dist.group.WORLD)
+        assert [one.sample().rows.row.tolist(), one.sample().rows.row.tolist()] == drawn
+        assert other.sample().rows.row.tolist() == drawn[0]
+        one.close()
+        assert other.sample().rows.row.tolist() == drawn[1]
+        other.close()
+    say(rank=rank, drawn=drawn)
+
+
+def leaves(name: str) -> None:
+    """Ends like a script that closes nothing."""
+    rank = dist.get_rank()
+    store = store_of(f"{name}-{rank}", N * rank // 2, N * (rank + 1) // 2)
+    replay = gt.Replay(store, Uniform(), B, group=dist.group.WORLD)
+    for _ in range(5):
+        replay.sample()
+    sys.exit(0)
+
+
+def interrupted(name: str) -> None:
+    """Rank 1 stops answering; rank 0 is interrupted while it waits for a batch, and says how long that took."""
+    rank = dist.get_rank()
+    with store_of(f"{name}-{rank}", N * rank // 2, N * (rank + 1) // 2) as store:
+        replay = gt.Replay(store, Uniform(), B, group=dist.group.WORLD, prefetch=int(os.environ["PREFETCH"]))
+        replay.sample()
+        if rank == 1:
+            time.sleep(1000)
+        threading.Timer(0.3, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+        began_s = time.monotonic()
+        try:
+            while True:
+                replay.sample()
+        except KeyboardInterrupt:
+            say(waited_s=time.monotonic() - began_s)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def killed(name: str) -> None:
+    """Rank 1 kills itself (or stops) in the middle; the others say what they see, and when."""
+    rank, how = dist.get_rank(), os.environ["HOW"]
+    store = store_of(f"{name}-{rank}", N * rank // 3, N * (rank + 1) // 3)
+    replay = gt.Replay(
+        store, Uniform(seed=1), B, group=dist.group.WORLD, prefetch=int(os.environ["PREFETCH"]), timeout_s=3
+    )
+    for step in range(1000):
+        if rank == 1 and step == 5:
+            os.kill(os.getpid(), 9 if how == "kill" else 19)
+        began_s = time.monotonic()
+        try:
+            replay.sample()
+        except PeerLostError as error:
+            say(rank=rank, step=step, error=str(error), waited_s=time.monotonic() - began_s)
+            break
+    replay.close()
+    store.close()
+    # Leave at once: torch's own shutdown would wait for the dead rank.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    scenario, name = sys.argv[1:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", os.environ["MEET"], timedelta(seconds=30), size, rank)
+    {"batches": batches, "mesh": mesh, "killed": killed, "again": again, "leaves": leaves, "interrupted": interrupted}[
+        scenario
+    ](name)
+    dist.destroy_process_group()

@@ -1,0 +1,240 @@
+"""The command line does what its help says, and refuses with one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import geartrain as gt
+from geartrain import weights
+
+pytest.importorskip("typer")
+
+
+def geartrain(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "geartrain", *args],
+        env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def make(name: str, **options: Any) -> gt.Store:
+    store = gt.Store.create(
+        name, {"obs": gt.Field((10, 2), "float32"), "id": gt.Field((), "int64")}, capacity=8, **options
+    )
+    store.insert(
+        {"obs": np.zeros((5, 10, 2), "float32"), "id": np.arange(5)}, weights=[0, 0.001, 1, 10, 100], versions=range(5)
+    )
+    return store
+
+
+def test_help_names_every_command() -> None:
+    shown = geartrain("--help").stdout
+    for command in ("import", "inspect", "remove", "doctor", "bench"):
+        assert command in shown
+
+
+def test_inspect_shows_schema_rows_bytes_and_weights(store_name: Any) -> None:
+    with make(store_name()) as store:
+        shown = geartrain("inspect", store.name).stdout
+        assert "5 of 8 rows" in shown and "50 steps" in shown and "1 processes attached" in shown
+        assert "obs" in shown and "(10, 2)" in shown and "float32" in shown
+        assert "1 rows have weight 0" in shown and "█" in shown
+        about = json.loads(geartrain("inspect", store.name, "--json").stdout)
+        assert about["rows"] == 5 and about["steps"] == 50 and about["versions"] == [0, 4]
+        assert sum(about["weights"]["rows"]) == 4 and about["weights"]["zero"] == 1
+        assert store.name in geartrain("inspect").stdout
+        assert "every row is accounted for" in geartrain("inspect", store.name, "--audit").stdout
+        assert len(store) == 5, "looking changes nothing"
+
+
+def test_what_a_killed_run_left_can_be_looked_at_audited_and_removed(store_name: Any) -> None:
+    name = store_name()
+    pid = os.fork()
+    if pid == 0:
+        _kept = make(name)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert "none (left behind)" in geartrain("inspect").stdout
+    assert "every row is accounted for" in geartrain("inspect", name, "--audit").stdout
+    assert "no process attached" in geartrain("inspect", name).stdout, "an audit leaves it as it was"
+    assert f"removed {name} (5 rows" in geartrain("remove", name).stdout
+    assert not Path(f"/dev/shm/geartrain.{name}").exists()
+
+
+def test_a_store_in_use_is_not_removed_unless_forced(store_name: Any) -> None:
+    with make(store_name()) as store:
+        refused = geartrain("remove", store.name)
+        assert refused.returncode == 1 and "1 living processes" in refused.stderr
+        assert store.path.exists()
+        assert geartrain("remove", store.name, "--force").returncode == 0
+        assert not store.path.exists()
+
+
+def test_inspect_shows_a_checkpoint(store_name: Any, tmp_path: Path) -> None:
+    with make(store_name()) as store:
+        store.save(tmp_path / "ckpt")
+    assert "5 rows" in geartrain("inspect", str(tmp_path / "ckpt")).stdout
+
+
+def test_import_makes_a_store_from_a_file_of_arrays(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "data.npz", obs=rng.normal(size=(6, 12, 3)), reward=np.ones((6, 12)))
+    done = geartrain(
+        "import", str(tmp_path / "data.npz"), "--into", str(tmp_path / "data.gt"), "--cast", "float64=float32"
+    )
+    assert done.returncode == 0, done.stderr
+    with gt.Store.open(tmp_path / "data.gt") as store:
+        assert len(store) == 6 and store.fields["obs"] == gt.Field((12, 3), "float32")
+    again = geartrain("import", str(tmp_path / "data.npz"), "--into", str(tmp_path / "data.gt"))
+    assert again.returncode == 1 and "exists already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["inspect", "no-such-store"], "No such file"),
+        (["remove", "no-such-store"], "No such file"),
+        (["import", "/no/such/data", "--into", "x"], "/no/such/data"),
+        (["inspect", "/etc/hostname"], "less than a segment's head"),
+    ],
+)
+def test_bad_input_is_one_line_and_no_traceback(args: list[str], said: str) -> None:
+    done = geartrain(*args)
+    assert done.returncode == 1
+    assert said in done.stderr and "Traceback" not in done.stderr and done.stderr.startswith("error:")
+
+
+def test_doctor_says_what_is_viable_and_why_not() -> None:
+    findings = json.loads(geartrain("doctor", "--json").stdout)
+    by_name = {finding["what"]: finding for finding in findings}
+    assert by_name["shared memory"]["viable"] and "/dev/shm" in by_name["shared memory"]["because"]
+    assert all(finding["because"] for finding in findings)
+    assert "viable" in geartrain("doctor").stdout
+
+
+def test_without_its_packages_the_command_says_how_to_install_them(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
+    done = geartrain("doctor", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and "pip install 'geartrain[cli]'" in done.stderr
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """The address that `geartrain doctor --listen` printed, in a process of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "geartrain", "doctor", "--listen"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+        process.stdout.close()
+
+
+def test_doctor_reaches_a_peer_and_says_how_fast_and_why_not_faster(listening: str) -> None:
+    done = geartrain("doctor", "--peer", listening)
+    assert done.returncode == 0, done.stderr
+    for words in ("shm, the fastest that works", "the peer is another process", "us p50", "GB/s", "segment", "view"):
+        assert words in done.stdout
+    forced = geartrain("doctor", "--peer", listening, "--transport", "tcp", "--megabytes", "2", "--json")
+    found = json.loads(forced.stdout)
+    assert found["transport"] == "tcp" and found["forced"] and not found["authenticated"]
+    assert found["round_trip_us"]["p99"] >= found["round_trip_us"]["p50"] > 0
+    assert found["there_gb_s"] > 0 and found["back_gb_s"] > 0
+    assert sum(found["bytes_by_path"]["sent"].values()) > 6e6
+    assert sum(found["bytes_by_path"]["received"].values()) > 6e6
+
+
+def test_doctor_fails_with_the_reason_where_a_peer_is_not_reached(listening: str) -> None:
+    for arguments, words in (
+        (("--peer", listening, "--transport", "inproc"), "the peer is another process"),
+        (("--peer", listening, "--transport", "pigeon"), "there is no transport 'pigeon'"),
+        (("--peer", "id=" + 32 * "0" + ";tcp=127.0.0.1:1"), "Connection refused"),
+        (("--peer", "nonsense"), "not an address"),
+        (("--peer", listening, "--megabytes", "1e9"), "up to 67.1 MB"),
+        (("--transport", "tcp"), "--transport is for --peer"),
+        (("--listen", "--host", "0.0.0.0"), "secret"),
+    ):
+        done = geartrain("doctor", *arguments)
+        assert done.returncode == 1
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+    done = geartrain("doctor", "--peer", listening, GEARTRAIN_SECRET="s")
+    assert done.returncode == 1 and "no secret" in done.stderr
+
+
+def test_inspect_and_remove_know_weights(names: Any) -> None:
+    name = names()
+    with weights.Publisher(name) as publisher:
+        assert "none yet" in geartrain("inspect", name).stdout
+        publisher.publish(41, {"w": np.ones(250_000, "float32")})
+        publisher.publish(42, {"w": np.ones(250_000, "float32")})
+        listed = geartrain("inspect").stdout
+        assert name in listed and "42" in listed and "alive" in listed
+        about = json.loads(geartrain("inspect", name, "--json").stdout)
+        assert about["version"] == 42 and about["published"] == 2 and about["version_bytes"] == 1_000_000
+        assert about["has_publisher"] and about["in_use"]
+        assert name in [entry["name"] for entry in json.loads(geartrain("inspect", "--json").stdout)]
+        refused = geartrain("remove", name)
+        assert refused.returncode == 1 and "--force" in refused.stderr
+    killed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os, sys, numpy as np\nfrom geartrain import weights\n"
+            "kept = weights.Publisher(sys.argv[1])\nkept.publish(7, {'w': np.ones(3)})\nos.kill(os.getpid(), 9)",
+            name,
+        ],
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert json.loads(geartrain("inspect", name, "--json").stdout)["in_use"] is False
+    assert "behind)" in geartrain("inspect", name).stdout
+    assert "version 7" in geartrain("remove", name).stdout
+    assert name not in weights.names()
+
+
+def test_a_board_of_a_killed_maker_is_shown_as_left_behind_and_can_be_removed(name: str) -> None:
+    code = f"""
+import os, signal
+from geartrain.core.counters import Board
+board = Board.create({name!r}, 2, ("steps", "version"))
+board.slot(0)["steps"] = 40
+board.slot(1)["steps"] = 2
+print("made", flush=True)
+signal.pause()
+"""
+    maker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert maker.stdout is not None
+    assert maker.stdout.readline() == "made\n"
+    listed = geartrain("inspect")
+    assert re.search(rf"{name} .* 2 .* a living process .* steps 42", listed.stdout), listed.stdout
+    assert geartrain("remove", name).returncode == 1
+    maker.kill()
+    maker.wait()
+    about = json.loads(geartrain("inspect", name, "--json").stdout)
+    assert about["in_use"] is False
+    assert about["totals"] == {"steps": 42.0, "version": 0.0}
+    assert "left behind" in geartrain("inspect", name).stdout
+    assert geartrain("remove", name).stdout == f"removed the board {name}\n"
+    assert geartrain("remove", name).returncode == 1

@@ -1,0 +1,187 @@
+"""Predictions: bytes are those that the real assignment moves, times follow what bounds them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geartrain.errors import SchemaError
+from geartrain.replay.distributed.assignment import Reader, assign
+from geartrain.tools.plan import Cluster, Constants, check, measure, moved_rows, predict, surplus_rows
+from geartrain.tools.plan.machine import DEFAULTS, read_constants
+from geartrain.tools.plan.report import GEAR_GB_PER_S, known_clusters
+
+FOUR = Cluster(hosts=4, gpus=1, rows=4000, batch=256, row_bytes=102_400, link_gbit=0.2)
+
+
+def moved_by_assignment(hosts: int, gpus: int, batch: int, arm: str, shares: Any, batches: int) -> tuple[float, float]:
+    """Rows whose reader is on another host than their replica, in all and through the busiest link: the real code."""
+    random = np.random.default_rng(7)
+    shards = 1 if arm == "central" else hosts
+    readers = [
+        Reader((r,), (frozenset({r // gpus}) if r // gpus < shards else frozenset(),)) for r in range(hosts * gpus)
+    ]
+    servers = [list(range(host * gpus, (host + 1) * gpus)) for host in range(shards)]
+    moved, busiest = [], []
+    for _ in range(batches):
+        shard = random.choice(shards, batch, p=None if arm == "central" else shares)
+        found = assign(shard, readers, servers, "ordered" if arm == "ordered" else "local_first")
+        source, sink = found.server // gpus, found.replica // gpus
+        apart = source != sink
+        out, into = (np.bincount(host[apart], minlength=hosts) for host in (source, sink))
+        moved.append(int(apart.sum()))
+        busiest.append(max(out.max(), into.max()))
+    return float(np.mean(moved)), float(np.mean(busiest))
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------
+
+
+def test_the_surplus_is_the_exact_mean_of_a_multinomial() -> None:
+    # By hand: two draws over two hosts land apart in half of the cases, and otherwise one row moves.
+    assert surplus_rows(2, (0.5, 0.5)) == pytest.approx(0.5)
+    assert surplus_rows(4, (1.0, 0.0)) == 2
+    for batch, shares in ((256, (0.25,) * 4), (96, (0.4, 0.3, 0.2, 0.1)), (33, (1 / 3,) * 3)):
+        counts = np.random.default_rng(0).multinomial(batch, shares, 200_000)
+        simulated = np.maximum(counts - batch / len(shares), 0).sum(1).mean()
+        assert surplus_rows(batch, shares) == pytest.approx(simulated, rel=0.01)
+    assert surplus_rows(256, (0.25,) * 4) == pytest.approx(math.sqrt(256 * 3 / (2 * math.pi)), rel=0.01)
+
+
+@pytest.mark.parametrize("arm", ["local_first", "ordered", "central"])
+@pytest.mark.parametrize(
+    ("hosts", "gpus", "batch", "shares"),
+    [(4, 1, 256, (0.25,) * 4), (3, 2, 48, (1 / 3,) * 3), (4, 2, 128, (0.4, 0.3, 0.2, 0.1))],
+)
+def test_the_bytes_are_those_that_the_real_assignment_moves(
+    hosts: int, gpus: int, batch: int, shares: tuple[float, ...], arm: str
+) -> None:
+    cluster = Cluster(hosts, gpus, 1e6, batch, 1e5, 10, shares=shares)
+    moved, busiest = moved_rows(cluster, arm)  # type: ignore[arg-type]
+    real_moved, real_busiest = moved_by_assignment(hosts, gpus, batch, arm, shares, 300)
+    assert moved == pytest.approx(real_moved, rel=0.06)
+    assert busiest == pytest.approx(real_busiest, rel=0.06)
+
+
+def test_one_host_moves_nothing() -> None:
+    assert moved_rows(replace(FOUR, hosts=1, batch=64), "local_first") == (0.0, 0.0)
+
+
+# --- times ------------------------------------------------------------------------------------------------------
+
+
+def test_four_hosts_behind_200_mbit_train_as_fast_as_one_only_if_little_moves() -> None:
+    slow = replace(FOUR, step_ms=50, one_machine=True)
+    alone = predict(replace(slow, hosts=1, batch=64, rows=1000), "local_first", DEFAULTS)
+    together = {arm: predict(slow, arm, DEFAULTS) for arm in ("local_first", "ordered", "central")}  # type: ignore[arg-type]
+    per_host = {arm: found.samples_per_s / 4 for arm, found in together.items()}
+    assert alone.bound_by == "training"
+    assert per_host["local_first"] > 0.85 * alone.samples_per_s
+    assert per_host["ordered"] < alone.samples_per_s / 3
+    assert per_host["central"] < alone.samples_per_s / 10
+    assert together["ordered"].bound_by == together["central"].bound_by == "network"
+    # 192 rows of 102,400 bytes through 200 Mbit/s less headers: 0.83 s.
+    assert together["central"].exchange_ms == pytest.approx(1e3 * 192 * 102_400 * 8 / (0.95 * 200e6), rel=0.01)
+
+
+def test_what_is_slowed_down_slows_the_prediction_down() -> None:
+    base = predict(FOUR, "local_first", DEFAULTS)
+    assert predict(replace(FOUR, rows=4e9), "local_first", DEFAULTS).choose_ms > base.choose_ms
+    assert predict(replace(FOUR, link_gbit=0.1), "local_first", DEFAULTS).exchange_ms > 1.9 * base.exchange_ms
+    assert predict(FOUR, "local_first", replace(DEFAULTS, host_copy_gb_per_s=1.0)).fetch_ms > base.fetch_ms
+    assert predict(FOUR, "local_first", replace(DEFAULTS, round_us=5000.0)).gather_ms == pytest.approx(10.0)
+    fast_link = predict(replace(FOUR, link_gbit=1000), "central", DEFAULTS)
+    assert fast_link.bound_by == "Gloo", "a link that is faster than what fills it"
+
+
+def test_descents_take_longer_in_larger_shards() -> None:
+    times = [DEFAULTS.descent_at_ns(10**k) for k in range(3, 11)]
+    assert all(time > 0 for time in times) and times == sorted(times)
+    known = sorted(DEFAULTS.descent_ns)[1]
+    assert DEFAULTS.descent_at_ns(known) == pytest.approx(DEFAULTS.descent_ns[known])
+
+
+def test_the_known_clusters_are_gears_and_one_of_1024_gpus() -> None:
+    asked = known_clusters()
+    assert [one.cluster.ranks for one in asked] == [8, 16, 24, 1024]
+    assert [f"{gb}" in one.note for one, gb in zip(asked, GEAR_GB_PER_S.values(), strict=False)] == [True] * 3
+    for one in asked:
+        found = predict(one.cluster, "local_first", one.constants)
+        assert found.gb_per_s_rank > 0 and found.told_bytes == 64 * (one.cluster.ranks - 1)
+
+
+# --- against what was measured ----------------------------------------------------------------------------------
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    """A result of `geartrain bench ranks` with one case, as the model would have it."""
+    case = {
+        "case": "200 Mbit/s", "arm": "ordered", "strategy": "weighted", "hosts": 4, "ranks": 4, "batch": 256,
+        "rows": 4000, "row_bytes": 102_400, "link_gbit": 0.2, "train_ms": 0.0,
+    }  # fmt: skip
+    found = predict(replace(FOUR, one_machine=True), "ordered", DEFAULTS)
+    case |= {"moved_bytes": found.moved_bytes, "median_samples_per_s": found.samples_per_s, **changes}
+    return {"bench": "ranks", "constants": DEFAULTS.as_json(), "cases": [case]}
+
+
+def test_a_prediction_is_held_against_what_was_measured() -> None:
+    checked = check(measured())
+    assert [(each.what, round(each.ratio, 2)) for each in checked] == [("moved", 1.0), ("samples", 1.0)]
+    assert check(measured(moved_bytes=1e6))[0].ratio > 19, "a model that is wrong shows"
+    assert check(measured(strategy="top-k")) == [], "no model, no check"
+    with pytest.raises(SchemaError, match="no result of `geartrain bench ranks"):
+        check({"bench": "store"})
+
+
+def test_constants_survive_a_file_and_foreign_ones_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(measured()))
+    assert read_constants(path) == DEFAULTS
+    path.write_text(json.dumps({"constants": {"cores": 2}}))
+    with pytest.raises(SchemaError, match=r"constants are .*found cores"):
+        read_constants(path)
+    path.write_text("[]")
+    with pytest.raises(SchemaError, match="no JSON object"):
+        read_constants(path)
+    with pytest.raises(SchemaError, match="cannot be read"):
+        read_constants(tmp_path / "missing.json")
+
+
+def test_this_machine_can_be_measured() -> None:
+    pytest.importorskip("torch")
+    found = measure()
+    assert 0.01 < found.copy_gb_per_s < 1000 and 0.001 < found.gloo_gb_per_s < 1000
+    assert 1 < found.round_us < 1e6 and 1 < found.batch_us < 1e6
+    assert all(0.1 < ns < 1e5 for ns in (found.target_ns, *found.descent_ns.values()))
+    assert Constants.from_json(json.loads(json.dumps(found.as_json()))) == found
+    assert not list(Path("/dev/shm").glob("geartrain.tools.plan-*"))
+
+
+# --- bad input --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch": 255}, "255 rows cannot be shared out equally to 4 ranks"),
+        ({"hosts": 0}, "hosts must be at least 1"),
+        ({"link_gbit": 0}, "link_gbit must be above zero"),
+        ({"rows": math.inf}, "rows must be at least 1 and finite"),
+        ({"row_bytes": math.nan}, "row_bytes must be at least 1 and finite"),
+        ({"shares": (0.5, 0.5)}, "shares are 4 numbers that add up to 1"),
+    ],
+)
+def test_a_cluster_that_is_none_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SchemaError, match=said):
+        replace(FOUR, **changes)
+
+
+def test_an_arm_there_is_not_is_refused() -> None:
+    with pytest.raises(SchemaError, match="there are local_first, ordered, central; found 'nearest'"):
+        predict(FOUR, "nearest", DEFAULTS)  # type: ignore[arg-type]

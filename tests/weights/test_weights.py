@@ -1,0 +1,711 @@
+"""Versions of weights: whole or not at all, shared by all readers of a host, and there after whoever was killed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import geartrain.core.futex as futex
+import geartrain.weights.server as serving
+from geartrain import rpc, weights
+from geartrain.errors import (
+    GeartrainError,
+    IncompatibleStoreError,
+    NoSpaceError,
+    SchemaError,
+    StoreClosedError,
+    WaitTimeoutError,
+)
+from geartrain.weights import segment as segments
+from geartrain.weights.segment import Segment
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def host() -> Iterator[Path]:
+    """A directory in memory, as one host's processes would share it; fails a test that leaves a segment."""
+    with tempfile.TemporaryDirectory(prefix="geartrain-test-", dir=SHM) as made:
+        yield Path(made)
+        gc.collect()
+        assert weights.reap(made) == [], "segments were left that only reap removes"
+        assert list(Path(made).iterdir()) == []
+
+
+@pytest.fixture
+def other_host() -> Iterator[Path]:
+    """Another one."""
+    with tempfile.TemporaryDirectory(prefix="geartrain-test-", dir=SHM) as made:
+        yield Path(made)
+        gc.collect()
+        assert list(Path(made).iterdir()) == []
+
+
+def filled(value: int, n: int = 1000) -> dict[str, np.ndarray]:
+    return {"a": np.full(n, value, np.int64), "b.weight": np.full((n, 3), value, np.float32)}
+
+
+def run(code: str, *args: object) -> subprocess.Popen[str]:
+    """A Python process that talks over its pipes, with `weights`, `filled` and `say` at hand."""
+    head = (
+        "import os, sys, signal, time, numpy as np\nfrom geartrain import rpc, weights\n"
+        "def filled(v, n=1000): return {'a': np.full(n, v, np.int64), 'b.weight': np.full((n, 3), v, np.float32)}\n"
+        "def say(*what): print(*what, flush=True)\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", head + code, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def heard(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+# --- versions -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_published_is_read_whatever_its_dtype_and_nesting(host: Path) -> None:
+    torch = pytest.importorskip("torch")
+    dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool]
+    dtypes += [torch.complex64, torch.uint8, torch.float8_e4m3fn]
+    given = {
+        "policy": {f"layers.{i}.{dtype}": torch.arange(7).to(dtype) for i, dtype in enumerate(dtypes)},
+        "scalar": torch.tensor(3.5),
+        "nothing": torch.empty(0, 4),
+        "parameter": torch.nn.Parameter(torch.ones(2, 3)),
+        "transposed": torch.arange(6.0).view(2, 3).t(),
+        "array": np.arange(5, dtype=">u2"),
+        "count": np.int64(7),
+    }
+    with weights.Publisher("p", directory=host) as publisher, weights.Reader("p", directory=host) as reader:
+        publisher.publish(4, given)
+        read = reader.latest()
+        assert read.version == 4
+        assert list(read) == list(given)
+        for name, tensor in given["policy"].items():
+            assert read["policy"][name].dtype == tensor.dtype
+            assert torch.equal(read["policy"][name].view(torch.uint8), tensor.view(torch.uint8)), name
+        for name in ("scalar", "nothing", "parameter", "transposed"):
+            assert torch.equal(read[name], given[name]), name
+        assert (read["array"] == given["array"]).all()
+        assert read["count"] == 7
+
+
+def test_a_model_loads_a_snapshot_by_copy_or_as_it_is(host: Path) -> None:
+    torch = pytest.importorskip("torch")
+    trained, actor = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3).requires_grad_(False)
+    with weights.Publisher("p", directory=host) as publisher, weights.Reader("p", directory=host) as reader:
+        publisher.publish(1, trained.state_dict())
+        actor.load_state_dict(reader.latest())
+        assert torch.equal(actor.weight, trained.weight)
+        read = reader.latest()
+        actor.load_state_dict(read, assign=True)
+        assert actor.weight.data_ptr() == read["weight"].data_ptr()
+        assert torch.equal(actor(torch.ones(4)), trained(torch.ones(4)))
+
+
+def test_writing_to_a_snapshot_is_refused_and_reaches_nobody(host: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with weights.Publisher("p", directory=host) as publisher, weights.Reader("p", directory=host) as reader:
+        publisher.publish(1, {"t": torch.zeros(5), "n": np.zeros(5)})
+        read = reader.latest()
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            read["t"].add_(1)
+        with pytest.raises(ValueError, match="read-only"):
+            read["n"][0] = 1
+        read["t"].data.add_(1)
+        with weights.Reader("p", directory=host) as another:
+            assert another.latest()["t"].tolist() == [0] * 5
+
+
+def test_versions_grow_and_weights_keep_their_form(host: Path) -> None:
+    with weights.Publisher("p", directory=host) as publisher:
+        publisher.publish(3, filled(3))
+        with pytest.raises(SchemaError, match="3 cannot follow 3"):
+            publisher.publish(3, filled(3))
+        with pytest.raises(SchemaError, match=r"2\*\*63"):
+            publisher.publish(2**63, filled(3))
+        with pytest.raises(SchemaError, match=r"a: <i8 \[1000\] has become <i4 \[1000\]"):
+            publisher.publish(4, {**filled(4), "a": np.zeros(1000, np.int32)})
+        with pytest.raises(SchemaError, match=r"b.weight is missing; c: <f8 \[1\] is new"):
+            publisher.publish(4, {"a": np.zeros(1000, np.int64), "c": np.zeros(1)})
+        with pytest.raises(SchemaError, match="the order of the names"):
+            publisher.publish(4, dict(reversed(filled(4).items())))
+        publisher.publish(4, filled(4))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, "no weights"),
+        ({"a": {}}, "no weights in a"),
+        ({"a": 3}, "a is a int"),
+        ({1: np.zeros(1)}, "key 1"),
+        ({"a": np.array([None])}, "plain numbers"),
+        ([np.zeros(1)], "found a list"),
+    ],
+)
+def test_what_is_no_weights_is_refused(host: Path, given: object, why: str) -> None:
+    with weights.Publisher("p", directory=host) as publisher, pytest.raises(SchemaError, match=why):
+        publisher.publish(1, given)  # type: ignore[arg-type]
+
+
+def test_tensors_without_plain_memory_are_refused(host: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with weights.Publisher("p", directory=host) as publisher:
+        for tensor, why in ((torch.zeros(2, 2).to_sparse(), "sparse"), (torch.zeros(2, device="meta"), "meta")):
+            with pytest.raises(SchemaError, match=why):
+                publisher.publish(1, {"t": tensor})
+
+
+def test_a_snapshot_stays_as_it_is_while_a_single_tensor_of_it_lives(host: Path) -> None:
+    with (
+        weights.Publisher("p", directory=host, buffers=3) as publisher,
+        weights.Reader("p", directory=host) as reader,
+    ):
+        publisher.publish(1, filled(1))
+        part = reader.latest()["b.weight"][5:7]
+        for version in range(2, 12):
+            publisher.publish(version, filled(version))
+        assert (part == 1).all()
+        assert (reader.latest()["a"] == 11).all()
+
+
+def test_a_snapshot_is_the_same_object_until_there_is_a_newer_one(host: Path) -> None:
+    with weights.Publisher("p", directory=host) as publisher, weights.Reader("p", directory=host) as reader:
+        publisher.publish(1, filled(1))
+        first = reader.latest()
+        assert reader.latest() is first
+        publisher.publish(2, filled(2))
+        assert reader.version == 2
+        assert reader.latest() is not first
+
+
+def test_readers_never_see_a_mix(host: Path) -> None:
+    stop, seen, errors = threading.Event(), set(), []
+
+    def read() -> None:
+        with weights.Reader("p", directory=host) as reader:
+            while not stop.is_set():
+                found = reader.latest()
+                values = {int(v) for array in found.values() for v in np.unique(array)}
+                if values != {found.version}:
+                    errors.append((found.version, values))
+                seen.add(found.version)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    with weights.Publisher("p", directory=host, buffers=5) as publisher:
+        publisher.publish(1, filled(1))
+        for thread in threads:
+            thread.start()
+        for version in range(2, 400):
+            publisher.publish(version, filled(version))
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    assert len(seen) > 3
+
+
+def test_a_reader_that_was_overtaken_does_not_take_another_version_for_its_own(host: Path) -> None:
+    with weights.Publisher("p", directory=host, buffers=2) as publisher:
+        publisher.publish(1, filled(1))
+        here = Segment.open("p", host)
+        head = here.head()
+        assert head is not None
+        mapped = here.map(head)
+        assert mapped is not None
+        mapped.close()
+        for version in (2, 3):  # the latter in the buffer of the first
+            publisher.publish(version, filled(version))
+        assert here.map(head) is None
+        here.close()
+
+
+# --- buffers --------------------------------------------------------------------------------------------------------
+
+
+def test_when_readers_hold_all_buffers_the_publisher_says_so(host: Path) -> None:
+    with weights.Publisher("p", directory=host, buffers=2) as publisher, weights.Reader("p", directory=host) as reader:
+        publisher.publish(1, filled(1))
+        held = reader.latest()
+        publisher.publish(2, filled(2))
+        with pytest.raises(weights.BuffersHeldError, match="1 of the 2 buffers"):
+            publisher.publish(3, filled(3), timeout_s=0.05)
+        assert (held["a"] == 1).all()
+        assert reader.latest().version == 2
+        del held
+        publisher.publish(3, filled(3), timeout_s=5)
+        assert reader.latest().version == 3
+
+
+def test_a_waiting_publisher_goes_on_when_a_snapshot_is_let_go(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from geartrain.weights import writer
+
+    monkeypatch.setattr(writer, "_LOOK_AGAIN_S", 60.0)  # so that only being woken helps
+    with weights.Publisher("p", directory=host, buffers=2) as publisher, weights.Reader("p", directory=host) as reader:
+        publisher.publish(1, filled(1))
+        held = [reader.latest()]
+        publisher.publish(2, filled(2))
+        waits, real = threading.Event(), Segment.wait_released
+
+        def wait_released(self: Segment, seen: int, timeout_s: float) -> None:
+            waits.set()
+            real(self, seen, timeout_s)
+
+        monkeypatch.setattr(Segment, "wait_released", wait_released)
+        thread = threading.Thread(target=publisher.publish, args=(3, filled(3)))
+        thread.start()
+        assert waits.wait(10)
+        held.clear()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert reader.version == 3
+
+
+def test_a_killed_reader_holds_nothing(host: Path) -> None:
+    with weights.Publisher("p", directory=host, buffers=2) as publisher:
+        publisher.publish(1, filled(1))
+        child = run(
+            "r = weights.Reader('p', directory=sys.argv[1]); held = r.latest(); say(held.version); sys.stdin.read()",
+            host,
+        )
+        assert heard(child) == "1"
+        publisher.publish(2, filled(2))
+        with pytest.raises(weights.BuffersHeldError):
+            publisher.publish(3, filled(3), timeout_s=0.05)
+        kill(child)
+        publisher.publish(3, filled(3), timeout_s=10)
+
+
+def test_a_forked_childs_snapshot_is_held_until_both_let_go(host: Path, fork: Callable[..., int]) -> None:
+    ready, go = os.pipe(), os.pipe()
+    with weights.Publisher("p", directory=host, buffers=2) as publisher:
+        reader = weights.Reader("p", directory=host)
+        publisher.publish(1, filled(1))
+        held = [reader.latest()]
+
+        def body() -> int:
+            os.write(ready[1], b"x")
+            os.read(go[0], 1)
+            with pytest.raises(StoreClosedError, match="forked from"):
+                publisher.publish(9, filled(9))
+            right = (held[0]["a"] == 1).all() and reader.latest().version == 2
+            return 0 if right else 1
+
+        child = fork(body)
+        os.read(ready[0], 1)
+        publisher.publish(2, filled(2))
+        held.clear()  # the child's is still there
+        with pytest.raises(weights.BuffersHeldError):
+            publisher.publish(3, filled(3), timeout_s=0.05)
+        os.write(go[1], b"x")
+        assert os.waitpid(child, 0)[1] == 0
+        publisher.publish(3, filled(3), timeout_s=10)
+        reader.close()
+    for pipe in (*ready, *go):
+        os.close(pipe)
+
+
+def test_a_full_file_system_is_an_error_and_nothing_is_lost(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with weights.Publisher("p", directory=host) as publisher, weights.Reader("p", directory=host) as reader:
+        publisher.publish(1, filled(1))
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", full)
+            with pytest.raises(NoSpaceError, match="shm-size"):
+                publisher.publish(2, filled(2))
+        assert reader.latest().version == 1
+        publisher.publish(2, filled(2))
+        assert reader.latest().version == 2
+
+
+# --- waiting --------------------------------------------------------------------------------------------------------
+
+
+def test_a_waiting_reader_has_a_deadline_and_says_what_is_there(host: Path) -> None:
+    with weights.Reader("p", directory=host) as reader:
+        with pytest.raises(WaitTimeoutError, match=r"no version was published, within 0.02 s; no publisher"):
+            reader.latest(timeout_s=0.02)
+        with weights.Publisher("p", directory=host) as publisher:
+            publisher.publish(1, filled(1))
+            with pytest.raises(WaitTimeoutError, match=r"newest version is 1, and 2 was asked for.*is alive"):
+                reader.latest(at_least=2, timeout_s=0.02)
+
+
+def test_a_waiting_reader_sleeps_and_is_woken(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps, real, asleep = [], futex.wait, threading.Event()
+
+    def wait(word: np.ndarray, seen: int, timeout_s: float) -> None:
+        sleeps.append(timeout_s)
+        asleep.set()
+        real(word, seen, timeout_s)
+
+    monkeypatch.setattr(futex, "wait", wait)
+    found: list[int] = []
+    with weights.Reader("p", directory=host) as reader:  # before there is a publisher
+        thread = threading.Thread(target=lambda: found.append(reader.latest(at_least=5, timeout_s=60).version))
+        thread.start()
+        assert asleep.wait(10)
+        with weights.Publisher("p", directory=host) as publisher:
+            for version in (1, 5):
+                publisher.publish(version, filled(version))
+            thread.join(10)
+        assert found == [5]
+    assert len(sleeps) <= 3  # once before each version, and not every few milliseconds
+
+
+def test_a_reader_that_is_dropped_leaves(host: Path) -> None:
+    weights.Reader("p", directory=host)
+    gc.collect()
+    assert not list(host.iterdir())
+
+
+def test_a_late_reader_gets_the_newest(host: Path) -> None:
+    with weights.Publisher("p", directory=host) as publisher:
+        for version in range(1, 5):
+            publisher.publish(version, filled(version))
+        with weights.Reader("p", directory=host) as reader:
+            assert (reader.latest(timeout_s=0)["a"] == 4).all()
+
+
+def test_closing_wakes_who_waits(host: Path) -> None:
+    reader, errors = weights.Reader("p", directory=host), []
+
+    def read() -> None:
+        try:
+            reader.latest(timeout_s=60)
+        except GeartrainError as error:
+            errors.append(type(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    reader.close()
+    thread.join(10)
+    assert errors == [StoreClosedError]
+
+
+# --- processes that come and go -------------------------------------------------------------------------------------
+
+
+def test_a_publisher_killed_in_the_middle_leaves_the_version_before(host: Path) -> None:
+    child = run(
+        "p = weights.Publisher('p', directory=sys.argv[1])\n"
+        "p.publish(1, filled(1)); p.publish(2, filled(2))\n"
+        "with p._writer.writing(3, 5) as views:\n"
+        "    views[0][:500] = 3\n"
+        "    say('half'); sys.stdin.read()",
+        host,
+    )
+    assert heard(child) == "half"
+    with weights.Reader("p", directory=host) as reader:
+        kill(child)
+        for _ in range(2):
+            assert {int(v) for a in reader.latest().values() for v in np.unique(a)} == {2}
+        with pytest.raises(WaitTimeoutError, match="no publisher of it lives"):
+            reader.latest(at_least=3, timeout_s=0.02)
+        with weights.Publisher("p", directory=host) as again:  # carries on with the same memory
+            inode = (host / "geartrain-weights.p").stat().st_ino
+            assert reader.latest().version == 2
+            again.publish(3, filled(3))
+            assert (host / "geartrain-weights.p").stat().st_ino == inode
+            assert {int(v) for a in reader.latest(at_least=3).values() for v in np.unique(a)} == {3}
+
+
+@pytest.mark.parametrize("step", ["slot", "head", "wake"])
+def test_a_publisher_killed_at_any_step_of_a_commit_leaves_a_whole_version(host: Path, step: str) -> None:
+    child = run(
+        "from geartrain.weights import segment\n"
+        "p = weights.Publisher('p', directory=sys.argv[1])\n"
+        "for v in (1, 2, 3): p.publish(v, filled(v))\n"
+        "S, put, wake = segment.Segment, segment.Segment._put, segment.Segment.wake_readers\n"
+        "def dying_put(self, record, at):\n"
+        "    if not int(record['sequence']): return put(self, record, at)\n"  # the claim
+        "    wanted = segment.SLOT if sys.argv[2] == 'slot' else segment.HEAD\n"
+        "    if record.dtype == wanted:\n"
+        "        half = segment._sealed(record)[: record.dtype.itemsize // 2]\n"
+        "        self._bytes[at : at + len(half)] = np.frombuffer(half, np.uint8)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    put(self, record, at)\n"
+        "def dying_wake(self): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if sys.argv[2] == 'wake': S.wake_readers = dying_wake\n"
+        "else: S._put = dying_put\n"
+        "say('ready'); sys.stdin.readline(); p.publish(4, filled(4))",
+        host,
+        step,
+    )
+    assert heard(child) == "ready"
+    with weights.Reader("p", directory=host) as reader:
+        child.communicate("go\n")
+        assert child.returncode == -signal.SIGKILL
+        version = 4 if step == "wake" else 3
+        found = reader.latest()
+        assert found.version == version
+        assert {int(v) for a in found.values() for v in np.unique(a)} == {version}
+        with weights.Publisher("p", directory=host) as again:
+            again.publish(5, filled(5))
+            assert reader.latest().version == 5
+
+
+def test_a_new_publisher_may_bring_other_weights(host: Path) -> None:
+    with weights.Reader("p", directory=host) as reader:
+        with weights.Publisher("p", directory=host) as publisher:
+            publisher.publish(9, filled(9))
+            old = reader.latest()
+        with weights.Publisher("p", directory=host) as publisher:
+            assert reader.latest().version == 9  # until there is something new
+            publisher.publish(1, {"c": np.ones(3)})
+            assert list(reader.latest()) == ["c"]
+            assert (old["a"] == 9).all()
+
+
+def test_a_waiting_reader_follows_to_the_file_of_a_new_publisher(host: Path) -> None:
+    found: list[list[str]] = []
+    with weights.Reader("p", directory=host) as reader:
+        with weights.Publisher("p", directory=host) as publisher:
+            publisher.publish(1, filled(1))
+        thread = threading.Thread(target=lambda: found.append(list(reader.latest(at_least=2, timeout_s=60))))
+        thread.start()
+        with weights.Publisher("p", directory=host) as publisher:
+            publisher.publish(2, {"c": np.ones(3)})
+            thread.join(10)
+    assert found == [["c"]]
+
+
+def test_a_reader_whose_file_lost_its_name_finds_the_next_one(host: Path) -> None:
+    with weights.Reader("p", directory=host) as reader:
+        with weights.Publisher("p", directory=host) as publisher:
+            publisher.publish(1, filled(1))
+            assert reader.latest().version == 1
+        (host / "geartrain-weights.p").unlink()
+        with weights.Publisher("p", directory=host) as publisher:
+            publisher.publish(2, filled(2))
+            assert reader.latest(timeout_s=0).version == 2
+
+
+def test_there_is_one_publisher(host: Path) -> None:
+    with (
+        weights.Publisher("p", directory=host),
+        pytest.raises(GeartrainError, match="a publisher on this host already"),
+    ):
+        weights.Publisher("p", directory=host)
+
+
+def test_what_everybody_left_by_being_killed_is_removed_later(host: Path) -> None:
+    child = run(
+        "p = weights.Publisher('p', directory=sys.argv[1]); p.publish(1, filled(1)); say('x'); sys.stdin.read()", host
+    )
+    heard(child)
+    assert weights.reap(host) == []
+    kill(child)
+    assert weights.reap(host) == ["p"]
+
+
+def test_the_last_reader_removes_what_a_killed_publisher_left(host: Path) -> None:
+    child = run(
+        "p = weights.Publisher('p', directory=sys.argv[1]); p.publish(1, filled(1)); say('x'); sys.stdin.read()", host
+    )
+    heard(child)
+    with weights.Reader("p", directory=host) as reader:
+        kill(child)
+        held = reader.latest()
+    assert not list(host.iterdir())
+    assert (held["a"] == 1).all()
+
+
+def test_a_file_that_is_something_else_is_refused(host: Path) -> None:
+    path = host / "geartrain-weights.p"
+    for content, why in ((b"", "too small"), (b"x" * 8192, "no weights of geartrain's")):
+        path.write_bytes(content)
+        with pytest.raises(IncompatibleStoreError, match=why):
+            weights.Reader("p", directory=host)
+        path.unlink()
+
+
+def test_a_damaged_header_or_schema_is_refused(host: Path) -> None:
+    with weights.Publisher("p", directory=host) as publisher:
+        publisher.publish(1, filled(1))
+        path = host / "geartrain-weights.p"
+        for at, why in ((20, "header is damaged"), (4100, "schema in .* is damaged")):
+            with path.open("r+b") as file:
+                file.seek(at)
+                byte = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte[0] ^ 1]))
+            with pytest.raises(IncompatibleStoreError, match=why), weights.Reader("p", directory=host) as reader:
+                reader.latest()
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(byte)
+
+
+def test_the_records_of_a_segment_keep_their_bytes() -> None:
+    layout = {
+        "HEADER": ["magic", "format_version", "header_bytes", "segment_id", "created_ns", "reserved", "checksum"],
+        "LAYOUT": [
+            "buffers",
+            "schema_checksum",
+            "schema_bytes",
+            "version_bytes",
+            "data_offset",
+            "stride",
+            "reserved",
+            "checksum",
+        ],
+        "HEAD": ["sequence", "version", "published_ns", "buffer", "reserved", "checksum"],
+        "SLOT": ["sequence", "version", "reserved", "checksum"],
+    }
+    offsets = {"HEADER": [0, 8, 12, 16, 32, 40, 60], "LAYOUT": [0, 4, 8, 16, 24, 32, 40, 60]}
+    offsets |= {"HEAD": [0, 8, 16, 24, 28, 60], "SLOT": [0, 8, 16, 28]}
+    assert segments.FORMAT_VERSION == 1
+    for name, fields in layout.items():
+        dtype = getattr(segments, name)
+        assert dtype.names == tuple(fields)
+        assert [dtype.fields[field][1] for field in fields] == offsets[name]
+
+
+# --- hosts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trainer() -> Iterator[rpc.Node]:
+    with rpc.Node("trainer", timeout_s=10) as node:
+        yield node
+
+
+def test_a_version_crosses_to_another_host_once(host: Path, other_host: Path, trainer: rpc.Node) -> None:
+    given = filled(1, 300_000)
+    nbytes = sum(array.nbytes for array in given.values())
+    nodes = [rpc.Node(f"actor{i}", peers={"trainer": trainer.address}, transport="tcp") for i in range(3)]
+    readers = [weights.Reader("p", node=node, source="trainer", directory=other_host) for node in nodes]
+    with weights.Publisher("p", node=trainer, directory=host) as publisher:
+        with weights.Reader("p", node=trainer, source="trainer", directory=host) as beside:
+            for version in (1, 2, 3):
+                publisher.publish(version, filled(version, 300_000))
+                for reader in [*readers, beside]:
+                    found = reader.latest(at_least=version, timeout_s=20)
+                    assert {int(v) for a in found.values() for v in np.unique(a)} == {version}
+            assert [reader.is_relay for reader in readers].count(True) == 1
+            assert not beside.is_relay
+        came = sum(sum(c["bytes_received"].values()) for node in nodes for c in node.counts().values())
+        assert 3 * nbytes <= came < 3.05 * nbytes
+        for reader in readers:
+            reader.close()
+    for node in nodes:
+        node.close()
+
+
+def test_a_relay_that_stops_or_dies_holds_a_version_for_a_while_only(
+    host: Path, trainer: rpc.Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with weights.Publisher("p", node=trainer, directory=host, buffers=2) as publisher:
+        publisher.publish(1, filled(1))
+        with rpc.Node("stuck", peers={"trainer": trainer.address}) as node:
+            found = node.call("trainer", serving.NEWER, "p", b"", 0, 1.0)
+            assert found["version"] == 1
+            publisher.publish(2, filled(2))
+            with pytest.raises(weights.BuffersHeldError):
+                publisher.publish(3, filled(3), timeout_s=0.05)
+            with monkeypatch.context() as patched:
+                patched.setattr(serving, "PIN_S", 0.0)
+                publisher.publish(3, filled(3), timeout_s=10)
+            assert node.call("trainer", serving.DONE, "p", found["sequence"]) is False
+            found = node.call("trainer", serving.NEWER, "p", b"", 0, 1.0)
+            publisher.publish(4, filled(4))
+        publisher.publish(5, filled(5), timeout_s=10)  # the node has hung up
+
+
+def test_a_relay_is_a_source_for_others(host: Path, other_host: Path, trainer: rpc.Node) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="geartrain-test-", dir=SHM) as third_host,
+        rpc.Node("near", peers={"trainer": trainer.address}) as near,
+        rpc.Node("far", peers={"near": near.address}) as far,
+        weights.Publisher("p", node=trainer, directory=host) as publisher,
+        weights.Reader("p", node=near, source="trainer", directory=other_host) as first,
+        weights.Reader("p", node=far, source="near", directory=third_host) as second,
+    ):
+        publisher.publish(1, filled(1))
+        assert (second.latest(at_least=1, timeout_s=20)["a"] == 1).all()
+        publisher.publish(2, filled(2))
+        assert (second.latest(at_least=2, timeout_s=20)["a"] == 2).all()
+        assert first.is_relay
+        assert second.is_relay
+
+
+def test_another_process_relays_when_the_relay_is_killed(host: Path, other_host: Path, trainer: rpc.Node) -> None:
+    with weights.Publisher("p", node=trainer, directory=host) as publisher:
+        publisher.publish(1, filled(1))
+        child = run(
+            "n = rpc.Node('child', peers={'trainer': sys.argv[2]})\n"
+            "r = weights.Reader('p', node=n, source='trainer', directory=sys.argv[1])\n"
+            "r.latest(); say(r.is_relay); sys.stdin.read()",
+            other_host,
+            trainer.address,
+        )
+        assert heard(child) == "True"
+        with rpc.Node("actor", peers={"trainer": trainer.address}) as node:
+            with weights.Reader("p", node=node, source="trainer", directory=other_host) as reader:
+                assert reader.latest().version == 1
+                assert not reader.is_relay
+                kill(child)
+                assert (reader.latest()["a"] == 1).all()
+                publisher.publish(2, filled(2))
+                assert reader.latest(at_least=2, timeout_s=20).version == 2
+                assert reader.is_relay
+
+
+def test_a_trainer_killed_in_the_middle_of_a_transfer_leaves_the_version_before(host: Path, other_host: Path) -> None:
+    code = (
+        "n = rpc.Node('trainer')\n"
+        "p = weights.Publisher('p', node=n, directory=sys.argv[1])\n"
+        "p.publish(1, filled(int(sys.argv[2])))\n"
+        "say(n.address); sys.stdin.readline()\n"
+        "from geartrain.rpc.registry import functions\n"
+        "piece = functions['geartrain.rpc.weights_piece']\n"
+        "def dying(caller, name, sequence, offset, size):\n"
+        "    if offset: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return piece(caller, name, sequence, offset, 1000)\n"
+        "functions['geartrain.rpc.weights_piece'] = dying\n"
+        "p.publish(2, filled(2)); sys.stdin.read()"
+    )
+    first = run(code, host, 1)
+    peers = {"trainer": heard(first)}
+    with rpc.Node("actor", peers=peers, timeout_s=5) as node:
+        with weights.Reader("p", node=node, source="trainer", directory=other_host) as reader:
+            assert reader.latest().version == 1
+            assert first.stdin is not None
+            first.stdin.write("\n")
+            first.stdin.flush()
+            # The first piece is too short: given up before a second one is asked for, or the trainer is dead.
+            with pytest.raises(WaitTimeoutError, match="fetching from 'trainer'"):
+                reader.latest(at_least=2, timeout_s=1.0)
+            assert (reader.latest()["a"] == 1).all()
+            kill(first)
+            second = run(code, host, 7)
+            node.directory.known["trainer"] = heard(second)
+            until_s = time.monotonic() + 20
+            while (reader.latest()["a"] != 7).any():  # its version is 1 again
+                assert time.monotonic() < until_s
+                time.sleep(0.01)
+            kill(second)
+    weights.reap(host)
