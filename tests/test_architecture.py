@@ -14,7 +14,7 @@ SOURCE = ROOT / "src"
 PACKAGE = SOURCE / "geartrain"
 NATIVE = ROOT / "native"
 # The facade, the command's entry and the border to the native layer are no rooms.
-OUTSIDE = {"__init__", "__main__", "_native"}
+OUTSIDE = {"__init__", "__main__", "_native", "_native_testing"}
 
 
 def picture(name: str) -> dict[str, int]:
@@ -180,6 +180,12 @@ NAMES_TO_PART = {
     *("Work", "Group", "Asked", "Options", "Slot", "Described", "Segment", "Report", "Link", "Order", "Seen", "Place"),
     *("Rows", "Pending", "Landing", "Reader", "Moved", "Plan", "Limits", "Region"),
 }
+
+
+def test_only_tools_and_benchmarks_use_the_native_testing_module() -> None:
+    for name, path in FILES.items():
+        if "geartrain._native_testing" in imported(path):
+            assert name.startswith(("geartrain.tools.", "geartrain_bench.")), name
 
 
 def native_includes(path: Path) -> list[str]:

@@ -2,63 +2,58 @@
 
 #include <fcntl.h>
 #include <time.h>
-#include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
-#include "base/clock.h"
 #include "base/errors.h"
 
 namespace geartrain {
 namespace {
 
-constexpr off_t kLeaseArea = off_t{1} << 61;  // no segment is that long
+constexpr uint64_t kMostPauseNs = 2'000'000;
 
-struct flock one_byte(uint32_t number, short type) {
+struct flock one_byte(uint64_t byte, short type) {
   struct flock lock{};
   lock.l_type = type;
   lock.l_whence = SEEK_SET;
-  lock.l_start = kLeaseArea + static_cast<off_t>(number);
+  lock.l_start = static_cast<off_t>(byte);
   lock.l_len = 1;
   return lock;
 }
 
 }  // namespace
 
-bool take_lease(int fd, uint32_t number) {
-  struct flock lock = one_byte(number, F_WRLCK);
+bool take_file_lock(int fd, uint64_t byte, LockKind kind) {
+  struct flock lock = one_byte(byte, kind == LockKind::exclusive ? F_WRLCK : F_RDLCK);
   if (::fcntl(fd, F_OFD_SETLK, &lock) == 0) return true;
   if (errno == EAGAIN || errno == EACCES) return false;
-  fail(ErrorKind::os, "this file system cannot lock the segment's file: ", std::strerror(errno));
+  fail(ErrorKind::os, "cannot lock a byte of the file: ", std::strerror(errno));
 }
 
-void drop_lease(int fd, uint32_t number) {
-  struct flock lock = one_byte(number, F_UNLCK);
+bool wait_for_file_lock(int fd, uint64_t byte, LockKind kind, Deadline deadline) {
+  // The kernel's own wait (F_OFD_SETLKW) knows no deadline. Soon first: most locks are held for microseconds.
+  for (uint64_t pause_ns = 50'000; !take_file_lock(fd, byte, kind); pause_ns = std::min(2 * pause_ns, kMostPauseNs)) {
+    const uint64_t left_ns = deadline.left_ns();
+    if (left_ns == 0) return false;
+    const struct timespec pause{0, static_cast<long>(std::min(pause_ns, left_ns))};
+    if (::nanosleep(&pause, nullptr) != 0 && errno == EINTR) return take_file_lock(fd, byte, kind);
+  }
+  return true;
+}
+
+void drop_file_lock(int fd, uint64_t byte) {
+  struct flock lock = one_byte(byte, F_UNLCK);
   ::fcntl(fd, F_OFD_SETLK, &lock);
 }
 
-bool lease_held(int fd, uint32_t number) {
-  // F_OFD_GETLK needs no write permission, so a read-only reader can ask too.
-  struct flock lock = one_byte(number, F_WRLCK);
-  if (::fcntl(fd, F_OFD_GETLK, &lock) != 0) return true;  // when in doubt nobody's rows are taken away
-  return lock.l_type != F_UNLCK;
-}
-
-Gate::Gate(int fd, double timeout_s) : fd_(fd) {
-  const uint64_t deadline = monotonic_ns() + static_cast<uint64_t>(timeout_s * 1e9);
-  while (!take_lease(fd_, kGateLease)) {
-    if (monotonic_ns() > deadline) {
-      fail(ErrorKind::lock_timeout, "another process has been joining or leaving the store for ", timeout_s,
-           " s; it may be stopped");
-    }
-    struct timespec pause{0, 1'000'000};
-    ::nanosleep(&pause, nullptr);
+bool file_lock_held(int fd, uint64_t byte) {
+  struct flock lock = one_byte(byte, F_WRLCK);
+  if (::fcntl(fd, F_OFD_GETLK, &lock) != 0) {
+    fail(ErrorKind::os, "cannot ask for a lock of the file: ", std::strerror(errno));
   }
-}
-
-Gate::~Gate() {
-  drop_lease(fd_, kGateLease);
+  return lock.l_type != F_UNLCK;
 }
 
 }  // namespace geartrain

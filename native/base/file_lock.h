@@ -1,38 +1,35 @@
-// Who is alive, as the kernel sees it.
+// Locks that the kernel drops when their owner dies: on bytes of a file, which need not exist, owned by an open file.
 //
-// Every attached process holds an open-file-description lock on one byte of the segment's file, far beyond
-// its end. The kernel drops the lock when the last descriptor of that open file goes, which is to say when
-// the process ends, however it ends. Unlike a pid, a lease cannot be mistaken for another process's: pids
-// are reused, and two containers that share a segment can both run as pid 1.
+// An open file's lock (F_OFD_SETLK) goes with its last descriptor, which is to say when the process ends, however it
+// ends. Unlike a pid it cannot be mistaken for another process's: pids are reused, and two containers that share a
+// file can both run as pid 1. Whoever opens the file again owns nothing of the first open file's locks.
 //
-// A forked child would share its parent's lease; Store reopens the file in the child (store.cc).
+// A forked child shares its parent's open file, and so its locks: they stay until both have let go of it. A child that
+// wants locks of its own opens the file again (store.cc, weights/segment.py).
+//
+// Any thread and process. A shared lock needs a descriptor that may be read, an exclusive one that may be written, and
+// asking needs neither. Which byte means what is the file's format: kClientLocks (store/client_lock.h) is the store's.
 #pragma once
 
 #include <cstdint>
 
+#include "base/deadline.h"
+
 namespace geartrain {
 
-// Byte numbers, counted from the lease area: one per client slot, and one that serialises join and leave.
-constexpr uint32_t kGateLease = 1u << 20;
+enum class LockKind : uint8_t { shared, exclusive };
 
-// Takes the lease for this open file; false when another open file holds it. Never waits.
-bool take_lease(int fd, uint32_t number);
+// Takes the lock for this open file, or changes its kind; false when another open file is in the way. Never waits.
+// Throws os: the descriptor or its file system cannot do it.
+bool take_file_lock(int fd, uint64_t byte, LockKind kind = LockKind::exclusive);
 
-void drop_lease(int fd, uint32_t number);
+// Tries until it may have the lock; false at the deadline, or at the first signal that comes while it waits.
+bool wait_for_file_lock(int fd, uint64_t byte, LockKind kind, Deadline deadline);
 
-// Whether some *other* open file holds the lease.
-bool lease_held(int fd, uint32_t number);
+// Of a lock that this open file has, or has not.
+void drop_file_lock(int fd, uint64_t byte);
 
-// Holds the gate for its lifetime. Waits for it, and throws lock_timeout after timeout_s.
-class Gate {
- public:
-  Gate(int fd, double timeout_s);
-  ~Gate();
-  Gate(const Gate&) = delete;
-  Gate& operator=(const Gate&) = delete;
-
- private:
-  int fd_;
-};
+// Whether some *other* open file has the lock, of either kind. Throws os.
+bool file_lock_held(int fd, uint64_t byte);
 
 }  // namespace geartrain

@@ -71,7 +71,8 @@ struct SharedRing {
   std::atomic<uint32_t> reader_sleeps;
   alignas(128) std::byte data[];
 };
-static_assert(offsetof(SharedRing, written) == 64 && offsetof(SharedRing, taken) == 128 && offsetof(SharedRing, data) == 256);
+static_assert(offsetof(SharedRing, written) == 64 && offsetof(SharedRing, taken) == 128 &&
+              offsetof(SharedRing, data) == 256);
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
 constexpr uint64_t kOneRing = sizeof(SharedRing) + kRingBytes;

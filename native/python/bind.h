@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/buffer_pool.h"
+#include "base/deadline.h"
 #include "store/store.h"
 
 namespace geartrain {
@@ -45,6 +46,21 @@ nb::object to_numpy(std::vector<T>&& values) {
 
 // How long a wait without the GIL lasts until it looks at Python's signals.
 constexpr double kSignalsEveryS = 0.25;
+
+// wait(deadline) until it returns true or the time is over, with a look at signals in between.
+template <typename Wait>
+bool patiently(double timeout_s, Wait&& wait) {
+  const Deadline deadline = Deadline::after(timeout_s);
+  for (;;) {
+    const Deadline slice = deadline.sooner(kSignalsEveryS);
+    {
+      nb::gil_scoped_release unlocked;
+      if (wait(slice, deadline)) return true;
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (deadline.passed()) return false;
+  }
+}
 
 // An entry of a dict of options, or what holds without it.
 template <typename T>
@@ -85,11 +101,13 @@ nb::dlpack::dtype array_dtype(uint8_t code, uint8_t itemsize);
 // Keeps a mapping alive for as long as an array over it lives.
 nb::capsule keep_alive(std::shared_ptr<Mapping> mapping);
 
+// Has Errors of this module raised as the classes of geartrain.errors.
+void register_errors();
+
+void bind_base(nb::module_& module);
 void bind_store(nb::module_& module);
 void bind_fetch(nb::module_& module);
 void bind_selection(nb::module_& module);
-void bind_bench(nb::module_& module);
 void bind_planner(nb::module_& module);
-void bind_switch(nb::module_& module);
 
 }  // namespace geartrain

@@ -1,9 +1,8 @@
-// The Python module geartrain._native: errors here, one file for each part beside this one.
+// The Python module geartrain._native, one file for each part beside this one.
 
 #include <nanobind/stl/string.h>
 
 #include "base/copy.h"
-#include "base/errors.h"
 #include "base/shared_file.h"
 #include "base/threads.h"
 #include "python/bind.h"
@@ -12,68 +11,6 @@
 #include "segment/segment.h"
 
 namespace geartrain {
-namespace {
-
-// The class of geartrain.errors that each kind becomes.
-const char* error_class(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::schema:
-      return "SchemaError";
-    case ErrorKind::exists:
-      return "StoreExistsError";
-    case ErrorKind::missing:
-      return "StoreMissingError";
-    case ErrorKind::stale_store:
-      return "StaleStoreError";
-    case ErrorKind::incompatible:
-      return "IncompatibleStoreError";
-    case ErrorKind::closed:
-      return "StoreClosedError";
-    case ErrorKind::full:
-      return "StoreFullError";
-    case ErrorKind::empty:
-      return "EmptyStoreError";
-    case ErrorKind::not_enough:
-      return "NotEnoughRowsError";
-    case ErrorKind::stale_key:
-      return "StaleKeyError";
-    case ErrorKind::no_space:
-      return "NoSpaceError";
-    case ErrorKind::lock_timeout:
-      return "LockTimeoutError";
-    case ErrorKind::corrupt:
-      return "CorruptStoreError";
-    case ErrorKind::os:
-      return "GeartrainError";
-    case ErrorKind::peer_lost:
-      return "PeerLostError";
-    case ErrorKind::timed_out:
-      return "WaitTimeoutError";
-    case ErrorKind::not_viable:
-      return "TransportError";
-    case ErrorKind::untrusted:
-      return "UntrustedPeerError";
-    case ErrorKind::frame:
-      return "MessageError";
-    case ErrorKind::hung_up:
-      return "ConnectionClosedError";
-    case ErrorKind::region:
-      return "RegionError";
-  }
-  return "GeartrainError";
-}
-
-void translate(const std::exception_ptr& pointer, void*) {
-  try {
-    std::rethrow_exception(pointer);
-  } catch (const Error& error) {
-    const nb::object type = nb::module_::import_("geartrain.errors").attr(error_class(error.kind));
-    PyErr_SetString(type.ptr(), error.what());
-  }
-}
-
-}  // namespace
-
 nb::dlpack::dtype array_dtype(uint8_t code, uint8_t itemsize) {
   using nb::dlpack::dtype_code;
   dtype_code kind = dtype_code::UInt;
@@ -110,7 +47,7 @@ nb::capsule keep_alive(std::shared_ptr<Mapping> mapping) {
 NB_MODULE(_native, module) {
   module.doc() = "The native layer of geartrain: use the classes of the geartrain package instead.";
   nb::set_leak_warnings(false);
-  nb::register_exception_translator(translate);
+  register_errors();
   module.attr("FORMAT_VERSION") = kFormatVersion;
   module.attr("MAX_CLIENTS") = kMaxClients;
   module.def("segment_path", &segment_path);
@@ -120,13 +57,12 @@ NB_MODULE(_native, module) {
   module.def("descend_kernel", &descend_kernel);
   module.def("set_descend_kernel", [](const std::string& name) { return set_descend_kernel(name.c_str()); });
   module.def("available_cores", &available_cores);
+  bind_base(module);
   bind_store(module);
   bind_fetch(module);
   bind_selection(module);
-  bind_bench(module);
   bind_codec(module);
   bind_planner(module);
-  bind_switch(module);
   bind_transport(module);
   bind_collectives(module);
 }

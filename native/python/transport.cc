@@ -22,21 +22,6 @@
 namespace geartrain {
 namespace {
 
-// wait(deadline) until it returns true or the time is over, with a look at signals in between.
-template <typename Wait>
-bool patiently(double timeout_s, Wait&& wait) {
-  const Deadline deadline = Deadline::after(timeout_s);
-  for (;;) {
-    const Deadline slice = deadline.sooner(kSignalsEveryS);
-    {
-      nb::gil_scoped_release unlocked;
-      if (wait(slice, deadline)) return true;
-    }
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    if (deadline.passed()) return false;
-  }
-}
-
 // The same for waits that throw timed_out.
 template <typename Wait>
 void patiently_or_throw(double timeout_s, Wait&& wait) {

@@ -1,23 +1,12 @@
 #include "segment/rate_limiter.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <limits>
 
 #include "base/clock.h"
+#include "base/futex.h"
 
 namespace geartrain {
 namespace {
-
-void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, uint64_t timeout_ns) {
-  const struct timespec limit{static_cast<time_t>(timeout_ns / 1'000'000'000u),
-                              static_cast<long>(timeout_ns % 1'000'000'000u)};
-  ::syscall(SYS_futex, &word, FUTEX_WAIT, seen, &limit, nullptr, 0);
-}
 
 // Tries until it may, or the time is over.
 template <typename Try>
@@ -107,9 +96,7 @@ void give_back(Limiter& limiter, uint64_t inserts, uint64_t samples) {
 
 void announce(Limiter& limiter) {
   limiter.changes.fetch_add(1);
-  if (limiter.waiting.load() != 0) {
-    ::syscall(SYS_futex, &limiter.changes, FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
-  }
+  if (limiter.waiting.load() != 0) futex_wake(limiter.changes);
 }
 
 }  // namespace geartrain

@@ -10,7 +10,7 @@
 
 #include "base/clock.h"
 #include "base/errors.h"
-#include "base/file_lock.h"
+#include "store/client_lock.h"
 #include "store/remover_heap.h"
 #include "store/store.h"
 
@@ -42,7 +42,7 @@ uint32_t Store::reap_locked() {
   uint32_t dead = 0;
   bool sums_in_doubt = false;
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
-    if (client(slot).in_use == 0 || slot == client_slot_ || lease_held(mapping_->fd(), slot)) continue;
+    if (client(slot).in_use == 0 || slot == client_slot_ || client_lives(mapping_->fd(), slot)) continue;
     sums_in_doubt |= client(slot).weight_writers.load() != 0;
     reclaim(slot);
     ++dead;
@@ -81,7 +81,7 @@ void Store::wait_for_weight_writers() const {
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
     Client& other = client(slot);
     while (other.in_use != 0 && other.weight_writers.load(std::memory_order_seq_cst) != 0) {
-      if (slot != client_slot_ && !lease_held(mapping_->fd(), slot)) break;  // died in the middle
+      if (slot != client_slot_ && !client_lives(mapping_->fd(), slot)) break;  // died in the middle
       if (monotonic_ns() > deadline) {
         fail(ErrorKind::lock_timeout, "process ", other.pid, " has been updating weights for ", lock_timeout_s_,
              " s; it may be stopped, and the sums cannot be rebuilt meanwhile");
@@ -108,7 +108,7 @@ void Store::rebuild_locked() {
   std::array<bool, kMaxClients> alive{};
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
     Client& some = client(slot);
-    alive[slot] = some.in_use != 0 && (slot == client_slot_ || lease_held(mapping_->fd(), slot));
+    alive[slot] = some.in_use != 0 && (slot == client_slot_ || client_lives(mapping_->fd(), slot));
     some.in_use = alive[slot];
     some.held = kNoRow;
     some.held_count = 0;

@@ -1,6 +1,7 @@
 // Making, joining and leaving a store, and its lock. Rows are in rows.cc, repair in repair.cc.
 
 #include "store/store.h"
+#include "store/client_lock.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -15,7 +16,6 @@
 
 #include "base/clock.h"
 #include "base/errors.h"
-#include "base/file_lock.h"
 
 namespace geartrain {
 namespace {
@@ -183,7 +183,7 @@ void Store::close(bool keep) {
       leave(keep);
     } catch (...) {
       // The lock is not to be had. Without its lease this client counts as dead, and others take back its rows.
-      drop_lease(mapping_->fd(), slot);
+      drop_client_lock(mapping_->fd(), slot);
       client_slot_ = kNoClient;
       throw;
     }
@@ -197,7 +197,7 @@ void Store::leave(bool keep) {
     Guard guard(*this);
     reclaim(client_slot_);
   }
-  drop_lease(mapping_->fd(), client_slot_);
+  drop_client_lock(mapping_->fd(), client_slot_);
   if (live_clients() == 0 && !keep && !keep_) {
     control().clean = 1;
     if (header().persist == 0) {
@@ -219,7 +219,7 @@ void Store::check_usable() const {
 uint32_t Store::live_clients() const {
   uint32_t live = 0;
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
-    live += client(slot).in_use != 0 && (slot == client_slot_ || lease_held(mapping_->fd(), slot));
+    live += client(slot).in_use != 0 && (slot == client_slot_ || client_lives(mapping_->fd(), slot));
   }
   return live;
 }
@@ -229,7 +229,7 @@ void Store::join() {
   Guard guard(*this);
   reap_locked();
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
-    if (client(slot).in_use != 0 || !take_lease(mapping_->fd(), slot)) continue;
+    if (client(slot).in_use != 0 || !take_client_lock(mapping_->fd(), slot)) continue;
     Client& mine = client(slot);
     mine.pid = ::getpid();
     mine.joined_ns = wall_ns();
