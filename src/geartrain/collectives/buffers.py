@@ -8,7 +8,7 @@ import geartrain._native as _native
 from geartrain.core.schema import DTYPES
 from geartrain.errors import ArgumentError
 
-#: Dtypes that are reduced, in the order of their numbers in the native layer (native/collectives/reduce.h).
+#: Dtypes that are reduced, in the order of their numbers in the native layer (native/collectives/reduce_kernels.h).
 REDUCED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int8", "int16", "int32", "int64", "uint8")
 DTYPE_CODES = {name: code for code, name in enumerate(REDUCED_DTYPES)}
 ITEM_SIZES = {name: DTYPES[name].itemsize for name in REDUCED_DTYPES}

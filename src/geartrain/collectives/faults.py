@@ -16,7 +16,7 @@ from geartrain.errors import (
 
 REDUCER_LOST, TIMED_OUT = 2, 3
 
-# By the native FaultKind (native/collectives/wire.h).
+# By the native FaultKind (native/collectives/protocol.h).
 _CLASSES: dict[int, type[GeartrainError]] = {
     1: RankLostError,
     REDUCER_LOST: ReducerLostError,
