@@ -2,8 +2,8 @@
 
 torch calls `autoload` at the end of `import torch` (entry point group "torch.backends"). Without the variable it reads
 the environment and returns. With it, `init_process_group()`, `init_process_group("gloo")` and
-`init_process_group("cpu:gloo")` make a group of the backend "geartrain" (geartrain/collectives/torch_backend/process_group.py); every
-other backend is left as it is.
+`init_process_group("cpu:gloo")` make a group of the backend "geartrain"
+(geartrain/collectives/torch_backend/process_group.py); every other backend is left as it is.
 
 This module stands outside of the package, and imports nothing at its top but the standard library, because `import
 geartrain` would load NumPy and the native library into every program that uses torch. An error that leaves `autoload`

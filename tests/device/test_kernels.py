@@ -22,7 +22,7 @@ import geartrain.device.kernels as kernels  # noqa: E402
 import geartrain.device.kernels.distinct_draw as distinct_draw  # noqa: E402
 import geartrain.device.kernels.philox as philox  # noqa: E402
 import geartrain.device.kernels.scatter_update as scatter_update  # noqa: E402
-import geartrain.device.kernels.top_rows as first_rows  # noqa: E402
+import geartrain.device.kernels.top_rows as top_rows  # noqa: E402
 import geartrain.device.kernels.weighted_draw as weighted_draw  # noqa: E402
 
 BIG = 2**32 - 1
@@ -110,9 +110,9 @@ def test_first_rows(interpreter: Interpreter, order: int) -> None:
     age = (sequence - 10**12).to(torch.int32)
     for n in (1, 7, 300, 4000):
         found = interpreter.call(
-            "first_rows.first_rows", weights.numpy(), selectable.numpy(), age.numpy(), order, n, 100
+            "top_rows.first_rows", weights.numpy(), selectable.numpy(), age.numpy(), order, n, 100
         )
-        expected = first_rows.reference_first_rows(weights, selectable, sequence, order, n, 10**12 + 99, [])
+        expected = top_rows.reference_first_rows(weights, selectable, sequence, order, n, 10**12 + 99, [])
         assert found.tolist() == expected
 
 
@@ -176,7 +176,7 @@ def test_what_a_kernel_cannot_take_is_refused(interpreter: Interpreter) -> None:
         ("scatter_update.scatter_update", (weights, one, values[:0], sums), "values has 0 values, 1 are needed"),
         ("scatter_update.scatter_update", (weights, one, values.astype(np.float32), sums), "values is torch.uint32"),
         ("scatter_update.scatter_update", (weights, one, values, sums[:0]), "sums has 0 values, 1 are needed"),
-        ("first_rows.first_rows", (weights, None, None, 3, 1), "an order is 0"),
+        ("top_rows.first_rows", (weights, None, None, 3, 1), "an order is 0"),
     ]
     for function, arguments, message in refused:
         with pytest.raises(ArgumentError, match=message):
@@ -233,7 +233,7 @@ def check_compiled(results: list[dict[str, Any]]) -> None:
             assert result["wide_loads"] > 0, result
         if result["kernel"] == "gather_rows_kernel":
             check_gather(result)
-        if result["kernel"] == "best_keys_kernel" and result["constants"]["ORDER"] == first_rows.HEAVIEST:
+        if result["kernel"] == "best_keys_kernel" and result["constants"]["ORDER"] == top_rows.HEAVIEST:
             assert result["wide_loads"] > 0, result
 
 

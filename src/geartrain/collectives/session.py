@@ -2,8 +2,9 @@
 
 Losing a reducer ends a session, but no training step: every waiting array still has its input, because results are
 copied into it only when complete, and every result that some rank has and others lack is kept until all ranks have
-acknowledged it (native/collectives/protocol.h: settled). The ranks bootstrap again under the next epoch, all-gather which
-operations are complete where, broadcast the results that some ranks lack, and issue the rest again in the old order.
+acknowledged it (native/collectives/protocol.h: settled). The ranks bootstrap again under the next epoch, all-gather
+which operations are complete where, broadcast the results that some ranks lack, and issue the rest again in the old
+order.
 """
 
 from __future__ import annotations

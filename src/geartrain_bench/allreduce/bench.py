@@ -10,8 +10,8 @@ K is the array's bytes, B a worker's rate, N the workers. Parts, each by itself 
     ddp         DistributedDataParallel and a model of 25 M parameters, N = 4 at 200 Mbit/s
     throughput  samples/s of 1, 2, 4, 8 workers, gradients summed during backward and after it
 
-Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`). A round begins at the same instant on all ranks and
-its time is the slowest rank's; every element of every sum is checked. How the numbers could mislead: see
+Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`). A round begins at the same instant on all
+ranks and its time is the slowest rank's; every element of every sum is checked. How the numbers could mislead: see
 docs/benchmarks.md.
 
 MPI runs by mpi4py in environments of its own: --peer-python mpich=PYTHON --peer-python openmpi=PYTHON. baidu-allreduce
