@@ -73,7 +73,7 @@ class Group:
             transport: "auto" shares memory between members of one host and uses TCP between hosts; "tcp" always.
             host: to listen on; every interface when not given, or loopback for a group of one.
             window_bytes: how far a rank may run ahead of its results; adapts to the network when not given.
-            on_reducer_loss: "raise", or "reform": go on without a reducer that died or does not answer. All ranks
+            on_reducer_loss: "raise", or "reform": continue without a reducer that died or does not answer. All ranks
                 bootstrap again, results that some ranks have are broadcast to those that lack them, and the other
                 operations are repeated from their arrays, which are not written before their result is complete.
                 With reducers this costs memory for the results in progress, and a copy of each.
@@ -204,9 +204,9 @@ class Group:
         return None if fault is None else session.error_of(fault)
 
     def _recover(self, session: FaultNaming, fault: Fault) -> bool:
-        """After a fault of a session: whether operations go on in another one, without the reducers to blame.
+        """After a fault of a session: whether operations continue in another one, without the reducers to blame.
 
-        All ranks come here, each when it next waits. Raises what the bootstrap of the next session raises.
+        Called on all ranks, by the next wait of each. Raises what the bootstrap of the next session raises.
         """
         with self._lock:
             current = self._session

@@ -40,7 +40,7 @@ class GroupConfig:
     Attributes:
         store: where ranks exchange addresses; None for a group of one.
         algorithm: "shares" or "ring".
-        reissues: whether operations go on in the next session after a reducer was lost, so that their inputs and
+        reissues: whether operations continue in the next session after a reducer was lost, so that their inputs and
             results have to be kept.
         native: options of the native group, but for its name, reducers and shares.
     """
@@ -126,7 +126,7 @@ class Session:
         return error_of(fault, self.config.name, self.config.world_size, self.owners.reducers)
 
     def lost_reducers(self, fault: Fault) -> tuple[str, ...]:
-        """The reducers that a fault is about; empty if it is about a rank, or nobody."""
+        """The reducers that a fault is about; empty if it names a rank, or no member."""
         kind, _, members = fault
         world_size = self.config.world_size
         if kind not in (REDUCER_LOST, TIMED_OUT) or not members:

@@ -26,7 +26,7 @@ class Owners:
     def without(self, lost: Collection[str], algorithm: str) -> Owners:
         """The remaining owners, without some reducers.
 
-        Shares are planned anew where rates are known; otherwise the old ones grow in proportion, to sum 1 again.
+        Shares are planned again where rates are known; otherwise the old ones are scaled to sum 1.
         """
         ranks = len(self.shares) - len(self.reducers)
         kept = [i for i, reducer in enumerate(self.reducers) if reducer not in lost]

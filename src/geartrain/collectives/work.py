@@ -53,8 +53,8 @@ class Issue:
 class Work:
     """An all-reduce in progress. Its array belongs to the group until it is done.
 
-    Made by `Group.all_reduce_async`. A group that goes on without a lost reducer issues the operation again in its next
-    session; the handle stays.
+    Made by `Group.all_reduce_async`. A group that continues without a lost reducer issues the operation again in its
+    next session; the handle stays.
     """
 
     __slots__ = (
@@ -117,7 +117,7 @@ class Work:
         """Waits for the result, and returns the array.
 
         The operation has a deadline of its own, counted from its call; a shorter `timeout_s` ends this wait only. When
-        a reducer was lost and the group goes on without it (`on_reducer_loss`), so does the operation.
+        a reducer was lost and the group continues without it (`on_reducer_loss`), so does the operation.
 
         Raises:
             CollectiveTimeoutError: not complete in time; `ranks` and `reducers` name the members that are behind.

@@ -23,9 +23,9 @@ class BackendOptions:
         rates: bytes/s of each rank of the job, then of each reducer; for "auto".
         algorithm: "shares" or "ring".
         wire_dtype: "bfloat16" or "float16": what float32 tensors are sent as, or None.
-        secret: shared by ranks and reducers, who authenticate each other with it.
+        secret: shared by ranks and reducers, which authenticate each other with it.
         epoch: of connections; those of an earlier one are refused.
-        on_reducer_loss: "raise", or "reform": the group goes on by itself without a reducer that died or is silent.
+        on_reducer_loss: "raise", or "reform": the group continues by itself without a reducer that died or is silent.
 
     Example:
         >>> options = BackendOptions(reducers=("10.0.0.9:7777",), rates=(1e9, 1e9, 2e9))

@@ -85,7 +85,7 @@ class ProcessGroup(dist.ProcessGroup):
         options: see `BackendOptions`.
 
     Raises:
-        RuntimeError: Gloo's, when the other ranks do not come.
+        RuntimeError: Gloo's, when the other ranks do not join.
     """
 
     def __init__(
