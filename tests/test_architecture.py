@@ -176,7 +176,7 @@ TO_CLOSE = {
     "geartrain.launch.actor_role",
 }
 NAMES_TO_PART = {
-    *("Group", "Described", "Segment", "Report", "Link", "Order", "Seen", "Place"),
+    *("Group", "Described", "Report", "Link", "Order", "Seen", "Place"),
     *("Rows", "Pending", "Landing", "Reader", "Moved", "Plan", "Limits", "Region"),
 }
 
