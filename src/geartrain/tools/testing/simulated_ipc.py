@@ -38,7 +38,8 @@ class SimulatedTensor:
     def numpy(self) -> NDArray[Any]:
         """A copy of its elements, after all work of its device."""
         self._runtime.device(self.device).finish()
-        return self._array.copy()
+        copy: NDArray[Any] = self._array.copy()
+        return copy
 
     def fill_(self, value: float) -> SimulatedTensor:
         """Queued on the current stream."""
