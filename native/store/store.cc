@@ -1,4 +1,5 @@
-// Making, joining and leaving a store, and its lock. Rows are in rows.cc, repair in repair.cc.
+// Making, joining and leaving a store, and its lock. Rows are in write.cc, priorities.cc, sample_counts.cc, evict.cc
+// and lists.cc, repair in repair.cc.
 
 #include "store/store.h"
 #include "store/client_lock.h"

@@ -39,6 +39,10 @@ namespace geartrain {
 
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
+inline void count(std::atomic<uint64_t>& counter, uint64_t n = 1) {
+  if (n != 0) counter.fetch_add(n, kRelaxed);
+}
+
 // How to join a segment that is already there.
 struct AttachOptions {
   bool adopt = false;      // join although the processes that used it died
@@ -94,7 +98,8 @@ class Store {
   bool is_closed() const { return closed_; }
   bool unlink();
 
-  // --- rows: rows.cc ------------------------------------------------------------------------------------
+  // --- rows: write.cc, priorities.cc, sample_counts.cc, evict.cc
+  // ------------------------------------------------------------------------------------
 
   // Takes rows.size() blocks: free ones first, then victims of the remover. All or nothing. Throws full when so
   // many are not to be had because they are being written.

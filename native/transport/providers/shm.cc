@@ -28,6 +28,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/copy.h"
 #include "transport/memfd.h"
 #include "transport/providers/frame.h"
 #include "transport/providers/provider.h"

@@ -6,7 +6,7 @@
 
 #include <unordered_map>
 
-#include "transport/transport.h"
+#include "transport/connection.h"
 
 namespace geartrain {
 

@@ -26,10 +26,11 @@
 #include <string>
 #include <unordered_map>
 
+#include "base/deadline.h"
+#include "transport/message.h"
 #include "transport/security/stream.h"
 #include "transport/sideband/memory_region.h"
 #include "transport/sideband/sideband_thread.h"
-#include "transport/transport.h"
 
 namespace geartrain {
 
