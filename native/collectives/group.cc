@@ -66,7 +66,7 @@ class Group::Body final : public Peer::Side {
     members_.drop_peers();
     members_.end({FaultKind::closed, "the group was closed", {}}, false);
     operations_.finish_all();
-    members_.drop_door();
+    members_.drop_acceptor();
   }
 
   Membership& members() { return members_; }
@@ -220,7 +220,7 @@ class Group::Body final : public Peer::Side {
   OperationDeadlines deadlines_;
   bool closing_ = false;
 
-  Loop loop_;  // the last: nothing of the above is used any more once it has stopped
+  EventLoop loop_;  // the last: nothing of the above is used any more once it has stopped
 };
 
 Group::Group(const GroupOptions& options) : body_(std::make_unique<Body>(checked(options))) {}

@@ -29,7 +29,7 @@ std::string ranks_text(std::span<const uint32_t> ranks) {
   return out;
 }
 
-Membership::Membership(const GroupOptions& options, Loop& loop, Peer::Side& side, Events events)
+Membership::Membership(const GroupOptions& options, EventLoop& loop, Peer::Side& side, Events events)
     : options_(options),
       members_(options.world + static_cast<uint32_t>(options.reducers.size())),
       loop_(loop),
@@ -39,21 +39,21 @@ Membership::Membership(const GroupOptions& options, Loop& loop, Peer::Side& side
       left_at_(members_, kNever) {}
 
 void Membership::open() {
-  DoorOptions door;
-  door.host = options_.host;
-  door.advertise = options_.advertise;
-  door.secret = options_.secret;
-  door.shm = options_.shm;
-  door.max_window_bytes = options_.max_window_bytes;
+  AcceptorOptions acceptor;
+  acceptor.host = options_.host;
+  acceptor.advertise = options_.advertise;
+  acceptor.secret = options_.secret;
+  acceptor.shm = options_.shm;
+  acceptor.max_window_bytes = options_.max_window_bytes;
   if (options_.secret.empty()) {
     // Whoever is told the address may come in: it goes to the other ranks, and nowhere else.
     std::array<uint8_t, 16> key;
     random_bytes(key);
-    door.secret = hex(key);
+    acceptor.secret = hex(key);
   }
-  door_ = std::make_unique<Door>(loop_, door, *this);
-  address_ = door_->address();
-  if (options_.secret.empty()) address_ += kKeyMark + door.secret;
+  acceptor_ = std::make_unique<Acceptor>(loop_, acceptor, *this);
+  address_ = acceptor_->address();
+  if (options_.secret.empty()) address_ += kKeyMark + acceptor.secret;
 }
 
 void Membership::connect(const std::vector<std::string>& addresses, Deadline deadline) {
@@ -71,7 +71,7 @@ void Membership::connect(const std::vector<std::string>& addresses, Deadline dea
   loop_.post([this, join] {
     expected_ = join;
     ready_ = true;
-    door_->retry();
+    acceptor_->retry();
   });
   for (uint32_t member = 0; member < members_; ++member) {
     if (!linked(member) || (member > options_.rank && member < options_.world)) continue;
@@ -153,7 +153,7 @@ void Membership::wait_for_all(Deadline deadline) {
   }
 }
 
-Door::Host::Verdict Membership::judge(const Join& join, std::string* refusal) {
+Acceptor::Host::Verdict Membership::judge(const Join& join, std::string* refusal) {
   if (!ready_) return Verdict::later;
   if (fault_.kind != FaultKind::none) {
     *refusal = fault_.text;

@@ -23,25 +23,25 @@ namespace geartrain {
 
 std::string ranks_text(std::span<const uint32_t> ranks);
 
-class Membership final : public Door::Host {
+class Membership final : public Acceptor::Host {
  public:
   struct Events {
     std::function<void()> ended;                       // on the loop; the fault is known, and was told
     std::function<void(uint64_t max_window)> welcome;  // a member was reached that takes so much ahead
   };
-  Membership(const GroupOptions& options, Loop& loop, Peer::Side& side, Events events);
+  Membership(const GroupOptions& options, EventLoop& loop, Peer::Side& side, Events events);
 
   // Listens. The caller's thread, once the loop runs. Throws os, untrusted.
   void open();
   // Takes nobody any more. Any thread but the loop's.
-  void close() { door_->close(); }
+  void close() { acceptor_->close(); }
   // After the loop has stopped.
   void drop_peers() { peers_.clear(); }
-  void drop_door() { door_.reset(); }
+  void drop_acceptor() { acceptor_.reset(); }
 
   // Any thread.
   const std::string& address() const { return address_; }
-  uint64_t refused() const { return door_->refused(); }
+  uint64_t refused() const { return acceptor_->refused(); }
   std::string name_of(uint32_t member) const;
   Fault fault() const;
   // Links to all that this rank speaks to. The caller's thread. Throws timed_out, not_viable, untrusted, peer_lost.
@@ -78,7 +78,7 @@ class Membership final : public Door::Host {
   Fault missing_for(uint64_t operation) const;
   Fault left_fault(uint32_t member, uint64_t operation) const;
 
-  uint64_t due() { return door_->due(); }
+  uint64_t due() { return acceptor_->due(); }
   void count(GroupCounts* out) const;
 
  private:
@@ -93,7 +93,7 @@ class Membership final : public Door::Host {
 
   const GroupOptions& options_;
   const uint32_t members_;
-  Loop& loop_;
+  EventLoop& loop_;
   Peer::Side& side_;
   const Events events_;
   std::string address_;
@@ -108,7 +108,7 @@ class Membership final : public Door::Host {
   GroupCounts gone_counts_;
   Join expected_{};
   bool ready_ = false;
-  std::unique_ptr<Door> door_;
+  std::unique_ptr<Acceptor> acceptor_;
 };
 
 }  // namespace geartrain

@@ -20,7 +20,7 @@
 
 namespace geartrain {
 
-class Operations final : public Owner::Host, public Shares::Host, public Ring::Host {
+class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host, public RingAllreduce::Host {
  public:
   Operations(const GroupOptions& options, Membership& members);
 
@@ -38,9 +38,9 @@ class Operations final : public Owner::Host, public Shares::Host, public Ring::H
   const std::vector<std::shared_ptr<Work>>& works() const { return works_; }  // under way, in their order
   uint64_t next_number() const { return next_number_; }
   uint64_t done() const { return done_; }
-  Owner& owner() { return owner_; }
-  Shares& shares() { return shares_; }
-  Ring& ring() { return ring_; }
+  ShareOwner& owner() { return owner_; }
+  ShardedAllreduce& shares() { return shares_; }
+  RingAllreduce& ring() { return ring_; }
   uint32_t settled() const { return settled_.load(std::memory_order_relaxed); }
   void count(GroupCounts* out);
 
@@ -62,10 +62,10 @@ class Operations final : public Owner::Host, public Shares::Host, public Ring::H
 
   const GroupOptions& options_;
   Membership& members_;
-  BlockPool blocks_;
-  Owner owner_;
-  Shares shares_;
-  Ring ring_;
+  ChunkBufferPool blocks_;
+  ShareOwner owner_;
+  ShardedAllreduce shares_;
+  RingAllreduce ring_;
   std::vector<std::shared_ptr<Work>> works_;
   uint64_t next_number_ = 0;
   uint64_t done_ = 0, elements_ = 0, array_bytes_ = 0;

@@ -51,7 +51,7 @@ uint64_t Store::expire_locked(uint64_t now_ns) {
   return expired;
 }
 
-// --- weights and checks ---------------------------------------------------------------------------------------
+// --- priorities and checks ---------------------------------------------------------------------------------------
 
 bool Store::evict_one(Sums& sums) {
   const Control& c = control();
@@ -63,7 +63,7 @@ bool Store::evict_one(Sums& sums) {
     case Remover::lifo:
       victim = c.order_tail;
       break;
-    case Remover::lowest_weight:
+    case Remover::lowest_priority:
       victim = Heap(*this).top();
       break;
   }
@@ -75,11 +75,11 @@ bool Store::evict_one(Sums& sums) {
 }
 
 void Store::retire(Sums& sums, uint32_t row) {
-  if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).erase(row);
-  // One exchange takes the weight away and makes every key of the row stale; updates that come later lose.
+  if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).erase(row);
+  // One exchange takes the priority away and makes every key of the row stale; updates that come later lose.
   const uint32_t generation = generation_of(words()[row].load(kRelaxed));
   const uint64_t old = words()[row].exchange(make_word(generation + 1, 0), std::memory_order_acq_rel);
-  sums.weights.add(row, uint64_t{0} - weight_of(old));
+  sums.priorities.add(row, uint64_t{0} - priority_of(old));
   set_bit(sums, row, false);
   unlink_order(row);
   control().committed_count.store(committed_count() - 1, kRelaxed);

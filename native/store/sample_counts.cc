@@ -30,12 +30,12 @@ void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32
       ++counted;
       if (s.times_sampled.fetch_add(1, kRelaxed) + 1 < limit) continue;
       // The last sample: out of everybody's sight, but readable under its generation until release_spent.
-      if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).erase(row);
+      if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).erase(row);
       unlink_order(row);
       set_bit(sums, row, false);
       control().committed_count.fetch_sub(1, kRelaxed);
       hold(row, client_slot_, RowState::spent);
-      set_weight_locked(row, 0);
+      set_priority_locked(row, 0);
     }
   }
   count(control().counters.sampled, counted);
@@ -75,7 +75,7 @@ void Store::set_times_sampled(std::span<const uint32_t> rows, std::span<const ui
 
 void Store::free_spent(uint32_t row) {
   const uint32_t generation = generation_of(words()[row].load(kRelaxed));
-  words()[row].store(make_word(generation + 1, 0), std::memory_order_release);  // its weight is zero already
+  words()[row].store(make_word(generation + 1, 0), std::memory_order_release);  // its priority is zero already
   count(control().counters.spent);
 }
 

@@ -47,7 +47,7 @@ void Store::check_values(size_t n, const CommitValues& values) const {
     if (size != 0 && size != n) fail(ErrorKind::schema, n, " rows were given with ", size, " ", what);
   };
   sized(values.lengths.size(), "lengths");
-  sized(values.weights.size(), "weights");
+  sized(values.priorities.size(), "weights");
   sized(values.versions.size(), "versions");
   for (size_t i = 0; i < values.lengths.size(); ++i) {
     if (values.lengths[i] == 0 || values.lengths[i] > header().max_length) {
@@ -55,7 +55,7 @@ void Store::check_values(size_t n, const CommitValues& values) const {
            header().max_length, " steps");
     }
   }
-  validate_weights(values.weights);
+  validate_priorities(values.priorities);
 }
 
 void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations) {
@@ -77,7 +77,7 @@ void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, s
     status()[row].state = RowState::committed;
     make_selectable(sums, row, word);
     link_order(row);
-    if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).push(row);
+    if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(row);
     generations[i] = generation_of(word);
   }
   count(c.counters.inserted, rows.size());
@@ -160,12 +160,12 @@ uint64_t Store::write_values(uint32_t row, size_t i, const CommitValues& values,
   s.version.store(values.versions.empty() ? 0 : values.versions[i], kRelaxed);
   s.times_sampled.store(0, kRelaxed);
   return make_word(generation_of(words()[row].load(kRelaxed)) + 1,
-                   fixed_point(values.weights.empty() ? 1.0 : values.weights[i]));
+                   fixed_point(values.priorities.empty() ? 1.0 : values.priorities[i]));
 }
 
 void Store::make_selectable(Sums& sums, uint32_t row, uint64_t word) {
   words()[row].store(word, std::memory_order_release);  // the row is true from here on
-  sums.weights.add(row, weight_of(word));
+  sums.priorities.add(row, priority_of(word));
   set_bit(sums, row, true);
   control().committed_count.store(committed_count() + 1, kRelaxed);
 }
@@ -178,7 +178,7 @@ void Store::seal_locked(uint32_t row, uint64_t now_ns) {
   s.inserted_at_ns.store(now_ns, kRelaxed);
   s.state = RowState::committed;
   link_order(row);
-  if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).push(row);
+  if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(row);
 }
 
 void Store::check_the_cap(size_t rows) const {

@@ -218,33 +218,33 @@ void Connection::write(Bytes handle, Bytes from, uint64_t offset, Deadline deadl
 
 Path Connection::read_region(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset,
                              Deadline deadline) {
-  if (aside_ == nullptr) fail(ErrorKind::not_viable, "this connection has no line for it");
-  return aside_->read(handle, into, offset, deadline);
+  if (sideband_ == nullptr) fail(ErrorKind::not_viable, "this connection has no line for it");
+  return sideband_->read(handle, into, offset, deadline);
 }
 
 Path Connection::write_region(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline) {
-  if (aside_ == nullptr) fail(ErrorKind::not_viable, "this connection has no line for it");
-  return aside_->write(handle, from, offset, deadline);
+  if (sideband_ == nullptr) fail(ErrorKind::not_viable, "this connection has no line for it");
+  return sideband_->write(handle, from, offset, deadline);
 }
 
-void Connection::start_aside(Stream socket, int peer, const std::string& why) {
-  Aside::Setup setup;
+void Connection::start_sideband(Stream socket, int peer, const std::string& why) {
+  Sideband::Setup setup;
   setup.socket = std::move(socket);
   setup.peer = options_.cross_memory ? peer : 0;
   setup.out_of_reach = options_.cross_memory ? why : "it was not to be tried";
   setup.peer_timeout_s = options_.peer_timeout_s;
   setup.regions = regions_;
   setup.lost = [this](const std::string& reason) { lose("the peer over " + describe() + " " + reason); };
-  aside_ = std::make_shared<Aside>(std::move(setup));
-  aside_->start();
+  sideband_ = std::make_shared<Sideband>(std::move(setup));
+  sideband_->start();
 }
 
-void Connection::stop_aside() {
-  if (aside_ != nullptr) aside_->stop();
+void Connection::stop_sideband() {
+  if (sideband_ != nullptr) sideband_->stop();
 }
 
 std::string Connection::one_sided() const {
-  return aside_ == nullptr ? "" : aside_->way();
+  return sideband_ == nullptr ? "" : sideband_->way();
 }
 
 // --- the end ------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ void Connection::lose(const std::string& reason) {
   }
   if (lost_.exchange(true)) return;
   hang_up();
-  if (aside_ != nullptr) aside_->hang_up();
+  if (sideband_ != nullptr) sideband_->hang_up();
 }
 
 void Connection::fail_lost() const {

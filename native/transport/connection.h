@@ -66,7 +66,7 @@ class Patience {
   uint32_t vain_ = 0;
 };
 
-class Aside;
+class Sideband;
 class Stream;
 class ExposedRegion;
 class ExposedRegions;
@@ -141,8 +141,8 @@ class Connection {
   virtual Path write_region(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline);
   // The line beside it: from when the connection is made until its end; the last in a constructor, the first in a
   // destructor. `peer` is its process, if there is a hope to reach into it, else `why` there is none.
-  void start_aside(Stream socket, int peer, const std::string& why);
-  void stop_aside();
+  void start_sideband(Stream socket, int peer, const std::string& why);
+  void stop_sideband();
   // What arm() and might_have_data() ask of the provider.
   virtual bool prepare_to_sleep() = 0;
   virtual bool look() const { return false; }
@@ -164,7 +164,7 @@ class Connection {
   const Options options_;
   Descriptor wake_;  // an eventfd: this side's sleepers
   const std::shared_ptr<ExposedRegions> regions_;
-  std::shared_ptr<Aside> aside_;  // null: there is none
+  std::shared_ptr<Sideband> sideband_;  // null: there is none
 
  private:
   static void add(std::atomic<uint64_t>& counter, uint64_t n) { counter.fetch_add(n, std::memory_order_relaxed); }
