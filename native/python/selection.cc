@@ -234,14 +234,14 @@ nb::object window_ends(uint64_t seed, uint64_t step, uint32_t round, const In<ui
 void bind_selection(nb::module_& module) {
   nb::class_<Candidates>(module, "Candidates")
       .def(nb::init<const Store&>())
-      .def(nb::init<const In<uint32_t>&>(), nb::arg("weights").noconvert())  // floats would be cut to integers
-      .def("total_weight", [](const Candidates& c) { return c.population().priorities.total(); })
+      .def(nb::init<const In<uint32_t>&>(), nb::arg("priorities").noconvert())  // floats would be cut to integers
+      .def("total_priority", [](const Candidates& c) { return c.population().priorities.total(); })
       .def("count", [](const Candidates& c) { return c.population().bits.total(); })
-      .def("weights", &priorities_of)
+      .def("priorities", &priorities_of)
       .def("sequences", &sequences_of)
-      .def("draw", &draw_rows, nb::arg("by_weight"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
+      .def("draw", &draw_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
            nb::arg("numbers"), nb::arg("strata") = 0, nb::arg("limits").none() = nb::none())
-      .def("draw_distinct", &distinct_rows, nb::arg("by_weight"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
+      .def("draw_distinct", &distinct_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
            nb::arg("n"), nb::arg("excluded"), nb::arg("limits").none() = nb::none())
       .def("first", &first, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
            nb::arg("limits").none() = nb::none())
@@ -252,12 +252,12 @@ void bind_selection(nb::module_& module) {
       });
   nb::class_<AllowedRows>(module, "AllowedRows")
       .def(nb::init<const Candidates&, bool, const std::optional<LimitTuple>&, const In<uint32_t>&>(),
-           nb::arg("candidates"), nb::arg("by_weight"), nb::arg("limits").none(), nb::arg("excluded"))
+           nb::arg("candidates"), nb::arg("by_priority"), nb::arg("limits").none(), nb::arg("excluded"))
       .def("total", [](const AllowedRows& a) { return a.get().total(); })
       .def("count", [](const AllowedRows& a) { return a.get().rows(); })
       .def("find", [](const AllowedRows& a,
                       const In<uint64_t>& targets) { return found(a.get().population(), By::priority, targets); })
-      .def("weights", &AllowedRows::priorities)
+      .def("priorities", &AllowedRows::priorities)
       .def("take", &AllowedRows::take);
   module.def("draw_targets", &targets);
   module.attr("LAST_ATTEMPT") = kRefusals;

@@ -58,7 +58,7 @@ nb::dict describe(const Store& store) {
   out["max_length"] = h.max_length;
   out["max_age_ns"] = h.max_age_ns;
   out["max_times_sampled"] = h.max_times_sampled;
-  out["weight_fraction_bits"] = h.priority_fraction_bits;
+  out["priority_fraction_bits"] = h.priority_fraction_bits;
   out["remover"] = h.remover;
   out["persist"] = h.persist != 0;
   out["nbytes"] = h.segment_bytes;
@@ -79,9 +79,20 @@ nb::dict describe(const Store& store) {
 }
 
 // The names of Counters' members, in their order.
-constexpr const char* kCounterNames[] = {
-    "inserted", "evicted", "expired",    "spent",           "deleted",           "abandoned",          "reclaimed",
-    "sampled",  "torn",    "stale_keys", "weights_updated", "weights_saturated", "weights_rounded_up", "repairs"};
+constexpr const char* kCounterNames[] = {"inserted",
+                                         "evicted",
+                                         "expired",
+                                         "spent",
+                                         "deleted",
+                                         "abandoned",
+                                         "reclaimed",
+                                         "sampled",
+                                         "torn",
+                                         "stale_keys",
+                                         "priorities_updated",
+                                         "priorities_saturated",
+                                         "priorities_rounded_up",
+                                         "repairs"};
 static_assert(sizeof(kCounterNames) / sizeof(kCounterNames[0]) == kCounterCount);
 
 std::atomic<uint64_t>* counter_array(const Store& store) {
@@ -323,7 +334,7 @@ nb::dict infos(const Store& store, const In<uint32_t>& rows) {
   out["version"] = to_numpy(std::move(version));
   out["inserted_at_ns"] = to_numpy(std::move(inserted_at_ns));
   out["generation"] = to_numpy(std::move(generation));
-  out["weight"] = to_numpy(std::move(priority));
+  out["priority"] = to_numpy(std::move(priority));
   out["length"] = to_numpy(std::move(length));
   out["times_sampled"] = to_numpy(std::move(times_sampled));
   out["state"] = to_numpy(std::move(state));
@@ -373,7 +384,7 @@ void bind_store(nb::module_& module) {
       .def("layout", &layout)
       .def("allocate", &allocate)
       .def("allocate_one", &allocate_one)
-      .def("commit", &commit, nb::arg("rows"), nb::arg("lengths").none(), nb::arg("weights").none(),
+      .def("commit", &commit, nb::arg("rows"), nb::arg("lengths").none(), nb::arg("priorities").none(),
            nb::arg("versions").none())
       .def("commit_one", &commit_one)
       .def("publish_one", &publish_one)
@@ -412,10 +423,10 @@ void bind_store(nb::module_& module) {
              Unlocked u;
              s.abandon({&row, 1});
            })
-      .def("insert", &insert, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(), nb::arg("weights").none(),
+      .def("insert", &insert, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(), nb::arg("priorities").none(),
            nb::arg("versions").none(), nb::arg("threads"))
-      .def("update_weights", &update_priorities)
-      .def("raise_weights",
+      .def("update_priorities", &update_priorities)
+      .def("raise_priorities",
            [](Store& s, double power) {
              Unlocked u;
              s.raise_priorities(power);
@@ -446,7 +457,7 @@ void bind_store(nb::module_& module) {
       .def("lengths", &lengths)
       .def("live_clients", &Store::live_clients)
       .def("committed_count", &Store::committed_count)
-      .def("total_weight", [](const Store& s) { return s.priority_tree().total(); })
+      .def("total_priority", [](const Store& s) { return s.priority_tree().total(); })
       .def("next_sequence", [](const Store& s) { return s.control().next_sequence; })
       .def("reap",
            [](Store& s) {

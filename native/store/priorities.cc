@@ -43,7 +43,7 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
                                   std::span<const double> priorities) {
   ensure_client();
   if (rows.size() != priorities.size() || rows.size() != generations.size()) {
-    fail(ErrorKind::schema, rows.size(), " rows were given with ", priorities.size(), " weights");
+    fail(ErrorKind::schema, rows.size(), " rows were given with ", priorities.size(), " priorities");
   }
   check_rows(rows);
   validate_priorities(priorities);
@@ -147,7 +147,7 @@ uint32_t Store::fixed_point(double priority) {
 void Store::validate_priorities(std::span<const double> priorities) const {
   for (size_t i = 0; i < priorities.size(); ++i) {
     if (!(priorities[i] >= 0) || std::isinf(priorities[i])) {
-      fail(ErrorKind::schema, "a weight is a finite number >= 0, weight ", i, " of ", priorities.size(), " is ",
+      fail(ErrorKind::schema, "a priority is a finite number >= 0, priority ", i, " of ", priorities.size(), " is ",
            priorities[i]);
     }
   }

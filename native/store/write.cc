@@ -47,7 +47,7 @@ void Store::check_values(size_t n, const CommitValues& values) const {
     if (size != 0 && size != n) fail(ErrorKind::schema, n, " rows were given with ", size, " ", what);
   };
   sized(values.lengths.size(), "lengths");
-  sized(values.priorities.size(), "weights");
+  sized(values.priorities.size(), "priorities");
   sized(values.versions.size(), "versions");
   for (size_t i = 0; i < values.lengths.size(); ++i) {
     if (values.lengths[i] == 0 || values.lengths[i] > header().max_length) {

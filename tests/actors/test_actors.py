@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import geartrain as gt
 from geartrain import actors, rpc, weights
 from geartrain.actors import Actor, LocalPolicy, Recorder, RemotePolicy, environments_of, recorded_fields
-from geartrain.errors import FieldError, SchemaError
+from geartrain.errors import ArgumentError, FieldError
 from geartrain.selection.strategy import Uniform
 
 
@@ -61,7 +61,7 @@ def make_store(store_name, environments, max_steps=32, **options):
 
 def rows_of(store):
     keys = store.keys()
-    batch = gt.fetch(store, keys, as_="numpy")
+    batch = gt.fetch(store, keys, output="numpy")
     lengths = store.status(keys)["length"]
     return [{name: batch[name][i] for name in store.fields} | {"length": int(lengths[i])} for i in range(len(keys))]
 
@@ -187,7 +187,7 @@ def test_an_episode_can_be_drawn_while_it_goes_on(store_name):
         actor.run(steps=8)
         assert len(store) == 1
         assert store.status()["length"].tolist() == [10]
-        with gt.Replay(store, Uniform(seed=0), batch_size=50, window=3, prefetch=0, as_="numpy") as replay:
+        with gt.Replay(store, Uniform(seed=0), batch_size=50, window=3, prefetch=0, output="numpy") as replay:
             batch = replay.sample()
             assert not batch["last"].any()
             assert batch["action"].max() == 9
@@ -218,14 +218,14 @@ def test_what_does_not_fit_is_said_at_the_first_step(store_name):
             Actor(environments, Numbers(), store).run(steps=1)
         with pytest.raises(FieldError, match=r"shape \(1, 2\)"):
             Actor(environments, Numbers((2,)), store).run(steps=1)
-        with pytest.raises(SchemaError, match="say when to stop"):
+        with pytest.raises(ArgumentError, match="say when to stop"):
             Actor(environments, Numbers(), store).run()
-        with pytest.raises(SchemaError, match="overlap"):
+        with pytest.raises(ArgumentError, match="overlap"):
             Recorder(store, overlap=9)
     with gt.Store.create(store_name(), {"reward": gt.Field((3,), "float32")}, capacity=4) as store:
         with pytest.raises(FieldError, match="lacks terminated, last"):
             Recorder(store)
-    with pytest.raises(SchemaError, match="found int"):
+    with pytest.raises(ArgumentError, match="found int"):
         environments_of(7)
 
 

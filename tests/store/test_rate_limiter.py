@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.errors import SchemaError, WaitTimeoutError
+from geartrain.errors import ArgumentError, WaitTimeoutError
 from geartrain.selection.strategy import Uniform
 from geartrain.tools.testing import run_ranks
 
@@ -51,7 +51,7 @@ def test_inserts_wait_at_the_upper_edge_and_draws_at_the_lower(store):
 def test_nothing_is_drawn_before_the_minimum_can_be_selected(store):
     store.limiter.set(min_size_to_sample=3)
     insert(store, 2)
-    with gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=0, timeout_s=0.05, as_="numpy") as replay:
+    with gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=0, timeout_s=0.05, output="numpy") as replay:
         with pytest.raises(WaitTimeoutError, match=r"at least 3 rows.*2 rows selectable"):
             replay.sample()
         insert(store)
@@ -61,7 +61,7 @@ def test_nothing_is_drawn_before_the_minimum_can_be_selected(store):
 def test_a_replay_that_is_ahead_goes_on_when_rows_come(store):
     store.limiter.set(samples_per_insert=4, min_size_to_sample=2, error_buffer=8)
     insert(store, 2)
-    with gt.Replay(store, Uniform(seed=0), batch_size=4, prefetch=1, timeout_s=20, as_="numpy") as replay:
+    with gt.Replay(store, Uniform(seed=0), batch_size=4, prefetch=1, timeout_s=20, output="numpy") as replay:
         replay.sample()
         writer = threading.Thread(target=lambda: [insert(store) for _ in range(20)])
         writer.start()
@@ -103,12 +103,12 @@ def test_a_draw_that_failed_is_not_counted(store):
 
 def test_a_commit_that_failed_is_not_counted(store):
     store.limiter.set(samples_per_insert=1, min_size_to_sample=1, error_buffer=50)
-    row = store.row(weight=-1.0)
-    with pytest.raises(SchemaError):
+    row = store.row(priority=-1.0)
+    with pytest.raises(ArgumentError):
         row.commit()
     rows = store.rows(2)
-    rows.weights = [1.0, -1.0]
-    with pytest.raises(SchemaError):
+    rows.priorities = [1.0, -1.0]
+    with pytest.raises(ArgumentError):
         rows.commit()
     assert store.limiter.state().inserts == 0
     with store.row():
@@ -147,16 +147,16 @@ def test_limits_can_be_changed_while_somebody_waits(store):
     ],
 )
 def test_limits_in_which_nobody_could_move_are_refused(store, wrong, why):
-    with pytest.raises(SchemaError, match=why):
+    with pytest.raises(ArgumentError, match=why):
         store.limiter.set(**wrong)
     assert not store.limiter.state().enabled
 
 
 def test_what_can_never_be_admitted_is_an_error_and_not_a_wait(store):
     store.limiter.set(samples_per_insert=2, min_size_to_sample=1, error_buffer=10)
-    with pytest.raises(SchemaError, match="must be at least 51"):
+    with pytest.raises(ArgumentError, match="must be at least 51"):
         store.limiter.admit_samples(100, 60)
-    with pytest.raises(SchemaError, match="insert fewer at a time"):
+    with pytest.raises(ArgumentError, match="insert fewer at a time"):
         insert(store, 100)
 
 
@@ -168,7 +168,7 @@ def test_ranks_wait_for_their_own_shards(store_name):
 
     def body(rank):
         with gt.Replay(
-            stores[rank.rank], Uniform(seed=0), batch_size=8, prefetch=0, group=rank, timeout_s=20, as_="numpy"
+            stores[rank.rank], Uniform(seed=0), batch_size=8, prefetch=0, group=rank, timeout_s=20, output="numpy"
         ) as replay:
             for _ in range(3):
                 replay.sample()
@@ -198,7 +198,7 @@ def test_processes_keep_to_one_ratio_and_a_killed_one_holds_up_nobody(store):
     for writer in writers:
         writer.start()
     try:
-        with gt.Replay(store, Uniform(seed=0), batch_size=8, prefetch=0, timeout_s=60, as_="numpy") as replay:
+        with gt.Replay(store, Uniform(seed=0), batch_size=8, prefetch=0, timeout_s=60, output="numpy") as replay:
             for number in range(200):
                 replay.sample()
                 if number == 100:

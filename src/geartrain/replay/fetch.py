@@ -17,7 +17,7 @@ import geartrain._native as _native
 from geartrain.core.arguments import default_threads
 from geartrain.core.keys import Keys
 from geartrain.core.schema import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
-from geartrain.errors import SchemaError, StaleKeyError, StoreClosedError
+from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.store.store import Store
 
@@ -33,7 +33,7 @@ def fetch(
     window: int | None = None,
     ends: ArrayLike | None = None,
     pad: Pad = "left",
-    as_: As = "torch",
+    output: As = "torch",
     out: Mapping[str, Any] | None = None,
     threads: int | None = None,
     on_stale: Literal["raise", "drop"] = "raise",
@@ -49,7 +49,7 @@ def fetch(
             up to and including that step, fewer at the start of the row, and nothing later.
         pad: where missing steps go: "left" (before the real ones) or "right". They are zero, and False in
             the batch's mask.
-        as_: "torch" tensors or "numpy" arrays. Both support DLPack.
+        output: "torch" tensors or "numpy" arrays. Both support DLPack.
         out: arrays or tensors to fill instead of recycled memory, one per field, C-contiguous, of the
             batch's shape and dtype.
         threads: threads that copy; up to 4 of the process's cores by default.
@@ -57,16 +57,16 @@ def fetch(
 
     Raises:
         StaleKeyError: rows were overwritten or removed since the keys were made, or while they were copied.
-        FieldError, SchemaError: what was asked for is not there, or does not fit.
+        FieldError, ArgumentError: what was asked for is not there, or does not fit.
 
     Cost: one copy of the bytes wanted; nothing is allocated once the recycled buffers are warm.
     """
     if store.closed:
         raise StoreClosedError(f"the store {store.name!r} was closed")
-    plan = Plan.make(store, fields, window, pad, as_, threads)
+    plan = Plan.make(store, fields, window, pad, output, threads)
     if ends is not None:
         if window is None:
-            raise SchemaError("`ends` only means something with a window")
+            raise ArgumentError("`ends` only means something with a window")
         ends = _checked_ends(store, len(keys), ends)
     outputs = None if out is None else plan.check_out(out, len(keys))
     raw = plan.fetch(keys.row, keys.generation, ends, outputs)
@@ -86,7 +86,7 @@ def fetch(
     if out is not None:
         raw = raw._replace(arrays=[])
         batch = plan.batch(raw, keys)
-        return Batch(dict(out), batch.rows, batch.mask, batch.start, batch.length, batch.version)
+        return Batch(dict(out), batch.keys, batch.mask, batch.start, batch.length, batch.version)
     return plan.batch(raw, keys)
 
 
@@ -140,13 +140,13 @@ class Raw(NamedTuple):
 class Plan:
     """What to fetch, checked once and used for every batch."""
 
-    def __init__(self, store: Store, names: list[str], window: int, pad_left: bool, as_: As, threads: int) -> None:
+    def __init__(self, store: Store, names: list[str], window: int, pad_left: bool, output: As, threads: int) -> None:
         self.store = store
         self.names = names
         self.numbers = [store.field_number(name) for name in names]
         self.window = window
         self.pad_left = pad_left
-        self.as_ = as_
+        self.output = output
         self.threads = threads
 
     @staticmethod
@@ -155,27 +155,27 @@ class Plan:
         fields: Sequence[str] | None,
         window: int | None,
         pad: Pad,
-        as_: As,
+        output: As,
         threads: int | None,
     ) -> Plan:
-        """A plan, once everything asked for makes sense; raises `FieldError` or `SchemaError` otherwise."""
+        """A plan, once everything asked for makes sense; raises `FieldError` or `ArgumentError` otherwise."""
         schema = store.fields
         if isinstance(fields, str):
-            raise SchemaError(f"`fields` is a list of names, found the single string {fields!r}")
+            raise ArgumentError(f"`fields` is a list of names, found the single string {fields!r}")
         names = list(schema) if fields is None else list(fields)
         if not names or len(set(names)) != len(names):
-            raise SchemaError(f"name each field once, and at least one; found {names}")
+            raise ArgumentError(f"name each field once, and at least one; found {names}")
         for name in names:
             store.field_number(name)
         if window is not None and not 1 <= window < 2**31:
-            raise SchemaError(f"a window has at least one step, found window={window}")
+            raise ArgumentError(f"a window has at least one step, found window={window}")
         if pad not in ("left", "right"):
-            raise SchemaError(f"pad is 'left' or 'right', found {pad!r}")
-        if as_ not in ("torch", "numpy"):
-            raise SchemaError(f"as_ is 'torch' or 'numpy', found {as_!r}")
+            raise ArgumentError(f"pad is 'left' or 'right', found {pad!r}")
+        if output not in ("torch", "numpy"):
+            raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
         for name in names:
-            (torch_dtype if as_ == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
-        return Plan(store, names, window or 0, pad == "left", as_, default_threads(threads))
+            (torch_dtype if output == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
+        return Plan(store, names, window or 0, pad == "left", output, default_threads(threads))
 
     def schema(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of each field of a batch of one row."""
@@ -183,7 +183,7 @@ class Plan:
 
     def of_fields(self, names: Sequence[str]) -> Plan:
         """The same plan for some of its fields, or none."""
-        return Plan(self.store, list(names), self.window, self.pad_left, self.as_, self.threads)
+        return Plan(self.store, list(names), self.window, self.pad_left, self.output, self.threads)
 
     def raw_dtype(self, name: str) -> np.dtype[Any]:
         """The NumPy dtype that a field's bytes are shown as."""
@@ -203,7 +203,7 @@ class Plan:
 
     def book(self, array: NDArray[Any]) -> Any:
         """An array as users get it: a tensor, or itself."""
-        if self.as_ == "torch":
+        if self.output == "torch":
             import torch
 
             return torch.from_numpy(array)
@@ -252,41 +252,41 @@ class Plan:
         raw: Raw,
         keys: Keys,
         probability: NDArray[np.float64] | None = None,
-        importance: NDArray[np.float64] | None = None,
+        importance_weights: NDArray[np.float64] | None = None,
         step: int | None = None,
     ) -> Batch:
         """The batch that users see, over the same memory."""
         schema = self.store.fields
         fields: dict[str, Any] = {}
         for name, array in zip(self.names, raw.arrays, strict=False):
-            if self.as_ == "torch":
+            if self.output == "torch":
                 fields[name] = as_tensor(array, DTYPES[schema[name].dtype])
             else:
                 dtype = numpy_dtype(DTYPES[schema[name].dtype])
                 fields[name] = array if array.dtype == dtype else array.view(dtype)
-        books: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance]
+        books: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance_weights]
         books = [None if book is None else self.book(book) for book in books]
-        mask, start, length, version, probability, importance = books
-        return Batch(fields, keys, mask, start, length, version, probability, importance, step)
+        mask, start, length, version, probability, importance_weights = books
+        return Batch(fields, keys, mask, start, length, version, probability, importance_weights, step)
 
     def check_out(self, out: Mapping[str, Any], n: int) -> list[Any]:
         """The caller's own arrays in field order, raw, once they have the batch's shapes and dtypes."""
         if set(out) != set(self.names):
-            raise SchemaError(f"`out` needs exactly the fields {self.names}, found {list(out)}")
+            raise ArgumentError(f"`out` needs exactly the fields {self.names}, found {list(out)}")
         outputs = []
         for name in self.names:
             array, shape = out[name], self.shape(name, n)
             dtype = DTYPES[self.store.fields[name].dtype]
             found = str(array.dtype).removeprefix("torch.")
             if tuple(array.shape) != shape or found != dtype.name:
-                raise SchemaError(f"out[{name!r}] must be {dtype.name} {shape}, found {found} {tuple(array.shape)}")
+                raise ArgumentError(f"out[{name!r}] must be {dtype.name} {shape}, found {found} {tuple(array.shape)}")
             contiguous = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
             if not contiguous:
-                raise SchemaError(f"out[{name!r}] must be C-contiguous")
+                raise ArgumentError(f"out[{name!r}] must be C-contiguous")
             if isinstance(array, np.ndarray) and not array.flags.writeable:
-                raise SchemaError(f"out[{name!r}] is read-only")
+                raise ArgumentError(f"out[{name!r}] is read-only")
             if hasattr(array, "is_cpu") and not array.is_cpu:
-                raise SchemaError(f"out[{name!r}] is on {array.device}; rows are gathered into host memory")
+                raise ArgumentError(f"out[{name!r}] is on {array.device}; rows are gathered into host memory")
             if dtype.numpy_name is None:
                 array = as_raw(array, dtype)
             outputs.append(array)
@@ -296,10 +296,12 @@ class Plan:
 def _checked_ends(store: Store, n: int, ends: ArrayLike) -> NDArray[np.int32]:
     array = np.asarray(ends)
     if array.shape != (n,) or array.dtype.kind not in "iu":
-        raise SchemaError(f"`ends` must be {n} whole numbers, found {array.dtype} {array.shape}")
+        raise ArgumentError(f"`ends` must be {n} whole numbers, found {array.dtype} {array.shape}")
     bad = np.flatnonzero((array < 0) | (array >= store.max_length))
     if bad.size:
-        raise SchemaError(f"window {bad[0]} ends at step {array[bad[0]]}, rows have steps 0 to {store.max_length - 1}")
+        raise ArgumentError(
+            f"window {bad[0]} ends at step {array[bad[0]]}, rows have steps 0 to {store.max_length - 1}"
+        )
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
@@ -307,6 +309,6 @@ def _check_reach(raw: Raw, ends: NDArray[np.int32]) -> None:
     # Only now is it known how long the rows behind the keys were: a stale key's row has another length.
     bad = np.flatnonzero((ends >= raw.lengths) & (raw.torn == 0))
     if bad.size:
-        raise SchemaError(
+        raise ArgumentError(
             f"window {bad[0]} ends at step {ends[bad[0]]}, its row has steps 0 to {raw.lengths[bad[0]] - 1}"
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -43,14 +43,14 @@ class Convert:
 
 
 @dataclass(frozen=True)
-class OnDevice:
-    """How batches come to a GPU; `Replay(device="cuda")` is short for `Replay(device=OnDevice("cuda"))`.
+class DeviceOptions:
+    """How batches come to a GPU; `Replay(device="cuda")` is short for `Replay(device=DeviceOptions("cuda"))`.
 
     Args:
         device: "cuda", "cuda:1", a torch.device, or a `geartrain.device.device.Device`.
         path: "gather", "staged", or "auto": gather where the segment can be pinned and rows are not larger than the
             crossover, staged otherwise. "gather" raises where "auto" would say in the log why it stages.
-        select: where rows are chosen. "device" draws with Triton kernels from a copy of the weights in device memory;
+        select: where rows are chosen. "device" draws with Triton kernels from a copy of the priorities in device memory;
             "auto" does so where the strategy allows it and the batch is large enough to pay for keeping that copy.
         convert: fields to convert on the way, by name.
         packed: windows stand one behind the other, without padding, with `batch.cu_seqlens`.
@@ -74,13 +74,13 @@ class OnDevice:
 
     def __post_init__(self) -> None:
         if self.path not in ("auto", "gather", "staged"):
-            raise SchemaError(f"path is 'auto', 'gather' or 'staged', found {self.path!r}")
+            raise ArgumentError(f"path is 'auto', 'gather' or 'staged', found {self.path!r}")
         if self.select not in ("auto", "host", "device"):
-            raise SchemaError(f"select is 'auto', 'host' or 'device', found {self.select!r}")
+            raise ArgumentError(f"select is 'auto', 'host' or 'device', found {self.select!r}")
         if self.exchange not in ("host", "nccl"):
-            raise SchemaError(f"exchange is 'host' or 'nccl', found {self.exchange!r}")
+            raise ArgumentError(f"exchange is 'host' or 'nccl', found {self.exchange!r}")
         if self.crossover_bytes is not None and self.crossover_bytes < 0:
-            raise SchemaError(f"crossover_bytes is at least 0, found {self.crossover_bytes}")
+            raise ArgumentError(f"crossover_bytes is at least 0, found {self.crossover_bytes}")
 
 
-__all__ = ["Convert", "Exchange", "OnDevice", "Path"]
+__all__ = ["Convert", "Exchange", "DeviceOptions", "Path"]

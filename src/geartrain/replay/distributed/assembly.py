@@ -28,15 +28,15 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.device.device import Device, open_device
-from geartrain.errors import SchemaError, StoreClosedError
+from geartrain.errors import ArgumentError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import nothing
 from geartrain.replay.device import (
+    DeviceOptions,
     Flight,
     Handover,
     Landed,
     Landing,
-    OnDevice,
     Stage,
     arranging,
     gather_rows_of,
@@ -105,12 +105,12 @@ class HostDock:
                 into[places] = array
 
     def batch(
-        self, box: Box, keys: Keys, importance: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
+        self, box: Box, keys: Keys, importance_weights: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
     ) -> tuple[Batch, Callable[[], None]]:
         """The batch whose rows are in the box, and what the consumer's thread does as it takes it."""
         plan = box.plan
         raw = raw_of(box)
-        batch = plan.batch(raw, keys, np.ascontiguousarray(box.books["probability"]), importance, step)
+        batch = plan.batch(raw, keys, np.ascontiguousarray(box.books["probability"]), importance_weights, step)
         return dataclasses.replace(batch, draw=plan.book(its)), nothing
 
     def no_batch(self, plan: Plan, step: int) -> tuple[Batch, Callable[[], None]]:
@@ -166,7 +166,7 @@ class DeviceDock(HostDock):
 
     path = ""
 
-    def __init__(self, device: Device, stream: Any, landings: list[Landing], options: OnDevice, why: str) -> None:
+    def __init__(self, device: Device, stream: Any, landings: list[Landing], options: DeviceOptions, why: str) -> None:
         self.device = device
         self.stream = stream
         self.landings = landings
@@ -239,12 +239,12 @@ class StagedDock(DeviceDock):
         return _StagedBox(plan, Stage(self.landings[0], n), n)
 
     def batch(
-        self, box: Box, keys: Keys, importance: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
+        self, box: Box, keys: Keys, importance_weights: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
     ) -> tuple[Batch, Callable[[], None]]:
         """See `HostDock`."""
         assert isinstance(box, _StagedBox)
         flight = box.stage.send(raw_of(box))
-        return self._landed(flight.land(keys, box.books["probability"], importance, step, its))
+        return self._landed(flight.land(keys, box.books["probability"], importance_weights, step, its))
 
 
 class DeviceBox(Box):
@@ -292,7 +292,7 @@ class GatherDock(DeviceDock):
 
     path = "gather"
 
-    def __init__(self, device: Device, stream: Any, landings: list[Landing], options: OnDevice, why: str) -> None:
+    def __init__(self, device: Device, stream: Any, landings: list[Landing], options: DeviceOptions, why: str) -> None:
         super().__init__(device, stream, landings, options, why)
         # As rows come from other ranks.
         self._raw = gather_rows_of(landings[0].plan, {}, False) if landings else None
@@ -361,7 +361,7 @@ class GatherDock(DeviceDock):
         return dict(zip(arrays, self.landings[0].upload(list(arrays.values())), strict=True))
 
     def batch(
-        self, box: Box, keys: Keys, importance: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
+        self, box: Box, keys: Keys, importance_weights: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
     ) -> tuple[Batch, Callable[[], None]]:
         """See `HostDock`."""
         assert isinstance(box, DeviceBox)
@@ -369,7 +369,7 @@ class GatherDock(DeviceDock):
         if work is not None:
             with self.device.on(self.stream):
                 self.device.run(work)
-        return self._landed(flight.land(keys, box.books["probability"], importance, step, its))
+        return self._landed(flight.land(keys, box.books["probability"], importance_weights, step, its))
 
     def _arranged(self, box: DeviceBox) -> tuple[Flight, Callable[[], None] | None]:
         """The flight that is handed out, and what fills it when the box is full; None where that is the box's own."""
@@ -422,7 +422,7 @@ class NcclDock(GatherDock):
         device: Device,
         stream: Any,
         landings: list[Landing],
-        options: OnDevice,
+        options: DeviceOptions,
         group: DeviceGroup,
         others: dict[tuple[str, ...], list[Landing]],
     ) -> None:
@@ -503,12 +503,12 @@ class NcclDock(GatherDock):
             device.run(functools.partial(_scatter, mine, inbox, [*layouts.values()], places))
 
     def batch(
-        self, box: Box, keys: Keys, importance: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
+        self, box: Box, keys: Keys, importance_weights: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
     ) -> tuple[Batch, Callable[[], None]]:
         """See `HostDock`."""
         assert isinstance(box, DeviceBox)
         flight, work = self._arranged(box)
-        batch, hand_over = self._landed(flight.land(keys, box.books["probability"], importance, step, its))
+        batch, hand_over = self._landed(flight.land(keys, box.books["probability"], importance_weights, step, its))
         exchange, self._exchange = self._exchange, nothing
 
         def deliver() -> None:
@@ -539,24 +539,24 @@ class NcclDock(GatherDock):
 # --- which -------------------------------------------------------------------------------------------------------
 
 
-def check_options(options: OnDevice, names: Sequence[str], has_peers: bool) -> None:
-    """Raises `SchemaError` for what there is not over several ranks."""
+def check_options(options: DeviceOptions, names: Sequence[str], has_peers: bool) -> None:
+    """Raises `ArgumentError` for what there is not over several ranks."""
     unknown = set(options.convert) - set(names)
     if unknown:
-        raise SchemaError(f"`convert` names {sorted(unknown)}, the batch has {list(names)}")
+        raise ArgumentError(f"`convert` names {sorted(unknown)}, the batch has {list(names)}")
     if options.select == "device":
-        raise SchemaError("select='device' was asked for, but over several ranks rows are chosen on the host")
+        raise ArgumentError("select='device' was asked for, but over several ranks rows are chosen on the host")
     if has_peers and (options.path == "gather" or options.exchange == "nccl"):
         asked = "exchange='nccl'" if options.exchange == "nccl" else "path='gather'"
-        raise SchemaError(
+        raise ArgumentError(
             f"{asked} was asked for, but tensor-parallel peers are handed the batch from host memory; use path='staged'"
         )
     if options.exchange == "nccl" and options.path == "staged":
-        raise SchemaError("exchange='nccl' sends what the GPU has gathered; leave path='staged' out")
+        raise ArgumentError("exchange='nccl' sends what the GPU has gathered; leave path='staged' out")
 
 
 def open_dock(
-    options: OnDevice,
+    options: DeviceOptions,
     plans: list[dict[tuple[str, ...], Plan]],
     fields: tuple[str, ...],
     has_peers: bool,
@@ -572,7 +572,7 @@ def open_dock(
         make_group: for exchange="nccl", what makes the group; None where there is no torch process group.
 
     Raises:
-        PinError, SchemaError: what was asked for by name cannot be had.
+        PinError, ArgumentError: what was asked for by name cannot be had.
     """
     device = open_device(options.device)
     device.enter()
@@ -593,7 +593,7 @@ def open_dock(
     try:
         if nccl:
             if make_group is None:
-                raise SchemaError("exchange='nccl' needs a process group of torch.distributed, or a mesh over one")
+                raise ArgumentError("exchange='nccl' needs a process group of torch.distributed, or a mesh over one")
             others = {names: landings(names, "gather") for names in plans[0]}
             return NcclDock(device, stream, others.get(fields, []), options, make_group(device), others)
         if not fields:

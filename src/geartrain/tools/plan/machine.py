@@ -19,7 +19,7 @@ import numpy as np
 
 import geartrain._native as _native
 from geartrain.core.schema import Field
-from geartrain.errors import MissingDependencyError, SchemaError
+from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.replay.fetch import fetch
 from geartrain.selection.strategy import Candidates
 from geartrain.store.store import Store
@@ -82,7 +82,7 @@ class Constants:
         """What `as_json` gave."""
         known = {field.name for field in fields(cls)}
         if set(found) != known:
-            raise SchemaError(f"constants are {', '.join(sorted(known))}; found {', '.join(sorted(found))}")
+            raise ArgumentError(f"constants are {', '.join(sorted(known))}; found {', '.join(sorted(found))}")
         return cls(**{**found, "descent_ns": {int(n): float(ns) for n, ns in found["descent_ns"].items()}})
 
 
@@ -135,11 +135,11 @@ def _measure_copy() -> tuple[float, float]:
         keys = store.keys()
         chosen = np.random.default_rng(0).integers(0, len(keys), (12, 256))
         turn = iter(chosen)
-        large_s = median_s(lambda: fetch(store, keys[next(turn)], threads=1, as_="numpy"), 11)
+        large_s = median_s(lambda: fetch(store, keys[next(turn)], threads=1, output="numpy"), 11)
     with _some_rows(64, 4096) as store:
         keys = store.keys()
-        one_s = median_s(lambda: fetch(store, keys[:1], threads=1, as_="numpy"), 50)
-        many_s = median_s(lambda: fetch(store, keys, threads=1, as_="numpy"), 20)
+        one_s = median_s(lambda: fetch(store, keys[:1], threads=1, output="numpy"), 50)
+        many_s = median_s(lambda: fetch(store, keys, threads=1, output="numpy"), 20)
     return 256 * 102_400 / large_s / 1e9, max(0.0, (many_s - one_s) / 4095 * 1e9)
 
 
@@ -147,7 +147,7 @@ def _measure_host_copy(cores: int) -> float:
     with _some_rows(102_400, 3000) as store:
         keys = store.keys()
         turn = iter(np.random.default_rng(0).integers(0, len(keys), (12, 256)))
-        return 256 * 102_400 / median_s(lambda: fetch(store, keys[next(turn)], threads=cores, as_="numpy"), 11) / 1e9
+        return 256 * 102_400 / median_s(lambda: fetch(store, keys[next(turn)], threads=cores, output="numpy"), 11) / 1e9
 
 
 def _some_rows(row_bytes: int, rows: int) -> Any:
@@ -172,7 +172,7 @@ def _measure_targets_ns() -> float:
 def _measure_descent_ns(rows: int) -> float:
     random = np.random.default_rng(rows)
     candidates = Candidates((65536 * (random.standard_exponential(rows) + 0.05)).astype(np.uint32))
-    total = candidates.native.total_weight()
+    total = candidates.native.total_priority()
     targets = [np.sort(random.integers(0, total, 1024, dtype=np.uint64)) for _ in range(21)]
     for one in targets:
         random.shuffle(one)
@@ -184,9 +184,9 @@ def _measure_batch_us() -> float:
     """A batch of one tiny row, by a group of one: all that is done once for a batch, whatever its size."""
     from geartrain.replay.distributed.rank_group import OneRank
     from geartrain.replay.replay import Replay
-    from geartrain.selection.strategy import Weighted
+    from geartrain.selection.strategy import Prioritized
 
-    with _some_rows(64, 1024) as store, Replay(store, Weighted(), 1, group=OneRank(), as_="numpy") as replay:
+    with _some_rows(64, 1024) as store, Replay(store, Prioritized(), 1, group=OneRank(), output="numpy") as replay:
         return median_s(replay.sample, 200) * 1e6
 
 
@@ -239,14 +239,14 @@ def _measure_gloo() -> tuple[float, float]:
         try:
             words = [process.communicate(timeout=90) for process in started]
         except subprocess.TimeoutExpired:
-            raise SchemaError("two ranks on this machine found no way to talk within 90 s") from None
+            raise ArgumentError("two ranks on this machine found no way to talk within 90 s") from None
         finally:
             for process in started:
                 process.kill()
                 process.wait()
     for process, (_, said) in zip(started, words, strict=True):
         if process.returncode:
-            raise SchemaError(f"a rank failed: {(said.strip().splitlines() or ['it said nothing'])[-1]}")
+            raise ArgumentError(f"a rank failed: {(said.strip().splitlines() or ['it said nothing'])[-1]}")
     round_s, rate = json.loads(words[0][0])
     return round_s * 1e6, rate / 1e9
 
@@ -255,22 +255,22 @@ def read_constants(path: Path) -> Constants:
     """Constants from a file of `geartrain bench ranks --json` or `geartrain plan ranks --json`.
 
     Raises:
-        SchemaError: there are none in it.
+        ArgumentError: there are none in it.
     """
     found = read_json(path)
     if not isinstance(found.get("constants"), dict) or not found["constants"]:
-        raise SchemaError(f"{path} holds no constants; `geartrain plan ranks --measure --json FILE` writes them")
+        raise ArgumentError(f"{path} holds no constants; `geartrain plan ranks --measure --json FILE` writes them")
     return Constants.from_json(found["constants"])
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises `SchemaError` where there is none."""
+    """A JSON object from a file. Raises `ArgumentError` where there is none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise SchemaError(f"{path} cannot be read: {error}") from None
+        raise ArgumentError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise SchemaError(f"{path} holds no JSON object")
+        raise ArgumentError(f"{path} holds no JSON object")
     return found
 
 
