@@ -392,7 +392,7 @@ void Sideband::say(Word word, uint64_t number, Access access) {
   notes_.push_back(note);
 }
 
-// As much as the socket takes, and the budget allows; the attendant goes on when there is room again.
+// As much as the socket takes, and the budget allows; the thread goes on when there is room again.
 void Sideband::flush() {
   uint64_t chunks = kBudget / kChunk;
   while (!ended_) {
