@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import certificates
+import preloaded
 import pytest
 from p2p_gpu_worker import NoGpus
 
@@ -54,7 +54,7 @@ def test_the_columns_of_gpus_have_both_systems_and_their_floor(tmp_path: Path) -
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
     command = [sys.executable, str(Path(__file__).parents[1] / "support" / "p2p_gpu_worker.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = preloaded.run(command, timeout=110)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "p2p.json").read_text())
     assert not result["peers_missing"]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 
 from geartrain.collectives import include_path, library_path
@@ -26,8 +27,8 @@ class Process:
     """A child, and the lines that it says."""
 
     def __init__(self, *command: str, **environment: str) -> None:
-        self.child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        self.child = preloaded.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
         )
 
     def line(self) -> str:

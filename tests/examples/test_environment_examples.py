@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 
 import geartrain as gt
@@ -46,9 +47,10 @@ def run(example, tmp_path, *options, timeout_s=110):
     """Runs an example; its curve. Nothing of it may stay in shared memory."""
     curve, picture = tmp_path / "curve.json", tmp_path / "curve.png"
     command = [sys.executable, f"examples/{example}", "--tiny", *options, "--curve", str(curve), "--plot", str(picture)]
-    done = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = preloaded.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
     _, errors = done.communicate(timeout=timeout_s)
-    assert done.returncode == 0, errors.decode()
+    assert done.returncode == 0, errors
     assert not [path.name for path in Path("/dev/shm").iterdir() if path.name.endswith(f"-{done.pid}")]
     assert picture.stat().st_size > 5000
     return json.loads(curve.read_text())
@@ -229,7 +231,7 @@ def test_a_missing_simulator_is_one_line_with_the_cure(tmp_path, example, packag
     (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package}')")
     broken = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, str(ROOT / "examples" / example), "--tiny"]
-    done = subprocess.run(command, env=broken, capture_output=True, text=True, timeout=60, check=False)
+    done = preloaded.run(command, env=broken, timeout=60)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "pip install 'geartrain[" in done.stderr

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 from counting import Counting, Numbers
 
@@ -138,7 +139,7 @@ if __name__ == "__main__":
     time.sleep(100)
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
-    made = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    made = preloaded.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
     assert made.stdout is not None
     board, *words = made.stdout.readline().split()
     pids = [int(word) for word in words]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import launched
 import numpy as np
+import preloaded
 import pytest
 
 import geartrain as gt
@@ -224,11 +225,10 @@ def die_once(part):
 
 
 def started(job_file, tmp_path, *options):
-    return subprocess.Popen(
+    return preloaded.Popen(
         [sys.executable, "-m", "geartrain", "launch", str(job_file), "--folder", str(tmp_path / "logs"), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         cwd=TESTS,
         env={**os.environ, "NO_COLOR": "1", "COLUMNS": "100"},
         start_new_session=True,
@@ -315,11 +315,10 @@ def test_processes_die_with_a_launcher_that_is_killed_and_its_name_is_free_again
     launcher.communicate(timeout=30)
     wait_for(lambda: nobody_is_left(str(tmp_path)) is None, 10)
     assert board.describe(f"launch-{name}").in_use is False
-    shown = subprocess.run(
-        [sys.executable, "-m", "geartrain", "inspect", f"launch-{name}"], capture_output=True, text=True, check=True
-    )
+    shown = preloaded.run([sys.executable, "-m", "geartrain", "inspect", f"launch-{name}"], timeout=60)
     assert "left behind" in shown.stdout
-    subprocess.run([sys.executable, "-m", "geartrain", "remove", f"launch-{name}"], check=True, capture_output=True)
+    gone = preloaded.run([sys.executable, "-m", "geartrain", "remove", f"launch-{name}"], timeout=60)
+    assert gone.returncode == 0, gone.stderr
     assert f"launch-{name}" not in board.names()
 
 
@@ -357,12 +356,12 @@ if __name__ == "__main__":
     launch.run(job, folder=sys.argv[1])
 """
     )
-    first = subprocess.run([sys.executable, str(script), str(tmp_path / "a")], cwd="/", check=False)
+    first = preloaded.run([sys.executable, str(script), str(tmp_path / "a")], cwd="/", timeout=60)
     assert first.returncode == 0
     assert (tmp_path / "a" / "learner-0.log").read_text() == "learnt 3 own\n"
     pytest.importorskip("typer")
     again = [sys.executable, "-m", "geartrain", "launch", str(script), "--folder", str(tmp_path / "b")]
-    assert subprocess.run(again, cwd="/", check=False).returncode == 0
+    assert preloaded.run(again, cwd="/", timeout=60).returncode == 0
     assert (tmp_path / "b" / "learner-0.log").read_text() == "learnt 3 own\n"
 
 

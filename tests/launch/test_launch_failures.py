@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import launched
+import preloaded
 import pytest
 import tagged
 
@@ -137,7 +138,7 @@ def check_launcher_killed(seed, name, tmp_path):
         "import sys; from geartrain import launch; import test_launch_failures as t; "
         "launch.run(t.tagged_job(sys.argv[1], steps=100_000), folder=sys.argv[2], live=False)"
     )
-    launcher = subprocess.Popen(
+    launcher = preloaded.Popen(
         [sys.executable, "-c", code, name, str(tmp_path / "first")], cwd=TESTS, stdout=subprocess.DEVNULL
     )
     until_s = time.monotonic() + 60

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import preloaded
 import pytest
 
 pytest.importorskip("torch")
@@ -20,9 +21,9 @@ WORKER = Path(__file__).parents[1] / "support" / "ranks_device_worker.py"
 def start(scenario: str, name: str, ranks: int, tmp_path: Path, **env: str) -> list[subprocess.Popen[str]]:
     settings = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "MEET": f"file://{tmp_path}/meet", **env}
     return [
-        subprocess.Popen(
+        preloaded.Popen(
             [sys.executable, str(WORKER), scenario, name], env={**os.environ, **settings, "RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for rank in range(ranks)
     ]  # fmt: skip

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 
 pytest.importorskip("torch")
@@ -26,12 +27,11 @@ def start(scenario: str, name: str, ranks: int, tmp_path: Path, **env: str) -> l
         settings = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
         settings["MEET"] = f"file://{tmp_path}/meet"
         processes.append(
-            subprocess.Popen(
+            preloaded.Popen(
                 [sys.executable, str(WORKER), scenario, name],
                 env={**os.environ, **settings, **env},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
             )
         )
     return processes

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
 
 from geartrain import _native, rpc
@@ -664,12 +665,9 @@ def spawn() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
     running: list[subprocess.Popen[str]] = []
 
     def start(name: str, transport: str = "auto", prefix: tuple[str, ...] = ()) -> tuple[subprocess.Popen[str], str]:
-        process = subprocess.Popen(
-            [*prefix, sys.executable, "-c", PEER, name, transport],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [*prefix, sys.executable, "-c", PEER, name, transport]
+        popen = subprocess.Popen if prefix else preloaded.Popen
+        process = popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         running.append(process)
         assert process.stdout is not None
         return process, process.stdout.readline().strip()
@@ -852,9 +850,7 @@ print("fine")
         probe.bind(("127.0.0.1", 0))
         url = {"file": f"file://{tmp_path}/store", "tcp": f"tcp://127.0.0.1:{probe.getsockname()[1]}"}[scheme]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), url], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        preloaded.Popen([sys.executable, str(script), str(rank), url], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for rank in range(3)
     ]
     for rank in ranks:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
 from fake_gpu import FakeDriver, FakeTensor
 
@@ -42,8 +43,8 @@ class Peer:
     """A peer in a process of its own, which can pretend to be another machine."""
 
     def __init__(self, folder: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(folder), "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        self.process = preloaded.Popen(
+            [sys.executable, str(WORKER), str(folder), "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
@@ -360,7 +361,7 @@ for _ in range(3):
 print("ready", flush=True)
 input()
 """
-    dies = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    dies = preloaded.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert dies.stdout is not None
     assert dies.stdout.readline() == "ready\n"
     before = peer.memory()

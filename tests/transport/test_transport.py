@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import certificates
 import numpy as np
+import preloaded
 import pytest
 
 import geartrain.transport.connection as transport
@@ -43,7 +44,7 @@ except PeerLostError:
     pass
 """
 
-Start = Callable[..., tuple[Connection, subprocess.Popen[bytes]]]
+Start = Callable[..., tuple[Connection, subprocess.Popen[str]]]
 
 
 WAYS = ["shm", "tcp", "tcp+tls"]  # between processes
@@ -72,10 +73,10 @@ def listener() -> Iterator[Listener]:
 @pytest.fixture
 def echo(listener: Listener) -> Iterator[Start]:
     """A process that sends back what it gets; returns the connection to it, and the process."""
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[subprocess.Popen[str]] = []
 
-    def start(name: str) -> tuple[Connection, subprocess.Popen[bytes]]:
-        running.append(subprocess.Popen([sys.executable, "-c", PEER, listener.address, provider(name)]))
+    def start(name: str) -> tuple[Connection, subprocess.Popen[str]]:
+        running.append(preloaded.Popen([sys.executable, "-c", PEER, listener.address, provider(name)]))
         return listener.accept(), running[-1]
 
     yield start
@@ -214,11 +215,11 @@ connection.receive()
 @pytest.fixture
 def run(listener: Listener) -> Iterator[Start]:
     """A process that runs a program with the listener's address; returns the connection to it, and the process."""
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[subprocess.Popen[str]] = []
 
-    def start(program: str, *args: object) -> tuple[Connection, subprocess.Popen[bytes]]:
+    def start(program: str, *args: object) -> tuple[Connection, subprocess.Popen[str]]:
         line = [sys.executable, "-c", program, listener.address, *(provider(str(one)) for one in args)]
-        running.append(subprocess.Popen(line, stderr=subprocess.DEVNULL))
+        running.append(preloaded.Popen(line, stderr=subprocess.DEVNULL))
         return listener.accept(timeout_s=240), running[-1]
 
     yield start
@@ -287,7 +288,7 @@ def test_a_region_is_closed_with_its_last_reference_and_lets_go_of_its_memory(li
 @pytest.mark.parametrize("name", WAYS)
 def test_a_stopped_peer_is_lost_though_nobody_waits_for_it(name: str) -> None:
     with transport.listen(peer_timeout_s=2.0) as listener:
-        process = subprocess.Popen([sys.executable, "-c", PEER, listener.address, provider(name)])
+        process = preloaded.Popen([sys.executable, "-c", PEER, listener.address, provider(name)])
         try:
             connection = listener.accept()
             process.send_signal(signal.SIGSTOP)
@@ -322,7 +323,7 @@ def test_a_peer_killed_in_the_middle_of_a_gigabyte_leaves_nothing_behind(run: St
     warm.receive()
     before = _in_use()
 
-    def transfer(connection: Connection, after_s: float, process: subprocess.Popen[bytes]) -> None:
+    def transfer(connection: Connection, after_s: float, process: subprocess.Popen[str]) -> None:
         threading.Timer(after_s, process.kill).start()
         with pytest.raises(PeerLostError):
             while True:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 
 import geartrain.core.futex as futex
@@ -63,8 +64,8 @@ def run(code: str, *args: object) -> subprocess.Popen[str]:
         "def filled(v, n=1000): return {'a': np.full(n, v, np.int64), 'b.weight': np.full((n, 3), v, np.float32)}\n"
         "def say(*what): print(*what, flush=True)\n"
     )
-    return subprocess.Popen(
-        [sys.executable, "-c", head + code, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    return preloaded.Popen(
+        [sys.executable, "-c", head + code, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
 
 
