@@ -1,6 +1,6 @@
-"""The operating events geartrain names, and the mistakes it refuses at the door.
+"""Errors: operating events, and arguments that are refused.
 
-Every class here derives from `GeartrainError`. Those that report a caller's mistake also derive from
+Every class here derives from `GeartrainError`, most through `StoreError`, `ReplayError`, `PeerError` or `JobError`. Those that report a caller's mistake also derive from
 the built-in that Python users expect (`ValueError`, `KeyError`, `FileExistsError`, ...), so that code
 which has never heard of geartrain still catches them.
 """
@@ -12,8 +12,28 @@ class GeartrainError(Exception):
     """Base of every error that geartrain raises on purpose."""
 
 
-class SchemaError(GeartrainError, ValueError):
-    """A field, dtype, shape, length or weight that the store does not hold."""
+class ArgumentError(GeartrainError, ValueError):
+    """An argument that cannot be used; the message says what was given, and which values are allowed."""
+
+
+class StoreError(GeartrainError):
+    """Base of what goes wrong with a store: its segment, its rows, its keys, its checkpoints."""
+
+
+class ReplayError(GeartrainError):
+    """Base of what keeps a batch from being made."""
+
+
+class PeerError(GeartrainError):
+    """Base of what goes wrong between processes: connections, messages, calls, collectives."""
+
+
+class JobError(GeartrainError):
+    """Base of what ends a job, or one of its processes."""
+
+
+class SchemaError(StoreError, ArgumentError):
+    """A field, dtype, shape, length or priority that the store does not hold."""
 
 
 class FieldError(SchemaError, KeyError):
@@ -23,35 +43,35 @@ class FieldError(SchemaError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
-class StoreExistsError(GeartrainError, FileExistsError):
+class StoreExistsError(StoreError, FileExistsError):
     """A segment of that name is already there, alive or left behind."""
 
 
-class StoreMissingError(GeartrainError, FileNotFoundError):
+class StoreMissingError(StoreError, FileNotFoundError):
     """No segment of that name is on this host."""
 
 
-class StaleStoreError(GeartrainError):
+class StaleStoreError(StoreError):
     """The segment was left by a run that has ended; joining it must be asked for (`adopt=True`)."""
 
 
-class IncompatibleStoreError(GeartrainError):
+class IncompatibleStoreError(StoreError):
     """The segment is not geartrain's, or has another format version, layout or schema."""
 
 
-class StoreClosedError(GeartrainError, ValueError):
+class StoreClosedError(StoreError, ValueError):
     """The handle was closed; the segment may well live on."""
 
 
-class StoreFullError(GeartrainError):
+class StoreFullError(StoreError):
     """No block can be had: all of them are being written right now."""
 
 
-class EmptyStoreError(GeartrainError):
+class EmptyStoreError(ReplayError):
     """Nothing can be drawn: no selectable row, or none with a positive weight."""
 
 
-class TurnoverError(GeartrainError):
+class TurnoverError(ReplayError):
     """Rows are overwritten faster than they can be read: the store is too small for its rate of inserts."""
 
 
@@ -59,22 +79,22 @@ class NotEnoughRowsError(EmptyStoreError, ValueError):
     """More rows were asked for than are selectable."""
 
 
-class StaleKeyError(GeartrainError, KeyError):
+class StaleKeyError(StoreError, KeyError):
     """Keys whose rows were overwritten or removed since the keys were made."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
-class NoSpaceError(GeartrainError, MemoryError):
+class NoSpaceError(StoreError, MemoryError):
     """The file system (most often /dev/shm) cannot hold the segment."""
 
 
-class PinError(GeartrainError, MemoryError):
+class PinError(ReplayError, MemoryError):
     """Memory that a GPU is to read in place cannot be pinned; the message says what is in the way."""
 
 
-class LockTimeoutError(GeartrainError, TimeoutError):
+class LockTimeoutError(StoreError, TimeoutError):
     """Another process held the segment's lock for longer than the deadline (stopped, perhaps)."""
 
 
@@ -86,7 +106,7 @@ class BuffersHeldError(WaitTimeoutError):
     """Readers hold every buffer of the weights but the newest version's, and none let go before the deadline."""
 
 
-class PeerLostError(GeartrainError, ConnectionError):
+class PeerLostError(PeerError, ConnectionError):
     """A peer, or a rank of the group, is gone, hung up or did not answer in time; the message says which and why."""
 
 
@@ -104,34 +124,34 @@ class ReducerLostError(PeerLostError):
     reducers: tuple[str, ...] = ()
 
 
-class CollectiveTimeoutError(WaitTimeoutError):
+class CollectiveTimeoutError(PeerError, WaitTimeoutError):
     """A collective operation was not over in time; `ranks` and `reducers` say who it waited for."""
 
     ranks: tuple[int, ...] = ()
     reducers: tuple[str, ...] = ()
 
 
-class TransportError(GeartrainError, OSError):
+class TransportError(PeerError, OSError):
     """A way of reaching a peer that is not viable here; the message says why."""
 
 
-class UntrustedPeerError(GeartrainError, PermissionError):
+class UntrustedPeerError(PeerError, PermissionError):
     """The other side did not prove that it knows the secret, or something is only done between those who do."""
 
 
-class MessageError(GeartrainError, ValueError):
+class MessageError(PeerError, ValueError):
     """A message that is malformed, exceeds a limit, or holds what cannot be sent."""
 
 
-class DeviceError(GeartrainError, ValueError):
+class DeviceError(PeerError, ValueError):
     """A tensor, or a device map, names a device that is not there or that nothing can be sent from or to."""
 
 
-class ConnectionClosedError(GeartrainError, ValueError):
+class ConnectionClosedError(PeerError, ValueError):
     """The connection was closed on this side, or belongs to the process that this one was forked from."""
 
 
-class RegionError(GeartrainError, ValueError):
+class RegionError(PeerError, ValueError):
     """A region of a peer's memory that is closed, too small for what was asked, or only for reading."""
 
 
@@ -142,7 +162,7 @@ class CollectiveClosedError(ConnectionClosedError):
     reducers: tuple[str, ...] = ()
 
 
-class RemoteError(GeartrainError):
+class RemoteError(PeerError):
     """A function of a peer raised. `remote_type` and `remote_traceback` say what and where.
 
     When the peer raised a built-in exception or one of these, this is also one: `except ValueError` catches it here.
@@ -155,50 +175,50 @@ class RemoteError(GeartrainError):
         return str(self.args[0]) if self.args else ""
 
 
-class CallCancelledError(GeartrainError):
+class CallCancelledError(PeerError):
     """The call, or the wait, was cancelled before its result was there."""
 
 
-class BusyError(GeartrainError):
+class BusyError(PeerError):
     """A queue of the peer is full: it is asked for more than it can do."""
 
 
-class UnknownPeerError(GeartrainError, KeyError):
+class UnknownPeerError(PeerError, KeyError):
     """No peer of that name has joined within the deadline."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
-class RanksDisagreeError(GeartrainError, ValueError):
+class RanksDisagreeError(ReplayError, ValueError):
     """The ranks of one replay were set up differently; the message names two of them and the difference."""
 
 
-class ActorDiedError(GeartrainError):
+class ActorDiedError(JobError):
     """More actors died than may be started again; the message says what the last one died of."""
 
 
-class PartDiedError(GeartrainError):
+class PartDiedError(JobError):
     """A process of a job died and may not be started again; the message has its last lines and where its log is."""
 
 
-class JobTimeoutError(WaitTimeoutError):
+class JobTimeoutError(JobError, WaitTimeoutError):
     """A job was not over within its time limit."""
 
 
-class JobInterruptedError(GeartrainError):
+class JobInterruptedError(JobError):
     """A job was stopped by Ctrl-C, or by SIGTERM."""
 
 
-class CorruptStoreError(GeartrainError):
-    """The segment's own books do not agree, and repair did not help."""
+class CorruptStoreError(StoreError):
+    """The segment's own records do not agree, and repair did not help."""
 
 
-class CheckpointError(GeartrainError):
+class CheckpointError(StoreError):
     """A checkpoint that is absent, incomplete, of another version, or damaged."""
 
 
-class SourceError(GeartrainError, ValueError):
+class SourceError(StoreError, ValueError):
     """A dataset, or one episode of it, that cannot go into the store."""
 
 

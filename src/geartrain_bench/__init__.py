@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain_bench.harness.timing import BenchResult
 
 #: What `geartrain bench` knows: name -> module.
@@ -56,12 +56,12 @@ class Main(Protocol):
 
 
 def load(name: str, device: str = "cpu") -> Main:
-    """The `main` of a bench on "cpu" or "cuda". Raises `SchemaError` when there is none."""
+    """The `main` of a bench on "cpu" or "cuda". Raises `ArgumentError` when there is none."""
     if device not in ("cpu", "cuda"):
-        raise SchemaError(f"a bench runs on cpu or cuda, found {device!r}")
+        raise ArgumentError(f"a bench runs on cpu or cuda, found {device!r}")
     benches = BENCHES if device == "cpu" else GPU_BENCHES
     if name not in benches:
-        raise SchemaError(f"there is no bench {name!r} on {device}; there are {', '.join(benches)}")
+        raise ArgumentError(f"there is no bench {name!r} on {device}; there are {', '.join(benches)}")
     module = import_module(benches[name])
     return cast(Main, module.main_cpu if name == "fetch" and device == "cpu" else module.main)
 

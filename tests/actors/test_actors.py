@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import geartrain as gt
 from geartrain import actors, rpc, weights
 from geartrain.actors import Actor, LocalPolicy, Recorder, RemotePolicy, environments_of, recorded_fields
-from geartrain.errors import FieldError, SchemaError
+from geartrain.errors import ArgumentError, FieldError
 from geartrain.selection.strategy import Uniform
 
 
@@ -218,14 +218,14 @@ def test_what_does_not_fit_is_said_at_the_first_step(store_name):
             Actor(environments, Numbers(), store).run(steps=1)
         with pytest.raises(FieldError, match=r"shape \(1, 2\)"):
             Actor(environments, Numbers((2,)), store).run(steps=1)
-        with pytest.raises(SchemaError, match="say when to stop"):
+        with pytest.raises(ArgumentError, match="say when to stop"):
             Actor(environments, Numbers(), store).run()
-        with pytest.raises(SchemaError, match="overlap"):
+        with pytest.raises(ArgumentError, match="overlap"):
             Recorder(store, overlap=9)
     with gt.Store.create(store_name(), {"reward": gt.Field((3,), "float32")}, capacity=4) as store:
         with pytest.raises(FieldError, match="lacks terminated, last"):
             Recorder(store)
-    with pytest.raises(SchemaError, match="found int"):
+    with pytest.raises(ArgumentError, match="found int"):
         environments_of(7)
 
 

@@ -15,7 +15,7 @@ import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 import geartrain_bench.store.bench as store
 from geartrain.core.schema import Field
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain_bench.harness.baselines import PeerError, PeerProcess
 from geartrain_bench.harness.timing import BenchResult, Clock, Lap, Row, System
 
@@ -113,7 +113,7 @@ def test_the_json_has_the_promised_keys_and_names_its_command(tmp_path: Path) ->
 
 def test_an_unknown_bench_is_refused_by_name() -> None:
     assert bench.load("store") is store.main
-    with pytest.raises(SchemaError, match="there are store"):
+    with pytest.raises(ArgumentError, match="there are store"):
         bench.load("stroe")
 
 
@@ -121,7 +121,7 @@ def test_peers_come_from_words_and_from_the_environment(monkeypatch: pytest.Monk
     monkeypatch.setenv("GEARTRAIN_PEER_PYTHON_TORCHRL_THP", "/a/python")
     monkeypatch.setenv("GEARTRAIN_PEER_PYTHON_CPPRB", "/b/python")
     assert report.parse_peers(["cpprb=/c/python"]) == {"torchrl-thp": "/a/python", "cpprb": "/c/python"}
-    with pytest.raises(SchemaError, match="NAME=/path/to/python"):
+    with pytest.raises(ArgumentError, match="NAME=/path/to/python"):
         report.parse_peers(["cpprb"])
 
 

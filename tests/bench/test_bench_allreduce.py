@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import geartrain_bench.allreduce.bench as allreduce
 import geartrain_bench.allreduce.plot as allreduce_plot
 import geartrain_bench.allreduce.report as allreduce_report
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.mpi_jobs import run as run_mpi
@@ -129,9 +129,9 @@ def test_promises_are_met_or_not_as_they_are_written() -> None:
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     assert allreduce.read([]) == (allreduce.PARTS, {})
     assert allreduce.read(["--part", "delay,shaped", "--part", "delay"]) == (("delay", "shaped"), {})
-    with pytest.raises(SchemaError, match="found 'wan'"):
+    with pytest.raises(ArgumentError, match="found 'wan'"):
         allreduce.read(["--part", "wan"])
-    with pytest.raises(SchemaError, match="--baidu takes MPI=LIBRARY"):
+    with pytest.raises(ArgumentError, match="--baidu takes MPI=LIBRARY"):
         allreduce.read(["--baidu", f"mpich={tmp_path}/missing.so"])
 
 
@@ -161,7 +161,7 @@ def test_loopback_measures_every_arm_beside_a_memcpy(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_failed_rank_is_named_and_the_bed_goes_on() -> None:
     with Hosts(2, rate_mbit=200) as hosts, Bed(hosts, 2, 0) as bed:
-        with pytest.raises(PeerError, match=r"rank \d: SchemaError"):
+        with pytest.raises(PeerError, match=r"rank \d: ArgumentError"):
             with bed.group(Arm("wrong", "geartrain", options={"algorithm": "bus"}), 2):
                 pass
         bed.restart()

@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 
 import geartrain_bench.online_rl.bench as online
 import geartrain_bench.online_rl.worker as online_worker
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain_bench.harness.timing import new_result
 
 #: On the clock of `time.monotonic`: far away.
@@ -80,7 +80,7 @@ def test_a_peer_that_cannot_run_is_named_with_its_reason(tmp_path):
         assert "No module named" in result.peers_missing["torchrl, collect"]
     assert online._peer(result, "torchrl", {"torchrl": str(wrong)}, {**ASKED, "loop": "train"}, 0.0) is None
     assert result.peers_missing["torchrl, train"] == "no time was left of the 235 s for all of it"
-    with pytest.raises(SchemaError, match="the peers of this bench are torchrl, reverb"):
+    with pytest.raises(ArgumentError, match="the peers of this bench are torchrl, reverb"):
         online.main(quick=True, peers={"nobody": "python"})
 
 

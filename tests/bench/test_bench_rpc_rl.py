@@ -15,7 +15,7 @@ import preloaded
 import pytest
 
 import geartrain_bench as bench
-from geartrain.errors import PeerLostError, SchemaError
+from geartrain.errors import ArgumentError, PeerLostError
 
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available() or not torch.distributed.rpc.is_available():
@@ -73,7 +73,7 @@ def test_one_list_becomes_the_x_axis_and_a_second_is_refused() -> None:
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(argument: str, value: str, said: str) -> None:
-    with pytest.raises(SchemaError, match=said):
+    with pytest.raises(ArgumentError, match=said):
         rpc_rl.read([argument, value])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from geartrain import _native
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 G = 1e9
 
@@ -156,7 +156,7 @@ def test_ring_and_tree_count_steps_and_bytes() -> None:
 def test_what_is_no_cluster_is_refused(
     workers: list[float], reducers: list[float], shares: list[float] | None, nbytes: float, said: str
 ) -> None:
-    with pytest.raises(SchemaError, match=said):
+    with pytest.raises(ArgumentError, match=said):
         if shares is None:
             _native.plan_shares(workers, reducers, nbytes)
         else:
@@ -164,5 +164,5 @@ def test_what_is_no_cluster_is_refused(
 
 
 def test_dedicated_shares_without_a_reducer_are_refused() -> None:
-    with pytest.raises(SchemaError, match="need a reducer"):
+    with pytest.raises(ArgumentError, match="need a reducer"):
         _native.plan_dedicated([1.0, 1.0], [], 1.0)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from kernel_worker import Interpreter
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -158,7 +158,7 @@ def test_updated_candidates_draw_what_rebuilt_ones_draw(interpreter: Interpreter
 def test_tensors_of_the_cpu_are_refused_where_kernels_are_compiled() -> None:
     if kernels.interpreting():
         pytest.skip("TRITON_INTERPRET is set")
-    with pytest.raises(SchemaError, match="kernels take CUDA tensors"):
+    with pytest.raises(ArgumentError, match="kernels take CUDA tensors"):
         weighted_draw.tile_sums(weights_of(5))
 
 
@@ -179,7 +179,7 @@ def test_what_a_kernel_cannot_take_is_refused(interpreter: Interpreter) -> None:
         ("first_rows.first_rows", (weights, None, None, 3, 1), "an order is 0"),
     ]
     for function, arguments, message in refused:
-        with pytest.raises(SchemaError, match=message):
+        with pytest.raises(ArgumentError, match=message):
             interpreter.call(function, *arguments)
     candidates = interpreter.candidates(weights)
     for arguments, message in [
@@ -188,7 +188,7 @@ def test_what_a_kernel_cannot_take_is_refused(interpreter: Interpreter) -> None:
         ((True, 0, 0, 0, 5, 4), "draw 4 is none of 4 strata"),
         ((True, 0, 0, 0, 5, 0, (0, 0, 0)), "no versions, ages or lengths"),
     ]:
-        with pytest.raises(SchemaError, match=message):
+        with pytest.raises(ArgumentError, match=message):
             candidates.draw(*arguments)
 
 

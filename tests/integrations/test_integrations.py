@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from imports import assert_rows, imported, rows, store_name
 
-import geartrain.integrations.datasets.importer as ingest
 from geartrain.core.schema import Field
 from geartrain.errors import MissingDependencyError, SourceError, StoreExistsError, StoreMissingError
-from geartrain.integrations import Episode, Source, import_dataset, open_source
+from geartrain.integrations import Episode, Source, import_dataset, ingest, open_source
 from geartrain.integrations.datasets.episode import choose, flatten
 from geartrain.store.store import Store
 

@@ -22,9 +22,9 @@ import geartrain as gt
 import geartrain.core.counters as board
 from geartrain import launch
 from geartrain.errors import (
+    ArgumentError,
     JobTimeoutError,
     PartDiedError,
-    SchemaError,
     StoreExistsError,
     StoreMissingError,
 )
@@ -430,7 +430,7 @@ env = { A = "b" }
 def test_a_description_that_is_wrong_says_where(tmp_path, lines, complaint):
     path = tmp_path / "wrong.toml"
     path.write_text(lines)
-    with pytest.raises(SchemaError, match=complaint):
+    with pytest.raises(ArgumentError, match=complaint):
         launch.load(str(path))
 
 
@@ -441,11 +441,11 @@ def test_targets_that_nobody_finds_are_refused(tmp_path):
         ("launched:nothing", "has no nothing"),
         ("launched:FIELDS", "and not a geartrain.launch.Job"),
     ):
-        with pytest.raises(SchemaError, match=complaint):
+        with pytest.raises(ArgumentError, match=complaint):
             launch.load(wrong)
-    with pytest.raises(SchemaError, match="must find the function by its name"):
+    with pytest.raises(ArgumentError, match="must find the function by its name"):
         launch.learners(lambda part: None)
-    with pytest.raises(SchemaError, match="what JSON can hold"):
+    with pytest.raises(ArgumentError, match="what JSON can hold"):
         launch.learners(launched.learn, args={"x": object()})
 
 
@@ -468,13 +468,13 @@ def test_a_place_is_what_torchrun_or_slurm_says():
     assert place_of(slurm) == launch.Place(2, 4, "gpu03", 29514, 29515)
     assert place_of({}) == launch.Place()
     assert place_of({}, hosts=2, host=1, master="a:7") == launch.Place(1, 2, "a", 7, 8)
-    with pytest.raises(SchemaError, match="--nproc-per-node 1"):
+    with pytest.raises(ArgumentError, match="--nproc-per-node 1"):
         place_of({**torchrun, "LOCAL_WORLD_SIZE": "4"})
-    with pytest.raises(SchemaError, match="say all of"):
+    with pytest.raises(ArgumentError, match="say all of"):
         place_of({}, hosts=2, host=1)
-    with pytest.raises(SchemaError, match="numbered from 0"):
+    with pytest.raises(ArgumentError, match="numbered from 0"):
         place_of({}, hosts=2, host=2, master="a:7")
-    with pytest.raises(SchemaError, match="needs a secret"):
+    with pytest.raises(ArgumentError, match="needs a secret"):
         os.environ.pop("GEARTRAIN_SECRET", None)
         launch.run(launch.Job("x", [LINGER]), place=place_of({}, hosts=2, host=0, master="127.0.0.1:7"), live=False)
 

@@ -708,7 +708,7 @@ def test_rows_that_belong_together_are_not_parted(store_name: Any, tmp_path: Pat
             assert max(sizes) - min(sizes) <= 5, "a cut moves by half a group at most"
         close(loaded)
     for field, said in (("x", "a field of one whole number"), ("y", "no field 'y'")):
-        with pytest.raises(gt.errors.SchemaError, match=said):
+        with pytest.raises(gt.errors.ArgumentError, match=said):
             load_all(store_name, tmp_path, 3, reshard=True, together=field)
 
 

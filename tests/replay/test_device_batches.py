@@ -19,7 +19,7 @@ import tagged
 import geartrain as gt
 import geartrain.replay.device as landing
 import geartrain.replay.device.gather_threshold as crossover
-from geartrain.errors import PinError, SchemaError, StoreClosedError
+from geartrain.errors import ArgumentError, PinError, StoreClosedError
 from geartrain.replay.device import Convert, OnDevice
 from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Mixture, TopK, Uniform, Weighted
 
@@ -265,7 +265,7 @@ def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest
     assert "200000 (by GEARTRAIN_CROSSOVER_BYTES)" in chosen()[1]
     assert chosen(100)[0] == "staged"
     monkeypatch.setenv(crossover.VARIABLE, "4 MB")
-    with pytest.raises(SchemaError, match="is a number of bytes, found '4 MB'"):
+    with pytest.raises(ArgumentError, match="is a number of bytes, found '4 MB'"):
         chosen()
     monkeypatch.delenv(crossover.VARIABLE)
     crossover.measured_path().write_text("not what we wrote")
@@ -311,24 +311,24 @@ def test_a_closed_replay_lets_go_of_the_segment_and_a_dropped_one_too(store: gt.
 def test_what_does_not_fit_is_refused_at_the_door(store: gt.Store) -> None:
     device = SimulatedDevice(1)
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"device": OnDevice(device, convert={"pixels": Convert("int8")})}, SchemaError, "cannot become int8"),
-        ({"device": OnDevice(device, convert={"group": Convert("float32")})}, SchemaError, "int64 cannot become"),
-        ({"device": OnDevice(device, convert={"no": Convert("float32")})}, SchemaError, r"names \['no'\]"),
-        ({"device": OnDevice(device, select="device")}, SchemaError, "runs no kernels"),
-        ({"device": OnDevice(device, path="staged", select="device")}, SchemaError, "batches are staged"),
-        ({"device": OnDevice(device), "as_": "numpy"}, SchemaError, "torch tensors"),
-        ({"device": "cpu"}, SchemaError, "leave device out"),
-        ({"device": "gpu7"}, SchemaError, "there is no device"),
+        ({"device": OnDevice(device, convert={"pixels": Convert("int8")})}, ArgumentError, "cannot become int8"),
+        ({"device": OnDevice(device, convert={"group": Convert("float32")})}, ArgumentError, "int64 cannot become"),
+        ({"device": OnDevice(device, convert={"no": Convert("float32")})}, ArgumentError, r"names \['no'\]"),
+        ({"device": OnDevice(device, select="device")}, ArgumentError, "runs no kernels"),
+        ({"device": OnDevice(device, path="staged", select="device")}, ArgumentError, "batches are staged"),
+        ({"device": OnDevice(device), "as_": "numpy"}, ArgumentError, "torch tensors"),
+        ({"device": "cpu"}, ArgumentError, "leave device out"),
+        ({"device": "gpu7"}, ArgumentError, "there is no device"),
         ({"device": OnDevice(device, path="gather", pin_limit_bytes=1000)}, PinError, "the limit is 0.00 GB"),
     ]
     for arguments, error, message in refused:
         with pytest.raises(error, match=message):
             gt.Replay(store, Uniform(seed=1), 8, **arguments)
-    with pytest.raises(SchemaError, match="path is"):
+    with pytest.raises(ArgumentError, match="path is"):
         OnDevice(path="dma")  # type: ignore[arg-type]
     assert not device.registered
     if not torch.cuda.is_available():
-        with pytest.raises(SchemaError, match="finds no CUDA device"):
+        with pytest.raises(ArgumentError, match="finds no CUDA device"):
             gt.Replay(store, Uniform(seed=1), 8, device="cuda")
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import geartrain as gt
 from geartrain import _native
 from geartrain.core.schema import DTYPES
-from geartrain.errors import FieldError, SchemaError, StaleKeyError
+from geartrain.errors import ArgumentError, FieldError, StaleKeyError
 
 _numbers = itertools.count()
 NUMPY_DTYPES = sorted(name for name, dtype in DTYPES.items() if dtype.numpy_name is not None)
@@ -193,27 +193,27 @@ def test_no_keys_make_an_empty_batch(name):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"window": 0}, SchemaError, "window=0"),
-        ({"window": -1}, SchemaError, "window=-1"),
-        ({"window": 2**31}, SchemaError, "window=2147483648"),
-        ({"pad": "center"}, SchemaError, "'center'"),
-        ({"as_": "jax"}, SchemaError, "'jax'"),
-        ({"fields": "x"}, SchemaError, "single string 'x'"),
-        ({"fields": []}, SchemaError, "at least one"),
-        ({"fields": ["x", "x"]}, SchemaError, "each field once"),
+        ({"window": 0}, ArgumentError, "window=0"),
+        ({"window": -1}, ArgumentError, "window=-1"),
+        ({"window": 2**31}, ArgumentError, "window=2147483648"),
+        ({"pad": "center"}, ArgumentError, "'center'"),
+        ({"as_": "jax"}, ArgumentError, "'jax'"),
+        ({"fields": "x"}, ArgumentError, "single string 'x'"),
+        ({"fields": []}, ArgumentError, "at least one"),
+        ({"fields": ["x", "x"]}, ArgumentError, "each field once"),
         ({"fields": ["z"]}, FieldError, "no field 'z'; it has x, half"),
-        ({"ends": [0, 0]}, SchemaError, "only means something with a window"),
-        ({"window": 2, "ends": [0]}, SchemaError, r"2 whole numbers, found int64 \(1,\)"),
-        ({"window": 2, "ends": [0.0, 1.0]}, SchemaError, "whole numbers, found float64"),
-        ({"window": 2, "ends": [0, 4]}, SchemaError, "window 1 ends at step 4, its row has steps 0 to 3"),
-        ({"window": 2, "ends": [-1, 0]}, SchemaError, "window 0 ends at step -1"),
-        ({"window": 2, "ends": [9, 0]}, SchemaError, "window 0 ends at step 9, rows have steps 0 to 8"),
-        ({"threads": 0}, SchemaError, "threads=0"),
+        ({"ends": [0, 0]}, ArgumentError, "only means something with a window"),
+        ({"window": 2, "ends": [0]}, ArgumentError, r"2 whole numbers, found int64 \(1,\)"),
+        ({"window": 2, "ends": [0.0, 1.0]}, ArgumentError, "whole numbers, found float64"),
+        ({"window": 2, "ends": [0, 4]}, ArgumentError, "window 1 ends at step 4, its row has steps 0 to 3"),
+        ({"window": 2, "ends": [-1, 0]}, ArgumentError, "window 0 ends at step -1"),
+        ({"window": 2, "ends": [9, 0]}, ArgumentError, "window 0 ends at step 9, rows have steps 0 to 8"),
+        ({"threads": 0}, ArgumentError, "threads=0"),
         ({"as_": "numpy"}, FieldError, "NumPy has no bfloat16"),
-        ({"fields": ["x"], "out": {"y": np.zeros((2, 9))}}, SchemaError, r"exactly the fields \['x'\]"),
-        ({"fields": ["x"], "out": {"x": np.zeros((2, 9))}}, SchemaError, r"int64 \(2, 9\), found float64"),
-        ({"fields": ["x"], "out": {"x": np.zeros((2, 8), np.int64)}}, SchemaError, r"found int64 \(2, 8\)"),
-        ({"fields": ["x"], "out": {"x": np.zeros((9, 2), np.int64).T}}, SchemaError, "C-contiguous"),
+        ({"fields": ["x"], "out": {"y": np.zeros((2, 9))}}, ArgumentError, r"exactly the fields \['x'\]"),
+        ({"fields": ["x"], "out": {"x": np.zeros((2, 9))}}, ArgumentError, r"int64 \(2, 9\), found float64"),
+        ({"fields": ["x"], "out": {"x": np.zeros((2, 8), np.int64)}}, ArgumentError, r"found int64 \(2, 8\)"),
+        ({"fields": ["x"], "out": {"x": np.zeros((9, 2), np.int64).T}}, ArgumentError, "C-contiguous"),
     ],
 )
 def test_a_fetch_that_makes_no_sense_is_refused(name, monkeypatch, options, error, message):
@@ -230,18 +230,18 @@ def test_an_output_that_may_not_be_written_stays_as_it_was(name):
         keys = store.insert({"x": np.ones(4, np.int64)})
         out = np.zeros(4, np.int64)
         out.setflags(write=False)
-        with pytest.raises(SchemaError, match="read-only"):
+        with pytest.raises(ArgumentError, match="read-only"):
             gt.fetch(store, keys, out={"x": out}, as_="numpy")
         assert not out.any()
 
 
 def test_keys_of_another_shape_or_of_rows_that_do_not_exist_are_refused(name):
     with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=4) as store:
-        with pytest.raises(SchemaError, match="row 4 is beyond the store's capacity of 4"):
+        with pytest.raises(ArgumentError, match="row 4 is beyond the store's capacity of 4"):
             gt.fetch(store, gt.Keys([4], [1]))
-        with pytest.raises(SchemaError, match="two arrays"):
+        with pytest.raises(ArgumentError, match="two arrays"):
             gt.Keys([1, 2], [1])
-        with pytest.raises(SchemaError, match="two arrays"):
+        with pytest.raises(ArgumentError, match="two arrays"):
             gt.Keys([[1]], [[1]])
 
 

@@ -16,7 +16,7 @@ import pytest
 import geartrain as gt
 import geartrain.replay.distributed.balance as dealing
 import geartrain.replay.distributed.placement as placement
-from geartrain.errors import FieldError, PeerLostError, RanksDisagreeError, SchemaError
+from geartrain.errors import ArgumentError, FieldError, PeerLostError, RanksDisagreeError
 from geartrain.replay.distributed.placement import Moved, Placement
 from geartrain.replay.distributed.topology import Place
 from geartrain.selection.strategy import Fifo, Uniform, Weighted
@@ -222,7 +222,7 @@ def test_more_rows_than_all_shards_take_are_refused_with_the_numbers(make_stores
 
     def body(made: Placement) -> None:
         with pytest.raises(
-            SchemaError, match=r"57 rows do not fit: 56 are free .*10 in shard 0, 20 in .*26 in shard 2"
+            ArgumentError, match=r"57 rows do not fit: 56 are free .*10 in shard 0, 20 in .*26 in shard 2"
         ):
             made.deal(np.ones(57))
         assert np.bincount(made.deal(np.ones(56))).tolist() == [10, 20, 26]
@@ -247,12 +247,12 @@ def test_weights_that_are_none_are_refused(make_stores: Stores) -> None:
             ([1.0, float("nan")], "finite and >= 0, found nan for row 1"),
             ([1.0, 2.0, -1.0], "found -1.0 for row 2"),
         ):
-            with pytest.raises(SchemaError, match=message):
+            with pytest.raises(ArgumentError, match=message):
                 made.deal(weights)
         assert made.deal([]).tolist() == [] and made.deal(np.zeros(10)).tolist() == [0] * 10
     with Placement(store, by="rows") as made:
         assert len(made.deal(np.full(3, 0.5))) == 3
-        with pytest.raises(SchemaError, match="by='rows', where each is as likely"):
+        with pytest.raises(ArgumentError, match="by='rows', where each is as likely"):
             made.deal([1.0, 2.0])
 
 
@@ -582,23 +582,23 @@ def test_so_they_are_when_they_ask_for_different_things(make_stores: Stores) -> 
 def test_what_makes_no_sense_is_refused_at_the_door(make_stores: Stores) -> None:
     (store,) = make_stores(5)
     for error, message, options in (
-        (SchemaError, "by is 'weight' or 'rows', found 'luck'", {"by": "luck"}),
-        (SchemaError, "lists of names", {"inputs": "obs"}),
-        (SchemaError, "at least one step, found window=0", {"window": 0}),
+        (ArgumentError, "by is 'weight' or 'rows', found 'luck'", {"by": "luck"}),
+        (ArgumentError, "lists of names", {"inputs": "obs"}),
+        (ArgumentError, "at least one step, found window=0", {"window": 0}),
         (FieldError, "nothing", {"inputs": ["nothing"]}),
-        (SchemaError, "replica 0 has no rank that reads anything", {"inputs": []}),
-        (SchemaError, "a DeepSpeed grid, or an object with", {"mesh": object()}),
-        (SchemaError, "timeout_s must be", {"timeout_s": -1}),
+        (ArgumentError, "replica 0 has no rank that reads anything", {"inputs": []}),
+        (ArgumentError, "a DeepSpeed grid, or an object with", {"mesh": object()}),
+        (ArgumentError, "timeout_s must be", {"timeout_s": -1}),
     ):
         with pytest.raises(error, match=message):
             Placement(store, **options)
     with Placement(store) as made:
         for tolerance in (-0.1, 1.1, float("nan")):
-            with pytest.raises(SchemaError, match="tolerance is a share, from 0 to 1"):
+            with pytest.raises(ArgumentError, match="tolerance is a share, from 0 to 1"):
                 made.rebalance(tolerance=tolerance)
-        with pytest.raises(SchemaError, match="max_bytes must be at least 0, found -1"):
+        with pytest.raises(ArgumentError, match="max_bytes must be at least 0, found -1"):
             made.rebalance(max_bytes=-1)
-        with pytest.raises(SchemaError, match="a global batch of 0 rows"):
+        with pytest.raises(ArgumentError, match="a global batch of 0 rows"):
             made.report(batch_size=0)
         assert made.rebalance() == Moved(0, 0, (0.0,), (0.0,))
 

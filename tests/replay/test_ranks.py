@@ -11,11 +11,11 @@ import pytest
 
 import geartrain as gt
 from geartrain.errors import (
+    ArgumentError,
     FieldError,
     NotEnoughRowsError,
     PeerLostError,
     RanksDisagreeError,
-    SchemaError,
 )
 from geartrain.replay.distributed.topology import Place
 from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Linear, Mixture, TopK, Uniform, Weighted
@@ -159,7 +159,7 @@ def test_groups_stay_together_on_any_number_of_ranks(make_stores: Callable[..., 
     for ranks in [1, 2, 3, 4]:
         batches, _ = over_ranks(make_stores(ranks), selection)
         assert same(batches, expected)
-    with pytest.raises(SchemaError, match="6 rows a replica do not hold whole groups of 4"):
+    with pytest.raises(ArgumentError, match="6 rows a replica do not hold whole groups of 4"):
         over_ranks(make_stores(8), selection)
 
 
@@ -403,7 +403,7 @@ def test_a_mixture_with_groups_fills_replicas_with_whole_groups(make_stores: Cal
     stores = [list(pair) for pair in zip(make_stores(2), make_stores(2), strict=True)]
 
     def refused(rank: ThreadRanks) -> None:
-        with pytest.raises(SchemaError, match="would cut groups"):
+        with pytest.raises(ArgumentError, match="would cut groups"):
             gt.Replay(stores[rank.rank], selection, 24, group=rank, assignment="ordered")
 
     run_ranks(2, refused)
@@ -710,9 +710,9 @@ def test_keys_of_nowhere_and_priorities_that_are_none_are_refused(make_stores: C
     def body(rank: ThreadRanks) -> None:
         with gt.Replay(stores[rank.rank], Weighted(), B, as_="numpy", group=rank, prefetch=0) as replay:
             batch = replay.sample()
-            with pytest.raises(SchemaError, match="do not tell a shard of this replay"):
+            with pytest.raises(ArgumentError, match="do not tell a shard of this replay"):
                 replay.update_weights(batch.rows.of_shard(9), 1.0)
-            with pytest.raises(SchemaError, match="priority 0 is not finite"):
+            with pytest.raises(ArgumentError, match="priority 0 is not finite"):
                 replay.update_weights(batch.rows, np.full(batch.batch_size, np.nan))
             replay.update_weights(batch.rows, 1e300)  # saturates, as ever
             replay.sample()
@@ -738,7 +738,7 @@ def test_what_cannot_be_shared_out_is_refused_at_the_door(make_stores: Callable[
 
     def refused(message: str, **settings: Any) -> None:
         def body(rank: ThreadRanks) -> None:
-            with pytest.raises(SchemaError, match=message):
+            with pytest.raises(ArgumentError, match=message):
                 gt.Replay(stores[rank.rank], **({"selection": Uniform(), "batch_size": 48, "group": rank} | settings))
 
         run_ranks(2, body)
@@ -746,5 +746,5 @@ def test_what_cannot_be_shared_out_is_refused_at_the_door(make_stores: Callable[
     refused("a global batch of 49 rows cannot be shared out to 2 data-parallel replicas evenly", batch_size=49)
     refused("assignment is one of local_first, ordered, found 'random'", assignment="random")
     refused("give fields, or inputs and targets, not both", fields=["obs"], inputs=["action"])
-    with pytest.raises(SchemaError, match="a DeepSpeed grid, or an object with"):
+    with pytest.raises(ArgumentError, match="a DeepSpeed grid, or an object with"):
         gt.Replay(stores[0], Uniform(), 4, mesh=object())

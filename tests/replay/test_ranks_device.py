@@ -14,7 +14,7 @@ import pytest
 import tagged
 
 import geartrain as gt
-from geartrain.errors import PinError, RanksDisagreeError, SchemaError
+from geartrain.errors import ArgumentError, PinError, RanksDisagreeError
 from geartrain.replay.device import Convert, OnDevice
 from geartrain.replay.distributed.topology import Place
 from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Mixture, TopK, Uniform, Weighted
@@ -288,10 +288,10 @@ def test_what_does_not_fit_is_refused_at_the_door(make_shards: Callable[..., lis
     names = make_shards(2)
     of_peers = {"mesh": Place(dp_size=1, tp_size=1)}
     refused: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
-        ({"select": "device"}, {}, SchemaError, "rows are chosen on the host"),
-        ({"convert": {"no": Convert("float32")}}, {}, SchemaError, r"names \['no'\]"),
-        ({"exchange": "nccl"}, {}, SchemaError, "needs a process group of torch.distributed"),
-        ({"exchange": "nccl", "path": "staged"}, of_peers, SchemaError, "leave path='staged' out"),
+        ({"select": "device"}, {}, ArgumentError, "rows are chosen on the host"),
+        ({"convert": {"no": Convert("float32")}}, {}, ArgumentError, r"names \['no'\]"),
+        ({"exchange": "nccl"}, {}, ArgumentError, "needs a process group of torch.distributed"),
+        ({"exchange": "nccl", "path": "staged"}, of_peers, ArgumentError, "leave path='staged' out"),
         ({"path": "gather", "pin_limit_bytes": 1000}, {}, PinError, "the limit is 0.00 GB"),
     ]
     with gt.Store.open(names[0]) as store:
@@ -300,13 +300,13 @@ def test_what_does_not_fit_is_refused_at_the_door(make_shards: Callable[..., lis
             chosen = OnDevice(SimulatedDevice(1), **options)
             with pytest.raises(error, match=message):
                 gt.Replay(store, Uniform(seed=1), 8, group=rank, device=chosen, **settings)
-    with pytest.raises(SchemaError, match="exchange is 'host' or 'nccl'"):
+    with pytest.raises(ArgumentError, match="exchange is 'host' or 'nccl'"):
         OnDevice(exchange="mpi")  # type: ignore[arg-type]
 
     def peers(rank: ThreadRanks) -> None:
         place = Place(tp=rank.rank, dp_size=1, tp_size=2)
         options = OnDevice(SimulatedDevice(1), path="gather")
-        with gt.Store.open(names[0]) as store, pytest.raises(SchemaError, match="tensor-parallel peers"):
+        with gt.Store.open(names[0]) as store, pytest.raises(ArgumentError, match="tensor-parallel peers"):
             gt.Replay(store, Uniform(seed=1), 8, group=rank, mesh=place, device=options)
 
     run_ranks(2, peers)

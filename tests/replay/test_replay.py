@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 import geartrain as gt
 from geartrain import _native
 from geartrain.errors import (
+    ArgumentError,
     EmptyStoreError,
     NotEnoughRowsError,
-    SchemaError,
     StoreClosedError,
     WaitTimeoutError,
 )
@@ -86,7 +86,7 @@ def test_a_resumed_run_goes_on_with_the_batches_of_the_uninterrupted_one(store, 
         replay.load_state_dict(state)
         assert replay.step == 4
         assert first + batches(replay, 6) == expected
-    with gt.Replay(store, Weighted(seed=8), 8, prefetch=0) as replay, pytest.raises(SchemaError, match="seed 9"):
+    with gt.Replay(store, Weighted(seed=8), 8, prefetch=0) as replay, pytest.raises(ArgumentError, match="seed 9"):
         replay.load_state_dict(state)
 
 
@@ -167,7 +167,7 @@ def test_a_data_loader_takes_a_replay_as_it_is_and_needs_no_workers(store, prefe
         assert all(item["x"].shape == (4, 3) for item in loaded)
         assert set(loaded[0]) == {"x", "id", "mask", "start", "length", "version", "probability"}
         monkeypatch.setattr("torch.utils.data.get_worker_info", lambda: "a worker")
-        with pytest.raises(SchemaError, match="num_workers=0"):
+        with pytest.raises(ArgumentError, match="num_workers=0"):
             next(iter(gt.ReplayDataset(replay)))
 
 
@@ -281,7 +281,7 @@ def test_a_store_closed_under_a_prefetching_replay_is_an_error_and_not_a_crash(n
     ],
 )
 def test_a_replay_that_makes_no_sense_is_refused(store, options, message):
-    with pytest.raises(SchemaError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         gt.Replay(store, **{"selection": Uniform(), "batch_size": 4, **options})
 
 

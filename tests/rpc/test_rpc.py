@@ -22,6 +22,7 @@ import pytest
 
 from geartrain import _native, rpc
 from geartrain.errors import (
+    ArgumentError,
     BusyError,
     CallCancelledError,
     ConnectionClosedError,
@@ -29,7 +30,6 @@ from geartrain.errors import (
     MessageError,
     PeerLostError,
     RemoteError,
-    SchemaError,
     UnknownPeerError,
     UntrustedPeerError,
     WaitTimeoutError,
@@ -293,9 +293,9 @@ def test_a_stacked_batch_may_be_answered_by_arrays_by_name(pair: tuple[rpc.Node,
         assert float(answer["sum"]) == 4 * i
     asked = [client.call_async("server", "halves", np.full(4, i, "float32"), np.int64(i // 2)) for i in range(3)]
     for future in asked:
-        with pytest.raises(SchemaError, match=r"got 3 calls and returned 'sum' as \(2,\), not 3 rows"):
+        with pytest.raises(ArgumentError, match=r"got 3 calls and returned 'sum' as \(2,\), not 3 rows"):
             future.result()
-    with pytest.raises(SchemaError, match="only with stack=True"):
+    with pytest.raises(ArgumentError, match="only with stack=True"):
         client.call("server", "unstacked_dict", 1)
 
 

@@ -10,7 +10,7 @@ from scipy.stats import chi2
 
 import geartrain as gt
 from geartrain import _native
-from geartrain.errors import EmptyStoreError, SchemaError
+from geartrain.errors import ArgumentError, EmptyStoreError
 from geartrain.selection.strategy import Again, Candidates, Uniform, Weighted
 
 MASK = 0xFFFFFFFF
@@ -230,9 +230,9 @@ def test_the_window_of_a_draw_is_independent_of_its_row():
 
 
 def test_weights_that_are_not_unsigned_integers_are_refused_and_not_cut():
-    with pytest.raises(SchemaError):
+    with pytest.raises(ArgumentError):
         Candidates(np.array([0.5, 1.7]))
-    with pytest.raises(SchemaError, match="found 0"):
+    with pytest.raises(ArgumentError, match="found 0"):
         Candidates(np.empty(0, np.uint32))
 
 
@@ -240,10 +240,10 @@ def test_weights_that_are_not_unsigned_integers_are_refused_and_not_cut():
 def test_what_cannot_be_drawn_is_refused(strategy):
     candidates = Candidates(np.ones(4, np.uint32))
     for n in (0, -1, 2**32):
-        with pytest.raises(SchemaError, match=str(n)):
+        with pytest.raises(ArgumentError, match=str(n)):
             strategy().select(candidates, n, 0)
     for seed in (-1, 2**64):
-        with pytest.raises(SchemaError, match=str(seed)):
+        with pytest.raises(ArgumentError, match=str(seed)):
             strategy(seed)
 
 

@@ -13,7 +13,7 @@ from selection_reference import HEAVIEST, OLDEST, ReferenceCandidates
 
 import geartrain as gt
 from geartrain import _native
-from geartrain.errors import EmptyStoreError, GeartrainError, NotEnoughRowsError, SchemaError
+from geartrain.errors import ArgumentError, EmptyStoreError, GeartrainError, NotEnoughRowsError
 
 NONE = np.empty(0, np.uint32)
 BIG = 2**32 - 1
@@ -262,11 +262,11 @@ def test_nothing_to_draw_is_an_error(make: Make) -> None:
 
 def test_what_makes_no_sense_is_refused(make: Make) -> None:
     candidates = make(np.ones(300, np.uint32))
-    with pytest.raises(SchemaError, match="none of 3 strata"):
+    with pytest.raises(ArgumentError, match="none of 3 strata"):
         candidates.draw(True, 0, 0, 0, np.array([3], np.uint32), 3)
-    with pytest.raises(SchemaError, match="no row 300"):
+    with pytest.raises(ArgumentError, match="no row 300"):
         candidates.draw_distinct(True, 0, 0, 0, 1, np.array([300], np.uint32))
-    with pytest.raises(SchemaError, match="no row 300"):
+    with pytest.raises(ArgumentError, match="no row 300"):
         candidates.first(OLDEST, 1, 0, np.array([300], np.uint32))
 
 

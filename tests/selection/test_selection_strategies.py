@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 import geartrain as gt
-from geartrain.errors import EmptyStoreError, FieldError, NotEnoughRowsError, SchemaError
+from geartrain.errors import ArgumentError, EmptyStoreError, FieldError, NotEnoughRowsError
 from geartrain.selection.strategy import (
     Again,
     Candidates,
@@ -99,7 +99,7 @@ def test_stratified_draws_take_one_row_from_each_share_of_the_total() -> None:
 
 def test_stratified_and_without_replacement_exclude_each_other() -> None:
     for kind in (Uniform, Weighted):
-        with pytest.raises(SchemaError, match="stratified"):
+        with pytest.raises(ArgumentError, match="stratified"):
             kind(0, stratified=True, replacement=False)
 
 
@@ -172,9 +172,9 @@ def test_an_age_limit_leaves_out_what_is_older(store: gt.Store) -> None:
     assert len(Uniform(limits=Limits(max_age_s=3600)).select(candidates_of(store), 5, 0).rows) == 5
     with pytest.raises(EmptyStoreError, match="limits"):
         Uniform(limits=Limits(max_age_s=1e-9)).select(candidates_of(store), 5, 0)
-    with pytest.raises(SchemaError, match="max_age_s"):
+    with pytest.raises(ArgumentError, match="max_age_s"):
         Limits(max_age_s=0)
-    with pytest.raises(SchemaError, match="bare arrays"):
+    with pytest.raises(ArgumentError, match="bare arrays"):
         Uniform(limits=Limits(min_length=2)).select(Candidates(np.ones(3, np.uint32)), 2, 0)
 
 
@@ -205,9 +205,9 @@ def test_weighted_groups_come_in_proportion_to_the_sum_of_their_rows() -> None:
 
 
 def test_groups_refuse_what_makes_no_groups(store: gt.Store) -> None:
-    with pytest.raises(SchemaError, match="whole groups of 4"):
+    with pytest.raises(ArgumentError, match="whole groups of 4"):
         Group("prompt", 4).select(candidates_of(store), 10, 0)
-    with pytest.raises(SchemaError, match="one whole number a row"):
+    with pytest.raises(ArgumentError, match="one whole number a row"):
         Group("x", 4).select(candidates_of(store), 8, 0)
     with pytest.raises(FieldError, match="nope"):
         Group("nope", 4).select(candidates_of(store), 8, 0)
@@ -266,11 +266,11 @@ def test_priorities_are_stored_to_the_power_of_the_exponent(store: gt.Store) -> 
         batch = replay.sample()
         assert replay.update_weights(batch.rows, np.full(8, -9.0)) == 0
         assert store.status(batch.rows)["weight"] == pytest.approx(np.full(8, 3.0), abs=2**-16)
-        with pytest.raises(SchemaError, match="nan"):
+        with pytest.raises(ArgumentError, match="nan"):
             replay.update_weights(batch.rows, np.full(8, np.nan))
-        with pytest.raises(SchemaError, match="shape"):
+        with pytest.raises(ArgumentError, match="shape"):
             replay.update_weights(batch.rows, np.ones(3))
-    with pytest.raises(SchemaError, match="exponent"):
+    with pytest.raises(ArgumentError, match="exponent"):
         gt.Replay(store, Weighted(0, exponent=lambda step: -1.0), 8)
 
 
@@ -300,7 +300,7 @@ def test_raising_all_weights_keeps_sums_order_and_zeros(store_name: Any, remover
         assert found == pytest.approx(weights**0.3 * (weights > 0), abs=1e-3)
         assert store.audit() == []
         for power in (0, -1, np.inf, np.nan):
-            with pytest.raises(SchemaError):
+            with pytest.raises(ArgumentError):
                 store.raise_weights(power)
 
 
@@ -314,7 +314,7 @@ def test_importance_weights_undo_the_bias_of_weighted_draws() -> None:
     corrected = (importance * value[drawn.rows]).sum() / importance.sum()
     assert corrected == pytest.approx(value.mean(), abs=0.02)
     assert (importance_weights(drawn.probability, 500, 0.0) == 1).all()
-    with pytest.raises(SchemaError, match="beta"):
+    with pytest.raises(ArgumentError, match="beta"):
         importance_weights(drawn.probability, 500, -0.1)
 
 
@@ -357,18 +357,18 @@ def test_the_quotas_of_a_mixture_add_up_and_are_right_on_average() -> None:
 
 
 def test_mixtures_that_cannot_be_are_refused(store: gt.Store, store_name: Any) -> None:
-    with pytest.raises(SchemaError, match="strategy for each share"):
+    with pytest.raises(ArgumentError, match="strategy for each share"):
         Mixture([1.0], [])
-    with pytest.raises(SchemaError, match="not all 0"):
+    with pytest.raises(ArgumentError, match="not all 0"):
         Mixture([0.0, 0.0], [Uniform(), Uniform()])
-    with pytest.raises(SchemaError, match="needs as many stores"):
+    with pytest.raises(ArgumentError, match="needs as many stores"):
         gt.Replay(store, Mixture([1.0, 1.0], [Uniform(), Uniform()]), 4)
-    with pytest.raises(SchemaError, match="need a Mixture"):
+    with pytest.raises(ArgumentError, match="need a Mixture"):
         gt.Replay([store, store], Uniform(), 4)
     with gt.Store.create(
         store_name(), {"x": gt.Field((6,), "int32"), "prompt": gt.Field((), "int64")}, capacity=5
     ) as other:
-        with pytest.raises(SchemaError, match="must be the same in all stores"):
+        with pytest.raises(ArgumentError, match="must be the same in all stores"):
             gt.Replay([store, other], Mixture([1, 1], [Uniform(), Uniform()]), 4)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.errors import EmptyStoreError, NotEnoughRowsError, SchemaError
+from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
 from geartrain.selection.sharded import NO_ROW, Chosen, Shard, check_strategy, select_shards
 from geartrain.selection.strategy import Candidates, Drawn, Fifo, Group, Lifo, Limits, Linear, TopK, Uniform, Weighted
 from geartrain.tools.testing import run_ranks
@@ -204,7 +204,7 @@ def test_a_strategy_of_ones_own_takes_part_or_is_refused() -> None:
         def select(self, candidates: Candidates, n: int, step: int, *, state=None, again=None) -> Drawn:  # type: ignore[no-untyped-def]
             raise NotImplementedError
 
-    with pytest.raises(SchemaError, match="Mine does not say how to choose over several ranks"):
+    with pytest.raises(ArgumentError, match="Mine does not say how to choose over several ranks"):
         check_strategy(Mine())
     Mine.select_shards = lambda *_: None  # type: ignore[attr-defined]
     check_strategy(Mine())

@@ -19,6 +19,7 @@ import pytest
 import tagged
 
 import geartrain as gt
+import geartrain._native as _native
 from geartrain.errors import (
     EmptyStoreError,
     LockTimeoutError,
@@ -64,7 +65,7 @@ class Segment:
         assert self._libc.pthread_mutex_unlock(ctypes.byref(self._mutex)) == 0
 
     def slot_of(self, pid: int) -> int:
-        for slot in range(gt.store._native.MAX_CLIENTS):
+        for slot in range(_native.MAX_CLIENTS):
             in_use, found = np.frombuffer(self.bytes, np.int32, 2, CLIENTS_OFFSET + slot * CLIENT_BYTES)
             if in_use and found == pid:
                 return slot
@@ -562,7 +563,7 @@ def test_processes_that_come_and_go_for_seconds_never_meet_a_half_made_or_half_r
 
 
 def test_as_many_processes_as_the_limit_may_attach_and_one_more_is_refused_by_name(name):
-    limit = gt.store._native.MAX_CLIENTS
+    limit = _native.MAX_CLIENTS
     with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=2) as store:
         others = [gt.Store.open(name) for _ in range(limit - 1)]
         with pytest.raises(StoreFullError, match=f"already has {limit} processes attached"):

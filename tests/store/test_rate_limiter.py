@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.errors import SchemaError, WaitTimeoutError
+from geartrain.errors import ArgumentError, WaitTimeoutError
 from geartrain.selection.strategy import Uniform
 from geartrain.tools.testing import run_ranks
 
@@ -104,11 +104,11 @@ def test_a_draw_that_failed_is_not_counted(store):
 def test_a_commit_that_failed_is_not_counted(store):
     store.limiter.set(samples_per_insert=1, min_size_to_sample=1, error_buffer=50)
     row = store.row(weight=-1.0)
-    with pytest.raises(SchemaError):
+    with pytest.raises(ArgumentError):
         row.commit()
     rows = store.rows(2)
     rows.weights = [1.0, -1.0]
-    with pytest.raises(SchemaError):
+    with pytest.raises(ArgumentError):
         rows.commit()
     assert store.limiter.state().inserts == 0
     with store.row():
@@ -147,16 +147,16 @@ def test_limits_can_be_changed_while_somebody_waits(store):
     ],
 )
 def test_limits_in_which_nobody_could_move_are_refused(store, wrong, why):
-    with pytest.raises(SchemaError, match=why):
+    with pytest.raises(ArgumentError, match=why):
         store.limiter.set(**wrong)
     assert not store.limiter.state().enabled
 
 
 def test_what_can_never_be_admitted_is_an_error_and_not_a_wait(store):
     store.limiter.set(samples_per_insert=2, min_size_to_sample=1, error_buffer=10)
-    with pytest.raises(SchemaError, match="must be at least 51"):
+    with pytest.raises(ArgumentError, match="must be at least 51"):
         store.limiter.admit_samples(100, 60)
-    with pytest.raises(SchemaError, match="insert fewer at a time"):
+    with pytest.raises(ArgumentError, match="insert fewer at a time"):
         insert(store, 100)
 
 

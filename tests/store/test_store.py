@@ -16,6 +16,7 @@ import torch
 import geartrain as gt
 from geartrain.core.schema import DTYPES
 from geartrain.errors import (
+    ArgumentError,
     FieldError,
     IncompatibleStoreError,
     SchemaError,
@@ -353,7 +354,7 @@ def test_keys_come_oldest_first(name):
 )
 def test_limits_that_make_no_store_are_refused_with_what_was_found(names, what, message):
     name = names()
-    with pytest.raises(SchemaError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         gt.Store.create(name, X, **what)
     assert not names.path(name).exists()
 
@@ -376,7 +377,7 @@ def test_a_tiny_age_limit_is_not_taken_for_none(name):
     ],
 )
 def test_fields_that_make_no_schema_are_refused(name, fields, message):
-    with pytest.raises(SchemaError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         gt.Store.create(name, fields, capacity=1)
 
 
@@ -397,7 +398,7 @@ def test_fields_that_make_no_schema_are_refused(name, fields, message):
     ],
 )
 def test_a_field_that_cannot_be_stored_is_refused(shape, dtype, timed, message):
-    with pytest.raises(SchemaError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         gt.Field(shape, dtype, timed)
 
 
@@ -427,7 +428,7 @@ def good() -> dict[str, np.ndarray]:
         ({}, {"weights": [float("inf"), 1]}, SchemaError, "weight 0 of 2 is inf"),
         ({}, {"weights": [1, 2, 3]}, SchemaError, r"shape \(2,\), found \(3,\)"),
         ({}, {"versions": [1.5, 2]}, SchemaError, "`versions` must be whole numbers"),
-        ({}, {"threads": 0}, SchemaError, "threads=0"),
+        ({}, {"threads": 0}, ArgumentError, "threads=0"),
     ],
 )
 def test_an_insert_that_does_not_fit_is_refused_and_evicts_nobody(name, change, options, error, message):

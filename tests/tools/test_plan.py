@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.assignment import Reader, assign
 from geartrain.tools.plan import Cluster, Constants, check, measure, moved_rows, predict, surplus_rows
 from geartrain.tools.plan.machine import DEFAULTS, read_constants
@@ -135,7 +135,7 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
     assert [(each.what, round(each.ratio, 2)) for each in checked] == [("moved", 1.0), ("samples", 1.0)]
     assert check(measured(moved_bytes=1e6))[0].ratio > 19, "a model that is wrong shows"
     assert check(measured(strategy="top-k")) == [], "no model, no check"
-    with pytest.raises(SchemaError, match="no result of `geartrain bench ranks"):
+    with pytest.raises(ArgumentError, match="no result of `geartrain bench ranks"):
         check({"bench": "store"})
 
 
@@ -144,12 +144,12 @@ def test_constants_survive_a_file_and_foreign_ones_are_refused(tmp_path: Path) -
     path.write_text(json.dumps(measured()))
     assert read_constants(path) == DEFAULTS
     path.write_text(json.dumps({"constants": {"cores": 2}}))
-    with pytest.raises(SchemaError, match=r"constants are .*found cores"):
+    with pytest.raises(ArgumentError, match=r"constants are .*found cores"):
         read_constants(path)
     path.write_text("[]")
-    with pytest.raises(SchemaError, match="no JSON object"):
+    with pytest.raises(ArgumentError, match="no JSON object"):
         read_constants(path)
-    with pytest.raises(SchemaError, match="cannot be read"):
+    with pytest.raises(ArgumentError, match="cannot be read"):
         read_constants(tmp_path / "missing.json")
 
 
@@ -178,10 +178,10 @@ def test_this_machine_can_be_measured() -> None:
     ],
 )
 def test_a_cluster_that_is_none_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(SchemaError, match=said):
+    with pytest.raises(ArgumentError, match=said):
         replace(FOUR, **changes)
 
 
 def test_an_arm_there_is_not_is_refused() -> None:
-    with pytest.raises(SchemaError, match="there are local_first, ordered, central; found 'nearest'"):
+    with pytest.raises(ArgumentError, match="there are local_first, ordered, central; found 'nearest'"):
         predict(FOUR, "nearest", DEFAULTS)  # type: ignore[arg-type]

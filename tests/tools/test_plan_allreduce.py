@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import ALGORITHMS, Network, cheapest, cost, growing, plan, with_reducers
 from geartrain.tools.plan.units import (
     bytes_text,
@@ -52,9 +52,9 @@ def test_the_cheapest_number_is_found_by_trying_all_and_depends_on_the_price() -
     # By hand: 25 reducers, a step of 0.2 s + 96 ms + 0.1 ms, 8 workers at 30 and 25 reducers at 0.7 an hour.
     least, _ = cheapest(SAMPLE, price_worker=30, price_reducer=0.7, compute_s=0.2)
     assert least.cost == pytest.approx((240 + 17.5) * 0.2961 / 3600)
-    with pytest.raises(SchemaError, match="one kind"):
+    with pytest.raises(ArgumentError, match="one kind"):
         cheapest(Network((1.0, 1.0), (1.0, 2.0)), price_worker=1, price_reducer=1, compute_s=0)
-    with pytest.raises(SchemaError, match="not below zero"):
+    with pytest.raises(ArgumentError, match="not below zero"):
         cheapest(SAMPLE, price_worker=-1, price_reducer=1, compute_s=0)
 
 
@@ -89,22 +89,22 @@ def test_links_are_read_as_people_write_them() -> None:
     "text", ["100", "8x", "ax100Mbit", "8x100Foo", "8x0Gbit", "-8x100Gbit", "8x100Gbit+", "1000000x1Gbit"]
 )
 def test_links_that_are_none_are_refused_with_what_was_found(text: str) -> None:
-    with pytest.raises(SchemaError, match="found"):
+    with pytest.raises(ArgumentError, match="found"):
         parse_links(text)
 
 
 def test_times_and_bytes_that_are_none_are_refused() -> None:
     for text in ("12", "5 parsecs", "", "-1s"):
-        with pytest.raises(SchemaError, match="found"):
+        with pytest.raises(ArgumentError, match="found"):
             parse_seconds(text)
     for text in ("", "much", "-1GB"):
-        with pytest.raises(SchemaError, match="found"):
+        with pytest.raises(ArgumentError, match="found"):
             parse_bytes(text)
-    with pytest.raises(SchemaError, match="negative"):
+    with pytest.raises(ArgumentError, match="negative"):
         Network((1.0,), rtt_s=-1)
-    with pytest.raises(SchemaError, match="at least one worker"):
+    with pytest.raises(ArgumentError, match="at least one worker"):
         Network(())
-    with pytest.raises(SchemaError, match="'bus'"):
+    with pytest.raises(ArgumentError, match="'bus'"):
         cost(SAMPLE, "bus")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import geartrain.transport.connection as transport
 from geartrain import rpc
-from geartrain.errors import SchemaError, TransportError, UntrustedPeerError, WaitTimeoutError
+from geartrain.errors import ArgumentError, TransportError, UntrustedPeerError, WaitTimeoutError
 from geartrain.transport.tls import TLS, VARIABLES
 
 
@@ -83,7 +83,7 @@ def test_the_environment_turns_it_on_for_nodes_as_well(loopback: TLS, monkeypatc
             with pytest.raises(UntrustedPeerError, match="it asks for TLS"):
                 other.call("server", "echo_of_tls", 3)
     monkeypatch.delenv("GEARTRAIN_TLS_KEY")
-    with pytest.raises(SchemaError, match="GEARTRAIN_TLS_KEY is not set"):
+    with pytest.raises(ArgumentError, match="GEARTRAIN_TLS_KEY is not set"):
         transport.listen()
 
 
@@ -93,13 +93,13 @@ def echo_of_tls(value: int) -> int:
 
 
 def test_files_that_cannot_be_used_are_errors_at_the_door(loopback: TLS, tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match=r"cannot read the certificate '.*nowhere': No such file"):
+    with pytest.raises(ArgumentError, match=r"cannot read the certificate '.*nowhere': No such file"):
         transport.listen(tls=TLS(tmp_path / "nowhere", loopback.key, loopback.ca))
     nonsense = tmp_path / "nonsense.pem"
     nonsense.write_text("hello")
-    with pytest.raises(SchemaError, match=r"cannot use the ca '.*nonsense.pem'"):
+    with pytest.raises(ArgumentError, match=r"cannot use the ca '.*nonsense.pem'"):
         transport.listen(tls=TLS(loopback.certificate, loopback.key, nonsense))
-    with transport.listen() as listener, pytest.raises(SchemaError, match="cannot use the certificate"):
+    with transport.listen() as listener, pytest.raises(ArgumentError, match="cannot use the certificate"):
         transport.connect(listener.address, tls=TLS(nonsense, loopback.key, loopback.ca))
 
 

@@ -19,11 +19,11 @@ import pytest
 
 import geartrain.transport.connection as transport
 from geartrain.errors import (
+    ArgumentError,
     ConnectionClosedError,
     MessageError,
     PeerLostError,
     RegionError,
-    SchemaError,
     TransportError,
     UntrustedPeerError,
     WaitTimeoutError,
@@ -123,7 +123,7 @@ def test_the_choice_is_made_by_trying_and_is_explained(echo: Start, listener: Li
         transport.connect(gone, transport="shm")
     with pytest.raises(TransportError, match="there is no transport 'pigeon'"):
         transport.connect(gone, transport="pigeon")
-    with pytest.raises(SchemaError, match="not an address"):
+    with pytest.raises(ArgumentError, match="not an address"):
         transport.connect("localhost:80")
     port = listener.address.rpartition(":")[2]
     with transport.connect(f"id=any;tcp=127.0.0.1:{port}") as unnamed:  # whoever listens there
@@ -252,7 +252,7 @@ def test_exposed_memory_is_read_and_written_though_its_owner_does_nothing(run: S
     assert connection.one_sided.startswith(way)
     with pytest.raises(RegionError, match="ends before"):
         connection.read(handle, into, offset=11)
-    with pytest.raises(SchemaError, match="not a region"):
+    with pytest.raises(ArgumentError, match="not a region"):
         connection.read(b"what", into)
     with pytest.raises((BufferError, ValueError)):
         connection.read(handle, b"read-only")
@@ -300,7 +300,7 @@ def test_a_stopped_peer_is_lost_though_nobody_waits_for_it(name: str) -> None:
         finally:
             process.kill()
             process.wait()
-    with pytest.raises(SchemaError, match="peer_timeout_s is 0"):
+    with pytest.raises(ArgumentError, match="peer_timeout_s is 0"):
         transport.listen(peer_timeout_s=1.0)
 
 
@@ -394,7 +394,7 @@ def test_limits_and_secrets_are_kept() -> None:
                         theirs.send(b"", [bytes(2000)])
     with pytest.raises(UntrustedPeerError, match="give a secret"):
         transport.listen("0.0.0.0")
-    with pytest.raises(SchemaError, match="16384 buffers"):
+    with pytest.raises(ArgumentError, match="16384 buffers"):
         transport.listen(limits=Limits(max_buffers=1 << 20))
 
 

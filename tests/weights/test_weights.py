@@ -21,10 +21,10 @@ import geartrain.core.futex as futex
 import geartrain.weights.server as serving
 from geartrain import rpc, weights
 from geartrain.errors import (
+    ArgumentError,
     GeartrainError,
     IncompatibleStoreError,
     NoSpaceError,
-    SchemaError,
     StoreClosedError,
     WaitTimeoutError,
 )
@@ -139,15 +139,15 @@ def test_writing_to_a_snapshot_is_refused_and_reaches_nobody(host: Path) -> None
 def test_versions_grow_and_weights_keep_their_form(host: Path) -> None:
     with weights.Publisher("p", directory=host) as publisher:
         publisher.publish(3, filled(3))
-        with pytest.raises(SchemaError, match="3 cannot follow 3"):
+        with pytest.raises(ArgumentError, match="3 cannot follow 3"):
             publisher.publish(3, filled(3))
-        with pytest.raises(SchemaError, match=r"2\*\*63"):
+        with pytest.raises(ArgumentError, match=r"2\*\*63"):
             publisher.publish(2**63, filled(3))
-        with pytest.raises(SchemaError, match=r"a: <i8 \[1000\] has become <i4 \[1000\]"):
+        with pytest.raises(ArgumentError, match=r"a: <i8 \[1000\] has become <i4 \[1000\]"):
             publisher.publish(4, {**filled(4), "a": np.zeros(1000, np.int32)})
-        with pytest.raises(SchemaError, match=r"b.weight is missing; c: <f8 \[1\] is new"):
+        with pytest.raises(ArgumentError, match=r"b.weight is missing; c: <f8 \[1\] is new"):
             publisher.publish(4, {"a": np.zeros(1000, np.int64), "c": np.zeros(1)})
-        with pytest.raises(SchemaError, match="the order of the names"):
+        with pytest.raises(ArgumentError, match="the order of the names"):
             publisher.publish(4, dict(reversed(filled(4).items())))
         publisher.publish(4, filled(4))
 
@@ -164,7 +164,7 @@ def test_versions_grow_and_weights_keep_their_form(host: Path) -> None:
     ],
 )
 def test_what_is_no_weights_is_refused(host: Path, given: object, why: str) -> None:
-    with weights.Publisher("p", directory=host) as publisher, pytest.raises(SchemaError, match=why):
+    with weights.Publisher("p", directory=host) as publisher, pytest.raises(ArgumentError, match=why):
         publisher.publish(1, given)  # type: ignore[arg-type]
 
 
@@ -172,7 +172,7 @@ def test_tensors_without_plain_memory_are_refused(host: Path) -> None:
     torch = pytest.importorskip("torch")
     with weights.Publisher("p", directory=host) as publisher:
         for tensor, why in ((torch.zeros(2, 2).to_sparse(), "sparse"), (torch.zeros(2, device="meta"), "meta")):
-            with pytest.raises(SchemaError, match=why):
+            with pytest.raises(ArgumentError, match=why):
                 publisher.publish(1, {"t": tensor})
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from geartrain.actors.envs.adapters import Arrays, Environments, environments_of, named
 from geartrain.actors.policy import Policy
 from geartrain.actors.recorder import Recorder
-from geartrain.errors import CallCancelledError, FieldError, SchemaError
+from geartrain.errors import ArgumentError, CallCancelledError, FieldError
 from geartrain.store.store import Store
 
 
@@ -106,7 +106,7 @@ class Actor:
             WaitTimeoutError: the store's rate limiter held it up for too long.
         """
         if steps is None and episodes is None and until is None:
-            raise SchemaError("say when to stop: steps=, episodes= or until=")
+            raise ArgumentError("say when to stop: steps=, episodes= or until=")
         stats = self.stats
         last_step = None if steps is None else stats.steps + steps
         last_episode = None if episodes is None else stats.episodes + episodes

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.envs.adapters import Arrays
-from geartrain.errors import PeerLostError, SchemaError, TransportError, WaitTimeoutError
+from geartrain.errors import ArgumentError, PeerLostError, TransportError, WaitTimeoutError
 
 if TYPE_CHECKING:
     from geartrain.rpc import Node
@@ -67,7 +67,7 @@ class LocalPolicy:
         timeout_s: float = 60.0,
     ) -> None:
         if refresh_every < 1:
-            raise SchemaError(f"refresh_every must be at least 1, found {refresh_every}")
+            raise ArgumentError(f"refresh_every must be at least 1, found {refresh_every}")
         self._act, self._model, self._reader = act, model, reader
         self._every = refresh_every
         self._calls = 0
@@ -127,7 +127,7 @@ class RemotePolicy:
         if "version" in columns:
             self.version = int(columns.pop("version").min())
         if "action" not in columns:
-            raise SchemaError(f"{self._peer}'s {self._function} answered {sorted(answers[0])}, and no action")
+            raise ArgumentError(f"{self._peer}'s {self._function} answered {sorted(answers[0])}, and no action")
         return columns.pop("action"), columns
 
     def _ask(self, observation: Arrays) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import geartrain._native as _native
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 #: Numbers of the native layer (native/collectives/reduce.h).
 DTYPES = {
@@ -61,7 +61,7 @@ def memory_of(array: Any) -> Memory:
     has the buffer protocol or DLPack. Nothing is copied.
 
     Raises:
-        SchemaError: not contiguous, not writable, not in host memory, or of a dtype that is not reduced.
+        ArgumentError: not contiguous, not writable, not in host memory, or of a dtype that is not reduced.
     """
     if hasattr(array, "data_ptr") and hasattr(array, "is_contiguous"):
         return _memory_of_tensor(array)
@@ -70,28 +70,30 @@ def memory_of(array: Any) -> Memory:
     flags = getattr(array, "flags", None)
     if name is not None and flags is not None and hasattr(array, "ctypes"):
         if not flags.c_contiguous or not flags.writeable:
-            raise SchemaError(
+            raise ArgumentError(
                 f"an array to reduce is C-contiguous and writable, found {flags.c_contiguous=} {flags.writeable=}"
             )
         return Memory(array.ctypes.data, array.size, _checked(name))
     try:
         address, count, code, bits = _native.array_memory(array)
     except TypeError:
-        raise SchemaError(
+        raise ArgumentError(
             f"cannot reduce a {type(array).__name__}: it takes C-contiguous writable arrays in host memory, with the "
             "buffer protocol or DLPack"
         ) from None
     found = _BY_DLPACK.get((code, bits))
     if found is None:
-        raise SchemaError(f"no dtype of DLPack code {code} with {bits} bits is reduced; there are {', '.join(DTYPES)}")
+        raise ArgumentError(
+            f"no dtype of DLPack code {code} with {bits} bits is reduced; there are {', '.join(DTYPES)}"
+        )
     return Memory(address, count, found)
 
 
 def _memory_of_tensor(tensor: Any) -> Memory:
     if tensor.device.type != "cpu":
-        raise SchemaError(f"a tensor to reduce is on the CPU, found one on {tensor.device}")
+        raise ArgumentError(f"a tensor to reduce is on the CPU, found one on {tensor.device}")
     if not tensor.is_contiguous():
-        raise SchemaError(
+        raise ArgumentError(
             f"a tensor to reduce is contiguous, found strides {tensor.stride()} of shape {tuple(tensor.shape)}"
         )
     return Memory(tensor.data_ptr(), tensor.numel(), _checked(str(tensor.dtype).removeprefix("torch.")))
@@ -99,5 +101,5 @@ def _memory_of_tensor(tensor: Any) -> Memory:
 
 def _checked(name: str) -> str:
     if name not in DTYPES:
-        raise SchemaError(f"arrays of {name} are not reduced; there are {', '.join(DTYPES)}")
+        raise ArgumentError(f"arrays of {name} are not reduced; there are {', '.join(DTYPES)}")
     return name

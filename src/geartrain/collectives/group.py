@@ -13,7 +13,7 @@ from geartrain.collectives.bootstrap import store_from
 from geartrain.collectives.buffers import DTYPES, OPS, memory_of
 from geartrain.collectives.faults import Fault
 from geartrain.collectives.session import Asked, Issue, Session, pick_shares, reformed
-from geartrain.errors import CollectiveTimeoutError, GeartrainError, SchemaError
+from geartrain.errors import ArgumentError, CollectiveTimeoutError, GeartrainError
 
 ALGORITHMS = ("shares", "ring")
 TRANSPORTS = ("auto", "tcp")
@@ -146,15 +146,15 @@ class Group:
             UntrustedPeerError: somebody has another secret.
         """
         if algorithm not in ALGORITHMS:
-            raise SchemaError(f"algorithm is one of {ALGORITHMS}, found {algorithm!r}")
+            raise ArgumentError(f"algorithm is one of {ALGORITHMS}, found {algorithm!r}")
         if transport not in TRANSPORTS:
-            raise SchemaError(f"transport is one of {TRANSPORTS}, found {transport!r}")
+            raise ArgumentError(f"transport is one of {TRANSPORTS}, found {transport!r}")
         if store is None and init_method is not None:
             store, rank, world_size = store_from(init_method, rank, world_size, timeout_s)
         if store is None and world_size > 1:
-            raise SchemaError("more than one rank need a store, or an init_method, to find each other")
+            raise ArgumentError("more than one rank need a store, or an init_method, to find each other")
         if on_reducer_loss not in ("reform", "raise"):
-            raise SchemaError(f'on_reducer_loss is "reform" or "raise", found {on_reducer_loss!r}')
+            raise ArgumentError(f'on_reducer_loss is "reform" or "raise", found {on_reducer_loss!r}')
         self.rank = rank
         self.world_size = world_size
         self.name = name
@@ -218,7 +218,7 @@ class Group:
             timeout_s: how long it may take, from now; the group's by default.
 
         Raises:
-            SchemaError: an array or op that cannot be reduced. Other ranks are not disturbed.
+            ArgumentError: an array or op that cannot be reduced. Other ranks are not disturbed.
         """
         return self.all_reduce_memory(*memory_of(array), op=op, wire_dtype=wire_dtype, timeout_s=timeout_s, keep=array)
 
@@ -238,10 +238,10 @@ class Group:
         `keep` is held, and returned by `Work.wait`: whatever owns the memory.
         """
         if op not in OPS:
-            raise SchemaError(f"op is one of {', '.join(OPS)}, found {op!r}")
+            raise ArgumentError(f"op is one of {', '.join(OPS)}, found {op!r}")
         for name in (dtype, wire_dtype or dtype):
             if name not in DTYPES:
-                raise SchemaError(f"arrays of {name} are not reduced; there are {', '.join(DTYPES)}")
+                raise ArgumentError(f"arrays of {name} are not reduced; there are {', '.join(DTYPES)}")
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         work = Work(self, Asked(address, count, dtype, wire_dtype or dtype, op, timeout_s, keep))
         with self._lock:
@@ -285,11 +285,11 @@ class Group:
 
         Raises:
             WaitTimeoutError: ranks did not come in time.
-            SchemaError: no reducer of that name.
+            ArgumentError: no reducer of that name.
         """
         unknown = set(without) - set(self.reducers)
         if unknown:
-            raise SchemaError(f"no such reducers: {sorted(unknown)}; there are {list(self.reducers)}")
+            raise ArgumentError(f"no such reducers: {sorted(unknown)}; there are {list(self.reducers)}")
         with self._lock:
             self._session = reformed(self._session, tuple(without), self._rates, time.monotonic() + self.timeout_s)
 

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 import geartrain._native as _native
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 
 class Reducer:
@@ -43,7 +43,7 @@ class Reducer:
         """
         host, colon, port = bind.rpartition(":")
         if not colon or not port.isdigit():
-            raise SchemaError(f"bind is host:port, found {bind!r}")
+            raise ArgumentError(f"bind is host:port, found {bind!r}")
         self._native = _native.CollectiveReducer.make(
             {
                 "host": host.strip("[]"),

@@ -21,7 +21,7 @@ import geartrain._native as _native
 from geartrain.collectives.bootstrap import meet, tell_all
 from geartrain.collectives.buffers import DTYPES, OPS, SIZES
 from geartrain.collectives.faults import Fault, error_of
-from geartrain.errors import GeartrainError, PeerLostError, SchemaError
+from geartrain.errors import ArgumentError, GeartrainError, PeerLostError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -206,7 +206,7 @@ def _hand_over(new: Session, kept: tuple[Issue, Work] | None, holder: int) -> No
     passed = new.native.all_reduce(address, address, nbytes, DTYPES["uint8"], DTYPES["uint8"], OPS["sum"], 60.0)
     new._next += 1
     if not passed.wait(65.0):
-        raise SchemaError("a result was not handed over")
+        raise ArgumentError("a result was not handed over")
     fault = passed.fault()
     if fault is not None:
         raise new.error_of(fault)
@@ -233,20 +233,20 @@ def pick_shares(
 ) -> tuple[float, ...]:
     """The shares of ranks and reducers: as given, equal on the ranks, or the best for the rates of their links."""
     if algorithm == "ring" and (reducers or not isinstance(shares, str)):
-        raise SchemaError("a ring has neither reducers nor shares")
+        raise ArgumentError("a ring has neither reducers nor shares")
     if isinstance(shares, str):
         if shares not in ("auto", "equal"):
-            raise SchemaError(f'shares is "auto", "equal" or a sequence of numbers, found {shares!r}')
+            raise ArgumentError(f'shares is "auto", "equal" or a sequence of numbers, found {shares!r}')
         if shares == "equal" or algorithm == "ring":
             return (*(1.0 / world_size,) * world_size, *(0.0,) * reducers)
         given_rates = [1e9] * (world_size + reducers) if rates is None else [float(rate) for rate in rates]
         if len(given_rates) != world_size + reducers:
-            raise SchemaError(
+            raise ArgumentError(
                 f"{world_size} ranks and {reducers} reducers have so many rates, found {len(given_rates)}"
             )
         # How large the array is changes the time, not the shares.
         return tuple(_native.plan_shares(given_rates[:world_size], given_rates[world_size:], 1e9)[0])
     given = tuple(float(share) for share in shares)
     if len(given) != world_size + reducers:
-        raise SchemaError(f"shares are of {world_size} ranks and {reducers} reducers, found {len(given)}")
+        raise ArgumentError(f"shares are of {world_size} ranks and {reducers} reducers, found {len(given)}")
     return given

@@ -8,7 +8,7 @@ from typing import Any
 
 import geartrain._native as _native
 from geartrain.core.schema import Field
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 
 def default_threads(threads: int | None) -> int:
@@ -16,22 +16,22 @@ def default_threads(threads: int | None) -> int:
     if threads is None:
         return min(4, int(_native.available_cores()))
     if threads < 1:
-        raise SchemaError(f"at least one thread must copy, found threads={threads}")
+        raise ArgumentError(f"at least one thread must copy, found threads={threads}")
     return threads
 
 
 def rows_of(fields: Mapping[str, Field], capacity: int | None, capacity_bytes: int | None) -> int:
     """Rows of a store, from exactly one of rows and bytes of field data."""
     if (capacity is None) == (capacity_bytes is None):
-        raise SchemaError("give the store's size once: capacity (rows) or capacity_bytes")
+        raise ArgumentError("give the store's size once: capacity (rows) or capacity_bytes")
     if capacity is None:
         assert capacity_bytes is not None
         row_bytes = sum((field.nbytes + 63) // 64 * 64 for field in fields.values())
         capacity = capacity_bytes // row_bytes
         if capacity == 0:
-            raise SchemaError(f"capacity_bytes is {capacity_bytes}, and one row alone takes {row_bytes}")
+            raise ArgumentError(f"capacity_bytes is {capacity_bytes}, and one row alone takes {row_bytes}")
     if capacity < 1:
-        raise SchemaError(f"a store needs room for at least one row, capacity is {capacity}")
+        raise ArgumentError(f"a store needs room for at least one row, capacity is {capacity}")
     return whole_number("capacity", capacity, 2**63)
 
 
@@ -40,23 +40,23 @@ def whole_number(what: str, value: Any, most: int) -> int:
     try:
         number = int(operator.index(value))
     except TypeError:
-        raise SchemaError(f"{what} must be a whole number, found {value!r}") from None
+        raise ArgumentError(f"{what} must be a whole number, found {value!r}") from None
     if not 0 <= number <= most:
-        raise SchemaError(f"{what} must be from 0 to {most}, found {number}")
+        raise ArgumentError(f"{what} must be from 0 to {most}, found {number}")
     return number
 
 
 def nanoseconds(what: str, seconds: float) -> int:
     """A limit in seconds, above zero, as at least one nanosecond."""
     if not seconds <= 1e9:  # thirty years; also refuses NaN
-        raise SchemaError(f"{what} must be at most 1e9 seconds, found {seconds} (leave it out for no limit)")
+        raise ArgumentError(f"{what} must be at most 1e9 seconds, found {seconds} (leave it out for no limit)")
     return max(1, int(seconds * 1e9))
 
 
 def timeout(timeout_s: float) -> float:
     """The longest wait, in seconds."""
     if not 0 <= timeout_s <= 1e9:
-        raise SchemaError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
+        raise ArgumentError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
     return timeout_s
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.errors import GeartrainError, SchemaError, StoreExistsError, StoreMissingError
+from geartrain.errors import ArgumentError, GeartrainError, StoreExistsError, StoreMissingError
 
 #: One page: a line of JSON, padded with zeros; then the slots, a row of doubles each, 64-byte aligned.
 _HEAD_BYTES = 4096
@@ -53,7 +53,7 @@ class Slot(MutableMapping[str, float]):
         self._row[self._places[name]] = value
 
     def __delitem__(self, name: str) -> None:
-        raise SchemaError("a board's columns are fixed")
+        raise ArgumentError("a board's columns are fixed")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -80,13 +80,15 @@ class Board:
         """A new board, all zeros.
 
         Raises:
-            StoreExistsError: the name is taken. SchemaError: nothing to count.
+            StoreExistsError: the name is taken. ArgumentError: nothing to count.
         """
         if slots < 1 or not columns or len(set(columns)) != len(columns):
-            raise SchemaError(f"a board needs slots and columns of different names, found {slots} and {list(columns)}")
+            raise ArgumentError(
+                f"a board needs slots and columns of different names, found {slots} and {list(columns)}"
+            )
         head = json.dumps({"format": _FORMAT, "slots": slots, "columns": list(columns)}).encode()
         if len(head) > _HEAD_BYTES:
-            raise SchemaError(f"the names of {len(columns)} columns do not fit into {_HEAD_BYTES} bytes")
+            raise ArgumentError(f"the names of {len(columns)} columns do not fit into {_HEAD_BYTES} bytes")
         path = _path(name)
         remove_stale()
         unborn = path.with_name(f"{_UNBORN}{os.getpid()}-{secrets.token_hex(4)}")
@@ -135,7 +137,7 @@ class Board:
     def slot(self, number: int) -> Slot:
         """The counters of one process, by name; for its one writer."""
         if not 0 <= number < self.slots:
-            raise SchemaError(f"the board has slots 0 to {self.slots - 1}, found {number}")
+            raise ArgumentError(f"the board has slots 0 to {self.slots - 1}, found {number}")
         return Slot(self.columns, self._values[number])
 
     def column(self, name: str) -> NDArray[np.float64]:
@@ -216,7 +218,7 @@ def _is_stale(path: Path) -> bool:
 
 def _path(name: str) -> Path:
     if not name or "/" in name or name.startswith("."):
-        raise SchemaError(f"a board's name is a plain word, found {name!r}")
+        raise ArgumentError(f"a board's name is a plain word, found {name!r}")
     return _DIRECTORY / f"{_PREFIX}{name}"
 
 

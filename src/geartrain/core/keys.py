@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,9 @@ class Keys:
         row = np.ascontiguousarray(self.row, dtype=np.uint32)
         generation = np.ascontiguousarray(self.generation, dtype=np.uint32)
         if row.ndim != 1 or row.shape != generation.shape:
-            raise SchemaError(f"keys are two arrays (n,) of the same length, found {row.shape} and {generation.shape}")
+            raise ArgumentError(
+                f"keys are two arrays (n,) of the same length, found {row.shape} and {generation.shape}"
+            )
         object.__setattr__(self, "row", row)
         object.__setattr__(self, "generation", generation)
 
@@ -70,10 +72,10 @@ class Keys:
 
     @staticmethod
     def join(parts: Sequence[Keys]) -> Keys:
-        """The keys of all parts. Raises `SchemaError` when only some of them tell their shard."""
+        """The keys of all parts. Raises `ArgumentError` when only some of them tell their shard."""
         shards = [part.shard for part in parts if part.shard is not None]
         if shards and len(shards) != len(parts):
-            raise SchemaError("keys that tell their shard cannot be joined with keys that do not")
+            raise ArgumentError("keys that tell their shard cannot be joined with keys that do not")
         draws = [part.draw for part in parts if part.draw is not None]
         return Keys(
             np.concatenate([part.row for part in parts]),

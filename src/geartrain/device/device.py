@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.device.cuda_device import CudaDevice
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ def open_device(device: Any) -> Device:
     """The device of "cuda", "cuda:1", a torch.device, or one that is already a `Device`.
 
     Raises:
-        SchemaError: there is no such device, or none that batches can land on.
+        ArgumentError: there is no such device, or none that batches can land on.
     """
     if hasattr(device, "register") and hasattr(device, "gather"):
         return cast(Device, device)
@@ -119,13 +119,13 @@ def open_device(device: Any) -> Device:
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError):
-        raise SchemaError(f"there is no device {device!r}; batches land on 'cuda' or 'cuda:N'") from None
+        raise ArgumentError(f"there is no device {device!r}; batches land on 'cuda' or 'cuda:N'") from None
     if wanted.type != "cuda":
-        raise SchemaError(f"batches land on 'cuda' or 'cuda:N', found {device!r}; leave device out for host memory")
+        raise ArgumentError(f"batches land on 'cuda' or 'cuda:N', found {device!r}; leave device out for host memory")
     if not torch.cuda.is_available():
-        raise SchemaError(f"device={device!r} was asked for, torch {torch.__version__} finds no CUDA device")
+        raise ArgumentError(f"device={device!r} was asked for, torch {torch.__version__} finds no CUDA device")
     if wanted.index is not None and wanted.index >= torch.cuda.device_count():
-        raise SchemaError(f"device={device!r} was asked for, there are {torch.cuda.device_count()} CUDA devices")
+        raise ArgumentError(f"device={device!r} was asked for, there are {torch.cuda.device_count()} CUDA devices")
     return CudaDevice(torch.cuda.current_device() if wanted.index is None else wanted.index)
 
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from geartrain.device.device import Device
-from geartrain.errors import PeerLostError, SchemaError
+from geartrain.errors import ArgumentError, PeerLostError
 
 if TYPE_CHECKING:
     import torch
@@ -31,19 +31,19 @@ class DeviceGroup:
             replay holds for all.
 
     Raises:
-        SchemaError: there is no such backend here, or the job's group leaves no room for a group of some ranks.
+        ArgumentError: there is no such backend here, or the job's group leaves no room for a group of some ranks.
     """
 
     def __init__(self, backend: str, members: Sequence[int], timeout_s: float) -> None:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            raise SchemaError("exchange='nccl' needs torch.distributed.init_process_group")
+            raise ArgumentError("exchange='nccl' needs torch.distributed.init_process_group")
         if not dist.is_backend_available(backend):
-            raise SchemaError(f"exchange='nccl' needs the backend {backend!r}, which this torch was built without")
+            raise ArgumentError(f"exchange='nccl' needs the backend {backend!r}, which this torch was built without")
         bound = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None)
         if bound is not None and len(members) < dist.get_world_size():
-            raise SchemaError(
+            raise ArgumentError(
                 "exchange='nccl' among some of a job's ranks makes a group of them, in which, after "
                 "init_process_group(device_id=...), all ranks would have to take part: leave device_id out"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from geartrain.errors import MissingDependencyError, SchemaError
+from geartrain.errors import ArgumentError, MissingDependencyError
 
 if TYPE_CHECKING:
     from geartrain.replay.batch import Batch
@@ -20,7 +20,7 @@ def as_cupy(batch: Batch) -> dict[str, Any]:
 
     Raises:
         MissingDependencyError: CuPy is not installed.
-        SchemaError: the batch is in host memory.
+        ArgumentError: the batch is in host memory.
     """
     try:
         import cupy
@@ -29,7 +29,7 @@ def as_cupy(batch: Batch) -> dict[str, Any]:
     arrays = {}
     for name, value in batch.as_dict().items():
         if not value.is_cuda:
-            raise SchemaError(f"{name!r} is in host memory; CuPy takes batches of Replay(device='cuda')")
+            raise ArgumentError(f"{name!r} is in host memory; CuPy takes batches of Replay(device='cuda')")
         arrays[name] = cupy.from_dlpack(value)
     return arrays
 

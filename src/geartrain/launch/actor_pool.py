@@ -29,7 +29,7 @@ from typing import Any
 from geartrain.actors.actor import Actor
 from geartrain.actors.policy import Policy
 from geartrain.core.counters import Board
-from geartrain.errors import ActorDiedError, CallCancelledError, SchemaError
+from geartrain.errors import ActorDiedError, ArgumentError, CallCancelledError
 from geartrain.store.store import Store
 
 COLUMNS = (
@@ -86,7 +86,7 @@ class ActorPool:
         threads: that torch may use in each process.
 
     Raises:
-        SchemaError: no actors.
+        ArgumentError: no actors.
 
     Use it as a context manager; leaving it stops the actors, which end their episodes where they are.
     """
@@ -105,7 +105,7 @@ class ActorPool:
         threads: int = 1,
     ) -> None:
         if actors < 1:
-            raise SchemaError(f"a pool needs at least one actor, found {actors}")
+            raise ArgumentError(f"a pool needs at least one actor, found {actors}")
         self.store = store
         self.actors = actors
         self.restarts = 0

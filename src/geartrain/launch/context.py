@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from geartrain.core.counters import Board
 from geartrain.core.schema import Field
 from geartrain.errors import (
+    ArgumentError,
     GeartrainError,
-    SchemaError,
     StaleStoreError,
     StoreMissingError,
     UnknownPeerError,
@@ -167,7 +167,7 @@ class Part:
         if fields is not None:
             return Store.open(name or self.job, fields, create="missing", adopt=True, timeout_s=timeout_s, **options)
         if options:
-            raise SchemaError(f"{', '.join(options)} only mean something with fields")
+            raise ArgumentError(f"{', '.join(options)} only mean something with fields")
         until_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -232,7 +232,7 @@ class Part:
         from geartrain.actors.policy import RemotePolicy
 
         if agent not in self._order.roles:
-            raise SchemaError(f"the job has no role {agent!r}; it has {', '.join(self._order.roles)}")
+            raise ArgumentError(f"the job has no role {agent!r}; it has {', '.join(self._order.roles)}")
         processes, hosts = self._order.roles[agent]
         first = 0 if hosts == "first" else self.host * processes
         return RemotePolicy(

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import geartrain.rpc as rpc
-from geartrain.errors import GeartrainError, PeerLostError, RanksDisagreeError, SchemaError, WaitTimeoutError
+from geartrain.errors import ArgumentError, GeartrainError, PeerLostError, RanksDisagreeError, WaitTimeoutError
 from geartrain.launch.context import LAUNCHER
 from geartrain.launch.process import Place
 
@@ -38,7 +38,7 @@ class Link:
     """A launcher's node. Events of other hosts come from `events`, and `wake` is called with each.
 
     Raises:
-        SchemaError: several hosts without a secret.
+        ArgumentError: several hosts without a secret.
         WaitTimeoutError: host 0 was not to be reached. RanksDisagreeError: it starts another job.
     """
 
@@ -52,7 +52,7 @@ class Link:
         self._closed = False
         self.secret = os.environ.get("GEARTRAIN_SECRET", "")
         if place.hosts > 1 and not self.secret:
-            raise SchemaError("a job on several hosts needs a secret: the same GEARTRAIN_SECRET on all of them")
+            raise ArgumentError("a job on several hosts needs a secret: the same GEARTRAIN_SECRET on all of them")
         self.secret = self.secret or secrets.token_hex(16)  # only this job's processes know it
         options: dict[str, Any] = {"secret": self.secret.encode(), "max_threads": 1024}
         if place.hosts > 1:

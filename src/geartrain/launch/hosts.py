@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain.launch.process import Place
 
 #: Where ranks meet when nobody says; with Slurm a number from the job's id is added, for jobs that share a host.
@@ -30,16 +30,16 @@ def place_of(
         link_port: where the launchers meet on host 0; the ranks' port and one by default.
 
     Raises:
-        SchemaError: what is said does not go together.
+        ArgumentError: what is said does not go together.
     """
     if hosts is not None or host is not None or master is not None:
         if hosts is None or host is None or (hosts > 1 and master is None):
-            raise SchemaError("say all of hosts, host (from 0) and master (host:port of host 0)")
+            raise ArgumentError("say all of hosts, host (from 0) and master (host:port of host 0)")
         address, port = _split(master) if master else ("127.0.0.1", 0)
         return _checked(Place(host, hosts, address, port, link_port or port + 1))
     if "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment:
         if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
-            raise SchemaError(
+            raise ArgumentError(
                 f"torchrun starts {environment['LOCAL_WORLD_SIZE']} launchers on a host: one is wanted, which starts "
                 "the ranks (torchrun --nproc-per-node 1)"
             )
@@ -58,7 +58,7 @@ def place_of(
     if tasks > 1 and "SLURM_PROCID" in environment:
         nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
         if environment.get("SLURM_STEP_NUM_NODES", str(tasks)) != str(tasks):
-            raise SchemaError(
+            raise ArgumentError(
                 f"Slurm starts {tasks} launchers on {environment['SLURM_STEP_NUM_NODES']} hosts: one a host is wanted "
                 "(srun --ntasks-per-node 1)"
             )
@@ -77,20 +77,20 @@ def first_host(nodes: str) -> str:
     """
     found = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
     if found is None:
-        raise SchemaError(f"Slurm's list of hosts names none: {nodes!r}; set MASTER_ADDR")
+        raise ArgumentError(f"Slurm's list of hosts names none: {nodes!r}; set MASTER_ADDR")
     return found[1] + (found[2] or "")
 
 
 def _split(master: str) -> tuple[str, int]:
     address, found, port = master.rpartition(":")
     if not found or not address or not port.isdigit():
-        raise SchemaError(f"master is host:port, found {master!r}")
+        raise ArgumentError(f"master is host:port, found {master!r}")
     return address, int(port)
 
 
 def _checked(place: Place) -> Place:
     if place.hosts < 1 or not 0 <= place.host < place.hosts:
-        raise SchemaError(f"hosts are numbered from 0, found host {place.host} of {place.hosts}")
+        raise ArgumentError(f"hosts are numbered from 0, found host {place.host} of {place.hosts}")
     return place
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from geartrain.errors import MissingDependencyError, SchemaError
+from geartrain.errors import ArgumentError, MissingDependencyError
 
 #: Something to run: "module:function", "file.py:function", the function itself, or a command as a list of words.
 Target = str | Callable[..., Any] | Sequence[str]
@@ -58,28 +58,28 @@ class Role:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
-            raise SchemaError(f"a role's name is a plain word, found {self.name!r}")
+            raise ArgumentError(f"a role's name is a plain word, found {self.name!r}")
         about = f"role {self.name!r}"
         if self.kind not in get_args(Kind):
-            raise SchemaError(f"{about}: kind is one of {', '.join(get_args(Kind))}, found {self.kind!r}")
+            raise ArgumentError(f"{about}: kind is one of {', '.join(get_args(Kind))}, found {self.kind!r}")
         if self.hosts not in ("all", "first") or (self.kind == "learner" and self.hosts != "all"):
-            raise SchemaError(f"{about}: hosts is 'all' or, but for learners, 'first', found {self.hosts!r}")
+            raise ArgumentError(f"{about}: hosts is 'all' or, but for learners, 'first', found {self.hosts!r}")
         _whole(about, "processes", self.processes, 1)
         _whole(about, "max_restarts", self.max_restarts, 0)
         if self.threads is not None:
             _whole(about, "threads", self.threads, 1)
         if self.silent_s is not None and not self.silent_s > 0:
-            raise SchemaError(f"{about}: silent_s must be above 0, found {self.silent_s}")
+            raise ArgumentError(f"{about}: silent_s must be above 0, found {self.silent_s}")
         object.__setattr__(self, "run", target_of(about, self.run))
         if not all(isinstance(value, str) for value in [*self.env, *self.env.values()]):
-            raise SchemaError(f"{about}: env holds strings, found {dict(self.env)}")
+            raise ArgumentError(f"{about}: env holds strings, found {dict(self.env)}")
         args = {name: target_of(about, value) if callable(value) else value for name, value in self.args.items()}
         try:
             json.dumps(args)
         except (TypeError, ValueError) as error:
-            raise SchemaError(f"{about}: args must be what JSON can hold: {error}") from None
+            raise ArgumentError(f"{about}: args must be what JSON can hold: {error}") from None
         if args and not isinstance(self.run, str):
-            raise SchemaError(f"{about}: a command takes no args; put them among its words, or into env")
+            raise ArgumentError(f"{about}: a command takes no args; put them among its words, or into env")
         object.__setattr__(self, "args", args)
 
 
@@ -135,7 +135,7 @@ def actors(
         "steps": steps,
     }
     if not all(isinstance(args[each], str) for each in ("environments", "policy")):
-        raise SchemaError(f"{about}: environments and policy are functions, not commands")
+        raise ArgumentError(f"{about}: environments and policy are functions, not commands")
     return Role(name, ACT, processes, "actor", args=args, max_restarts=max_restarts, **options)
 
 
@@ -176,21 +176,21 @@ class Job:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
-            raise SchemaError(f"a job's name is a plain word, found {self.name!r}")
+            raise ArgumentError(f"a job's name is a plain word, found {self.name!r}")
         object.__setattr__(self, "roles", tuple(self.roles))
         names = [role.name for role in self.roles]
         if not names or len(set(names)) != len(names):
-            raise SchemaError(f"job {self.name!r}: roles of different names are needed, found {names}")
+            raise ArgumentError(f"job {self.name!r}: roles of different names are needed, found {names}")
         if sum(role.kind == "learner" for role in self.roles) > 1:
-            raise SchemaError(f"job {self.name!r}: there is one role of learners, for ranks are numbered through")
+            raise ArgumentError(f"job {self.name!r}: there is one role of learners, for ranks are numbered through")
         if all(role.kind == "agent" for role in self.roles):
-            raise SchemaError(f"job {self.name!r}: agents alone never end; there must be learners, actors or others")
+            raise ArgumentError(f"job {self.name!r}: agents alone never end; there must be learners, actors or others")
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise SchemaError(f"job {self.name!r}: timeout_s must be above 0, found {self.timeout_s}")
+            raise ArgumentError(f"job {self.name!r}: timeout_s must be above 0, found {self.timeout_s}")
         if not self.stop_s > 0:
-            raise SchemaError(f"job {self.name!r}: stop_s must be above 0, found {self.stop_s}")
+            raise ArgumentError(f"job {self.name!r}: stop_s must be above 0, found {self.stop_s}")
         if self.keep_store not in get_args(Keep):
-            raise SchemaError(
+            raise ArgumentError(
                 f"job {self.name!r}: keep_store is one of {', '.join(get_args(Keep))}, found {self.keep_store!r}"
             )
         object.__setattr__(self, "directory", str(Path(self.directory or ".").resolve()))
@@ -212,7 +212,7 @@ def load(description: str) -> Job:
             returns one (`job` when left out).
 
     Raises:
-        SchemaError: there is none, or it is wrong; says where.
+        ArgumentError: there is none, or it is wrong; says where.
     """
     if description.endswith(".toml"):
         return _from_toml(Path(description))
@@ -221,7 +221,7 @@ def load(description: str) -> Job:
     if callable(found) and not isinstance(found, Job):
         found = found()
     if not isinstance(found, Job):
-        raise SchemaError(f"{description} is {type(found).__name__}, and not a geartrain.launch.Job")
+        raise ArgumentError(f"{description} is {type(found).__name__}, and not a geartrain.launch.Job")
     return found
 
 
@@ -229,9 +229,9 @@ def _from_toml(path: Path) -> Job:
     try:
         tables = _toml().loads(path.read_text())
     except FileNotFoundError:
-        raise SchemaError(f"there is no file {path}") from None
+        raise ArgumentError(f"there is no file {path}") from None
     except ValueError as error:
-        raise SchemaError(f"{path} is not TOML: {error}") from None
+        raise ArgumentError(f"{path} is not TOML: {error}") from None
     roles: list[Role] = []
     others = tables.pop("role", {})
     for kind in ("learner", "agent", "actor"):
@@ -243,31 +243,31 @@ def _from_toml(path: Path) -> Job:
     known = {each.name for each in fields(Job)} - {"roles"}
     unknown = sorted(set(tables) - known)
     if unknown:
-        raise SchemaError(
+        raise ArgumentError(
             f"{path}: {', '.join(unknown)} means nothing here; there are {', '.join(sorted(known))}, and the tables "
             "learner, agent, actor and role.NAME"
         )
     if "name" not in tables:
-        raise SchemaError(f"{path}: a job needs a name")
+        raise ArgumentError(f"{path}: a job needs a name")
     job = Job(roles=roles, **{"directory": str(path.parent), **tables})
     return replace(job, directory=str((path.parent / tables.get("directory", ".")).resolve()))
 
 
 def _role(path: Path, name: str, kind: str, table: Any) -> Role:
     if not isinstance(table, dict):
-        raise SchemaError(f"{path}: [{name}] is a table")
+        raise ArgumentError(f"{path}: [{name}] is a table")
     acting = {"environments", "policy", "seed", "publish_every", "overlap", "weight", "steps"}
     known = {each.name for each in fields(Role)} - {"name"} - (set() if kind == "other" else {"kind"})
     if kind == "actor" and "run" not in table:
         known = (known | acting) - {"run", "args"}
         missing = {"environments", "policy"} - set(table)
         if missing:
-            raise SchemaError(f"{path}: [actor] needs environments and policy, or run; found {sorted(table)}")
+            raise ArgumentError(f"{path}: [actor] needs environments and policy, or run; found {sorted(table)}")
     elif "run" not in table:
-        raise SchemaError(f"{path}: [{name}] needs run")
+        raise ArgumentError(f"{path}: [{name}] needs run")
     unknown = sorted(set(table) - known)
     if unknown:
-        raise SchemaError(
+        raise ArgumentError(
             f"{path}: {', '.join(unknown)} means nothing in [{name}]; there are {', '.join(sorted(known))}"
         )
     options = {"name": name, **table}
@@ -293,7 +293,7 @@ def target_of(about: str, given: Any) -> str | list[str]:
     """A target as a string or a list of words."""
     if isinstance(given, str):
         if ":" not in given:
-            raise SchemaError(
+            raise ArgumentError(
                 f"{about}: {given!r} names no function: it is module:function or file.py:function, and a command is a "
                 "list of words"
             )
@@ -301,15 +301,15 @@ def target_of(about: str, given: Any) -> str | list[str]:
     if isinstance(given, Sequence):
         words = list(given)
         if not words or not all(isinstance(word, str) for word in words):
-            raise SchemaError(f"{about}: a command is a list of words, found {given!r}")
+            raise ArgumentError(f"{about}: a command is a list of words, found {given!r}")
         return words
     name = getattr(given, "__qualname__", "")
     if not callable(given) or "<" in name or not name:
-        raise SchemaError(f"{about}: a new process must find the function by its name in a module, found {given!r}")
+        raise ArgumentError(f"{about}: a new process must find the function by its name in a module, found {given!r}")
     if given.__module__ == "__main__":
         file = getattr(sys.modules["__main__"], "__file__", None)
         if file is None:
-            raise SchemaError(f"{about}: {name} stands in no file that a new process could read")
+            raise ArgumentError(f"{about}: {name} stands in no file that a new process could read")
         return f"{Path(file).resolve()}:{name}"
     return f"{given.__module__}:{name}"
 
@@ -318,14 +318,14 @@ def find(target: str, directory: str = ".") -> Any:
     """What a target names.
 
     Raises:
-        SchemaError: there is no such module, file or name.
+        ArgumentError: there is no such module, file or name.
     """
     where, _, name = target.rpartition(":")
     module = _file_module(Path(directory) / Path(where).name, where) if where.endswith(".py") else _module(where)
     found: Any = module
     for word in name.split("."):
         if not hasattr(found, word):
-            raise SchemaError(f"{where} has no {name}")
+            raise ArgumentError(f"{where} has no {name}")
         found = getattr(found, word)
     return found
 
@@ -336,13 +336,13 @@ def _module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # it is there, and lacks something itself
-        raise SchemaError(f"there is no module {name!r}; looked in {', '.join(sys.path[:3])}, ...") from None
+        raise ArgumentError(f"there is no module {name!r}; looked in {', '.join(sys.path[:3])}, ...") from None
 
 
 def _file_module(path: Path, given: str) -> ModuleType:
     path = Path(given) if Path(given).is_absolute() or Path(given).exists() else path
     if not path.is_file():
-        raise SchemaError(f"there is no file {given}")
+        raise ArgumentError(f"there is no file {given}")
     directory = str(path.resolve().parent)
     if directory not in sys.path:
         sys.path.insert(0, directory)
@@ -356,12 +356,12 @@ def _file_module(path: Path, given: str) -> ModuleType:
     known = sys.modules.get(path.stem)
     if known is not None and Path(str(getattr(known, "__file__", ""))).resolve() == path.resolve():
         return known
-    raise SchemaError(f"{path} cannot be imported as {path.stem!r}: another module has that name, or it is no name")
+    raise ArgumentError(f"{path} cannot be imported as {path.stem!r}: another module has that name, or it is no name")
 
 
 def _whole(about: str, what: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SchemaError(f"{about}: {what} is a whole number from {least} on, found {value!r}")
+        raise ArgumentError(f"{about}: {what} is a whole number from {least} on, found {value!r}")
 
 
 __all__ = ["ACT", "Job", "Keep", "Kind", "Role", "Target", "actors", "agents", "find", "learners", "load", "target_of"]

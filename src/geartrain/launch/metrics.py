@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from geartrain.core.counters import Board, Slot
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 #: Figures of a process's own choice: losses, returns.
 OWN_FIGURES = 16
@@ -45,10 +45,10 @@ class Teller:
             self._slot["version"] = version
 
     def figure(self, name: str, value: float) -> None:
-        """A figure to show. Raises `SchemaError` for one too many."""
+        """A figure to show. Raises `ArgumentError` for one too many."""
         if name not in self._names:
             if len(self._names) == OWN_FIGURES:
-                raise SchemaError(f"a process shows {OWN_FIGURES} figures at most, and {name!r} is one more")
+                raise ArgumentError(f"a process shows {OWN_FIGURES} figures at most, and {name!r} is one more")
             self._names.append(name)
             if self._names_path is not None:
                 beside = self._names_path.with_suffix(".new")

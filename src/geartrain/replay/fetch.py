@@ -17,7 +17,7 @@ import geartrain._native as _native
 from geartrain.core.arguments import default_threads
 from geartrain.core.keys import Keys
 from geartrain.core.schema import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
-from geartrain.errors import SchemaError, StaleKeyError, StoreClosedError
+from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.store.store import Store
 
@@ -57,7 +57,7 @@ def fetch(
 
     Raises:
         StaleKeyError: rows were overwritten or removed since the keys were made, or while they were copied.
-        FieldError, SchemaError: what was asked for is not there, or does not fit.
+        FieldError, ArgumentError: what was asked for is not there, or does not fit.
 
     Cost: one copy of the bytes wanted; nothing is allocated once the recycled buffers are warm.
     """
@@ -66,7 +66,7 @@ def fetch(
     plan = Plan.make(store, fields, window, pad, as_, threads)
     if ends is not None:
         if window is None:
-            raise SchemaError("`ends` only means something with a window")
+            raise ArgumentError("`ends` only means something with a window")
         ends = _checked_ends(store, len(keys), ends)
     outputs = None if out is None else plan.check_out(out, len(keys))
     raw = plan.fetch(keys.row, keys.generation, ends, outputs)
@@ -158,21 +158,21 @@ class Plan:
         as_: As,
         threads: int | None,
     ) -> Plan:
-        """A plan, once everything asked for makes sense; raises `FieldError` or `SchemaError` otherwise."""
+        """A plan, once everything asked for makes sense; raises `FieldError` or `ArgumentError` otherwise."""
         schema = store.fields
         if isinstance(fields, str):
-            raise SchemaError(f"`fields` is a list of names, found the single string {fields!r}")
+            raise ArgumentError(f"`fields` is a list of names, found the single string {fields!r}")
         names = list(schema) if fields is None else list(fields)
         if not names or len(set(names)) != len(names):
-            raise SchemaError(f"name each field once, and at least one; found {names}")
+            raise ArgumentError(f"name each field once, and at least one; found {names}")
         for name in names:
             store.field_number(name)
         if window is not None and not 1 <= window < 2**31:
-            raise SchemaError(f"a window has at least one step, found window={window}")
+            raise ArgumentError(f"a window has at least one step, found window={window}")
         if pad not in ("left", "right"):
-            raise SchemaError(f"pad is 'left' or 'right', found {pad!r}")
+            raise ArgumentError(f"pad is 'left' or 'right', found {pad!r}")
         if as_ not in ("torch", "numpy"):
-            raise SchemaError(f"as_ is 'torch' or 'numpy', found {as_!r}")
+            raise ArgumentError(f"as_ is 'torch' or 'numpy', found {as_!r}")
         for name in names:
             (torch_dtype if as_ == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
         return Plan(store, names, window or 0, pad == "left", as_, default_threads(threads))
@@ -272,21 +272,21 @@ class Plan:
     def check_out(self, out: Mapping[str, Any], n: int) -> list[Any]:
         """The caller's own arrays in field order, raw, once they have the batch's shapes and dtypes."""
         if set(out) != set(self.names):
-            raise SchemaError(f"`out` needs exactly the fields {self.names}, found {list(out)}")
+            raise ArgumentError(f"`out` needs exactly the fields {self.names}, found {list(out)}")
         outputs = []
         for name in self.names:
             array, shape = out[name], self.shape(name, n)
             dtype = DTYPES[self.store.fields[name].dtype]
             found = str(array.dtype).removeprefix("torch.")
             if tuple(array.shape) != shape or found != dtype.name:
-                raise SchemaError(f"out[{name!r}] must be {dtype.name} {shape}, found {found} {tuple(array.shape)}")
+                raise ArgumentError(f"out[{name!r}] must be {dtype.name} {shape}, found {found} {tuple(array.shape)}")
             contiguous = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
             if not contiguous:
-                raise SchemaError(f"out[{name!r}] must be C-contiguous")
+                raise ArgumentError(f"out[{name!r}] must be C-contiguous")
             if isinstance(array, np.ndarray) and not array.flags.writeable:
-                raise SchemaError(f"out[{name!r}] is read-only")
+                raise ArgumentError(f"out[{name!r}] is read-only")
             if hasattr(array, "is_cpu") and not array.is_cpu:
-                raise SchemaError(f"out[{name!r}] is on {array.device}; rows are gathered into host memory")
+                raise ArgumentError(f"out[{name!r}] is on {array.device}; rows are gathered into host memory")
             if dtype.numpy_name is None:
                 array = as_raw(array, dtype)
             outputs.append(array)
@@ -296,10 +296,12 @@ class Plan:
 def _checked_ends(store: Store, n: int, ends: ArrayLike) -> NDArray[np.int32]:
     array = np.asarray(ends)
     if array.shape != (n,) or array.dtype.kind not in "iu":
-        raise SchemaError(f"`ends` must be {n} whole numbers, found {array.dtype} {array.shape}")
+        raise ArgumentError(f"`ends` must be {n} whole numbers, found {array.dtype} {array.shape}")
     bad = np.flatnonzero((array < 0) | (array >= store.max_length))
     if bad.size:
-        raise SchemaError(f"window {bad[0]} ends at step {array[bad[0]]}, rows have steps 0 to {store.max_length - 1}")
+        raise ArgumentError(
+            f"window {bad[0]} ends at step {array[bad[0]]}, rows have steps 0 to {store.max_length - 1}"
+        )
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
@@ -307,6 +309,6 @@ def _check_reach(raw: Raw, ends: NDArray[np.int32]) -> None:
     # Only now is it known how long the rows behind the keys were: a stale key's row has another length.
     bad = np.flatnonzero((ends >= raw.lengths) & (raw.torn == 0))
     if bad.size:
-        raise SchemaError(
+        raise ArgumentError(
             f"window {bad[0]} ends at step {ends[bad[0]]}, its row has steps 0 to {raw.lengths[bad[0]] - 1}"
         )

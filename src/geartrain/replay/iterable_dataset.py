@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain.replay.replay import Replay
 
 
@@ -26,7 +26,7 @@ class ReplayDataset(IterableDataset[dict[str, Any]]):
         from torch.utils.data import get_worker_info
 
         if get_worker_info() is not None:
-            raise SchemaError(
+            raise ArgumentError(
                 "a replay prefetches by itself and its batches are already in this process; "
                 "use DataLoader(..., batch_size=None, num_workers=0)"
             )

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from geartrain.core.keys import Keys
-from geartrain.errors import SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import ArgumentError, StoreClosedError, WaitTimeoutError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import HostMaker, Made, State
 from geartrain.replay.device import OnDevice
@@ -71,7 +71,7 @@ class Replay:
             replica i the i-th slice of the global batch.
 
     Raises:
-        FieldError, SchemaError: what was asked for does not fit the store.
+        FieldError, ArgumentError: what was asked for does not fit the store.
         PinError: `OnDevice(path="gather")`, and the segment cannot be pinned.
         RanksDisagreeError: the ranks were set up differently.
         PeerLostError: a rank did not come, or is gone.
@@ -117,15 +117,15 @@ class Replay:
             ("min_rows", 1 if min_rows is None else min_rows, 1),
         ):
             if value < least:
-                raise SchemaError(f"{what} must be at least {least}, found {value}")
+                raise ArgumentError(f"{what} must be at least {least}, found {value}")
         if steps is not None and steps < 0:
-            raise SchemaError(f"steps must be at least 0, found {steps}")
+            raise ArgumentError(f"steps must be at least 0, found {steps}")
         if not 0 <= timeout_s <= 1e9:
-            raise SchemaError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
+            raise ArgumentError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
         if assignment not in ASSIGNMENTS:
-            raise SchemaError(f"assignment is one of {', '.join(ASSIGNMENTS)}, found {assignment!r}")
+            raise ArgumentError(f"assignment is one of {', '.join(ASSIGNMENTS)}, found {assignment!r}")
         if fields is not None and (inputs is not None or targets is not None):
-            raise SchemaError("give fields, or inputs and targets, not both")
+            raise ArgumentError("give fields, or inputs and targets, not both")
         if inputs is not None or targets is not None:
             inputs, targets = list(inputs or ()), list(targets or ())
             fields = list(dict.fromkeys([*inputs, *targets]))
@@ -137,7 +137,7 @@ class Replay:
         self._maker: HostMaker | DeviceMaker | RankedMaker
         on_device = None if device is None else device if isinstance(device, OnDevice) else OnDevice(device)
         if on_device is not None and as_ != "torch":
-            raise SchemaError(f"batches on a device are torch tensors, found as_={as_!r}; they support DLPack")
+            raise ArgumentError(f"batches on a device are torch tensors, found as_={as_!r}; they support DLPack")
         if on_device is not None and group is None and mesh is None:
             self._maker = DeviceMaker(make(), selection, batch_size, on_device)
             weakref.finalize(self, self._maker.close)
@@ -305,14 +305,14 @@ class Replay:
         `stale_keys` by their store, and 0 is returned here.
 
         Raises:
-            SchemaError: a priority that is not finite.
+            ArgumentError: a priority that is not finite.
         """
         if hasattr(priorities, "detach"):
             priorities = priorities.detach().cpu()
         array = np.asarray(priorities, dtype=np.float64)
         values = np.broadcast_to(array, (len(rows),)) if array.ndim == 0 else array
         if values.shape != (len(rows),):
-            raise SchemaError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
+            raise ArgumentError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
         if isinstance(self._maker, RankedMaker):
             self._maker.check_update(rows, values)
             self._updates.append(Update(rows, np.array(values)))
@@ -363,12 +363,14 @@ class Replay:
         """Goes on where `state_dict` was taken.
 
         Raises:
-            SchemaError: the strategy has another seed, or there are more or fewer stores.
+            ArgumentError: the strategy has another seed, or there are more or fewer stores.
         """
         if state["seed"] != self.selection.seed:
-            raise SchemaError(f"the state was taken with seed {state['seed']}, the strategy has {self.selection.seed}")
+            raise ArgumentError(
+                f"the state was taken with seed {state['seed']}, the strategy has {self.selection.seed}"
+            )
         if len(state["state"]) != len(self.stores):
-            raise SchemaError(f"the state was taken with {len(state['state'])} stores, there are {len(self.stores)}")
+            raise ArgumentError(f"the state was taken with {len(state['state'])} stores, there are {len(self.stores)}")
         self._restart()
         self._updates = []
         self._step = int(state["step"])
@@ -474,12 +476,12 @@ def _stop(ahead: Prefetcher[Any], halt: threading.Event, timeout_s: float, finis
 def _strategies(stores: list[Store], selection: Strategy | Mixture) -> list[Strategy]:
     if isinstance(selection, Mixture):
         if len(selection.strategies) != len(stores):
-            raise SchemaError(f"a mixture of {len(selection.strategies)} needs as many stores, found {len(stores)}")
+            raise ArgumentError(f"a mixture of {len(selection.strategies)} needs as many stores, found {len(stores)}")
         return selection.strategies
     if not isinstance(selection, Strategy):
-        raise SchemaError(f"selection must be a strategy such as Uniform(seed=0), found {selection!r}")
+        raise ArgumentError(f"selection must be a strategy such as Uniform(seed=0), found {selection!r}")
     if len(stores) != 1:
-        raise SchemaError(f"{len(stores)} stores need a Mixture, found {selection!r}")
+        raise ArgumentError(f"{len(stores)} stores need a Mixture, found {selection!r}")
     return [selection]
 
 
@@ -498,7 +500,7 @@ def _samplers(
     for each, strategy in zip(stores, strategies, strict=True):
         plan = Plan.make(each, fields, window, pad, as_, threads)
         if parts and plan.schema() != parts[0].plan.schema():
-            raise SchemaError(
+            raise ArgumentError(
                 f"the fields of a mixture must be the same in all stores: {plan.schema()} in {each.name!r}, "
                 f"{parts[0].plan.schema()} in {stores[0].name!r}"
             )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.keys import Keys
-from geartrain.errors import CorruptStoreError, NotEnoughRowsError, SchemaError, TurnoverError
+from geartrain.errors import ArgumentError, CorruptStoreError, NotEnoughRowsError, TurnoverError
 from geartrain.replay.fetch import Plan, Raw
 from geartrain.selection.strategy import Again, Candidates, Drawn, Strategy, Weighted, at_step
 
@@ -33,12 +33,12 @@ class Sample:
 
 
 def exponent_at(strategy: Strategy, step: int) -> float:
-    """The exponent that a strategy wants weights to have at a step; raises `SchemaError` unless it is above zero."""
+    """The exponent that a strategy wants weights to have at a step; raises `ArgumentError` unless it is above zero."""
     if not isinstance(strategy, Weighted):
         return 1.0
     exponent = at_step(strategy.exponent, step)
     if not 0 < exponent < float("inf"):
-        raise SchemaError(f"the exponent of weights must be above zero and finite, found {exponent} at step {step}")
+        raise ArgumentError(f"the exponent of weights must be above zero and finite, found {exponent} at step {step}")
     return exponent
 
 

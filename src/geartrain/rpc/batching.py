@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
-from geartrain.errors import BusyError, MessageError, SchemaError
+from geartrain.errors import ArgumentError, BusyError, MessageError
 from geartrain.rpc.stats import BatchDone, BatchStats
 
 #: Threads of one function that run batches that did not fill in time.
@@ -84,7 +84,7 @@ class Batcher:
         on_batch: Callable[[BatchDone], object] | None = None,
     ) -> None:
         if max_size < 1 or max_queued < max_size or (max_wait_us is not None and max_wait_us < 0):
-            raise SchemaError(
+            raise ArgumentError(
                 f"a batch has at least one call, and the queue room for one batch; found max_size={max_size}, "
                 f"max_queued={max_queued}, max_wait_us={max_wait_us}"
             )
@@ -215,19 +215,19 @@ class Batcher:
         if isinstance(results, Mapping):
             return self._rows_of(results, len(batch))
         if len(results) != len(batch):
-            raise SchemaError(f"{self.__qualname__} got {len(batch)} calls and returned {len(results)} results")
+            raise ArgumentError(f"{self.__qualname__} got {len(batch)} calls and returned {len(results)} results")
         return results
 
     def _rows_of(self, columns: Mapping[str, Any], n: int) -> list[dict[str, Any]]:
         """Arrays by name, a row a call, as a dict for each call."""
         if not self._stack:
-            raise SchemaError(
+            raise ArgumentError(
                 f"{self.__qualname__} returned a dict; only with stack=True is that one of arrays by name"
             )
         for name, column in columns.items():
             if not hasattr(column, "__len__") or not getattr(column, "shape", (0,)) or len(column) != n:
                 found = getattr(column, "shape", type(column).__name__)
-                raise SchemaError(f"{self.__qualname__} got {n} calls and returned {name!r} as {found}, not {n} rows")
+                raise ArgumentError(f"{self.__qualname__} got {n} calls and returned {name!r} as {found}, not {n} rows")
         return [{name: column[i] for name, column in columns.items()} for i in range(n)]
 
 

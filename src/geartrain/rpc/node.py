@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import geartrain._native as _native
 from geartrain.device.cuda_runtime import Driver
-from geartrain.errors import ConnectionClosedError, MessageError, SchemaError, UnknownPeerError
+from geartrain.errors import ArgumentError, ConnectionClosedError, MessageError, UnknownPeerError
 from geartrain.rpc.client import Future, Peer
 from geartrain.rpc.protocol import BESIDE, CALL, HELLO, TELL, limited
 from geartrain.rpc.pubsub import Topic, Topics
@@ -85,7 +85,7 @@ class Node:
                 for `transport.listen`; the files are read again for each peer that this node connects to.
         """
         if max_threads < 1 or max_running < 1 or max_open < 1:
-            raise SchemaError(
+            raise ArgumentError(
                 f"a node runs at least one function, and has one call open; found max_threads={max_threads}, "
                 f"max_running={max_running}, max_open={max_open}"
             )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import geartrain._native as _native
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain.rpc.registry import function
 from geartrain.rpc.session import Caller
 
@@ -35,7 +35,7 @@ def _take(array: Any) -> int:
 
 def _give(nbytes: int) -> Any:
     if not 0 <= nbytes <= MOST_BYTES:
-        raise SchemaError(f"0 to {MOST_BYTES:,} bytes can be asked for, found {nbytes!r}")
+        raise ArgumentError(f"0 to {MOST_BYTES:,} bytes can be asked for, found {nbytes!r}")
     return np.zeros(nbytes, np.uint8)
 
 

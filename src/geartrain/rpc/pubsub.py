@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from geartrain.errors import GeartrainError, SchemaError
+from geartrain.errors import ArgumentError, GeartrainError
 from geartrain.rpc.registry import function
 from geartrain.rpc.session import Caller
 
@@ -30,7 +30,7 @@ class Topic:
 
     def __init__(self, node: Node, name: str, history: int = 1, timeout_s: float = 5.0) -> None:
         if history < 0:
-            raise SchemaError(f"a topic keeps 0 values or more, found history={history}")
+            raise ArgumentError(f"a topic keeps 0 values or more, found history={history}")
         self.name = name
         self._node = node
         self._timeout_s = timeout_s
@@ -101,7 +101,7 @@ class Topics:
         topic = Topic(self._node, name, history, timeout_s)
         with self._lock:
             if name in self._mine:
-                raise SchemaError(f"the node {self._node.name!r} has a topic {name!r} already")
+                raise ArgumentError(f"the node {self._node.name!r} has a topic {name!r} already")
             self._mine[name] = topic
         return topic
 

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.errors import EmptyStoreError, NotEnoughRowsError, SchemaError
+from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
 from geartrain.selection.strategy import (
     HEAVIEST,
     NEWEST,
@@ -115,11 +115,11 @@ class ShardedStrategy(Protocol):
 
 
 def check_strategy(strategy: Strategy) -> None:
-    """Raises `SchemaError` unless the strategy can draw from several shards."""
+    """Raises `ArgumentError` unless the strategy can draw from several shards."""
     if not isinstance(strategy, Uniform | Weighted | TopK | Lifo | Fifo | Group) and not hasattr(
         strategy, "select_shards"
     ):
-        raise SchemaError(
+        raise ArgumentError(
             f"{type(strategy).__name__} does not say how to choose over several ranks; give it a method "
             f"select_shards(shard, n, step, *, state) -> geartrain.selection.sharded.Chosen"
         )
@@ -250,7 +250,7 @@ def _whole(totals: list[int], nothing: str) -> int:
     if whole == 0:
         raise EmptyStoreError(nothing)
     if whole >= 2**64:
-        raise SchemaError("the weights of all shards add up to more than 64 bits; use fewer weight_fraction_bits")
+        raise ArgumentError("the weights of all shards add up to more than 64 bits; use fewer weight_fraction_bits")
     return whole
 
 

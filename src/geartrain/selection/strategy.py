@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
-from geartrain.errors import FieldError, NotEnoughRowsError, SchemaError
+from geartrain.errors import ArgumentError, FieldError, NotEnoughRowsError
 
 MAX_DRAWS = 2**31 - 1
 OLDEST, NEWEST, HEAVIEST = range(3)  # native/selection.h: Order
@@ -61,7 +61,9 @@ class Candidates:
             or array.dtype.kind not in "iu"
             or (array.size and (array.min() < 0 or array.max() >= 2**32))
         ):
-            raise SchemaError(f"weights are whole numbers (N,) from 0 to 2**32 - 1, found {array.dtype} {array.shape}")
+            raise ArgumentError(
+                f"weights are whole numbers (N,) from 0 to 2**32 - 1, found {array.dtype} {array.shape}"
+            )
         self.native = _native.Candidates(np.ascontiguousarray(array, np.uint32))
         self._columns: Mapping[str, NDArray[Any]] = columns or {}
         self._column_of: Callable[[str], NDArray[Any]] | None = None
@@ -164,9 +166,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.max_age_s is not None and not self.max_age_s > 0:
-            raise SchemaError(f"max_age_s must be above zero, found {self.max_age_s}")
+            raise ArgumentError(f"max_age_s must be above zero, found {self.max_age_s}")
         if not 0 <= self.min_length < 2**32:
-            raise SchemaError(f"min_length must be 0 or more, found {self.min_length}")
+            raise ArgumentError(f"min_length must be 0 or more, found {self.min_length}")
 
     def now(self) -> tuple[int, int, int]:
         """The limits as the native layer takes them: least version, least commit time in ns, least length."""
@@ -302,23 +304,23 @@ def importance_weights(probability: NDArray[np.float64], count: int, beta: float
     """(count * probability) ** -beta, scaled so that the largest is 1.
 
     Raises:
-        SchemaError: beta is negative or not finite.
+        ArgumentError: beta is negative or not finite.
     """
     weights = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -check_beta(beta)
     return np.asarray(weights / weights.max())
 
 
 def check_beta(beta: float) -> float:
-    """Beta itself; raises `SchemaError` when it is negative or not finite."""
+    """Beta itself; raises `ArgumentError` when it is negative or not finite."""
     if not 0 <= beta < float("inf"):
-        raise SchemaError(f"beta is a finite number >= 0, found {beta}")
+        raise ArgumentError(f"beta is a finite number >= 0, found {beta}")
     return beta
 
 
 def _check_random(strategy: Uniform | Weighted) -> None:
     _check_seed(strategy.seed)
     if strategy.stratified and not strategy.replacement:
-        raise SchemaError("stratified draws are with replacement; choose one of the two")
+        raise ArgumentError("stratified draws are with replacement; choose one of the two")
 
 
 def _draw(
@@ -445,7 +447,7 @@ class Group(_BuiltIn):
     def __post_init__(self) -> None:
         _check_seed(self.seed)
         if self.size < 1:
-            raise SchemaError(f"a group has at least one row, found size={self.size}")
+            raise ArgumentError(f"a group has at least one row, found size={self.size}")
 
     def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
         groups = whole_groups(self, candidates, n, () if again is None else again.kept)
@@ -475,10 +477,10 @@ class Groups(NamedTuple):
 
 
 def check_groups(strategy: Group, n: int) -> None:
-    """Raises `SchemaError` unless a batch of n rows holds whole groups."""
+    """Raises `ArgumentError` unless a batch of n rows holds whole groups."""
     _check_n(n)
     if n % strategy.size:
-        raise SchemaError(f"a batch of {n} rows does not hold whole groups of {strategy.size}")
+        raise ArgumentError(f"a batch of {n} rows does not hold whole groups of {strategy.size}")
 
 
 def whole_groups(strategy: Group, candidates: Candidates, n: int, kept: ArrayLike = ()) -> Groups:
@@ -486,7 +488,9 @@ def whole_groups(strategy: Group, candidates: Candidates, n: int, kept: ArrayLik
     check_groups(strategy, n)
     ids = candidates.column(strategy.by)
     if ids.ndim != 1 or ids.dtype.kind not in "iub":
-        raise SchemaError(f"groups need a column of one whole number a row, {strategy.by!r} is {ids.dtype} {ids.shape}")
+        raise ArgumentError(
+            f"groups need a column of one whole number a row, {strategy.by!r} is {ids.dtype} {ids.shape}"
+        )
     rows, generations, *_ = first_rows(candidates, OLDEST, max(len(candidates), 1), 0, strategy.limits, _NO_ROWS)
     order = np.argsort(ids[rows], kind="stable")
     values, starts, counts = np.unique(ids[rows][order], return_index=True, return_counts=True)
@@ -527,9 +531,9 @@ class Mixture:
     def __init__(self, shares: Sequence[float], strategies: Sequence[Strategy], seed: int = 0) -> None:
         _check_seed(seed)
         if len(shares) != len(strategies) or not shares:
-            raise SchemaError(f"a mixture needs a strategy for each share, found {len(shares)} and {len(strategies)}")
+            raise ArgumentError(f"a mixture needs a strategy for each share, found {len(shares)} and {len(strategies)}")
         if any(not 0 <= share < float("inf") for share in shares) or not sum(shares) > 0:
-            raise SchemaError(f"shares are finite numbers >= 0 and not all 0, found {list(shares)}")
+            raise ArgumentError(f"shares are finite numbers >= 0 and not all 0, found {list(shares)}")
         exact = [Fraction(share).limit_denominator(1_000_000) for share in shares]
         self.shares = [share / sum(exact) for share in exact]
         self.strategies = list(strategies)
@@ -556,12 +560,12 @@ _MILLION = np.array([10**6], np.int32)
 
 def _check_n(n: int) -> None:
     if not 0 < n <= MAX_DRAWS:
-        raise SchemaError(f"1 to {MAX_DRAWS} rows can be chosen at once, found {n}")
+        raise ArgumentError(f"1 to {MAX_DRAWS} rows can be chosen at once, found {n}")
 
 
 def _check_seed(seed: int) -> None:
     if not 0 <= seed < 2**64:
-        raise SchemaError(f"a seed is a whole number from 0 to 2**64 - 1, found {seed}")
+        raise ArgumentError(f"a seed is a whole number from 0 to 2**64 - 1, found {seed}")
 
 
 __all__ = [

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import geartrain._native as _native
-from geartrain.errors import CallCancelledError, SchemaError, WaitTimeoutError
+from geartrain.errors import ArgumentError, CallCancelledError, WaitTimeoutError
 
 #: A look at signals, and at whether the waiter was told to stop, so often. It does not delay anybody who may go on.
 LOOK_EVERY_S = 0.25
@@ -101,19 +101,19 @@ class RateLimiter:
             afresh: count inserts and samples from zero; by default when the limiter was off or the ratio changes.
 
         Raises:
-            SchemaError: a buffer in which neither side could ever move, or values that mean nothing.
+            ArgumentError: a buffer in which neither side could ever move, or values that mean nothing.
         """
         ratio = 0.0 if samples_per_insert is None else float(samples_per_insert)
         if not (0 < ratio < float("inf") or samples_per_insert is None):
-            raise SchemaError(f"samples_per_insert is a finite number above zero, found {samples_per_insert}")
+            raise ArgumentError(f"samples_per_insert is a finite number above zero, found {samples_per_insert}")
         if min_size_to_sample < 1:
-            raise SchemaError(f"min_size_to_sample must be at least 1, found {min_size_to_sample}")
+            raise ArgumentError(f"min_size_to_sample must be at least 1, found {min_size_to_sample}")
         if error_buffer is None:
             error_buffer = max(1.0, ratio) * (min_size_to_sample + 10)
         elif samples_per_insert is None:
-            raise SchemaError("an error_buffer means nothing without samples_per_insert")
+            raise ArgumentError("an error_buffer means nothing without samples_per_insert")
         if not max(1.0, ratio) <= error_buffer < float("inf"):
-            raise SchemaError(
+            raise ArgumentError(
                 f"error_buffer must be at least {max(1.0, ratio):g}, found {error_buffer}: one insert is worth "
                 f"{ratio:g} samples, and either side must be able to move"
             )
@@ -135,7 +135,7 @@ class RateLimiter:
         """Waits until `n` rows may be inserted, and counts them. Committing does it by itself.
 
         Raises:
-            SchemaError: so many at once can never be admitted.
+            ArgumentError: so many at once can never be admitted.
             WaitTimeoutError: it was not to be within that time; says how things stand.
             CallCancelledError: `stopping` said so.
         """
@@ -145,7 +145,7 @@ class RateLimiter:
         worth = state.samples_per_insert * n
         start = state.inserts + n <= state.min_size_to_sample or state.lead + worth <= state.error_buffer
         if worth > 2 * state.error_buffer and not start:
-            raise SchemaError(
+            raise ArgumentError(
                 f"{n} rows at once are worth {worth:g} samples, and the error buffer lets the "
                 f"lead change by {2 * state.error_buffer:g} at most: insert fewer at a time, or set a larger one"
             )
@@ -155,7 +155,7 @@ class RateLimiter:
         """Waits until `n` rows may be drawn, and counts them. `Replay` does it by itself.
 
         Raises:
-            SchemaError: so many at once can never be admitted.
+            ArgumentError: so many at once can never be admitted.
             WaitTimeoutError: it was not to be within that time; says how things stand.
             CallCancelledError: `stopping` said so.
         """
@@ -163,7 +163,7 @@ class RateLimiter:
             return
         state = self.state()
         if state.samples_per_insert and n > 2 * state.error_buffer - state.samples_per_insert:
-            raise SchemaError(
+            raise ArgumentError(
                 f"{n} rows can never be drawn at once with {state.samples_per_insert:g} samples per insert and an "
                 f"error buffer of {state.error_buffer:g}: it must be at least {(n + state.samples_per_insert) / 2:g}"
             )

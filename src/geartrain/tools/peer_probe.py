@@ -13,7 +13,7 @@ import numpy as np
 
 import geartrain.rpc as rpc
 from geartrain.core.progress import Progress
-from geartrain.errors import SchemaError, TransportError, WaitTimeoutError
+from geartrain.errors import ArgumentError, TransportError, WaitTimeoutError
 from geartrain.rpc.probe import ABOUT, GIVE, MOST_BYTES, TAKE
 from geartrain.transport.connection import TRANSPORTS
 
@@ -95,7 +95,7 @@ def reach(
     """
     nbytes = int(megabytes * 1e6)
     if not 0 < nbytes <= MOST_BYTES:
-        raise SchemaError(f"a message has up to {MOST_BYTES / 1e6:.1f} MB, found {megabytes}")
+        raise ArgumentError(f"a message has up to {MOST_BYTES / 1e6:.1f} MB, found {megabytes}")
     if transport is not None and transport not in TRANSPORTS:
         raise TransportError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
     with rpc.Node(

@@ -139,7 +139,7 @@ class Connection:
 
         Raises:
             RegionError: the region is closed, or too small.
-            SchemaError: this is not a handle.
+            ArgumentError: this is not a handle.
             WaitTimeoutError, PeerLostError, ConnectionClosedError: `into` then holds anything.
         """
         self.native.read(handle, into, offset, timeout_s)
@@ -302,7 +302,7 @@ def listen(
             what the environment says (`TLS.of_environment`), False for none. The files are read here, once.
 
     Raises:
-        TransportError, SchemaError: there is no OpenSSL 3 on this machine; a file of `tls` cannot be used.
+        TransportError, ArgumentError: there is no OpenSSL 3 on this machine; a file of `tls` cannot be used.
         UntrustedPeerError: everyone could reach it, and there is no secret.
         GeartrainError: the port is taken, or the host is not this one.
     """
@@ -339,7 +339,7 @@ def connect(
         TransportError: no transport, or not the one asked for, reaches the peer; with every reason.
         UntrustedPeerError: the secrets are not the same; one side uses TLS and the other does not, or a certificate is
             refused: says which, and why.
-        SchemaError: a file of `tls` cannot be used.
+        ArgumentError: a file of `tls` cannot be used.
         WaitTimeoutError: the peer did not answer in time.
     """
     options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)

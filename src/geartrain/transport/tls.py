@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 #: The environment's names for `TLS`, in the order of its fields; the last one may be missing.
 VARIABLES = ("GEARTRAIN_TLS_CERT", "GEARTRAIN_TLS_KEY", "GEARTRAIN_TLS_CA", "GEARTRAIN_TLS_NAME")
@@ -34,14 +34,14 @@ class TLS:
         """That of GEARTRAIN_TLS_CERT, _KEY, _CA and, if it is to be, _NAME; None without.
 
         Raises:
-            SchemaError: some are set, and others are not.
+            ArgumentError: some are set, and others are not.
         """
         values = [os.environ.get(name, "") for name in VARIABLES]
         if not any(values):
             return None
         missing = [name for name, value in zip(VARIABLES[:3], values, strict=False) if not value]
         if missing:
-            raise SchemaError(
+            raise ArgumentError(
                 f"TLS needs a certificate, its key and the peers' authority; {', '.join(missing)} is not set"
             )
         return TLS(*values)

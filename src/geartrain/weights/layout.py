@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 ALIGNMENT = 64
 
@@ -68,7 +68,7 @@ class Schema:
         return json.dumps([list(entry) for entry in self.entries], separators=(",", ":")).encode()
 
     def check(self, other: Schema) -> None:
-        """Raises `SchemaError` with what differs from the first version."""
+        """Raises `ArgumentError` with what differs from the first version."""
         if self.entries == other.entries:
             return
         mine = {e.path: e for e in self.entries}
@@ -82,7 +82,7 @@ class Schema:
         if not differences:
             differences = ["the order of the names has changed"]
         more = f", and {len(differences) - 8} more" if len(differences) > 8 else ""
-        raise SchemaError(
+        raise ArgumentError(
             f"every version has the names, dtypes and shapes of the first; here {'; '.join(differences[:8])}{more}. "
             "Publish other weights under another name, or with a new publisher"
         )
@@ -99,17 +99,17 @@ class Schema:
 
 
 def leaves_of(weights: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Tensors and arrays by path. Raises `SchemaError` for what is neither, naming it."""
+    """Tensors and arrays by path. Raises `ArgumentError` for what is neither, naming it."""
     leaves: dict[tuple[str, ...], Any] = {}
 
     def walk(mapping: Mapping[str, Any], path: tuple[str, ...]) -> None:
         if len(path) > 32:
-            raise SchemaError(f"weights are nested up to 32 deep, and {'.'.join(path[:4])}... is deeper")
+            raise ArgumentError(f"weights are nested up to 32 deep, and {'.'.join(path[:4])}... is deeper")
         if not mapping:
-            raise SchemaError(f"there are no weights{' in ' + '.'.join(path) if path else ''}")
+            raise ArgumentError(f"there are no weights{' in ' + '.'.join(path) if path else ''}")
         for key, value in mapping.items():
             if not isinstance(key, str):
-                raise SchemaError(f"weights have names, and {'.'.join(path) or 'the mapping'} has the key {key!r}")
+                raise ArgumentError(f"weights have names, and {'.'.join(path) or 'the mapping'} has the key {key!r}")
             here = (*path, key)
             if isinstance(value, Mapping):
                 walk(value, here)
@@ -117,7 +117,7 @@ def leaves_of(weights: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
                 leaves[here] = value
 
     if not isinstance(weights, Mapping):
-        raise SchemaError(f"weights are a mapping from names to tensors, found a {type(weights).__name__}")
+        raise ArgumentError(f"weights are a mapping from names to tensors, found a {type(weights).__name__}")
     walk(weights, ())
     return leaves
 
@@ -138,15 +138,15 @@ def _dtype_of(path: tuple[str, ...], leaf: Any) -> tuple[str, int]:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(leaf, torch.Tensor):
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
-            raise SchemaError(
+            raise ArgumentError(
                 f"{name} is a {type(leaf).__name__}; give the plain tensor (full_tensor(), to_dense(), ...)"
             )
         if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta:
             what = "quantized" if leaf.is_quantized else "without memory (meta)" if leaf.is_meta else str(leaf.layout)
-            raise SchemaError(f"{name} is {what}; weights are dense tensors")
+            raise ArgumentError(f"{name} is {what}; weights are dense tensors")
         return str(leaf.dtype), leaf.element_size()
     if isinstance(leaf, (np.ndarray, np.generic)):
         if leaf.dtype.hasobject or leaf.dtype.names is not None or leaf.dtype.itemsize == 0:
-            raise SchemaError(f"{name} has dtype {leaf.dtype}; weights are plain numbers")
+            raise ArgumentError(f"{name} has dtype {leaf.dtype}; weights are plain numbers")
         return leaf.dtype.str, leaf.dtype.itemsize
-    raise SchemaError(f"{name} is a {type(leaf).__name__}; weights are tensors and NumPy arrays")
+    raise ArgumentError(f"{name} is a {type(leaf).__name__}; weights are tensors and NumPy arrays")

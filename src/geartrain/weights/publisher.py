@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain.weights.layout import Schema, leaves_of
 from geartrain.weights.segment import DIRECTORY
 from geartrain.weights.server import serve, stop_serving
@@ -76,15 +76,15 @@ class Publisher:
             timeout_s: how long to wait for a buffer.
 
         Raises:
-            SchemaError: the version does not grow; or names, dtypes or shapes are not those of the first version.
+            ArgumentError: the version does not grow; or names, dtypes or shapes are not those of the first version.
             BuffersHeldError: readers held all buffers until the deadline. Nothing was published.
             NoSpaceError: /dev/shm is full.
         """
         number = operator.index(version)
         if not 0 <= number < 2**63:
-            raise SchemaError(f"versions are numbers from 0 to 2**63 - 1, found {number}")
+            raise ArgumentError(f"versions are numbers from 0 to 2**63 - 1, found {number}")
         if self._version is not None and number <= self._version:
-            raise SchemaError(f"versions grow: {number} cannot follow {self._version}")
+            raise ArgumentError(f"versions grow: {number} cannot follow {self._version}")
         leaves = leaves_of(weights)
         schema = Schema.of(leaves)
         if self._version is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from geartrain.errors import CorruptStoreError, SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import ArgumentError, CorruptStoreError, StoreClosedError, WaitTimeoutError
 from geartrain.weights.layout import Schema, nested
 from geartrain.weights.relay import Follower
 from geartrain.weights.segment import DIRECTORY, Head, Segment
@@ -83,7 +83,7 @@ class Reader:
             IncompatibleStoreError: the file of that name is something else.
         """
         if (node is None) != (source is None):
-            raise SchemaError("to follow a publisher on another host a reader needs both, node= and source=")
+            raise ArgumentError("to follow a publisher on another host a reader needs both, node= and source=")
         self.name, self.timeout_s = name, timeout_s
         self._directory = Path(directory)
         self._segment = Segment.open(name, self._directory)

@@ -49,10 +49,10 @@ import numpy as np
 import geartrain.core.futex as futex
 import geartrain.core.locks as locks
 from geartrain.errors import (
+    ArgumentError,
     IncompatibleStoreError,
     LockTimeoutError,
     NoSpaceError,
-    SchemaError,
     StoreMissingError,
 )
 
@@ -118,9 +118,9 @@ class Head(NamedTuple):
 
 
 def path_of(name: str, directory: Path) -> Path:
-    """Where the weights of that name live. Raises `SchemaError` for what is no name."""
+    """Where the weights of that name live. Raises `ArgumentError` for what is no name."""
     if not 0 < len(name) <= 200 or "/" in name or "\0" in name:
-        raise SchemaError(f"the name of weights has 1 to 200 characters and no slash, found {name[:210]!r}")
+        raise ArgumentError(f"the name of weights has 1 to 200 characters and no slash, found {name[:210]!r}")
     return directory / f"{_PREFIX}{name}"
 
 

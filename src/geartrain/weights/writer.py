@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.errors import BuffersHeldError, GeartrainError, SchemaError, StoreClosedError
+from geartrain.errors import ArgumentError, BuffersHeldError, GeartrainError, StoreClosedError
 from geartrain.weights.layout import Schema
 from geartrain.weights.segment import MAX_BUFFERS, Segment
 
@@ -30,7 +30,7 @@ class Writer:
     def __init__(self, name: str, buffers: int, directory: Path) -> None:
         """Raises `GeartrainError` when another one lives."""
         if not 2 <= buffers <= MAX_BUFFERS:
-            raise SchemaError(
+            raise ArgumentError(
                 f"weights have 2 to {MAX_BUFFERS} buffers, to read one and write another; found buffers={buffers}"
             )
         self.name, self._buffers = name, buffers

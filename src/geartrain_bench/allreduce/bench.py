@@ -38,7 +38,7 @@ import geartrain_bench.allreduce.report as allreduce_report
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.core.progress import Progress
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.testbed import Arm, Bed, Timed, dedicated, gloo, hybrid, ring, workers
@@ -131,7 +131,7 @@ def main(
 
 
 def read(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The parts, and libraries of baidu-allreduce by the MPI that they need. Raises `SchemaError`."""
+    """The parts, and libraries of baidu-allreduce by the MPI that they need. Raises `ArgumentError`."""
     parser = argparse.ArgumentParser(
         prog="geartrain bench allreduce",
         description="All-reduce over shaped networks and loopback. Beside these: --quick, --full, --json FILE, "
@@ -145,12 +145,12 @@ def read(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
         parts = PARTS
     for part in parts:
         if part not in PARTS:
-            raise SchemaError(f"--part takes {', '.join(PARTS)} or all, found {part!r}")
+            raise ArgumentError(f"--part takes {', '.join(PARTS)} or all, found {part!r}")
     baidu = {}
     for word in given.baidu:
         mpi, equals, library = word.partition("=")
         if not (mpi and equals and Path(library).is_file()):
-            raise SchemaError(f"--baidu takes MPI=LIBRARY, such as mpich=/path/to/libbaidu.so, found {word!r}")
+            raise ArgumentError(f"--baidu takes MPI=LIBRARY, such as mpich=/path/to/libbaidu.so, found {word!r}")
         baidu[mpi] = str(Path(library).resolve())
     return parts, baidu
 

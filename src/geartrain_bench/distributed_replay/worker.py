@@ -31,7 +31,7 @@ import numpy as np
 import geartrain._native as _native
 import geartrain.selection.strategy as selection
 from geartrain.core.schema import Field
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.replay import Replay
 from geartrain.store.store import Store
@@ -129,7 +129,7 @@ class Rank:
         """Takes batches and trains on each for `train_ms`: sleeps, as a CPU does while a GPU works."""
         replay = self.replay
         if replay is None:
-            raise SchemaError("go before prepare")
+            raise ArgumentError("go before prepare")
         before = replay.stats()
         cpu_s = time.process_time()
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from geartrain.errors import MissingDependencyError, SchemaError
+from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain_bench.harness.timing import BenchResult, Row
 
 #: GEARTRAIN_PEER_PYTHON_TORCHRL=/path/to/python says where torchrl is, as --peer-python torchrl=... does.
@@ -98,7 +98,7 @@ def plot(result: BenchResult, path: Path) -> None:
             _, comma, threads = row.case.rpartition(", ")
             panels.setdefault(f"{row.metric}{comma}{threads}" if "thread" in threads else row.metric, []).append(row)
     if not panels:
-        raise SchemaError(f"the bench {result.bench!r} has no rates to plot")
+        raise ArgumentError(f"the bench {result.bench!r} has no rates to plot")
     systems = list(dict.fromkeys(row.system for rows in panels.values() for row in rows if row.system != "floor"))
     palette = pyplot.get_cmap("tab10")
     colors = {system: palette(i % 10) for i, system in enumerate(systems)}
@@ -131,7 +131,7 @@ def plot_lines(
     except ImportError:
         raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
     if not panels:
-        raise SchemaError(f"the bench {result.bench!r} has no lines to plot")
+        raise ArgumentError(f"the bench {result.bench!r} has no lines to plot")
     systems = list(dict.fromkeys(system for lines in panels.values() for system in lines))
     palette = pyplot.get_cmap("tab20")
     deep = -(-len(panels) // columns)
@@ -212,7 +212,7 @@ def parse_peers(given: Sequence[str]) -> dict[str, str]:
     for word in given:
         name, equals, python = word.partition("=")
         if not (name and equals and python):
-            raise SchemaError(f"--peer-python takes NAME=/path/to/python, found {word!r}")
+            raise ArgumentError(f"--peer-python takes NAME=/path/to/python, found {word!r}")
         found[name] = python
     return found
 

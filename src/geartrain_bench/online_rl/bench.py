@@ -44,7 +44,7 @@ import geartrain.launch as launch
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 import geartrain_bench.online_rl.worker as online_worker
-from geartrain.errors import GeartrainError, MissingDependencyError, SchemaError
+from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain_bench.harness.timing import BenchResult, Row, rate_row, time_row
 
 #: The peers, and what runs in their interpreters.
@@ -75,7 +75,7 @@ def main(
             raise MissingDependencyError(f"this bench needs {package}: pip install 'geartrain[demo]'")
     pythons = {**report.parse_peers(()), **(peers or {})}
     if set(peers or ()) - set(PEERS):
-        raise SchemaError(f"the peers of this bench are {', '.join(PEERS)}, found {', '.join(sorted(peers or ()))}")
+        raise ArgumentError(f"the peers of this bench are {', '.join(PEERS)}, found {', '.join(sorted(peers or ()))}")
     pythons = {name: python for name, python in pythons.items() if name in PEERS}
     for name in PEERS:
         if name not in pythons and find_spec(name) is not None:

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
-from geartrain.errors import GeartrainError, MissingDependencyError, PeerLostError, SchemaError, WaitTimeoutError
+from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError, PeerLostError, WaitTimeoutError
 from geartrain_bench.harness.timing import BenchResult, Row
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ def main(
 ) -> BenchResult:
     """Measures, prints the tables, writes the reports, and returns the result with what was not rounded.
 
-    `quick` runs 2 episodes of 25 steps. `arguments` are those of the module's text. Raises `SchemaError` for a second
+    `quick` runs 2 episodes of 25 steps. `arguments` are those of the module's text. Raises `ArgumentError` for a second
     list and for values that make no sense.
     """
     if peers:
-        raise SchemaError("the bench 'rpc-rl' runs its peer in this environment: --backend both, no --peer-python")
+        raise ArgumentError("the bench 'rpc-rl' runs its peer in this environment: --backend both, no --peer-python")
     settings = read(arguments)
     episodes, steps = (QUICK_EPISODES, QUICK_STEPS) if quick else (EPISODES, STEPS)
     result, runs = run(settings, episodes, steps)
@@ -120,7 +120,7 @@ class Settings:
 
 
 def read(arguments: Sequence[str]) -> Settings:
-    """The settings of a command line. Raises `SchemaError`."""
+    """The settings of a command line. Raises `ArgumentError`."""
     parser = argparse.ArgumentParser(
         prog="geartrain bench rpc-rl",
         description="Observers ask an agent for actions, over an RPC. Beside these: --quick, --json FILE, --plot FILE. "
@@ -149,15 +149,15 @@ def read(arguments: Sequence[str]) -> Settings:
     for name in LISTS:
         if "," in given[name]:
             if x_axis_name is not None:
-                raise SchemaError("Only 1 x axis graph variable allowed")
+                raise ArgumentError("Only 1 x axis graph variable allowed")
             x_axis_name = name
             given[name] = [_value(name, one) for one in given[name].split(",")]
         else:
             given[name] = _value(name, given[name])
     if threads < 1:
-        raise SchemaError(f"--threads is 1 or more, found {threads}")
+        raise ArgumentError(f"--threads is 1 or more, found {threads}")
     if agent_threads is not None and agent_threads < 1:
-        raise SchemaError(f"--agent-threads is 1 or more, found {agent_threads}")
+        raise ArgumentError(f"--agent-threads is 1 or more, found {agent_threads}")
     return Settings(given, x_axis_name, backend, threads, agent_threads)
 
 
@@ -167,20 +167,20 @@ def _value(name: str, text: str) -> Any:
             return True
         if text.lower() in ("no", "false", "f", "n", "0"):
             return False
-        raise SchemaError(f"--batch is true or false, found {text!r}")
+        raise ArgumentError(f"--batch is true or false, found {text!r}")
     if name == "state_size":
         _lengths(text)
         return text
     least = {"world_size": 3, "nlayers": 0, "out_features": 1}[name]
     if not text.strip().isdigit() or int(text) < least:
-        raise SchemaError(f"--{name.replace('_', '-')} is a whole number, {least} or more, found {text!r}")
+        raise ArgumentError(f"--{name.replace('_', '-')} is a whole number, {least} or more, found {text!r}")
     return int(text)
 
 
 def _lengths(text: str) -> tuple[int, ...]:
     parts = text.strip().split("-")
     if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise SchemaError(f"--state-size is lengths with dashes between them, such as 10-20-10, found {text!r}")
+        raise ArgumentError(f"--state-size is lengths with dashes between them, such as 10-20-10, found {text!r}")
     return tuple(map(int, parts))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from geartrain.actors.envs.adapters import Environments
-from geartrain.errors import MissingDependencyError, SchemaError
+from geartrain.errors import ArgumentError, MissingDependencyError
 
 #: The families, each a file here and an extra of the same name, and the package that must be there.
 FAMILIES = {
@@ -37,14 +37,16 @@ def make(name: str, n: int = 1, **options: Any) -> Environments:
         options: the family's own, see `make` in its file.
 
     Raises:
-        SchemaError: no such family or task, or n below 1.
+        ArgumentError: no such family or task, or n below 1.
         MissingDependencyError: the family's package is not installed; says how to install it.
     """
     family, _, task = name.partition("/")
     if family not in FAMILIES or not task:
-        raise SchemaError(f"an environment is named family/task with a family of {', '.join(FAMILIES)}; found {name!r}")
+        raise ArgumentError(
+            f"an environment is named family/task with a family of {', '.join(FAMILIES)}; found {name!r}"
+        )
     if n < 1:
-        raise SchemaError(f"n must be at least 1, found {n}")
+        raise ArgumentError(f"n must be at least 1, found {n}")
     need(family)
     made: Environments = importlib.import_module(f"{__name__}.{family}").make(task, n, **options)
     return made

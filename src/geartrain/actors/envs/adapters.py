@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.schema import Field
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 #: An observation or an action of n environments: an array (n, ...), or arrays by name.
 Arrays = NDArray[Any] | dict[str, NDArray[Any]]
@@ -71,7 +71,7 @@ def environments_of(made: Any) -> Environments:
             environment or a list of them, or something that has this face already.
 
     Raises:
-        SchemaError: it is none of those.
+        ArgumentError: it is none of those.
     """
     if all(hasattr(made, name) for name in ("n", "fields", "reset", "step")):
         return made  # type: ignore[no-any-return]
@@ -82,7 +82,7 @@ def environments_of(made: Any) -> Environments:
         return ParallelEnvironments(several)
     if several and all(hasattr(one, "observation_space") and hasattr(one, "step") for one in several):
         return SingleEnvironments(several)
-    raise SchemaError(
+    raise ArgumentError(
         "an environment is one of Gymnasium's, a list of them, a vector environment, or a parallel one of "
         f"PettingZoo's; found {type(made).__name__}"
     )
@@ -198,7 +198,7 @@ class ParallelEnvironments:
                 ("action", self._action, self._made[0].action_space(agent)),
             ):
                 if found != space:
-                    raise SchemaError(f"the {what} of agent {agent!r} is {found}, that of {first!r} is {space}")
+                    raise ArgumentError(f"the {what} of agent {agent!r} is {found}, that of {first!r} is {space}")
         self._step_shape = (self.n, len(self.agents))
 
     def reset(self, seed: int) -> Arrays:
@@ -272,7 +272,7 @@ def space_parts(space: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """The arrays that a Gymnasium space is made of, by their dotted names; a plain one's is "".
 
     Raises:
-        SchemaError: a space without a fixed shape (text, graphs, sequences).
+        ArgumentError: a space without a fixed shape (text, graphs, sequences).
     """
     kind = type(space).__name__
     if hasattr(space, "spaces"):
@@ -284,7 +284,7 @@ def space_parts(space: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
                 parts[f"{name}.{below}" if below else str(name)] = part
         return parts
     if getattr(space, "shape", None) is None or getattr(space, "dtype", None) is None:
-        raise SchemaError(f"a {kind} space has no fixed shape and cannot be kept in a store; encode it first")
+        raise ArgumentError(f"a {kind} space has no fixed shape and cannot be kept in a store; encode it first")
     dtype = np.dtype(space.dtype)
     return {"": (tuple(space.shape), dtype)}
 

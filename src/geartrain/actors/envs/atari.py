@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from geartrain.actors.envs import need
 from geartrain.actors.envs.adapters import Arrays, Stepped
 from geartrain.core.schema import Field
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 #: Frames of the console for each action, and the longest episode in actions: half an hour.
 FRAME_SKIP, MAX_ACTIONS, MAX_IDLE = 4, 27_000, 30
@@ -36,16 +36,16 @@ def make(
         sticky: how likely the console takes the last action once more instead of the new one.
 
     Raises:
-        SchemaError: there is no such ROM, or the picture cannot be divided so.
+        ArgumentError: there is no such ROM, or the picture cannot be divided so.
         MissingDependencyError: ale_py is not installed.
     """
     need("atari")
     from ale_py import roms
 
     if task not in roms.get_all_rom_ids():
-        raise SchemaError(f"there is no ROM named {task!r}; names are in lower case, as in ms_pacman")
+        raise ArgumentError(f"there is no ROM named {task!r}; names are in lower case, as in ms_pacman")
     if min(shrink) < 1 or HEIGHT % shrink[0] or WIDTH % shrink[1]:
-        raise SchemaError(f"shrink must divide {HEIGHT} lines and {WIDTH} columns, found {shrink}")
+        raise ArgumentError(f"shrink must divide {HEIGHT} lines and {WIDTH} columns, found {shrink}")
     return AtariEnvironments(task, n, shrink, sign_rewards, sticky)
 
 

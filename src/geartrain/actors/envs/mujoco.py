@@ -10,14 +10,14 @@ from typing import Any
 
 from geartrain.actors.envs import need
 from geartrain.actors.envs.adapters import SingleEnvironments
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 
 def make(task: str, n: int = 1, **options: Any) -> SingleEnvironments:
     """n environments of a task; `options` go to `gymnasium.make`.
 
     Raises:
-        SchemaError: Gymnasium does not know the task.
+        ArgumentError: Gymnasium does not know the task.
         MissingDependencyError: gymnasium or mujoco is not installed.
     """
     need("mujoco")
@@ -35,7 +35,7 @@ def gymnasium_environments(task: str, n: int, **options: Any) -> SingleEnvironme
         try:
             return SingleEnvironments([gymnasium.make(task, disable_env_checker=True, **options) for _ in range(n)])
         except gymnasium.error.UnregisteredEnv as error:
-            raise SchemaError(f"{error}") from None
+            raise ArgumentError(f"{error}") from None
 
 
 __all__ = ["make"]

@@ -22,7 +22,7 @@ def make(task: str, n: int = 1, **options: Any) -> SingleEnvironments:
     """n robot arms; `options` go to `gymnasium.make`.
 
     Raises:
-        SchemaError: gymnasium-robotics does not know the task.
+        ArgumentError: gymnasium-robotics does not know the task.
         MissingDependencyError: gymnasium-robotics is not installed, or MuJoCo is too new for it.
     """
     need("fetch")

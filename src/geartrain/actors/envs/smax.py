@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from geartrain.actors.envs import need, quiet
 from geartrain.actors.envs.adapters import Arrays, Stepped
 from geartrain.core.schema import Field
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 
 def make(task: str, n: int = 1, **options: Any) -> Smax:
     """n battles on a map; `options` go to JaxMARL's `HeuristicEnemySMAX`.
 
     Raises:
-        SchemaError: JaxMARL does not know the map.
+        ArgumentError: JaxMARL does not know the map.
         MissingDependencyError: jaxmarl is not installed.
     """
     need("smax")
@@ -50,7 +50,7 @@ class Smax:
             from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO
 
         if task not in MAP_NAME_TO_SCENARIO:
-            raise SchemaError(f"SMAX has the maps {', '.join(MAP_NAME_TO_SCENARIO)}; found {task!r}")
+            raise ArgumentError(f"SMAX has the maps {', '.join(MAP_NAME_TO_SCENARIO)}; found {task!r}")
         game = HeuristicEnemySMAX(scenario=MAP_NAME_TO_SCENARIO[task], **options)
         self.n = n
         self.agents = int(game.num_agents)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from geartrain.actors.envs import need
 from geartrain.actors.envs.adapters import Arrays, Stepped
 from geartrain.core.schema import Field
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 
 def make(task: str, n: int = 1, *, max_steps: int = 200, **options: Any) -> Vmas:
@@ -28,7 +28,7 @@ def make(task: str, n: int = 1, *, max_steps: int = 200, **options: Any) -> Vmas
         options: for `vmas.make_env`: device, and the scenario's own, as n_agents.
 
     Raises:
-        SchemaError: VMAS does not know the scenario, or its agents differ.
+        ArgumentError: VMAS does not know the scenario, or its agents differ.
         MissingDependencyError: vmas is not installed.
     """
     need("vmas")
@@ -48,7 +48,7 @@ class Vmas:
         import vmas
 
         if task not in (known := [*vmas.scenarios, *vmas.mpe_scenarios]):
-            raise SchemaError(f"VMAS has the scenarios {', '.join(known)}; found {task!r}")
+            raise ArgumentError(f"VMAS has the scenarios {', '.join(known)}; found {task!r}")
         self._world = vmas.make_env(
             scenario=task, num_envs=n, max_steps=max_steps, terminated_truncated=True, clamp_actions=True, **options
         )
@@ -56,7 +56,7 @@ class Vmas:
             (o.shape, a.shape) for o, a in zip(self._world.observation_space, self._world.action_space, strict=True)
         ]
         if len(set(spaces)) != 1 or len(spaces[0][0]) != 1:
-            raise SchemaError(f"the agents of {task!r} must observe and do vectors of the same sizes; found {spaces}")
+            raise ArgumentError(f"the agents of {task!r} must observe and do vectors of the same sizes; found {spaces}")
         self.n = n
         self.agents = len(spaces)
         (self._seen,), (self.actions,) = spaces[0]

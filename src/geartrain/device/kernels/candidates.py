@@ -23,7 +23,7 @@ from geartrain.device.kernels.philox import ROW_STREAM, counter_word
 from geartrain.device.kernels.scatter_update import scatter_update
 from geartrain.device.kernels.top_rows import first_rows
 from geartrain.device.kernels.weighted_draw import DrawKey, EveryRow, RunningSums, whole_numbers
-from geartrain.errors import EmptyStoreError, NotEnoughRowsError, SchemaError
+from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
 
 Rows = torch.Tensor | NDArray[Any] | Sequence[int]
 Chosen = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
@@ -42,7 +42,7 @@ class DeviceCandidates:
     Rows go in as int64 tensors on the device, or as NumPy whole numbers; they come out as int64 tensors.
 
     Raises:
-        SchemaError: a wrong device, dtype or shape.
+        ArgumentError: a wrong device, dtype or shape.
 
     Example (on a GPU):
         >>> import numpy as np, torch                                                      # doctest: +SKIP
@@ -61,11 +61,11 @@ class DeviceCandidates:
     ) -> None:
         if isinstance(weights, np.ndarray):
             if weights.dtype != np.uint32:
-                raise SchemaError(f"weights are uint32 (n,), found {weights.dtype} {weights.shape}")
+                raise ArgumentError(f"weights are uint32 (n,), found {weights.dtype} {weights.shape}")
             weights = torch.from_numpy(np.ascontiguousarray(weights)).to(device or "cuda", copy=True)
         check("weights", weights, (torch.uint32,))
         if not 0 < len(weights) <= MAX_ROWS:
-            raise SchemaError(f"1 to {MAX_ROWS} rows can be drawn from, found {len(weights)}")
+            raise ArgumentError(f"1 to {MAX_ROWS} rows can be drawn from, found {len(weights)}")
         for name, tensor, dtype in (("selectable", selectable, torch.bool), ("sequence", sequence, torch.int64)):
             if tensor is not None:
                 check(name, tensor, (dtype,), like=weights)
@@ -97,11 +97,11 @@ class DeviceCandidates:
         """weights[rows] = weights; of duplicates the last wins. About 240 bytes a row, and 16 a tile for the sums.
 
         Raises:
-            SchemaError: a row that is not there, or not as many weights (uint32) as rows; nothing was changed.
+            ArgumentError: a row that is not there, or not as many weights (uint32) as rows; nothing was changed.
         """
         if isinstance(weights, np.ndarray):
             if weights.dtype != np.uint32:
-                raise SchemaError(f"weights are uint32 (n,), found {weights.dtype} {weights.shape}")
+                raise ArgumentError(f"weights are uint32 (n,), found {weights.dtype} {weights.shape}")
             weights = torch.from_numpy(np.ascontiguousarray(weights)).to(self.device)
         scatter_update(self.values, self._known(rows), weights, self._by_weight.sums, self.selectable)
         self._by_weight.rerun()
@@ -154,7 +154,7 @@ class DeviceCandidates:
         known: torch.Tensor | range
         if isinstance(numbers, int):
             if not 0 <= numbers <= 2**32:
-                raise SchemaError(f"0 to 2**32 rows can be drawn at once, found {numbers}")
+                raise ArgumentError(f"0 to 2**32 rows can be drawn at once, found {numbers}")
             known = range(numbers)
             largest = numbers - 1
         else:
@@ -164,9 +164,9 @@ class DeviceCandidates:
             check("numbers", known, (torch.uint32,), like=self.values)
             largest = int(whole_numbers(known).max()) if strata and len(known) else -1
         if not 0 <= strata < 2**32:
-            raise SchemaError(f"strata is 0 to 2**32 - 1, found {strata}")
+            raise ArgumentError(f"strata is 0 to 2**32 - 1, found {strata}")
         if strata and largest >= strata:
-            raise SchemaError(f"draw {largest} is none of {strata} strata")
+            raise ArgumentError(f"draw {largest} is none of {strata} strata")
         population = self._by_weight if by_weight else self._by_row
         if len(known) and population.total == 0:
             what = "no selectable row has a weight above zero" if by_weight else "the store has no selectable row"
@@ -224,7 +224,7 @@ class DeviceCandidates:
         else:
             array = np.asarray(rows)
             if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-                raise SchemaError(f"rows are whole numbers (n,), found {array.dtype} {array.shape}")
+                raise ArgumentError(f"rows are whole numbers (n,), found {array.dtype} {array.shape}")
             known = torch.from_numpy(array.astype(np.int64)).to(self.device)
         check_rows("rows", known, len(self.values))
         return known
@@ -245,9 +245,9 @@ class DeviceCandidates:
     @staticmethod
     def _check_key(seed: int, step: int, round: int, limits: None) -> None:
         if limits is not None:
-            raise SchemaError("bare arrays have no versions, ages or lengths to limit")
+            raise ArgumentError("bare arrays have no versions, ages or lengths to limit")
         if not (0 <= seed < 2**64 and 0 <= step < 2**64 and 0 <= round < 2**18):
-            raise SchemaError(
+            raise ArgumentError(
                 f"seed and step are below 2**64 and round below 2**18, found seed={seed}, step={step}, round={round}"
             )
 

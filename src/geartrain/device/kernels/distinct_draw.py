@@ -34,7 +34,7 @@ from geartrain.device.kernels.philox import (
     reference_bits,
 )
 from geartrain.device.kernels.weighted_draw import TILE, DrawKey, EveryRow, RunningSums, as_int, tile_sums
-from geartrain.errors import EmptyStoreError, NotEnoughRowsError, SchemaError
+from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
 
 GROUP = 1024
 MAX_DISTINCT = 2**29  # 5 n + 64 draws have 32-bit numbers
@@ -195,7 +195,7 @@ def draw_distinct(
         NotEnoughRowsError: fewer than n rows have a value above 0.
     """
     if n > MAX_DISTINCT:
-        raise SchemaError(f"up to {MAX_DISTINCT} different rows can be drawn at once, found {n}")
+        raise ArgumentError(f"up to {MAX_DISTINCT} different rows can be drawn at once, found {n}")
     nothing = torch.empty(0, dtype=torch.int64, device=excluded.device)
     if n == 0:
         return nothing, nothing.to(torch.float64)

@@ -59,7 +59,7 @@ from geartrain.device.kernels.gather_kernels import count_steps_kernel, gather_r
 from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO, Arena, GatherField, Segment
 from geartrain.device.kernels.gather_order import order_for, warps_of
 from geartrain.device.kernels.philox import WINDOW_STREAM, counter_word
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 # Bytes of a piece: 32 a thread, 16 where elements are single bytes, each of which takes a register on its way.
 LARGEST_CHUNK, LARGEST_CHUNK_OF_BYTES, SMALLEST_CHUNK = 4096, 2048, 1024
@@ -80,7 +80,7 @@ class GatherRows:
         packed: windows one behind the other, without padding.
 
     Raises:
-        SchemaError: a conversion that there is not, or a window of 2 GB and more.
+        ArgumentError: a conversion that there is not, or a window of 2 GB and more.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class GatherRows:
         self.packed = packed
         for field in self.fields:
             if field.result is not None and (field.dtype not in CONVERTED_FROM or field.result not in CONVERTED_TO):
-                raise SchemaError(
+                raise ArgumentError(
                     f"field {field.name!r} of {field.dtype} cannot become {field.result}; converted are "
                     f"{', '.join(CONVERTED_FROM)} to {', '.join(CONVERTED_TO)}"
                 )
             if self._room(field) >= 2**31:
-                raise SchemaError(f"a window of field {field.name!r} has {self._room(field)} bytes, 2 GB or more")
+                raise ArgumentError(f"a window of field {field.name!r} has {self._room(field)} bytes, 2 GB or more")
         kinds = list(dict.fromkeys(field.kind for field in self.fields))
         self._kind_of = [kinds.index(field.kind) for field in self.fields]
         self.kinds = tuple(kinds)

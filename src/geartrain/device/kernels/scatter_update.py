@@ -26,7 +26,7 @@ import triton.language as tl
 
 from geartrain.device.kernels.checks import check, check_length, check_rows, interpreted, on_device_of
 from geartrain.device.kernels.weighted_draw import TILE
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 
 def reference_scatter_update(weights: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def scatter_update(
         selectable: (n,) bool; rows where it is False take their weights, but count 0 in the sums.
 
     Raises:
-        SchemaError: a wrong device, dtype or shape, or a row that is not there; nothing was changed.
+        ArgumentError: a wrong device, dtype or shape, or a row that is not there; nothing was changed.
     """
     check("weights", weights, (torch.uint32,))
     check("rows", rows, (torch.int64,), like=weights)
@@ -124,7 +124,7 @@ def scatter_update(
         check_length("selectable", selectable, len(weights))
     count = len(rows)
     if count >= 2**32 - 1:
-        raise SchemaError(f"fewer than 2**32 - 1 rows can be updated at once, found {count}")
+        raise ArgumentError(f"fewer than 2**32 - 1 rows can be updated at once, found {count}")
     check_rows("rows", rows, len(weights))
     if count == 0:
         return

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from geartrain.device.kernels.checks import MAX_ROWS, check, check_length, interpreted, on_device_of
 from geartrain.device.kernels.weighted_draw import TILE, whole_numbers
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 OLDEST, NEWEST, HEAVIEST = range(3)
 
@@ -165,14 +165,14 @@ def first_rows(
         min_age: rows of lower places are passed over.
 
     Raises:
-        SchemaError: a wrong device, dtype or shape, or an order that is none.
+        ArgumentError: a wrong device, dtype or shape, or an order that is none.
     """
     check("weights", weights, (torch.uint32,))
     size = len(weights)
     if order not in (OLDEST, NEWEST, HEAVIEST):
-        raise SchemaError(f"an order is 0 (oldest), 1 (newest) or 2 (heaviest), found {order}")
+        raise ArgumentError(f"an order is 0 (oldest), 1 (newest) or 2 (heaviest), found {order}")
     if not 0 < size <= MAX_ROWS:
-        raise SchemaError(f"1 to {MAX_ROWS} rows can be chosen from, found {size}")
+        raise ArgumentError(f"1 to {MAX_ROWS} rows can be chosen from, found {size}")
     for name, tensor, dtype in (("selectable", selectable, torch.bool), ("age_of", age_of, torch.int32)):
         if tensor is not None:
             check(name, tensor, (dtype,), like=weights)

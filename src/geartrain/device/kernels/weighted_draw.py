@@ -27,7 +27,7 @@ import triton.language as tl
 
 from geartrain.device.kernels.checks import MAX_ROWS, check, check_length, interpreted, on_device_of
 from geartrain.device.kernels.philox import reference_below, reference_bits, target_of
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 TILE = 256
 PART = 16  # a tile is PART parts of PART rows
@@ -247,12 +247,12 @@ def tile_sums(values: torch.Tensor, selectable: torch.Tensor | None = None) -> t
         selectable: (n,) bool; rows where it is False count 0.
 
     Raises:
-        SchemaError: a wrong device, dtype or shape.
+        ArgumentError: a wrong device, dtype or shape.
     """
     check("values", values, (torch.uint32, torch.uint8))
     n = len(values)
     if not 0 < n <= MAX_ROWS:
-        raise SchemaError(f"1 to {MAX_ROWS} rows can be drawn from, found {n}")
+        raise ArgumentError(f"1 to {MAX_ROWS} rows can be drawn from, found {n}")
     if selectable is not None:
         check("selectable", selectable, (torch.bool,), like=values)
         check_length("selectable", selectable, n)

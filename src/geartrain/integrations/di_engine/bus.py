@@ -29,12 +29,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from geartrain.errors import (
+    ArgumentError,
     ConnectionClosedError,
     GeartrainError,
     MessageError,
     PeerLostError,
     RemoteError,
-    SchemaError,
     TransportError,
     UnknownPeerError,
     WaitTimeoutError,
@@ -414,9 +414,9 @@ class Bus:
             except GeartrainError as error:
                 self._drop(other, f"it was replaced: {error}")
                 continue
-            raise SchemaError(f"two nodes have the id {node_id}; give each another one with --node-ids")
+            raise ArgumentError(f"two nodes have the id {node_id}; give each another one with --node-ids")
         if node_id == self.node_id:
-            raise SchemaError(f"two nodes have the id {node_id}; give each another one with --node-ids")
+            raise ArgumentError(f"two nodes have the id {node_id}; give each another one with --node-ids")
 
     def _add(self, name: str, node_id: int, version: int, topics: Iterable[str]) -> None:
         with self._lock:

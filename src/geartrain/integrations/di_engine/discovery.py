@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from geartrain.errors import SchemaError, WaitTimeoutError
+from geartrain.errors import ArgumentError, WaitTimeoutError
 from geartrain.transport.rendezvous import store_of
 
 
@@ -47,7 +47,7 @@ def parse_contact(text: str) -> Contact:
     """The contact that "tcp://host:port", "ipc:///path" or an `address` of a node's stands for.
 
     Raises:
-        SchemaError: none of these; a node id, which needs an init_method, is told apart.
+        ArgumentError: none of these; a node id, which needs an init_method, is told apart.
     """
     text = text.strip()
     url = urlparse(text)
@@ -56,8 +56,10 @@ def parse_contact(text: str) -> Contact:
         if text.startswith("id=") or any(places):
             return Contact(text)
     if re.fullmatch(r"\d+(_\d+_\d+)?", text):
-        raise SchemaError(f"attach_to={text!r} is a node id, and they are found through a store: give --init-method")
-    raise SchemaError(f"attach_to takes tcp://host:port, ipc:///path or, with an init_method, node ids; found {text!r}")
+        raise ArgumentError(f"attach_to={text!r} is a node id, and they are found through a store: give --init-method")
+    raise ArgumentError(
+        f"attach_to takes tcp://host:port, ipc:///path or, with an init_method, node ids; found {text!r}"
+    )
 
 
 class Publication:

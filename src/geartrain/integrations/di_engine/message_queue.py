@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlparse
 
-from geartrain.errors import GeartrainError, MissingDependencyError, SchemaError
+from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.integrations.di_engine import options as asked
 from geartrain.integrations.di_engine.bus import Bus
 from geartrain.integrations.di_engine.discovery import Publication, StoreRegister, contacts_of
@@ -348,13 +348,13 @@ def _runner(
     if mq_type not in MQ_TYPES:
         for name in ("init_method", "local_cuda_devices", "cuda_device_map"):
             if given.get(name):
-                raise SchemaError(f"{name} is for geartrain's queue: mq_type={mq_type!r} does not know it")
+                raise ArgumentError(f"{name} is for geartrain's queue: mq_type={mq_type!r} does not know it")
         return cast("Callable[..., None]", theirs(cls, n_parallel_workers, mq_type, *args, **kwargs))
     named = dict(zip(_RUNNER[2:], args, strict=False)) | kwargs
     bound = inspect.signature(theirs).bind(cls, n_parallel_workers, mq_type, **named)
     bound.apply_defaults()
     if n_parallel_workers < 1:
-        raise SchemaError(f"there is one worker or more, found n_parallel_workers={n_parallel_workers}")
+        raise ArgumentError(f"there is one worker or more, found n_parallel_workers={n_parallel_workers}")
     workers = list(_workers(cls, bound.arguments, given))
 
     def run(main_process: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -387,7 +387,7 @@ def _workers(cls: Any, asked_for: dict[str, Any], given: dict[str, Any]) -> Iter
     """What each worker is started with."""
     count, topology, init_method = asked_for["n_parallel_workers"], asked_for["topology"], given["init_method"]
     if topology not in asked.TOPOLOGIES:
-        raise SchemaError(f"a topology is one of {', '.join(asked.TOPOLOGIES)}, found {topology!r}")
+        raise ArgumentError(f"a topology is one of {', '.join(asked.TOPOLOGIES)}, found {topology!r}")
     attach_to = [text for text in asked_for["attach_to"] or [] if text]
     wanted = asked.check_mq_type(asked_for["mq_type"])
     devices = asked.parse_devices(given["local_cuda_devices"])
@@ -433,4 +433,4 @@ def _host_and_port(listen_to: str) -> tuple[str, int]:
         return url.hostname, url.port or 0
     if url.scheme in ("", "ipc"):
         return "127.0.0.1", 0
-    raise SchemaError(f"a node listens on tcp://host:port or ipc:///path, found {listen_to!r}")
+    raise ArgumentError(f"a node listens on tcp://host:port or ipc:///path, found {listen_to!r}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from geartrain.errors import MissingDependencyError, SchemaError, TransportError, UntrustedPeerError
+from geartrain.errors import ArgumentError, MissingDependencyError, TransportError, UntrustedPeerError
 
 #: What `mq_type` may be, and whether tensors go from GPU to GPU: True, False, or None for whenever devices are named.
 MQ_TYPES: dict[str, bool | None] = {
@@ -54,10 +54,10 @@ def check_mq_type(mq_type: str) -> bool | None:
     """Whether GPUs are to be used; None when that is left open.
 
     Raises:
-        SchemaError: there is no such kind.
+        ArgumentError: there is no such kind.
     """
     if mq_type not in MQ_TYPES:
-        raise SchemaError(f"there is no message queue {mq_type!r} of geartrain's; there are {', '.join(MQ_TYPES)}")
+        raise ArgumentError(f"there is no message queue {mq_type!r} of geartrain's; there are {', '.join(MQ_TYPES)}")
     return MQ_TYPES[mq_type]
 
 
@@ -69,16 +69,16 @@ def parse_devices(text: str | tuple[int, ...] | list[int] | None) -> tuple[int, 
         (0, 1)
 
     Raises:
-        SchemaError: not a list of numbers, or one of them twice.
+        ArgumentError: not a list of numbers, or one of them twice.
     """
     if text is None or text == "":
         return None
     parts = text.split(",") if isinstance(text, str) else [str(part) for part in text]
     if not all(re.fullmatch(r"\s*\d+\s*", part) for part in parts):
-        raise SchemaError(f"--local-cuda-devices takes numbers, such as 0,1; found {text!r}")
+        raise ArgumentError(f"--local-cuda-devices takes numbers, such as 0,1; found {text!r}")
     devices = tuple(int(part) for part in parts)
     if len(set(devices)) != len(devices):
-        raise SchemaError(f"--local-cuda-devices names a device twice: {text!r}")
+        raise ArgumentError(f"--local-cuda-devices names a device twice: {text!r}")
     return devices
 
 
@@ -90,7 +90,7 @@ def parse_device_map(text: str | None) -> tuple[DevicePair, ...]:
         (DevicePair(node_id=1, local=0, peer=1), DevicePair(node_id=2, local=0, peer=2))
 
     Raises:
-        SchemaError: it does not look like that, or gives one GPU two partners at one peer.
+        ArgumentError: it does not look like that, or gives one GPU two partners at one peer.
     """
     if not text:
         return ()
@@ -98,14 +98,14 @@ def parse_device_map(text: str | None) -> tuple[DevicePair, ...]:
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d+)_(\d+)_(\d+)\s*", part)
         if found is None:
-            raise SchemaError(
+            raise ArgumentError(
                 f"--cuda-device-map takes <peer's node id>_<local GPU>_<peer's GPU>,... such as 1_0_1,2_0_2; "
                 f"found {part!r} in {text!r}"
             )
         node_id, local, peer = (int(number) for number in found.groups())
         other = pairs.setdefault((node_id, local), DevicePair(node_id, local, peer))
         if other.peer != peer:
-            raise SchemaError(f"--cuda-device-map gives GPU {local} two partners at node {node_id}: {text!r}")
+            raise ArgumentError(f"--cuda-device-map gives GPU {local} two partners at node {node_id}: {text!r}")
     return tuple(pairs.values())
 
 
@@ -116,10 +116,10 @@ def check_devices(
 
     Raises:
         TransportError: they are asked for, and are not there.
-        SchemaError: a map speaks of a device that was not named, or devices are named for a queue without them.
+        ArgumentError: a map speaks of a device that was not named, or devices are named for a queue without them.
     """
     if wanted is False and (devices is not None or device_map):
-        raise SchemaError("devices are named for a queue that moves tensors through the CPU; take mq_type='cuda'")
+        raise ArgumentError("devices are named for a queue that moves tensors through the CPU; take mq_type='cuda'")
     if not (wanted or devices or device_map):
         return False
     if visible == 0:
@@ -139,7 +139,7 @@ def check_devices(
         )
     for pair in device_map:
         if pair.local not in usable:
-            raise SchemaError(
+            raise ArgumentError(
                 f"the device map uses GPU {pair.local}, which is not among those of this process: {usable}"
             )
     return True

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.device.device import Device, open_device
-from geartrain.errors import SchemaError, StoreClosedError
+from geartrain.errors import ArgumentError, StoreClosedError
 from geartrain.replay.builder import HostMaker, Made, State, join_importance
 from geartrain.replay.device import Flight, Handover, Landed, Landing, OnDevice, Stage
 from geartrain.replay.device.priority_mirror import Mirror, pays, why_not
@@ -71,7 +71,7 @@ class DeviceMaker:
         options: as `Replay` was given them.
 
     Raises:
-        PinError, SchemaError: what was asked for by name cannot be had.
+        PinError, ArgumentError: what was asked for by name cannot be had.
     """
 
     def __init__(self, parts: list[Sampler], selection: Strategy | Mixture, batch_size: int, options: OnDevice) -> None:
@@ -107,7 +107,7 @@ class DeviceMaker:
         staged = [one for one in self.landings if one.path == "staged"]
         if mixed and self.options.packed and not staged:
             if self.options.path == "gather":
-                raise SchemaError("a mixture is gathered into padded windows only; use path='staged' or packed=False")
+                raise ArgumentError("a mixture is gathered into padded windows only; use path='staged' or packed=False")
             staged = self.landings[:1]
         self.path = "staged" if staged else "gather"
         if staged:
@@ -125,7 +125,7 @@ class DeviceMaker:
             reason = reason or self.device.why_no_selection()
             asked = self.options.select
             if asked == "device" and reason is not None:
-                raise SchemaError(f"select='device' was asked for, but {reason}")
+                raise ArgumentError(f"select='device' was asked for, but {reason}")
             if asked == "auto" and reason is None and not pays(part.plan.store.capacity, self.batch_size):
                 reason = f"{self.batch_size} draws cost less than a copy of {part.plan.store.capacity} weights"
             if asked == "host" or reason is not None:

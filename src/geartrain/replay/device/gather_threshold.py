@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 VARIABLE = "GEARTRAIN_CROSSOVER_BYTES"
 
@@ -41,14 +41,14 @@ def crossover(asked: int | None, device: str) -> tuple[int, str]:
         device: its name, as the vendor gives it.
 
     Raises:
-        SchemaError: GEARTRAIN_CROSSOVER_BYTES is no number of bytes.
+        ArgumentError: GEARTRAIN_CROSSOVER_BYTES is no number of bytes.
     """
     if asked is not None:
         return asked, "as asked for"
     variable = os.environ.get(VARIABLE)
     if variable is not None:
         if not variable.isdecimal():
-            raise SchemaError(f"{VARIABLE} is a number of bytes, found {variable!r}")
+            raise ArgumentError(f"{VARIABLE} is a number of bytes, found {variable!r}")
         return int(variable), f"by {VARIABLE}"
     found = _measured().get(device)
     if isinstance(found, dict) and isinstance(found.get("crossover_bytes"), int):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -74,13 +74,13 @@ class OnDevice:
 
     def __post_init__(self) -> None:
         if self.path not in ("auto", "gather", "staged"):
-            raise SchemaError(f"path is 'auto', 'gather' or 'staged', found {self.path!r}")
+            raise ArgumentError(f"path is 'auto', 'gather' or 'staged', found {self.path!r}")
         if self.select not in ("auto", "host", "device"):
-            raise SchemaError(f"select is 'auto', 'host' or 'device', found {self.select!r}")
+            raise ArgumentError(f"select is 'auto', 'host' or 'device', found {self.select!r}")
         if self.exchange not in ("host", "nccl"):
-            raise SchemaError(f"exchange is 'host' or 'nccl', found {self.exchange!r}")
+            raise ArgumentError(f"exchange is 'host' or 'nccl', found {self.exchange!r}")
         if self.crossover_bytes is not None and self.crossover_bytes < 0:
-            raise SchemaError(f"crossover_bytes is at least 0, found {self.crossover_bytes}")
+            raise ArgumentError(f"crossover_bytes is at least 0, found {self.crossover_bytes}")
 
 
 __all__ = ["Convert", "Exchange", "OnDevice", "Path"]

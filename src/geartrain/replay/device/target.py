@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from geartrain.device.device import Device
 from geartrain.device.pinned_memory import Pin, pins
-from geartrain.errors import PinError, SchemaError
+from geartrain.errors import ArgumentError, PinError
 from geartrain.replay.device.gather_threshold import crossover
 from geartrain.replay.device.options import Convert, OnDevice
 from geartrain.replay.device.pinned_pool import Bounce
@@ -26,14 +26,14 @@ _log = logging.getLogger("geartrain.replay.device")
 
 
 def gather_rows_of(plan: Plan, convert: Mapping[str, Convert], packed: bool) -> GatherRows:
-    """A plan as the kernel takes it. Raises `SchemaError` for a conversion that there is not."""
+    """A plan as the kernel takes it. Raises `ArgumentError` for a conversion that there is not."""
     from geartrain.device.kernels.gather import GatherRows
     from geartrain.device.kernels.gather_layout import GatherField, Segment
 
     store = plan.store
     unknown = set(convert) - set(plan.names)
     if unknown:
-        raise SchemaError(f"`convert` names {sorted(unknown)}, the batch has {plan.names}")
+        raise ArgumentError(f"`convert` names {sorted(unknown)}, the batch has {plan.names}")
     layout = store.native.layout()
     fields = []
     for name, number in zip(plan.names, plan.numbers, strict=True):
@@ -63,7 +63,7 @@ class Landing:
 
     Raises:
         PinError: path="gather" was asked for, and the segment cannot be pinned.
-        SchemaError: a conversion that there is not.
+        ArgumentError: a conversion that there is not.
     """
 
     def __init__(self, device: Device, stream: Any, plan: Plan, options: OnDevice) -> None:

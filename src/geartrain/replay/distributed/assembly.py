@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.device.device import Device, open_device
-from geartrain.errors import SchemaError, StoreClosedError
+from geartrain.errors import ArgumentError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import nothing
 from geartrain.replay.device import (
@@ -540,19 +540,19 @@ class NcclDock(GatherDock):
 
 
 def check_options(options: OnDevice, names: Sequence[str], has_peers: bool) -> None:
-    """Raises `SchemaError` for what there is not over several ranks."""
+    """Raises `ArgumentError` for what there is not over several ranks."""
     unknown = set(options.convert) - set(names)
     if unknown:
-        raise SchemaError(f"`convert` names {sorted(unknown)}, the batch has {list(names)}")
+        raise ArgumentError(f"`convert` names {sorted(unknown)}, the batch has {list(names)}")
     if options.select == "device":
-        raise SchemaError("select='device' was asked for, but over several ranks rows are chosen on the host")
+        raise ArgumentError("select='device' was asked for, but over several ranks rows are chosen on the host")
     if has_peers and (options.path == "gather" or options.exchange == "nccl"):
         asked = "exchange='nccl'" if options.exchange == "nccl" else "path='gather'"
-        raise SchemaError(
+        raise ArgumentError(
             f"{asked} was asked for, but tensor-parallel peers are handed the batch from host memory; use path='staged'"
         )
     if options.exchange == "nccl" and options.path == "staged":
-        raise SchemaError("exchange='nccl' sends what the GPU has gathered; leave path='staged' out")
+        raise ArgumentError("exchange='nccl' sends what the GPU has gathered; leave path='staged' out")
 
 
 def open_dock(
@@ -572,7 +572,7 @@ def open_dock(
         make_group: for exchange="nccl", what makes the group; None where there is no torch process group.
 
     Raises:
-        PinError, SchemaError: what was asked for by name cannot be had.
+        PinError, ArgumentError: what was asked for by name cannot be had.
     """
     device = open_device(options.device)
     device.enter()
@@ -593,7 +593,7 @@ def open_dock(
     try:
         if nccl:
             if make_group is None:
-                raise SchemaError("exchange='nccl' needs a process group of torch.distributed, or a mesh over one")
+                raise ArgumentError("exchange='nccl' needs a process group of torch.distributed, or a mesh over one")
             others = {names: landings(names, "gather") for names in plans[0]}
             return NcclDock(device, stream, others.get(fields, []), options, make_group(device), others)
         if not fields:

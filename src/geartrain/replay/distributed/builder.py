@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.device.nccl import DeviceGroup
-from geartrain.errors import EmptyStoreError, NotEnoughRowsError, PeerLostError, RanksDisagreeError, SchemaError
+from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError, PeerLostError, RanksDisagreeError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import Made, State
 from geartrain.replay.device import OnDevice
@@ -96,7 +96,7 @@ class RankedMaker:
 
     Raises:
         RanksDisagreeError: the ranks do not agree on strategy, seed, schema or sizes.
-        SchemaError: the batch cannot be shared out evenly.
+        ArgumentError: the batch cannot be shared out evenly.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class RankedMaker:
     def _check_sizes(self) -> None:
         replicas = len(self.members.readers)
         if self.batch_size % replicas:
-            raise SchemaError(
+            raise ArgumentError(
                 f"a global batch of {self.batch_size} rows cannot be shared out to {replicas} data-parallel replicas "
                 f"evenly"
             )
@@ -185,17 +185,17 @@ class RankedMaker:
         sizes = sorted({sampler.atom for sampler in self.parts})
         for size in sizes:
             if self.rows_per_replica % size:
-                raise SchemaError(
+                raise ArgumentError(
                     f"{self.rows_per_replica} rows a replica do not hold whole groups of {size}; choose a batch_size "
                     f"that is a multiple of {size * replicas}"
                 )
         for small, large in itertools.pairwise(sizes):
             if large % small:
-                raise SchemaError(
+                raise ArgumentError(
                     f"groups of {small} and of {large} rows cannot fill a replica together; one must divide the other"
                 )
         if len(sizes) > 1 and self._assignment == "ordered" and replicas > 1:
-            raise SchemaError("slices of a mixture with groups would cut groups; use assignment='local_first'")
+            raise ArgumentError("slices of a mixture with groups would cut groups; use assignment='local_first'")
 
     # --- a batch --------------------------------------------------------------------------------------------------
 
@@ -611,11 +611,11 @@ class RankedMaker:
         self.ranks.exchange(sends, receives)
 
     def check_update(self, keys: Keys, priorities: NDArray[np.float64]) -> None:
-        """Raises `SchemaError` for weights that cannot be set."""
+        """Raises `ArgumentError` for weights that cannot be set."""
         if not np.isfinite(priorities).all():
-            raise SchemaError(f"priority {np.flatnonzero(~np.isfinite(priorities))[0]} is not finite")
+            raise ArgumentError(f"priority {np.flatnonzero(~np.isfinite(priorities))[0]} is not finite")
         if len(keys) and (keys.shard is None or int(keys.shard.max()) >= self.members.shards):
-            raise SchemaError("these keys do not tell a shard of this replay; use the rows of its batches")
+            raise ArgumentError("these keys do not tell a shard of this replay; use the rows of its batches")
 
     def rewind(self) -> None:
         """Forgets what later batches had used, before the state of an earlier one is loaded."""

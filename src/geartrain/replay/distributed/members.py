@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.errors import RanksDisagreeError, SchemaError
+from geartrain.errors import ArgumentError, RanksDisagreeError
 from geartrain.replay.distributed.assignment import Reader
 from geartrain.replay.distributed.rank_group import Ranks, gather_among
 from geartrain.replay.distributed.topology import Place
@@ -69,7 +69,7 @@ class Members:
 
     Raises:
         RanksDisagreeError: names two ranks and what differs.
-        SchemaError: a replica that nobody reads for.
+        ArgumentError: a replica that nobody reads for.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Members:
         """A replica's ranks that read, whoever reads most first."""
         ranks = [c.rank for c in self.consumers if c.replica == replica and self.row_bytes[c.rank]]
         if not ranks:
-            raise SchemaError(f"replica {replica} has no rank that reads anything; name inputs or targets")
+            raise ArgumentError(f"replica {replica} has no rank that reads anything; name inputs or targets")
         ranks.sort(key=lambda rank: (-self.row_bytes[rank], rank))
         homes = [frozenset(store.first + store.of_rank[rank] for store in self.stores) for rank in ranks]
         return Reader(tuple(ranks), tuple(homes))

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from geartrain.core.arguments import default_threads, timeout
 from geartrain.core.progress import Progress
-from geartrain.errors import PeerLostError, SchemaError
+from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.replay.distributed.assignment import assign
 from geartrain.replay.distributed.balance import deal, expected_up_to, flows, heaviest_within, meetings
 from geartrain.replay.distributed.members import Members, agree
@@ -137,7 +137,7 @@ class Placement:
         timeout_s: longest wait for another rank.
 
     Raises:
-        SchemaError, FieldError: what was asked for does not fit the store.
+        ArgumentError, FieldError: what was asked for does not fit the store.
         RanksDisagreeError: the ranks were set up differently.
         PeerLostError: a rank did not come, or is gone.
 
@@ -166,12 +166,12 @@ class Placement:
         timeout_s: float = 60.0,
     ) -> None:
         if by not in ("weight", "rows"):
-            raise SchemaError(f"by is 'weight' or 'rows', found {by!r}")
+            raise ArgumentError(f"by is 'weight' or 'rows', found {by!r}")
         timeout(timeout_s)
         if isinstance(inputs, str) or isinstance(targets, str):
-            raise SchemaError(f"inputs and targets are lists of names, found {inputs!r} and {targets!r}")
+            raise ArgumentError(f"inputs and targets are lists of names, found {inputs!r} and {targets!r}")
         if window is not None and not 1 <= window < 2**31:
-            raise SchemaError(f"a window has at least one step, found window={window}")
+            raise ArgumentError(f"a window has at least one step, found window={window}")
         if inputs is None and targets is None:
             inputs = targets = list(store.fields)
         inputs, targets = list(inputs or ()), list(targets or ())
@@ -269,14 +269,14 @@ class Placement:
             batch_size: rows of the global batch; by default the replay's.
 
         Raises:
-            SchemaError: the batch cannot be shared out evenly.
+            ArgumentError: the batch cannot be shared out evenly.
             RanksDisagreeError: a replay on some ranks only, or batches of different sizes.
         """
         if batch_size is None and replay is not None:
             batch_size = int(replay.batch_size)
         replicas = len(self._members.readers)
         if batch_size is not None and (batch_size < 1 or batch_size % replicas):
-            raise SchemaError(
+            raise ArgumentError(
                 f"a global batch of {batch_size} rows cannot be shared out to {replicas} data-parallel replicas evenly"
             )
         moved = None
@@ -340,7 +340,7 @@ class Placement:
                 will be inserted with, or ones. Where all are 0 they stand for ones.
 
         Raises:
-            SchemaError: weights that are none, or more rows than are free in all shards.
+            ArgumentError: weights that are none, or more rows than are free in all shards.
 
         Cost: no communication; two sorts and a few passes, below 200 bytes of memory a row.
         """
@@ -348,7 +348,7 @@ class Placement:
         n = len(likely)
         free = np.array([shard.free for shard in self.shards], np.int64)
         if n > free.sum():
-            raise SchemaError(
+            raise ArgumentError(
                 f"{n} rows do not fit: {free.sum()} are free in all shards together "
                 f"({', '.join(f'{each} in shard {number}' for number, each in enumerate(free))}); create the stores "
                 f"with more capacity, or deal fewer rows"
@@ -370,14 +370,14 @@ class Placement:
             weights = weights.detach().cpu()
         likely = np.asarray(weights, np.float64)
         if likely.ndim != 1:
-            raise SchemaError(f"weights are one number for each row of the dataset, (n,), found {likely.shape}")
+            raise ArgumentError(f"weights are one number for each row of the dataset, (n,), found {likely.shape}")
         if len(likely) >= 2**32:
-            raise SchemaError(f"at most 2**32 - 1 rows can be dealt at once, found {len(likely)}")
+            raise ArgumentError(f"at most 2**32 - 1 rows can be dealt at once, found {len(likely)}")
         bad = np.flatnonzero(~(np.isfinite(likely) & (likely >= 0)))
         if len(bad):
-            raise SchemaError(f"weights are finite and >= 0, found {likely[bad[0]]} for row {bad[0]}")
+            raise ArgumentError(f"weights are finite and >= 0, found {likely[bad[0]]} for row {bad[0]}")
         if self.by == "rows" and len(likely) and likely.min() != likely.max():
-            raise SchemaError("this placement is by='rows', where each is as likely; give ones, or use by='weight'")
+            raise ArgumentError("this placement is by='rows', where each is as likely; give ones, or use by='weight'")
         if self.by == "rows" or not likely.any():
             return np.ones(len(likely))
         return likely
@@ -405,7 +405,7 @@ class Placement:
             progress: show a progress bar, on the first rank.
 
         Raises:
-            SchemaError: a tolerance or a number of bytes that is none.
+            ArgumentError: a tolerance or a number of bytes that is none.
             RanksDisagreeError: the ranks ask for different things.
             PeerLostError: a rank is gone. Rows may be there twice; the stores stay, to be adopted.
 
@@ -413,9 +413,9 @@ class Placement:
         time in memory. A pass over the books of the shards that rows leave.
         """
         if not 0 <= tolerance <= 1:
-            raise SchemaError(f"tolerance is a share, from 0 to 1, found {tolerance}")
+            raise ArgumentError(f"tolerance is a share, from 0 to 1, found {tolerance}")
         if max_bytes is not None and max_bytes < 0:
-            raise SchemaError(f"max_bytes must be at least 0, found {max_bytes}")
+            raise ArgumentError(f"max_bytes must be at least 0, found {max_bytes}")
         asked = self._ranks.gather_objects((tolerance, max_bytes))
         for rank, (their_tolerance, their_bytes) in enumerate(asked):
             agree("tolerance", asked[0][0], their_tolerance, rank)

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.errors import PeerLostError, RanksDisagreeError, SchemaError
+from geartrain.errors import ArgumentError, PeerLostError, RanksDisagreeError
 
 Bytes = NDArray[np.uint8]
 # Bytes for or from a rank.
@@ -184,7 +184,7 @@ class TorchRanks:
         timeout_s: longest wait for another rank.
 
     Raises:
-        SchemaError: there is no process group, or this rank is not a member.
+        ArgumentError: there is no process group, or this rank is not a member.
         PeerLostError: not all of them came in time.
     """
 
@@ -192,14 +192,14 @@ class TorchRanks:
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():
-            raise SchemaError(
+            raise ArgumentError(
                 "a replay over several ranks needs torch.distributed: start the script with torchrun and call "
                 "torch.distributed.init_process_group first"
             )
         here = dist.get_rank()
         self._members = list(members)
         if here not in self._members:
-            raise SchemaError(f"rank {here} is none of the replay's ranks {self._members}")
+            raise ArgumentError(f"rank {here} is none of the replay's ranks {self._members}")
         self.rank = self._members.index(here)
         self.size = len(self._members)
         self.sent_bytes = 0
@@ -249,7 +249,7 @@ class TorchRanks:
                 for peer, array in messages:
                     number = numbers[peer] = numbers.get(peer, -1) + 1
                     if number >= MAX_MESSAGES:
-                        raise SchemaError(f"at most {MAX_MESSAGES} messages a peer fit in one exchange")
+                        raise ArgumentError(f"at most {MAX_MESSAGES} messages a peer fit in one exchange")
                     if array.size:
                         tag = self._calls % 65536 * MAX_MESSAGES + number
                         under_way.append((peer, start([torch.from_numpy(array)], peer, tag)))

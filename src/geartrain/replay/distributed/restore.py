@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.core.progress import Progress
-from geartrain.errors import CheckpointError, FieldError, SchemaError, StoreMissingError
+from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
 from geartrain.store.checkpoint_reader import ROW_RECORD, Checkpoint, json_checksum, put_blocks, restore, write_json
 from geartrain.store.store import Store
 
@@ -262,7 +262,7 @@ class _CutShard(SavedShard):
         if spec is None:
             raise FieldError(f"the shards have no field {name!r} to keep rows together by")
         if spec.shape or spec.dtype.startswith(("float", "bfloat", "complex")):
-            raise SchemaError(f"rows are kept together by a field of one whole number, {name!r} is {spec}")
+            raise ArgumentError(f"rows are kept together by a field of one whole number, {name!r} is {spec}")
         values = np.empty(self._total, spec.numpy_dtype)
         for number, source in enumerate(self._sources):
             mine = self._shard_of == number

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 # Names of mesh dimensions, as the field uses them. Dimensions that replicate and shard the model are both data
 # parallel as far as batches go.
@@ -54,13 +54,13 @@ def topology_of(group: Any, mesh: Any) -> Topology:
     """From a process group, a mesh, or ranks of the caller's own (`geartrain.replay.distributed.rank_group.Ranks`), with a `Place` as mesh.
 
     Raises:
-        SchemaError: both a process group and a mesh, or a mesh that is none.
+        ArgumentError: both a process group and a mesh, or a mesh that is none.
     """
     if group is not None and hasattr(group, "exchange"):  # not a process group: ranks of the caller's own
         place = mesh if isinstance(mesh, Place) else Place(dp=group.rank, dp_size=group.size)
         return Topology(list(range(group.size)), place)
     if group is not None and mesh is not None:
-        raise SchemaError("give a group or a mesh, not both")
+        raise ArgumentError("give a group or a mesh, not both")
     return of_group(group) if group is not None else of_mesh(mesh)
 
 
@@ -76,7 +76,7 @@ def of_mesh(mesh: Any) -> Topology:
     """From a `DeviceMesh` with named dimensions, a DeepSpeed grid, or an object with the usual mpu methods.
 
     Raises:
-        SchemaError: it is none of these, or a dimension's name says nothing.
+        ArgumentError: it is none of these, or a dimension's name says nothing.
     """
     if hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate"):
         return _of_device_mesh(mesh)
@@ -84,7 +84,7 @@ def of_mesh(mesh: Any) -> Topology:
         return _of_process_topology(mesh)
     if _method(mesh, _DP_RANK) is not None:
         return _of_mpu(mesh)
-    raise SchemaError(
+    raise ArgumentError(
         f"mesh is a torch DeviceMesh with dimensions named among dp, pp and tp, a DeepSpeed grid, or an object with "
         f"get_data_parallel_rank() and the like; found {type(mesh).__name__}"
     )
@@ -94,11 +94,11 @@ def _of_device_mesh(mesh: Any) -> Topology:
     names: Sequence[str] | None = mesh.mesh_dim_names
     if not names:
         if mesh.ndim != 1:
-            raise SchemaError(f"a mesh of {mesh.ndim} dimensions must name them, e.g. mesh_dim_names=('pp', 'dp')")
+            raise ArgumentError(f"a mesh of {mesh.ndim} dimensions must name them, e.g. mesh_dim_names=('pp', 'dp')")
         names = ("dp",)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise SchemaError("this rank is not in the mesh")
+        raise ArgumentError("this rank is not in the mesh")
     at = {"dp": 0, "pp": 0, "tp": 0}
     sizes = {"dp": 1, "pp": 1, "tp": 1}
     for name, index, size in zip(names, coordinate, mesh.mesh.shape, strict=True):
@@ -108,7 +108,7 @@ def _of_device_mesh(mesh: Any) -> Topology:
                 sizes[axis] *= size
                 break
         else:
-            raise SchemaError(
+            raise ArgumentError(
                 f"the mesh has a dimension {name!r}, which may be data parallel ({', '.join(DATA)}), pipeline parallel "
                 f"({', '.join(PIPELINE)}) or tensor parallel ({', '.join(TENSOR)}); rename it"
             )
@@ -165,7 +165,7 @@ def _of_mpu(mpu: Any) -> Topology:
     )
     world = dist.get_world_size()
     if place.dp_size * place.pp_size * place.tp_size != world:
-        raise SchemaError(
+        raise ArgumentError(
             f"{place.dp_size} data x {place.pp_size} pipeline x {place.tp_size} tensor parallel ranks do not make "
             f"the {world} of this job"
         )

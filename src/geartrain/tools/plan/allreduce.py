@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import geartrain._native as _native
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 ALGORITHMS = ("ring", "tree", "dedicated", "hybrid")
 #: More reducers than this are not looked at when the cheapest number is sought.
@@ -52,7 +52,7 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.rtt_s < 0:
-            raise SchemaError(f"a round trip takes no negative time, found {self.rtt_s}")
+            raise ArgumentError(f"a round trip takes no negative time, found {self.rtt_s}")
         _native.plan_shares(self.workers, self.reducers, self.nbytes)  # refuses what is no network
 
     @property
@@ -135,7 +135,7 @@ def plan(network: Network) -> Plan:
 
 
 def cost(network: Network, algorithm: str) -> Cost:
-    """What one algorithm takes. Raises `SchemaError` for one there is not, and for dedicated without reducers."""
+    """What one algorithm takes. Raises `ArgumentError` for one there is not, and for dedicated without reducers."""
     n, k, slowest = len(network.workers), network.nbytes, min(network.workers)
     reducers = 0
     if algorithm == "ring":
@@ -151,7 +151,7 @@ def cost(network: Network, algorithm: str) -> Cost:
         moved = max(_native.moved_bytes(n, len(network.reducers), shares, k)[:n])
         hops = _native.DIRECT_HOPS if n > 1 else 0
     else:
-        raise SchemaError(f"there are {', '.join(ALGORITHMS)}; found {algorithm!r}")
+        raise ArgumentError(f"there are {', '.join(ALGORITHMS)}; found {algorithm!r}")
     latency_s = hops * network.rtt_s / 2
     return Cost(algorithm, n, reducers, moved, hops, latency_s, seconds + latency_s)
 
@@ -190,16 +190,16 @@ def cheapest(
     are like the given one.
 
     Raises:
-        SchemaError: reducers of several kinds, none at all, or a price or time below zero.
+        ArgumentError: reducers of several kinds, none at all, or a price or time below zero.
     """
     if len(set(network.reducers)) != 1:
-        raise SchemaError("the cheapest number of reducers needs reducers of one kind: --reducers 1x32Gbit")
+        raise ArgumentError("the cheapest number of reducers needs reducers of one kind: --reducers 1x32Gbit")
     if min(price_worker, price_reducer, compute_s) < 0:
-        raise SchemaError("prices and times are not below zero")
+        raise ArgumentError("prices and times are not below zero")
     rate = network.reducers[0]
     most = _native.reducers_needed(network.workers, rate)
     if most > MOST_REDUCERS:
-        raise SchemaError(f"{most:,} such reducers would be of use; more than {MOST_REDUCERS:,} are not compared")
+        raise ArgumentError(f"{most:,} such reducers would be of use; more than {MOST_REDUCERS:,} are not compared")
     priced = []
     for count in range(most + 1):
         step_s = compute_s + cost(replace(network, reducers=(rate,) * count), "hybrid").seconds

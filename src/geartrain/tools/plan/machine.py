@@ -19,7 +19,7 @@ import numpy as np
 
 import geartrain._native as _native
 from geartrain.core.schema import Field
-from geartrain.errors import MissingDependencyError, SchemaError
+from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.replay.fetch import fetch
 from geartrain.selection.strategy import Candidates
 from geartrain.store.store import Store
@@ -82,7 +82,7 @@ class Constants:
         """What `as_json` gave."""
         known = {field.name for field in fields(cls)}
         if set(found) != known:
-            raise SchemaError(f"constants are {', '.join(sorted(known))}; found {', '.join(sorted(found))}")
+            raise ArgumentError(f"constants are {', '.join(sorted(known))}; found {', '.join(sorted(found))}")
         return cls(**{**found, "descent_ns": {int(n): float(ns) for n, ns in found["descent_ns"].items()}})
 
 
@@ -239,14 +239,14 @@ def _measure_gloo() -> tuple[float, float]:
         try:
             words = [process.communicate(timeout=90) for process in started]
         except subprocess.TimeoutExpired:
-            raise SchemaError("two ranks on this machine found no way to talk within 90 s") from None
+            raise ArgumentError("two ranks on this machine found no way to talk within 90 s") from None
         finally:
             for process in started:
                 process.kill()
                 process.wait()
     for process, (_, said) in zip(started, words, strict=True):
         if process.returncode:
-            raise SchemaError(f"a rank failed: {(said.strip().splitlines() or ['it said nothing'])[-1]}")
+            raise ArgumentError(f"a rank failed: {(said.strip().splitlines() or ['it said nothing'])[-1]}")
     round_s, rate = json.loads(words[0][0])
     return round_s * 1e6, rate / 1e9
 
@@ -255,22 +255,22 @@ def read_constants(path: Path) -> Constants:
     """Constants from a file of `geartrain bench ranks --json` or `geartrain plan ranks --json`.
 
     Raises:
-        SchemaError: there are none in it.
+        ArgumentError: there are none in it.
     """
     found = read_json(path)
     if not isinstance(found.get("constants"), dict) or not found["constants"]:
-        raise SchemaError(f"{path} holds no constants; `geartrain plan ranks --measure --json FILE` writes them")
+        raise ArgumentError(f"{path} holds no constants; `geartrain plan ranks --measure --json FILE` writes them")
     return Constants.from_json(found["constants"])
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises `SchemaError` where there is none."""
+    """A JSON object from a file. Raises `ArgumentError` where there is none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise SchemaError(f"{path} cannot be read: {error}") from None
+        raise ArgumentError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise SchemaError(f"{path} holds no JSON object")
+        raise ArgumentError(f"{path} holds no JSON object")
     return found
 
 

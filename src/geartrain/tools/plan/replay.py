@@ -34,7 +34,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.assignment import Reader, assign
 from geartrain.replay.distributed.builder import HEAD, PER_STORE
 from geartrain.tools.plan.machine import Constants, median_s
@@ -77,15 +77,15 @@ class Cluster:
         for name, least in (("hosts", 1), ("gpus", 1), ("rows", 1), ("batch", 1), ("row_bytes", 1), ("step_ms", 0)):
             value = getattr(self, name)
             if not value >= least or math.isinf(value):
-                raise SchemaError(f"{name} must be at least {least} and finite, found {value}")
+                raise ArgumentError(f"{name} must be at least {least} and finite, found {value}")
         if not self.link_gbit > 0:
-            raise SchemaError(f"link_gbit must be above zero, found {self.link_gbit}")
+            raise ArgumentError(f"link_gbit must be above zero, found {self.link_gbit}")
         if self.batch % self.ranks:
-            raise SchemaError(f"a batch of {self.batch} rows cannot be shared out equally to {self.ranks} ranks")
+            raise ArgumentError(f"a batch of {self.batch} rows cannot be shared out equally to {self.ranks} ranks")
         if self.shares is not None and (
             len(self.shares) != self.hosts or min(self.shares) < 0 or abs(sum(self.shares) - 1) > 1e-6
         ):
-            raise SchemaError(f"shares are {self.hosts} numbers that add up to 1, found {list(self.shares)}")
+            raise ArgumentError(f"shares are {self.hosts} numbers that add up to 1, found {list(self.shares)}")
 
     @property
     def ranks(self) -> int:
@@ -165,9 +165,9 @@ def moved_rows(cluster: Cluster, arm: Arm) -> tuple[float, float]:
 
 
 def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
-    """What a batch takes. Raises `SchemaError` for an arm there is not."""
+    """What a batch takes. Raises `ArgumentError` for an arm there is not."""
     if arm not in ARMS:
-        raise SchemaError(f"there are {', '.join(ARMS)}; found {arm!r}")
+        raise ArgumentError(f"there are {', '.join(ARMS)}; found {arm!r}")
     hosts, ranks, batch, r = cluster.hosts, cluster.ranks, cluster.batch, cluster.row_bytes
     per_rank = batch / ranks
     # Ranks that have to take turns on the machine's cores.
@@ -263,10 +263,10 @@ def check(result: Mapping[str, Any], constants: Constants | None = None) -> list
     the model is not about (first rows of all shards) are left out.
 
     Raises:
-        SchemaError: this is no such result.
+        ArgumentError: this is no such result.
     """
     if result.get("bench") != "ranks" or "cases" not in result:
-        raise SchemaError("this is no result of `geartrain bench ranks --json FILE`")
+        raise ArgumentError("this is no result of `geartrain bench ranks --json FILE`")
     if constants is None:
         constants = Constants.from_json(result["constants"])
     checked = []

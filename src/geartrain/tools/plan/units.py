@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError
 
 _NUMBER = r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+"
 _PREFIXES = {
@@ -33,7 +33,7 @@ def parse_links(text: str) -> tuple[float, ...]:
     Bits are decimal (1 Gbit is 1e9 bits), as networks count them; "B" is bytes, "GiB" 2**30 of them.
 
     Raises:
-        SchemaError: it is none of these.
+        ArgumentError: it is none of these.
     """
     if text.strip() in ("", "0", "none"):
         return ()
@@ -41,10 +41,10 @@ def parse_links(text: str) -> tuple[float, ...]:
     for part in text.split("+"):
         count, times, rate = part.strip().rpartition("x")
         if times and not count.strip().isdigit():
-            raise SchemaError(f"links are written like 8x100Gbit or 1x100Mbit+3x400Mbit, found {text!r}")
+            raise ArgumentError(f"links are written like 8x100Gbit or 1x100Mbit+3x400Mbit, found {text!r}")
         number = int(count) if times else 1
         if len(rates) + number > MOST_MEMBERS:
-            raise SchemaError(f"at most {MOST_MEMBERS:,} members, found {text!r}")
+            raise ArgumentError(f"at most {MOST_MEMBERS:,} members, found {text!r}")
         rates += [parse_rate(rate)] * number
     return tuple(rates)
 
@@ -53,11 +53,11 @@ def parse_rate(text: str) -> float:
     """Bytes a second: "100Gbit", "100Gbit/s", "12.5GB/s"."""
     found = _RATE.fullmatch(text.strip())
     if found is None:
-        raise SchemaError(f"a rate is a number and a unit, such as 100Mbit, 25Gbit or 3GB/s; found {text!r}")
+        raise ArgumentError(f"a rate is a number and a unit, such as 100Mbit, 25Gbit or 3GB/s; found {text!r}")
     number, prefix, unit = found.groups()
     rate = float(number) * _PREFIXES[prefix.lower()] / (1.0 if unit == "B" else 8.0)
     if not 0 < rate < math.inf:
-        raise SchemaError(f"a rate is above zero, found {text!r}")
+        raise ArgumentError(f"a rate is above zero, found {text!r}")
     return rate
 
 
@@ -65,7 +65,7 @@ def parse_bytes(text: str) -> float:
     """Bytes: "1.2GB", "16MiB", "4096"."""
     found = _BYTES.fullmatch(text.strip())
     if found is None:
-        raise SchemaError(f"bytes are a number with or without a unit, such as 1.2GB, 16MiB or 4096; found {text!r}")
+        raise ArgumentError(f"bytes are a number with or without a unit, such as 1.2GB, 16MiB or 4096; found {text!r}")
     return float(found[1]) * _PREFIXES[found[2].lower()]
 
 
@@ -75,7 +75,7 @@ def parse_seconds(text: str) -> float:
         return 0.0
     found = _TIME.fullmatch(text.strip())
     if found is None or found[2].lower() not in _TIMES:
-        raise SchemaError(f"a time is a number and one of {', '.join(_TIMES)}; found {text!r}")
+        raise ArgumentError(f"a time is a number and one of {', '.join(_TIMES)}; found {text!r}")
     return float(found[1]) * _TIMES[found[2].lower()]
 
 
