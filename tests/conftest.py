@@ -1,4 +1,4 @@
-"""Names for stores, the proof that no test leaves a segment behind, and deadlines that wait longer on a busy machine."""
+"""Names for stores, the proof that no test leaves a segment behind, deadlines that wait longer on a busy machine."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import certificates
 import preloaded
 import pytest
+from deadlines import patience
 from p2p_gpu_worker import NoGpus
 
 import geartrain_bench.messages.gpu as p2p_gpu
@@ -54,7 +55,7 @@ def test_the_columns_of_gpus_have_both_systems_and_their_floor(tmp_path: Path) -
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
     command = [sys.executable, str(Path(__file__).parents[1] / "support" / "p2p_gpu_worker.py"), str(tmp_path)]
-    done = preloaded.run(command, timeout=110)
+    done = preloaded.run(command, timeout=patience(110))
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "p2p.json").read_text())
     assert not result["peers_missing"]

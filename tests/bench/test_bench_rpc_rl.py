@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain_bench as bench
 from geartrain.errors import ArgumentError, PeerLostError
@@ -157,7 +158,7 @@ def test_the_command_prints_a_table_and_writes_a_report_for_each_backend_and_a_p
         [sys.executable, "-m", "geartrain", *words, "--json", "all.json", "--output_file_path", "out.json"],
         cwd=tmp_path,
         env={**os.environ, "NO_COLOR": "1"},
-        timeout=100,
+        timeout=patience(100),
     )
     assert done.returncode == 0, done.stderr
     for name, backend in (("out.json", "geartrain"), ("out.torch.json", "torch")):
@@ -184,7 +185,7 @@ def test_a_second_list_and_arguments_of_others_are_refused_in_one_line(tmp_path:
 
     def said(*words: str) -> str:
         command = [sys.executable, "-m", "geartrain", "bench", *words]
-        done = preloaded.run(command, cwd=tmp_path, env={**os.environ, "NO_COLOR": "1"}, timeout=60)
+        done = preloaded.run(command, cwd=tmp_path, env={**os.environ, "NO_COLOR": "1"}, timeout=patience(60))
         assert done.returncode == 1
         return done.stderr.strip()
 

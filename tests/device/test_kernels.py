@@ -279,8 +279,9 @@ def test_every_launch_compiles_with_its_own_arguments_and_new_seeds_compile_noth
     assert max(times.values()) <= 6
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=pytest.mark.slow if t == "cuda:90" else pytest.mark.long) for t in TARGETS]
+)
 def test_every_variant_of_every_kernel_compiles(target: str) -> None:
     check_compiled(compiled("--all", target))

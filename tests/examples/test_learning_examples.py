@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 
@@ -29,7 +30,7 @@ def run(command, tmp_path, timeout_s=110):
     before = set(Path("/dev/shm").iterdir())
     done = preloaded.run(
         [*command, "--curve", str(curve), "--plot", str(tmp_path / "curve.png")],
-        timeout=timeout_s,
+        timeout=patience(timeout_s),
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -183,7 +184,7 @@ def test_two_stages_and_two_replicas_learn_what_one_process_learns(tmp_path, sto
     worker = [str(ROOT / "tests" / "support" / "pipeline_gato_worker.py"), str(tmp_path), store_name()]
     done = preloaded.run(
         [*TORCHRUN, "--nproc-per-node", "2", *worker],
-        timeout=110,
+        timeout=patience(110),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -13,6 +13,7 @@ import numpy as np
 import preloaded
 import pytest
 from counting import Counting, Numbers
+from deadlines import patience
 
 import geartrain as gt
 from geartrain.actors import environments_of, recorded_fields
@@ -47,7 +48,7 @@ def store(store_name):
 
 
 def wait_for(condition, timeout_s=60.0):
-    until_s = time.monotonic() + timeout_s
+    until_s = time.monotonic() + patience(timeout_s)
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.01)
@@ -76,7 +77,7 @@ def test_actors_that_the_limiter_holds_up_stop_with_the_pool(store):
         wait_for(lambda: store.limiter.state().insert_wait_s > 0 or pool.stats()["rows"] >= 8)
         time.sleep(0.3)  # every stream has come to a row that is not let in
         began_s = time.monotonic()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < patience(10)
     state, counts = store.limiter.state(), store.stats()
     assert state.inserts == counts["inserted"] == len(store)  # what waited was given back, and not counted
     assert counts["writing"] == 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 import geartrain.replay.distributed.balance as dealing
@@ -472,7 +473,7 @@ def test_a_rank_that_is_killed_in_the_middle_loses_no_row(
         stores = make_stores(200, 200, 200)
         fill(stores, 150, [1.0, 0.0, 0.0])
         before = population(stores)
-        group = ThreadRanks.make(3, timeout_s=10)
+        group = ThreadRanks.make(3, timeout_s=patience(10))
         group[victim].die_at = die_at
         whole = []
 
@@ -616,7 +617,7 @@ def test_processes_of_a_group_rebalance_over_gloo(
         def body() -> None:
             meet = f"file://{tmp_path}/meet"
             dist.init_process_group("gloo", meet, timedelta(seconds=30), world_size=2, rank=number)
-            with Placement(stores[number], group=dist.group.WORLD, timeout_s=30) as made:
+            with Placement(stores[number], group=dist.group.WORLD, timeout_s=patience(30)) as made:
                 report = made.report(batch_size=64)
                 moved = made.rebalance()
                 assert moved.shares_before == tuple(shard.share for shard in report.shards)

@@ -15,7 +15,7 @@ MOST = 50.0  # beyond this a test that hangs would hang for hours
 
 
 def load() -> float:
-    """Processes that run or wait for a core, for each core: now, or in the last minute, whichever is more; 1 or more."""
+    """Processes that run or wait for a core, for each core: now or in the last minute, what is more, and at least 1."""
     cores = len(os.sched_getaffinity(0))
     last_minute, _, _, now, _ = Path("/proc/loadavg").read_text().split()
     running = int(now.split("/")[0]) - 1  # without who asks
