@@ -136,7 +136,13 @@ def victims(job: Job, victim: int, size: int) -> list[list[dict[str, Any]]]:
     return [job.lines(rank) for rank in range(size) if rank != victim]
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"find_unused_parameters": True}, id="unused", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_worker_is_named_on_every_other_rank(
     launcher: Launcher, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -204,7 +210,13 @@ class ReducerProcess:
         self.process.communicate()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
+    ],
+)
 def test_training_goes_on_from_the_same_step_without_a_lost_reducer(
     launcher: Launcher, tmp_path: Path, how: signal.Signals
 ) -> None:

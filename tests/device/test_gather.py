@@ -35,7 +35,7 @@ def interpreted(script: str, *arguments: str, timeout_s: float) -> str:
 
 
 def test_random_batches_are_those_of_the_native_code() -> None:
-    assert json.loads(interpreted("gather_cases.py", "0", "25", timeout_s=patience(110))) == []
+    assert json.loads(interpreted("gather_cases.py", "0", "10", timeout_s=patience(110))) == []
 
 
 @pytest.mark.long

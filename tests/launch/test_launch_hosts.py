@@ -84,7 +84,7 @@ def summary(tmp_path, i):
     return json.loads((tmp_path / f"logs{i}" / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("agents", ["all", "first"])
+@pytest.mark.parametrize("agents", ["all", pytest.param("first", marks=pytest.mark.slow)])
 def test_actors_ask_agents_and_weights_follow_over_hosts(hosts, tmp_path, agents):
     launchers = start(hosts, tmp_path, REMOTE.format(tests=TESTS, agents=agents), plain=True)
     codes = [launcher.wait(patience(100)) for launcher in launchers]

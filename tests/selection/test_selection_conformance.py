@@ -136,9 +136,9 @@ def one_case(rng: np.random.Generator, make: Make, most: int, whole: bool) -> No
 @pytest.mark.parametrize("seed", range(4))
 def test_random_populations_draws_and_seeds(make: Make, seed: int) -> None:
     rng = np.random.default_rng([1, seed])
-    for _ in range(400 if make is _native.Candidates else 5):
+    for _ in range(400 if make is _native.Candidates else 3):
         one_case(rng, make, 80, whole=False)
-    for _ in range(20 if make is _native.Candidates else 2):
+    for _ in range(20 if make is _native.Candidates else 1):
         one_case(rng, make, 3000, whole=False)
 
 

@@ -102,6 +102,11 @@ class Server:
         self._codes: dict[int, int] = {}
         self._ended = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
+        atexit.register(self._close)
+
+    def _close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._process.wait()
 
     def _listen(self) -> None:
         while message := self._socket.recv(1000):
