@@ -50,7 +50,8 @@ import sys, pytest
 class Tell:
     def pytest_collection_finish(self, session):
         for item in session.items:
-            print("quick" if not {"slow", "long"} & {mark.name for mark in item.iter_markers()} else "later", item.nodeid)
+            later = any(mark.name in ("slow", "long") for mark in item.iter_markers())
+            print("later" if later else "quick", item.nodeid)
 sys.exit(pytest.main(["--collect-only", "-qq", "-o", "addopts=", "-p", "no:cacheprovider", "tests"], [Tell()]))
 """
 

@@ -217,7 +217,7 @@ def test_a_program_in_c_reduces_with_the_shipped_header_and_library(tmp_path: Pa
     except MissingDependencyError as error:
         pytest.skip(str(error))
     program = tmp_path / "program"
-    source = HERE.parent / "native" / "test" / "allreduce_in_c.c"
+    source = HERE.parents[1] / "native" / "tests" / "collectives" / "allreduce_in_c.c"
     subprocess.run(
         [
             compiler,

@@ -109,9 +109,7 @@ def test_first_rows(interpreter: Interpreter, order: int) -> None:
     sequence = torch.from_numpy(rng.permutation(2500) + 10**12)
     age = (sequence - 10**12).to(torch.int32)
     for n in (1, 7, 300, 4000):
-        found = interpreter.call(
-            "first_rows.first_rows", weights.numpy(), selectable.numpy(), age.numpy(), order, n, 100
-        )
+        found = interpreter.call("top_rows.first_rows", weights.numpy(), selectable.numpy(), age.numpy(), order, n, 100)
         expected = first_rows.reference_first_rows(weights, selectable, sequence, order, n, 10**12 + 99, [])
         assert found.tolist() == expected
 
@@ -176,7 +174,7 @@ def test_what_a_kernel_cannot_take_is_refused(interpreter: Interpreter) -> None:
         ("scatter_update.scatter_update", (weights, one, values[:0], sums), "values has 0 values, 1 are needed"),
         ("scatter_update.scatter_update", (weights, one, values.astype(np.float32), sums), "values is torch.uint32"),
         ("scatter_update.scatter_update", (weights, one, values, sums[:0]), "sums has 0 values, 1 are needed"),
-        ("first_rows.first_rows", (weights, None, None, 3, 1), "an order is 0"),
+        ("top_rows.first_rows", (weights, None, None, 3, 1), "an order is 0"),
     ]
     for function, arguments, message in refused:
         with pytest.raises(ArgumentError, match=message):

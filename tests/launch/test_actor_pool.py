@@ -139,7 +139,7 @@ if __name__ == "__main__":
     print(pool._board.path, *(int(pid) for pid in pool._board.column("pid")), flush=True)
     time.sleep(100)
 """
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1] / 'support'}"}
     made = preloaded.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
     assert made.stdout is not None
     board, *words = made.stdout.readline().split()

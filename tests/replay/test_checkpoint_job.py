@@ -555,7 +555,7 @@ def test_killed_at_any_instant_the_last_step_can_be_restored(
         save_all(stores, places, step=1)
         for _ in range(12):
             child = fork(lambda last=last: _save_from(last, [s.name for s in stores], places))
-            time.sleep(float(rng.uniform(0.02, 0.2)))  # the instant of death is what is drawn here
+            time.sleep(patience(float(rng.uniform(0.02, 0.2))))  # the instant of death is what is drawn here
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             loaded = load_all(store_name, places, 2)

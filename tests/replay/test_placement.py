@@ -17,6 +17,7 @@ from deadlines import patience
 import geartrain as gt
 import geartrain.replay.distributed.balance as dealing
 import geartrain.replay.distributed.placement as placement
+from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, FieldError, PeerLostError, RanksDisagreeError
 from geartrain.replay.distributed.placement import Moved, Placement
 from geartrain.replay.distributed.topology import Place
@@ -49,12 +50,12 @@ def make_stores(store_name: Callable[[], str]) -> Iterator[Stores]:
         store.close()
 
 
-def insert(store: gt.Store, numbers: np.ndarray, weights: np.ndarray) -> gt.keys.Keys:
+def insert(store: gt.Store, numbers: np.ndarray, weights: np.ndarray) -> Keys:
     """Rows that are functions of their numbers."""
     import torch
 
     if not len(numbers):
-        return gt.keys.Keys.empty()
+        return Keys.empty()
     steps = numbers[:, None] * 10.0 + np.arange(STEPS)
     return store.insert(
         {
@@ -433,7 +434,7 @@ def test_rows_that_change_on_the_way_are_neither_torn_nor_there_twice(
     real = Placement._pack
 
     def pack(self: Placement, keys: np.ndarray) -> Any:
-        gone = gt.keys.Keys(keys[:7, 0], keys[:7, 1])
+        gone = Keys(keys[:7, 0], keys[:7, 1])
         assert self.store.delete(gone) == 0  # somebody removes rows that were chosen
         return real(self, keys)
 

@@ -21,6 +21,7 @@ WORKER = Path(__file__).parents[1] / "support" / "ranks_device_worker.py"
 
 def start(scenario: str, name: str, ranks: int, tmp_path: Path, **env: str) -> list[subprocess.Popen[str]]:
     settings = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "MEET": f"file://{tmp_path}/meet", **env}
+    settings["PYTHONPATH"] = str(Path(__file__).parent)  # rows are those of test_ranks_device
     return [
         preloaded.Popen(
             [sys.executable, str(WORKER), scenario, name], env={**os.environ, **settings, "RANK": str(rank)},

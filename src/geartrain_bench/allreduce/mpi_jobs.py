@@ -17,7 +17,7 @@ from geartrain_bench.allreduce.rounds import Together
 from geartrain_bench.allreduce.testbed import Timed
 from geartrain_bench.harness.baselines import PeerError
 
-SCRIPT = Path(__file__).with_name("allreduce_mpi.py")
+SCRIPT = Path(__file__).with_name("mpi_worker.py")
 TIMEOUT_S = 300.0
 #: What an MPI needs to run more ranks than there are cores, as root.
 OPTIONS = {"openmpi": ["--allow-run-as-root", "--oversubscribe"]}

@@ -36,7 +36,7 @@ from geartrain.errors import GeartrainError
 from geartrain_bench.harness.baselines import PeerError
 from geartrain_bench.harness.timing import BenchResult, Clock, Lap, System, lap, take_turns
 
-WORKER = Path(__file__).with_name("di_engine_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 SYSTEMS = {"geartrain": "geartrain", "nng": "nng (DI-engine's default)"}
 SIZES = (1_280, 1_310_720, 41_943_040)
 LARGE = 335_544_320

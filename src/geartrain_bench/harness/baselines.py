@@ -1,4 +1,4 @@
-"""The bench's end of peer_worker.py: another replay buffer in a process and an environment of its own."""
+"""The bench's end of baseline_worker.py: another replay buffer in a process and an environment of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from geartrain.core.schema import Field
 from geartrain_bench.harness.child_process import AnsweringProcess, PeerError
 from geartrain_bench.harness.timing import Lap
 
-WORKER = Path(__file__).with_name("peer_worker.py")
+WORKER = Path(__file__).with_name("baseline_worker.py")
 #: Environment variables that make a variant of a peer.
 VARIANTS = {"torchrl-thp": {"THP_MEM_ALLOC_ENABLE": "1"}}
 

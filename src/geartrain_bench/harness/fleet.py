@@ -22,7 +22,7 @@ from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.harness.baselines import PeerError
 
 WORKER = [sys.executable, "-m", "geartrain_bench.distributed_replay.worker"]
-REVERB = Path(__file__).with_name("ranks_reverb.py")
+REVERB = Path(__file__).parents[1] / "distributed_replay" / "reverb_baseline.py"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The bench's end of p2p_peer.py: ZeroMQ, gRPC or Ray, in an environment of its own."""
+"""The bench's end of baselines.py: ZeroMQ, gRPC or Ray, in an environment of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from geartrain_bench.harness.child_process import AnsweringProcess, PeerError
 from geartrain_bench.harness.timing import Lap
 
-WORKER = Path(__file__).with_name("p2p_peer.py")
+WORKER = Path(__file__).with_name("baselines.py")
 #: What `--peer-python NAME=` may name -> the systems of that package, as the table names them, and as the worker does.
 SYSTEMS = {
     "zmq": {"ZeroMQ ipc": "zmq ipc", "ZeroMQ tcp": "zmq tcp"},

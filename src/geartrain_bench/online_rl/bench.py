@@ -48,7 +48,10 @@ from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyErr
 from geartrain_bench.harness.timing import BenchResult, Row, rate_row, time_row
 
 #: The peers, and what runs in their interpreters.
-PEERS = {"torchrl": Path(__file__).with_name("online_peer.py"), "reverb": Path(__file__).with_name("online_reverb.py")}
+PEERS = {
+    "torchrl": Path(__file__).with_name("torchrl_baseline.py"),
+    "reverb": Path(__file__).with_name("reverb_baseline.py"),
+}
 OBSERVERS = (8, 16)
 #: What all of it may take; a peer's loop is left out where less than the least is left.
 BUDGET_S, LEAST_S = 235.0, 15.0

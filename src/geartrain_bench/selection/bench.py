@@ -49,7 +49,7 @@ SEED = 20230723
 ALPHA, BETA = 0.6, 0.4
 FRACTION_BITS = 16
 ALL_PEERS = ("torchrl", "cpprb", "tianshou")
-#: The samplers that are measured of each peer; peer_worker.py knows them by these names.
+#: The samplers that are measured of each peer; baseline_worker.py knows them by these names.
 SAMPLERS = {"torchrl": ("torchrl fp32", "torchrl fp64"), "cpprb": ("cpprb",), "tianshou": ("tianshou",)}
 MULTINOMIAL_MOST = 2**24
 MOD = 8
