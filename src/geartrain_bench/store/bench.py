@@ -280,13 +280,15 @@ class _TableBench:
 
         def ours() -> Lap:
             keys = [self.keys[draw()] for _ in range(calls)]
-            as_: Any = "torch" if self.as_torch else "numpy"
+            output: Any = "torch" if self.as_torch else "numpy"
 
             def body() -> None:
                 for some in keys:
-                    fetch(self.store, some, threads=threads, as_=as_)
+                    fetch(self.store, some, threads=threads, output=output)
 
-            return harness.lap(calls, body, lambda: fetch(self.store, self.keys[draw()], threads=threads, as_=as_))
+            return harness.lap(
+                calls, body, lambda: fetch(self.store, self.keys[draw()], threads=threads, output=output)
+            )
 
         def numpy_index() -> Lap:
             rows = [draw() for _ in range(calls)]
@@ -304,7 +306,7 @@ class _TableBench:
         systems = _floors(floor, threads)
         systems.append(System("geartrain", ours))
         with Replay(
-            self.store, Uniform(SEED), batch, prefetch=0, threads=threads, as_="torch" if self.as_torch else "numpy"
+            self.store, Uniform(SEED), batch, prefetch=0, threads=threads, output="torch" if self.as_torch else "numpy"
         ) as replay:
 
             def sample() -> None:
