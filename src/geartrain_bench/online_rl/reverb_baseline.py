@@ -1,6 +1,6 @@
 """The loops `collect` and `train` of `geartrain bench online` on Reverb, in an interpreter of its own.
 
-    python reverb_baseline.py '{"loop": "train", "actors": 2, "environments": 4, "seconds": 6, ...}'
+    python online_reverb.py '{"loop": "train", "actors": 2, "environments": 4, "seconds": 6, ...}'
 
 Processes act with a policy in NumPy (their interpreter has no torch), and append transitions by a `trajectory_writer`
 for each environment; a server keeps them; this process draws batches from a `TrajectoryDataset`. No weights are

@@ -1,6 +1,6 @@
 """The loops of `geartrain bench online` on torchrl, in an interpreter of its own: one loop, one line of JSON.
 
-    python torchrl_baseline.py '{"loop": "train", "actors": 2, "environments": 4, "seconds": 8, ...}'
+    python online_peer.py '{"loop": "train", "actors": 2, "environments": 4, "seconds": 8, ...}'
 
 `collect` and `train`: torchrl's `MultiAsyncCollector` fills a shared `ReplayBuffer` while this process draws batches.
 `ask`: processes that step one environment each and ask torchrl's `InferenceServer` for actions. Imports nothing of
