@@ -54,10 +54,10 @@ def test_inspect_shows_schema_rows_bytes_and_weights(store_name: Any) -> None:
         shown = geartrain("inspect", store.name).stdout
         assert "5 of 8 rows" in shown and "50 steps" in shown and "1 processes attached" in shown
         assert "obs" in shown and "(10, 2)" in shown and "float32" in shown
-        assert "1 rows have weight 0" in shown and "█" in shown
+        assert "1 rows have priority 0" in shown and "█" in shown
         about = json.loads(geartrain("inspect", store.name, "--json").stdout)
         assert about["rows"] == 5 and about["steps"] == 50 and about["versions"] == [0, 4]
-        assert sum(about["weights"]["rows"]) == 4 and about["weights"]["zero"] == 1
+        assert sum(about["priorities"]["rows"]) == 4 and about["priorities"]["zero"] == 1
         assert store.name in geartrain("inspect").stdout
         assert "every row is accounted for" in geartrain("inspect", store.name, "--audit").stdout
         assert len(store) == 5, "looking changes nothing"
