@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from deadlines import patience
 
 torch = pytest.importorskip("torch")
 
@@ -70,7 +71,7 @@ def train(
         jobs.append(one.submit(gradient, network.reduce))
     used = []
     for job, gradient in zip(jobs, gradients, strict=True):
-        job.wait(5)
+        job.wait(patience(5))
         one.join(job)
         device.run(lambda g=gradient: used.append(g.clone()))
     device.waits_of_staging = list(device.host_waits)
@@ -116,17 +117,17 @@ def test_submitting_waits_for_nothing() -> None:
     gate = threading.Event()
 
     def slow(host: torch.Tensor) -> Any:
-        assert gate.wait(5)
+        assert gate.wait(patience(5))
         return network.reduce(host)
 
     with staging(device) as one:
         before = time.monotonic()
         jobs = [one.submit(torch.ones(400), slow) for _ in range(20)]
-        assert time.monotonic() - before < 1
+        assert time.monotonic() - before < patience(1)
         assert not any(job.finished.is_set() for job in jobs)
         gate.set()
         for job in jobs:
-            job.wait(5)
+            job.wait(patience(5))
 
 
 def test_chunks_go_in_order_and_depend_on_the_tensor_alone() -> None:
@@ -149,7 +150,7 @@ def test_memory_stays_until_the_side_streams_are_done_with_it() -> None:
     device, network = SimulatedDevice(chance=0), Network()
     gradient = torch.ones(40)
     with staging(device) as one:
-        one.submit(gradient, network.reduce).wait(5)
+        one.submit(gradient, network.reduce).wait(patience(5))
     assert {stream for address, stream in device.used_by if address == gradient.data_ptr()} == {"stream 1", "stream 2"}
 
 
@@ -158,7 +159,7 @@ def test_more_work_follows_the_result_before_the_caller_goes_on() -> None:
     flat, strided = torch.ones(40), torch.zeros(40, 2)[:, 0]
     with staging(device) as one:
         job = one.submit(flat, network.reduce, after=lambda: device.copy(strided, flat))
-        job.wait(5)
+        job.wait(patience(5))
         one.join(job)
         seen: list[float] = []
         device.run(lambda: seen.append(float(strided.sum())))
@@ -175,7 +176,7 @@ def test_a_lost_peer_fails_the_tensor_and_ends_the_group(error_at: int) -> None:
         failed = 0
         for job in jobs:
             try:
-                job.wait(5)
+                job.wait(patience(5))
             except PeerLostError as error:
                 failed += 1
                 assert "rank 1 went away" in str(error)
@@ -189,7 +190,7 @@ def test_a_wait_has_a_deadline_and_a_closed_stage_takes_nothing() -> None:
     gate = threading.Event()
 
     def slow(host: torch.Tensor) -> Any:
-        assert gate.wait(5)
+        assert gate.wait(patience(5))
         return network.reduce(host)
 
     with staging(device) as one:
@@ -197,6 +198,6 @@ def test_a_wait_has_a_deadline_and_a_closed_stage_takes_nothing() -> None:
         with pytest.raises(WaitTimeoutError, match="not done within"):
             job.wait(0.05)
         gate.set()
-        job.wait(5)
+        job.wait(patience(5))
     with pytest.raises(ConnectionClosedError):
         one.submit(torch.ones(4), network.reduce)
