@@ -141,7 +141,7 @@ def rank_of(folder, role):
             told = dict(entry.partition("=")[::2] for entry in path.read_text().split("\0"))
         except OSError:
             continue
-        order = json.loads(told.get("GEARTRAIN_PART", "{}"))
+        order = json.loads(told.get("GEARTRAIN_PROCESS", "{}"))
         if order.get("folder") == folder and order.get("role") == role:
             return int(path.parent.name)
     raise AssertionError(f"no {role} of {folder}")
