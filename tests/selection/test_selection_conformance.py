@@ -1,5 +1,5 @@
-"""Every implementation of native/selection.h chooses the same rows, bit for bit: the native one, the Triton kernels in
-Triton's interpreter and, where there is one, on a GPU, all against the NumPy reference."""
+"""Every implementation of native/selection/selection.h chooses the same rows, bit for bit: the native one, the Triton
+kernels in Triton's interpreter and, where there is one, on a GPU, all against the NumPy reference."""
 
 from __future__ import annotations
 

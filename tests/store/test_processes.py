@@ -29,7 +29,7 @@ from geartrain.errors import (
     StoreMissingError,
 )
 
-# Where things are in a segment, native/segment.h and native/lease.h.
+# Where things are in a segment, native/segment/segment.h and native/base/file_lock.h.
 MUTEX_OFFSET, CLIENTS_OFFSET, CLIENT_BYTES, REGIONS_OFFSET, STATUS_BYTES = 4096, 16384, 64, 32768, 48
 GATE_LEASE = (1 << 61) + (1 << 20)
 

@@ -31,7 +31,7 @@ FIELDS = {
     "mean": gt.Field((5,), "bfloat16", timed=False),
 }
 
-# Offsets of the header's members, native/segment.h.
+# Offsets of the header's members, native/segment/segment.h.
 FORMAT_VERSION, FINGERPRINT, REQUIRED_FEATURES, SEGMENT_BYTES = 8, 16, 24, 32
 CREATED_NS, STORE_ID, REGIONS, FIELDS_OFFSET = 96, 104, 112, 8192
 

@@ -1,5 +1,5 @@
-"""native/selection.h once more, slow and obvious, in NumPy and Python's whole numbers: what every implementation is
-compared with."""
+"""native/selection/selection.h once more, slow and obvious, in NumPy and Python's whole numbers: what every
+implementation is compared with."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Moving chosen rows out of a store into a batch, in one call.
 
 Rows are gathered by native threads with the GIL released, all fields and windows at once, straight from shared
-memory into warm, recycled buffers or into the caller's own (native/fetch.h; GEAR, section 3.4). A row that was
+memory into warm, recycled buffers or into the caller's own (native/fetch/fetch.h; GEAR, section 3.4). A row that was
 overwritten during its copy is noticed and never returned.
 """
 

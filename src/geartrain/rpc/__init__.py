@@ -9,8 +9,8 @@
     rpc.call_async("learner", add, 1, 2).result()      # a registered function stands for its name
     await rpc.call_async("learner", add, 1, 2)
 
-A call is sent, and its answer received, by the thread that makes it (native/transport/calls.h); on the other side a
-thread that has waited for any peer runs the function and answers itself (native/transport/inbox.h).
+A call is sent, and its answer received, by the thread that makes it (native/transport/rpc/pending_calls.h); on the
+other side a thread that has waited for any peer runs the function and answers itself (native/transport/rpc/inbox.h).
 
 A peer's calls are run in the order it made them, one after the other; different peers' at the same time. The next one
 goes on when a function returns (a batched or async one at once), waits for a call of its own, or is given up by the

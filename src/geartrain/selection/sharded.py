@@ -1,8 +1,8 @@
 """Selection over shards: every rank finds out the whole batch from a few numbers of each shard.
 
 The rows of all shards, one shard after the other, are one population. What is drawn from it is what would be drawn if
-they lay in one store (native/selection.h), so the same rows in the same order give the same batch, however they are cut
-into shards. Each shard contributes, per batch:
+they lay in one store (native/selection/selection.h), so the same rows in the same order give the same batch, however
+they are cut into shards. Each shard contributes, per batch:
 
 | strategy | what its ranks learn from a shard | bytes |
 |---|---|---|

@@ -3,7 +3,7 @@
 A strategy holds settings and nothing else. Everything random comes from Philox counters keyed by (seed, step, draw
 number), so the same candidates, seed and step give the same rows on any machine, and a resumed run draws what the
 uninterrupted one would have (Salmon et al., 2011; GEAR, section 3.3). What a draw is, to the bit, stands in
-native/selection.h; weights are fixed-point integers summed in 64 bits, exact whatever their number and order.
+native/selection/selection.h; weights are fixed-point integers summed in 64 bits, exact whatever their number and order.
 
 | strategy | chooses |
 |---|---|
@@ -40,7 +40,7 @@ import geartrain._native as _native
 from geartrain.errors import ArgumentError, FieldError, NotEnoughRowsError
 
 MAX_DRAWS = 2**31 - 1
-OLDEST, NEWEST, HEAVIEST = range(3)  # native/selection.h: Order
+OLDEST, NEWEST, HEAVIEST = range(3)  # native/selection/selection.h: Order
 _NO_ROWS = np.empty(0, np.uint32)
 
 

@@ -1,7 +1,7 @@
 """A shard of trajectories in shared memory: allocate, write in place, commit; any process attaches by name.
 
-The bytes and the rules for processes, threads and deaths are native (native/segment.h, native/store.h). This
-module gives them Python's manners: fields by name, NumPy and torch views, context managers, named errors.
+The bytes and the rules for processes, threads and deaths are native (native/segment/segment.h, native/store/store.h).
+This module gives them Python's manners: fields by name, NumPy and torch views, context managers, named errors.
 """
 
 from __future__ import annotations

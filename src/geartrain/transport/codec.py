@@ -1,7 +1,7 @@
 """Values as bytes and back: tensors, arrays and plain containers, without executing anything that came.
 
 A value becomes a small header and the buffers of its big arrays, which are not copied; a decoded array is a view of
-the message it came in. The format stands in native/bind/codec.cc. Decoding is safe for bytes from anyone. What the
+the message it came in. The format stands in native/python/codec.cc. Decoding is safe for bytes from anyone. What the
 format does not know goes by pickle, protocol 5 with buffers out of band, and only where both sides allow it: pickle
 executes what it is given, so `rpc` allows it between peers that proved they know the cluster's secret.
 

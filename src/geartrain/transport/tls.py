@@ -1,4 +1,5 @@
-"""What a process shows and trusts where its connections over TCP are to be under TLS (native/transport/tls.h)."""
+"""What a process shows and trusts where its connections over TCP are to be under TLS
+(native/transport/security/tls.h)."""
 
 from __future__ import annotations
 

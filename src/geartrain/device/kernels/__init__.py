@@ -1,5 +1,5 @@
-"""Work on a GPU: Triton kernels that choose the rows native/selection.cc would and fetch what native/fetch.cc would, to
-the bit.
+"""Work on a GPU: Triton kernels that choose the rows native/selection/draw.cc would and fetch what
+native/fetch/fetch.cc would, to the bit.
 
 One file per kernel, each with a slow and obvious torch reference beside it; `candidates.DeviceCandidates` puts them
 together. Nothing is imported until it is asked for: `why_not_viable()` says what is missing, for `geartrain doctor`.

@@ -2,7 +2,8 @@
 
 Draws 0, 1, 2, ... are made at once, 1.25 n + 64 of them and, when those are too few, all 4 n + 64. A stable sort by row
 shows which of equal rows came first. When even 4 n + 64 draws did not find n rows, the rest are drawn one after the
-other from a copy of the values without the chosen rows (native/selection.h says so), each taken out before the next:
+other from a copy of the values without the chosen rows (native/selection/selection.h says so), each taken out before
+the next:
 
     total    [ 1 ]       carried along
     top      [ 8 ]       groups of 1024 groups

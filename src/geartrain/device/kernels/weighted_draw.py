@@ -5,8 +5,9 @@
     running  [ 9314 ]        [ 17434 ]       ...   int64, sums up to and including the tile      torch.cumsum
     draw     target -> binary search in `running` -> which sixteenth of the tile -> which row    find_*_kernel
 
-Whole numbers are added, so any order of additions gives the same sums, and the rows are those of native/selection.cc to
-the bit. Updates change `sums` (scatter_update.py); a new `running` costs 16 bytes a tile, not a pass over the weights.
+Whole numbers are added, so any order of additions gives the same sums, and the rows are those of
+native/selection/draw.cc to the bit. Updates change `sums` (scatter_update.py); a new `running` costs 16 bytes a tile,
+not a pass over the weights.
 
 Bytes. Rebuild: 4 N (and N with selectable bits), 24 N / 256 more for the sums. A draw: 22 steps of the search at
 N = 1e9, whose upper steps stay in the L2 (running is 31 MB), and the tile's 1 KB; then 64 bytes from the L1. At
