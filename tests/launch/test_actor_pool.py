@@ -150,7 +150,8 @@ def policy(context):
     return RandomPolicy(Counting.action_space, seed=context.seed)
 
 if __name__ == "__main__":
-    with gt.Store.create({store_name()!r}, recorded_fields(environments_of([Counting()]).fields(8), 8), capacity=9) as store:
+    fields = recorded_fields(environments_of([Counting()]).fields(8), 8)
+    with gt.Store.create({store_name()!r}, fields, capacity=9) as store:
         with ActorPool(store, functools.partial(environments, 5), policy, 1) as pool:
             while pool.stats()["rows"] < 2:
                 pool.check()

@@ -28,7 +28,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.weights import segment as segments
-from geartrain.weights.segment import Segment
+from geartrain.weights.segment import WeightsSegment
 
 SHM = Path("/dev/shm")
 
@@ -227,7 +227,7 @@ def test_readers_never_see_a_mix(host: Path) -> None:
 def test_a_reader_that_was_overtaken_does_not_take_another_version_for_its_own(host: Path) -> None:
     with weights.Publisher("p", directory=host, buffers=2) as publisher:
         publisher.publish(1, filled(1))
-        here = Segment.open("p", host)
+        here = WeightsSegment.open("p", host)
         head = here.head()
         assert head is not None
         mapped = here.map(head)
@@ -264,13 +264,13 @@ def test_a_waiting_publisher_goes_on_when_a_snapshot_is_let_go(host: Path, monke
         publisher.publish(1, filled(1))
         held = [reader.latest()]
         publisher.publish(2, filled(2))
-        waits, real = threading.Event(), Segment.wait_released
+        waits, real = threading.Event(), WeightsSegment.wait_released
 
-        def wait_released(self: Segment, seen: int, timeout_s: float) -> None:
+        def wait_released(self: WeightsSegment, seen: int, timeout_s: float) -> None:
             waits.set()
             real(self, seen, timeout_s)
 
-        monkeypatch.setattr(Segment, "wait_released", wait_released)
+        monkeypatch.setattr(WeightsSegment, "wait_released", wait_released)
         thread = threading.Thread(target=publisher.publish, args=(3, filled(3)))
         thread.start()
         assert waits.wait(10)
@@ -438,12 +438,12 @@ def test_a_publisher_killed_at_any_step_of_a_commit_leaves_a_whole_version(host:
         "from geartrain.weights import segment\n"
         "p = weights.Publisher('p', directory=sys.argv[1])\n"
         "for v in (1, 2, 3): p.publish(v, filled(v))\n"
-        "S, put, wake = segment.Segment, segment.Segment._put, segment.Segment.wake_readers\n"
+        "S, put, wake = segment.WeightsSegment, segment.WeightsSegment._put, segment.WeightsSegment.wake_readers\n"
         "def dying_put(self, record, at):\n"
         "    if not int(record['sequence']): return put(self, record, at)\n"  # the claim
         "    wanted = segment.SLOT if sys.argv[2] == 'slot' else segment.HEAD\n"
         "    if record.dtype == wanted:\n"
-        "        half = segment._sealed(record)[: record.dtype.itemsize // 2]\n"
+        "        half = segment.seal(record)[: record.dtype.itemsize // 2]\n"
         "        self._bytes[at : at + len(half)] = np.frombuffer(half, np.uint8)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    put(self, record, at)\n"

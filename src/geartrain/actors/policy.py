@@ -94,7 +94,8 @@ class RemotePolicy:
     """Remote inference: calls an agent by `geartrain.rpc`; `@rpc.batched` there turns calls of many actors into one.
 
     The agent's function takes an observation of one environment, or a dict of them, and returns the action, or a dict
-    with "action", the extras by name, and "version" if it has one. The n environments of an actor call at the same time.
+    with "action", the extras by name, and "version" if it has one. The n environments of an actor call at the same
+    time.
 
     Args:
         node: this process's node.

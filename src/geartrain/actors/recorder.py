@@ -5,8 +5,8 @@ that the action brought, and whether it ended the episode (`terminated`). The st
 observation that it led to and nothing else; it is marked `last`. So a row of n actions has n + 1 steps, an observation
 is stored once however many windows, frame stacks and n-step targets use it, and no window crosses episodes.
 
-An episode that is longer than a row continues in the next one, which repeats `overlap` steps, so that stacks and targets
-across the boundary are not lost.
+An episode that is longer than a row continues in the next one, which repeats `overlap` steps, so that stacks and
+targets across the boundary are not lost.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
 A slot has one writer and any number of readers; a value is eight bytes that are written at once, so a reader sees the
 old one or the new one. What a dead process has written stays.
 
-The creator holds a lock on the file, which the kernel releases with the process. What a killed creator leaves is removed
-when counters are next created on the host, by `remove_stale()` and by `geartrain remove`; processes that have it mapped
-keep the memory.
+The creator holds a lock on the file, which the kernel releases with the process. What a killed creator leaves is
+removed when counters are next created on the host, by `remove_stale()` and by `geartrain remove`; processes that have
+it mapped keep the memory.
 """
 
 from __future__ import annotations

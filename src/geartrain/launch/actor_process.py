@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from geartrain.core.counters import SharedCounters
@@ -63,14 +64,14 @@ def main() -> None:
     try:
         multiprocessing.spawn.prepare(preparation)  # sys.path, and the main module that functions may be in
         task: ActorTask = pickle.load(sys.stdin.buffer)
-        with open(os.devnull, "rb") as nothing:
+        with Path(os.devnull).open("rb") as nothing:
             os.dup2(nothing.fileno(), 0)
         os.environ.setdefault("OMP_NUM_THREADS", str(task.threads))
         if (torch := sys.modules.get("torch")) is not None:  # it read the variable when the user's module imported it
             torch.set_num_threads(task.threads)
         _act(task, number, restart)
     except BaseException:
-        with contextlib.suppress(OSError), open(error_fd, "w") as errors:
+        with contextlib.suppress(OSError), os.fdopen(error_fd, "w") as errors:
             errors.write(traceback.format_exc())
         raise SystemExit(1) from None
 

@@ -176,7 +176,8 @@ class Context:
             except (StoreMissingError, StaleStoreError) as error:
                 if time.monotonic() > until_s:
                     raise WaitTimeoutError(
-                        f"{self.name}: no process has created the store {name or self.job!r} within {timeout_s:g} s: {error}"
+                        f"{self.name}: no process has created the store {name or self.job!r} within {timeout_s:g} s: "
+                        f"{error}"
                     ) from None
                 if self.stopping:
                     raise SystemExit(0) from None

@@ -159,7 +159,8 @@ class Launcher:
             self._master_port = 0
         names = process.name if len(again) == 1 else f"all of {role.name}"
         self._display.say(
-            f"{process.name} {process.exit_reason()}; {names} started again ({used + 1} of at most {role.max_restarts} times)"
+            f"{process.name} {process.exit_reason()}; {names} started again "
+            f"({used + 1} of at most {role.max_restarts} times)"
         )
         for each in again:
             each.restart += 1
@@ -306,7 +307,7 @@ class Launcher:
                 if not weights.describe(self.job.name).in_use:  # its processes were killed
                     weights.unlink(self.job.name)
 
-    # --- display and summary --------------------------------------------------------------------------------------------------
+    # --- display and summary ------------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
         if not self._display.due():

@@ -29,8 +29,8 @@ class ChildProcess:
     Attributes:
         name: for messages.
         restart: how often it was started again; whoever starts it counts.
-        returncode: exit status as in `subprocess`: minus the signal's number for a signal. None while it runs, and for a
-            process whose status something else in this process has taken (`reaped_elsewhere`).
+        returncode: exit status as in `subprocess`: minus the signal's number for a signal. None while it runs, and when
+            something else in this process has taken the status (`reaped_elsewhere`).
         killed_because: why this process killed it; empty otherwise.
         started_s: wall clock of the last start.
         pidfd: readable once the process has ended; -1 while there is none.

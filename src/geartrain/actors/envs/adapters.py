@@ -1,7 +1,7 @@
 """Vectorised environment interface, and its adapters for Gymnasium and PettingZoo.
 
-Gymnasium has three autoreset modes, PettingZoo has agents that come and go. The interface hides both: a step returns the
-observation that the action led to, also at the end of an episode, and the one to act on next.
+Gymnasium has three autoreset modes, PettingZoo has agents that come and go. The interface hides both: a step returns
+the observation that the action led to, also at the end of an episode, and the one to act on next.
 """
 
 from __future__ import annotations
