@@ -259,7 +259,7 @@ def test_when_readers_hold_all_buffers_the_publisher_says_so(host: Path) -> None
 def test_a_waiting_publisher_goes_on_when_a_snapshot_is_let_go(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from geartrain.weights import writer
 
-    monkeypatch.setattr(writer, "_LOOK_AGAIN_S", 60.0)  # so that only being woken helps
+    monkeypatch.setattr(writer, "_CHECK_EVERY_S", 60.0)  # so that only being woken helps
     with weights.Publisher("p", directory=host, buffers=2) as publisher, weights.Reader("p", directory=host) as reader:
         publisher.publish(1, filled(1))
         held = [reader.latest()]
@@ -349,7 +349,7 @@ def test_a_waiting_reader_has_a_deadline_and_says_what_is_there(host: Path) -> N
             reader.latest(timeout_s=0.02)
         with weights.Publisher("p", directory=host) as publisher:
             publisher.publish(1, filled(1))
-            with pytest.raises(WaitTimeoutError, match=r"newest version is 1, and 2 was asked for.*is alive"):
+            with pytest.raises(WaitTimeoutError, match=r"newest version is 1, and 2 was requested.*is alive"):
                 reader.latest(at_least=2, timeout_s=0.02)
 
 
@@ -422,7 +422,7 @@ def test_a_publisher_killed_in_the_middle_leaves_the_version_before(host: Path) 
         kill(child)
         for _ in range(2):
             assert {int(v) for a in reader.latest().values() for v in np.unique(a)} == {2}
-        with pytest.raises(WaitTimeoutError, match="no publisher of it lives"):
+        with pytest.raises(WaitTimeoutError, match="no publisher of it is alive"):
             reader.latest(at_least=3, timeout_s=0.02)
         with weights.Publisher("p", directory=host) as again:  # carries on with the same memory
             inode = (host / "geartrain-weights.p").stat().st_ino
@@ -535,7 +535,7 @@ def test_the_last_reader_removes_what_a_killed_publisher_left(host: Path) -> Non
 
 def test_a_file_that_is_something_else_is_refused(host: Path) -> None:
     path = host / "geartrain-weights.p"
-    for content, why in ((b"", "too small"), (b"x" * 8192, "no weights of geartrain's")):
+    for content, why in ((b"", "too small"), (b"x" * 8192, "no segment of weights")):
         path.write_bytes(content)
         with pytest.raises(IncompatibleStoreError, match=why):
             weights.Reader("p", directory=host)

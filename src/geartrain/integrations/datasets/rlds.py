@@ -1,4 +1,4 @@
-"""RLDS datasets as TFDS writes them, read without TensorFlow.
+"""Importer of RLDS datasets as TFDS writes them, without TensorFlow.
 
     dataset_info.json                           splits, and how many records each shard holds
     features.json                               dtype, shape and encoding of every feature
