@@ -189,7 +189,7 @@ def test_who_does_not_listen_is_killed(job, tmp_path, capfd):
     with pytest.raises(JobTimeoutError):
         run(job(deaf, timeout_s=4, stop_s=1), tmp_path)
     assert "learner-0 is killed: it did not end within 1" in capfd.readouterr().out
-    assert nobody_is_left(str(tmp_path)) is None  # with what it had started
+    wait_for(lambda: nobody_is_left(str(tmp_path)) is None)  # with what it had started, once that is reaped
 
 
 def test_a_process_that_reports_nothing_is_killed_and_started_again(job, tmp_path):
@@ -256,7 +256,7 @@ def test_ctrl_c_ends_all_of_a_job(store_name, tmp_path, number, code):
     name = store_name()
     launcher = started(toml(tmp_path, name, learner='run = "launched:linger"\nprocesses = 2'), tmp_path)
     wait_for(lambda: f"launch-{name}" in counters.names() and counters.describe(f"launch-{name}").totals["steps"] == 2)
-    with pytest.raises(StoreExistsError, match="exists already"):
+    with pytest.raises(StoreExistsError, match="exist already"):
         launch.run(launch.Job(name, [LINGER]), folder=tmp_path / "second", live=False)  # one of a name
     os.killpg(launcher.pid, number)  # as a terminal does
     out, error = launcher.communicate(timeout=30)
@@ -473,7 +473,7 @@ def test_a_place_is_what_torchrun_or_slurm_says():
     assert host_position({}, hosts=2, host=1, master="a:7") == launch.HostPosition(1, 2, "a", 7, 8)
     with pytest.raises(ArgumentError, match="--nproc-per-node 1"):
         host_position({**torchrun, "LOCAL_WORLD_SIZE": "4"})
-    with pytest.raises(ArgumentError, match="say all of"):
+    with pytest.raises(ArgumentError, match="go together"):
         host_position({}, hosts=2, host=1)
     with pytest.raises(ArgumentError, match="numbered from 0"):
         host_position({}, hosts=2, host=2, master="a:7")
@@ -486,8 +486,8 @@ def test_a_place_is_what_torchrun_or_slurm_says():
 
 def test_the_table_shows_what_there_is(job, tmp_path):
     rich = pytest.importorskip("rich.console")
-    from geartrain.launch.display import View, table_of
-    from geartrain.launch.metrics import Seen
+    from geartrain.launch.display import JobView, table_of
+    from geartrain.launch.metrics import ProcessMetrics
     from geartrain.launch.process import Process
 
     made = job(launch.learners(launched.learn), launch.actors(launched.environments, launched.local_policy, 2))
@@ -498,12 +498,12 @@ def test_the_table_shows_what_there_is(job, tmp_path):
     ]
     zero = dict.fromkeys(("steps", "samples", "rows", "wait_s"), 0.0)
     seen = [
-        Seen({**zero, "steps": 9}, {**zero, "steps": 12.5, "samples": 3200, "wait_s": 0.25}, 41, {"loss": 0.125}),
-        Seen({**zero, "steps": 9}, {**zero, "steps": 700, "rows": 30, "wait_s": 0.1}, 39, {"return": 20.0}),
-        Seen({**zero, "steps": 9}, {**zero, "steps": 500, "rows": 20, "wait_s": 0.3}, 40, {"return": 22.0}),
+        ProcessMetrics({**zero, "steps": 9}, {**zero, "steps": 12.5, "samples": 3200, "wait_s": 0.25}, 41, {"loss": 0.125}),
+        ProcessMetrics({**zero, "steps": 9}, {**zero, "steps": 700, "rows": 30, "wait_s": 0.1}, 39, {"return": 20.0}),
+        ProcessMetrics({**zero, "steps": 9}, {**zero, "steps": 500, "rows": 20, "wait_s": 0.3}, 40, {"return": 22.0}),
     ]
     console = rich.Console(width=100, record=True, file=io.StringIO())
-    console.print(table_of("mine", View(61.0, processes, seen, {"actor": 1}, 41, None)))
+    console.print(table_of("mine", JobView(61.0, processes, seen, {"actor": 1}, 41, None)))
     shown = [line.split() for line in console.export_text().splitlines()]
     assert shown[0] == ["mine,", "1:01,", "weights", "41"]
     assert ["learner", "0/1", "12.5", "3,200", "25%", "41", "loss", "0.125"] in shown
