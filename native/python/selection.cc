@@ -84,10 +84,10 @@ nb::tuple chosen(size_t n, Choose choose) {
 }
 
 // Returns (rows, generations, probability, number of draws that failed).
-nb::tuple draw_rows(const Candidates& from, bool by_weight, uint64_t seed, uint64_t step, uint32_t round,
+nb::tuple draw_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round,
                     const In<uint32_t>& numbers, uint32_t strata, const std::optional<LimitTuple>& limits) {
   const DrawPlan plan{
-      {seed, step, kRowStream}, by_weight ? By::weight : By::row, round, strata, limits_of(from, limits)};
+      {seed, step, kRowStream}, by_priority ? By::weight : By::row, round, strata, limits_of(from, limits)};
   if (strata != 0) {
     for (uint32_t number : view(numbers)) {
       if (number >= strata) fail(ErrorKind::schema, "draw ", number, " is none of ", strata, " strata");
@@ -96,11 +96,11 @@ nb::tuple draw_rows(const Candidates& from, bool by_weight, uint64_t seed, uint6
   return chosen(numbers.size(), [&](const Draws& out) { return draw(from.population(), plan, view(numbers), out); });
 }
 
-nb::tuple distinct_rows(const Candidates& from, bool by_weight, uint64_t seed, uint64_t step, uint32_t round, size_t n,
+nb::tuple distinct_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round, size_t n,
                         const In<uint32_t>& excluded, const std::optional<LimitTuple>& limits) {
   check_known(from, view(excluded));
   const DrawPlan plan{
-      {seed, step, kDistinctStream}, by_weight ? By::weight : By::row, round, 0, limits_of(from, limits)};
+      {seed, step, kDistinctStream}, by_priority ? By::weight : By::row, round, 0, limits_of(from, limits)};
   return chosen(n, [&](const Draws& out) {
     draw_distinct(from.population(), plan, view(excluded), out);
     return 0;
@@ -152,12 +152,12 @@ nb::tuple found(const Population& from, By by, const In<uint64_t>& targets) {
 // A copy of the rows that limits allow, without some, out of which rows can be taken one by one.
 class AllowedRows {
  public:
-  AllowedRows(const Candidates& from, bool by_weight, const std::optional<LimitTuple>& limits,
+  AllowedRows(const Candidates& from, bool by_priority, const std::optional<LimitTuple>& limits,
               const In<uint32_t>& excluded)
       : limits_(limits_of(from, limits)) {
     check_known(from, view(excluded));
     nb::gil_scoped_release unlocked;
-    allowed_.emplace(from.population(), by_weight ? By::weight : By::row, limits_, view(excluded));
+    allowed_.emplace(from.population(), by_priority ? By::weight : By::row, limits_, view(excluded));
   }
   const Allowed& get() const { return *allowed_; }
 
@@ -233,30 +233,30 @@ nb::object window_ends(uint64_t seed, uint64_t step, uint32_t round, const In<ui
 void bind_selection(nb::module_& module) {
   nb::class_<Candidates>(module, "Candidates")
       .def(nb::init<const Store&>())
-      .def(nb::init<const In<uint32_t>&>(), nb::arg("weights").noconvert())  // floats would be cut to integers
-      .def("total_weight", [](const Candidates& c) { return c.population().weights.total(); })
+      .def(nb::init<const In<uint32_t>&>(), nb::arg("priorities").noconvert())  // floats would be cut to integers
+      .def("total_priority", [](const Candidates& c) { return c.population().weights.total(); })
       .def("count", [](const Candidates& c) { return c.population().bits.total(); })
-      .def("weights", &weights_of)
+      .def("priorities", &weights_of)
       .def("sequences", &sequences_of)
-      .def("draw", &draw_rows, nb::arg("by_weight"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
+      .def("draw", &draw_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
            nb::arg("numbers"), nb::arg("strata") = 0, nb::arg("limits").none() = nb::none())
-      .def("draw_distinct", &distinct_rows, nb::arg("by_weight"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
+      .def("draw_distinct", &distinct_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
            nb::arg("n"), nb::arg("excluded"), nb::arg("limits").none() = nb::none())
       .def("first", &first, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
            nb::arg("limits").none() = nb::none())
       .def("first_ranked", &first_ranked, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
            nb::arg("limits").none() = nb::none())
-      .def("find", [](const Candidates& c, bool by_weight, const In<uint64_t>& targets) {
-        return found(c.population(), by_weight ? By::weight : By::row, targets);
+      .def("find", [](const Candidates& c, bool by_priority, const In<uint64_t>& targets) {
+        return found(c.population(), by_priority ? By::weight : By::row, targets);
       });
   nb::class_<AllowedRows>(module, "AllowedRows")
       .def(nb::init<const Candidates&, bool, const std::optional<LimitTuple>&, const In<uint32_t>&>(),
-           nb::arg("candidates"), nb::arg("by_weight"), nb::arg("limits").none(), nb::arg("excluded"))
+           nb::arg("candidates"), nb::arg("by_priority"), nb::arg("limits").none(), nb::arg("excluded"))
       .def("total", [](const AllowedRows& a) { return a.get().total(); })
       .def("count", [](const AllowedRows& a) { return a.get().rows(); })
       .def("find", [](const AllowedRows& a,
                       const In<uint64_t>& targets) { return found(a.get().population(), By::weight, targets); })
-      .def("weights", &AllowedRows::weights)
+      .def("priorities", &AllowedRows::weights)
       .def("take", &AllowedRows::take);
   module.def("draw_targets", &targets);
   module.attr("LAST_ATTEMPT") = kRefusals;

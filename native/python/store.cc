@@ -26,7 +26,7 @@ constexpr uint64_t kInsertPiece = 1024;
 
 std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTuple>& fields, uint64_t capacity,
                               uint64_t max_rows, int remover, uint32_t max_times_sampled, uint64_t max_age_ns,
-                              uint32_t weight_fraction_bits, bool persist, bool reserve, double timeout_s) {
+                              uint32_t priority_fraction_bits, bool persist, bool reserve, double timeout_s) {
   std::vector<FieldSpec> specs;
   for (const auto& [field, dtype, itemsize, timed, shape] : fields) {
     specs.push_back({field, static_cast<uint8_t>(dtype), static_cast<uint8_t>(itemsize), timed, shape});
@@ -37,7 +37,7 @@ std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTu
   options.remover = static_cast<Remover>(remover);
   options.max_times_sampled = max_times_sampled;
   options.max_age_ns = max_age_ns;
-  options.weight_fraction_bits = weight_fraction_bits;
+  options.weight_fraction_bits = priority_fraction_bits;
   options.persist = persist;
   options.reserve = reserve;
   options.lock_timeout_s = timeout_s;
@@ -58,7 +58,7 @@ nb::dict describe(const Store& store) {
   out["max_length"] = h.max_length;
   out["max_age_ns"] = h.max_age_ns;
   out["max_times_sampled"] = h.max_times_sampled;
-  out["weight_fraction_bits"] = h.weight_fraction_bits;
+  out["priority_fraction_bits"] = h.weight_fraction_bits;
   out["remover"] = h.remover;
   out["persist"] = h.persist != 0;
   out["nbytes"] = h.segment_bytes;
@@ -81,7 +81,7 @@ nb::dict describe(const Store& store) {
 // The names of Counters' members, in their order.
 constexpr const char* kCounterNames[] = {
     "inserted", "evicted", "expired",    "spent",           "deleted",           "abandoned",          "reclaimed",
-    "sampled",  "torn",    "stale_keys", "weights_updated", "weights_saturated", "weights_rounded_up", "repairs"};
+    "sampled",  "torn",    "stale_keys", "priorities_updated", "priorities_saturated", "priorities_rounded_up", "repairs"};
 static_assert(sizeof(kCounterNames) / sizeof(kCounterNames[0]) == kCounterCount);
 
 std::atomic<uint64_t>* counter_array(const Store& store) {
@@ -260,7 +260,7 @@ void check_pairs(const In<uint32_t>& rows, const In<uint32_t>& generations) {
   }
 }
 
-uint64_t update_weights(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+uint64_t update_priorities(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
                         const In<double>& weights) {
   Unlocked unlocked;
   return store.update_weights(view(rows), view(generations), view(weights));
@@ -323,7 +323,7 @@ nb::dict infos(const Store& store, const In<uint32_t>& rows) {
   out["version"] = to_numpy(std::move(version));
   out["inserted_at_ns"] = to_numpy(std::move(inserted_at_ns));
   out["generation"] = to_numpy(std::move(generation));
-  out["weight"] = to_numpy(std::move(weight));
+  out["priority"] = to_numpy(std::move(weight));
   out["length"] = to_numpy(std::move(length));
   out["times_sampled"] = to_numpy(std::move(times_sampled));
   out["state"] = to_numpy(std::move(state));
@@ -373,7 +373,7 @@ void bind_store(nb::module_& module) {
       .def("layout", &layout)
       .def("allocate", &allocate)
       .def("allocate_one", &allocate_one)
-      .def("commit", &commit, nb::arg("rows"), nb::arg("lengths").none(), nb::arg("weights").none(),
+      .def("commit", &commit, nb::arg("rows"), nb::arg("lengths").none(), nb::arg("priorities").none(),
            nb::arg("versions").none())
       .def("commit_one", &commit_one)
       .def("publish_one", &publish_one)
@@ -412,10 +412,10 @@ void bind_store(nb::module_& module) {
              Unlocked u;
              s.abandon({&row, 1});
            })
-      .def("insert", &insert, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(), nb::arg("weights").none(),
+      .def("insert", &insert, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(), nb::arg("priorities").none(),
            nb::arg("versions").none(), nb::arg("threads"))
-      .def("update_weights", &update_weights)
-      .def("raise_weights",
+      .def("update_priorities", &update_priorities)
+      .def("raise_priorities",
            [](Store& s, double power) {
              Unlocked u;
              s.raise_weights(power);
@@ -446,7 +446,7 @@ void bind_store(nb::module_& module) {
       .def("lengths", &lengths)
       .def("live_clients", &Store::live_clients)
       .def("committed_count", &Store::committed_count)
-      .def("total_weight", [](const Store& s) { return s.weight_tree().total(); })
+      .def("total_priority", [](const Store& s) { return s.weight_tree().total(); })
       .def("next_sequence", [](const Store& s) { return s.control().next_sequence; })
       .def("reap",
            [](Store& s) {

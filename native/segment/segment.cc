@@ -69,7 +69,7 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
     fail(ErrorKind::schema, "max_rows is ", options.max_rows, ", more than the capacity of ", options.capacity);
   }
   if (options.weight_fraction_bits > 32) {
-    fail(ErrorKind::schema, "weight_fraction_bits is 0 to 32, found ", options.weight_fraction_bits);
+    fail(ErrorKind::schema, "priority_fraction_bits is 0 to 32, found ", options.weight_fraction_bits);
   }
   if (fields.empty() || fields.size() > kMaxFields) {
     fail(ErrorKind::schema, "a store has 1 to ", kMaxFields, " fields, found ", fields.size());

@@ -30,7 +30,7 @@ void for_each_row(const Population& from, const Limits& limits, Visit visit) {
 void fail_empty(const DrawPlan& plan) {
   if (!plan.limits.none()) fail(ErrorKind::empty, "no selectable row meets the limits on version, age and length");
   fail(ErrorKind::empty,
-       plan.by == By::weight ? "no selectable row has a weight above zero" : "the store has no selectable row");
+       plan.by == By::weight ? "no selectable row has a priority above zero" : "the store has no selectable row");
 }
 
 Allowed::Allowed(const Population& from, By by, const Limits& limits, std::span<const uint32_t> excluded)

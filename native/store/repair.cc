@@ -83,7 +83,7 @@ void Store::wait_for_weight_writers() const {
     while (other.in_use != 0 && other.weight_writers.load(std::memory_order_seq_cst) != 0) {
       if (slot != client_slot_ && !client_lives(mapping_->fd(), slot)) break;  // died in the middle
       if (monotonic_ns() > deadline) {
-        fail(ErrorKind::lock_timeout, "process ", other.pid, " has been updating weights for ", lock_timeout_s_,
+        fail(ErrorKind::lock_timeout, "process ", other.pid, " has been updating priorities for ", lock_timeout_s_,
              " s; it may be stopped, and the sums cannot be rebuilt meanwhile");
       }
       const struct timespec pause{0, 20'000};
@@ -245,9 +245,9 @@ std::vector<std::string> Store::audit() {
     const RowState state = status()[row].state;
     if (bit != (state == RowState::committed || state == RowState::growing))
       wrong("row ", row, " has a wrong selectable bit");
-    if (!bit && weight_of(words()[row].load(kRelaxed)) != 0) wrong("row ", row, " has weight but cannot be selected");
+    if (!bit && weight_of(words()[row].load(kRelaxed)) != 0) wrong("row ", row, " has a priority but cannot be selected");
   }
-  if (weight_tree_.audit() != 0) wrong(weight_tree_.audit(), " sums of weights are off");
+  if (weight_tree_.audit() != 0) wrong(weight_tree_.audit(), " sums of priorities are off");
   if (bit_tree_.audit() != 0) wrong(bit_tree_.audit(), " counts of selectable rows are off");
   if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) {
     const uint64_t misplaced = Heap(*this).audit();

@@ -80,7 +80,7 @@ void Store::check_values(size_t n, const CommitValues& values) const {
     if (size != 0 && size != n) fail(ErrorKind::schema, n, " rows were given with ", size, " ", what);
   };
   sized(values.lengths.size(), "lengths");
-  sized(values.weights.size(), "weights");
+  sized(values.weights.size(), "priorities");
   sized(values.versions.size(), "versions");
   for (size_t i = 0; i < values.lengths.size(); ++i) {
     if (values.lengths[i] == 0 || values.lengths[i] > header().max_length) {
@@ -242,7 +242,7 @@ uint64_t Store::update_weights(std::span<const uint32_t> rows, std::span<const u
                                std::span<const double> weights) {
   ensure_client();
   if (rows.size() != weights.size() || rows.size() != generations.size()) {
-    fail(ErrorKind::schema, rows.size(), " rows were given with ", weights.size(), " weights");
+    fail(ErrorKind::schema, rows.size(), " rows were given with ", weights.size(), " priorities");
   }
   check_rows(rows);
   validate_weights(weights);
@@ -634,7 +634,7 @@ uint32_t Store::fixed_point(double weight) {
 void Store::validate_weights(std::span<const double> weights) const {
   for (size_t i = 0; i < weights.size(); ++i) {
     if (!(weights[i] >= 0) || std::isinf(weights[i])) {
-      fail(ErrorKind::schema, "a weight is a finite number >= 0, weight ", i, " of ", weights.size(), " is ",
+      fail(ErrorKind::schema, "a priority is a finite number >= 0, priority ", i, " of ", weights.size(), " is ",
            weights[i]);
     }
   }

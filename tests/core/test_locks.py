@@ -53,7 +53,7 @@ def test_a_shared_lock_has_many_owners_and_can_become_exclusive(two: tuple[int, 
 
 
 def test_numbers_are_bytes_far_beyond_the_file(two: tuple[int, int]) -> None:
-    """Other builds of geartrain find them there: it is part of the weights' format."""
+    """Other builds of geartrain find them there: it is part of the priorities' format."""
     import fcntl
     import struct
 

@@ -487,18 +487,20 @@ def test_a_place_is_what_torchrun_or_slurm_says():
 def test_the_table_shows_what_there_is(job, tmp_path):
     rich = pytest.importorskip("rich.console")
     from geartrain.launch.display import JobView, table_of
+    from geartrain.launch.job_process import JobProcess
     from geartrain.launch.metrics import ProcessMetrics
-    from geartrain.launch.process import Process
 
     made = job(launch.learners(launched.learn), launch.actors(launched.environments, launched.local_policy, 2))
     processes = [
-        Process(made, role, local, 0, launch.HostPosition(), tmp_path)
+        JobProcess(made, role, local, 0, launch.HostPosition(), tmp_path)
         for role in made.roles
         for local in range(role.processes)
     ]
     zero = dict.fromkeys(("steps", "samples", "rows", "wait_s"), 0.0)
     seen = [
-        ProcessMetrics({**zero, "steps": 9}, {**zero, "steps": 12.5, "samples": 3200, "wait_s": 0.25}, 41, {"loss": 0.125}),
+        ProcessMetrics(
+            {**zero, "steps": 9}, {**zero, "steps": 12.5, "samples": 3200, "wait_s": 0.25}, 41, {"loss": 0.125}
+        ),
         ProcessMetrics({**zero, "steps": 9}, {**zero, "steps": 700, "rows": 30, "wait_s": 0.1}, 39, {"return": 20.0}),
         ProcessMetrics({**zero, "steps": 9}, {**zero, "steps": 500, "rows": 20, "wait_s": 0.3}, 40, {"return": 22.0}),
     ]

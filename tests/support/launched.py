@@ -65,7 +65,7 @@ def learn(context, steps=60, batch_size=8, pause_s=0.0, least=20):
     store = context.store(FIELDS, capacity=400)
     publisher = context.publisher() if context.rank == 0 else None
     wait_for_rows(context, store, least)
-    with context.watch(gt.Replay(store, gt.selection.Uniform(seed=context.rank), batch_size, as_="numpy")) as replay:
+    with context.watch(gt.Replay(store, gt.selection.Uniform(seed=context.rank), batch_size, output="numpy")) as replay:
         for step in range(1, steps + 1):
             if context.stopping:
                 break
@@ -123,7 +123,7 @@ def learn_tagged(context, steps=200, batch_size=16):
     print(f"found {len(store)} rows", flush=True)
     wait_for_rows(context, store, 16)
     dist.init_process_group("gloo")
-    replay = gt.Replay(store, gt.selection.Uniform(seed=1), batch_size, as_="numpy", group=dist.group.WORLD)
+    replay = gt.Replay(store, gt.selection.Uniform(seed=1), batch_size, output="numpy", group=dist.group.WORLD)
     context.watch(replay)
     for step in range(1, steps + 1):
         batch = replay.sample()

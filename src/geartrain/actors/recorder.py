@@ -79,11 +79,11 @@ class EpisodeRecorder:
         publish_every: publish an unfinished row every so many steps, so that it can be sampled while its episode goes
             on. By default only finished rows can be.
         overlap: steps that the next row of a long episode repeats.
-        weight: of new rows.
+        priority: of new rows.
     """
 
     def __init__(
-        self, store: Store, *, publish_every: int | None = None, overlap: int = 0, weight: float = 1.0
+        self, store: Store, *, publish_every: int | None = None, overlap: int = 0, priority: float = 1.0
     ) -> None:
         check_fields(store)
         if not 0 <= overlap < store.max_length - 1:
@@ -94,7 +94,7 @@ class EpisodeRecorder:
         self.rows = 0
         self._publish_every = publish_every
         self._overlap = overlap
-        self._weight = weight
+        self._priority = priority
         self._timed = [name for name, field in store.fields.items() if field.timed]
         self._row: Row | None = None
         self._blocks: dict[str, NDArray[Any]] = {}
@@ -162,7 +162,7 @@ class EpisodeRecorder:
     # --- rows -------------------------------------------------------------------------------------------------
 
     def _open(self, version: int) -> None:
-        row = self.store.row(weight=self._weight, version=version)
+        row = self.store.row(priority=self._priority, version=version)
         self._row = row
         self._blocks = {name: row[name] for name in self._timed}
         self._steps = self._published = 0

@@ -198,9 +198,7 @@ class WeightsSegment:
     def gate(self, timeout_s: float = 5.0) -> Iterator[None]:
         """No process detaches meanwhile. Raises `LockTimeoutError` when a stopped process holds the lock."""
         if not locks.take(self.fd, locks.EXCLUSIVE, GATE, timeout_s):
-            raise LockTimeoutError(
-                f"{self.path}: another process has held the lock for detaching for {timeout_s} s"
-            )
+            raise LockTimeoutError(f"{self.path}: another process has held the lock for detaching for {timeout_s} s")
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ the next:
 
 Bytes: those of the draws and 24 a draw for the sort. The rest: 8 N for copy and sums, then one program that takes four
 dependent steps of 2 to 8 KB a row; expect some microseconds a row, so this is for the few that are left, which is where
-n is close to the number of rows or the weights are very uneven.
+n is close to the number of rows or the priorities are very uneven.
 
 Versions: 1. (this). No GPU has timed it yet.
 """
@@ -201,7 +201,7 @@ def draw_distinct(
     if n == 0:
         return nothing, nothing.to(torch.float64)
     if population.total == 0:
-        raise EmptyStoreError("no selectable row has a weight above zero")
+        raise EmptyStoreError("no selectable row has a priority above zero")
     key = DrawKey(seed, step, counter_word(DISTINCT_STREAM, round))
     most = 4 * n + 64
     drawn, probability = nothing, nothing.to(torch.float64)
