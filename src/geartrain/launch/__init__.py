@@ -16,7 +16,7 @@ function of a learner or an agent gets a `Context`: the job's store, weights and
 script that is run as a command gets it by `launch.context()`.
 
 The job is over when its learners have returned; when any process dies more often than it may be started again; at
-Ctrl-C; or at its time limit. However it ends, every process ends, rows that were being written come back, and after a
+Ctrl-C; or at its time limit. However it ends, every process ends, rows that were being written are freed, and after a
 failure the store stays for the next start to adopt. docs/launch.md has all of it, several hosts included.
 """
 

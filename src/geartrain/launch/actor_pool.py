@@ -1,7 +1,7 @@
 """Pool of actor processes: supervised, restarted when they die, and stopped.
 
-A process that dies leaves a store without harm: rows that it was writing come back, and rows that were selectable while
-they grew keep the steps they have. The pool's supervisor notices a death at once, has the store take the rows back, and
+A process that dies leaves a store without harm: rows that it was writing are freed, and rows that were selectable while
+they grew keep the steps they have. The pool's supervisor notices a death at once, has the store free the rows, and
 restarts the actor with another seed, up to a limit; beyond it, `check` and the end of the pool raise `ActorDiedError`
 with the traceback of the last one.
 
@@ -187,7 +187,7 @@ class ActorPool:
         reason = process.exit_reason()
         if trace := process.traceback():
             reason = f"{reason}:\n{trace}"
-        with contextlib.suppress(Exception):  # whoever needs a row next does it as well
+        with contextlib.suppress(Exception):  # the next insert does it as well
             self.store.reap()
         self.restarts += 1
         if self.restarts > self._max_restarts:

@@ -21,7 +21,7 @@ _ACTOR_SEEDS, _RESTART_SEEDS = 1000, 1_000_003
 
 @dataclass(frozen=True)
 class ActorContext:
-    """What an actor's process is told about itself.
+    """Identity and seed of an actor's process.
 
     Attributes:
         number, actors: which of how many it is.

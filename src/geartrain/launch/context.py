@@ -274,7 +274,7 @@ class CoordinatorStore:
         """As torch's."""
         found = self._node.call(LAUNCHER, "geartrain.launch.get", key, 0.0)
         if found is None:
-            raise UnknownPeerError(f"{key} is gone")
+            raise UnknownPeerError(f"{key} is not registered any more")
         return str(found)
 
     def check(self, keys: list[str]) -> bool:
@@ -290,7 +290,7 @@ class CoordinatorStore:
                 raise RuntimeError(f"timeout: {key} is not there")
 
     def delete_key(self, key: str) -> None:
-        """As torch's. The launcher forgets processes that have ended by itself, and may be gone already."""
+        """As torch's. The launcher removes processes that have ended by itself, and may have ended before."""
         with contextlib.suppress(GeartrainError):
             self._node.call(LAUNCHER, "geartrain.launch.drop", key, timeout_s=1.0)
 

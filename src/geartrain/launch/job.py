@@ -147,7 +147,7 @@ class Job:
         name: a plain word. One job of a name runs on a host at a time.
         roles: of different names; one of learners at most. Without learners the job is over when all but agents are.
         timeout_s: the job is stopped, with `JobTimeoutError`, when it takes longer. None for no limit.
-        stop_s: how long processes that were told to stop have; then they are killed.
+        stop_s: time for processes to end after SIGTERM; then they are killed.
         keep_store: whether the store's segment stays when the job is over, for the next start to adopt its rows:
             "never", "on_failure" (a death or the time limit, not Ctrl-C) or "always".
         directory: where processes run and modules are found; the current one by default.
@@ -309,7 +309,7 @@ def target_of(about: str, given: Any) -> str | list[str]:
     if given.__module__ == "__main__":
         file = getattr(sys.modules["__main__"], "__file__", None)
         if file is None:
-            raise ArgumentError(f"{about}: {name} stands in no file that a new process could read")
+            raise ArgumentError(f"{about}: {name} is in no file that a new process could import")
         return f"{Path(file).resolve()}:{name}"
     return f"{given.__module__}:{name}"
 

@@ -138,7 +138,7 @@ class Launcher:
             return
         self._coordinator.unregister(process.name)
         if self._store is not None:
-            with contextlib.suppress(GeartrainError):  # whoever inserts next does it as well
+            with contextlib.suppress(GeartrainError):  # the next insert does it as well
                 self._store.reap()
         used = self.summary.restarts[role.name]
         if used >= role.max_restarts:
@@ -242,7 +242,7 @@ class Launcher:
             self._display.say(text.partition("\n")[0])
         began_s = time.monotonic()
         self._signals.clear()
-        asked: dict[JobProcess, int] = {}
+        signals: dict[JobProcess, int] = {}
         while True:
             self._supervisor.reap()
             left = [each for each in self._processes if each.running]
@@ -257,9 +257,9 @@ class Launcher:
             half = waited_s > self.job.stop_s / 2
             others = [each for each in left if each.role.kind != "agent"]
             for each in left if half else others or left:
-                times = asked.get(each, 0)
+                times = signals.get(each, 0)
                 if times < (2 if half else 1):
-                    asked[each] = times + 1
+                    signals[each] = times + 1
                     self._counters.slot(each.slot)["stop"] = 1.0
                     each.terminate()
             self._supervisor.wait(0.1)
@@ -274,7 +274,7 @@ class Launcher:
             left = Store.peek(name)
             users = left.native.live_clients()
             if self._fresh and users:
-                raise StoreExistsError(f"{users} living processes use the store {name!r}; it cannot be begun afresh")
+                raise StoreExistsError(f"{users} living processes use the store {name!r}; --fresh cannot remove it")
             if self._fresh:
                 left.unlink()
             elif not users:

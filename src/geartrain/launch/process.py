@@ -28,7 +28,7 @@ class ChildProcess:
 
     Attributes:
         name: for messages.
-        restart: how often it was started again; whoever starts it counts.
+        restart: how often it was started again; counted by its supervisor.
         returncode: exit status as in `subprocess`: minus the signal's number for a signal. None while it runs, and when
             something else in this process has taken the status (`reaped_elsewhere`).
         killed_because: why this process killed it; empty otherwise.
@@ -83,7 +83,7 @@ class ChildProcess:
         )
         self.pidfd = os.pidfd_open(started.pid)
         self._pid = started.pid
-        started.returncode = 0  # `ended` reaps it; Popen must not, nor warn that nobody did
+        started.returncode = 0  # `ended` reaps it, and Popen must not
         self.returncode, self.reaped_elsewhere, self.killed_because = None, False, ""
         self.started_s = time.time()
 

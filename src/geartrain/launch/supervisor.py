@@ -36,7 +36,7 @@ class Supervisor(Generic[P]):
 
     def wake(self) -> None:
         """Ends the current or the next `wait`; from any thread or signal handler."""
-        with contextlib.suppress(OSError):  # full: a wake-up is there already; closed: nobody waits any more
+        with contextlib.suppress(OSError):  # full: a wake-up is there already; closed: no thread waits any more
             self._writer.send(b"!")
 
     def wait(self, timeout_s: float | None) -> None:

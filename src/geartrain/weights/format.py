@@ -28,7 +28,7 @@ Processes that wait sleep on SIGNALS (a futex): `published` changes with every v
 that is released.
 
 A publisher whose weights have other names or shapes than those in the file makes a new file, and gives it the name once
-its first version is in it; `replaced` in the old one tells readers to open the new one.
+its first version is in it; `replaced` in the old one makes readers open the new one.
 """
 
 from __future__ import annotations

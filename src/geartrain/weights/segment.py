@@ -230,8 +230,8 @@ class WeightsSegment:
             return
         fd, self.fd = self.fd, -1
         try:
-            inside = locks.take(fd, locks.EXCLUSIVE, GATE, timeout_s=1.0)  # then somebody inside is stopped
-            if inside and locks.take(fd, locks.EXCLUSIVE, MEMBERS) and _is_at(fd, self.path):
+            locked = locks.take(fd, locks.EXCLUSIVE, GATE, timeout_s=1.0)  # False where a stopped process has it
+            if locked and locks.take(fd, locks.EXCLUSIVE, MEMBERS) and _is_at(fd, self.path):
                 self.path.unlink(missing_ok=True)
         finally:
             os.close(fd)

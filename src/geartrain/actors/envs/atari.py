@@ -1,7 +1,7 @@
 """Atari 2600 games by the Arcade Learning Environment, whose wheels hold the ROMs: pong, breakout and 106 more.
 
-One frame is observed at a time, grey and small, so that a store keeps it once; whoever wants a stack of the last few
-makes it of the frames behind one another. Four frames of the console pass with each action, the larger of the last two
+One frame is observed at a time, grey and small, so that a store keeps it once; a frame stack is made of
+consecutive steps. Four frames of the console pass with each action, the larger of the last two
 is seen in every place, because sprites flicker, and rewards are cut to their sign, as is usual. Episodes begin with up
 to 30 actions of doing nothing, and with the fire button where a game has one.
 """

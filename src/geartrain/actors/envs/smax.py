@@ -2,7 +2,7 @@
 
 Tasks are the maps: 3m, 8m, 2s3z, 3s5z, 5m_vs_6m, 3s_vs_5z, 25m, smacv2_5_units and JaxMARL's others. A team of agents
 fights one that is played by a heuristic. Every agent observes what it sees ("agents"), which of its actions are
-possible ("available"), and for critics there is what nobody sees alone ("state"). The team has one reward: the damage
+possible ("available"), and for critics there is the global state ("state"). The team has one reward: the damage
 it does, 1 for all of it, and 1 more for the victory.
 
 A map takes 10 s or more to compile; with JAX_COMPILATION_CACHE_DIR set JAX keeps the result for the next process.

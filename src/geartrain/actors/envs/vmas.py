@@ -36,7 +36,7 @@ def make(task: str, n: int = 1, *, max_steps: int = 200, **options: Any) -> Vmas
 
 
 class Vmas:
-    """n worlds. Where an episode ends, that world begins anew.
+    """n worlds. Where an episode ends, that world is reset.
 
     Attributes:
         n: worlds.

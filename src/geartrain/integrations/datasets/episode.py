@@ -145,7 +145,7 @@ def choose(
         wanted: None for `default`; else names, or `"stored=found"` assignments, or the mapping
             {stored: found}. A name also stands for everything below it: "obs" takes "obs.state".
         available: every field of the source -> why it cannot be stored, or None where it can.
-        default: the names to take when nothing is asked for.
+        default: the names to take when `wanted` is None.
         skip_unsupported: leave out what cannot be stored instead of raising.
 
     Raises:

@@ -191,8 +191,8 @@ class RldsSource(Source):
         if split is None and len(shards) == 1:
             split = next(iter(shards))
         if split is None or (split != "all" and split not in shards):
-            asked = "has several splits" if split is None else f"has no split {split!r}"
-            raise SourceError(f"{self.name}: {asked}: say split= one of {', '.join(sorted(shards))}, or 'all'")
+            problem = "has several splits" if split is None else f"has no split {split!r}"
+            raise SourceError(f"{self.name}: {problem}: choose split= from {', '.join(sorted(shards))}, or 'all'")
         promised = _shard_lengths(_json(folder / "dataset_info.json"))
         found: list[tuple[Path, int | None]] = []
         for name in sorted(shards) if split == "all" else [split]:
