@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import launched
@@ -94,6 +95,31 @@ def test_learners_an_agent_and_actors_work_together_until_the_learners_are_done(
         gt.Store.open(made.name)  # the job went well: nothing of it stays
     assert f"launch-{made.name}" not in counters.names()
     assert nobody_is_left(str(tmp_path)) is None
+
+
+def scrape(context):
+    context.report(steps=3, version=2, loss=0.25)
+    text = ""
+    log = context.folder / "launch.log"
+    while "metrics for Prometheus" not in text:
+        text = log.read_text()
+        time.sleep(0.02)
+    port = re.search(r"Prometheus on port (\d+)", text)[1]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as reply:
+        print(reply.read().decode())
+
+
+def test_metrics_are_served_to_prometheus(job, tmp_path):
+    pytest.importorskip("prometheus_client", reason="an extra: pip install 'geartrain[metrics]'")
+    run(job(launch.learners(scrape)), tmp_path, metrics_port=0)
+    said = text(tmp_path, "learner-0").splitlines()
+    for line in (
+        'geartrain_job_steps_total{process="learner-0"} 3.0',
+        'geartrain_job_wait_seconds_total{process="learner-0"} 0.0',
+        'geartrain_job_version{process="learner-0"} 2.0',
+        'geartrain_job_metric{name="loss",process="learner-0"} 0.25',
+    ):
+        assert line in said
 
 
 def test_ranks_are_told_what_torchrun_tells_them(job, tmp_path):

@@ -42,6 +42,7 @@ def run(
     fresh: bool = False,
     live: bool | None = None,
     every_s: float = 10.0,
+    metrics_port: int | None = None,
 ) -> Summary:
     """Runs a job to its end on this host. For several hosts, each calls it.
 
@@ -52,6 +53,7 @@ def run(
         fresh: start with an empty store; by default rows that a failed job has left are adopted.
         live: a live table, or lines; by default a table on a terminal.
         every_s: seconds between lines.
+        metrics_port: serve metrics for Prometheus on this port of the host; 0 is a free one.
 
     Raises:
         ProcessDiedError: a process died, and may not be started again; with its last lines of output.
@@ -66,7 +68,9 @@ def run(
     name = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}" + ("" if position.hosts == 1 else f"-host{position.host}")
     logs = Path(folder) if folder is not None else Path("runs") / name
     logs.mkdir(parents=True, exist_ok=True)
-    return Launcher(job, position, logs.resolve(), fresh=fresh, live=live, every_s=every_s).run()
+    return Launcher(
+        job, position, logs.resolve(), fresh=fresh, live=live, every_s=every_s, metrics_port=metrics_port
+    ).run()
 
 
 __all__ = [

@@ -32,7 +32,7 @@ from geartrain.launch.display import Display, JobView, make_display
 from geartrain.launch.hosts import HostPosition
 from geartrain.launch.job import Job
 from geartrain.launch.job_process import RANK_VARIABLES, JobProcess
-from geartrain.launch.metrics import COLUMNS, MetricsReader
+from geartrain.launch.metrics import COLUMNS, MetricsReader, ProcessMetrics
 from geartrain.launch.summary import Summary
 from geartrain.launch.supervisor import Supervisor
 from geartrain.store.store import Store
@@ -47,11 +47,20 @@ class Launcher:
     """Runs one job on this host. `launch.run` makes one."""
 
     def __init__(
-        self, job: Job, position: HostPosition, folder: Path, *, fresh: bool, live: bool | None, every_s: float
+        self,
+        job: Job,
+        position: HostPosition,
+        folder: Path,
+        *,
+        fresh: bool,
+        live: bool | None,
+        every_s: float,
+        metrics_port: int | None = None,
     ) -> None:
         self.job, self.position, self.folder = job, position, folder
         self.summary = Summary(folder=str(folder), restarts={role.name: 0 for role in job.roles})
         self._fresh = fresh
+        self._metrics_port = metrics_port
         self._signals: list[int] = []
         self._began_s = time.monotonic()
         self._end: tuple[str, str] | None = None  # outcome, text
@@ -80,6 +89,8 @@ class Launcher:
             )
             names = [self.folder / f".{each.name}.metrics.json" for each in self._processes]
             self._metrics = MetricsReader(self._counters, names)
+            if self._metrics_port is not None:
+                self._serve_metrics(self._metrics_port, names, stack)
             fingerprint = json.dumps([[r.name, r.kind, r.processes, r.hosts, r.run] for r in self.job.roles])
             self._coordinator = Coordinator(self.position, fingerprint, self._supervisor.wake)
             stack.callback(self._coordinator.close)
@@ -306,6 +317,17 @@ class Launcher:
             with contextlib.suppress(GeartrainError, OSError):
                 if not weights.describe(self.job.name).in_use:  # its processes were killed
                     weights.unlink(self.job.name)
+
+    def _serve_metrics(self, port: int, names: list[Path], stack: contextlib.ExitStack) -> None:
+        from geartrain.launch.prometheus import PrometheusEndpoint
+
+        def read() -> dict[str, ProcessMetrics]:
+            found = MetricsReader(self._counters, names).read()  # on a thread of the server
+            return dict(zip((each.name for each in self._processes), found, strict=True))
+
+        endpoint = PrometheusEndpoint(read, "0.0.0.0", port)
+        stack.callback(endpoint.close)
+        self._display.say(f"metrics for Prometheus on port {endpoint.port}")
 
     # --- display and summary ------------------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ def launch(
     timeout_s: Annotated[float | None, typer.Option(help="Time limit of the job, instead of its own.")] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Lines instead of a table, also on a terminal.")] = False,
     every_s: Annotated[float, typer.Option(help="Seconds between lines.")] = 10.0,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port of the host.")] = None,
     hosts: Annotated[int | None, typer.Option(help="Number of hosts. Not needed under torchrun or srun.")] = None,
     host: Annotated[int | None, typer.Option(help="Number of this host, from 0.")] = None,
     master: Annotated[str | None, typer.Option(help="host:port of host 0, for the ranks' rendezvous.")] = None,
@@ -108,7 +109,13 @@ def launch(
         position = host_position(os.environ, hosts=hosts, host=host, master=master, coordinator_port=coordinator_port)
         try:
             launching.run(
-                described, folder=folder, position=position, fresh=fresh, live=False if lines else None, every_s=every_s
+                described,
+                folder=folder,
+                position=position,
+                fresh=fresh,
+                live=False if lines else None,
+                every_s=every_s,
+                metrics_port=metrics_port,
             )
         except launching.JobTimeoutError as error:
             die(str(error), 124)
