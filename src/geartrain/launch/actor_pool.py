@@ -89,7 +89,11 @@ class ActorPool:
         # One thread starts, watches and reaps all: the kernel kills them when that thread ends.
         self._thread = threading.Thread(target=self._supervise, name="geartrain-actors", daemon=True)
         self._thread.start()
-        self._started.wait()
+        try:
+            self._started.wait()
+        except BaseException:  # KeyboardInterrupt
+            self.stop()
+            raise
         if self._start_error is not None:
             self._thread.join()
             self.counters.close()

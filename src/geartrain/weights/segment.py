@@ -146,10 +146,6 @@ class WeightsSegment:
         """Takes the publisher's lock; False when another open file has it."""
         return locks.take(self.fd, locks.EXCLUSIVE, PUBLISHER)
 
-    def stop_publishing(self) -> None:
-        """Lets another one become the publisher."""
-        locks.drop(self.fd, PUBLISHER)
-
     def has_publisher(self) -> bool:
         """Whether another open file has the publisher's lock, and so its process is alive."""
         return locks.is_taken(self.fd, PUBLISHER)
