@@ -122,6 +122,16 @@ def test_metrics_are_served_to_prometheus(job, tmp_path):
         assert line in said
 
 
+def test_a_job_goes_well_where_exit_codes_of_children_are_ignored(job, tmp_path):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        summary = run(job(launch.learners(launched.tell_environment)), tmp_path)
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert summary.processes["learner-0"]["exit_code"] == 0
+
+
 def test_ranks_are_told_what_torchrun_tells_them(job, tmp_path):
     run(
         job(launch.learners(launched.tell_environment, 2), launch.Role("other", launched.tell_environment)),

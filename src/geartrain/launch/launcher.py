@@ -391,6 +391,8 @@ class Launcher:
             self._supervisor.wake()
 
         before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        # Where it is ignored, as some parents pass on, exit codes of children are lost.
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             yield
         finally:
