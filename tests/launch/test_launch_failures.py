@@ -138,7 +138,10 @@ def check_launcher_killed(seed, name, tmp_path):
         "launch.run(t.tagged_job(sys.argv[1], steps=100_000), folder=sys.argv[2], live=False)"
     )
     launcher = subprocess.Popen(
-        [sys.executable, "-c", code, name, str(tmp_path / "first")], cwd=TESTS, stdout=subprocess.DEVNULL
+        [sys.executable, "-c", code, name, str(tmp_path / "first")],
+        cwd=TESTS,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
     )
     until_s = time.monotonic() + 60
     while True:  # until the learners draw
