@@ -20,7 +20,7 @@ _MOST_TIMERS = 64
 _LOCK = threading.Lock()  # of the one moment in which a result meets whoever wants it
 
 
-class Pending:
+class PendingReply:
     """An answer that is not there yet. Completed once, by whoever comes first: a result, an error, or a cancel."""
 
     __slots__ = ("_done", "_on_cancel", "_when_done", "cancelled", "error", "until_s", "value")
@@ -94,7 +94,7 @@ class Batcher:
         self._max_wait_s = None if max_wait_us is None else max_wait_us * 1e-6
         self._on_batch = on_batch
         self._stats = BatchStats()
-        self._waiting: list[tuple[Pending, tuple[Any, ...]]] = []
+        self._waiting: list[tuple[PendingReply, tuple[Any, ...]]] = []
         self._since_s = 0.0
         self._after_fork()
         _batchers.add(self)
@@ -110,11 +110,11 @@ class Batcher:
         with self._changed:
             return self._stats.copy()
 
-    def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
+    def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingReply:
         """Adds a call; runs the batch when that fills it. Raises `BusyError`."""
         if kwargs:
             raise MessageError("a batched function takes positional arguments only")
-        pending = Pending()
+        pending = PendingReply()
         full = None
         with self._changed:
             if len(self._waiting) >= self._max_queued:
@@ -174,7 +174,7 @@ class Batcher:
                     return
                 self._free_timers += 1
 
-    def _run(self, batch: list[tuple[Pending, tuple[Any, ...]]], asked_s: float, full: bool) -> None:
+    def _run(self, batch: list[tuple[PendingReply, tuple[Any, ...]]], asked_s: float, full: bool) -> None:
         wanted = [entry for entry in batch if not entry[0].cancelled]
         if len(wanted) < len(batch):
             with self._changed:
@@ -204,7 +204,7 @@ class Batcher:
             except Exception:
                 traceback.print_exc()
 
-    def _results(self, batch: list[tuple[Pending, tuple[Any, ...]]]) -> Sequence[Any]:
+    def _results(self, batch: list[tuple[PendingReply, tuple[Any, ...]]]) -> Sequence[Any]:
         width = len(batch[0][1])
         if any(len(args) != width for _, args in batch):
             raise MessageError(f"calls of {self.__qualname__} that share a batch need as many arguments each")

@@ -11,8 +11,8 @@ import numpy as np
 
 import geartrain._native as _native
 from geartrain.errors import ArgumentError
+from geartrain.rpc.caller import Caller
 from geartrain.rpc.registry import function
-from geartrain.rpc.session import Caller
 
 ABOUT, TAKE, GIVE = "geartrain.rpc.about", "geartrain.rpc.take", "geartrain.rpc.give"
 #: What `GIVE` hands out at most.

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 #: How deep containers may be nested.
 MAX_DEPTH = 64
 
-Parcel = _native.Parcel
+Payload = _native.Parcel
 Message = _native.Message
 
 
-def encode(value: object, *, pickle: bool = False) -> Parcel:
-    """A parcel: the value's header, and its big buffers where they are.
+def encode(value: object, *, pickle: bool = False) -> Payload:
+    """A payload: the value's header, and its big buffers where they are.
 
-    They must stay as they are until the parcel is sent.
+    They must stay as they are until the payload is sent.
 
     Raises:
         MessageError: the value, or something in it, is of a type that the format does not know and `pickle` is not
@@ -61,9 +61,9 @@ def decode(message: Message, *, pickle: bool = False) -> Any:
     return native_codec().decode(message, pickle)
 
 
-def pack(parcel: Parcel) -> Message:
-    """What the other side would receive: a copy of the parcel."""
-    return Message.make(parcel.header, parcel.buffers)
+def pack(payload: Payload) -> Message:
+    """What the other side would receive: a copy of the payload."""
+    return Message.make(payload.header, payload.buffers)
 
 
 _made: _native.Codec | None = None

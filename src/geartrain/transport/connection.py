@@ -26,14 +26,14 @@ from geartrain.errors import TransportError
 from geartrain.transport.tls import TLS
 
 Message = _native.Message
-Parcel = _native.Parcel
+Payload = _native.Parcel
 
 #: The transports there are, fastest first.
 TRANSPORTS = ("inproc", "shm", "tcp")
 
 
 @dataclass(frozen=True)
-class Limits:
+class MessageLimits:
     """What one side takes from the other. A message beyond a limit is refused before memory is taken for it.
 
     `max_queued_bytes` bounds what is read ahead while a send waits; `max_segment_bytes` the shared memory that one
@@ -63,7 +63,7 @@ class Connection:
 
     def send(
         self,
-        header: bytes | Parcel,
+        header: bytes | Payload,
         buffers: Sequence[Any] = (),
         *,
         tag: int = 0,
@@ -73,7 +73,7 @@ class Connection:
         """Sends one message. When this returns, its memory may be changed again.
 
         Args:
-            header: a few bytes; or a parcel, which has its own buffers.
+            header: a few bytes; or a payload, which has its own buffers.
             buffers: anything with the buffer protocol, C-contiguous; not copied more often than the way demands.
             tag: a number below 2**64 and
             kind: one below 2**32 that travel with the message as they are.
@@ -84,8 +84,8 @@ class Connection:
             WaitTimeoutError: the peer took it too slowly. A message that had half left ends the connection.
             PeerLostError, ConnectionClosedError: there is nobody to send to.
         """
-        parcel = header if isinstance(header, Parcel) else Parcel(header, list(buffers))
-        self.native.send(tag, kind, parcel, timeout_s)
+        payload = header if isinstance(header, Payload) else Payload(header, list(buffers))
+        self.native.send(tag, kind, payload, timeout_s)
 
     def receive(self, *, timeout_s: float = 30.0) -> Message:
         """The next message; its buffers are writable NumPy views that keep its memory.
@@ -97,7 +97,7 @@ class Connection:
         """
         return self.native.receive(timeout_s)
 
-    def expose(self, array: Any, *, writable: bool = False) -> Region:
+    def expose(self, array: Any, *, writable: bool = False) -> MemoryRegion:
         """Lets the peer read this memory, or write it as well, without a message and without this program's doing.
 
         The region's `handle` travels in any message; the peer's end of this connection takes it, and no other. Nothing
@@ -122,7 +122,7 @@ class Connection:
             >>> into
             array([2, 3])
         """
-        return Region(self.native.expose(array, writable))
+        return MemoryRegion(self.native.expose(array, writable))
 
     def read(self, handle: bytes, into: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
         """Fills `into` from memory that the peer exposed. Its program need not receive, or do anything, for that.
@@ -200,7 +200,7 @@ class Connection:
         return f"<Connection {self.native.describe()}{state}>"
 
 
-class Region:
+class MemoryRegion:
     """Memory that a peer may use until this is closed, or gone: `Connection.expose`."""
 
     def __init__(self, native: _native.Region) -> None:
@@ -225,7 +225,7 @@ class Region:
         """Ends it. When this returns nobody writes to the memory, and what is read from then on is an error there."""
         self.native.close()
 
-    def __enter__(self) -> Region:
+    def __enter__(self) -> MemoryRegion:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -278,7 +278,7 @@ def listen(
     secret: bytes = b"",
     advertise: Iterable[str] = (),
     shm: bool = True,
-    limits: Limits | None = None,
+    limits: MessageLimits | None = None,
     spin_us: float = 30.0,
     views: bool = True,
     peer_timeout_s: float = 30.0,
@@ -316,7 +316,7 @@ def connect(
     transport: str | None = None,
     secret: bytes = b"",
     timeout_s: float = 10.0,
-    limits: Limits | None = None,
+    limits: MessageLimits | None = None,
     spin_us: float = 30.0,
     views: bool = True,
     lanes: int = 2,
@@ -354,7 +354,7 @@ def connect(
 
 def options_of(
     secret: bytes,
-    limits: Limits | None,
+    limits: MessageLimits | None,
     spin_us: float,
     views: bool,
     peer_timeout_s: float = 30.0,

@@ -40,12 +40,11 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.integrations.di_engine.discovery import Contact
-from geartrain.rpc import Future, Node
-from geartrain.rpc.batching import Pending
-from geartrain.rpc.client import Peer
+from geartrain.rpc import Caller, Future, Node
+from geartrain.rpc.batching import PendingReply
+from geartrain.rpc.client import Client
 from geartrain.rpc.protocol import CALL
 from geartrain.rpc.registry import function
-from geartrain.rpc.session import Caller
 from geartrain.transport.codec import native_codec
 
 _log = logging.getLogger("geartrain.di_engine")
@@ -210,13 +209,13 @@ class Bus:
             self._linked.wait(self.timeout_s)
         with self._lock:
             links = [link for link in self._links.values() if topic in link.topics]
-        parcels: dict[bool, tuple[int, Any]] = {}
+        payloads: dict[bool, tuple[int, Any]] = {}
         full: list[Link] = []
-        sent = sum(self._offer(link, topic, args, kwargs, parcels, full, until_s) for link in links)
+        sent = sum(self._offer(link, topic, args, kwargs, payloads, full, until_s) for link in links)
         late: BaseException | None = None
         for link in list(full):
             try:
-                sent += self._offer(link, topic, args, kwargs, parcels, None, until_s)
+                sent += self._offer(link, topic, args, kwargs, payloads, None, until_s)
             except WaitTimeoutError as error:
                 late = error
         if late is not None:
@@ -229,7 +228,7 @@ class Bus:
         topic: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        parcels: dict[bool, tuple[int, Any]],
+        payloads: dict[bool, tuple[int, Any]],
         full: list[Link] | None,
         until_s: float,
     ) -> bool:
@@ -241,19 +240,19 @@ class Bus:
             full.append(link)
             return False
         try:
-            peer = self.node.peer(link.name, timeout_s=left_s)
-            kind, parcel = parcels.get(peer.pickle, (0, None))
-            if parcel is None:
-                kind, parcel = _question(peer, (topic, args, kwargs), self._by_cpu, left_s)
+            peer = self.node.client(link.name, timeout_s=left_s)
+            kind, payload = payloads.get(peer.pickle, (0, None))
+            if payload is None:
+                kind, payload = _question(peer, (topic, args, kwargs), self._by_cpu, left_s)
                 if kind == CALL:  # else tensors went to this peer beside it
-                    parcels[peer.pickle] = kind, parcel
+                    payloads[peer.pickle] = kind, payload
             if full is None:
-                link.wait_for_room(parcel.nbytes, until_s)
-            elif not link.has_room(parcel.nbytes):
+                link.wait_for_room(payload.nbytes, until_s)
+            elif not link.has_room(payload.nbytes):
                 full.append(link)
                 return False
-            tag = peer.calls.start(kind, parcel, False, max(0.0, until_s - time.monotonic()))
-            link.add(Future(peer, tag, float("inf")), parcel.nbytes)
+            tag = peer.calls.start(kind, payload, False, max(0.0, until_s - time.monotonic()))
+            link.add(Future(peer, tag, float("inf")), payload.nbytes)
             return True
         except WaitTimeoutError:
             raise _no_room(link, self.timeout_s) from None
@@ -263,7 +262,7 @@ class Bus:
         finally:
             link.lock.release()
 
-    def _take(self, name: str, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
+    def _take(self, name: str, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingReply | None:
         """An event has come. Acknowledged once all that it asks for is done."""
         if name not in self._links:
             with self._changed:  # who answers it must find its sender
@@ -273,7 +272,7 @@ class Bus:
         work = self._handler(topic, args, kwargs)
         if not work:
             return None
-        pending, left = Pending(), len(work)
+        pending, left = PendingReply(), len(work)
         lock = threading.Lock()
 
         def done(_: Work[Any]) -> None:
@@ -393,7 +392,7 @@ class Bus:
             self._check_node_id(name, node_id)
             self._know(name, node_id, address)
             try:
-                self.node.peer(name, timeout_s=4.0)
+                self.node.client(name, timeout_s=4.0)
             except GeartrainError as error:
                 raise TransportError(f"node {self.node_id} does not reach node {node_id} back: {error}") from None
             self._add(name, node_id, version, topics)
@@ -505,12 +504,12 @@ class Bus:
 _UNSENDABLE = (MessageError, pickle.PicklingError, AttributeError, TypeError)
 
 
-def _question(peer: Peer, value: tuple[Any, ...], by_cpu: bool, timeout_s: float) -> tuple[int, Any]:
-    """An event as a call without a deadline, since its listeners may take long: kind and parcel."""
+def _question(peer: Client, value: tuple[Any, ...], by_cpu: bool, timeout_s: float) -> tuple[int, Any]:
+    """An event as a call without a deadline, since its listeners may take long: kind and payload."""
     try:
         if by_cpu:
             return CALL, native_codec().encode((_EVENT, value, {}), peer.pickle)
-        return peer.parcel(_EVENT, value, {}, timeout_s)  # type: ignore[no-any-return]
+        return peer.encode_call(_EVENT, value, {}, timeout_s)
     except _UNSENDABLE as error:
         if not peer.pickle:
             raise MessageError(f"an event of topic {value[0]!r} cannot be sent: {error}") from None
@@ -555,7 +554,7 @@ def _bus(caller: Caller) -> Bus:
     return bus
 
 
-def _event(caller: Caller, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
+def _event(caller: Caller, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingReply | None:
     return _bus(caller)._take(caller.name, topic, args, kwargs)
 
 
