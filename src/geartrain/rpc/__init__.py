@@ -59,21 +59,21 @@ def init(
     device_maps: Any = None,
     **options: Any,
 ) -> Node:
-    """Joins the others, and makes this process's node, which the functions of this module use.
+    """Rendezvous with the other processes, and this process's node, which the functions of this module use.
 
     Args:
-        name: what peers call this process by.
-        rank, world_size: its number among those that start together; `init` then waits until all have joined. More
-            may join later, without a rank.
+        name: by which peers address this process.
+        rank, world_size: of the processes that start together; `init` waits until all have joined. More may join
+            later, without a rank.
         init_method: "tcp://host:port", "env://" (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) or "file:///path", as
             for `torch.distributed`; the tcp store is started by rank 0.
-        store: a store instead, of torch's kind.
+        store: a c10d store instead.
         secret: the cluster's; by default the environment's GEARTRAIN_SECRET.
         device_maps: `Node`'s `device_map`.
         options: as for `Node`.
 
     Raises:
-        WaitTimeoutError: not all joined in time; says who did not.
+        WaitTimeoutError: not all joined in time; names the missing ranks.
     """
     global _node
     if _node is not None:
@@ -114,7 +114,7 @@ def call_async(
 
 
 def shutdown() -> None:
-    """Leaves: closes this process's node. Nobody waits for anybody; a peer that still calls it gets `PeerLostError`."""
+    """Closes this process's node, without waiting for peers: one that still calls it gets `PeerLostError`."""
     global _node
     if _node is not None:
         _node.close()

@@ -62,8 +62,8 @@ class Node:
         """A node that peers can call from now on.
 
         Args:
-            name: what peers call it by.
-            store: where names become addresses: anything with torch's c10d store's `set`, `get` and `check`.
+            name: by which peers address it.
+            store: rendezvous of names and addresses: anything with `set`, `get` and `check` of torch's c10d stores.
             peers: addresses known without a store.
             secret: the cluster's; needed to listen on anything but loopback.
             pickle: whether objects that the codec does not know go by pickle, between peers with the secret.
@@ -72,19 +72,19 @@ class Node:
             device_map: which GPU of a peer tensors go to: "1_0_0,..." (peer's name or rank, GPU here, GPU there) or
                 {peer: {GPU here: GPU there}}; chosen for peers that it does not name (docs/devices.md).
             host, port, advertise, limits, spin_us, views: as for `transport.listen`.
-            peer_timeout_s: a peer without a sign of life for so long is lost: its process is stopped, or its host or
-                the way to it is gone. Its calls fail with `PeerLostError`, and `on_peer_lost` is told, within a second
+            peer_timeout_s: a peer without heartbeats for so long is lost: its process is stopped, or its host or
+                network is gone. Its calls fail with `PeerLostError`, and `on_peer_lost` is called, within a second
                 more. A process that was killed is lost at once. 0 for never, or 2 and more.
             timeout_s: for calls that have none of their own, and for joining.
-            max_threads: functions that run at once, at most. One that waits for a call of its own, or that its peer
-                has given up, does not count; an `async def` needs no thread.
+            max_threads: functions that run at once, at most. One that waits for a call of its own, or that was
+                cancelled, does not count; an `async def` needs no thread.
             max_running: functions that begin at once: the next one does when one of them returns, has run for 5 ms, or
                 waits for a call of its own. Python runs one thread at a time, and every further one that wants to
                 slows all down. Give more where functions wait for less than that, for disks, say, or compute
                 without the GIL on cores that are free.
-            max_open: calls to one peer without an answer; the next one waits for room.
+            max_open: calls to one peer without a reply; the next one waits for room.
             driver: of other devices than CUDA's.
-            tls: certificates, for all connections over TCP to be encrypted; by default what the environment says. As
+            tls: certificates, to encrypt all connections over TCP; by default what the environment says. As
                 for `transport.listen`; the files are read again for each peer that this node connects to.
         """
         if max_threads < 1 or max_running < 1 or max_open < 1:
@@ -143,9 +143,9 @@ class Node:
 
         Raises:
             RemoteError: the function raised; it is also of the built-in type that was raised there.
-            WaitTimeoutError: no answer in time; the peer is told to cancel the call.
+            WaitTimeoutError: no answer in time; the peer cancels the call.
             PeerLostError: the peer died or closed the connection meanwhile. The function may have run or not.
-            UnknownPeerError: nobody of that name joined in time.
+            UnknownPeerError: no peer of that name joined in time.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         about_to_wait()
@@ -169,7 +169,7 @@ class Node:
         client = self._client(peer, limit_s)
         kind, payload = client.encode_call(function, args, kwargs, limit_s)
         if kind & ~OUT_OF_BAND != CALL:
-            raise MessageError("only functions with a name can be told")
+            raise MessageError("`tell` takes registered functions only")
         client.connection.send(0, TELL | (kind & OUT_OF_BAND), payload, limit_s)
 
     def remote(self, peer: str, cls: str | type, *args: Any, **kwargs: Any) -> Remote:
@@ -197,7 +197,7 @@ class Node:
         return self._client(name, self.timeout_s if timeout_s is None else timeout_s)
 
     def hang_up(self, name: str) -> None:
-        """Closes the connections with a peer, both ways; both sides may call again, which makes new ones."""
+        """Closes the connections with a peer, in both directions; later calls connect again."""
         with self._lock:
             client = self._clients.pop(name, None)
         if client is not None:
@@ -345,7 +345,7 @@ class Node:
         return f"<Node {self.name!r} at {self.address}>"
 
 
-# At exit nobody may be left in the native layer: a thread that Python ends there takes the process with it.
+# At exit no thread may be in the native layer: Python would end it there, and the process with it.
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()
 
 

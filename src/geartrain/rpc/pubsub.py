@@ -114,7 +114,7 @@ class Topics:
         self._callbacks: dict[tuple[str, str], tuple[str, Callable[[int, Any], object]]] = {}
 
     def make(self, name: str, history: int, timeout_s: float) -> Topic:
-        """A new one of this node's."""
+        """A new topic of this node's."""
         topic = Topic(self._node, name, history, timeout_s)
         with self._lock:
             if name in self._mine:
@@ -123,7 +123,7 @@ class Topics:
         return topic
 
     def subscribe(self, peer: str, name: str, callback: Callable[[int, Any], object]) -> None:
-        """Asks a peer for its topic; the callback is there before the first value is."""
+        """Subscribes to a peer's topic; the callback is set before the first value arrives."""
         token = secrets.token_hex(8)
         with self._lock:
             before = self._callbacks.get((peer, name))
@@ -145,14 +145,14 @@ class Topics:
         self._node.call(peer, UNSUBSCRIBE, name, self._node.name)
 
     def of(self, name: str) -> Topic:
-        """One of this node's. Raises `LookupError`."""
+        """A topic of this node's. Raises `LookupError`."""
         with self._lock:
             if name not in self._mine:
                 raise LookupError(f"{self._node.name!r} has no topic {name!r}; it has {sorted(self._mine)}")
             return self._mine[name]
 
     def deliver(self, publisher: str, name: str, number: int, value: Any, token: str) -> None:
-        """A value has come."""
+        """Calls back with a value that has arrived."""
         with self._lock:
             wanted, callback = self._callbacks.get((publisher, name), ("", None))
         if wanted == token and callback is not None:

@@ -33,14 +33,14 @@ _MAX_ASIDE = 1024
 
 
 class Scheduler:
-    """Decides who may run, for all sessions of one server. Any thread may call it.
+    """Schedules the calls of all sessions of one server. Any thread may use it.
 
     Args:
         name: the server's, for errors.
         threads: where more threads come from.
         execute: runs a call's function and replies; called without the lock.
         refuse: replies with an error instead.
-        step_aside: tells the inbox that this thread will be away for long.
+        step_aside: reports to the inbox that this thread will not come back for long.
         max_threads: workers that run functions at once.
         max_open: calls that wait in one session's queue; four times as many wait for a thread.
         max_queued_bytes: the same in bytes of their messages.

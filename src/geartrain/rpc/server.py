@@ -38,7 +38,7 @@ class Server:
     so; else the calls wait (scheduler.py).
 
     Args:
-        node: the `Node` that functions registered `with_caller` are told of.
+        node: the `Node`, for functions registered `with_caller`.
         name: the node's.
         listener: that clients connect to; closed with the server.
         devices: the node's tensors on GPUs.
@@ -159,7 +159,7 @@ class Server:
             session = self._sessions.get(number)
             if isinstance(message, str):
                 self._lost(number, message)
-            elif session is not None:  # else its end was told to another thread meanwhile
+            elif session is not None:  # else another thread has seen the end of the connection meanwhile
                 try:
                     self._dispatch(session, message)
                 except Exception:  # ours, not the function's: the thread goes on
@@ -194,11 +194,11 @@ class Server:
         self.scheduler.cancel(session, tag)
 
     def _dispatch(self, session: ServerSession, message: _native.Message) -> None:
-        """Takes a message in, lets the client's next one come, and executes what is to be executed now."""
+        """Handles one message, resumes the client's connection, and executes the call if it may run now."""
         (kind, timeout_s), tag = kind_and_timeout(message.kind), message.tag
         worker = None
         try:
-            worker = self._take_in(session, kind, timeout_s, message)
+            worker = self._schedule(session, kind, timeout_s, message)
         except BaseException as error:
             self._reply(session, kind, tag, error=error)
         finally:
@@ -206,8 +206,8 @@ class Server:
         if worker is not None:
             self.scheduler.run(worker)
 
-    def _take_in(self, session: ServerSession, kind: int, timeout_s: float, message: _native.Message) -> Worker | None:
-        """A worker for a call that may run now. Raises what the client is to be told."""
+    def _schedule(self, session: ServerSession, kind: int, timeout_s: float, message: _native.Message) -> Worker | None:
+        """Decodes and schedules a message: a worker if its call may run now. Raises what the client gets as error."""
         if kind == CANCEL:
             self._cancel(session, message.tag)
             return None
@@ -236,7 +236,7 @@ class Server:
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _execute(self, call: Call) -> None:
-        """Runs a call's function, and replies now or when the result is there."""
+        """Runs a call's function, and replies now or when a pending result is complete."""
         session, kind, tag, function, args, kwargs, _, until_s = call
         try:
             result = function.submit(args, kwargs) if type(function) is Batcher else function(*args, **kwargs)
@@ -287,7 +287,7 @@ class Server:
         except WaitTimeoutError:
             session.connection.close()  # the client does not read replies
         except GeartrainError:
-            pass  # it is gone: the inbox tells of that
+            pass  # it is gone, which the inbox reports
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:

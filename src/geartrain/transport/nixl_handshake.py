@@ -60,7 +60,7 @@ class Handshake:
 
 
 def attach(connection: Connection, *, timeout_s: float = 30.0) -> NixlLink:
-    """A link to the other side of a connection, which attaches as well; nothing else is sent on it meanwhile.
+    """A link to the other side of a connection, which attaches too; nothing else may be sent on it meanwhile.
 
     Raises:
         TransportError: NIXL does not work between the two; with the reason, also when it is the peer's.
@@ -71,27 +71,27 @@ def attach(connection: Connection, *, timeout_s: float = 30.0) -> NixlLink:
     def left_s() -> float:
         return max(0.0, until_s - time.monotonic())
 
-    def told(work: Callable[[], Any]) -> Any:
-        """The work's result; if it fails the peer is told why, and does not wait for its deadline."""
+    def or_report(work: Callable[[], Any]) -> Any:
+        """The work's result; a failure is sent to the peer, which need not wait for its deadline."""
         try:
             return work()
         except GeartrainError as error:
             connection.send(b"!" + str(error).encode(), timeout_s=left_s())
             raise
 
-    def heard() -> bytes:
+    def receive() -> bytes:
         said = connection.receive(timeout_s=left_s()).header
         if said[:1] == b"!":
             raise TransportError(f"nixl does not work for the peer: {said[1:].decode(errors='replace')}")
         return said[1:]
 
-    handshake = told(Handshake)
+    handshake = or_report(Handshake)
     connection.send(b"." + handshake.hello, timeout_s=left_s())
-    hello = heard()
-    link: NixlLink = told(lambda: handshake.prove(hello, lambda: connection.native.lost, left_s()))
+    hello = receive()
+    link: NixlLink = or_report(lambda: handshake.prove(hello, lambda: connection.native.lost, left_s()))
     try:
         connection.send(b".proved", timeout_s=left_s())
-        heard()
+        receive()
         handshake.confirm()
     except BaseException:
         link.close()

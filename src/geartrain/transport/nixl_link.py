@@ -44,7 +44,7 @@ class RegisteredRegion:
         return self.address, self.nbytes, max(self.device, 0)
 
     def close(self) -> None:
-        """Deregisters the memory. A write of a peer's that is under way may still go on."""
+        """Deregisters the memory. A peer's write that is under way may continue."""
         if self._registered is not None and self._agent.usable():
             self._agent.native.deregister_memory(self._registered)
         self._registered = self._owner = None
@@ -78,7 +78,7 @@ class NixlLink:
     def write(
         self, memory: Any, descriptor: bytes, *, offset: int = 0, nbytes: int | None = None, timeout_s: float = 30.0
     ) -> None:
-        """Writes memory (as for `expose`, or a `RegisteredRegion`) into a peer's region; when this returns it is there.
+        """Writes memory (as for `expose`, or a `RegisteredRegion`) into a peer's region; complete when this returns.
 
         Only the first `nbytes` bytes of it, if that is given.
 
