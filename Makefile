@@ -1,8 +1,8 @@
 # make demo | test | bench | results | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
-NATIVE := CMakeLists.txt $(filter-out native/test/%,$(wildcard native/*.h native/*.cc native/*/*.h native/*/*.cc))
-TESTS := $(wildcard native/test/*.h native/test/*.cc)
+TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
+NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
 .PHONY: setup demo test bench results check docs native-check gpu-bundle gpu-check format clean
 setup: .venv/installed

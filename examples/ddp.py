@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import geartrain as gt
 import memory_task as task
-from geartrain.replay.distributed.checkpoint import load_shards, newest_step, save_shards
+from geartrain.replay.distributed.checkpoint import load_checkpoint, newest_step, save_checkpoint
 from geartrain.replay.distributed.rank_group import TorchRanks
 
 
@@ -48,18 +48,22 @@ def main(arguments: list[str] | None = None) -> list[float]:
     keep = {"persist": where is not None}
     if where and newest_step(where, ranks) is not None:
         shard = task.shard_of(chosen.shards)
-        store, resumed, found = load_shards(where, f"{chosen.store}-{shard[0]}", ranks, shard=shard, adopt=True, **keep)
+        store, resumed, found = load_checkpoint(
+            where, f"{chosen.store}-{shard[0]}", ranks, shard=shard, adopt=True, **keep
+        )
         saved = torch.load(found.path / "model.pt", map_location=device)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         losses = saved["losses"]
         if talks:
-            print(f"going on from step {found.step}: {found.adopted} of {found.rows} rows were still in memory")
+            print(f"going on from step {found.step}: {found.adopted} of {found.keys} rows were still in memory")
     else:
         store = task.open_shard(chosen.store, chosen.episodes, chosen.shards, **keep)
 
-    selection, left = gt.selection.Weighted(seed=chosen.seed), max(0, chosen.steps - len(losses))
-    with gt.Replay(store, selection, task.BATCH, window=task.WINDOW, group=dist.group.WORLD, steps=left) as replay:
+    selection, left = gt.selection.Prioritized(seed=chosen.seed), max(0, chosen.steps - len(losses))
+    with gt.Replay(
+        store, selection, task.BATCH, window=task.WINDOW, group=dist.group.WORLD, num_batches=left
+    ) as replay:
         if resumed:
             replay.load_state_dict(resumed)
         for batch in replay:  # this rank's part of the batch
@@ -71,7 +75,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
             optimizer.step()
             losses.append(task.mean_over(None, loss))
             if chosen.prioritize:  # on whichever host the rows are; what is known well is still drawn now and then
-                replay.update_weights(batch.rows, errors + 1e-3)
+                replay.update_priorities(batch.keys, errors + 1e-3)
             if talks and len(losses) % 20 == 0:
                 print(f"step {len(losses):>4}  loss {losses[-1]:.4f}", flush=True)
 
@@ -84,7 +88,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
                     parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
                     torch.save(parts, draft)
                     draft.replace(place / "model.pt")
-                save_shards(store, where, ranks, state=replay.state_dict(), companions=["model.pt"])
+                save_checkpoint(store, where, ranks, state=replay.state_dict(), companions=["model.pt"])
             first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
             if len(losses) == chosen.crash_at and first_life and rank == world - 1:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -29,8 +29,10 @@ def main(arguments: list[str] | None = None) -> list[float]:
     optimizer = task.optimizer_of(model)
 
     losses = []
-    selection = gt.selection.Weighted(seed=chosen.seed)
-    with gt.Replay(store, selection, task.BATCH, window=task.WINDOW, mesh=mesh["dp"], steps=chosen.steps) as replay:
+    selection = gt.selection.Prioritized(seed=chosen.seed)
+    with gt.Replay(
+        store, selection, task.BATCH, window=task.WINDOW, mesh=mesh["dp"], num_batches=chosen.steps
+    ) as replay:
         for batch in replay:  # this rank's part of the batch
             part = batch.to(device)
             loss = task.loss_of(model(part["obs"]), task.target_of(part))

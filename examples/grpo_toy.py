@@ -170,7 +170,7 @@ def learn(
         curves.bars(screen) as bars,
         sampling(store.name, chosen) as sampler,
         # prefetch=0: what is drawn is drawn now, so that no row is older than the limit when it is trained on.
-        gt.Replay(store, selection, rows, prefetch=0, steps=chosen.steps) as replay,
+        gt.Replay(store, selection, rows, prefetch=0, num_batches=chosen.steps) as replay,
     ):
         publisher.publish(version, model.state_dict())
         bar = bars.add_task("the sampler starts", total=chosen.steps)

@@ -188,7 +188,7 @@ def recorded(store: gt.Store) -> dict[str, np.ndarray]:
     """All observations of a store, (steps, OBS), and the returns of the expert's episodes without kicks."""
     keys = store.keys()
     keys = keys[np.argsort(keys.row)]  # They come in order of commits, which differs between runs.
-    rows = gt.fetch(store, keys, fields=["obs", "return_to_go", "kicked"], as_="numpy")
+    rows = gt.fetch(store, keys, fields=["obs", "return_to_go", "kicked"], output="numpy")
     return {"obs": rows["obs"][rows.mask], "expert": rows["return_to_go"][~rows["kicked"], 0]}
 
 
@@ -274,7 +274,7 @@ def run(options: argparse.Namespace, store: gt.Store, bars: progress.Progress) -
     # A hop forgives little, and one batch can spoil it: the mean of the last weights is evaluated.
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.97))
 
-    selection = gt.selection.Weighted(seed=options.seed)
+    selection = gt.selection.Prioritized(seed=options.seed)
     marks = {math.ceil(share * options.steps) for share in (*EVALUATE_AT, 1)}
     source = {"fields": WINDOW_FIELDS, "window": CONTEXT}
     losses: list[float] = []

@@ -150,7 +150,7 @@ class Learner:
         error, real = errors_of(self.online, self.mean, batch, self.generator)
         size = error.abs()
         huber = torch.where(size < 1, 0.5 * error.square(), size - 0.5)
-        loss = (batch.importance * huber).sum() / real.sum().clamp(min=1)
+        loss = (batch.importance_weights * huber).sum() / real.sum().clamp(min=1)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.online.parameters(), 10.0)
@@ -177,7 +177,7 @@ def learn(
         min_size_to_sample=max(1, chosen.first_steps // new_steps),
         error_buffer=max(20 * samples_per_row, 8 * chosen.batch),
     )
-    selection = gt.selection.Weighted(seed=chosen.seed, exponent=0.6, beta=0.5)
+    selection = gt.selection.Prioritized(seed=chosen.seed, alpha=0.6, beta=0.5)
     games, policy = functools.partial(make_games, chosen), functools.partial(make_policy, chosen, store.name)
     every, train_s = max(1, chosen.steps // chosen.evaluations), 0.0
     with (
@@ -188,14 +188,14 @@ def learn(
         publisher.publish(1, learner.mean.state_dict())
         pool = ActorPool(store, games, policy, chosen.actors, seed=chosen.seed, overlap=WINDOW - 1)
         stack.enter_context(pool)
-        replay = gt.Replay(store, selection, chosen.batch, window=WINDOW, steps=chosen.steps, timeout_s=120)
+        replay = gt.Replay(store, selection, chosen.batch, window=WINDOW, num_batches=chosen.steps, timeout_s=120)
         stack.enter_context(replay)
         bar = bars.add_task("waiting for the first steps", total=chosen.steps)
         since = None
         for step, batch in enumerate(replay, start=1):
             since = since or time.perf_counter()  # it starts when there is something to learn from
             size, real = learner.train(batch)
-            replay.update_weights(batch.rows[real.numpy()], size[real] + 0.01)
+            replay.update_priorities(batch.keys[real.numpy()], size[real] + 0.01)
             if step % EVERY == 0:
                 publisher.publish(1 + step, learner.mean.state_dict())
                 pool.check()

@@ -92,7 +92,7 @@ class Hindsight:
         batch = self.replay.sample()
         end = (batch.start + batch.mask.sum(1) - 1).numpy()  # the step that the action led to
         later = self._rng.integers(end, batch.length.numpy())  # that step or one behind it
-        goals = gt.fetch(self._store, batch.rows, fields=[ACHIEVED], window=1, ends=later)[ACHIEVED][:, 0]
+        goals = gt.fetch(self._store, batch.keys, fields=[ACHIEVED], window=1, ends=later)[ACHIEVED][:, 0]
         relabelled = torch.from_numpy(self._rng.random(len(end)) < self._share)
         goal = torch.where(relabelled[:, None], goals, batch[GOAL][:, 0])
         reward = -((batch[ACHIEVED][:, 1] - goal).norm(dim=-1) > NEAR_M).float()

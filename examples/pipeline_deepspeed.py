@@ -62,13 +62,13 @@ def main(arguments: list[str] | None = None) -> list[float]:
     losses = []
     with gt.Replay(
         store,
-        gt.selection.Weighted(seed=chosen.seed),
+        gt.selection.Prioritized(seed=chosen.seed),
         task.BATCH,
         window=task.WINDOW,
         mesh=engine.grid,
         inputs=["obs"],
         targets=["action"],
-        steps=chosen.steps,
+        num_batches=chosen.steps,
     ) as replay:
         for batch in replay:
             losses.append(float(engine.train_batch(microbatches(batch))))  # of the whole batch, told to all ranks

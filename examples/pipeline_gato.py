@@ -154,13 +154,13 @@ def run(
     losses, train_s = [], 0.0
     with gt.Replay(
         store,
-        gt.selection.Weighted(seed=chosen.seed),
+        gt.selection.Prioritized(seed=chosen.seed),
         demo.BATCH,
         window=demo.CONTEXT,
         mesh=mesh,
         inputs=["return_to_go", "obs", "action"],
         targets=["action"],
-        steps=chosen.steps,
+        num_batches=chosen.steps,
         timeout_s=300,  # one rank may be evaluating while another has a batch ready
     ) as replay:
         bar = bars.add_task("training", total=chosen.steps)

@@ -42,13 +42,13 @@ def main(arguments: list[str] | None = None) -> list[float]:
     losses = []
     with gt.Replay(
         store,
-        gt.selection.Weighted(seed=chosen.seed),
+        gt.selection.Prioritized(seed=chosen.seed),
         task.BATCH,
         window=task.WINDOW,
         mesh=mesh,
         inputs=["obs"],
         targets=["action"],
-        steps=chosen.steps,
+        num_batches=chosen.steps,
     ) as replay:
         for batch in replay:
             rows, of_parts = batch.to(device), []

@@ -14,7 +14,7 @@ SOURCE = ROOT / "src"
 PACKAGE = SOURCE / "geartrain"
 NATIVE = ROOT / "native"
 # The facade, the command's entry and the border to the native layer are no rooms.
-OUTSIDE = {"__init__", "__main__", "_native"}
+OUTSIDE = {"__init__", "__main__", "_native", "_native_testing"}
 
 
 def picture(name: str) -> dict[str, int]:
@@ -28,7 +28,7 @@ def picture(name: str) -> dict[str, int]:
 PYTHON_FILES = sorted(SOURCE.rglob("*.py"))
 LIBRARY_FILES = [path for path in PYTHON_FILES if path.is_relative_to(PACKAGE)]
 NATIVE_FILES = sorted(
-    p for p in NATIVE.rglob("*") if p.suffix in (".cc", ".h") and "test" not in p.relative_to(NATIVE).parts
+    p for p in NATIVE.rglob("*") if p.suffix in (".cc", ".h") and p.relative_to(NATIVE).parts[0] != "tests"
 )
 
 
@@ -182,28 +182,48 @@ NAMES_TO_PART = {
 }
 
 
-def native_part(name: str, layers: dict[str, int]) -> str:
-    """store_rows.cc belongs to store; everything in bind/ is bind, and in transport/ transport."""
-    if "/" in name:
-        return name.split("/", maxsplit=1)[0]
-    stem = name.rsplit("/", maxsplit=1)[-1].split(".", maxsplit=1)[0]
-    return stem if stem in layers else stem.split("_")[0]
+def test_only_tools_and_benchmarks_use_the_native_testing_module() -> None:
+    for name, path in FILES.items():
+        if "geartrain._native_testing" in imported(path):
+            assert name.startswith(("geartrain.tools.", "geartrain_bench.")), name
+
+
+def native_includes(path: Path) -> list[str]:
+    return re.findall(r'#include "([^"]+)"', path.read_text())
 
 
 @pytest.mark.parametrize("path", NATIVE_FILES, ids=lambda p: str(p.relative_to(NATIVE)))
 def test_native_includes_go_down(path: Path) -> None:
     layers = picture("native-layers")
-    part = native_part(str(path.relative_to(NATIVE)), layers)
-    assert part in layers, f"{path.name} is not in the picture"
-    for included in re.findall(r'#include "([^"]+)"', path.read_text()):
-        other = native_part(f"bind/{included}" if (NATIVE / "bind" / included).exists() else included, layers)
+    mine = path.relative_to(NATIVE).parts[0]
+    assert mine in layers, f"{path.relative_to(NATIVE)} lies in no room of the picture"
+    for included in native_includes(path):
+        assert (NATIVE / included).is_file(), f"{included} is not named from native/"
+        other = included.split("/")[0]
         assert other in layers, f"{included} is not in the picture"
-        assert other == part or layers[other] < layers[part], f"{part} includes {included}, which is not below it"
+        assert other == mine or layers[other] < layers[mine], f"{mine} includes {included}, which is not below it"
 
 
-def test_native_code_knows_no_python_outside_bind() -> None:
+def test_native_files_form_no_circle() -> None:
+    """x.h and x.cc are one file here: what either includes, both need."""
+    edges: dict[str, frozenset[str]] = {}
     for path in NATIVE_FILES:
-        if "bind" not in path.parts:
+        stem = str(path.relative_to(NATIVE).with_suffix(""))
+        needed = {included.rsplit(".")[0] for included in native_includes(path)} - {stem}
+        edges[stem] = edges.get(stem, frozenset()) | needed
+    assert circles(edges) == []
+
+
+def test_every_native_file_is_compiled() -> None:
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    for path in NATIVE_FILES:
+        if path.suffix == ".cc":
+            assert re.search(rf"\b{re.escape(path.name)}\b", cmake), f"{path.relative_to(NATIVE)} is in no target"
+
+
+def test_native_code_knows_no_python_outside_its_bindings() -> None:
+    for path in NATIVE_FILES:
+        if path.relative_to(NATIVE).parts[0] != "python":
             assert not re.search(r"Python\.h|nanobind|torch/", path.read_text()), path
 
 

@@ -6,8 +6,8 @@
 #include <numeric>
 #include <set>
 
-#include "clock.h"
-#include "sha256.h"
+#include "base/clock.h"
+#include "base/sha256.h"
 
 namespace geartrain {
 namespace {
@@ -15,12 +15,6 @@ namespace {
 constexpr char kKeyMark[] = ";key=";
 constexpr uint64_t kNever = ~uint64_t{0};
 constexpr double kDialPauseS = 0.05;
-
-template <typename T>
-void append(std::vector<std::byte>* to, const T* values, size_t n) {
-  const auto bytes = std::as_bytes(std::span(values, n));
-  to->insert(to->end(), bytes.begin(), bytes.end());
-}
 
 void check_options(GroupOptions* options) {
   const size_t members = options->world + options->reducers.size();

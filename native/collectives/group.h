@@ -24,11 +24,11 @@
 #include <string>
 #include <vector>
 
-#include "collectives/door.h"
-#include "collectives/owner.h"
+#include "collectives/acceptor.h"
 #include "collectives/peer.h"
-#include "collectives/ring.h"
-#include "collectives/shares.h"
+#include "collectives/ring_allreduce.h"
+#include "collectives/sharded_allreduce.h"
+#include "collectives/share_owner.h"
 #include "collectives/work.h"
 
 namespace geartrain {

@@ -62,7 +62,7 @@ class TcpLink final : public Link {
 
 constexpr char kRingMagic[8] = {'G', 'T', 'R', 'I', 'N', 'G', '1', '\n'};
 
-struct Ring {
+struct SharedRing {
   char magic[8];
   uint64_t bytes;
   alignas(64) std::atomic<uint64_t> written;
@@ -71,18 +71,19 @@ struct Ring {
   std::atomic<uint32_t> reader_sleeps;
   alignas(128) std::byte data[];
 };
-static_assert(offsetof(Ring, written) == 64 && offsetof(Ring, taken) == 128 && offsetof(Ring, data) == 256);
+static_assert(offsetof(SharedRing, written) == 64 && offsetof(SharedRing, taken) == 128 &&
+              offsetof(SharedRing, data) == 256);
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
-constexpr uint64_t kOneRing = sizeof(Ring) + kRingBytes;
+constexpr uint64_t kOneRing = sizeof(SharedRing) + kRingBytes;
 
 class RingLink final : public Link {
  public:
   RingLink(Descriptor socket, const Descriptor& memory, Descriptor wake, bool dialer)
       : Link(std::move(socket)), memory_(open_memory(memory, 2 * kOneRing)), wake_(std::move(wake)) {
-    auto* const first = reinterpret_cast<Ring*>(memory_.data());
-    auto* const second = reinterpret_cast<Ring*>(memory_.data() + kOneRing);
-    for (const Ring* one : {first, second}) {
+    auto* const first = reinterpret_cast<SharedRing*>(memory_.data());
+    auto* const second = reinterpret_cast<SharedRing*>(memory_.data() + kOneRing);
+    for (const SharedRing* one : {first, second}) {
       if (std::memcmp(one->magic, kRingMagic, sizeof kRingMagic) != 0 || one->bytes != kRingBytes) {
         fail(ErrorKind::frame, "the memory that it shares holds no ring");
       }
@@ -160,7 +161,7 @@ class RingLink final : public Link {
 
   const Memory memory_;
   const Descriptor wake_;
-  Ring *out_, *in_;
+  SharedRing *out_, *in_;
   uint64_t written_ = 0, taken_ = 0;  // never read back from memory that the peer can write
   bool blocked_ = false, ended_ = false;
 };
@@ -175,7 +176,7 @@ RingMemory RingMemory::make() {
   RingMemory made{make_memory("geartrain rings", 2 * kOneRing)};
   const Memory memory(made.memory.get(), 2 * kOneRing, true);
   for (const uint64_t at : {uint64_t{0}, kOneRing}) {
-    auto* const ring = reinterpret_cast<Ring*>(memory.data() + at);
+    auto* const ring = reinterpret_cast<SharedRing*>(memory.data() + at);
     std::memcpy(ring->magic, kRingMagic, sizeof kRingMagic);
     ring->bytes = kRingBytes;
   }

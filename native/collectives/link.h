@@ -24,7 +24,7 @@
 #include <span>
 #include <string>
 
-#include "collectives/loop.h"
+#include "base/event_loop.h"
 #include "transport/memfd.h"
 #include "transport/transport.h"
 

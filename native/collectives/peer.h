@@ -15,10 +15,10 @@
 #include <string>
 #include <vector>
 
-#include "collectives/block.h"
+#include "base/event_loop.h"
+#include "collectives/chunk_buffer.h"
 #include "collectives/link.h"
-#include "collectives/loop.h"
-#include "collectives/wire.h"
+#include "collectives/protocol.h"
 
 namespace geartrain {
 

@@ -7,8 +7,8 @@
 #include <map>
 #include <mutex>
 
-#include "collectives/served.h"
-#include "transport/handshake.h"
+#include "collectives/reducer_session.h"
+#include "transport/security/handshake.h"
 
 namespace geartrain {
 class Reducer::Body final : public Door::Host {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/door.h"
+#include "collectives/acceptor.h"
 
 namespace geartrain {
 

@@ -7,7 +7,7 @@
 #include <memory>
 #include <mutex>
 
-#include "collectives/wire.h"
+#include "collectives/protocol.h"
 #include "transport/transport.h"
 
 namespace geartrain {

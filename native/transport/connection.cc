@@ -9,13 +9,13 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "copy.h"
-#include "pool.h"
-#include "threads.h"
-#include "transport/aside.h"
-#include "transport/frame.h"
-#include "transport/provider.h"
-#include "transport/region.h"
+#include "base/buffer_pool.h"
+#include "base/copy.h"
+#include "base/threads.h"
+#include "transport/providers/frame.h"
+#include "transport/providers/provider.h"
+#include "transport/sideband/memory_region.h"
+#include "transport/sideband/sideband.h"
 
 namespace geartrain {
 namespace {

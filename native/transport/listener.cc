@@ -20,9 +20,9 @@
 #include <map>
 #include <thread>
 
-#include "transport/aside.h"
 #include "transport/memfd.h"
-#include "transport/provider.h"
+#include "transport/providers/provider.h"
+#include "transport/sideband/sideband.h"
 
 namespace geartrain {
 namespace {

@@ -11,7 +11,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "transport/handshake.h"
+#include "transport/security/handshake.h"
 
 namespace geartrain {
 namespace {

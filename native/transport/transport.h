@@ -27,7 +27,7 @@
 //
 // Death. When the peer dies or hangs up, whatever it had sent completely is still received; then every call throws
 // peer_lost. A peer that is stopped, or that a broken network took away, is lost after Options::peer_timeout_s without
-// a sign of life (aside.h says what that notices and what not), and every wait has a deadline of its own and throws
+// a sign of life (sideband.h says what that notices and what not), and every wait has a deadline of its own and throws
 // timed_out. A send that meets its deadline in the middle of a message ends the connection.
 //
 // Trust. With a secret, both sides prove that they know it before anything else is said (handshake.h). Without one a
@@ -54,40 +54,11 @@
 #include <utility>
 #include <vector>
 
-#include "clock.h"
-#include "descriptor.h"
-#include "errors.h"
+#include "base/deadline.h"
+#include "base/descriptor.h"
+#include "base/errors.h"
 
 namespace geartrain {
-
-// A point in time at which a wait gives up.
-class Deadline {
- public:
-  // A negative or absurdly long wait becomes none, or a hundred years.
-  static Deadline after(double seconds) {
-    const double most = 3.2e9;
-    const double ns = (seconds > 0 ? (seconds < most ? seconds : most) : 0) * 1e9;
-    return Deadline(monotonic_ns() + static_cast<uint64_t>(ns));
-  }
-  uint64_t left_ns() const {
-    const uint64_t now = monotonic_ns();
-    return at_ns_ > now ? at_ns_ - now : 0;
-  }
-  // For poll and epoll_wait: rounded up, so that a wait never spins through its last millisecond.
-  int left_ms() const {
-    const uint64_t ms = (left_ns() + 999'999) / 1'000'000;
-    return ms > 1'000'000 ? 1'000'000 : static_cast<int>(ms);
-  }
-  bool passed() const { return monotonic_ns() >= at_ns_; }
-  Deadline sooner(double seconds) const {
-    const Deadline other = after(seconds);
-    return other.at_ns_ < at_ns_ ? other : *this;
-  }
-
- private:
-  explicit Deadline(uint64_t at_ns) : at_ns_(at_ns) {}
-  uint64_t at_ns_;
-};
 
 // What one side takes from the other. A message beyond a limit is refused before memory is taken for it.
 struct MessageLimits {

@@ -3,7 +3,7 @@
     import geartrain as gt
 
     store = gt.Store.create("hopper", {"obs": gt.Field((1000, 11), "float32")}, capacity=10_000)
-    replay = gt.Replay(store, gt.selection.Weighted(seed=0), batch_size=256, window=20)
+    replay = gt.Replay(store, gt.selection.Prioritized(seed=0), batch_size=256, window=20)
 
 The public names are these; each is documented where it is defined, and imported when it is first used.
 """
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from geartrain.core.keys import Keys
     from geartrain.core.schema import Field
     from geartrain.replay.batch import Batch
-    from geartrain.replay.device.options import OnDevice
-    from geartrain.replay.distributed.checkpoint import load_shards, save_shards
+    from geartrain.replay.device.options import DeviceOptions
+    from geartrain.replay.distributed.checkpoint import load_checkpoint, save_checkpoint
     from geartrain.replay.distributed.placement import Placement
     from geartrain.replay.fetch import fetch
     from geartrain.replay.iterable_dataset import ReplayDataset
@@ -43,7 +43,7 @@ _NAMES = {
     "Batch": ("geartrain.replay.batch", "Batch"),
     "Field": ("geartrain.core.schema", "Field"),
     "Keys": ("geartrain.core.keys", "Keys"),
-    "OnDevice": ("geartrain.replay.device.options", "OnDevice"),
+    "DeviceOptions": ("geartrain.replay.device.options", "DeviceOptions"),
     "Placement": ("geartrain.replay.distributed.placement", "Placement"),
     "RateLimiter": ("geartrain.store.rate_limiter", "RateLimiter"),
     "Replay": ("geartrain.replay.replay", "Replay"),
@@ -57,9 +57,9 @@ _NAMES = {
     "fetch": ("geartrain.replay.fetch", "fetch"),
     "integrations": ("geartrain.integrations", ""),
     "launch": ("geartrain.launch", ""),
-    "load_shards": ("geartrain.replay.distributed.checkpoint", "load_shards"),
+    "load_checkpoint": ("geartrain.replay.distributed.checkpoint", "load_checkpoint"),
     "rpc": ("geartrain.rpc", ""),
-    "save_shards": ("geartrain.replay.distributed.checkpoint", "save_shards"),
+    "save_checkpoint": ("geartrain.replay.distributed.checkpoint", "save_checkpoint"),
     "selection": ("geartrain.selection", ""),
     "transport": ("geartrain.transport", ""),
     "weights": ("geartrain.weights", ""),
@@ -69,7 +69,7 @@ __all__ = [
     "Batch",
     "Field",
     "Keys",
-    "OnDevice",
+    "DeviceOptions",
     "Placement",
     "RateLimiter",
     "Replay",
@@ -83,9 +83,9 @@ __all__ = [
     "fetch",
     "integrations",
     "launch",
-    "load_shards",
+    "load_checkpoint",
     "rpc",
-    "save_shards",
+    "save_checkpoint",
     "selection",
     "transport",
     "weights",

@@ -61,7 +61,7 @@ def make_store(store_name, environments, max_steps=32, **options):
 
 def rows_of(store):
     keys = store.keys()
-    batch = gt.fetch(store, keys, as_="numpy")
+    batch = gt.fetch(store, keys, output="numpy")
     lengths = store.status(keys)["length"]
     return [{name: batch[name][i] for name in store.fields} | {"length": int(lengths[i])} for i in range(len(keys))]
 
@@ -187,7 +187,7 @@ def test_an_episode_can_be_drawn_while_it_goes_on(store_name):
         actor.run(steps=8)
         assert len(store) == 1
         assert store.status()["length"].tolist() == [10]
-        with gt.Replay(store, Uniform(seed=0), batch_size=50, window=3, prefetch=0, as_="numpy") as replay:
+        with gt.Replay(store, Uniform(seed=0), batch_size=50, window=3, prefetch=0, output="numpy") as replay:
             batch = replay.sample()
             assert not batch["last"].any()
             assert batch["action"].max() == 9

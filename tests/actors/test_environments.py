@@ -39,7 +39,7 @@ def test_hopper_episodes_are_recorded_whole(store_name):
         actor = Actor(made, RandomPolicy(space), store, seed=3)
         stats = actor.run(episodes=6)
         assert stats.rows >= 6
-        batch = gt.fetch(store, store.keys(), as_="numpy")
+        batch = gt.fetch(store, store.keys(), output="numpy")
         assert np.isfinite(batch["observation"]).all()
         ends = batch["terminated"].sum(1)
         assert (ends == 1).all(), "a random policy falls within 200 steps, once an episode"
@@ -59,7 +59,7 @@ def test_robot_arms_keep_both_goals(store_name):
     with gt.Store.create(store_name(), recorded_fields(made.fields(51), 51), capacity=20) as store:
         stats = Actor(made, RandomPolicy(space), store, seed=3).run(episodes=4)
         assert stats.rows == 4
-        batch = gt.fetch(store, store.keys(), as_="numpy")
+        batch = gt.fetch(store, store.keys(), output="numpy")
         assert batch.length.tolist() == [51] * 4
         assert not batch["terminated"].any(), "50 steps are a limit of time"
         apart = np.linalg.norm(batch["observation.achieved_goal"] - batch["observation.desired_goal"], axis=-1)
@@ -87,14 +87,14 @@ def test_battles_end_with_the_damage_that_was_done(store_name):
     with gt.Store.create(store_name(), recorded_fields(made.fields(101), 101), capacity=100) as store:
         actor = Actor(made, Possible(), store, seed=5)
         stats = actor.run(episodes=24)
-        batch = gt.fetch(store, store.keys(), as_="numpy")
+        batch = gt.fetch(store, store.keys(), output="numpy")
         returns = batch["reward"].sum(1)
         assert sorted(returns)[-24:] == pytest.approx(sorted(stats.returns)[-24:], abs=1e-5)
         assert ((returns > 0) & (returns < 2.001)).all()
         assert batch["terminated"].sum(1).tolist() == [1] * len(returns), "on 3m somebody dies within 100 steps"
         living = batch["observation.available"].any(-1)
         assert living[batch.mask].all(), "there is always something to do, if only to stop"
-        first = gt.fetch(store, store.keys(), as_="numpy", window=1, ends=np.zeros(len(returns), int))
+        first = gt.fetch(store, store.keys(), output="numpy", window=1, ends=np.zeros(len(returns), int))
         assert len(np.unique(first["observation.state"][:, 0], axis=0)) == len(returns), "every battle begins elsewhere"
     seen: list[list[dict[str, np.ndarray]]] = []
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_atari_keeps_each_frame_once_and_the_last_one_of_an_episode(store_name):
         assert store.fields["observation.frame"] == gt.Field((400, 42, 40), "uint8")
         actor = Actor(made, RandomPolicy(Discrete(made.actions)), store, seed=3)
         actor.run(episodes=4)
-        batch = gt.fetch(store, store.keys(), as_="numpy")
+        batch = gt.fetch(store, store.keys(), output="numpy")
         for row, length in enumerate(batch.length):
             ages = batch["observation.age"][row, :length]
             assert ages.tolist() == list(range(length)), "a row is one episode from its first frame to its last"

@@ -58,9 +58,9 @@ def test_every_case_has_its_floor_and_finite_numbers(tiny: SelectionResult) -> N
 
 def test_all_our_ways_of_drawing_and_changing_are_there(tiny: SelectionResult) -> None:
     systems = {what: {r.system for r in tiny.rows if r.metric.startswith(what)} for what in ("sample", "update")}
-    ours = {"", " with importance", " stratified", " Uniform", " store"}
+    ours = {"", " with importance_weights", " stratified", " Uniform", " store"}
     assert {f"geartrain{way}" for way in ours} < systems["sample"]
-    assert systems["update"] == {"floor", "geartrain", "geartrain with exponent"}
+    assert systems["update"] == {"floor", "geartrain", "geartrain with alpha"}
     assert "NumPy cumsum+searchsorted" in systems["sample"]
 
 
@@ -70,7 +70,7 @@ def test_small_batches_have_their_time_per_call_as_well(tiny: SelectionResult) -
     assert {row.unit for row in calls} == {"us"}
 
 
-def test_equal_weights_are_drawn_alike(tiny: SelectionResult) -> None:
+def test_equal_priorities_are_drawn_alike(tiny: SelectionResult) -> None:
     assert sum(tiny.counts["geartrain"]) == pytest.approx(TINY.check_draws / 2, rel=0.02)
     (row,) = [row for row in tiny.rows if row.metric == selection.P_METRIC]
     assert row.p50 > 1e-4
@@ -96,7 +96,7 @@ def test_a_large_case_is_measured_in_two_parts_and_says_so() -> None:
     result = selection.run(APART, {})
     assert any("did not take turns" in note for note in result.notes)
     systems = {row.system for row in result.rows if row.metric == selection.cpu_metric("update")}
-    assert systems == {"floor", "geartrain", "geartrain with exponent"}
+    assert systems == {"floor", "geartrain", "geartrain with alpha"}
     sampled = {row.system for row in result.rows if row.metric == selection.cpu_metric("sample")}
     assert {"geartrain", "geartrain store"} < sampled
 
@@ -147,23 +147,23 @@ def test_the_plot_has_a_line_per_system_over_all_sizes(tiny: SelectionResult) ->
 # --- peers ------------------------------------------------------------------------------------------------------
 
 
-class Exact(peer_worker.WeightPeer):
+class Exact(peer_worker.PriorityPeer):
     """A peer without a library: cumsum and searchsorted."""
 
     def make(self) -> None:
-        self.weights = np.zeros(self.rows)
+        self.priorities = np.zeros(self.rows)
 
     def write(self, rows: object, priorities: object) -> None:
-        self.weights[rows] = priorities
+        self.priorities[rows] = priorities
 
     def draw(self, n: int) -> object:
-        return np.searchsorted(np.cumsum(self.weights), self.noise.random(n) * self.weights.sum(), side="right")
+        return np.searchsorted(np.cumsum(self.priorities), self.noise.random(n) * self.priorities.sum(), side="right")
 
 
-def test_a_weight_peer_fills_draws_changes_and_counts() -> None:
+def test_a_priority_peer_fills_draws_changes_and_counts() -> None:
     peer = Exact()
     peer.setup(1600, {})
-    assert (peer.weights > 0).all()
+    assert (peer.priorities > 0).all()
     assert peer.laps() == ["sample", "update"]
     for what in peer.laps():
         timed = peer_worker.timed(peer, what, 32, 3)
@@ -173,6 +173,6 @@ def test_a_weight_peer_fills_draws_changes_and_counts() -> None:
     assert selection.uniformity(counts) > 1e-4
 
 
-def test_a_weight_peer_that_is_not_installed_is_an_error_that_says_so() -> None:
+def test_a_priority_peer_that_is_not_installed_is_an_error_that_says_so() -> None:
     with pytest.raises(PeerError, match="No module named"):
-        PeerProcess("tianshou", sys.executable, 4, {}, kind="weights")
+        PeerProcess("tianshou", sys.executable, 4, {}, kind="priorities")

@@ -1,4 +1,5 @@
-"""The gather kernel moves what native/fetch.cc moves, to the bit, for every shape, alignment, dtype and window."""
+"""The gather kernel moves what native/fetch/fetch.cc moves, to the bit, for every shape, alignment, dtype and
+window."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ import geartrain.device.kernels.weighted_draw as weighted_draw  # noqa: E402
 BIG = 2**32 - 1
 
 
-def weights_of(n: int, seed: int = 0, zeros: float = 0.3) -> Any:
+def priorities_of(n: int, seed: int = 0, zeros: float = 0.3) -> Any:
     rng = np.random.default_rng([n, seed])
-    weights = rng.integers(0, 2**32, n, dtype=np.uint32)
-    weights[rng.random(n) < zeros] = 0
-    return torch.from_numpy(weights)
+    priorities = rng.integers(0, 2**32, n, dtype=np.uint32)
+    priorities[rng.random(n) < zeros] = 0
+    return torch.from_numpy(priorities)
 
 
 # --- references ------------------------------------------------------------------------------------------------
@@ -72,47 +72,47 @@ def test_numbers_below_a_bound_carry_all_128_bits(interpreter: Interpreter, tota
 
 @pytest.mark.parametrize("n", [1, 256, 257, 5000, 2_000_003])
 def test_tile_sums(interpreter: Interpreter, n: int) -> None:
-    weights = weights_of(n)
+    priorities = priorities_of(n)
     selectable = torch.arange(n) % 3 != 0
-    found = interpreter.call("weighted_draw.tile_sums", weights.numpy())
-    assert found.tolist() == weighted_draw.reference_tile_sums(weights).tolist()
-    found = interpreter.call("weighted_draw.tile_sums", weights.numpy(), selectable.numpy())
-    assert found.tolist() == weighted_draw.reference_tile_sums(weights, selectable).tolist()
+    found = interpreter.call("weighted_draw.tile_sums", priorities.numpy())
+    assert found.tolist() == weighted_draw.reference_tile_sums(priorities).tolist()
+    found = interpreter.call("weighted_draw.tile_sums", priorities.numpy(), selectable.numpy())
+    assert found.tolist() == weighted_draw.reference_tile_sums(priorities, selectable).tolist()
 
 
 @pytest.mark.parametrize("strata", [0, 700])
 @pytest.mark.parametrize("masked", [False, True])
 def test_draws(interpreter: Interpreter, strata: int, masked: bool) -> None:
-    weights = weights_of(3001)
+    priorities = priorities_of(3001)
     selectable = torch.arange(3001) % 3 != 0 if masked else None
-    candidates = interpreter.candidates(weights.numpy(), None if selectable is None else selectable.numpy())
+    candidates = interpreter.candidates(priorities.numpy(), None if selectable is None else selectable.numpy())
     rows, _, probability, _ = candidates.draw(True, 2**63 + 5, 2**40 + 1, 3, 700, strata)
     key = weighted_draw.DrawKey(2**63 + 5, 2**40 + 1, philox.counter_word(philox.ROW_STREAM, 3))
-    expected = weighted_draw.reference_draw(weights, selectable, key, list(range(700)), strata)
+    expected = weighted_draw.reference_draw(priorities, selectable, key, list(range(700)), strata)
     assert rows.tolist() == expected[0].tolist()
     assert probability.tolist() == expected[1].tolist()
 
 
 def test_draws_without_replacement(interpreter: Interpreter) -> None:
-    weights = weights_of(90, zeros=0.5)
-    positive = int((weights.numpy() > 0).sum())
-    rows = interpreter.candidates(weights.numpy()).draw_distinct(True, 1, 2, 0, positive - 2, np.array([], int))[0]
-    whole = weighted_draw.whole_numbers(weights)
+    priorities = priorities_of(90, zeros=0.5)
+    positive = int((priorities.numpy() > 0).sum())
+    rows = interpreter.candidates(priorities.numpy()).draw_distinct(True, 1, 2, 0, positive - 2, np.array([], int))[0]
+    whole = weighted_draw.whole_numbers(priorities)
     assert rows.tolist() == distinct_draw.reference_draw_distinct(whole, 1, 2, 0, positive - 2, [])
 
 
 @pytest.mark.parametrize("order", range(3))
 def test_first_rows(interpreter: Interpreter, order: int) -> None:
     rng = np.random.default_rng(order)
-    weights = torch.from_numpy(rng.integers(0, 4, 2500, dtype=np.uint32))  # most are equal
+    priorities = torch.from_numpy(rng.integers(0, 4, 2500, dtype=np.uint32))  # most are equal
     selectable = torch.from_numpy(rng.random(2500) < 0.8)
     sequence = torch.from_numpy(rng.permutation(2500) + 10**12)
     age = (sequence - 10**12).to(torch.int32)
     for n in (1, 7, 300, 4000):
         found = interpreter.call(
-            "first_rows.first_rows", weights.numpy(), selectable.numpy(), age.numpy(), order, n, 100
+            "first_rows.first_rows", priorities.numpy(), selectable.numpy(), age.numpy(), order, n, 100
         )
-        expected = first_rows.reference_first_rows(weights, selectable, sequence, order, n, 10**12 + 99, [])
+        expected = first_rows.reference_first_rows(priorities, selectable, sequence, order, n, 10**12 + 99, [])
         assert found.tolist() == expected
 
 
@@ -122,32 +122,32 @@ def test_of_duplicate_updates_the_last_wins_and_sums_follow(
     interpreter: Interpreter, n: int, updates: int, masked: bool
 ) -> None:
     rng = np.random.default_rng(n)
-    weights, values = weights_of(n), weights_of(updates, seed=1)
+    priorities, values = priorities_of(n), priorities_of(updates, seed=1)
     values[: min(updates, 50)] = torch.arange(1, min(updates, 50) + 1).to(torch.uint32)  # equal to bids of others
     rows = torch.from_numpy(rng.integers(0, n, updates))
     selectable = torch.from_numpy(rng.random(n) < 0.6) if masked else None
-    sums = weighted_draw.reference_tile_sums(weights, selectable)
-    arrays = (weights.numpy(), rows.numpy(), values.numpy(), sums.numpy())
+    sums = weighted_draw.reference_tile_sums(priorities, selectable)
+    arrays = (priorities.numpy(), rows.numpy(), values.numpy(), sums.numpy())
     if selectable is not None:
         arrays += (selectable.numpy(),)
     after = interpreter.call("scatter_update.scatter_update", *arrays)
-    expected = scatter_update.reference_scatter_update(weights, rows, values)
+    expected = scatter_update.reference_scatter_update(priorities, rows, values)
     assert after[0].tolist() == expected.numpy().tolist()
     assert after[3].tolist() == weighted_draw.reference_tile_sums(expected, selectable).tolist()
 
 
 def test_updated_candidates_draw_what_rebuilt_ones_draw(interpreter: Interpreter) -> None:
     rng = np.random.default_rng(5)
-    weights = weights_of(2000).numpy()
-    candidates = interpreter.candidates(weights)
+    priorities = priorities_of(2000).numpy()
+    candidates = interpreter.candidates(priorities)
     for _ in range(3):
         rows, values = rng.integers(0, 2000, 100), rng.integers(0, 2**32, 100, dtype=np.uint32)
         candidates.update(rows, values)
         for row, value in zip(rows, values, strict=True):
-            weights[row] = value
-    assert candidates.weights(np.arange(2000)).tolist() == weights.tolist()
-    fresh = interpreter.candidates(weights)
-    assert candidates.total_weight() == fresh.total_weight()
+            priorities[row] = value
+    assert candidates.priorities(np.arange(2000)).tolist() == priorities.tolist()
+    fresh = interpreter.candidates(priorities)
+    assert candidates.total_priority() == fresh.total_priority()
     assert candidates.draw(True, 1, 1, 0, 200)[0].tolist() == fresh.draw(True, 1, 1, 0, 200)[0].tolist()
     assert candidates.sequences(np.array([3, 9])).tolist() == [4, 10]
 
@@ -159,29 +159,29 @@ def test_tensors_of_the_cpu_are_refused_where_kernels_are_compiled() -> None:
     if kernels.interpreting():
         pytest.skip("TRITON_INTERPRET is set")
     with pytest.raises(ArgumentError, match="kernels take CUDA tensors"):
-        weighted_draw.tile_sums(weights_of(5))
+        weighted_draw.tile_sums(priorities_of(5))
 
 
 def test_what_a_kernel_cannot_take_is_refused(interpreter: Interpreter) -> None:
-    weights = weights_of(50).numpy()
+    priorities = priorities_of(50).numpy()
     sums = np.zeros(1, np.int64)
     one, values = np.array([3]), np.array([1], np.uint32)
     refused: list[tuple[str, tuple[Any, ...], str]] = [
-        ("weighted_draw.tile_sums", (weights.astype(np.int64),), "values is torch.uint32 or torch.uint8"),
-        ("weighted_draw.tile_sums", (weights.reshape(5, 10),), r"found torch.uint32 \(5, 10\)"),
-        ("weighted_draw.tile_sums", (weights[:0],), "1 to 2147483647 rows"),
-        ("weighted_draw.tile_sums", (weights, np.ones(49, bool)), "selectable has 49 values, 50 are needed"),
-        ("scatter_update.scatter_update", (weights, one + 47, values, sums), "there is no row 50"),
-        ("scatter_update.scatter_update", (weights, one - 4, values, sums), "there is no row -1"),
-        ("scatter_update.scatter_update", (weights, one, values[:0], sums), "values has 0 values, 1 are needed"),
-        ("scatter_update.scatter_update", (weights, one, values.astype(np.float32), sums), "values is torch.uint32"),
-        ("scatter_update.scatter_update", (weights, one, values, sums[:0]), "sums has 0 values, 1 are needed"),
-        ("first_rows.first_rows", (weights, None, None, 3, 1), "an order is 0"),
+        ("weighted_draw.tile_sums", (priorities.astype(np.int64),), "values is torch.uint32 or torch.uint8"),
+        ("weighted_draw.tile_sums", (priorities.reshape(5, 10),), r"found torch.uint32 \(5, 10\)"),
+        ("weighted_draw.tile_sums", (priorities[:0],), "1 to 2147483647 rows"),
+        ("weighted_draw.tile_sums", (priorities, np.ones(49, bool)), "selectable has 49 values, 50 are needed"),
+        ("scatter_update.scatter_update", (priorities, one + 47, values, sums), "there is no row 50"),
+        ("scatter_update.scatter_update", (priorities, one - 4, values, sums), "there is no row -1"),
+        ("scatter_update.scatter_update", (priorities, one, values[:0], sums), "values has 0 values, 1 are needed"),
+        ("scatter_update.scatter_update", (priorities, one, values.astype(np.float32), sums), "values is torch.uint32"),
+        ("scatter_update.scatter_update", (priorities, one, values, sums[:0]), "sums has 0 values, 1 are needed"),
+        ("first_rows.first_rows", (priorities, None, None, 3, 1), "an order is 0"),
     ]
     for function, arguments, message in refused:
         with pytest.raises(ArgumentError, match=message):
             interpreter.call(function, *arguments)
-    candidates = interpreter.candidates(weights)
+    candidates = interpreter.candidates(priorities)
     for arguments, message in [
         ((True, -1, 0, 0, 5), "seed=-1"),
         ((True, 0, 0, 2**18, 5), "round=262144"),

@@ -114,14 +114,13 @@ def test_memory_that_the_device_reads_is_not_let_go(stores: list[gt.Store], ledg
 
 
 def test_a_ledger_that_is_held_for_ever_is_an_error(stores: list[gt.Store], ledger: Ledger, monkeypatch) -> None:
-    import fcntl
-
+    import geartrain.core.locks as locks
     import geartrain.device.pinned_memory as pinning
 
     monkeypatch.setattr(pinning, "GUARD_S", 0.05)
     ledger.entries()
     with (ledger.directory / "guard").open("w") as guard:
-        fcntl.flock(guard.fileno(), fcntl.LOCK_EX)
+        assert locks.take(guard.fileno(), locks.EXCLUSIVE, 0)
         began = time.monotonic()
         with pytest.raises(TimeoutError, match="was held by another process"):
             ledger.entries()

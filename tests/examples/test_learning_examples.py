@@ -162,7 +162,7 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name):
         assert len(store) == 3
         learned, count = set(), 0
         generator = torch.Generator().manual_seed(0)
-        with gt.Replay(store, gt.selection.Uniform(seed=0), 64, window=dqn.WINDOW, steps=60) as replay:
+        with gt.Replay(store, gt.selection.Uniform(seed=0), 64, window=dqn.WINDOW, num_batches=60) as replay:
             for batch in replay:
                 errors, real = dqn.errors_of(online, target, batch, generator)
                 shift = dqn.STACK - 1

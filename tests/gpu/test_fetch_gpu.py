@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import geartrain as gt
 import geartrain.device.kernels as kernels
 import geartrain.device.pinned_memory as pinning
-from geartrain.replay.device import Convert, OnDevice
-from geartrain.selection.strategy import Fifo, Group, Lifo, Mixture, TopK, Uniform, Weighted
+from geartrain.replay.device import Convert, DeviceOptions
+from geartrain.selection.strategy import Fifo, Group, Lifo, Mixture, Prioritized, TopK, Uniform
 
 reason = kernels.why_not_viable()
 pytestmark = pytest.mark.skipif(
@@ -46,7 +46,7 @@ def store(store_name: Callable[[], str]) -> Iterator[gt.Store]:
                 "group": np.arange(2000) // 4,
             },
             lengths=rng.integers(1, 61, 2000),
-            weights=rng.random(2000),
+            priorities=rng.random(2000),
         )
         yield made
 
@@ -88,13 +88,13 @@ def same(a: gt.Batch, b: gt.Batch, convert: dict[str, Convert], packed: bool) ->
         timed = name != "group"
         expected = convert[name].apply(values, a.mask if timed else None) if name in convert else values
         assert torch.equal(expected[a.mask] if packed and timed else expected, b[name].cpu()), name
-    for book in ("start", "length", "version", "probability", "importance"):
+    for book in ("start", "length", "version", "probability", "importance_weights"):
         mine, theirs = getattr(a, book), getattr(b, book)
         assert mine is None or torch.equal(mine, theirs.cpu()), book
 
 
 STRATEGIES = [
-    Uniform(seed=1), Uniform(seed=4, stratified=True), Weighted(seed=2, beta=0.5), Weighted(seed=3, replacement=False),
+    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5), Prioritized(seed=3, replacement=False),
     TopK(), Lifo(), Fifo(), Group("group", 4, seed=1),
 ]  # fmt: skip
 
@@ -103,10 +103,10 @@ STRATEGIES = [
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: f"{type(s).__name__}{getattr(s, 'seed', '')}")
 def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy: Any, path: Any) -> None:
     for window, convert, packed in [(None, {}, False), (7, {"pixels": Convert("bfloat16", 1 / 255)}, True)]:
-        on_device = OnDevice("cuda", path=path, convert=convert, packed=packed)
+        on_device = DeviceOptions("cuda", path=path, convert=convert, packed=packed)
         with (
-            gt.Replay(store, strategy, 64, window=window, pad="right", steps=5) as slow,
-            gt.Replay(store, strategy, 64, window=window, pad="right", steps=5, device=on_device) as fast,
+            gt.Replay(store, strategy, 64, window=window, pad="right", num_batches=5) as slow,
+            gt.Replay(store, strategy, 64, window=window, pad="right", num_batches=5, device=on_device) as fast,
         ):
             for a, b in zip(slow, fast, strict=True):
                 same(a, b, convert, packed)
@@ -119,10 +119,10 @@ def test_rows_chosen_on_the_gpu_and_mixtures_and_torn_rows() -> None:
 
 
 def test_a_mixture_lands_in_one_batch(store: gt.Store) -> None:
-    mixture = Mixture([0.6, 0.4], [Uniform(seed=1), Weighted(seed=2, beta=1.0)])
+    mixture = Mixture([0.6, 0.4], [Uniform(seed=1), Prioritized(seed=2, beta=1.0)])
     with (
-        gt.Replay([store, store], mixture, 64, window=5, steps=4) as slow,
-        gt.Replay([store, store], mixture, 64, window=5, steps=4, device="cuda") as fast,
+        gt.Replay([store, store], mixture, 64, window=5, num_batches=4) as slow,
+        gt.Replay([store, store], mixture, 64, window=5, num_batches=4, device="cuda") as fast,
     ):
         for a, b in zip(slow, fast, strict=True):
             same(a, b, {}, False)
@@ -134,8 +134,8 @@ def test_work_on_a_busy_stream_reads_the_right_batches_and_memory_is_recycled(st
     stream = torch.cuda.Stream()
     sums, addresses = [], set()
     with (
-        gt.Replay(store, Uniform(seed=1), 64, steps=60) as slow,
-        gt.Replay(store, Uniform(seed=1), 64, steps=60, device=OnDevice("cuda", path="gather")) as fast,
+        gt.Replay(store, Uniform(seed=1), 64, num_batches=60) as slow,
+        gt.Replay(store, Uniform(seed=1), 64, num_batches=60, device=DeviceOptions("cuda", path="gather")) as fast,
     ):
         with torch.cuda.stream(stream):
             for batch in fast:
@@ -152,7 +152,7 @@ def test_the_host_of_the_consumer_does_not_wait(store: gt.Store) -> None:
     """With work queued for a second, batches are handed over in a small part of it."""
     import torch
 
-    with gt.Replay(store, Uniform(seed=1), 64, device=OnDevice("cuda", path="gather")) as fast:
+    with gt.Replay(store, Uniform(seed=1), 64, device=DeviceOptions("cuda", path="gather")) as fast:
         for _ in range(5):
             fast.sample()
         torch.cuda.synchronize()
@@ -175,7 +175,7 @@ def test_torch_compile_takes_batches(store: gt.Store) -> None:
     def loss(x: Any, mask: Any) -> Any:
         return (x.square().sum(-1) * mask).sum() / mask.sum()
 
-    with gt.Replay(store, Uniform(seed=1), 64, window=9, steps=4, device="cuda") as fast:
+    with gt.Replay(store, Uniform(seed=1), 64, window=9, num_batches=4, device="cuda") as fast:
         for batch in fast:
             x, mask = batch["x"], batch.mask
             expected = (x.square().sum(-1) * mask).sum() / mask.sum()
@@ -185,28 +185,28 @@ def test_torch_compile_takes_batches(store: gt.Store) -> None:
 def test_a_cuda_graph_is_captured_while_batches_are_made_and_replayed_on_each(store: gt.Store) -> None:
     import torch
 
-    with gt.Replay(store, Uniform(seed=1), 64, window=9, steps=12, device="cuda") as fast:
+    with gt.Replay(store, Uniform(seed=1), 64, window=9, num_batches=12, device="cuda") as fast:
         batches = iter(fast)
         static = next(batches).clone()
-        weight = torch.randn(11, 4, device="cuda")
+        priority = torch.randn(11, 4, device="cuda")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                (static["x"] @ weight).sum()
+                (static["x"] @ priority).sum()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):  # the replay's thread goes on making batches
-            made = (static["x"] @ weight).sum(-1)
+            made = (static["x"] @ priority).sum(-1)
         for batch in batches:
             static.copy_(batch)
             graph.replay()
-            torch.testing.assert_close(made, (batch["x"] @ weight).sum(-1))
+            torch.testing.assert_close(made, (batch["x"] @ priority).sum(-1))
 
 
 def test_the_pinned_segment_is_listed_and_let_go(store: gt.Store) -> None:
     before = pinning.about()["pinned_bytes"]
-    with gt.Replay(store, Uniform(seed=1), 8, device=OnDevice("cuda", path="gather")) as fast:
+    with gt.Replay(store, Uniform(seed=1), 8, device=DeviceOptions("cuda", path="gather")) as fast:
         fast.sample()
         assert pinning.about()["pinned_bytes"] == before + store.nbytes
         assert fast.describe()[0]["path"] == "gather"
@@ -235,8 +235,11 @@ def test_two_threads_take_batches_of_two_replays(store: gt.Store) -> None:
         import torch
 
         try:
-            with torch.cuda.stream(torch.cuda.Stream()), gt.Replay(store, Uniform(seed=seed), 32, steps=10) as slow:
-                with gt.Replay(store, Uniform(seed=seed), 32, steps=10, device="cuda") as fast:
+            with (
+                torch.cuda.stream(torch.cuda.Stream()),
+                gt.Replay(store, Uniform(seed=seed), 32, num_batches=10) as slow,
+            ):
+                with gt.Replay(store, Uniform(seed=seed), 32, num_batches=10, device="cuda") as fast:
                     for a, b in zip(slow, fast, strict=True):
                         same(a, b, {}, False)
         except BaseException as error:

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.skipif(
 NONE = np.empty(0, np.uint32)
 
 
-def on_gpu(weights: np.ndarray) -> Any:
+def on_gpu(priorities: np.ndarray) -> Any:
     from geartrain.device.kernels.candidates import DeviceCandidates
 
-    return DeviceCandidates(weights, device="cuda")
+    return DeviceCandidates(priorities, device="cuda")
 
 
 def median_ms(work: Callable[[], Any], times: int = 20) -> float:
@@ -46,19 +46,19 @@ def median_ms(work: Callable[[], Any], times: int = 20) -> float:
 @pytest.mark.parametrize("n", [1, 257, 1_000_003, 2**24 + 3])
 def test_a_gpu_chooses_the_rows_of_the_cpu(n: int) -> None:
     rng = np.random.default_rng(n)
-    weights = rng.integers(0, 2**32, n, dtype=np.uint32)
-    weights[0] = 5
-    cpu, gpu = _native.Candidates(weights), on_gpu(weights)
-    assert cpu.total_weight() == gpu.total_weight()
+    priorities = rng.integers(0, 2**32, n, dtype=np.uint32)
+    priorities[0] = 5
+    cpu, gpu = _native.Candidates(priorities), on_gpu(priorities)
+    assert cpu.total_priority() == gpu.total_priority()
     numbers = np.arange(100_000, dtype=np.uint32)
-    for by_weight in (True, False):
+    for by_priority in (True, False):
         for strata in (0, 100_000):
             for seed, step in ((0, 0), (1, 1), (2**64 - 1, 2**64 - 1)):
-                a, b = (c.draw(by_weight, seed, step, 0, numbers, strata) for c in (cpu, gpu))
+                a, b = (c.draw(by_priority, seed, step, 0, numbers, strata) for c in (cpu, gpu))
                 np.testing.assert_array_equal(a[0], b[0].cpu().numpy())
                 np.testing.assert_array_equal(a[2], b[2].cpu().numpy())
         k = min(n, 10_000)
-        a, b = (c.draw_distinct(by_weight, 1, 1, 0, k, NONE) for c in (cpu, gpu))
+        a, b = (c.draw_distinct(by_priority, 1, 1, 0, k, NONE) for c in (cpu, gpu))
         np.testing.assert_array_equal(a[0], b[0].cpu().numpy())
     for order in range(3):
         a, b = (c.first(order, min(n, 5000), n // 3, NONE) for c in (cpu, gpu))
@@ -67,21 +67,21 @@ def test_a_gpu_chooses_the_rows_of_the_cpu(n: int) -> None:
 
 
 def test_the_last_rows_of_many_are_the_same_too() -> None:
-    weights = np.exp2(np.random.default_rng(1).uniform(0, 32, 20_000)).astype(np.uint32)
-    a, b = (c.draw_distinct(True, 1, 1, 0, 20_000, NONE) for c in (_native.Candidates(weights), on_gpu(weights)))
+    priorities = np.exp2(np.random.default_rng(1).uniform(0, 32, 20_000)).astype(np.uint32)
+    a, b = (c.draw_distinct(True, 1, 1, 0, 20_000, NONE) for c in (_native.Candidates(priorities), on_gpu(priorities)))
     np.testing.assert_array_equal(a[0], b[0].cpu().numpy())
 
 
 def test_updates_with_many_duplicates() -> None:
     rng = np.random.default_rng(2)
-    weights = rng.integers(0, 2**32, 100_000, dtype=np.uint32)
-    gpu = on_gpu(weights)
+    priorities = rng.integers(0, 2**32, 100_000, dtype=np.uint32)
+    gpu = on_gpu(priorities)
     for high in (100, 100_000):
         rows, values = rng.integers(0, high, 1_000_000), rng.integers(0, 2**32, 1_000_000, dtype=np.uint32)
         gpu.update(rows, values)
-        weights[rows] = values  # NumPy: the last wins
-    np.testing.assert_array_equal(gpu.values.cpu().numpy(), weights)
-    assert gpu.total_weight() == int(weights.sum(dtype=np.uint64))
+        priorities[rows] = values  # NumPy: the last wins
+    np.testing.assert_array_equal(gpu.values.cpu().numpy(), priorities)
+    assert gpu.total_priority() == int(priorities.sum(dtype=np.uint64))
 
 
 @pytest.mark.slow
@@ -91,15 +91,15 @@ def test_how_long_a_billion_rows_take() -> None:
     import torch
 
     n, b = 1_000_000_000, 1_000_000
-    weights = torch.randint(1, 2**31 - 1, (n,), dtype=torch.int32, device="cuda").view(torch.uint32)
+    priorities = torch.randint(1, 2**31 - 1, (n,), dtype=torch.int32, device="cuda").view(torch.uint32)
     from geartrain.device.kernels.candidates import DeviceCandidates
 
-    gpu = DeviceCandidates(weights)
+    gpu = DeviceCandidates(priorities)
     rows = gpu.draw(True, 0, 0, 0, b)[0]
     values = torch.randint(1, 2**31 - 1, (b,), dtype=torch.int32, device="cuda").view(torch.uint32)
-    floor = median_ms(lambda: weights.view(torch.int32).sum(dtype=torch.int64))
+    floor = median_ms(lambda: priorities.view(torch.int32).sum(dtype=torch.int64))
     print(f"\n{torch.cuda.get_device_name(0)}, torch {torch.__version__}, N={n:.0e}, B={b:.0e}, medians of 20, ms")
-    print(f"floor: torch sums the weights {floor:.3f}")
+    print(f"floor: torch sums the priorities {floor:.3f}")
     rebuild = median_ms(gpu.rebuild)
     draw = median_ms(lambda: gpu.draw(True, 0, 1, 0, b))
     print(f"rebuild {rebuild:.3f}, {n * 4 / rebuild / 1e6:.0f} GB/s")

@@ -20,7 +20,7 @@ def replay(store_name: Callable[[], str]):
         x = np.random.default_rng(0).normal(size=(8, 9, 3)).astype("f")
         half = torch.arange(72).view(8, 9).to(torch.bfloat16)
         store.insert({"x": x, "half": half, "id": np.arange(8)}, lengths=np.arange(1, 9))
-        with gt.Replay(store, gt.selection.Weighted(seed=0, beta=0.5), 4, window=5, steps=3) as made:
+        with gt.Replay(store, gt.selection.Prioritized(seed=0, beta=0.5), 4, window=5, num_batches=3) as made:
             yield made
 
 

@@ -120,7 +120,7 @@ def test_torch_has_the_threads_it_was_given_in_every_actor(store, monkeypatch):
 
     with ActorPool(store, environments, torch_policy.policy, 1, threads=1) as pool:
         wait_for(lambda: pool.stats()["rows"] > 2)
-    batch = gt.fetch(store, store.keys(), fields=["action", "last"], as_="numpy")
+    batch = gt.fetch(store, store.keys(), fields=["action", "last"], output="numpy")
     assert set(batch["action"][batch.mask & ~batch["last"]].tolist()) == {1}
 
 

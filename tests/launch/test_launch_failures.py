@@ -157,7 +157,7 @@ def check_launcher_killed(seed, name, tmp_path):
         time.sleep(0.02)
     rows = len(gt.Store.peek(name))
     assert rows > 0
-    with gt.Replay(gt.Store.open(name, adopt=True), gt.selection.Uniform(seed=0), 64, as_="numpy") as replay:
+    with gt.Replay(gt.Store.open(name, adopt=True), gt.selection.Uniform(seed=0), 64, output="numpy") as replay:
         assert tagged.mixed(replay.sample()) == []
         assert replay.stores[0].audit() == []
         replay.stores[0].close(keep=True)

@@ -21,7 +21,7 @@ import geartrain as gt
 import geartrain.replay.distributed.checkpoint as shards
 import geartrain.store.checkpoint_writer as saving
 from geartrain.errors import CheckpointError, PeerLostError, RanksDisagreeError, StoreExistsError, WaitTimeoutError
-from geartrain.replay.distributed.checkpoint import describe_steps, load_shards, newest_step, save_shards
+from geartrain.replay.distributed.checkpoint import describe_steps, load_checkpoint, newest_step, save_checkpoint
 from geartrain.tools.testing import ThreadRanks, run_ranks
 
 FIELDS = {"x": gt.Field((4, 3), "float32"), "id": gt.Field((), "int64"), "prompt": gt.Field((), "int32")}
@@ -46,7 +46,7 @@ def put(store: gt.Store, first: int, n: int) -> gt.Keys:
             "prompt": (ids // 5).astype(np.int32),
         },
         lengths=1 + ids % 4,
-        weights=(ids * 7) % 11 / 4,
+        priorities=(ids * 7) % 11 / 4,
         versions=ids * 3,
     )
 
@@ -69,13 +69,13 @@ def stores_of(store_name: Any, sizes: list[int], **options: Any) -> Iterator[lis
 def save_all(stores: list[gt.Store], directory: Any, **options: Any) -> list[gt.saving.Saved]:
     """Saves with one rank a store; `directory` is one for all or one for each."""
     places = directory if isinstance(directory, list) else [directory] * len(stores)
-    return run_ranks(len(stores), lambda r: save_shards(stores[r.rank], places[r.rank], r, **options))
+    return run_ranks(len(stores), lambda r: save_checkpoint(stores[r.rank], places[r.rank], r, **options))
 
 
 def load_all(store_name: Any, directory: Any, n: int, **options: Any) -> list[tuple[gt.Store, Any, Any]]:
     names = [store_name() for _ in range(n)]
     places = directory if isinstance(directory, list) else [directory] * n
-    return run_ranks(n, lambda r: load_shards(places[r.rank], names[r.rank], r, shard=(r.rank, n), **options))
+    return run_ranks(n, lambda r: load_checkpoint(places[r.rank], names[r.rank], r, shard=(r.rank, n), **options))
 
 
 def books(store: gt.Store) -> list[tuple[Any, ...]]:
@@ -84,8 +84,8 @@ def books(store: gt.Store) -> list[tuple[Any, ...]]:
     keys = keys[np.argsort(keys.row)]
     if not len(keys):
         return []
-    batch, status = gt.fetch(store, keys, as_="numpy"), store.status(keys)
-    known = ("weight", "length", "version", "times_sampled", "inserted_at_ns")
+    batch, status = gt.fetch(store, keys, output="numpy"), store.status(keys)
+    known = ("priority", "length", "version", "times_sampled", "inserted_at_ns")
     return list(zip(batch["id"].tolist(), batch["x"].tolist(), *(status[book].tolist() for book in known), strict=True))
 
 
@@ -98,7 +98,7 @@ def commits(stores: list[gt.Store], after: list[int] | None = None) -> list[int]
     found = []
     for number, store in enumerate(stores):
         sequences = store.status()["sequence"]
-        ids = gt.fetch(store, store.keys(), as_="numpy")["id"] if len(store) else []
+        ids = gt.fetch(store, store.keys(), output="numpy")["id"] if len(store) else []
         least = 0 if after is None else after[number]
         found += [(int(s), number, int(i)) for s, i in zip(sequences, ids, strict=True) if s > least]
     return [i for _, _, i in sorted(found)]
@@ -137,7 +137,7 @@ def test_ranks_that_share_a_store_save_it_once_and_share_it_again(store_name: An
 
         def save(ranks: ThreadRanks) -> Any:
             with gt.Store.open(names[ranks.rank]) as store:
-                return save_shards(store, tmp_path, ranks, step=1)
+                return save_checkpoint(store, tmp_path, ranks, step=1)
 
         saved = run_ranks(4, save)
         assert len({(each.rows, each.bytes_written) for each in saved}) == 1
@@ -146,7 +146,7 @@ def test_ranks_that_share_a_store_save_it_once_and_share_it_again(store_name: An
         fresh = [store_name(), store_name()]
 
         def load(ranks: ThreadRanks) -> Any:
-            return load_shards(tmp_path, fresh[ranks.rank // 2], ranks, shard=(ranks.rank // 2, 2))
+            return load_checkpoint(tmp_path, fresh[ranks.rank // 2], ranks, shard=(ranks.rank // 2, 2))
 
         loaded = run_ranks(4, load)
         ids = [store.native.describe()["store_id"] for store, _, _ in loaded]
@@ -157,8 +157,8 @@ def test_ranks_that_share_a_store_save_it_once_and_share_it_again(store_name: An
 
 def test_a_process_alone_needs_no_ranks(store_name: Any, tmp_path: Path) -> None:
     with stores_of(store_name, [20]) as (store,):
-        save_shards(store, tmp_path, step=7)
-        loaded, state, report = load_shards(tmp_path, store_name())
+        save_checkpoint(store, tmp_path, step=7)
+        loaded, state, report = load_checkpoint(tmp_path, store_name())
         assert state is None and report.shard == (0, 1) and books(loaded) == books(store)
         loaded.close()
 
@@ -284,7 +284,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing(
 
         def load(ranks: ThreadRanks) -> None:
             with pytest.raises(CheckpointError) as caught:
-                load_shards(tmp_path, names[ranks.rank], ranks, shard=(ranks.rank, 2))
+                load_checkpoint(tmp_path, names[ranks.rank], ranks, shard=(ranks.rank, 2))
             errors[ranks.rank] = caught.value
 
         run_ranks(2, load)
@@ -305,7 +305,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing(
 
         def save(ranks: ThreadRanks) -> None:
             with pytest.raises((CheckpointError, OSError)) as caught:
-                save_shards(stores[ranks.rank], tmp_path, ranks, step=6)
+                save_checkpoint(stores[ranks.rank], tmp_path, ranks, step=6)
             errors[ranks.rank] = caught.value
 
         run_ranks(2, save)
@@ -325,7 +325,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing(
 def test_ranks_that_disagree_are_told_apart(store_name: Any, tmp_path: Path, other: Any, said: str) -> None:
     options = [{"step": 5, "state": {"seed": 0}}, {"step": 5, "state": {"seed": 0}, **other}]
     with stores_of(store_name, [20, 30]) as stores, pytest.raises(RanksDisagreeError, match=said):
-        run_ranks(2, lambda r: save_shards(stores[r.rank], tmp_path, r, **options[r.rank]))
+        run_ranks(2, lambda r: save_checkpoint(stores[r.rank], tmp_path, r, **options[r.rank]))
 
 
 def test_another_schema_is_named_by_field_and_ranks(store_name: Any, tmp_path: Path) -> None:
@@ -353,10 +353,10 @@ def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path
             ({"state": {"step": 1, "x": object()}}, "what JSON knows"),
         ):
             with pytest.raises(CheckpointError, match=said):
-                save_shards(store, tmp_path, **options)  # type: ignore[arg-type]
+                save_checkpoint(store, tmp_path, **options)  # type: ignore[arg-type]
         with pytest.raises(CheckpointError, match=r"no step complete on all ranks .* rank 0 has none"):
-            load_shards(tmp_path, store_name())
-        save_shards(store, tmp_path, step=1)
+            load_checkpoint(tmp_path, store_name())
+        save_checkpoint(store, tmp_path, step=1)
         name = store_name()
         for options, said in (
             ({"shard": (2, 2)}, "a shard is"),
@@ -366,22 +366,22 @@ def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path
             ({"reshard": True, "shard": (0, 1), "step": 3}, "step 3 is not complete"),
         ):
             with pytest.raises((CheckpointError, RanksDisagreeError), match=said):
-                load_shards(tmp_path, name, **options)  # type: ignore[arg-type]
+                load_checkpoint(tmp_path, name, **options)  # type: ignore[arg-type]
         with pytest.raises(StoreExistsError):
-            load_shards(tmp_path, store.name)
+            load_checkpoint(tmp_path, store.name)
         record = tmp_path / "step-00000001" / "replay.json"
         text = record.read_text()
         record.write_text(text.replace('"step": 1', '"step": 2'))
         with pytest.raises(CheckpointError, match=r"replay\.json is damaged: its checksum"):
-            load_shards(tmp_path, name)
+            load_checkpoint(tmp_path, name)
         record.write_text(text[:50])
         with pytest.raises(CheckpointError, match=r"replay\.json is damaged: it is not the JSON"):
-            load_shards(tmp_path, name)
+            load_checkpoint(tmp_path, name)
         record.write_text(text)
         shard = record.parent / "shard-00000-of-00001"
         store.save(shard)  # by hand, so that it is not the one that the step was completed with
         with pytest.raises(CheckpointError, match="is not the checkpoint that step 1 was completed with"):
-            load_shards(tmp_path, name)
+            load_checkpoint(tmp_path, name)
 
 
 def test_torchrun_says_which_shard_is_this_hosts() -> None:
@@ -412,7 +412,7 @@ def test_a_slow_shard_is_waited_for_and_a_stuck_one_is_not(
         group = ThreadRanks.make(2, timeout_s=2.0)  # less than the write takes
         opener = threading.Timer(2.5, gate.set)
         opener.start()
-        run_ranks(group, lambda r: save_shards(stores[r.rank], tmp_path, r, step=1))
+        run_ranks(group, lambda r: save_checkpoint(stores[r.rank], tmp_path, r, step=1))
         opener.join()
         gate.clear()
         began_s = time.monotonic()
@@ -449,7 +449,7 @@ def test_a_rank_may_die_at_any_exchange_and_a_step_stays_restorable(
             try:
                 run_ranks(
                     group,
-                    lambda r, at=places: save_shards(stores[r.rank], at[r.rank], r, step=1 if again else 2, keep=1),
+                    lambda r, at=places: save_checkpoint(stores[r.rank], at[r.rank], r, step=1 if again else 2, keep=1),
                 )
             except PeerLostError:
                 ended = False
@@ -506,7 +506,9 @@ def test_a_rank_may_die_before_it_does_what_the_others_have_done(
         monkeypatch.setattr(shards, phase, die)
         monkeypatch.setattr(shards, "_together", marking)
         with pytest.raises(PeerLostError):
-            run_ranks(group, lambda r: save_shards(stores[r.rank], places[r.rank], r, step=1 if again else 2, keep=1))
+            run_ranks(
+                group, lambda r: save_checkpoint(stores[r.rank], places[r.rank], r, step=1 if again else 2, keep=1)
+            )
         monkeypatch.setattr(shards, phase, real)
         monkeypatch.setattr(shards, "_together", together)
         loaded = load_all(store_name, places, 2)
@@ -537,7 +539,7 @@ def test_a_rank_that_loses_the_others_does_not_take_its_shard_away_from_them(
 
             group[1].gather_objects = deaf  # type: ignore[method-assign]
             with pytest.raises(PeerLostError):
-                run_ranks(group, lambda r, at=places: save_shards(stores[r.rank], at[r.rank], r, step=2, keep=1))
+                run_ranks(group, lambda r, at=places: save_checkpoint(stores[r.rank], at[r.rank], r, step=2, keep=1))
             loaded = load_all(store_name, places, 2)
             assert population([store for store, _, _ in loaded]) == population(stores)
             close(loaded)
@@ -578,7 +580,7 @@ def _save_from(last: int, names: list[str], places: list[Path]) -> None:
     for step in range(max(last, 1) + 1, 100_000):
         for store in stores:
             put(store, 10_000 + step, 1)
-        run_ranks(2, lambda r, step=step: save_shards(stores[r.rank], places[r.rank], r, step=step))
+        run_ranks(2, lambda r, step=step: save_checkpoint(stores[r.rank], places[r.rank], r, step=step))
 
 
 # --- another number of ranks ------------------------------------------------------------------------------------
@@ -622,9 +624,9 @@ def test_resharding_keeps_the_population_and_the_order_of_commits(store_name: An
 def test_a_resharded_population_draws_the_same_rows(store_name: Any, tmp_path: Path) -> None:
     """What a single store that holds all rows draws does not depend on the shards it came through."""
     strategies = [
-        gt.selection.Weighted(seed=5),
+        gt.selection.Prioritized(seed=5),
         gt.selection.Uniform(seed=5),
-        gt.selection.Weighted(seed=5, replacement=False),
+        gt.selection.Prioritized(seed=5, replacement=False),
         gt.selection.TopK(),
         gt.selection.Lifo(),
     ]
@@ -639,7 +641,10 @@ def test_a_resharded_population_draws_the_same_rows(store_name: Any, tmp_path: P
                 close(loaded)
         ((store, _, _),) = load_all(store_name, tmp_path / way[-1], 1, reshard=True)
         drawn.append(
-            [gt.Replay(store, strategy, 16, prefetch=0, as_="numpy").sample()["id"].tolist() for strategy in strategies]
+            [
+                gt.Replay(store, strategy, 16, prefetch=0, output="numpy").sample()["id"].tolist()
+                for strategy in strategies
+            ]
         )
         store.close()
     assert drawn[0] == drawn[1] == drawn[2]
@@ -648,8 +653,8 @@ def test_a_resharded_population_draws_the_same_rows(store_name: Any, tmp_path: P
 STRATEGIES = {
     "uniform": gt.selection.Uniform(seed=1),
     "stratified": gt.selection.Uniform(seed=2, stratified=True),
-    "weighted": gt.selection.Weighted(seed=3, beta=0.4),
-    "distinct": gt.selection.Weighted(seed=4, replacement=False),
+    "prioritized": gt.selection.Prioritized(seed=3, beta=0.4),
+    "distinct": gt.selection.Prioritized(seed=4, replacement=False),
     "top-k": gt.selection.TopK(),
     "lifo": gt.selection.Lifo(),
     "fifo": gt.selection.Fifo(),
@@ -663,16 +668,16 @@ def test_a_job_goes_on_with_the_same_global_batches_on_another_number_of_ranks(
 ) -> None:
     def train(store: gt.Store, ranks: ThreadRanks, state: Any, directory: Path | None) -> list[Any]:
         made = []
-        with gt.Replay(store, strategy, 16, window=2, as_="numpy", prefetch=0, group=ranks) as replay:
+        with gt.Replay(store, strategy, 16, window=2, output="numpy", prefetch=0, group=ranks) as replay:
             if state is not None:
                 replay.load_state_dict(state)
             for step in range(5):
                 batch = replay.sample()
                 made.append((batch.draw.tolist(), batch["id"].tolist(), batch.start.tolist()))
                 if directory is not None and step == 2:
-                    save_shards(store, directory, ranks, state=replay.state_dict())
+                    save_checkpoint(store, directory, ranks, state=replay.state_dict())
                 elif step < 4:
-                    replay.update_weights(batch.rows, (batch["id"] + replay.step) % 9 / 2)
+                    replay.update_priorities(batch.keys, (batch["id"] + replay.step) % 9 / 2)
         return made
 
     def whole(parts: list[list[Any]]) -> list[list[tuple[int, ...]]]:
@@ -700,7 +705,7 @@ def test_rows_that_belong_together_are_not_parted(store_name: Any, tmp_path: Pat
         for store in shards_now:
             if len(store):
                 keys = store.keys()
-                prompts = gt.fetch(store, keys[np.argsort(keys.row)], as_="numpy")["prompt"].tolist()
+                prompts = gt.fetch(store, keys[np.argsort(keys.row)], output="numpy")["prompt"].tolist()
                 assert prompts[0] != last
                 last = prompts[-1]
         if n <= 3:
@@ -727,16 +732,16 @@ def test_the_room_of_resharded_stores_can_be_chosen(store_name: Any, tmp_path: P
 
 def test_a_single_replays_fifo_goes_on_over_shards_and_back(store_name: Any, tmp_path: Path) -> None:
     with stores_of(store_name, [40]) as (store,):
-        replay = gt.Replay(store, gt.selection.Fifo(), 6, prefetch=0, as_="numpy")
+        replay = gt.Replay(store, gt.selection.Fifo(), 6, prefetch=0, output="numpy")
         replay.sample()
-        save_shards(store, tmp_path / "1", state=replay.state_dict())
+        save_checkpoint(store, tmp_path / "1", state=replay.state_dict())
         going_on = [replay.sample()["id"].tolist() for _ in range(3)]
     loaded = load_all(store_name, tmp_path / "1", 3, reshard=True)
     assert loaded[0][1]["state"] == [{"after/0": 6, "after/1": 6, "after/2": 6}]
     save_all([store for store, _, _ in loaded], tmp_path / "3", state=loaded[0][1])
     close(loaded)
     ((store, state, _),) = load_all(store_name, tmp_path / "3", 1, reshard=True)
-    replay = gt.Replay(store, gt.selection.Fifo(), 6, prefetch=0, as_="numpy")
+    replay = gt.Replay(store, gt.selection.Fifo(), 6, prefetch=0, output="numpy")
     replay.load_state_dict(state)
     assert [replay.sample()["id"].tolist() for _ in range(3)] == going_on
     store.close()
@@ -773,16 +778,16 @@ def test_a_damaged_chunk_is_found_by_the_rank_that_needs_it(store_name: Any, tmp
 
 
 def train_and_die(name: str, directory: Path, *, load: bool) -> None:
-    """A run: weights change with every batch. It saves at step 5, goes on for 3 steps and is killed."""
+    """A run: priorities change with every batch. It saves at step 5, goes on for 3 steps and is killed."""
     if load:
-        store, _, _ = load_shards(directory, name)
-        replay = gt.Replay(store, gt.selection.Weighted(seed=2), 8, prefetch=0, as_="numpy")
+        store, _, _ = load_checkpoint(directory, name)
+        replay = gt.Replay(store, gt.selection.Prioritized(seed=2), 8, prefetch=0, output="numpy")
     else:
         store = gt.Store.create(name, FIELDS, capacity=60)
         put(store, 0, 40)
-        replay = gt.Replay(store, gt.selection.Weighted(seed=2), 8, prefetch=0, as_="numpy")
+        replay = gt.Replay(store, gt.selection.Prioritized(seed=2), 8, prefetch=0, output="numpy")
         steps(replay, 5)
-        save_shards(store, directory, state=replay.state_dict())
+        save_checkpoint(store, directory, state=replay.state_dict())
     steps(replay, 3)
     put(store, 500, 2)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -793,7 +798,7 @@ def steps(replay: gt.Replay, n: int) -> list[list[int]]:
     for _ in range(n):
         batch = replay.sample()
         drawn.append(batch["id"].tolist())
-        replay.update_weights(batch.rows, (batch["id"] + replay.step) % 13 / 3)
+        replay.update_priorities(batch.keys, (batch["id"] + replay.step) % 13 / 3)
     return drawn
 
 
@@ -802,19 +807,19 @@ def test_a_shard_that_survived_is_adopted_and_the_batches_are_those_of_the_unint
 ) -> None:
     with gt.Store.create(store_name(), FIELDS, capacity=60) as store:
         put(store, 0, 40)
-        replay = gt.Replay(store, gt.selection.Weighted(seed=2), 8, prefetch=0, as_="numpy")
+        replay = gt.Replay(store, gt.selection.Prioritized(seed=2), 8, prefetch=0, output="numpy")
         steps(replay, 5)
         uninterrupted = steps(replay, 6)
     name = store_name()
     os.waitpid(fork(lambda: train_and_die(name, tmp_path, load=False)), 0)
     with pytest.raises(StoreExistsError):
-        load_shards(tmp_path, name)
-    store, state, report = load_shards(tmp_path, name, adopt=True)
+        load_checkpoint(tmp_path, name)
+    store, state, report = load_checkpoint(tmp_path, name, adopt=True)
     assert state is not None
     assert (report.adopted, report.newer, report.gone, report.rows) == (40, 2, 0, 42)
     assert store.audit() == []
     store.delete(store.keys()[40:])  # what came after the checkpoint; the uninterrupted run had not got it
-    replay = gt.Replay(store, gt.selection.Weighted(seed=2), 8, prefetch=0, as_="numpy")
+    replay = gt.Replay(store, gt.selection.Prioritized(seed=2), 8, prefetch=0, output="numpy")
     replay.load_state_dict(state)
     assert steps(replay, 6) == uninterrupted
     store.close()
@@ -826,7 +831,7 @@ def test_a_store_that_was_loaded_and_not_yet_saved_is_adopted_as_well(
     first, name = store_name(), store_name()
     os.waitpid(fork(lambda: train_and_die(first, tmp_path, load=False)), 0)
     os.waitpid(fork(lambda: train_and_die(name, tmp_path, load=True)), 0)
-    store, _, report = load_shards(tmp_path, name, adopt=True)
+    store, _, report = load_checkpoint(tmp_path, name, adopt=True)
     assert (report.adopted, report.newer, report.gone) == (40, 2, 0)
     with gt.Store.load(tmp_path / "step-00000005" / "shard-00000-of-00001", store_name()) as saved:
         assert books(store)[:40] == books(saved), "counts of samples included"
@@ -841,15 +846,15 @@ def test_a_cut_shard_is_adopted_and_rows_that_are_gone_are_counted(
     names = [store_name() for _ in range(3)]
 
     def load_and_die() -> None:
-        loaded = run_ranks(3, lambda r: load_shards(tmp_path, names[r.rank], r, shard=(r.rank, 3), reshard=True))
+        loaded = run_ranks(3, lambda r: load_checkpoint(tmp_path, names[r.rank], r, shard=(r.rank, 3), reshard=True))
         loaded[1][0].delete(loaded[1][0].keys()[:4])
-        loaded[1][0].update_weights(loaded[1][0].keys(), np.full(len(loaded[1][0]), 3.0))
+        loaded[1][0].update_priorities(loaded[1][0].keys(), np.full(len(loaded[1][0]), 3.0))
         os.kill(os.getpid(), signal.SIGKILL)
 
     os.waitpid(fork(load_and_die), 0)
 
     def load(ranks: ThreadRanks) -> Any:
-        return load_shards(tmp_path, names[ranks.rank], ranks, shard=(ranks.rank, 3), reshard=True, adopt=True)
+        return load_checkpoint(tmp_path, names[ranks.rank], ranks, shard=(ranks.rank, 3), reshard=True, adopt=True)
 
     loaded = run_ranks(3, load)
     counts = [(report.adopted, report.newer, report.gone) for _, _, report in loaded]
@@ -862,11 +867,11 @@ def test_a_cut_shard_is_adopted_and_rows_that_are_gone_are_counted(
 
 def test_a_strangers_segment_is_not_adopted(store_name: Any, tmp_path: Path) -> None:
     with stores_of(store_name, [20, 20]) as stores:
-        save_shards(stores[0], tmp_path, step=1)
+        save_checkpoint(stores[0], tmp_path, step=1)
         with pytest.raises(CheckpointError, match="geartrain remove"):
-            load_shards(tmp_path, stores[1].name, adopt=True)
+            load_checkpoint(tmp_path, stores[1].name, adopt=True)
         assert len(stores[1]), "and it is as it was"
-        store, _, report = load_shards(tmp_path, store_name(), adopt=True)  # nothing there: it is read
+        store, _, report = load_checkpoint(tmp_path, store_name(), adopt=True)  # nothing there: it is read
         assert report.adopted == 0 and books(store) == books(stores[0])
         store.close()
 
@@ -928,10 +933,10 @@ def test_processes_save_in_parallel_over_gloo_and_other_processes_load(
         def save(ranks: Any, rank: int) -> None:
             with gt.Store.open(stores[rank // 2].name) as store:  # two processes a host
                 for step in (1, 2):
-                    assert save_shards(store, tmp_path, ranks, step=step).rows == len(rows)
+                    assert save_checkpoint(store, tmp_path, ranks, step=step).rows == len(rows)
 
         def load(ranks: Any, rank: int) -> None:
-            store, _, report = load_shards(tmp_path, names[rank], ranks, shard=(rank, 3), reshard=True)
+            store, _, report = load_checkpoint(tmp_path, names[rank], ranks, shard=(rank, 3), reshard=True)
             assert report.step == 2
             store.close(keep=True)
 

@@ -20,8 +20,8 @@ import geartrain as gt
 import geartrain.replay.device as landing
 import geartrain.replay.device.gather_threshold as crossover
 from geartrain.errors import ArgumentError, PinError, StoreClosedError
-from geartrain.replay.device import Convert, OnDevice
-from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Mixture, TopK, Uniform, Weighted
+from geartrain.replay.device import Convert, DeviceOptions
+from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -44,19 +44,19 @@ def store(store_name: Callable[[], str]) -> Iterator[gt.Store]:
                 "group": np.arange(60) // 4,
             },
             lengths=rng.integers(1, 31, 60),
-            weights=rng.random(60),
+            priorities=rng.random(60),
         )
         yield made
 
 
 def same(host: gt.Batch, landed: gt.Batch, convert: dict[str, Convert], packed: bool) -> None:
-    assert host.rows == landed.rows
+    assert host.keys == landed.keys
     assert host.step == landed.step
-    for name, values in host.items():
+    for name, values in host.fields.items():
         timed = name != "group"
         expected = convert[name].apply(values, host.mask if timed else None) if name in convert else values
         assert torch.equal(expected[host.mask] if packed and timed else expected, landed[name]), name
-    for book in ("start", "length", "version", "probability", "importance"):
+    for book in ("start", "length", "version", "probability", "importance_weights"):
         mine, theirs = getattr(host, book), getattr(landed, book)
         assert (mine is None) == (theirs is None), book
         assert mine is None or torch.equal(mine, theirs), book
@@ -68,7 +68,7 @@ def same(host: gt.Batch, landed: gt.Batch, convert: dict[str, Convert], packed: 
 
 
 STRATEGIES = [
-    Uniform(seed=1), Uniform(seed=4, stratified=True), Weighted(seed=2, beta=0.5), Weighted(seed=3, replacement=False),
+    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5), Prioritized(seed=3, replacement=False),
     TopK(), Lifo(), Fifo(), Group("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
 ]  # fmt: skip
 
@@ -81,10 +81,10 @@ def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy:
         (40, {}, True),
     ]:  # fmt: skip
         device = SimulatedDevice(window or 0)
-        options = OnDevice(device, path=path, convert=convert, packed=packed)
+        options = DeviceOptions(device, path=path, convert=convert, packed=packed)
         with (
-            gt.Replay(store, strategy, 8, window=window, pad="right", steps=5) as slow,
-            gt.Replay(store, strategy, 8, window=window, pad="right", steps=5, device=options) as fast,
+            gt.Replay(store, strategy, 8, window=window, pad="right", num_batches=5) as slow,
+            gt.Replay(store, strategy, 8, window=window, pad="right", num_batches=5, device=options) as fast,
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()
@@ -97,12 +97,12 @@ def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy:
 def test_a_mixture_lands_in_one_batch(store: gt.Store, store_name: Callable[[], str], path: Any) -> None:
     device = SimulatedDevice(3)
     with gt.Store.create(store_name(), store.fields, capacity=9) as other:
-        other.insert({name: store.column(name)[:9] for name in store.fields}, weights=np.arange(1, 10))
-        mixture = Mixture([0.6, 0.4], [Uniform(seed=1), Weighted(seed=2, beta=1.0)])
+        other.insert({name: store.column(name)[:9] for name in store.fields}, priorities=np.arange(1, 10))
+        mixture = Mixture([0.6, 0.4], [Uniform(seed=1), Prioritized(seed=2, beta=1.0)])
         both = [store, other]
         with (
-            gt.Replay(both, mixture, 8, window=5, steps=4) as slow,
-            gt.Replay(both, mixture, 8, window=5, steps=4, device=OnDevice(device, path=path)) as fast,
+            gt.Replay(both, mixture, 8, window=5, num_batches=4) as slow,
+            gt.Replay(both, mixture, 8, window=5, num_batches=4, device=DeviceOptions(device, path=path)) as fast,
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()
@@ -115,8 +115,8 @@ def test_the_consumers_stream_waits_and_its_host_does_not(store: gt.Store) -> No
     for seed in range(5):
         device = SimulatedDevice(seed)
         with (
-            gt.Replay(store, Uniform(seed=1), 8, window=7, steps=12) as slow,
-            gt.Replay(store, Uniform(seed=1), 8, window=7, steps=12, device=OnDevice(device)) as fast,
+            gt.Replay(store, Uniform(seed=1), 8, window=7, num_batches=12) as slow,
+            gt.Replay(store, Uniform(seed=1), 8, window=7, num_batches=12, device=DeviceOptions(device)) as fast,
         ):
             sums: list[Any] = []
             for batch in fast:
@@ -134,8 +134,10 @@ def test_memory_is_used_again_only_when_the_consumers_stream_is_done(store: gt.S
     device = SimulatedDevice(11)
     addresses = set()
     with (
-        gt.Replay(store, Uniform(seed=1), 8, window=7, steps=30) as slow,
-        gt.Replay(store, Uniform(seed=1), 8, window=7, steps=30, device=OnDevice(device, path="gather")) as fast,
+        gt.Replay(store, Uniform(seed=1), 8, window=7, num_batches=30) as slow,
+        gt.Replay(
+            store, Uniform(seed=1), 8, window=7, num_batches=30, device=DeviceOptions(device, path="gather")
+        ) as fast,
     ):
         copies: list[np.ndarray] = []
         for batch in fast:
@@ -155,8 +157,8 @@ def test_memory_is_used_again_only_when_the_consumers_stream_is_done(store: gt.S
 def test_a_batch_that_is_kept_is_never_overwritten(store: gt.Store) -> None:
     device = SimulatedDevice(5)
     with (
-        gt.Replay(store, Uniform(seed=1), 8, steps=20) as slow,
-        gt.Replay(store, Uniform(seed=1), 8, steps=20, device=OnDevice(device)) as fast,
+        gt.Replay(store, Uniform(seed=1), 8, num_batches=20) as slow,
+        gt.Replay(store, Uniform(seed=1), 8, num_batches=20, device=DeviceOptions(device)) as fast,
     ):
         kept = list(fast)
         device.finish()
@@ -182,7 +184,9 @@ def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], s
 
         writer = threading.Thread(target=write)
         batches = 0
-        with gt.Replay(store, Uniform(seed=1), 6, window=9, device=OnDevice(device, path=path, packed=packed)) as fast:
+        with gt.Replay(
+            store, Uniform(seed=1), 6, window=9, device=DeviceOptions(device, path=path, packed=packed)
+        ) as fast:
             try:
                 while batches < 15 or (path == "gather" and fast.stats()["redrawn"] == 0 and batches < 300):
                     began_s = time.monotonic()
@@ -219,7 +223,7 @@ def test_with_limited_samples_each_row_is_seen_so_often(store_name: Callable[[],
     with gt.Store.create(store_name(), {"x": gt.Field((4,), "int64")}, capacity=40, max_times_sampled=2) as store:
         store.insert({"x": np.repeat(np.arange(40)[:, None], 4, 1)})
         seen = np.zeros(40, int)
-        with gt.Replay(store, Uniform(seed=1, replacement=False), 8, prefetch=2, device=OnDevice(device)) as fast:
+        with gt.Replay(store, Uniform(seed=1, replacement=False), 8, prefetch=2, device=DeviceOptions(device)) as fast:
             for _ in range(8):
                 batch = fast.sample()
                 device.finish()
@@ -232,7 +236,7 @@ def test_what_cannot_be_pinned_is_staged_and_says_so(store: gt.Store, caplog: py
     device = SimulatedDevice(1, most_pinned=1000)
     with (
         caplog.at_level(logging.WARNING, "geartrain.replay.device"),
-        gt.Replay(store, Uniform(seed=1), 8, device=OnDevice(device)) as fast,
+        gt.Replay(store, Uniform(seed=1), 8, device=DeviceOptions(device)) as fast,
     ):
         fast.sample()
         (about,) = fast.describe()
@@ -240,7 +244,7 @@ def test_what_cannot_be_pinned_is_staged_and_says_so(store: gt.Store, caplog: py
     assert "RLIMIT_MEMLOCK" in about["why"] or "cannot be pinned" in about["why"]
     assert "staged through the CPU" in caplog.text
     with pytest.raises(PinError, match="cannot be pinned"):
-        gt.Replay(store, Uniform(seed=1), 8, device=OnDevice(device, path="gather"))
+        gt.Replay(store, Uniform(seed=1), 8, device=DeviceOptions(device, path="gather"))
 
 
 def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -248,7 +252,7 @@ def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest
     device = SimulatedDevice(1)
 
     def chosen(asked: int | None = None) -> tuple[str, str]:
-        with gt.Replay(store, Uniform(seed=1), 8, device=OnDevice(device, crossover_bytes=asked)) as fast:
+        with gt.Replay(store, Uniform(seed=1), 8, device=DeviceOptions(device, crossover_bytes=asked)) as fast:
             (about,) = fast.describe()
             return about["path"], about["why"]
 
@@ -282,20 +286,20 @@ def test_the_crossover_stands_between_the_sizes_that_were_measured() -> None:
 
 def test_the_state_of_a_replay_resumes_on_the_device(store: gt.Store) -> None:
     device = SimulatedDevice(1)
-    with gt.Replay(store, Fifo(), 4, device=OnDevice(device)) as fast:
+    with gt.Replay(store, Fifo(), 4, device=DeviceOptions(device)) as fast:
         for _ in range(3):
             fast.sample()
         state = fast.state_dict()
-        expected = [fast.sample().rows for _ in range(3)]
-    with gt.Replay(store, Fifo(), 4, device=OnDevice(device)) as again:
+        expected = [fast.sample().keys for _ in range(3)]
+    with gt.Replay(store, Fifo(), 4, device=DeviceOptions(device)) as again:
         again.load_state_dict(state)
-        assert [again.sample().rows for _ in range(3)] == expected
+        assert [again.sample().keys for _ in range(3)] == expected
 
 
 def test_a_closed_replay_lets_go_of_the_segment_and_a_dropped_one_too(store: gt.Store) -> None:
     device = SimulatedDevice(1)
-    replay = gt.Replay(store, Uniform(seed=1), 8, device=OnDevice(device, path="gather"))
-    other = gt.Replay(store, Uniform(seed=2), 8, device=OnDevice(device, path="gather"))
+    replay = gt.Replay(store, Uniform(seed=1), 8, device=DeviceOptions(device, path="gather"))
+    other = gt.Replay(store, Uniform(seed=2), 8, device=DeviceOptions(device, path="gather"))
     replay.sample()
     assert len(device.registered) == 1, "a segment is registered once a process"
     replay.close()
@@ -311,21 +315,25 @@ def test_a_closed_replay_lets_go_of_the_segment_and_a_dropped_one_too(store: gt.
 def test_what_does_not_fit_is_refused_at_the_door(store: gt.Store) -> None:
     device = SimulatedDevice(1)
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"device": OnDevice(device, convert={"pixels": Convert("int8")})}, ArgumentError, "cannot become int8"),
-        ({"device": OnDevice(device, convert={"group": Convert("float32")})}, ArgumentError, "int64 cannot become"),
-        ({"device": OnDevice(device, convert={"no": Convert("float32")})}, ArgumentError, r"names \['no'\]"),
-        ({"device": OnDevice(device, select="device")}, ArgumentError, "runs no kernels"),
-        ({"device": OnDevice(device, path="staged", select="device")}, ArgumentError, "batches are staged"),
-        ({"device": OnDevice(device), "as_": "numpy"}, ArgumentError, "torch tensors"),
+        ({"device": DeviceOptions(device, convert={"pixels": Convert("int8")})}, ArgumentError, "cannot become int8"),
+        (
+            {"device": DeviceOptions(device, convert={"group": Convert("float32")})},
+            ArgumentError,
+            "int64 cannot become",
+        ),
+        ({"device": DeviceOptions(device, convert={"no": Convert("float32")})}, ArgumentError, r"names \['no'\]"),
+        ({"device": DeviceOptions(device, select="device")}, ArgumentError, "runs no kernels"),
+        ({"device": DeviceOptions(device, path="staged", select="device")}, ArgumentError, "batches are staged"),
+        ({"device": DeviceOptions(device), "output": "numpy"}, ArgumentError, "torch tensors"),
         ({"device": "cpu"}, ArgumentError, "leave device out"),
         ({"device": "gpu7"}, ArgumentError, "there is no device"),
-        ({"device": OnDevice(device, path="gather", pin_limit_bytes=1000)}, PinError, "the limit is 0.00 GB"),
+        ({"device": DeviceOptions(device, path="gather", pin_limit_bytes=1000)}, PinError, "the limit is 0.00 GB"),
     ]
     for arguments, error, message in refused:
         with pytest.raises(error, match=message):
             gt.Replay(store, Uniform(seed=1), 8, **arguments)
     with pytest.raises(ArgumentError, match="path is"):
-        OnDevice(path="dma")  # type: ignore[arg-type]
+        DeviceOptions(path="dma")  # type: ignore[arg-type]
     assert not device.registered
     if not torch.cuda.is_available():
         with pytest.raises(ArgumentError, match="finds no CUDA device"):
@@ -333,7 +341,7 @@ def test_what_does_not_fit_is_refused_at_the_door(store: gt.Store) -> None:
 
 
 def test_one_batch_serves_as_static_memory_for_the_next(store: gt.Store) -> None:
-    with gt.Replay(store, Weighted(seed=1, beta=0.4), 8, window=5, steps=3) as replay:
+    with gt.Replay(store, Prioritized(seed=1, beta=0.4), 8, window=5, num_batches=3) as replay:
         batches = list(replay)
         static = batches[0].clone()
         address = static["x"].data_ptr()
@@ -341,7 +349,7 @@ def test_one_batch_serves_as_static_memory_for_the_next(store: gt.Store) -> None
         assert static["x"].data_ptr() == address != batches[0]["x"].data_ptr()
         for name in batches[2]:
             assert torch.equal(static[name], batches[2][name])
-        assert torch.equal(static.importance, batches[2].importance)
+        assert torch.equal(static.importance_weights, batches[2].importance_weights)
 
 
 @pytest.mark.parametrize("path", ["gather", "staged"])
@@ -365,7 +373,7 @@ def test_a_row_that_grows_has_one_length_in_a_batch(store_name: Callable[[], str
         writer = threading.Thread(target=grow)
         writer.start()
         try:
-            with gt.Replay(store, Uniform(seed=1), 3, window=30, device=OnDevice(device, path=path)) as fast:
+            with gt.Replay(store, Uniform(seed=1), 3, window=30, device=DeviceOptions(device, path=path)) as fast:
                 for _ in range(20):
                     batch = fast.sample()
                     device.finish()
@@ -385,7 +393,7 @@ def test_a_rate_limiter_holds_batches_on_a_device_back(store_name: Callable[[], 
     with gt.Store.create(store_name(), {"x": gt.Field((4,), "int64")}, capacity=64) as store:
         store.limiter.set(samples_per_insert=1.0, min_size_to_sample=8, error_buffer=8.0)
         store.insert({"x": np.zeros((8, 4), np.int64)})
-        with gt.Replay(store, Uniform(seed=1), 8, prefetch=0, device=OnDevice(device), timeout_s=0.3) as fast:
+        with gt.Replay(store, Uniform(seed=1), 8, prefetch=0, device=DeviceOptions(device), timeout_s=0.3) as fast:
             fast.sample()
             with pytest.raises(WaitTimeoutError):
                 for _ in range(20):

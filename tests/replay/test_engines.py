@@ -27,7 +27,7 @@ PIPELINES = ["pipeline_torch", "pipeline_deepspeed"]
 # Sums in another order, over few steps: float32 keeps about four digits of a loss.
 SAME = {"rtol": 2e-3}
 
-# A job that weighs rows by its own errors, so that its batches tell whether rows, weights and model came back.
+# A job that weighs rows by its own errors, so that its batches tell whether rows, priorities and model came back.
 SAVING = ["--prioritize", "--save-every", "8"]
 
 Run = Callable[..., list[Rank]]

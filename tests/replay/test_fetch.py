@@ -73,7 +73,7 @@ def test_any_window_of_any_field_is_what_a_slow_loop_gives(data):
         wanted = data.draw(st.lists(st.sampled_from(list(fields)), min_size=1, unique=True), "wanted")
         threads = data.draw(st.integers(1, 3), "threads")
         batch = gt.fetch(
-            store, keys[chosen], fields=wanted, window=window, ends=ends, pad=pad, as_="numpy", threads=threads
+            store, keys[chosen], fields=wanted, window=window, ends=ends, pad=pad, output="numpy", threads=threads
         )
         assert list(batch) == wanted
         for name in wanted:
@@ -91,7 +91,9 @@ def test_any_window_of_any_field_is_what_a_slow_loop_gives(data):
         assert batch.version.tolist() == chosen
         # The same into buffers of one's own, dirty ones.
         out = {name: np.full_like(batch[name], 1) for name in wanted}
-        filled = gt.fetch(store, keys[chosen], fields=wanted, window=window, ends=ends, pad=pad, as_="numpy", out=out)
+        filled = gt.fetch(
+            store, keys[chosen], fields=wanted, window=window, ends=ends, pad=pad, output="numpy", out=out
+        )
         for name in wanted:
             assert filled[name] is out[name]
             assert out[name].tobytes() == batch[name].tobytes()
@@ -102,7 +104,7 @@ def test_a_window_holds_nothing_later_than_its_end(name, pad):
     with gt.Store.create(name, {"t": gt.Field((30,), "int32")}, capacity=5) as store:
         keys = store.insert({"t": np.broadcast_to(np.arange(1, 31, dtype=np.int32), (5, 30))})
         for window, end in itertools.product((1, 2, 7, 29, 30, 31, 50), range(30)):
-            batch = gt.fetch(store, keys[:2], window=window, ends=[end, 29 - end], pad=pad, as_="numpy")
+            batch = gt.fetch(store, keys[:2], window=window, ends=[end, 29 - end], pad=pad, output="numpy")
             for row, last in enumerate((end, 29 - end)):
                 real = batch["t"][row][batch.mask[row]]
                 assert real[-1] == last + 1
@@ -119,7 +121,7 @@ def test_a_batch_large_enough_to_be_streamed_on_many_threads_is_exact(name):
         chosen = np.random.default_rng(1).integers(0, 300, 2000)
         ends = np.random.default_rng(2).integers(0, steps, 2000)
         for threads in (1, 4):
-            batch = gt.fetch(store, keys[chosen], window=20, ends=ends, as_="numpy", threads=threads)
+            batch = gt.fetch(store, keys[chosen], window=20, ends=ends, output="numpy", threads=threads)
             assert batch.nbytes > 8 << 20
             for i in range(2000):
                 first = max(0, ends[i] - 19)
@@ -163,12 +165,12 @@ def test_stale_keys_raise_or_are_dropped_as_asked(name):
         store.delete(keys[[1, 3]])
         with pytest.raises(StaleKeyError, match="2 of 4 keys are stale"):
             gt.fetch(store, keys)
-        batch = gt.fetch(store, keys, on_stale="drop", as_="numpy")
+        batch = gt.fetch(store, keys, on_stale="drop", output="numpy")
         assert batch["x"][:, 0].tolist() == [0, 18]
-        assert batch.rows == keys[[0, 2]]
-        assert len(gt.fetch(store, keys[[1, 3]], on_stale="drop").rows) == 0
+        assert batch.keys == keys[[0, 2]]
+        assert len(gt.fetch(store, keys[[1, 3]], on_stale="drop").keys) == 0
         with pytest.raises(StaleKeyError, match="own arrays"):
-            gt.fetch(store, keys, out={"x": np.zeros((4, 9), np.int64)}, as_="numpy", on_stale="drop")
+            gt.fetch(store, keys, out={"x": np.zeros((4, 9), np.int64)}, output="numpy", on_stale="drop")
 
 
 def test_the_window_of_a_stale_key_is_stale_and_not_an_error_of_the_caller(name):
@@ -177,7 +179,7 @@ def test_the_window_of_a_stale_key_is_stale_and_not_an_error_of_the_caller(name)
         store.insert({"x": np.zeros((1, 2), np.int64)})  # the same block, shorter
         with pytest.raises(StaleKeyError):
             gt.fetch(store, old, window=3, ends=[8])
-        assert len(gt.fetch(store, old, window=3, ends=[8], on_stale="drop").rows) == 0
+        assert len(gt.fetch(store, old, window=3, ends=[8], on_stale="drop").keys) == 0
 
 
 def test_no_keys_make_an_empty_batch(name):
@@ -197,7 +199,7 @@ def test_no_keys_make_an_empty_batch(name):
         ({"window": -1}, ArgumentError, "window=-1"),
         ({"window": 2**31}, ArgumentError, "window=2147483648"),
         ({"pad": "center"}, ArgumentError, "'center'"),
-        ({"as_": "jax"}, ArgumentError, "'jax'"),
+        ({"output": "jax"}, ArgumentError, "'jax'"),
         ({"fields": "x"}, ArgumentError, "single string 'x'"),
         ({"fields": []}, ArgumentError, "at least one"),
         ({"fields": ["x", "x"]}, ArgumentError, "each field once"),
@@ -209,7 +211,7 @@ def test_no_keys_make_an_empty_batch(name):
         ({"window": 2, "ends": [-1, 0]}, ArgumentError, "window 0 ends at step -1"),
         ({"window": 2, "ends": [9, 0]}, ArgumentError, "window 0 ends at step 9, rows have steps 0 to 8"),
         ({"threads": 0}, ArgumentError, "threads=0"),
-        ({"as_": "numpy"}, FieldError, "NumPy has no bfloat16"),
+        ({"output": "numpy"}, FieldError, "NumPy has no bfloat16"),
         ({"fields": ["x"], "out": {"y": np.zeros((2, 9))}}, ArgumentError, r"exactly the fields \['x'\]"),
         ({"fields": ["x"], "out": {"x": np.zeros((2, 9))}}, ArgumentError, r"int64 \(2, 9\), found float64"),
         ({"fields": ["x"], "out": {"x": np.zeros((2, 8), np.int64)}}, ArgumentError, r"found int64 \(2, 8\)"),
@@ -231,7 +233,7 @@ def test_an_output_that_may_not_be_written_stays_as_it_was(name):
         out = np.zeros(4, np.int64)
         out.setflags(write=False)
         with pytest.raises(ArgumentError, match="read-only"):
-            gt.fetch(store, keys, out={"x": out}, as_="numpy")
+            gt.fetch(store, keys, out={"x": out}, output="numpy")
         assert not out.any()
 
 
@@ -253,18 +255,18 @@ def _large_store(name: str) -> tuple[gt.Store, gt.Keys]:
     return store, store.insert({"x": np.broadcast_to(np.arange(16)[:, None], (16, 1 << 15)).copy()})
 
 
-@pytest.mark.parametrize("as_", ["torch", "numpy"])
-def test_a_batch_that_is_kept_is_never_overwritten_and_a_dropped_ones_memory_is_used_again(name, as_):
+@pytest.mark.parametrize("output", ["torch", "numpy"])
+def test_a_batch_that_is_kept_is_never_overwritten_and_a_dropped_ones_memory_is_used_again(name, output):
     store, keys = _large_store(name)
     gc.collect()
     elsewhere = _native.pool_counts()["bytes_in_use"]  # batches that other tests keep
     with store:
-        kept = [gt.fetch(store, keys[i : i + 4], as_=as_) for i in range(8)]
+        kept = [gt.fetch(store, keys[i : i + 4], output=output) for i in range(8)]
         views = [batch["x"][1:2, :5] for batch in kept[4:]]
         del kept[4:]
         gc.collect()
         for i in range(40):
-            gt.fetch(store, keys[[i % 16] * 4], as_=as_)
+            gt.fetch(store, keys[[i % 16] * 4], output=output)
         for i, batch in enumerate(kept):
             assert [int(value) for value in batch["x"][:, 77]] == [i, i + 1, i + 2, i + 3]
         for i, view in enumerate(views):
@@ -274,7 +276,7 @@ def test_a_batch_that_is_kept_is_never_overwritten_and_a_dropped_ones_memory_is_
         assert _native.pool_counts()["bytes_in_use"] == elsewhere
         before = _native.pool_counts()
         for _ in range(20):
-            gt.fetch(store, keys[:4], as_=as_)
+            gt.fetch(store, keys[:4], output=output)
         after = _native.pool_counts()
         assert after["buffers_made"] == before["buffers_made"]
         assert after["buffers_reused"] == before["buffers_reused"] + 20
@@ -283,7 +285,7 @@ def test_a_batch_that_is_kept_is_never_overwritten_and_a_dropped_ones_memory_is_
 def test_every_array_of_a_batch_can_be_exported_by_dlpack_and_keeps_the_batch_alive(name):
     store, keys = _large_store(name)
     with store:
-        batch = gt.fetch(store, keys[:4], as_="numpy")
+        batch = gt.fetch(store, keys[:4], output="numpy")
         exported = [torch.from_dlpack(array) for array in (batch["x"], batch.mask, batch.start, batch.version)]
         assert exported[0].data_ptr() == batch["x"].ctypes.data
         again = np.from_dlpack(gt.fetch(store, keys[4:8])["x"])
@@ -297,7 +299,7 @@ def test_every_array_of_a_batch_can_be_exported_by_dlpack_and_keeps_the_batch_al
 
 def test_a_batch_outlives_its_store(name):
     store, keys = _large_store(name)
-    batch = gt.fetch(store, keys, as_="numpy")
+    batch = gt.fetch(store, keys, output="numpy")
     store.close()
     del store
     gc.collect()
@@ -308,8 +310,8 @@ def test_a_batch_is_aligned_to_cache_lines(name):
     fields = {"a": gt.Field((3,), "uint8"), "b": gt.Field((), "int16"), "c": gt.Field((5,), "float64", timed=False)}
     with gt.Store.create(name, fields, capacity=7) as store:
         keys = store.insert({"a": np.ones((7, 3), np.uint8), "b": np.ones(7, np.int16), "c": np.ones((7, 5))})
-        batch = gt.fetch(store, keys, as_="numpy")
-        for array in (*batch.values(), batch.mask, batch.start, batch.length, batch.version):
+        batch = gt.fetch(store, keys, output="numpy")
+        for array in (*batch.fields.values(), batch.mask, batch.start, batch.length, batch.version):
             assert array.ctypes.data % 64 == 0
 
 
@@ -321,7 +323,7 @@ def test_many_threads_may_fetch_from_one_store(name):
         random = np.random.default_rng(seed)
         for _ in range(30):
             chosen = random.integers(0, 16, 8)
-            batch = gt.fetch(store, keys[chosen], as_="numpy", threads=2)
+            batch = gt.fetch(store, keys[chosen], output="numpy", threads=2)
             if not (batch["x"] == chosen[:, None]).all():
                 wrong.append(seed)
 

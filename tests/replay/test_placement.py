@@ -19,7 +19,7 @@ import geartrain.replay.distributed.placement as placement
 from geartrain.errors import ArgumentError, FieldError, PeerLostError, RanksDisagreeError
 from geartrain.replay.distributed.placement import Moved, Placement
 from geartrain.replay.distributed.topology import Place
-from geartrain.selection.strategy import Fifo, Uniform, Weighted
+from geartrain.selection.strategy import Fifo, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRanks, run_ranks
 
 STEPS = 6
@@ -48,7 +48,7 @@ def make_stores(store_name: Callable[[], str]) -> Iterator[Stores]:
         store.close()
 
 
-def insert(store: gt.Store, numbers: np.ndarray, weights: np.ndarray) -> gt.keys.Keys:
+def insert(store: gt.Store, numbers: np.ndarray, priorities: np.ndarray) -> gt.keys.Keys:
     """Rows that are functions of their numbers."""
     import torch
 
@@ -64,13 +64,13 @@ def insert(store: gt.Store, numbers: np.ndarray, weights: np.ndarray) -> gt.keys
             "number": numbers,
         },
         lengths=numbers % STEPS + 1,
-        weights=weights,
+        priorities=priorities,
         versions=numbers * 7 - 3,
     )
 
 
 def contents(store: gt.Store) -> dict[int, tuple[Any, ...]]:
-    """By number, all that a row is, its weight and counts included; raw, so that any dtype compares."""
+    """By number, all that a row is, its priority and counts included; raw, so that any dtype compares."""
     keys = store.keys()
     books = store.status(keys)
     found: dict[int, tuple[Any, ...]] = {}
@@ -81,7 +81,7 @@ def contents(store: gt.Store) -> dict[int, tuple[Any, ...]]:
             columns[name][row, :length].tobytes() if spec.timed else columns[name][row].tobytes()
             for name, spec in store.fields.items()
         )
-        about = tuple(books[name][i] for name in ("length", "weight", "version", "times_sampled"))
+        about = tuple(books[name][i] for name in ("length", "priority", "version", "times_sampled"))
         number = int(columns["number"][row])
         assert number not in found, "a row is twice in one shard"
         found[number] = (*about, blocks)
@@ -115,9 +115,9 @@ def with_placement(
 
 
 @pytest.mark.parametrize("skew", ["equal", "uniform", "pareto", "zipf"])
-def test_each_reader_gets_its_share_of_the_weight_and_all_ranks_agree(make_stores: Stores, skew: str) -> None:
+def test_each_reader_gets_its_share_of_the_priority_and_all_ranks_agree(make_stores: Stores, skew: str) -> None:
     n, rng = 20_000, np.random.default_rng(0)
-    weights = {
+    priorities = {
         "equal": np.ones(n),
         "uniform": rng.random(n),
         "pareto": rng.pareto(1.5, n),
@@ -125,19 +125,19 @@ def test_each_reader_gets_its_share_of_the_weight_and_all_ranks_agree(make_store
     }[skew]
     # Two replicas read from the first shard, one from each of the others.
     stores = make_stores(*[n] * 3)
-    deals = with_placement([*stores, stores[0]], lambda made: made.deal(weights))
+    deals = with_placement([*stores, stores[0]], lambda made: made.deal(priorities))
     assert all(np.array_equal(deal, deals[0]) for deal in deals)
-    shares = np.bincount(deals[0], weights) / weights.sum()
+    shares = np.bincount(deals[0], priorities) / priorities.sum()
     assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.001)
-    if skew != "zipf":  # and of each span of weights, so that any power of them is shared out alike
-        squares = np.bincount(deals[0], np.sqrt(weights)) / np.sqrt(weights).sum()
+    if skew != "zipf":  # and of each span of priorities, so that any power of them is shared out alike
+        squares = np.bincount(deals[0], np.sqrt(priorities)) / np.sqrt(priorities).sum()
         assert squares == pytest.approx([0.5, 0.25, 0.25], abs=0.01)
 
 
 def test_every_row_of_a_dataset_is_one_ranks_to_insert(make_stores: Stores) -> None:
     stores = make_stores(500, 500)
-    weights = np.random.default_rng(1).random(700)
-    mine = with_placement(stores, lambda made: (made.shard, made.mine(weights)), ranks=5)
+    priorities = np.random.default_rng(1).random(700)
+    mine = with_placement(stores, lambda made: (made.shard, made.mine(priorities)), ranks=5)
     assert np.array_equal(np.sort(np.concatenate([rows for _, rows in mine])), np.arange(700))
     for shard in range(2):
         parts = [rows for number, rows in mine if number == shard]
@@ -150,10 +150,10 @@ def test_likely_rows_go_to_heads_and_what_does_not_fit_coldest_first_to_those_th
 ) -> None:
     # Stages of a pipeline of three, two replicas: heads, which read most, on shards 0 and 1, tails on 4 and 5.
     stores = make_stores(100, 60, 80, 80, 50, 50)
-    weights = np.random.default_rng(2).pareto(1.0, 300)
+    priorities = np.random.default_rng(2).pareto(1.0, 300)
     deals = with_placement(
         stores,
-        lambda made: (made.deal(weights), made.shards),
+        lambda made: (made.deal(priorities), made.shards),
         mesh=(2, 3),
         inputs=["obs"],
         targets=["done"],
@@ -163,10 +163,10 @@ def test_likely_rows_go_to_heads_and_what_does_not_fit_coldest_first_to_those_th
     assert [each.reader_share for each in shards] == [0.5, 0.5, 0, 0, 0, 0]
     assert [each.reads > 0 for each in shards] == [True, True, False, False, True, True]
     assert np.bincount(shard).tolist() == [100, 60, 20, 20, 50, 50]
-    heads, tails, middle = (weights[np.isin(shard, pair)] for pair in ([0, 1], [4, 5], [2, 3]))
+    heads, tails, middle = (priorities[np.isin(shard, pair)] for pair in ([0, 1], [4, 5], [2, 3]))
     assert heads.min() >= tails.max() and tails.min() >= middle.max()
-    hot = np.isin(shard, [0, 1]) & (weights >= np.sort(weights)[-100])  # before shard 1 was full
-    assert abs(weights[hot & (shard == 0)].sum() / weights[hot].sum() - 0.5) < 0.02
+    hot = np.isin(shard, [0, 1]) & (priorities >= np.sort(priorities)[-100])  # before shard 1 was full
+    assert abs(priorities[hot & (shard == 0)].sum() / priorities[hot].sum() - 0.5) < 0.02
 
 
 def test_a_tail_that_reads_more_than_its_head_comes_first(make_stores: Stores) -> None:
@@ -204,16 +204,16 @@ def test_dealing_holds_its_promises_whatever_the_shards(make_stores: Stores) -> 
         reads = share + rng.integers(0, 2, shards) * 0.1
         amount = rng.random(shards) * rng.integers(0, 2) * n / shards
         free = rng.multinomial(n, rng.dirichlet(np.ones(shards))) + rng.integers(0, 30, shards)
-        weights = rng.choice([np.ones(n), rng.pareto(1, n), rng.integers(0, 3, n) * 1.0, np.zeros(n) + 1e-9])
-        dealt = dealing.deal(weights, amount, share, reads, free)
+        priorities = rng.choice([np.ones(n), rng.pareto(1, n), rng.integers(0, 3, n) * 1.0, np.zeros(n) + 1e-9])
+        dealt = dealing.deal(priorities, amount, share, reads, free)
         counts = np.bincount(dealt, minlength=shards)
         assert (counts <= free).all() and counts.sum() == n
-        assert np.array_equal(dealt, dealing.deal(weights, amount, share, reads, free))
-        near, far = weights[share[dealt] > 0], weights[share[dealt] == 0]
+        assert np.array_equal(dealt, dealing.deal(priorities, amount, share, reads, free))
+        near, far = priorities[share[dealt] > 0], priorities[share[dealt] == 0]
         assert not len(far) or ((counts == free)[share > 0].all() and (not len(near) or near.min() >= far.max()))
-        ample = dealing.deal(weights, np.zeros(shards), share, reads, free + n)
-        off = np.bincount(ample, weights, minlength=shards) - share * weights.sum()
-        assert np.abs(off).max(initial=0) <= weights.max(initial=0) * 1.5 + 1e-9
+        ample = dealing.deal(priorities, np.zeros(shards), share, reads, free + n)
+        off = np.bincount(ample, priorities, minlength=shards) - share * priorities.sum()
+        assert np.abs(off).max(initial=0) <= priorities.max(initial=0) * 1.5 + 1e-9
 
 
 def test_more_rows_than_all_shards_take_are_refused_with_the_numbers(make_stores: Stores) -> None:
@@ -239,16 +239,16 @@ def test_headroom_is_no_room(make_stores: Stores) -> None:
     row.abandon()
 
 
-def test_weights_that_are_none_are_refused(make_stores: Stores) -> None:
+def test_priorities_that_are_none_are_refused(make_stores: Stores) -> None:
     (store,) = make_stores(10)
     with Placement(store) as made:
-        for weights, message in (
+        for priorities, message in (
             (np.ones((2, 2)), r"\(n,\), found \(2, 2\)"),
             ([1.0, float("nan")], "finite and >= 0, found nan for row 1"),
             ([1.0, 2.0, -1.0], "found -1.0 for row 2"),
         ):
             with pytest.raises(ArgumentError, match=message):
-                made.deal(weights)
+                made.deal(priorities)
         assert made.deal([]).tolist() == [] and made.deal(np.zeros(10)).tolist() == [0] * 10
     with Placement(store, by="rows") as made:
         assert len(made.deal(np.full(3, 0.5))) == 3
@@ -264,14 +264,16 @@ def replayed(
 ) -> tuple[float, int, placement.Report]:
     """The measured local share and bytes received of some batches, and what was expected of them."""
     mesh = options.pop("mesh", None)
-    by = options.pop("by", "weight")
+    by = options.pop("by", "priority")
     size = int(np.prod(mesh)) if mesh else len(stores)
     others = ThreadRanks.make(size)
 
     def body(rank: ThreadRanks) -> tuple[dict[str, float], placement.Report]:
         store = stores[rank.rank % len(stores)]
         settings = {**options, "mesh": at(rank.rank, *mesh)} if mesh else options
-        with gt.Replay(store, selection, batch_size, group=rank, as_="numpy", steps=batches, **settings) as replay:
+        with gt.Replay(
+            store, selection, batch_size, group=rank, output="numpy", num_batches=batches, **settings
+        ) as replay:
             for _ in replay:
                 pass
             with Placement(store, group=others[rank.rank], by=by, **settings) as made:
@@ -286,18 +288,18 @@ def replayed(
 
 
 def fill(stores: list[gt.Store], n: int, split: list[float], seed: int = 0) -> np.ndarray:
-    """n rows of uneven weights, in contiguous runs over the shards; returns the weights."""
-    weights = np.random.default_rng(seed).integers(0, 60, n) / 8.0
+    """n rows of uneven priorities, in contiguous runs over the shards; returns the priorities."""
+    priorities = np.random.default_rng(seed).integers(0, 60, n) / 8.0
     cuts = np.rint(np.cumsum(split) * n).astype(int)
     for store, rows in zip(stores, np.split(np.arange(n), cuts[:-1]), strict=True):
-        insert(store, rows, weights[rows])
-    return weights
+        insert(store, rows, priorities[rows])
+    return priorities
 
 
 def test_the_expected_local_share_is_what_batches_come_to(make_stores: Stores) -> None:
     stores = make_stores(600, 600, 600)
     fill(stores, 600, [0.6, 0.3, 0.1])
-    measured, _, report = replayed(stores, Weighted(seed=1), 150, batch_size=48)
+    measured, _, report = replayed(stores, Prioritized(seed=1), 150, batch_size=48)
     assert report.method == "exact"
     assert report.expected_local_share == pytest.approx(measured, abs=0.01)
     measured, _, report = replayed(stores, Uniform(seed=1), 150, batch_size=48, by="rows")
@@ -311,7 +313,7 @@ def test_so_it_is_where_a_pipeline_reads_in_two_places_or_ranks_get_copies(
     stores = make_stores(*[400] * shards)
     fill(stores, 400, [0.5, *[0.5 / (shards - 1)] * (shards - 1)])
     fields = {"inputs": ["obs", "number"], "targets": ["done"]}
-    measured, _, report = replayed(stores, Weighted(seed=2), 60, batch_size=32, mesh=mesh, **fields)
+    measured, _, report = replayed(stores, Prioritized(seed=2), 60, batch_size=32, mesh=mesh, **fields)
     assert report.expected_local_share == pytest.approx(measured, abs=0.02)
 
 
@@ -330,7 +332,7 @@ def test_a_report_reads_as_a_table(make_stores: Stores) -> None:
     insert(stores[1], np.arange(30, 40), np.ones(10))
     report = with_placement(stores, lambda made: made.report(batch_size=40))[0]
     lines = str(report).splitlines()
-    assert lines[0].split() == ["shard", "ranks", "rows", "free", "MB", "weight", "share", "reader", "share"]
+    assert lines[0].split() == ["shard", "ranks", "rows", "free", "MB", "priority", "share", "reader", "share"]
     assert lines[1].split()[:4] == ["0", "0", "30", "270"] and lines[1].split()[-2:] == ["90.0%", "50.0%"]
     assert re.fullmatch(r"expected local share of a batch of 40: 60\.\d% \(exact\)", lines[3])
     assert report.measured_local_share is None
@@ -366,9 +368,9 @@ def test_rebalancing_keeps_every_row_as_it_was_and_sets_the_shares_right(
 def test_local_share_rises_and_moved_bytes_fall_after_rebalancing(make_stores: Stores) -> None:
     stores = make_stores(600, 600, 600, 600)
     fill(stores, 500, [0.85, 0.05, 0.05, 0.05])
-    share_before, received_before, _ = replayed(stores, Weighted(seed=3), 20)
+    share_before, received_before, _ = replayed(stores, Prioritized(seed=3), 20)
     moved: list[Moved] = with_placement(stores, lambda made: made.rebalance())
-    share_after, received_after, report = replayed(stores, Weighted(seed=3), 20)
+    share_after, received_after, report = replayed(stores, Prioritized(seed=3), 20)
     assert share_before < 0.45 and share_after > 0.85
     assert received_after < received_before / 3
     assert report.expected_local_share == pytest.approx(share_after, abs=0.03)
@@ -378,7 +380,7 @@ def test_local_share_rises_and_moved_bytes_fall_after_rebalancing(make_stores: S
 def test_rows_leave_shards_without_readers_heaviest_first(make_stores: Stores) -> None:
     # Heads, on shards 0 and 1, have room for few; the rows are where the tails are.
     stores = make_stores(20, 20, 400, 400)
-    weights = fill(stores, 300, [0.0, 0.0, 0.5, 0.5])
+    priorities = fill(stores, 300, [0.0, 0.0, 0.5, 0.5])
     before = population(stores)
     moved = with_placement(stores, lambda made: made.rebalance(), mesh=(2, 2), inputs=["obs"], targets=["done"])[0]
     assert population(stores) == before and all(store.audit() == [] for store in stores)
@@ -386,7 +388,7 @@ def test_rows_leave_shards_without_readers_heaviest_first(make_stores: Stores) -
     at_heads = np.array([number for store in stores[:2] for number in contents(store)])
     for rows in (np.arange(150), np.arange(150, 300)):
         gone = np.intersect1d(rows, at_heads)
-        assert not len(gone) or weights[gone].min() >= weights[np.setdiff1d(rows, gone)].max()
+        assert not len(gone) or priorities[gone].min() >= priorities[np.setdiff1d(rows, gone)].max()
     # With room enough nothing that can be drawn is left with the tails.
     stores = make_stores(400, 400, 400, 400)
     fill(stores, 300, [0.0, 0.0, 0.5, 0.5])
@@ -520,7 +522,7 @@ def test_a_fifo_and_a_replay_go_on_after_rows_have_moved(make_stores: Stores) ->
     others = ThreadRanks.make(2)
 
     def body(rank: ThreadRanks) -> list[int]:
-        options = {"as_": "numpy", "group": rank}
+        options = {"output": "numpy", "group": rank}
         with (
             gt.Replay(stores[rank.rank], Fifo(), 40, **options) as replay,
             Placement(stores[rank.rank], group=others[rank.rank]) as made,
@@ -528,7 +530,7 @@ def test_a_fifo_and_a_replay_go_on_after_rows_have_moved(make_stores: Stores) ->
             replay.sample()
             replay.settle()
             made.rebalance()
-            replay.update_weights(replay.sample().rows, 1.0)
+            replay.update_priorities(replay.sample().keys, 1.0)
             return replay.sample()["number"].tolist()
 
     numbers = [number for part in run_ranks(2, body) for number in part]
@@ -541,7 +543,7 @@ def test_a_fifo_and_a_replay_go_on_after_rows_have_moved(make_stores: Stores) ->
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"by": "rows"}, RanksDisagreeError, "by is weight on rank 0 and rows on rank 1"),
+        ({"by": "rows"}, RanksDisagreeError, "by is priority on rank 0 and rows on rank 1"),
         ({"inputs": ["obs"], "targets": []}, RanksDisagreeError, "inputs is .* on rank 0 and .* on rank 1"),
         ({"window": 3}, RanksDisagreeError, "window is None on rank 0 and 3 on rank 1"),
         ({"mesh": Place(0, 1, 0, 1, 2, 1)}, RanksDisagreeError, "size is"),
@@ -561,10 +563,10 @@ def test_ranks_that_disagree_are_told_so(
 
 
 def test_so_they_are_when_they_ask_for_different_things(make_stores: Stores) -> None:
-    (one,), (other,) = make_stores(5), make_stores(5, weight_fraction_bits=8)
+    (one,), (other,) = make_stores(5), make_stores(5, priority_fraction_bits=8)
 
     def differ(rank: ThreadRanks) -> None:
-        with pytest.raises(RanksDisagreeError, match="weight_fraction_bits is 16 on rank 0 and 8 on rank 1"):
+        with pytest.raises(RanksDisagreeError, match="priority_fraction_bits is 16 on rank 0 and 8 on rank 1"):
             Placement((one, other)[rank.rank], group=rank)
 
     run_ranks(2, differ)
@@ -582,7 +584,7 @@ def test_so_they_are_when_they_ask_for_different_things(make_stores: Stores) -> 
 def test_what_makes_no_sense_is_refused_at_the_door(make_stores: Stores) -> None:
     (store,) = make_stores(5)
     for error, message, options in (
-        (ArgumentError, "by is 'weight' or 'rows', found 'luck'", {"by": "luck"}),
+        (ArgumentError, "by is 'priority' or 'rows', found 'luck'", {"by": "luck"}),
         (ArgumentError, "lists of names", {"inputs": "obs"}),
         (ArgumentError, "at least one step, found window=0", {"window": 0}),
         (FieldError, "nothing", {"inputs": ["nothing"]}),
@@ -633,7 +635,7 @@ def test_processes_of_a_group_rebalance_over_gloo(
 
 def test_a_process_alone_has_all_its_rows_at_home(make_stores: Stores) -> None:
     (store,) = make_stores(20)
-    with Placement(store) as made, gt.Replay(store, Weighted(), 4, as_="numpy", steps=1) as replay:
+    with Placement(store) as made, gt.Replay(store, Prioritized(), 4, output="numpy", num_batches=1) as replay:
         insert(store, made.mine([3.0, 1.0, 2.0]), np.array([3.0, 1.0, 2.0]))
         list(replay)
         report = made.report(replay)

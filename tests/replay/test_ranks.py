@@ -18,7 +18,7 @@ from geartrain.errors import (
     RanksDisagreeError,
 )
 from geartrain.replay.distributed.topology import Place
-from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Linear, Mixture, TopK, Uniform, Weighted
+from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Linear, Mixture, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRanks, run_ranks
 
 N, STEPS, B = 240, 10, 48
@@ -47,7 +47,7 @@ def insert(store: gt.Store, first: int, last: int) -> None:
     store.native.advance_sequence(first + 1)
     if last > first:
         numbers = np.arange(first, last)
-        store.insert(rows(first, last), lengths=numbers % STEPS + 1, weights=WEIGHTS[first:last], versions=numbers)
+        store.insert(rows(first, last), lengths=numbers % STEPS + 1, priorities=WEIGHTS[first:last], versions=numbers)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def check(batch: gt.Batch) -> None:
     assert np.array_equal(batch.version, number)
 
 
-BOOKS = ("obs", "action", "number", "mask", "start", "length", "version", "probability", "importance")
+BOOKS = ("obs", "action", "number", "mask", "start", "length", "version", "probability", "importance_weights")
 
 
 def as_record(batch: gt.Batch) -> dict[str, np.ndarray]:
@@ -105,7 +105,7 @@ def over_ranks(
 ) -> tuple[list[dict[str, np.ndarray]], list[dict[str, float]]]:
     """Global batches and every rank's figures; rank r has store r % len(stores)."""
     size = ranks or len(stores)
-    settings = {"window": 4, "as_": "numpy", "steps": batches, **options}
+    settings = {"window": 4, "output": "numpy", "num_batches": batches, **options}
 
     def body(rank: ThreadRanks) -> tuple[list[gt.Batch], dict[str, float]]:
         store = stores[rank.rank % len(stores)]
@@ -131,8 +131,8 @@ STRATEGIES = {
     "uniform": Uniform(seed=3),
     "stratified": Uniform(seed=4, stratified=True),
     "distinct": Uniform(seed=5, replacement=False),
-    "weighted": Weighted(seed=6, beta=Linear(0.4, 1.0, 10)),
-    "weighted distinct": Weighted(seed=8, replacement=False),
+    "prioritized": Prioritized(seed=6, beta=Linear(0.4, 1.0, 10)),
+    "prioritized distinct": Prioritized(seed=8, replacement=False),
     "top-k": TopK(),
     "lifo": Lifo(),
     "fifo": Fifo(),
@@ -144,7 +144,7 @@ def test_any_number_of_ranks_makes_the_batches_of_one_process(
     make_stores: Callable[..., list[gt.Store]], selection: Any
 ) -> None:
     (store,) = make_stores(1)
-    with gt.Replay(store, selection, B, window=4, as_="numpy", steps=3) as replay:
+    with gt.Replay(store, selection, B, window=4, output="numpy", num_batches=3) as replay:
         expected = [as_record(batch) for batch in replay]
     for ranks in RANKS:
         batches, _ = over_ranks(make_stores(ranks), selection)
@@ -153,8 +153,8 @@ def test_any_number_of_ranks_makes_the_batches_of_one_process(
 
 def test_groups_stay_together_on_any_number_of_ranks(make_stores: Callable[..., list[gt.Store]]) -> None:
     (store,) = make_stores(1)
-    selection = Group(by="group", size=4, seed=2, weighted=True)
-    with gt.Replay(store, selection, B, window=4, as_="numpy", steps=3) as replay:
+    selection = Group(by="group", size=4, seed=2, prioritized=True)
+    with gt.Replay(store, selection, B, window=4, output="numpy", num_batches=3) as replay:
         expected = [as_record(batch) for batch in replay]
     for ranks in [1, 2, 3, 4]:
         batches, _ = over_ranks(make_stores(ranks), selection)
@@ -164,7 +164,7 @@ def test_groups_stay_together_on_any_number_of_ranks(make_stores: Callable[..., 
 
 
 def test_limits_make_the_same_batches_on_any_number_of_ranks(make_stores: Callable[..., list[gt.Store]]) -> None:
-    made = [over_ranks(make_stores(n), Weighted(seed=1, limits=Limits(min_version=150)))[0] for n in RANKS]
+    made = [over_ranks(make_stores(n), Prioritized(seed=1, limits=Limits(min_version=150)))[0] for n in RANKS]
     assert all(same(batches, made[0]) for batches in made)
     assert all((batch["version"] >= 150).all() for batch in made[0])
 
@@ -175,7 +175,7 @@ def test_ordered_gives_rank_i_the_ith_slice(
     make_stores: Callable[..., list[gt.Store]], selection: Any, ranks: int
 ) -> None:
     def body(rank: ThreadRanks) -> None:
-        options = {"assignment": "ordered", "window": 4, "as_": "numpy", "steps": 2, "group": rank}
+        options = {"assignment": "ordered", "window": 4, "output": "numpy", "num_batches": 2, "group": rank}
         with gt.Replay(stores[rank.rank], selection, B, **options) as replay:
             for batch in replay:
                 check(batch)
@@ -186,9 +186,9 @@ def test_ordered_gives_rank_i_the_ith_slice(
 
 
 def test_ranks_of_one_host_read_its_shard_without_moving_a_byte(make_stores: Callable[..., list[gt.Store]]) -> None:
-    expected, _ = over_ranks(make_stores(1), Weighted(seed=1))
+    expected, _ = over_ranks(make_stores(1), Prioritized(seed=1))
     for shards, ranks in ((1, 3), (2, 4), (3, 6)):
-        batches, stats = over_ranks(make_stores(shards), Weighted(seed=1), ranks=ranks)
+        batches, stats = over_ranks(make_stores(shards), Prioritized(seed=1), ranks=ranks)
         assert same(batches, expected)
         if shards == 1:
             assert all(s["received_bytes"] == s["sent_bytes"] == 0 and s["local_share"] == 1 for s in stats)
@@ -220,20 +220,20 @@ def test_local_first_moves_the_surplus_and_ordered_nearly_all(store_name: Callab
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_updated_weights_change_the_next_batches_alike_on_any_number_of_ranks(
+def test_updated_priorities_change_the_next_batches_alike_on_any_number_of_ranks(
     make_stores: Callable[..., list[gt.Store]], prefetch: int
 ) -> None:
-    selection = Weighted(seed=2, exponent=0.6, beta=0.4)
+    selection = Prioritized(seed=2, alpha=0.6, beta=0.4)
 
     def run(shards: int, ranks: int) -> list[dict[str, np.ndarray]]:
         stores = make_stores(shards)
 
         def body(rank: ThreadRanks) -> list[gt.Batch]:
-            options = {"window": 4, "as_": "numpy", "steps": 8, "prefetch": prefetch, "group": rank}
+            options = {"window": 4, "output": "numpy", "num_batches": 8, "prefetch": prefetch, "group": rank}
             with gt.Replay(stores[rank.rank % shards], selection, B, **options) as replay:
                 made = []
                 for batch in replay:
-                    replay.update_weights(batch.rows, batch["number"] % 13 + batch.step)
+                    replay.update_priorities(batch.keys, batch["number"] % 13 + batch.step)
                     made.append(batch)
                 return made
 
@@ -241,16 +241,16 @@ def test_updated_weights_change_the_next_batches_alike_on_any_number_of_ranks(
         return [join([result[step] for result in results]) for step in range(8)]
 
     expected = run(1, 1)
-    weights = np.unique(np.round(expected[-1]["probability"], 12))
-    assert len(weights) > 5
+    priorities = np.unique(np.round(expected[-1]["probability"], 12))
+    assert len(priorities) > 5
     for shards, ranks in ((2, 2), (3, 3), (1, 2), (2, 4), (4, 8)):
         assert same(run(shards, ranks), expected), (shards, ranks)
-    if prefetch == 0:  # and as a single process draws that sets weights at once
+    if prefetch == 0:  # and as a single process draws that sets priorities at once
         (store,) = make_stores(1)
-        with gt.Replay(store, selection, B, window=4, as_="numpy", steps=8, prefetch=0) as replay:
+        with gt.Replay(store, selection, B, window=4, output="numpy", num_batches=8, prefetch=0) as replay:
             alone = []
             for batch in replay:
-                replay.update_weights(batch.rows, batch["number"] % 13 + batch.step)
+                replay.update_priorities(batch.keys, batch["number"] % 13 + batch.step)
                 alone.append(as_record(batch))
         assert same(alone, expected)
 
@@ -258,7 +258,7 @@ def test_updated_weights_change_the_next_batches_alike_on_any_number_of_ranks(
 def test_an_exponent_that_follows_a_schedule_is_applied_once_a_shard(
     make_stores: Callable[..., list[gt.Store]],
 ) -> None:
-    selection = Weighted(seed=2, exponent=Linear(0.5, 1.0, 6))
+    selection = Prioritized(seed=2, alpha=Linear(0.5, 1.0, 6))
     runs = []
     for shards, ranks in ((1, 1), (2, 4), (3, 3)):
         stores = make_stores(shards)
@@ -271,7 +271,7 @@ def test_a_resumed_run_goes_on_with_the_batches_it_would_have_drawn(make_stores:
     states: dict[int, Any] = {}
 
     def body(rank: ThreadRanks) -> None:
-        options = {"window": 4, "as_": "numpy", "group": rank}
+        options = {"window": 4, "output": "numpy", "group": rank}
         with gt.Replay(stores[rank.rank], Fifo(), 24, **options) as replay:
             for _ in range(3):
                 replay.sample()
@@ -285,7 +285,7 @@ def test_a_resumed_run_goes_on_with_the_batches_it_would_have_drawn(make_stores:
 
 
 def test_a_settled_run_is_the_run_that_is_resumed_from_it(make_stores: Callable[..., list[gt.Store]]) -> None:
-    selection = Weighted(seed=5, exponent=Linear(0.5, 1.0, 12), beta=0.4)
+    selection = Prioritized(seed=5, alpha=Linear(0.5, 1.0, 12), beta=0.4)
     for prefetch in (0, 2):
         stores = make_stores(2)
         saved: dict[int, Any] = {}
@@ -293,23 +293,23 @@ def test_a_settled_run_is_the_run_that_is_resumed_from_it(make_stores: Callable[
         def run(
             rank: ThreadRanks, resume: bool, stores: Any = stores, prefetch: int = prefetch, saved: Any = saved
         ) -> Any:
-            options = {"window": 4, "as_": "numpy", "group": rank, "prefetch": prefetch}
+            options = {"window": 4, "output": "numpy", "group": rank, "prefetch": prefetch}
             store = stores[rank.rank]
             with gt.Replay(store, selection, B, **options) as replay:
                 if resume:
-                    state, keys, weights = saved[rank.rank]
-                    store.update_weights(keys, weights)
+                    state, keys, priorities = saved[rank.rank]
+                    store.update_priorities(keys, priorities)
                     replay.load_state_dict(state)
                 made = []
                 for step in range(replay.step, 9):
                     batch = replay.sample()
                     # Windows of a row that was drawn twice are different: the later draw's priority holds.
-                    replay.update_weights(batch.rows, batch["action"][:, -1] % 13 + batch.start)
+                    replay.update_priorities(batch.keys, batch["action"][:, -1] % 13 + batch.start)
                     made.append(as_record(batch))
                     if step == 4 and not resume:
                         replay.settle()
                         keys = store.keys()
-                        saved[rank.rank] = (replay.state_dict(), keys, store.status(keys)["weight"])
+                        saved[rank.rank] = (replay.state_dict(), keys, store.status(keys)["priority"])
                 return made
 
         first = run_ranks(2, lambda rank: run(rank, False))
@@ -325,11 +325,11 @@ def test_priorities_of_a_row_drawn_twice_are_set_in_the_order_of_draws(
         stores = make_stores(shards)
 
         def body(rank: ThreadRanks) -> list[gt.Batch]:
-            options = {"window": 4, "as_": "numpy", "steps": 6, "group": rank}
-            with gt.Replay(stores[rank.rank % shards], Weighted(seed=3), B, **options) as replay:
+            options = {"window": 4, "output": "numpy", "num_batches": 6, "group": rank}
+            with gt.Replay(stores[rank.rank % shards], Prioritized(seed=3), B, **options) as replay:
                 made = []
                 for batch in replay:
-                    replay.update_weights(batch.rows, 1.0 + batch.draw % 5)
+                    replay.update_priorities(batch.keys, 1.0 + batch.draw % 5)
                     made.append(batch)
                 return made
 
@@ -350,7 +350,7 @@ def test_rows_with_a_limit_on_samples_are_all_used_and_never_more_often(store_na
 
         def body(rank: ThreadRanks, stores: Any = stores) -> tuple[list[int], list[gt.Batch]]:
             seen: list[int] = []
-            options = {"window": 4, "as_": "numpy", "group": rank, "prefetch": 0}
+            options = {"window": 4, "output": "numpy", "group": rank, "prefetch": 0}
             with gt.Replay(stores[rank.rank % len(stores)], Uniform(seed=1), 40, **options) as replay:
                 for _ in range(N // 40):
                     batch = replay.sample()
@@ -368,17 +368,20 @@ def test_rows_with_a_limit_on_samples_are_all_used_and_never_more_often(store_na
 
 
 def test_limits_hold_their_promise_with_updates_and_shared_shards(make_stores: Callable[..., list[gt.Store]]) -> None:
-    for selection in (Weighted(seed=1, limits=Limits(min_version=lambda: 100)), Weighted(seed=2, replacement=False)):
+    for selection in (
+        Prioritized(seed=1, limits=Limits(min_version=lambda: 100)),
+        Prioritized(seed=2, replacement=False),
+    ):
         runs = []
         for shards, ranks in ((1, 1), (1, 3), (2, 4)):
             stores = make_stores(shards)
 
             def body(rank: ThreadRanks, stores: Any = stores, selection: Any = selection) -> list[gt.Batch]:
-                options = {"window": 4, "as_": "numpy", "steps": 5, "group": rank}
+                options = {"window": 4, "output": "numpy", "num_batches": 5, "group": rank}
                 with gt.Replay(stores[rank.rank % len(stores)], selection, B, **options) as replay:
                     made = []
                     for batch in replay:
-                        replay.update_weights(batch.rows, batch["number"] % 11 + 1)
+                        replay.update_priorities(batch.keys, batch["number"] % 11 + 1)
                         made.append(batch)
                     return made
 
@@ -393,7 +396,9 @@ def test_a_mixture_with_groups_fills_replicas_with_whole_groups(make_stores: Cal
         stores = [list(pair) for pair in zip(make_stores(ranks), make_stores(ranks), strict=True)]
 
         def body(rank: ThreadRanks, stores: Any = stores) -> None:
-            with gt.Replay(stores[rank.rank], selection, 24, window=4, as_="numpy", steps=4, group=rank) as replay:
+            with gt.Replay(
+                stores[rank.rank], selection, 24, window=4, output="numpy", num_batches=4, group=rank
+            ) as replay:
                 for batch in replay:
                     check(batch)
                     grouped = batch["group"][batch.draw >= 12]
@@ -411,33 +416,33 @@ def test_a_mixture_with_groups_fills_replicas_with_whole_groups(make_stores: Cal
 
 def test_one_process_and_a_group_take_up_each_others_state(make_stores: Callable[..., list[gt.Store]]) -> None:
     (store,) = make_stores(1)
-    with gt.Replay(store, Fifo(), 24, as_="numpy", prefetch=0) as replay:
+    with gt.Replay(store, Fifo(), 24, output="numpy", prefetch=0) as replay:
         replay.sample()
-        state, expected = replay.state_dict(), replay.sample().rows.row
+        state, expected = replay.state_dict(), replay.sample().keys.row
     (rank,) = ThreadRanks.make(1)
-    with gt.Replay(store, Fifo(), 24, as_="numpy", prefetch=0, group=rank) as replay:
+    with gt.Replay(store, Fifo(), 24, output="numpy", prefetch=0, group=rank) as replay:
         replay.load_state_dict(state)
-        assert np.array_equal(replay.sample().rows.row, expected)
-        state, expected = replay.state_dict(), replay.sample().rows.row
-    with gt.Replay(store, Fifo(), 24, as_="numpy", prefetch=0) as replay:
+        assert np.array_equal(replay.sample().keys.row, expected)
+        state, expected = replay.state_dict(), replay.sample().keys.row
+    with gt.Replay(store, Fifo(), 24, output="numpy", prefetch=0) as replay:
         replay.load_state_dict(state)
-        assert np.array_equal(replay.sample().rows.row, expected)
+        assert np.array_equal(replay.sample().keys.row, expected)
 
 
-def test_weights_given_before_an_error_all_agree_on_are_not_lost(make_stores: Callable[..., list[gt.Store]]) -> None:
+def test_priorities_given_before_an_error_all_agree_on_are_not_lost(make_stores: Callable[..., list[gt.Store]]) -> None:
     stores = make_stores(2)
 
     def body(rank: ThreadRanks) -> None:
-        with gt.Replay(stores[rank.rank], Fifo(), 120, as_="numpy", group=rank) as replay:
+        with gt.Replay(stores[rank.rank], Fifo(), 120, output="numpy", group=rank) as replay:
             batches = [replay.sample(), replay.sample()]
-            replay.update_weights(batches[1].rows, 900.0)
+            replay.update_priorities(batches[1].keys, 900.0)
             with pytest.raises(NotEnoughRowsError):
                 replay.sample()
             replay.settle()
 
     run_ranks(2, body)
-    weights = np.concatenate([store.status()["weight"] for store in stores])
-    assert (weights == 900.0).sum() == 120
+    priorities = np.concatenate([store.status()["priority"] for store in stores])
+    assert (priorities == 900.0).sum() == 120
 
 
 # --- pipelines and tensor parallelism ---------------------------------------------------------------------------
@@ -450,18 +455,18 @@ def test_heads_get_inputs_tails_targets_and_the_middle_nothing(
 ) -> None:
     shards = min(shards, dp * pp * tp)
     stores = make_stores(shards)
-    expected, _ = over_ranks(make_stores(1), Weighted(seed=4, beta=0.5), batches=3)
+    expected, _ = over_ranks(make_stores(1), Prioritized(seed=4, beta=0.5), batches=3)
 
     def body(rank: ThreadRanks) -> tuple[Place, list[gt.Batch], dict[str, float]]:
         at = rank.rank
         place = Place(at // tp % dp, at // tp // dp, at % tp, dp, pp, tp)
         with gt.Replay(
             stores[at % shards],
-            Weighted(seed=4, beta=0.5),
+            Prioritized(seed=4, beta=0.5),
             B,
             window=4,
-            as_="numpy",
-            steps=3,
+            output="numpy",
+            num_batches=3,
             group=rank,
             mesh=place,
             inputs=["obs", "number"],
@@ -480,20 +485,20 @@ def test_heads_get_inputs_tails_targets_and_the_middle_nothing(
             for (stage, part), batch in stages.items():
                 if stage in (0, pp - 1):
                     twin = head if stage == 0 else tail
-                    assert batch.rows == twin.rows and all(np.array_equal(batch[f], twin[f]) for f in twin)
-                    assert np.array_equal(batch.importance, twin.importance)
+                    assert batch.keys == twin.keys and all(np.array_equal(batch[f], twin[f]) for f in twin)
+                    assert np.array_equal(batch.importance_weights, twin.importance_weights)
                 else:
                     assert len(batch) == 0 and batch.batch_size == 0 and batch.mask.shape == (0, 4), part
-            assert head.rows == tail.rows and np.array_equal(head.mask, tail.mask)
+            assert head.keys == tail.keys and np.array_equal(head.mask, tail.mask)
             whole = gt.Batch(
                 {"obs": head["obs"], "action": tail["action"], "number": head["number"]},
-                head.rows,
+                head.keys,
                 head.mask,
                 head.start,
                 head.length,
                 head.version,
                 head.probability,
-                head.importance,
+                head.importance_weights,
                 step,
                 head.draw,
             )
@@ -504,23 +509,23 @@ def test_heads_get_inputs_tails_targets_and_the_middle_nothing(
 
 def test_a_mixture_over_ranks_makes_the_batches_of_one_process(make_stores: Callable[..., list[gt.Store]]) -> None:
     def selection() -> Mixture:
-        return Mixture([0.7, 0.3], [Uniform(seed=1), Weighted(seed=2, beta=0.5)], seed=3)
+        return Mixture([0.7, 0.3], [Uniform(seed=1), Prioritized(seed=2, beta=0.5)], seed=3)
 
     def pairs(shards: int) -> list[list[gt.Store]]:
         return [list(pair) for pair in zip(make_stores(shards), make_stores(shards), strict=True)]
 
-    with gt.Replay(pairs(1)[0], selection(), B, window=4, as_="numpy", steps=3) as replay:
+    with gt.Replay(pairs(1)[0], selection(), B, window=4, output="numpy", num_batches=3) as replay:
         expected = [as_record(batch) for batch in replay]
     for ranks in (1, 2, 3):
         stores = pairs(ranks)
 
         def body(rank: ThreadRanks, stores: Any = stores) -> list[gt.Batch]:
-            options = {"window": 4, "as_": "numpy", "steps": 3, "group": rank}
+            options = {"window": 4, "output": "numpy", "num_batches": 3, "group": rank}
             with gt.Replay(stores[rank.rank], selection(), B, **options) as replay:
                 made = []
                 for batch in replay:
                     check(batch)
-                    replay.update_weights(batch.rows, 1.0)  # to either store
+                    replay.update_priorities(batch.keys, 1.0)  # to either store
                     made.append(batch)
                 return made
 
@@ -531,13 +536,15 @@ def test_a_mixture_over_ranks_makes_the_batches_of_one_process(make_stores: Call
 # --- rows that change, shards that grow -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("selection", [Weighted(seed=1), Uniform(seed=1, replacement=False), Lifo(), Fifo(), TopK()])
+@pytest.mark.parametrize("selection", [Prioritized(seed=1), Uniform(seed=1, replacement=False), Lifo(), Fifo(), TopK()])
 def test_no_torn_row_arrives_while_every_shard_is_overwritten(store_name: Callable[[], str], selection: Any) -> None:
     shards = 2
     stores = [gt.Store.create(store_name(), FIELDS, capacity=40) for _ in range(shards)]
     for store in stores:
-        # Weights that have nothing to do with age, lest top-k ask for just the rows that are overwritten next.
-        store.insert(rows(0, 40), lengths=np.arange(40) % STEPS + 1, versions=np.arange(40), weights=np.arange(40) % 17)
+        # Priorities that have nothing to do with age, lest top-k ask for just the rows that are overwritten next.
+        store.insert(
+            rows(0, 40), lengths=np.arange(40) % STEPS + 1, versions=np.arange(40), priorities=np.arange(40) % 17
+        )
     stop = threading.Event()
 
     def write(store: gt.Store) -> None:
@@ -545,7 +552,7 @@ def test_no_torn_row_arrives_while_every_shard_is_overwritten(store_name: Callab
         while not stop.is_set():
             numbers = np.arange(at, at + 4)
             values = rows(at, at + 4)
-            store.insert(values, lengths=numbers % STEPS + 1, versions=numbers, weights=numbers % 17, threads=1)
+            store.insert(values, lengths=numbers % STEPS + 1, versions=numbers, priorities=numbers % 17, threads=1)
             at += 4
 
     writers = [threading.Thread(target=write, args=(store,), daemon=True) for store in stores]
@@ -554,7 +561,7 @@ def test_no_torn_row_arrives_while_every_shard_is_overwritten(store_name: Callab
     try:
 
         def body(rank: ThreadRanks) -> float:
-            options = {"window": 4, "as_": "numpy", "group": rank, "min_rows": 1}
+            options = {"window": 4, "output": "numpy", "group": rank, "min_rows": 1}
             with gt.Replay(stores[rank.rank % shards], selection, 16, **options) as replay:
                 for _ in range(60):
                     check(replay.sample())
@@ -573,7 +580,7 @@ def test_rows_that_join_a_shard_are_drawn_from_the_next_batch_on(make_stores: Ca
     stores = make_stores(3)
 
     def body(rank: ThreadRanks) -> set[int]:
-        options = {"window": 4, "as_": "numpy", "group": rank, "prefetch": 0}
+        options = {"window": 4, "output": "numpy", "group": rank, "prefetch": 0}
         with gt.Replay(stores[rank.rank], Lifo(), 12, **options) as replay:
             replay.sample()
             if rank.rank == 1:
@@ -652,14 +659,14 @@ def test_too_few_rows_are_the_same_error_on_all_ranks_and_not_the_end(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"selection": Weighted(seed=1)}, r"seed is 0 on rank 0 and 1 on rank 1"),
-        ({"selection": Uniform()}, r"strategy is Weighted\(.*\) on rank 0 and Uniform\(.*\) on rank 1"),
-        ({"selection": Weighted(beta=0.5)}, r"strategy is .*beta=None.* on rank 0 and .*beta=0.5.* on rank 1"),
+        ({"selection": Prioritized(seed=1)}, r"seed is 0 on rank 0 and 1 on rank 1"),
+        ({"selection": Uniform()}, r"strategy is Prioritized\(.*\) on rank 0 and Uniform\(.*\) on rank 1"),
+        ({"selection": Prioritized(beta=0.5)}, r"strategy is .*beta=None.* on rank 0 and .*beta=0.5.* on rank 1"),
         ({"batch_size": 32}, r"batch_size is 48 on rank 0 and 32 on rank 1"),
         ({"window": 5}, r"window is 4 on rank 0 and 5 on rank 1"),
         ({"assignment": "ordered"}, r"assignment is local_first on rank 0 and ordered on rank 1"),
         ({"prefetch": 0}, r"prefetch is 2 on rank 0 and 0 on rank 1"),
-        ({"steps": 3}, r"steps is None on rank 0 and 3 on rank 1"),
+        ({"num_batches": 3}, r"num_batches is None on rank 0 and 3 on rank 1"),
         ({"min_rows": 7}, r"min_rows is 1 on rank 0 and 7 on rank 1"),
     ],
 )
@@ -669,7 +676,7 @@ def test_ranks_that_disagree_are_told_so(
     stores = make_stores(2)
 
     def body(rank: ThreadRanks) -> None:
-        settings: dict[str, Any] = {"selection": Weighted(), "batch_size": 48, "window": 4, "group": rank}
+        settings: dict[str, Any] = {"selection": Prioritized(), "batch_size": 48, "window": 4, "group": rank}
         with pytest.raises(RanksDisagreeError, match=message):
             gt.Replay(stores[rank.rank], **(settings | (changed if rank.rank else {})))
 
@@ -708,13 +715,13 @@ def test_keys_of_nowhere_and_priorities_that_are_none_are_refused(make_stores: C
     stores = make_stores(2)
 
     def body(rank: ThreadRanks) -> None:
-        with gt.Replay(stores[rank.rank], Weighted(), B, as_="numpy", group=rank, prefetch=0) as replay:
+        with gt.Replay(stores[rank.rank], Prioritized(), B, output="numpy", group=rank, prefetch=0) as replay:
             batch = replay.sample()
             with pytest.raises(ArgumentError, match="do not tell a shard of this replay"):
-                replay.update_weights(batch.rows.of_shard(9), 1.0)
+                replay.update_priorities(batch.keys.of_shard(9), 1.0)
             with pytest.raises(ArgumentError, match="priority 0 is not finite"):
-                replay.update_weights(batch.rows, np.full(batch.batch_size, np.nan))
-            replay.update_weights(batch.rows, 1e300)  # saturates, as ever
+                replay.update_priorities(batch.keys, np.full(batch.batch_size, np.nan))
+            replay.update_priorities(batch.keys, 1e300)  # saturates, as ever
             replay.sample()
 
     run_ranks(2, body)

@@ -15,9 +15,9 @@ import tagged
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, PinError, RanksDisagreeError
-from geartrain.replay.device import Convert, OnDevice
+from geartrain.replay.device import Convert, DeviceOptions
 from geartrain.replay.distributed.topology import Place
-from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Mixture, TopK, Uniform, Weighted
+from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRanks, run_ranks
 
 torch = pytest.importorskip("torch")
@@ -53,8 +53,8 @@ def make_shards(store_name: Callable[[], str]) -> Iterator[Callable[..., list[st
             store = gt.Store.create(store_name(), FIELDS, capacity=N, **options)
             store.native.advance_sequence(first + 1)
             lengths = np.random.default_rng(1).integers(1, STEPS + 1, N)[first:last]
-            weights = np.random.default_rng(2).random(N)[first:last]
-            store.insert(values(first, last), lengths=lengths, weights=weights, versions=np.arange(first, last))
+            priorities = np.random.default_rng(2).random(N)[first:last]
+            store.insert(values(first, last), lengths=lengths, priorities=priorities, versions=np.arange(first, last))
             made.append(store)
         return [store.name for store in made[-shards:]]
 
@@ -64,14 +64,14 @@ def make_shards(store_name: Callable[[], str]) -> Iterator[Callable[..., list[st
 
 
 def same(host: gt.Batch, landed: gt.Batch, convert: dict[str, Convert], packed: bool) -> None:
-    assert host.rows == landed.rows
+    assert host.keys == landed.keys
     assert host.step == landed.step
     assert list(host) == list(landed)
     for name, found in host.items():
         timed = name != "group"
         expected = convert[name].apply(found, host.mask if timed else None) if name in convert else found
         assert torch.equal(expected[host.mask] if packed and timed else expected, landed[name]), name
-    for book in ("start", "length", "version", "probability", "importance", "draw"):
+    for book in ("start", "length", "version", "probability", "importance_weights", "draw"):
         mine, theirs = getattr(host, book), getattr(landed, book)
         assert (mine is None) == (theirs is None), book
         assert mine is None or torch.equal(mine, theirs), book
@@ -85,14 +85,14 @@ def same(host: gt.Batch, landed: gt.Batch, convert: dict[str, Convert], packed: 
 def compare(
     shards: list[Any],
     selection: Any,
-    options: Callable[[Any], OnDevice],
+    options: Callable[[Any], DeviceOptions],
     *,
     ranks: int,
     steps: int = 4,
     **settings: Any,
 ) -> list[dict[str, float]]:
     """Makes the batches twice on every rank, in host memory and on a device of its own; returns the figures."""
-    settings = {"window": 7, "pad": "right", "steps": steps, "assignment": "ordered", **settings}
+    settings = {"window": 7, "pad": "right", "num_batches": steps, "assignment": "ordered", **settings}
     place = settings.pop("place", None)
 
     def body(pair: tuple[ThreadRanks, ThreadRanks]) -> dict[str, float]:
@@ -127,7 +127,7 @@ def run_pairs(ranks: int, body: Callable[[tuple[ThreadRanks, ThreadRanks]], Any]
 
 
 STRATEGIES = [
-    Uniform(seed=1), Uniform(seed=4, stratified=True), Weighted(seed=2, beta=0.5), Weighted(seed=3, replacement=False),
+    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5), Prioritized(seed=3, replacement=False),
     TopK(), Lifo(), Fifo(), Group("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
 ]  # fmt: skip
 
@@ -140,7 +140,7 @@ def test_every_strategy_gives_the_batches_of_the_host(
     shards = make_shards(3)
     pixels, halves = {"pixels": Convert("bfloat16", 1 / 255, 0.5)}, {"x": Convert("float16")}
     for window, convert, packed in [(None, {}, False), (7, pixels, False), (7, halves, True), (40, {}, True)]:
-        options = functools.partial(OnDevice, path=path, convert=convert, packed=packed)
+        options = functools.partial(DeviceOptions, path=path, convert=convert, packed=packed)
         stats = compare(shards, strategy, options, ranks=3, window=window)
         assert sum(one["received_bytes"] for one in stats) > 0, "nothing moved"
 
@@ -148,7 +148,11 @@ def test_every_strategy_gives_the_batches_of_the_host(
 @pytest.mark.parametrize("path", ["gather", "staged"])
 def test_ranks_that_share_a_shard_read_it_themselves(make_shards: Callable[..., list[str]], path: Any) -> None:
     stats = compare(
-        make_shards(1), Weighted(seed=1), lambda device: OnDevice(device, path=path), ranks=3, assignment="local_first"
+        make_shards(1),
+        Prioritized(seed=1),
+        lambda device: DeviceOptions(device, path=path),
+        ranks=3,
+        assignment="local_first",
     )
     assert all(one["received_bytes"] == 0 and one["local_bytes"] > 0 for one in stats)
 
@@ -156,9 +160,9 @@ def test_ranks_that_share_a_shard_read_it_themselves(make_shards: Callable[..., 
 @pytest.mark.parametrize("path", ["gather", "staged"])
 def test_a_mixture_lands_in_one_batch(make_shards: Callable[..., list[str]], path: Any) -> None:
     pairs = [list(pair) for pair in zip(make_shards(2), make_shards(2), strict=True)]
-    mixture = Mixture([0.6, 0.4], [Uniform(seed=1), Weighted(seed=2, beta=1.0)])
-    compare(pairs, mixture, lambda device: OnDevice(device, path=path), ranks=2)
-    compare(pairs, mixture, lambda device: OnDevice(device, path=path, packed=True), ranks=2)
+    mixture = Mixture([0.6, 0.4], [Uniform(seed=1), Prioritized(seed=2, beta=1.0)])
+    compare(pairs, mixture, lambda device: DeviceOptions(device, path=path), ranks=2)
+    compare(pairs, mixture, lambda device: DeviceOptions(device, path=path, packed=True), ranks=2)
 
 
 @pytest.mark.parametrize(("dp", "pp", "tp"), [(2, 2, 1), (1, 3, 1), (2, 1, 2)])
@@ -168,7 +172,7 @@ def test_heads_tails_and_tensor_parallel_peers(
     settings = {"inputs": ["pixels", "group"], "targets": ["x"], "assignment": "local_first"}
     convert = {"pixels": Convert("bfloat16", 1 / 255), "x": Convert("bfloat16")}
     compare(
-        make_shards(2), Weighted(seed=3, beta=0.5), lambda device: OnDevice(device, convert=convert),
+        make_shards(2), Prioritized(seed=3, beta=0.5), lambda device: DeviceOptions(device, convert=convert),
         ranks=dp * pp * tp, place=lambda at: Place(at // tp % dp, at // tp // dp, at % tp, dp, pp, tp), **settings,
     )  # fmt: skip
 
@@ -191,7 +195,7 @@ def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], s
 
     def body(rank: ThreadRanks) -> None:
         device = SimulatedDevice(rank.rank)
-        options = OnDevice(device, path=path, packed=packed)
+        options = DeviceOptions(device, path=path, packed=packed)
         settings = {"window": 9, "assignment": "ordered", "group": rank}
         with (
             gt.Store.open(stores[rank.rank % 2].name) as store,
@@ -246,13 +250,13 @@ def test_work_of_the_consumer_waits_on_its_stream_and_memory_is_used_again(
     def body(pair: tuple[ThreadRanks, ThreadRanks]) -> int:
         rank = pair[0].rank
         device = SimulatedDevice(20 + rank)
-        settings = {"window": 7, "steps": 30, "assignment": "ordered"}
+        settings = {"window": 7, "num_batches": 30, "assignment": "ordered"}
         sums: list[Any] = []
         addresses = set()
         with (
             gt.Store.open(shards[rank]) as store,
             gt.Replay(store, Uniform(seed=1), B, group=pair[0], **settings) as slow,
-            gt.Replay(store, Uniform(seed=1), B, group=pair[1], device=OnDevice(device), **settings) as fast,
+            gt.Replay(store, Uniform(seed=1), B, group=pair[1], device=DeviceOptions(device), **settings) as fast,
         ):
             for batch in fast:
                 total = torch.zeros(())
@@ -274,7 +278,7 @@ def test_a_dropped_replay_lets_go_of_the_segment_and_a_closed_one_too(make_shard
     with gt.Store.open(name) as store:
         for close in (True, False):
             (rank,) = ThreadRanks.make(1)
-            replay = gt.Replay(store, Uniform(seed=1), 8, group=rank, device=OnDevice(device, path="gather"))
+            replay = gt.Replay(store, Uniform(seed=1), 8, group=rank, device=DeviceOptions(device, path="gather"))
             replay.sample()
             assert len(device.registered) == 1
             if close:
@@ -297,15 +301,15 @@ def test_what_does_not_fit_is_refused_at_the_door(make_shards: Callable[..., lis
     with gt.Store.open(names[0]) as store:
         for options, settings, error, message in refused:
             (rank,) = ThreadRanks.make(1)
-            chosen = OnDevice(SimulatedDevice(1), **options)
+            chosen = DeviceOptions(SimulatedDevice(1), **options)
             with pytest.raises(error, match=message):
                 gt.Replay(store, Uniform(seed=1), 8, group=rank, device=chosen, **settings)
     with pytest.raises(ArgumentError, match="exchange is 'host' or 'nccl'"):
-        OnDevice(exchange="mpi")  # type: ignore[arg-type]
+        DeviceOptions(exchange="mpi")  # type: ignore[arg-type]
 
     def peers(rank: ThreadRanks) -> None:
         place = Place(tp=rank.rank, dp_size=1, tp_size=2)
-        options = OnDevice(SimulatedDevice(1), path="gather")
+        options = DeviceOptions(SimulatedDevice(1), path="gather")
         with gt.Store.open(names[0]) as store, pytest.raises(ArgumentError, match="tensor-parallel peers"):
             gt.Replay(store, Uniform(seed=1), 8, group=rank, mesh=place, device=options)
 
@@ -319,7 +323,7 @@ def test_a_rank_that_cannot_pin_is_an_error_on_all_and_at_once(make_shards: Call
         device = SimulatedDevice(rank.rank, most_pinned=1000 if rank.rank else None)
         expected = (PinError, "cannot be pinned") if rank.rank else (RanksDisagreeError, "rank 1 cannot take part")
         with gt.Store.open(shards[rank.rank]) as store, pytest.raises(expected[0], match=expected[1]):
-            gt.Replay(store, Uniform(seed=1), 8, group=rank, device=OnDevice(device, path="gather"))
+            gt.Replay(store, Uniform(seed=1), 8, group=rank, device=DeviceOptions(device, path="gather"))
         assert not device.registered
 
     run_ranks(2, body, timeout_s=10)
@@ -332,8 +336,8 @@ def test_some_ranks_may_be_without_a_device(make_shards: Callable[..., list[str]
     def body(pair: tuple[ThreadRanks, ThreadRanks]) -> None:
         rank = pair[0].rank
         device = SimulatedDevice(rank)
-        options = [None, OnDevice(device, path="staged"), OnDevice(device, path="gather")][rank]
-        settings = {"window": 7, "steps": 3, "assignment": "ordered"}
+        options = [None, DeviceOptions(device, path="staged"), DeviceOptions(device, path="gather")][rank]
+        settings = {"window": 7, "num_batches": 3, "assignment": "ordered"}
         with (
             gt.Store.open(shards[rank]) as store,
             gt.Replay(store, Uniform(seed=1), B, group=pair[0], **settings) as slow,

@@ -22,7 +22,7 @@ from geartrain.errors import (
     StoreClosedError,
     WaitTimeoutError,
 )
-from geartrain.selection.strategy import Uniform, Weighted
+from geartrain.selection.strategy import Prioritized, Uniform
 
 ROWS, STEPS = 200, 12
 
@@ -32,8 +32,8 @@ def store(name):
     """200 rows of 1 to 12 steps; row i holds i * 100 + t at step t."""
     with gt.Store.create(name, {"x": gt.Field((STEPS,), "int64"), "id": gt.Field((), "int32")}, capacity=ROWS) as made:
         values = np.arange(ROWS)[:, None] * 100 + np.arange(STEPS)
-        weights = np.arange(ROWS) % 5
-        made.insert({"x": values, "id": np.arange(ROWS, dtype=np.int32)}, lengths=_lengths(), weights=weights)
+        priorities = np.arange(ROWS) % 5
+        made.insert({"x": values, "id": np.arange(ROWS, dtype=np.int32)}, lengths=_lengths(), priorities=priorities)
         yield made
     assert not prefetching(), "a prefetching thread was left behind"
 
@@ -47,15 +47,15 @@ def prefetching() -> list[threading.Thread]:
 
 
 def fingerprint(batch: gt.Batch) -> tuple:
-    parts = (*batch.values(), batch.mask, batch.start, batch.length, batch.version, batch.probability)
-    return (batch.step, batch.rows.row.tobytes(), *(np.asarray(part).tobytes() for part in parts))
+    parts = (*batch.fields.values(), batch.mask, batch.start, batch.length, batch.version, batch.probability)
+    return (batch.step, batch.keys.row.tobytes(), *(np.asarray(part).tobytes() for part in parts))
 
 
 def batches(replay: gt.Replay, n: int) -> list[tuple]:
     return [fingerprint(replay.sample()) for _ in range(n)]
 
 
-STRATEGIES = [Uniform(seed=3), Weighted(seed=3)]
+STRATEGIES = [Uniform(seed=3), Prioritized(seed=3)]
 
 
 # --- the same batches -----------------------------------------------------------------------------------------------
@@ -76,17 +76,17 @@ def test_the_same_seed_gives_the_same_batches_whatever_is_prefetched_and_by_how_
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_resumed_run_goes_on_with_the_batches_of_the_uninterrupted_one(store, prefetch):
-    with gt.Replay(store, Weighted(seed=9), 8, window=4, prefetch=prefetch) as replay:
+    with gt.Replay(store, Prioritized(seed=9), 8, window=4, prefetch=prefetch) as replay:
         expected = batches(replay, 10)
-    with gt.Replay(store, Weighted(seed=9), 8, window=4, prefetch=prefetch) as replay:
+    with gt.Replay(store, Prioritized(seed=9), 8, window=4, prefetch=prefetch) as replay:
         first = batches(replay, 4)
         state = replay.state_dict()
-    with gt.Replay(store, Weighted(seed=9), 8, window=4, prefetch=prefetch) as replay:
+    with gt.Replay(store, Prioritized(seed=9), 8, window=4, prefetch=prefetch) as replay:
         replay.sample()  # what it did before is forgotten
         replay.load_state_dict(state)
         assert replay.step == 4
         assert first + batches(replay, 6) == expected
-    with gt.Replay(store, Weighted(seed=8), 8, prefetch=0) as replay, pytest.raises(ArgumentError, match="seed 9"):
+    with gt.Replay(store, Prioritized(seed=8), 8, prefetch=0) as replay, pytest.raises(ArgumentError, match="seed 9"):
         replay.load_state_dict(state)
 
 
@@ -104,11 +104,11 @@ def test_an_iteration_that_was_left_early_goes_on_at_the_next_batch(store):
 
 
 def test_batches_tell_the_truth_about_their_rows(store):
-    with gt.Replay(store, Weighted(seed=2), 64, window=5, as_="numpy", prefetch=0) as replay:
+    with gt.Replay(store, Prioritized(seed=2), 64, window=5, output="numpy", prefetch=0) as replay:
         for batch in (replay.sample() for _ in range(20)):
             row, lengths = batch["id"], _lengths()[batch["id"]]
             assert batch.length.tolist() == lengths.tolist()
-            assert (row % 5 != 0).all()  # weight 0
+            assert (row % 5 != 0).all()  # priority 0
             assert np.allclose(batch.probability, (row % 5) / (np.arange(ROWS) % 5).sum())
             real = batch.mask.sum(1)
             ends = batch.start + real - 1
@@ -121,17 +121,17 @@ def test_batches_tell_the_truth_about_their_rows(store):
                 assert not batch["x"][i][~batch.mask[i]].any()
 
 
-def test_new_weights_count_from_the_next_batch_on_without_prefetching(store):
-    with gt.Replay(store, Weighted(seed=2), 32, prefetch=0) as replay:
+def test_new_priorities_count_from_the_next_batch_on_without_prefetching(store):
+    with gt.Replay(store, Prioritized(seed=2), 32, prefetch=0) as replay:
         keys = store.keys()
-        replay.update_weights(keys, 0)
+        replay.update_priorities(keys, 0)
         with pytest.raises(EmptyStoreError):
             replay.sample()
-        assert replay.update_weights(keys[7], 1.0) == 0
+        assert replay.update_priorities(keys[7], 1.0) == 0
         batch = replay.sample()
         assert set(batch["id"].tolist()) == {7}
-        assert replay.update_weights(batch.rows, torch.full((32,), 0.5, dtype=torch.bfloat16).float()) == 0
-        assert store.status(keys[7])["weight"].tolist() == [0.5]
+        assert replay.update_priorities(batch.keys, torch.full((32,), 0.5, dtype=torch.bfloat16).float()) == 0
+        assert store.status(keys[7])["priority"].tolist() == [0.5]
 
 
 # --- iterating ------------------------------------------------------------------------------------------------------
@@ -139,11 +139,11 @@ def test_new_weights_count_from_the_next_batch_on_without_prefetching(store):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_iteration_has_as_many_batches_as_asked_and_the_next_one_goes_on(store, prefetch):
-    with gt.Replay(store, Uniform(), 4, steps=3, prefetch=prefetch) as replay:
+    with gt.Replay(store, Uniform(), 4, num_batches=3, prefetch=prefetch) as replay:
         assert len(replay) == 3
         assert [batch.step for batch in replay] == [0, 1, 2]
         assert [batch.step for batch in replay] == [3, 4, 5]
-    with gt.Replay(store, Uniform(), 4, steps=0) as replay:
+    with gt.Replay(store, Uniform(), 4, num_batches=0) as replay:
         assert list(replay) == []
     with gt.Replay(store, Uniform(), 4) as replay, pytest.raises(TypeError, match="endless"):
         len(replay)
@@ -161,7 +161,7 @@ def test_a_new_iteration_ends_the_one_before(store):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_data_loader_takes_a_replay_as_it_is_and_needs_no_workers(store, prefetch, monkeypatch):
-    with gt.Replay(store, Uniform(seed=5), 4, steps=3, window=3, prefetch=prefetch) as replay:
+    with gt.Replay(store, Uniform(seed=5), 4, num_batches=3, window=3, prefetch=prefetch) as replay:
         loaded = list(DataLoader(gt.ReplayDataset(replay), batch_size=None))
         assert len(loaded) == 3
         assert all(item["x"].shape == (4, 3) for item in loaded)
@@ -172,7 +172,7 @@ def test_a_data_loader_takes_a_replay_as_it_is_and_needs_no_workers(store, prefe
 
 
 def test_the_figures_add_up(store):
-    with gt.Replay(store, Uniform(), 10, window=4, prefetch=2, steps=5) as replay:
+    with gt.Replay(store, Uniform(), 10, window=4, prefetch=2, num_batches=5) as replay:
         size = sum(batch.nbytes for batch in replay)
         stats = replay.stats()
     assert (stats["batches"], stats["rows"], stats["bytes"]) == (5, 50, size)
@@ -223,7 +223,7 @@ def test_an_empty_store_is_an_error_and_not_a_wait(name, prefetch):
                 with pytest.raises(NotEnoughRowsError, match=f"3 selectable rows.* has {len(store)}"):
                     replay.sample()
             store.insert({"x": np.zeros(1, np.int64)})
-            assert len(replay.sample().rows) == 4
+            assert len(replay.sample().keys) == 4
 
 
 def test_a_batch_that_takes_too_long_is_an_error_in_time_and_is_still_there_later(store):
@@ -270,7 +270,7 @@ def test_a_store_closed_under_a_prefetching_replay_is_an_error_and_not_a_crash(n
         ({"batch_size": 0}, "batch_size must be at least 1, found 0"),
         ({"prefetch": -1}, "prefetch must be at least 0, found -1"),
         ({"min_rows": 0}, "min_rows must be at least 1, found 0"),
-        ({"steps": -1}, "steps must be at least 0, found -1"),
+        ({"num_batches": -1}, "num_batches must be at least 0, found -1"),
         ({"selection": "uniform"}, "found 'uniform'"),
         ({"fields": ["y"]}, "no field 'y'"),
         ({"window": 0}, "window=0"),
@@ -332,7 +332,7 @@ def test_a_replay_collected_on_its_own_prefetching_thread_ends_quietly(store, mo
 def test_iterating_again_and_again_keeps_no_batch_of_the_iterations_before(store):
     gc.collect()
     before = _native.pool_counts()["bytes_in_use"]
-    with gt.Replay(store, Uniform(), 64, prefetch=3, steps=2) as replay:
+    with gt.Replay(store, Uniform(), 64, prefetch=3, num_batches=2) as replay:
         for _ in range(25):
             for batch in replay:
                 size = batch.nbytes
@@ -371,13 +371,13 @@ def test_batches_are_full_and_whole_while_rows_turn_over(name):
         writer = threading.Thread(target=write)
         writer.start()
         try:
-            with gt.Replay(store, Weighted(seed=1), 32, as_="numpy", prefetch=2, window=50) as replay:
+            with gt.Replay(store, Prioritized(seed=1), 32, output="numpy", prefetch=2, window=50) as replay:
                 for _ in range(300):
                     batch = replay.sample()
                     expected = np.where(batch.mask, batch.version[:, None], 0)
                     assert np.array_equal(batch["x"], expected)
                     assert (batch.mask.sum(1) >= 1).all()
-                    assert len(batch.rows) == 32
+                    assert len(batch.keys) == 32
         finally:
             stop.set()
             writer.join()

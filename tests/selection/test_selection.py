@@ -11,7 +11,7 @@ from scipy.stats import chi2
 import geartrain as gt
 from geartrain import _native
 from geartrain.errors import ArgumentError, EmptyStoreError
-from geartrain.selection.strategy import Again, Candidates, Uniform, Weighted
+from geartrain.selection.strategy import Again, Candidates, Prioritized, Uniform
 
 MASK = 0xFFFFFFFF
 
@@ -33,9 +33,9 @@ def reference_below(seed: int, step: int, draw: int, attempt: int, stream: int, 
     return bits * bound >> 128
 
 
-def reference_weighted(weights: np.ndarray, seed: int, step: int, n: int) -> np.ndarray:
+def reference_prioritized(priorities: np.ndarray, seed: int, step: int, n: int) -> np.ndarray:
     """The row whose share of the running sum holds each random number."""
-    ends = np.cumsum(weights.astype(np.uint64))
+    ends = np.cumsum(priorities.astype(np.uint64))
     targets = [reference_below(seed, step, draw, 0, 0, int(ends[-1])) for draw in range(n)]
     return np.searchsorted(ends, np.array(targets, np.uint64), side="right")
 
@@ -81,14 +81,14 @@ def test_the_reference_generator_gives_the_published_vectors(counter, key, expec
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1000, 4096, 4097, 70_001])
 def test_draws_are_bit_for_bit_those_of_the_slow_reference(rows):
     random = np.random.default_rng(rows)
-    weights = random.integers(0, 5000, rows, dtype=np.uint32)
-    weights[random.integers(rows)] = 77
-    candidates = Candidates(weights)
+    priorities = random.integers(0, 5000, rows, dtype=np.uint32)
+    priorities[random.integers(rows)] = 77
+    candidates = Candidates(priorities)
     for seed, step in ((0, 0), (2**64 - 1, 2**40 + 3), (12345, 2**32)):
-        drawn = Weighted(seed).select(candidates, 150, step)
+        drawn = Prioritized(seed).select(candidates, 150, step)
         assert drawn.failed == 0
-        assert drawn.rows.tolist() == reference_weighted(weights, seed, step, 150).tolist()
-        assert np.array_equal(drawn.probability, weights[drawn.rows] / weights.sum(dtype=np.uint64))
+        assert drawn.rows.tolist() == reference_prioritized(priorities, seed, step, 150).tolist()
+        assert np.array_equal(drawn.probability, priorities[drawn.rows] / priorities.sum(dtype=np.uint64))
         assert (drawn.generations == 1).all()
         drawn = Uniform(seed).select(candidates, 150, step)
         assert drawn.rows.tolist() == reference_uniform(rows, seed, step, 150).tolist()
@@ -97,18 +97,18 @@ def test_draws_are_bit_for_bit_those_of_the_slow_reference(rows):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    weights=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=90),
+    priorities=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=90),
     seed=st.integers(0, 2**64 - 1),
     step=st.integers(0, 2**64 - 1),
 )
-def test_any_weights_seed_and_step_give_the_references_rows(weights, seed, step):
-    array = np.array(weights, np.uint32)
+def test_any_priorities_seed_and_step_give_the_references_rows(priorities, seed, step):
+    array = np.array(priorities, np.uint32)
     if array.sum(dtype=np.uint64) == 0:
         with pytest.raises(EmptyStoreError):
-            Weighted(seed).select(Candidates(array), 5, step)
+            Prioritized(seed).select(Candidates(array), 5, step)
         return
-    drawn = Weighted(seed).select(Candidates(array), 30, step)
-    assert drawn.rows.tolist() == reference_weighted(array, seed, step, 30).tolist()
+    drawn = Prioritized(seed).select(Candidates(array), 30, step)
+    assert drawn.rows.tolist() == reference_prioritized(array, seed, step, 30).tolist()
 
 
 def test_window_ends_are_bit_for_bit_those_of_the_slow_reference():
@@ -122,19 +122,22 @@ def test_window_ends_are_bit_for_bit_those_of_the_slow_reference():
         assert ends.tolist() == expected
 
 
-def test_a_store_gives_the_draws_of_an_array_with_its_weights(name):
-    weights = np.random.default_rng(3).integers(0, 60, 300) / 4
+def test_a_store_gives_the_draws_of_an_array_with_its_priorities(name):
+    priorities = np.random.default_rng(3).integers(0, 60, 300) / 4
     with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=300) as store:
-        store.insert({"x": np.arange(300)}, weights=weights)
-        ours, arrays = Candidates.of_store(store.native, store.column), Candidates((weights * 65536).astype(np.uint32))
-        for strategy in (Weighted(5), Uniform(5)):
+        store.insert({"x": np.arange(300)}, priorities=priorities)
+        ours, arrays = (
+            Candidates.of_store(store.native, store.column),
+            Candidates((priorities * 65536).astype(np.uint32)),
+        )
+        for strategy in (Prioritized(5), Uniform(5)):
             for step in range(3):
                 assert np.array_equal(strategy.select(ours, 500, step).rows, strategy.select(arrays, 500, step).rows)
 
 
 def test_a_draw_depends_on_seed_step_number_and_attempt_and_on_nothing_else():
     candidates = Candidates(np.arange(1, 5001, dtype=np.uint32))
-    for strategy in (Weighted, Uniform):
+    for strategy in (Prioritized, Uniform):
         whole = strategy(1).select(candidates, 400, 7).rows
         assert np.array_equal(strategy(1).select(candidates, 400, 7).rows, whole)
         some = np.array([399, 0, 17, 17], np.uint32)
@@ -155,7 +158,7 @@ DRAWS = 8_000_000
 ROWS = 1000
 
 
-def _weights(kind: str, rows: int) -> np.ndarray:
+def _priorities(kind: str, rows: int) -> np.ndarray:
     random = np.random.default_rng(11)
     if kind == "equal":
         return np.full(rows, 4096, np.uint32)
@@ -168,11 +171,11 @@ def _weights(kind: str, rows: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["equal", "mixed", "half of them zero", "extreme"])
 @pytest.mark.parametrize("rows", [ROWS, 1021])
-def test_weighted_draws_come_in_proportion_to_the_weights(kind, rows):
-    weights = _weights(kind, rows)
-    counts = counts_of(Weighted(seed=1), Candidates(weights), rows, DRAWS)
-    share = weights / weights.sum(dtype=np.uint64)
-    assert not counts[weights == 0].any()
+def test_weighted_draws_come_in_proportion_to_the_priorities(kind, rows):
+    priorities = _priorities(kind, rows)
+    counts = counts_of(Prioritized(seed=1), Candidates(priorities), rows, DRAWS)
+    share = priorities / priorities.sum(dtype=np.uint64)
+    assert not counts[priorities == 0].any()
     if kind == "extreme":  # rows too light to be expected five times stand together, or the statistic has no meaning
         light = share * DRAWS < 5
         counts = np.append(counts[~light], counts[light].sum())
@@ -192,13 +195,13 @@ def test_uniform_draws_come_equally_often(rows):
 def test_the_same_statistic_catches_a_bias_of_one_per_cent():
     truth = np.full(ROWS, 10_000, np.uint32)
     biased = truth + np.where(np.arange(ROWS) % 2, 100, -100).astype(np.int64).astype(np.uint32)
-    counts = counts_of(Weighted(seed=1), Candidates(biased), ROWS, DRAWS)
+    counts = counts_of(Prioritized(seed=1), Candidates(biased), ROWS, DRAWS)
     assert chi_square_p(counts, np.full(ROWS, DRAWS / ROWS)) < 1e-12
 
 
 def test_uniform_draws_from_a_store_skip_the_holes_and_favour_nobody(name):
     with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=ROWS) as store:
-        keys = store.insert({"x": np.arange(ROWS)}, weights=0)
+        keys = store.insert({"x": np.arange(ROWS)}, priorities=0)
         gone = np.random.default_rng(4).random(ROWS) < 0.6
         store.delete(keys[gone])
         counts = counts_of(Uniform(seed=3), Candidates.of_store(store.native, store.column), ROWS, 4_000_000)
@@ -229,14 +232,14 @@ def test_the_window_of_a_draw_is_independent_of_its_row():
 # --- refused ------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_not_unsigned_integers_are_refused_and_not_cut():
+def test_priorities_that_are_not_unsigned_integers_are_refused_and_not_cut():
     with pytest.raises(ArgumentError):
         Candidates(np.array([0.5, 1.7]))
     with pytest.raises(ArgumentError, match="found 0"):
         Candidates(np.empty(0, np.uint32))
 
 
-@pytest.mark.parametrize("strategy", [Weighted, Uniform])
+@pytest.mark.parametrize("strategy", [Prioritized, Uniform])
 def test_what_cannot_be_drawn_is_refused(strategy):
     candidates = Candidates(np.ones(4, np.uint32))
     for n in (0, -1, 2**32):
@@ -247,8 +250,8 @@ def test_what_cannot_be_drawn_is_refused(strategy):
             strategy(seed)
 
 
-def test_all_weights_zero_can_still_be_drawn_uniformly():
+def test_all_priorities_zero_can_still_be_drawn_uniformly():
     candidates = Candidates(np.zeros(5, np.uint32))
     with pytest.raises(EmptyStoreError):
-        Weighted().select(candidates, 1, 0)
+        Prioritized().select(candidates, 1, 0)
     assert set(Uniform().select(candidates, 200, 0).rows.tolist()) == {0, 1, 2, 3, 4}

@@ -1,5 +1,5 @@
-"""Every implementation of native/selection.h chooses the same rows, bit for bit: the native one, the Triton kernels in
-Triton's interpreter and, where there is one, on a GPU, all against the NumPy reference."""
+"""Every implementation of native/selection/selection.h chooses the same rows, bit for bit: the native one, the Triton
+kernels in Triton's interpreter and, where there is one, on a GPU, all against the NumPy reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from geartrain.errors import ArgumentError, EmptyStoreError, GeartrainError, Not
 
 NONE = np.empty(0, np.uint32)
 BIG = 2**32 - 1
-Make = Callable[..., Any]  # (weights, selectable=None, sequence=None) -> candidates
+Make = Callable[..., Any]  # (priorities, selectable=None, sequence=None) -> candidates
 
 
 def on_cuda(*arrays: Any) -> Any:
@@ -42,7 +42,7 @@ DEVICES = ["interpreter", pytest.param("cuda", marks=pytest.mark.skipif(not has_
 
 @pytest.fixture(params=["native", *DEVICES])
 def make(request: pytest.FixtureRequest) -> Make:
-    """Makes an implementation's candidates from weights."""
+    """Makes an implementation's candidates from priorities."""
     return _maker(request)
 
 
@@ -82,7 +82,7 @@ def same(candidates: Any, reference: ReferenceCandidates, method: str, *argument
     np.testing.assert_array_equal(found[2][:meant], expected[2][:meant], err_msg=what)
 
 
-def some_weights(rng: np.random.Generator, most: int) -> np.ndarray:
+def some_priorities(rng: np.random.Generator, most: int) -> np.ndarray:
     n = int(rng.integers(1, most + 1))
     kind = rng.integers(6)
     if kind == 0:
@@ -91,41 +91,41 @@ def some_weights(rng: np.random.Generator, most: int) -> np.ndarray:
         return rng.choice(np.array([1, BIG], np.uint32), n)
     if kind == 2:
         return np.exp2(rng.uniform(0, 32, n)).clip(1, BIG).astype(np.uint32)
-    weights = rng.integers(0, 2**32, n, dtype=np.uint32)
+    priorities = rng.integers(0, 2**32, n, dtype=np.uint32)
     if kind == 3:
-        weights[rng.random(n) < 0.7] = 0
+        priorities[rng.random(n) < 0.7] = 0
     if kind == 4:
-        weights = (weights % 3).astype(np.uint32)
+        priorities = (priorities % 3).astype(np.uint32)
     if kind == 5:
-        weights[rng.random(n) < 0.99] = 0
-    return weights
+        priorities[rng.random(n) < 0.99] = 0
+    return priorities
 
 
 def one_case(rng: np.random.Generator, make: Make, most: int, whole: bool) -> None:
     """A random population and one choice of each kind. `whole`: with selectable bits and sequence numbers."""
-    weights = some_weights(rng, most)
-    n = len(weights)
-    arrays: tuple[Any, ...] = (weights,)
+    priorities = some_priorities(rng, most)
+    n = len(priorities)
+    arrays: tuple[Any, ...] = (priorities,)
     if whole:
-        arrays = (weights, rng.random(n) < rng.choice([0.1, 0.5, 0.95, 1.0]), rng.permutation(n) * 3 + 2**40)
+        arrays = (priorities, rng.random(n) < rng.choice([0.1, 0.5, 0.95, 1.0]), rng.permutation(n) * 3 + 2**40)
     candidates, reference = make(*arrays), ReferenceCandidates(*arrays)
-    assert candidates.total_weight() == reference.total_weight()
+    assert candidates.total_priority() == reference.total_priority()
     assert candidates.count() == reference.count()
-    by_weight = bool(rng.integers(2))
+    by_priority = bool(rng.integers(2))
     seed, step = (int(rng.integers(0, 2**64, dtype=np.uint64) >> np.uint64(rng.integers(64))) for _ in range(2))
     round_ = int(rng.choice([0, 0, 1, 2, 1000]))
     draws = int(rng.integers(1, 60))
     numbers = rng.permutation(draws).astype(np.uint32)
-    same(candidates, reference, "draw", by_weight, seed, step, round_, numbers)
+    same(candidates, reference, "draw", by_priority, seed, step, round_, numbers)
     far = rng.integers(0, 2**32, draws, dtype=np.uint32)
-    same(candidates, reference, "draw", by_weight, seed, step, round_, far)
-    same(candidates, reference, "draw", by_weight, seed, step, round_, numbers, draws + int(rng.choice([0, 1, 1000])))
+    same(candidates, reference, "draw", by_priority, seed, step, round_, far)
+    same(candidates, reference, "draw", by_priority, seed, step, round_, numbers, draws + int(rng.choice([0, 1, 1000])))
     excluded = rng.permutation(n)[: int(rng.integers(0, min(n, 5) + 1))].astype(np.uint32)
     if rng.random() < 0.5:
         excluded = NONE
-    positive = int(np.count_nonzero(reference.by_weight))
+    positive = int(np.count_nonzero(reference.by_priority))
     distinct = int(rng.choice([0, 1, min(positive, 40), min(reference.count(), 40), n + 1, min(positive, 40) + 1]))
-    same(candidates, reference, "draw_distinct", by_weight, seed, step, round_, distinct, excluded)
+    same(candidates, reference, "draw_distinct", by_priority, seed, step, round_, distinct, excluded)
     after = int(rng.choice([0, 1, n // 2, n])) + (2**40 if whole and rng.random() < 0.7 else 0)
     wanted = int(rng.choice([0, 1, 5, n // 2, n, n + 3]))
     for order in range(3):
@@ -170,8 +170,8 @@ def test_many_more_with_unselectable_rows(make_on_device: Make) -> None:
 
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 255, 256, 257, 4095, 4097, 65537])
 def test_sizes_around_the_edges_of_tiles_and_nodes(make: Make, n: int) -> None:
-    weights = np.random.default_rng(n).integers(1, 2**32, n, dtype=np.uint32)
-    candidates, reference = make(weights), ReferenceCandidates(weights)
+    priorities = np.random.default_rng(n).integers(1, 2**32, n, dtype=np.uint32)
+    candidates, reference = make(priorities), ReferenceCandidates(priorities)
     numbers = np.arange(500, dtype=np.uint32)
     same(candidates, reference, "draw", True, 5, n, 0, numbers)
     same(candidates, reference, "draw", True, 5, n, 0, numbers, 500)
@@ -181,19 +181,19 @@ def test_sizes_around_the_edges_of_tiles_and_nodes(make: Make, n: int) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 255, 256, 699])
-def test_the_one_row_with_weight_is_the_one_drawn(make: Make, place: int) -> None:
-    weights = np.zeros(700, np.uint32)
-    weights[place] = 1
-    candidates = make(weights)
+def test_the_one_row_with_priority_is_the_one_drawn(make: Make, place: int) -> None:
+    priorities = np.zeros(700, np.uint32)
+    priorities[place] = 1
+    candidates = make(priorities)
     rows, _, probability, _ = as_numpy(candidates.draw(True, 1, 2, 3, np.arange(300, dtype=np.uint32)))
     assert set(rows.tolist()) == {place}
     assert set(probability.tolist()) == {1.0}
 
 
-def test_one_row_of_the_largest_weight_among_rows_of_the_least(make: Make) -> None:
-    weights = np.ones(1000, np.uint32)
-    weights[600] = BIG
-    candidates, reference = make(weights), ReferenceCandidates(weights)
+def test_one_row_of_the_largest_priority_among_rows_of_the_least(make: Make) -> None:
+    priorities = np.ones(1000, np.uint32)
+    priorities[600] = BIG
+    candidates, reference = make(priorities), ReferenceCandidates(priorities)
     same(candidates, reference, "draw", True, 0, 0, 0, np.arange(2000, dtype=np.uint32))
     same(candidates, reference, "draw", True, 0, 0, 0, np.arange(2000, dtype=np.uint32), 2000)
     same(candidates, reference, "draw_distinct", True, 0, 0, 0, 30, NONE)  # the rest is found one by one
@@ -201,18 +201,18 @@ def test_one_row_of_the_largest_weight_among_rows_of_the_least(make: Make) -> No
 
 @pytest.mark.parametrize("pattern", [[1, 0, 1, 2, 0], [0] * 299 + [1], [3] + [0] * 512], ids=["dense", "sparse", "far"])
 def test_every_target_of_a_small_total_finds_its_row(make: Make, pattern: list[int]) -> None:
-    """As many strata as total weight: each draw's target is its number, the edges of tiles and nodes among them."""
-    weights = np.tile(np.array(pattern, np.uint32), 1500 // len(pattern) + 1)
-    total, n = int(weights.sum()), len(weights)
-    rows, *_ = as_numpy(make(weights).draw(True, 1, 1, 0, np.arange(total, dtype=np.uint32), total))
-    assert rows.tolist() == np.repeat(np.arange(n), weights).tolist()
-    rows, *_ = as_numpy(make(weights).draw(False, 1, 1, 0, np.arange(n, dtype=np.uint32), n))
+    """As many strata as total priority: each draw's target is its number, the edges of tiles and nodes among them."""
+    priorities = np.tile(np.array(pattern, np.uint32), 1500 // len(pattern) + 1)
+    total, n = int(priorities.sum()), len(priorities)
+    rows, *_ = as_numpy(make(priorities).draw(True, 1, 1, 0, np.arange(total, dtype=np.uint32), total))
+    assert rows.tolist() == np.repeat(np.arange(n), priorities).tolist()
+    rows, *_ = as_numpy(make(priorities).draw(False, 1, 1, 0, np.arange(n, dtype=np.uint32), n))
     assert rows.tolist() == list(range(n))
 
 
 def test_strata_more_in_number_than_the_total(make: Make) -> None:
-    weights = np.array([0, 1, 0, 2, 1], np.uint32)
-    candidates, reference = make(weights), ReferenceCandidates(weights)
+    priorities = np.array([0, 1, 0, 2, 1], np.uint32)
+    candidates, reference = make(priorities), ReferenceCandidates(priorities)
     same(candidates, reference, "draw", True, 9, 1, 0, np.arange(333, dtype=np.uint32), 333)
     same(candidates, reference, "draw", False, 9, 1, 0, np.arange(333, dtype=np.uint32), 333)
     numbers = np.array([0, 1, BIG - 2, BIG - 1], np.uint32)
@@ -220,16 +220,16 @@ def test_strata_more_in_number_than_the_total(make: Make) -> None:
 
 
 def test_more_draws_than_rows(make: Make) -> None:
-    weights = np.array([3, 0, 5], np.uint32)
-    same(make(weights), ReferenceCandidates(weights), "draw", True, 1, 1, 0, np.arange(1000, dtype=np.uint32))
+    priorities = np.array([3, 0, 5], np.uint32)
+    same(make(priorities), ReferenceCandidates(priorities), "draw", True, 1, 1, 0, np.arange(1000, dtype=np.uint32))
 
 
 @pytest.mark.parametrize("positive", [1, 50, 100])
-def test_all_rows_with_weight_without_replacement(make: Make, positive: int) -> None:
+def test_all_rows_with_priority_without_replacement(make: Make, positive: int) -> None:
     rng = np.random.default_rng(positive)
-    weights = np.zeros(2 * positive + 1, np.uint32)
-    weights[rng.permutation(len(weights))[:positive]] = np.exp2(rng.uniform(0, 32, positive)).astype(np.uint32)
-    candidates, reference = make(weights), ReferenceCandidates(weights)
+    priorities = np.zeros(2 * positive + 1, np.uint32)
+    priorities[rng.permutation(len(priorities))[:positive]] = np.exp2(rng.uniform(0, 32, positive)).astype(np.uint32)
+    candidates, reference = make(priorities), ReferenceCandidates(priorities)
     for step in range(2):
         same(candidates, reference, "draw_distinct", True, 4, step, 1, positive, NONE)
     with pytest.raises(NotEnoughRowsError):
@@ -237,19 +237,19 @@ def test_all_rows_with_weight_without_replacement(make: Make, positive: int) -> 
 
 
 def test_excluded_rows_are_neither_drawn_nor_first(make: Make) -> None:
-    weights = np.arange(1, 41, dtype=np.uint32)
+    priorities = np.arange(1, 41, dtype=np.uint32)
     excluded = np.array([39, 0, 20, 38], np.uint32)
-    candidates, reference = make(weights), ReferenceCandidates(weights)
-    for by_weight in (True, False):
-        same(candidates, reference, "draw_distinct", by_weight, 1, 1, 0, 36, excluded)
-        same(candidates, reference, "draw_distinct", by_weight, 1, 1, 0, 37, excluded)
+    candidates, reference = make(priorities), ReferenceCandidates(priorities)
+    for by_priority in (True, False):
+        same(candidates, reference, "draw_distinct", by_priority, 1, 1, 0, 36, excluded)
+        same(candidates, reference, "draw_distinct", by_priority, 1, 1, 0, 37, excluded)
     for order in range(3):
         same(candidates, reference, "first", order, 40, 7, excluded)
 
 
-def test_of_equal_weights_the_older_come_first(make: Make) -> None:
-    weights = np.tile(np.array([5, 9, 9, 0], np.uint32), 500)
-    same(make(weights), ReferenceCandidates(weights), "first", HEAVIEST, 1300, 0, NONE)
+def test_of_equal_priorities_the_older_come_first(make: Make) -> None:
+    priorities = np.tile(np.array([5, 9, 9, 0], np.uint32), 500)
+    same(make(priorities), ReferenceCandidates(priorities), "first", HEAVIEST, 1300, 0, NONE)
 
 
 def test_nothing_to_draw_is_an_error(make: Make) -> None:
@@ -271,10 +271,10 @@ def test_what_makes_no_sense_is_refused(make: Make) -> None:
 
 
 def test_more_rows_than_float32_can_count(make: Make) -> None:
-    weights = np.full(2**24 + 3, BIG, np.uint32)
-    weights[: 2**24 : 3] = 1
-    candidates, reference = make(weights), ReferenceCandidates(weights)
-    assert candidates.total_weight() == reference.total_weight() > 2**53
+    priorities = np.full(2**24 + 3, BIG, np.uint32)
+    priorities[: 2**24 : 3] = 1
+    candidates, reference = make(priorities), ReferenceCandidates(priorities)
+    assert candidates.total_priority() == reference.total_priority() > 2**53
     same(candidates, reference, "draw", True, 1, 2, 0, np.arange(200, dtype=np.uint32))
     same(candidates, reference, "draw", True, 1, 2, 0, np.array([0, 198, 199], np.uint32), 200)
     same(candidates, reference, "draw", False, 1, 2, 0, np.array([0, 198, 199], np.uint32), 200)
@@ -294,21 +294,21 @@ def test_a_store_with_holes_and_its_mirror_choose_the_same_rows(
         native = _native.Candidates(store.native)
         rows, _, _, found = native.first(OLDEST, 150, 0, NONE)
         rows = rows[:found].copy()
-        store.update_weights(store.keys()[:50], rng.uniform(0.1, 9.0, 50))
-        weights, selectable, sequence = np.zeros(150, np.uint32), np.zeros(150, bool), np.zeros(150, np.int64)
+        store.update_priorities(store.keys()[:50], rng.uniform(0.1, 9.0, 50))
+        priorities, selectable, sequence = np.zeros(150, np.uint32), np.zeros(150, bool), np.zeros(150, np.int64)
         selectable[rows] = True
-        weights[rows] = native.weights(rows)
+        priorities[rows] = native.priorities(rows)
         sequence[rows] = native.sequences(rows)
-        mirror = make_on_device(weights, selectable, sequence)
+        mirror = make_on_device(priorities, selectable, sequence)
         for step in range(3):
-            for by_weight in (True, False):
+            for by_priority in (True, False):
                 numbers = np.arange(64, dtype=np.uint32)
                 for strata in (0, 64):
-                    a = native.draw(by_weight, 1, step, 0, numbers, strata)
-                    b = as_numpy(mirror.draw(by_weight, 1, step, 0, numbers, strata))
+                    a = native.draw(by_priority, 1, step, 0, numbers, strata)
+                    b = as_numpy(mirror.draw(by_priority, 1, step, 0, numbers, strata))
                     assert a[0].tolist() == b[0].tolist()
                     assert a[2].tolist() == b[2].tolist()
-                a = native.draw_distinct(by_weight, 1, step, 0, found, NONE)
-                assert a[0].tolist() == as_numpy(mirror.draw_distinct(by_weight, 1, step, 0, found, NONE))[0].tolist()
+                a = native.draw_distinct(by_priority, 1, step, 0, found, NONE)
+                assert a[0].tolist() == as_numpy(mirror.draw_distinct(by_priority, 1, step, 0, found, NONE))[0].tolist()
             a = native.first(step, 20, 10, rows[:3])
             assert a[0].tolist() == as_numpy(mirror.first(step, 20, 10, rows[:3]))[0].tolist()

@@ -10,7 +10,18 @@ import pytest
 import geartrain as gt
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
 from geartrain.selection.sharded import NO_ROW, Chosen, Shard, check_strategy, select_shards
-from geartrain.selection.strategy import Candidates, Drawn, Fifo, Group, Lifo, Limits, Linear, TopK, Uniform, Weighted
+from geartrain.selection.strategy import (
+    Candidates,
+    Drawn,
+    Fifo,
+    Group,
+    Lifo,
+    Limits,
+    Linear,
+    Prioritized,
+    TopK,
+    Uniform,
+)
 from geartrain.tools.testing import run_ranks
 
 N = 240
@@ -36,7 +47,7 @@ Shards = list[tuple[gt.Store, int]]  # each with the number of its first row in 
 def cut(store_name: Callable[[], str]) -> Iterator[Callable[..., Shards]]:
     made: list[gt.Store] = []
 
-    def make(shards: int, weights: np.ndarray = WEIGHTS) -> Shards:
+    def make(shards: int, priorities: np.ndarray = WEIGHTS) -> Shards:
         parts: Shards = []
         for first, last in zip(cuts(shards), cuts(shards)[1:], strict=False):
             store = gt.Store.create(
@@ -47,7 +58,7 @@ def cut(store_name: Callable[[], str]) -> Iterator[Callable[..., Shards]]:
             if last > first:
                 store.insert(
                     {"number": np.arange(first, last), "group": GROUPS[first:last]},
-                    weights=weights[first:last],
+                    priorities=priorities[first:last],
                     versions=np.arange(first, last) % 10,
                 )
             parts.append((store, first))
@@ -91,15 +102,15 @@ STRATEGIES = {
     "uniform": Uniform(seed=3),
     "uniform stratified": Uniform(seed=4, stratified=True),
     "uniform distinct": Uniform(seed=5, replacement=False),
-    "weighted": Weighted(seed=6),
-    "weighted stratified": Weighted(seed=7, stratified=True),
-    "weighted distinct": Weighted(seed=8, replacement=False),
-    "weighted by schedule": Weighted(seed=9, exponent=Linear(0.4, 1.0, 10), beta=0.5),
+    "prioritized": Prioritized(seed=6),
+    "prioritized stratified": Prioritized(seed=7, stratified=True),
+    "prioritized distinct": Prioritized(seed=8, replacement=False),
+    "prioritized by schedule": Prioritized(seed=9, alpha=Linear(0.4, 1.0, 10), beta=0.5),
     "top-k": TopK(),
     "lifo": Lifo(),
     "fifo": Fifo(),
     "groups": Group(by="group", size=4, seed=10),
-    "groups by weight": Group(by="group", size=4, seed=11, weighted=True),
+    "groups by priority": Group(by="group", size=4, seed=11, prioritized=True),
 }
 
 
@@ -121,21 +132,21 @@ def test_any_number_of_shards_gives_the_batches_of_one_store(cut: Callable[..., 
             assert np.allclose(probability, expected[step][1], rtol=1e-12)
 
 
-@pytest.mark.parametrize("by_weight", [False, True])
-def test_without_replacement_agrees_when_hardly_anything_is_left(cut: Callable[..., Shards], by_weight: bool) -> None:
+@pytest.mark.parametrize("by_priority", [False, True])
+def test_without_replacement_agrees_when_hardly_anything_is_left(cut: Callable[..., Shards], by_priority: bool) -> None:
     # All of the rows, or rows of which one weighs more than all others: the one-by-one rounds.
-    strategy = Weighted(seed=1, replacement=False) if by_weight else Uniform(seed=1, replacement=False)
-    n, weights = (32, STEEP) if by_weight else (N, STEEP)
-    ((store, _),) = cut(1, weights)
+    strategy = Prioritized(seed=1, replacement=False) if by_priority else Uniform(seed=1, replacement=False)
+    n, priorities = (32, STEEP) if by_priority else (N, STEEP)
+    ((store, _),) = cut(1, priorities)
     drawn = strategy.select(Candidates.of_store(store.native, store.column), n, 0)
     expected = store.column("number")[drawn.rows]
     assert len(set(expected.tolist())) == n
     for shards in (2, 3):
-        numbers, _, _ = global_batch(cut(shards, weights), strategy, n, 0, None)
+        numbers, _, _ = global_batch(cut(shards, priorities), strategy, n, 0, None)
         assert np.array_equal(numbers, expected)
 
 
-@pytest.mark.parametrize("strategy", [Uniform, Weighted, lambda **k: Weighted(replacement=False, **k)])
+@pytest.mark.parametrize("strategy", [Uniform, Prioritized, lambda **k: Prioritized(replacement=False, **k)])
 def test_limits_hold_on_every_shard_and_do_not_depend_on_the_cut(
     cut: Callable[..., Shards], strategy: Callable
 ) -> None:
@@ -167,14 +178,14 @@ def test_fifo_loses_no_row_of_a_shard_that_grows_late(cut: Callable[..., Shards]
 def test_what_cannot_be_drawn_is_the_same_error_on_all_ranks(cut: Callable[..., Shards]) -> None:
     nothing = np.zeros(N)
     for shards in (1, 3):
-        with pytest.raises(EmptyStoreError, match="no selectable row has a weight above zero"):
-            global_batch(cut(shards, nothing), Weighted(), 4, 0, None)
+        with pytest.raises(EmptyStoreError, match="no selectable row has a priority above zero"):
+            global_batch(cut(shards, nothing), Prioritized(), 4, 0, None)
         with pytest.raises(NotEnoughRowsError, match=f"{N + 1} different rows were asked for, {N} can be drawn"):
             global_batch(cut(shards), Uniform(replacement=False), N + 1, 0, None)
         with pytest.raises(NotEnoughRowsError, match="64 groups of 4 were asked for, 60 are whole"):
             global_batch(cut(shards), Group(by="group", size=4), 256, 0, None)
         with pytest.raises(NotEnoughRowsError, match="different rows"):
-            global_batch(cut(shards, nothing + (np.arange(N) == 3)), Weighted(replacement=False), 4, 0, None)
+            global_batch(cut(shards, nothing + (np.arange(N) == 3)), Prioritized(replacement=False), 4, 0, None)
 
 
 def test_totals_are_all_that_independent_draws_say(cut: Callable[..., Shards]) -> None:
@@ -191,7 +202,7 @@ def test_totals_are_all_that_independent_draws_say(cut: Callable[..., Shards]) -
 
     def body(rank: object) -> None:
         candidates = Candidates.of_store(parts[rank.rank][0].native, parts[rank.rank][0].column)
-        select_shards(Weighted(seed=1), Shard(candidates, rank.rank, 4, gather_of(rank)), 4096, 0, None)
+        select_shards(Prioritized(seed=1), Shard(candidates, rank.rank, 4, gather_of(rank)), 4096, 0, None)
 
     run_ranks(4, body)
     assert sent == [16] * 4

@@ -37,7 +37,7 @@ def fill(store: gt.Store, n: int, seed: int = 0) -> gt.Keys:
             "id": np.arange(n) + 1000 * seed,
         },
         lengths=rng.integers(1, 16, n),
-        weights=rng.random(n) * 10,
+        priorities=rng.random(n) * 10,
         versions=rng.integers(0, 9, n),
     )
 
@@ -58,12 +58,12 @@ def contents(store: gt.Store) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("remover", ["fifo", "lifo", "lowest_weight"])
+@pytest.mark.parametrize("remover", ["fifo", "lifo", "lowest_priority"])
 def test_a_restored_store_is_the_saved_one(store_name: Any, tmp_path: Path, remover: Any) -> None:
     with gt.Store.create(store_name(), FIELDS, capacity=64, remover=remover, max_times_sampled=50) as store:
         fill(store, 100)
         store.delete(store.keys()[5:9])
-        store.update_weights(store.keys()[:4], [0.0, 1.0, 2.0, 3.0])
+        store.update_priorities(store.keys()[:4], [0.0, 1.0, 2.0, 3.0])
         gt.Replay(store, gt.selection.Uniform(), 16, prefetch=0).sample()
         store.save(tmp_path / "ckpt")
         with gt.Store.load(tmp_path / "ckpt", store_name()) as restored:
@@ -80,18 +80,18 @@ def test_a_restored_store_is_the_saved_one(store_name: Any, tmp_path: Path, remo
 def test_a_resumed_replay_draws_what_the_uninterrupted_one_would_have(store_name: Any, tmp_path: Path) -> None:
     with gt.Store.create(store_name(), FIELDS, capacity=40) as store:
         fill(store, 40)
-        replay = gt.Replay(store, gt.selection.Weighted(seed=3), 8, window=5, as_="torch", prefetch=2)
+        replay = gt.Replay(store, gt.selection.Prioritized(seed=3), 8, window=5, output="torch", prefetch=2)
         for _ in range(5):
             replay.sample()
         state = json.loads(json.dumps(replay.state_dict()))
         store.save(tmp_path / "ckpt")
         going_on = [replay.sample() for _ in range(5)]
         with gt.Store.load(tmp_path / "ckpt", store_name()) as restored:
-            resumed = gt.Replay(restored, gt.selection.Weighted(seed=3), 8, window=5)
+            resumed = gt.Replay(restored, gt.selection.Prioritized(seed=3), 8, window=5)
             resumed.load_state_dict(state)
             for batch in going_on:
                 again = resumed.sample()
-                assert again.rows == batch.rows
+                assert again.keys == batch.keys
                 assert bool((again["obs"] == batch["obs"]).all()) and bool((again.start == batch.start).all())
             resumed.close()
         replay.close()
@@ -121,7 +121,7 @@ def test_keys_from_before_a_restore_stay_stale_when_their_rows_were_gone(store_n
         store.save(tmp_path / "ckpt")
         with gt.Store.load(tmp_path / "ckpt", store_name()) as restored:
             fill(restored, 4, seed=1)
-            assert restored.update_weights(gone, np.ones(4)) == 4
+            assert restored.update_priorities(gone, np.ones(4)) == 4
 
 
 def test_saving_again_replaces_the_old_checkpoint(store_name: Any, tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_the_bytes_of_a_checkpoint_are_the_documented_ones(store_name: Any, tmp_
     with gt.Store.create(store_name(), fields, capacity=3) as store:
         store.insert(
             {"x": np.array([[1, 2], [3, 4]], np.uint16), "flag": np.array([True, False])},
-            weights=[1.0, 0.5],
+            priorities=[1.0, 0.5],
             versions=[7, -1],
         )
         store.save(tmp_path / "ckpt")
@@ -312,7 +312,7 @@ def test_a_checkpoint_of_version_1_is_still_read(store_name: Any, tmp_path: Path
         assert keys.row.tolist() == [2, 4, 5, 0] and keys.generation.tolist() == [1, 1, 1, 3]
         books = store.status()
         assert books["sequence"].tolist() == [3, 5, 6, 7] and books["version"].tolist() == [7, 9, 2, 3]
-        assert books["weight"].tolist() == [1.0, 4.0, 8.0, 16.0] and books["length"].tolist() == [3, 2, 3, 2]
+        assert books["priority"].tolist() == [1.0, 4.0, 8.0, 16.0] and books["length"].tolist() == [3, 2, 3, 2]
         assert set(books["inserted_at_ns"].tolist()) == {1795309235165028207}
         batch = gt.fetch(store, keys)
         assert batch["x"][:, 0].tolist() == [[12, 13], [24, 25], [30, 31], [36, 37]]
@@ -333,7 +333,9 @@ ROW = 108
 
 def put(store: gt.Store, first: int, n: int) -> gt.Keys:
     ids = np.arange(first, first + n)
-    return store.insert({"x": np.repeat(ids[:, None] % 251, 100, 1).astype(np.uint8), "id": ids}, weights=ids % 7 + 1.0)
+    return store.insert(
+        {"x": np.repeat(ids[:, None] % 251, 100, 1).astype(np.uint8), "id": ids}, priorities=ids % 7 + 1.0
+    )
 
 
 def data_bytes(saved: Any) -> int:
@@ -354,7 +356,7 @@ def test_an_unchanged_store_is_saved_without_writing_a_block(store_name: Any, tm
         first = store.save(tmp_path / "ckpt")
         assert (first.rows, first.bytes_linked, first.not_linked) == (80, 0, None)
         assert data_bytes(first) == 80 * ROW
-        store.update_weights(keys, np.arange(80.0))
+        store.update_priorities(keys, np.arange(80.0))
         second = store.save(tmp_path / "ckpt")
         assert data_bytes(second) == 0 and second.bytes_linked == 80 * ROW
         check(tmp_path / "ckpt", store, store_name())
@@ -406,7 +408,7 @@ def test_whatever_happens_between_saves_each_checkpoint_is_the_store(
     small_files(monkeypatch, chunk_bytes=int([400, 1000, 3000, 200][seed]))
     monkeypatch.setattr(saving, "MAX_SMALL", 3)
     rng = np.random.default_rng(seed)
-    remover: Any = ["fifo", "lifo", "lowest_weight", "fifo"][seed]
+    remover: Any = ["fifo", "lifo", "lowest_priority", "fifo"][seed]
     store = gt.Store.create(store_name(), BLOCK, capacity=60, remover=remover)
     at = linked = 0
     for turn in range(40):
@@ -416,7 +418,7 @@ def test_whatever_happens_between_saves_each_checkpoint_is_the_store(
             at += n
         if len(store):
             chosen = store.keys()[rng.integers(0, len(store), 5)]
-            store.update_weights(chosen, rng.random(5) * 9)
+            store.update_priorities(chosen, rng.random(5) * 9)
             if rng.random() < 0.5:
                 store.delete(chosen[:2])
         directory = tmp_path / f"ckpt-{rng.integers(2)}"

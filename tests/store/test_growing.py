@@ -7,7 +7,7 @@ import pytest
 
 import geartrain as gt
 from geartrain.errors import SchemaError, StaleKeyError, StoreFullError
-from geartrain.selection.strategy import Uniform, Weighted
+from geartrain.selection.strategy import Prioritized, Uniform
 
 FIELDS = {"t": gt.Field((50, 1), "int32"), "id": gt.Field((), "int64")}
 
@@ -30,7 +30,7 @@ def test_windows_of_a_growing_row_hold_only_what_it_was_told_to_have(store):
     row = begin(store, 1, 3)
     row["t"][3:, 0] = 10_000  # written, not told of
     assert len(store) == 1
-    with gt.Replay(store, Uniform(seed=0), batch_size=64, window=4, prefetch=0, as_="numpy") as replay:
+    with gt.Replay(store, Uniform(seed=0), batch_size=64, window=4, prefetch=0, output="numpy") as replay:
         assert replay.sample()["t"].max() == 2
         row["t"][3:7, 0] = np.arange(3, 7)
         row.extend(7)
@@ -42,12 +42,12 @@ def test_windows_of_a_growing_row_hold_only_what_it_was_told_to_have(store):
     assert store.audit() == []
 
 
-def test_weights_of_a_growing_row_are_updated_by_its_key(store):
+def test_priorities_of_a_growing_row_are_updated_by_its_key(store):
     key = begin(store, 1, 3).key  # the row object is gone: its growth has ended
     row = begin(store, 2, 3)
-    assert store.update_weights(key, [0.0]) == 0
-    assert store.update_weights(row.key, [5.0]) == 0
-    with gt.Replay(store, Weighted(seed=0), batch_size=16, prefetch=0, as_="numpy") as replay:
+    assert store.update_priorities(key, [0.0]) == 0
+    assert store.update_priorities(row.key, [5.0]) == 0
+    with gt.Replay(store, Prioritized(seed=0), batch_size=16, prefetch=0, output="numpy") as replay:
         assert set(replay.sample()["id"].tolist()) == {2}
     row.commit()
     assert store.audit() == []

@@ -29,7 +29,7 @@ from geartrain.errors import (
     StoreMissingError,
 )
 
-# Where things are in a segment, native/segment.h and native/lease.h.
+# Where things are in a segment, native/segment/segment.h and native/base/file_lock.h.
 MUTEX_OFFSET, CLIENTS_OFFSET, CLIENT_BYTES, REGIONS_OFFSET, STATUS_BYTES = 4096, 16384, 64, 32768, 48
 GATE_LEASE = (1 << 61) + (1 << 20)
 
@@ -71,7 +71,7 @@ class Segment:
                 return slot
         raise AssertionError(f"process {pid} is not attached")
 
-    def set_weight_writers(self, pid: int, count: int) -> None:
+    def set_priority_writers(self, pid: int, count: int) -> None:
         at = CLIENTS_OFFSET + self.slot_of(pid) * CLIENT_BYTES + 24
         self.bytes[at : at + 4] = count.to_bytes(4, "little")
 
@@ -100,7 +100,7 @@ def assert_sound(store: gt.Store) -> None:
     assert store.audit() == []
     stats = store.stats()
     assert stats["free"] + stats["committed"] == store.capacity, stats
-    batch = gt.fetch(store, store.keys(), as_="numpy", threads=1)
+    batch = gt.fetch(store, store.keys(), output="numpy", threads=1)
     assert tagged.mixed(batch) == []
 
 
@@ -127,21 +127,21 @@ def _read(store: gt.Store, seed: int, until_s: float) -> int:
     choose = random.Random(seed)
     plans = [
         {"selection": gt.selection.Uniform(seed=seed)},
-        {"selection": gt.selection.Weighted(seed=seed), "window": 7},
+        {"selection": gt.selection.Prioritized(seed=seed), "window": 7},
         {"selection": gt.selection.Uniform(seed=seed), "window": tagged.STEPS + 9, "pad": "right"},
     ]
-    replays = [gt.Replay(store, batch_size=6, prefetch=0, as_="numpy", threads=1, **plan) for plan in plans]
+    replays = [gt.Replay(store, batch_size=6, prefetch=0, output="numpy", threads=1, **plan) for plan in plans]
     rows = 0
     while time.monotonic() < until_s:
         if choose.random() < 0.3:
-            batch = gt.fetch(store, store.keys(), as_="numpy", threads=choose.choice([1, 2]), on_stale="drop")
+            batch = gt.fetch(store, store.keys(), output="numpy", threads=choose.choice([1, 2]), on_stale="drop")
         else:
             batch = choose.choice(replays).sample()
         wrong = tagged.mixed(batch)
         if wrong:
             print(f"rows {wrong} were returned mixed")
             return 2
-        rows += len(batch.rows)
+        rows += len(batch.keys)
     return 0 if rows > 100 else 3
 
 
@@ -172,7 +172,7 @@ def test_no_torn_row_is_returned_in_a_minute_of_many_processes(name, fork):
 
 KINDS = {
     "plain": {},
-    "lowest weight, sampled three times": {"remover": "lowest_weight", "max_times_sampled": 3},
+    "lowest priority, sampled three times": {"remover": "lowest_priority", "max_times_sampled": 3},
     "newest first, capped, aging": {"remover": "lifo", "max_rows": 20, "max_age_s": 0.01},
     "sampled once": {"max_times_sampled": 1},
 }
@@ -187,11 +187,11 @@ def _work(store: gt.Store, seed: int, pipe: Pipe) -> None:
     pipe.say()
     for number in itertools.count():
         tags = seed * 2**32 + number * 8 + np.arange(choose.randint(1, 4), dtype=np.uint64)
-        weights = np.array([choose.choice([0.0, 0.5, 1.0, 7.0]) for _ in tags])
+        priorities = np.array([choose.choice([0.0, 0.5, 1.0, 7.0]) for _ in tags])
         try:
             match choose.randrange(8):
                 case 0 | 1 | 2:
-                    keys = keys + tagged.insert(store, tags, weights=weights)
+                    keys = keys + tagged.insert(store, tags, priorities=priorities)
                     keys = keys[-12:]
                 case 3:
                     held = store.rows(len(tags))  # given back when the next ones are taken, or by a survivor
@@ -199,10 +199,10 @@ def _work(store: gt.Store, seed: int, pipe: Pipe) -> None:
                         row["steps"] = 1
                 case 4 | 5 if len(keys):
                     many = keys[np.arange(3000) % len(keys)]  # long in the middle of it, some of them with the lock
-                    store.update_weights(many, np.linspace(0, 3, 3000))
+                    store.update_priorities(many, np.linspace(0, 3, 3000))
                 case 6:
                     native.count_samples(keys.row, keys.generation)
-                    gt.fetch(store, keys, as_="numpy", threads=1, on_stale="drop")
+                    gt.fetch(store, keys, output="numpy", threads=1, on_stale="drop")
                     native.release_spent(keys.row, keys.generation)
                 case _:
                     store.delete(keys[:1])
@@ -227,9 +227,9 @@ def _kill_at_random(name: str, fork, rounds: int, seed: int, **options) -> None:
                 kill(child)
             assert_sound(store)
             tagged.insert(store, np.arange(3) + number * 10)
-            store.update_weights(store.keys(), 1.0)
+            store.update_priorities(store.keys(), 1.0)
             if not {"max_age_s", "max_times_sampled"} & set(options):
-                sample = gt.Replay(store, gt.selection.Weighted(), 4, prefetch=0, as_="numpy").sample()
+                sample = gt.Replay(store, gt.selection.Prioritized(), 4, prefetch=0, output="numpy").sample()
                 assert tagged.mixed(sample) == []
         assert store.native.live_clients() == 1
         assert store.stats()["reclaimed"] > rounds // 2, "hardly a kill hit anything: this test would notice nothing"
@@ -272,9 +272,9 @@ def test_an_update_that_died_half_way_is_repaired_by_the_next_reap(name, fork):
         pipe = Pipe()
 
         def half_update() -> None:
-            store.update_weights(keys[:1], 1.0)
+            store.update_priorities(keys[:1], 1.0)
             segment = Segment(store)
-            segment.set_weight_writers(os.getpid(), 1)
+            segment.set_priority_writers(os.getpid(), 1)
             words = np.frombuffer(segment.bytes, np.uint64, 40, words_offset(40))
             words[0] += np.uint64(5 << 16)  # the word of row 0, and none of its sums
             pipe.say()
@@ -286,7 +286,7 @@ def test_an_update_that_died_half_way_is_repaired_by_the_next_reap(name, fork):
         assert store.audit() != []
         assert store.reap() == 1
         assert_sound(store)
-        assert store.native.total_weight() == (40 + 5) << 16
+        assert store.native.total_priority() == (40 + 5) << 16
 
 
 # --- the lock ---------------------------------------------------------------------------------------------------
@@ -324,10 +324,10 @@ def test_a_stopped_lock_holder_is_an_error_in_bounded_time_and_everything_goes_o
             assert time.monotonic() - began < 2
         with pytest.raises(LockTimeoutError):
             open_row.commit()
-        # What needs no lock goes on: reading, drawing and weights.
-        assert tagged.mixed(gt.fetch(store, keys, as_="numpy")) == []
-        assert store.update_weights(keys, 2.0) == 0
-        assert len(gt.Replay(store, gt.selection.Weighted(), 4, prefetch=0).sample().rows) == 4
+        # What needs no lock goes on: reading, drawing and priorities.
+        assert tagged.mixed(gt.fetch(store, keys, output="numpy")) == []
+        assert store.update_priorities(keys, 2.0) == 0
+        assert len(gt.Replay(store, gt.selection.Prioritized(), 4, prefetch=0).sample().keys) == 4
         os.kill(child, signal.SIGCONT)
         assert wait_for(child) == 0
         tagged.insert(store, [4, 5])
@@ -355,17 +355,17 @@ def test_a_process_stopped_in_the_middle_of_an_update_delays_a_repair_and_never_
 
         def stand_still() -> None:
             store.reap()
-            Segment(store).set_weight_writers(os.getpid(), 1)
+            Segment(store).set_priority_writers(os.getpid(), 1)
             pipe.say()
             told.hear()
-            Segment(store).set_weight_writers(os.getpid(), 0)
+            Segment(store).set_priority_writers(os.getpid(), 0)
             pipe.say()
             signal.pause()
 
         child = fork(stand_still)
         pipe.hear()
         for _ in range(3):  # also the second time, when the repair is already owed
-            with pytest.raises(LockTimeoutError, match=f"process {child} has been updating weights"):
+            with pytest.raises(LockTimeoutError, match=f"process {child} has been updating priorities"):
                 store.audit()
         with pytest.raises(LockTimeoutError):
             store.keys()
@@ -394,12 +394,12 @@ def test_a_process_stopped_while_it_joins_or_leaves_is_an_error_in_bounded_time(
     other.close()
 
 
-def test_draws_that_meet_sums_at_odds_with_the_weights_set_them_right_and_go_on(name):
+def test_draws_that_meet_sums_at_odds_with_the_priorities_set_them_right_and_go_on(name):
     with gt.Store.create(name, tagged.FIELDS, capacity=40) as store:
         tagged.insert(store, np.arange(40))
         words = np.frombuffer(Segment(store).bytes, np.uint64, 40, words_offset(40))
-        words[1:] &= ~np.uint64(0xFFFFFFFF)  # all weights but one, as if their updates had stopped half-way
-        with gt.Replay(store, gt.selection.Weighted(), 32, prefetch=0, as_="numpy") as replay:
+        words[1:] &= ~np.uint64(0xFFFFFFFF)  # all priorities but one, as if their updates had stopped half-way
+        with gt.Replay(store, gt.selection.Prioritized(), 32, prefetch=0, output="numpy") as replay:
             assert set(replay.sample()["tag"].tolist()) == {0}
         assert_sound(store)
 
@@ -425,7 +425,7 @@ def test_a_forked_child_inserts_and_updates_as_a_process_of_its_own(name, fork):
 
         def child() -> int:
             keys = tagged.insert(store, [1, 2])
-            store.update_weights(keys, 3.0)
+            store.update_priorities(keys, 3.0)
             with pytest.raises(StaleKeyError, match="not being written by this process"):
                 mine.commit()
             return store.native.live_clients()
@@ -509,7 +509,7 @@ def test_a_store_travels_to_spawned_processes_by_pickle(name):
         process.start()
         process.join()
         assert process.exitcode == 0
-        batch = gt.fetch(store, store.keys(), as_="numpy")
+        batch = gt.fetch(store, store.keys(), output="numpy")
         assert batch["tag"].tolist() == [42]
         assert tagged.mixed(batch) == []
         assert store.native.live_clients() == 1
@@ -551,7 +551,7 @@ def test_processes_that_come_and_go_for_seconds_never_meet_a_half_made_or_half_r
         while time.monotonic() < until_s:
             with gt.Store.open(name, tagged.FIELDS, create="missing", capacity=16) as store:
                 tagged.insert(store, [choose.randrange(2**40)])
-                batch = gt.fetch(store, store.keys(), as_="numpy", threads=1, on_stale="drop")
+                batch = gt.fetch(store, store.keys(), output="numpy", threads=1, on_stale="drop")
                 assert tagged.mixed(batch) == []
                 assert store.audit() == []
             visits += 1
@@ -578,6 +578,6 @@ def test_as_many_processes_as_the_limit_may_attach_and_one_more_is_refused_by_na
 
 def test_an_empty_store_is_an_error_of_its_own_for_every_strategy(name):
     with gt.Store.create(name, tagged.FIELDS, capacity=2) as store:
-        for strategy in (gt.selection.Uniform(), gt.selection.Weighted()):
+        for strategy in (gt.selection.Uniform(), gt.selection.Prioritized()):
             with pytest.raises(EmptyStoreError):
                 gt.Replay(store, strategy, 2, prefetch=0).sample()

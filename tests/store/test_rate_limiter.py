@@ -51,7 +51,7 @@ def test_inserts_wait_at_the_upper_edge_and_draws_at_the_lower(store):
 def test_nothing_is_drawn_before_the_minimum_can_be_selected(store):
     store.limiter.set(min_size_to_sample=3)
     insert(store, 2)
-    with gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=0, timeout_s=0.05, as_="numpy") as replay:
+    with gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=0, timeout_s=0.05, output="numpy") as replay:
         with pytest.raises(WaitTimeoutError, match=r"at least 3 rows.*2 rows selectable"):
             replay.sample()
         insert(store)
@@ -61,7 +61,7 @@ def test_nothing_is_drawn_before_the_minimum_can_be_selected(store):
 def test_a_replay_that_is_ahead_goes_on_when_rows_come(store):
     store.limiter.set(samples_per_insert=4, min_size_to_sample=2, error_buffer=8)
     insert(store, 2)
-    with gt.Replay(store, Uniform(seed=0), batch_size=4, prefetch=1, timeout_s=20, as_="numpy") as replay:
+    with gt.Replay(store, Uniform(seed=0), batch_size=4, prefetch=1, timeout_s=20, output="numpy") as replay:
         replay.sample()
         writer = threading.Thread(target=lambda: [insert(store) for _ in range(20)])
         writer.start()
@@ -103,11 +103,11 @@ def test_a_draw_that_failed_is_not_counted(store):
 
 def test_a_commit_that_failed_is_not_counted(store):
     store.limiter.set(samples_per_insert=1, min_size_to_sample=1, error_buffer=50)
-    row = store.row(weight=-1.0)
+    row = store.row(priority=-1.0)
     with pytest.raises(ArgumentError):
         row.commit()
     rows = store.rows(2)
-    rows.weights = [1.0, -1.0]
+    rows.priorities = [1.0, -1.0]
     with pytest.raises(ArgumentError):
         rows.commit()
     assert store.limiter.state().inserts == 0
@@ -168,7 +168,7 @@ def test_ranks_wait_for_their_own_shards(store_name):
 
     def body(rank):
         with gt.Replay(
-            stores[rank.rank], Uniform(seed=0), batch_size=8, prefetch=0, group=rank, timeout_s=20, as_="numpy"
+            stores[rank.rank], Uniform(seed=0), batch_size=8, prefetch=0, group=rank, timeout_s=20, output="numpy"
         ) as replay:
             for _ in range(3):
                 replay.sample()
@@ -198,7 +198,7 @@ def test_processes_keep_to_one_ratio_and_a_killed_one_holds_up_nobody(store):
     for writer in writers:
         writer.start()
     try:
-        with gt.Replay(store, Uniform(seed=0), batch_size=8, prefetch=0, timeout_s=60, as_="numpy") as replay:
+        with gt.Replay(store, Uniform(seed=0), batch_size=8, prefetch=0, timeout_s=60, output="numpy") as replay:
             for number in range(200):
                 replay.sample()
                 if number == 100:

@@ -31,7 +31,7 @@ FIELDS = {
     "mean": gt.Field((5,), "bfloat16", timed=False),
 }
 
-# Offsets of the header's members, native/segment.h.
+# Offsets of the header's members, native/segment/segment.h.
 FORMAT_VERSION, FINGERPRINT, REQUIRED_FEATURES, SEGMENT_BYTES = 8, 16, 24, 32
 CREATED_NS, STORE_ID, REGIONS, FIELDS_OFFSET = 96, 104, 112, 8192
 
@@ -53,8 +53,8 @@ GOLDEN_FINGERPRINT_X86_64 = 370234774044155704
 
 
 def test_the_header_and_field_records_are_these_bytes(name):
-    options = {"max_rows": 9, "max_age_s": 1.9615, "max_times_sampled": 3, "weight_fraction_bits": 8}
-    with gt.Store.create(name, FIELDS, capacity=10, remover="lowest_weight", persist=True, **options) as store:
+    options = {"max_rows": 9, "max_age_s": 1.9615, "max_times_sampled": 3, "priority_fraction_bits": 8}
+    with gt.Store.create(name, FIELDS, capacity=10, remover="lowest_priority", persist=True, **options) as store:
         header, records = head_of(store.path)
         store.unlink()
     magic, version, header_bytes, fingerprint, features = struct.unpack_from("<8sIIQQ", header)
@@ -65,7 +65,7 @@ def test_the_header_and_field_records_are_these_bytes(name):
     assert regions == [
         (32768, 10 * 48),  # status
         (36864, 16 * 8),  # words
-        (40960, 16 * 8),  # weight nodes
+        (40960, 16 * 8),  # priority nodes
         (45056, 16 * 8),  # bits
         (49152, 16 * 8),  # bit nodes
         (53248, 10 * 4),  # heap
@@ -190,14 +190,14 @@ def test_what_is_no_segment_at_all_is_refused(tmp_path):
 
 def test_a_copy_of_a_living_segment_is_stale_and_adopting_it_recovers_its_rows(name, tmp_path):
     with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=10) as store:
-        store.insert({"x": np.arange(6)}, weights=np.arange(6))
+        store.insert({"x": np.arange(6)}, priorities=np.arange(6))
         open_row = store.row()
         shutil.copy(store.path, tmp_path / "copy")
         open_row.abandon()
     with pytest.raises(StaleStoreError, match="holds 6 rows"):
         gt.Store.open(tmp_path / "copy")
     with gt.Store.open(tmp_path / "copy", adopt=True) as copy:
-        assert gt.fetch(copy, copy.keys(), as_="numpy")["x"].tolist() == list(range(6))
+        assert gt.fetch(copy, copy.keys(), output="numpy")["x"].tolist() == list(range(6))
         assert copy.audit() == []
         assert copy.stats()["free"] == 4
 

@@ -34,7 +34,7 @@ TIMED = {"obs": gt.Field((6, 2), "float32"), "act": gt.Field((6,), "int8"), "tas
 
 def xs(store: gt.Store) -> list[int]:
     """The values of all rows, oldest first."""
-    return gt.fetch(store, store.keys(), as_="numpy")["x"].tolist()
+    return gt.fetch(store, store.keys(), output="numpy")["x"].tolist()
 
 
 def put(store: gt.Store, *values: int, **options) -> gt.Keys:
@@ -46,13 +46,13 @@ def put(store: gt.Store, *values: int, **options) -> gt.Keys:
 
 def test_a_row_written_in_place_comes_out_as_it_went_in(name):
     with gt.Store.create(name, TIMED, capacity=4) as store:
-        with store.row(weight=2.5, version=7) as row:
+        with store.row(priority=2.5, version=7) as row:
             row["obs"][:3] = np.arange(6).reshape(3, 2)
             row["act"] = 5
             row.torch("task")[...] = 9
             row.length = 3
         assert len(store) == 1
-        batch = gt.fetch(store, row.key, as_="numpy")
+        batch = gt.fetch(store, row.key, output="numpy")
         assert batch["obs"][0, :3].tolist() == [[0, 1], [2, 3], [4, 5]]
         assert not batch["obs"][0, 3:].any()
         assert batch["act"][0].tolist() == [5, 5, 5, 0, 0, 0]  # beyond the length there is nothing
@@ -60,7 +60,7 @@ def test_a_row_written_in_place_comes_out_as_it_went_in(name):
         assert batch.mask.tolist() == [[True] * 3 + [False] * 3]
         assert (batch.length.tolist(), batch.version.tolist(), batch.start.tolist()) == ([3], [7], [0])
         status = store.status(row.key)
-        assert (status["weight"].tolist(), status["sequence"].tolist()) == ([2.5], [1])
+        assert (status["priority"].tolist(), status["sequence"].tolist()) == ([2.5], [1])
 
 
 def test_a_row_that_fails_or_is_forgotten_gives_its_block_back(name):
@@ -69,8 +69,8 @@ def test_a_row_that_fails_or_is_forgotten_gives_its_block_back(name):
             row["x"] = 1 / 0
         with pytest.raises(SchemaError, match="length is 2"), store.row() as row:
             row.length = 2
-        with pytest.raises(SchemaError, match="weight 0 of 1 is -1"), store.row() as row:
-            row.weight = -1
+        with pytest.raises(SchemaError, match="priority 0 of 1 is -1"), store.row() as row:
+            row.priority = -1
         forgotten = store.row(), store.rows(1)
         with pytest.raises(StoreFullError, match="2 are being written"):
             store.row()
@@ -93,7 +93,7 @@ def test_a_row_is_committed_once(name):
         assert len(store) == 1
         with store.rows(2) as rows:
             rows[0]["x"], rows[1]["x"] = 5, 6
-            rows.weights = [1, 2]
+            rows.priorities = [1, 2]
             rows.versions = 3
         assert store.status(rows.keys)["version"].tolist() == [3, 3]
         assert xs(store) == [5, 6]
@@ -104,8 +104,8 @@ def test_a_row_is_committed_once(name):
 def test_rows_committed_together_are_all_or_nothing(name):
     with gt.Store.create(name, X, capacity=4) as store:
         rows = store.rows(3)
-        rows.weights = [1, float("nan"), 1]
-        with pytest.raises(SchemaError, match="weight 1 of 3 is nan"):
+        rows.priorities = [1, float("nan"), 1]
+        with pytest.raises(SchemaError, match="priority 1 of 3 is nan"):
             rows.commit()
         assert len(store) == 0
         assert store.stats()["free"] == 4
@@ -116,7 +116,7 @@ def test_a_short_insert_in_a_used_block_shows_nothing_of_the_row_before(name):
         full = {"obs": np.ones((1, 6, 2), np.float32), "act": np.ones((1, 6), np.int8), "task": np.array([1])}
         store.insert(full)
         store.insert({field: value[:, :2] if value.ndim > 1 else value for field, value in full.items()})
-        batch = gt.fetch(store, store.keys(), as_="numpy")
+        batch = gt.fetch(store, store.keys(), output="numpy")
         assert batch["obs"].sum() == 4
         assert batch["act"].sum() == 2
         assert batch.length.tolist() == [2]
@@ -128,7 +128,7 @@ def test_an_insert_of_more_rows_than_there_is_room_for_keeps_the_last_ones(name)
         assert len(keys) == 5000
         assert xs(store) == list(range(4990, 5000))
         assert store.stats()["evicted"] == 4990
-        assert store.update_weights(keys, 1) == 4990
+        assert store.update_priorities(keys, 1) == 4990
         assert store.audit() == []
 
 
@@ -156,7 +156,7 @@ def test_every_dtype_goes_in_as_a_tensor_and_comes_out_with_the_same_bits(name, 
         if DTYPES[dtype].numpy_name is not None:
             array = tensor.numpy()
             keys = store.insert({"x": array})
-            out = gt.fetch(store, keys, as_="numpy")["x"]
+            out = gt.fetch(store, keys, output="numpy")["x"]
             assert out.dtype == array.dtype
             assert out.tobytes() == array.tobytes()
 
@@ -178,29 +178,29 @@ def test_strided_read_only_and_gradient_carrying_sources_are_copied_as_they_look
                 with pytest.raises(SchemaError, match="holds float32, found float64"):
                     store.insert({"x": source})
                 continue
-            assert np.array_equal(gt.fetch(store, store.insert({"x": source}), as_="numpy")["x"], array)
+            assert np.array_equal(gt.fetch(store, store.insert({"x": source}), output="numpy")["x"], array)
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("remover", "kept"), [("fifo", [4, 5, 6, 7]), ("lifo", [0, 1, 2, 7]), ("lowest_weight", [0, 2, 4, 7])]
+    ("remover", "kept"), [("fifo", [4, 5, 6, 7]), ("lifo", [0, 1, 2, 7]), ("lowest_priority", [0, 2, 4, 7])]
 )
 def test_a_full_store_makes_room_as_its_remover_says(name, remover, kept):
     with gt.Store.create(name, X, capacity=4, remover=remover) as store:
-        for value, weight in enumerate([5, 1, 6, 2, 7, 3, 0, 4]):
-            put(store, value, weights=weight)
+        for value, priority in enumerate([5, 1, 6, 2, 7, 3, 0, 4]):
+            put(store, value, priorities=priority)
             assert store.audit() == []
         assert xs(store) == kept
 
 
-def test_of_equal_weights_the_oldest_goes_and_updates_count(name):
-    with gt.Store.create(name, X, capacity=3, remover="lowest_weight") as store:
+def test_of_equal_priorities_the_oldest_goes_and_updates_count(name):
+    with gt.Store.create(name, X, capacity=3, remover="lowest_priority") as store:
         keys = put(store, 0, 1, 2)
         put(store, 3)
         assert xs(store) == [1, 2, 3]
-        store.update_weights(keys[2], 0.5)
+        store.update_priorities(keys[2], 0.5)
         put(store, 4)
         assert xs(store) == [1, 3, 4]
 
@@ -222,7 +222,7 @@ def test_rows_expire_by_age_when_rows_are_inserted_or_drawn(name):
         _until(lambda: store.expire() == 2)
         assert len(store) == 0
         put(store, 3)
-        assert store.update_weights(old, 1) == 2
+        assert store.update_priorities(old, 1) == 2
         _until(lambda: store.row().abandon() or store.stats()["expired"] == 3)
         put(store, 4)
         replay = gt.Replay(store, gt.selection.Uniform(), 2, prefetch=0)
@@ -246,8 +246,8 @@ def _until(happens, timeout_s: float = 20) -> None:
 
 def test_a_row_is_sampled_as_often_as_allowed_and_then_gone(name):
     with gt.Store.create(name, X, capacity=20, max_times_sampled=3) as store:
-        put(store, *range(20), weights=np.arange(20) % 3 + 1)
-        replay = gt.Replay(store, gt.selection.Weighted(seed=1), 1, prefetch=0, as_="numpy")
+        put(store, *range(20), priorities=np.arange(20) % 3 + 1)
+        replay = gt.Replay(store, gt.selection.Prioritized(seed=1), 1, prefetch=0, output="numpy")
         seen = [int(replay.sample()["x"][0]) for _ in range(60)]
         assert sorted(seen) == sorted([*range(20)] * 3)
         assert len(store) == 0
@@ -263,22 +263,22 @@ def test_half_a_batch_never_uses_up_the_rows_of_a_store_with_limited_samples(nam
         with pytest.raises(gt.errors.NotEnoughRowsError, match="16 selectable rows"):
             gt.Replay(store, gt.selection.Uniform(), 16, prefetch=0).sample()
         assert len(store) == 10
-        batch = gt.Replay(store, gt.selection.Uniform(), 10, prefetch=0, as_="numpy").sample()
+        batch = gt.Replay(store, gt.selection.Uniform(), 10, prefetch=0, output="numpy").sample()
         assert sorted(batch["x"].tolist()) == list(range(10))
         assert store.stats()["free"] == 20
 
 
-def test_weights_are_kept_to_the_stated_resolution_and_what_does_not_fit_is_counted(name):
+def test_priorities_are_kept_to_the_stated_resolution_and_what_does_not_fit_is_counted(name):
     with gt.Store.create(name, X, capacity=8) as store:
-        keys = put(store, *range(8), weights=[0, 1.5e-5, 1e-9, 65535.99, 65536, 1e300, 2.5, 1 / 3])
-        found = store.status(keys)["weight"]
+        keys = put(store, *range(8), priorities=[0, 1.5e-5, 1e-9, 65535.99, 65536, 1e300, 2.5, 1 / 3])
+        found = store.status(keys)["priority"]
         assert found[0] == 0
         assert found[2] == 2.0**-16
         assert (found[4], found[5]) == (2.0**16 - 2.0**-16,) * 2
         assert found[6] == 2.5
         assert abs(found - np.clip([0, 1.5e-5, 1e-9, 65535.99, 65536, 65536, 2.5, 1 / 3], 0, None)).max() <= 2.0**-16
         stats = store.stats()
-        assert (stats["weights_saturated"], stats["weights_rounded_up"]) == (2, 1)
+        assert (stats["priorities_saturated"], stats["priorities_rounded_up"]) == (2, 1)
 
 
 # --- keys -----------------------------------------------------------------------------------------------------------
@@ -289,27 +289,27 @@ def test_a_stale_key_changes_nothing_and_is_counted(name):
         old = put(store, 1, 2)
         new = put(store, 3)  # in the place of 1
         assert new.row[0] == old.row[0]
-        assert store.update_weights(old, [9, 9]) == 1
+        assert store.update_priorities(old, [9, 9]) == 1
         assert store.delete(old[0]) == 1
-        assert store.status(new)["weight"].tolist() == [1]
+        assert store.status(new)["priority"].tolist() == [1]
         assert xs(store) == [2, 3]
         assert store.stats()["stale_keys"] == 2
         with pytest.raises(StaleKeyError, match=f"1 of 2 keys are stale.*row {old.row[0]}"):
             gt.fetch(store, old)
         assert store.delete(old + old) == 3
         odd = gt.Keys(old.row, old.generation + 1)  # the generation of a free row
-        assert store.update_weights(odd, 1) == 2
+        assert store.update_priorities(odd, 1) == 2
         assert store.delete(odd) == 2
         assert store.audit() == []
 
 
-def test_a_key_given_twice_gets_the_last_of_its_weights(name):
-    for remover in ("fifo", "lowest_weight"):
+def test_a_key_given_twice_gets_the_last_of_its_priorities(name):
+    for remover in ("fifo", "lowest_priority"):
         with gt.Store.create(name, X, capacity=2, remover=remover) as store:
             key = put(store, 1)
-            store.update_weights(key + key + key, [1, 2, 3])
-            assert store.status(key)["weight"].tolist() == [3]
-            assert store.native.total_weight() == 3 << 16
+            store.update_priorities(key + key + key, [1, 2, 3])
+            assert store.status(key)["priority"].tolist() == [3]
+            assert store.native.total_priority() == 3 << 16
 
 
 def test_keys_come_oldest_first(name):
@@ -345,9 +345,9 @@ def test_keys_come_oldest_first(name):
         ({"capacity": 4, "max_age_s": -1}, "max_age_s must be above zero, found -1"),
         ({"capacity": 4, "max_age_s": float("nan")}, "max_age_s must be above zero, found nan"),
         ({"capacity": 4, "max_age_s": float("inf")}, "max_age_s must be at most .* found inf"),
-        ({"capacity": 4, "weight_fraction_bits": 33}, "weight_fraction_bits must be from 0 to 32, found 33"),
-        ({"capacity": 4, "weight_fraction_bits": -1}, "weight_fraction_bits must be from 0 to 32, found -1"),
-        ({"capacity": 4, "remover": "oldest"}, "fifo, lifo, lowest_weight, found 'oldest'"),
+        ({"capacity": 4, "priority_fraction_bits": 33}, "priority_fraction_bits must be from 0 to 32, found 33"),
+        ({"capacity": 4, "priority_fraction_bits": -1}, "priority_fraction_bits must be from 0 to 32, found -1"),
+        ({"capacity": 4, "remover": "oldest"}, "fifo, lifo, lowest_priority, found 'oldest'"),
         ({"capacity": 4, "timeout_s": -1}, "timeout_s must be from 0 .* found -1"),
         ({"capacity": 4, "timeout_s": float("inf")}, "timeout_s must be .* found inf"),
     ],
@@ -423,10 +423,10 @@ def good() -> dict[str, np.ndarray]:
         ({}, {"lengths": [4, -1]}, SchemaError, "`lengths` must be whole numbers"),
         ({}, {"lengths": [4.0, 1.0]}, SchemaError, "`lengths` must be whole numbers"),
         ({}, {"lengths": [4]}, SchemaError, r"shape \(2,\), found \(1,\)"),
-        ({}, {"weights": [1, -2]}, SchemaError, "weight 1 of 2 is -2"),
-        ({}, {"weights": [float("nan"), 1]}, SchemaError, "weight 0 of 2 is nan"),
-        ({}, {"weights": [float("inf"), 1]}, SchemaError, "weight 0 of 2 is inf"),
-        ({}, {"weights": [1, 2, 3]}, SchemaError, r"shape \(2,\), found \(3,\)"),
+        ({}, {"priorities": [1, -2]}, SchemaError, "priority 1 of 2 is -2"),
+        ({}, {"priorities": [float("nan"), 1]}, SchemaError, "priority 0 of 2 is nan"),
+        ({}, {"priorities": [float("inf"), 1]}, SchemaError, "priority 0 of 2 is inf"),
+        ({}, {"priorities": [1, 2, 3]}, SchemaError, r"shape \(2,\), found \(3,\)"),
         ({}, {"versions": [1.5, 2]}, SchemaError, "`versions` must be whole numbers"),
         ({}, {"threads": 0}, ArgumentError, "threads=0"),
     ],
@@ -446,24 +446,24 @@ def test_an_insert_that_does_not_fit_is_refused_and_evicts_nobody(name, change, 
 def test_a_bad_value_far_back_in_a_large_insert_changes_nothing_at_all(name):
     with gt.Store.create(name, X, capacity=4000) as store:
         put(store, 1, 2, 3)
-        weights = np.ones(3500)
-        weights[-1] = -1
-        with pytest.raises(SchemaError, match="weight 3499 of 3500 is -1"):
-            put(store, *range(3500), weights=weights)
+        priorities = np.ones(3500)
+        priorities[-1] = -1
+        with pytest.raises(SchemaError, match="priority 3499 of 3500 is -1"):
+            put(store, *range(3500), priorities=priorities)
         assert xs(store) == [1, 2, 3]
 
 
-def test_weights_are_refused_all_together(name):
-    for remover in ("fifo", "lowest_weight"):
+def test_priorities_are_refused_all_together(name):
+    for remover in ("fifo", "lowest_priority"):
         with gt.Store.create(name, X, capacity=3, remover=remover) as store:
             keys = put(store, 1, 2, 3)
             for bad in ([2, -1, 2], [2, 2, float("nan")], [float("inf"), 2, 2], [1, 2], [[1, 2, 3]], None):
                 with pytest.raises(SchemaError):
-                    store.update_weights(keys, bad)
-            assert store.status(keys)["weight"].tolist() == [1, 1, 1]
+                    store.update_priorities(keys, bad)
+            assert store.status(keys)["priority"].tolist() == [1, 1, 1]
             with pytest.raises(SchemaError, match="row 3 is beyond the store's capacity of 3"):
-                store.update_weights(gt.Keys([0, 3], [1, 1]), [5, 5])
-            assert store.native.total_weight() == 3 << 16
+                store.update_priorities(gt.Keys([0, 3], [1, 1]), [5, 5])
+            assert store.native.total_priority() == 3 << 16
 
 
 def test_unknown_fields_are_named_with_the_known_ones(name):
@@ -509,8 +509,8 @@ def test_two_handles_of_one_process_see_each_other_and_hold_rows_of_their_own(na
     with gt.Store.create(name, X, capacity=3) as one, gt.Store.open(name) as two:
         key = put(one, 1)
         assert xs(two) == [1]
-        two.update_weights(key, 5)
-        assert one.status(key)["weight"].tolist() == [5]
+        two.update_priorities(key, 5)
+        assert one.status(key)["priority"].tolist() == [5]
         row = one.native.allocate_one()
         with pytest.raises(StaleKeyError, match="not being written by this process"):
             two.native.commit_one(row, 1, 1.0, 0)
@@ -538,7 +538,7 @@ def test_a_closed_store_refuses_everything_and_views_of_it_stay_readable(name):
     store = gt.Store.create(name, X, capacity=3)
     keys = put(store, 7)
     column = store.column("x")
-    batch = gt.fetch(store, keys, as_="numpy")
+    batch = gt.fetch(store, keys, output="numpy")
     replay = gt.Replay(store, gt.selection.Uniform(), 1, prefetch=0)
     store.close()
     for refused in (
@@ -548,7 +548,7 @@ def test_a_closed_store_refuses_everything_and_views_of_it_stay_readable(name):
         store.audit,
         lambda: put(store, 1),
         lambda: store.rows(1),
-        lambda: store.update_weights(keys, 1),
+        lambda: store.update_priorities(keys, 1),
         lambda: store.delete(keys),
         lambda: gt.fetch(store, keys),
         replay.sample,
@@ -572,7 +572,7 @@ def test_a_peek_reads_everything_and_changes_nothing(name):
             look.audit,
             look.reap,
             lambda: put(look, 1),
-            lambda: look.update_weights(look.keys(), 1),
+            lambda: look.update_priorities(look.keys(), 1),
             lambda: look.delete(look.keys()),
         ):
             with pytest.raises(StoreClosedError, match="read-only"):
@@ -700,9 +700,9 @@ def test_threads_may_share_a_handle(name):
         def work(seed: int) -> None:
             random = np.random.default_rng(seed)
             for value in range(300):
-                with store.row(weight=random.random()) as row:
+                with store.row(priority=random.random()) as row:
                     row["x"] = seed * 1000 + value
-                store.update_weights(row.key, random.random())
+                store.update_priorities(row.key, random.random())
                 if value % 5 == 0:
                     store.delete(row.key)
 

@@ -22,16 +22,16 @@ NEVER_S, AT_ONCE_S = None, 1e-9  # an age limit that every row has passed by the
 CLOCK_REALTIME_COARSE = 5
 _numbers = itertools.count()
 
-weights_strategy = st.one_of(
+priorities_strategy = st.one_of(
     st.sampled_from([0.0, 1.0, 0.5, 1e-9, 3e5]), st.floats(0, 100, allow_nan=False, allow_infinity=False)
 )
-bad_weights = st.sampled_from([-1.0, float("nan"), float("inf"), -1e-300])
+bad_priorities = st.sampled_from([-1.0, float("nan"), float("inf"), -1e-300])
 
 
-def kept(weight: float) -> float:
-    """A weight as the store keeps it."""
-    fixed = min(round(weight * 2**BITS), 2**32 - 1)
-    return (1 if fixed == 0 and weight > 0 else fixed) / 2**BITS
+def kept(priority: float) -> float:
+    """A priority as the store keeps it."""
+    fixed = min(round(priority * 2**BITS), 2**32 - 1)
+    return (1 if fixed == 0 and priority > 0 else fixed) / 2**BITS
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Row:
     value: int
     length: int
     version: int
-    weight: float
+    priority: float
     sampled: int = 0
 
 
@@ -51,7 +51,7 @@ class StoreModel(RuleBasedStateMachine):
     @initialize(
         capacity=st.integers(1, 9),
         headroom=st.integers(0, 4),
-        remover=st.sampled_from(["fifo", "lifo", "lowest_weight"]),
+        remover=st.sampled_from(["fifo", "lifo", "lowest_priority"]),
         max_times_sampled=st.sampled_from([None, None, 1, 2]),
         max_age_s=st.sampled_from([NEVER_S, NEVER_S, NEVER_S, AT_ONCE_S]),
     )
@@ -107,7 +107,7 @@ class StoreModel(RuleBasedStateMachine):
             case "lifo":
                 self.remove(keys[-1])
             case _:
-                self.remove(min(keys, key=lambda key: self.rows[key].weight))  # the first, so the oldest, of equals
+                self.remove(min(keys, key=lambda key: self.rows[key].priority))  # the first, so the oldest, of equals
 
     def may_allocate(self, n: int) -> bool:
         """Makes room for n blocks as the store does; False when it must refuse."""
@@ -142,11 +142,11 @@ class StoreModel(RuleBasedStateMachine):
     def insert(self, data, n):
         n = min(n, max(1, self.max_rows // 2))  # in one piece
         lengths = data.draw(st.lists(st.integers(1, 5), min_size=n, max_size=n))
-        weights = data.draw(st.lists(weights_strategy, min_size=n, max_size=n))
-        new = [Row(next(self.values), lengths[i], i - 2, kept(weights[i])) for i in range(n)]
+        priorities = data.draw(st.lists(priorities_strategy, min_size=n, max_size=n))
+        new = [Row(next(self.values), lengths[i], i - 2, kept(priorities[i])) for i in range(n)]
         values = np.array([row.value for row in new])
         steps = (values[:, None, None] + np.arange(10).reshape(5, 2)).astype(np.int16)
-        arguments = {"lengths": lengths, "weights": weights, "versions": [row.version for row in new]}
+        arguments = {"lengths": lengths, "priorities": priorities, "versions": [row.version for row in new]}
         allowed = self.may_allocate(n)
         if allowed:
             self.commit(self.store.insert({"value": values, "steps": steps}, **arguments), new)
@@ -154,12 +154,12 @@ class StoreModel(RuleBasedStateMachine):
             with pytest.raises(StoreFullError):
                 self.store.insert({"value": values, "steps": steps}, **arguments)
 
-    @rule(n=st.integers(1, 3), bad=bad_weights)
-    def insert_with_a_bad_weight(self, n, bad):
+    @rule(n=st.integers(1, 3), bad=bad_priorities)
+    def insert_with_a_bad_priority(self, n, bad):
         with pytest.raises(SchemaError):
             self.store.insert(
                 {"value": np.zeros(n, np.int64), "steps": np.zeros((n, 5, 2), np.int16)},
-                weights=[1.0] * (n - 1) + [bad],
+                priorities=[1.0] * (n - 1) + [bad],
             )
 
     @rule(n=st.integers(1, 3))
@@ -182,7 +182,7 @@ class StoreModel(RuleBasedStateMachine):
             new.append(Row(value, 1 + value % 5, value, kept(value % 7 / 3)))
         rows.lengths = [row.length for row in new]
         rows.versions = [row.version for row in new]
-        rows.weights = [row.value % 7 / 3 for row in new]
+        rows.priorities = [row.value % 7 / 3 for row in new]
         self.commit(rows.commit(), new)
 
     @precondition(lambda self: self.held)
@@ -195,21 +195,21 @@ class StoreModel(RuleBasedStateMachine):
             rows.abandon()
 
     @rule(data=st.data())
-    def update_weights(self, data):
+    def update_priorities(self, data):
         keys = self.some_keys(data)
-        weights = data.draw(st.lists(weights_strategy, min_size=len(keys), max_size=len(keys)))
-        stale = self.store.update_weights(self.keys_of(keys), weights)
+        priorities = data.draw(st.lists(priorities_strategy, min_size=len(keys), max_size=len(keys)))
+        stale = self.store.update_priorities(self.keys_of(keys), priorities)
         assert stale == sum(key not in self.rows for key in keys)
-        for key, weight in zip(keys, weights, strict=True):
+        for key, priority in zip(keys, priorities, strict=True):
             if key in self.rows:
-                self.rows[key].weight = kept(weight)
+                self.rows[key].priority = kept(priority)
 
-    @rule(data=st.data(), bad=bad_weights)
-    def update_with_a_bad_weight(self, data, bad):
+    @rule(data=st.data(), bad=bad_priorities)
+    def update_with_a_bad_priority(self, data, bad):
         keys = self.some_keys(data)
         if keys:
             with pytest.raises(SchemaError):
-                self.store.update_weights(self.keys_of(keys), [7.0] * (len(keys) - 1) + [bad])
+                self.store.update_priorities(self.keys_of(keys), [7.0] * (len(keys) - 1) + [bad])
 
     @rule(data=st.data())
     def delete(self, data):
@@ -234,7 +234,7 @@ class StoreModel(RuleBasedStateMachine):
                     spent.append((key, self.rows[key].value))
                     self.remove(key)
         for key, value in spent:  # its last sample can still be read
-            assert gt.fetch(self.store, self.keys_of([key]), as_="numpy")["value"].tolist() == [value]
+            assert gt.fetch(self.store, self.keys_of([key]), output="numpy")["value"].tolist() == [value]
         assert self.store.audit() == []
         self.store.native.release_spent(asked.row, asked.generation)
 
@@ -267,10 +267,10 @@ class StoreModel(RuleBasedStateMachine):
         assert list(zip(keys.row.tolist(), keys.generation.tolist(), strict=True)) == list(self.rows)
         expected = list(self.rows.values())
         status = self.store.status()
-        assert status["weight"].tolist() == [row.weight for row in expected]
+        assert status["priority"].tolist() == [row.priority for row in expected]
         assert status["times_sampled"].tolist() == [row.sampled for row in expected]
-        assert self.store.native.total_weight() == sum(int(row.weight * 2**BITS) for row in expected)
-        batch = gt.fetch(self.store, keys, as_="numpy")
+        assert self.store.native.total_priority() == sum(int(row.priority * 2**BITS) for row in expected)
+        batch = gt.fetch(self.store, keys, output="numpy")
         assert batch["value"].tolist() == [row.value for row in expected]
         assert batch.length.tolist() == [row.length for row in expected]
         assert batch.version.tolist() == [row.version for row in expected]

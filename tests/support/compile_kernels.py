@@ -31,7 +31,7 @@ MODULES = ("weighted_draw", "distinct_draw", "first_rows", "scatter_update", "ga
 # What pointers point to, by the names of arguments.
 POINTERS = {
     "sums": "*i64", "running": "*i64", "numbers": "*u32", "tile_of": "*i32", "rest_of": "*i64", "rows": "*i64",
-    "probability": "*fp64", "selectable": "*u8", "weights": "*u32", "old": "*u32", "won": "*u8", "age_of": "*i32",
+    "probability": "*fp64", "selectable": "*u8", "priorities": "*u32", "old": "*u32", "won": "*u8", "age_of": "*i32",
     "best": "*i64", "keys": "*i64", "bits": "*i64", "groups": "*i64", "top": "*i64", "shares": "*i64",
     "tiles": "*i64", "values": "*u32", "segment": "*u8", "arena": "*u8", "generations": "*u32", "ends": "*i32",
     "places": "*u32", "cu_seqlens": "*i32", "fields": "*i64", "slots": "*i32", "factors": "*fp32", "counts": "*i32",
@@ -228,12 +228,12 @@ def launches(target: GPUTarget) -> dict[str, int]:
     bits, order = torch.ones(5000, dtype=torch.bool), torch.arange(5000).flip(0).contiguous()
     for arrays in ((), (bits, order)):
         rows = candidates.DeviceCandidates(torch.ones(5000, dtype=torch.int32).view(torch.uint32), *arrays)
-        for by_weight in (True, False):
+        for by_priority in (True, False):
             for strata in (0, 70):
                 for seed in (0, 1, 2**40, 2**64 - 1):
-                    rows.draw(by_weight, seed, seed, 0, 70, strata)
-            rows.draw(by_weight, 1, 1, 1, torch.ones(70, dtype=torch.int32).view(torch.uint32), 0)
-            rows.draw_distinct(by_weight, 1, 1, 0, 5)
+                    rows.draw(by_priority, seed, seed, 0, 70, strata)
+            rows.draw(by_priority, 1, 1, 1, torch.ones(70, dtype=torch.int32).view(torch.uint32), 0)
+            rows.draw_distinct(by_priority, 1, 1, 0, 5)
         for kind in range(3):
             rows.first(kind, 5, 3)
         rows.update(torch.arange(5), torch.ones(5, dtype=torch.int32).view(torch.uint32))

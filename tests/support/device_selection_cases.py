@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 import geartrain as gt
-from geartrain.replay.device import OnDevice
-from geartrain.selection.strategy import Lifo, Mixture, TopK, Uniform, Weighted
+from geartrain.replay.device import DeviceOptions
+from geartrain.selection.strategy import Lifo, Mixture, Prioritized, TopK, Uniform
 from geartrain.tools.testing import SimulatedDevice
 
 
@@ -23,14 +23,14 @@ def make_store(name: str) -> gt.Store:
     rng = np.random.default_rng(3)
     store = gt.Store.create(name, {"x": gt.Field((9, 3), "float32"), "y": gt.Field((), "int32")}, capacity=300)
     values = {"x": rng.normal(size=(320, 9, 3)).astype("f"), "y": np.arange(320, dtype=np.int32)}
-    store.insert(values, lengths=rng.integers(1, 10, 320), weights=rng.random(320))  # the oldest are evicted
+    store.insert(values, lengths=rng.integers(1, 10, 320), priorities=rng.random(320))  # the oldest are evicted
     store.delete(store.keys()[::7])
     return store
 
 
 def same_batches(store: Any, strategy: Any, device: Any, *, packed: bool = False, select: str = "device") -> int:
-    """Compares batches of both with the same seed, while weights change and rows come; returns how many."""
-    on_device = OnDevice(device, path="gather", select=select, packed=packed)
+    """Compares batches of both with the same seed, while priorities change and rows come; returns how many."""
+    on_device = DeviceOptions(device, path="gather", select=select, packed=packed)
     first = store[0] if isinstance(store, list) else store
     with (
         gt.Replay(store, strategy, 6, window=4, prefetch=0) as slow,
@@ -42,12 +42,14 @@ def same_batches(store: Any, strategy: Any, device: Any, *, packed: bool = False
             for name in a:
                 expected = a[name][a.mask] if packed and name == "x" else a[name]
                 assert torch.equal(expected, b[name].cpu()), (strategy, i, name)
-            for name in ("start", "length", "version", "probability", "importance"):
+            for name in ("start", "length", "version", "probability", "importance_weights"):
                 mine, theirs = getattr(a, name), getattr(b, name)
                 assert (mine is None) == (theirs is None) and (mine is None or torch.equal(mine, theirs.cpu()))
             if not isinstance(store, list):
-                slow.update_weights(a.rows, np.arange(1, 7) / 7)
-                first.insert({"x": np.full((5, 9, 3), i, "f"), "y": np.full(5, i, np.int32)}, weights=np.full(5, 2.0))
+                slow.update_priorities(a.rows, np.arange(1, 7) / 7)
+                first.insert(
+                    {"x": np.full((5, 9, 3), i, "f"), "y": np.full(5, i, np.int32)}, priorities=np.full(5, 2.0)
+                )
         assert all(part["select"] == select for part in fast.describe()) or select != "device"
     return 3
 
@@ -66,7 +68,7 @@ def nothing_torn(name: str, device: Any, select: str, pause_s: float) -> int:
                 value += 1
 
         writer = threading.Thread(target=write)
-        options = OnDevice(device, path="gather", select=select)
+        options = DeviceOptions(device, path="gather", select=select)
         batches = 0
         with gt.Replay(store, Uniform(seed=1), 6, device=options, timeout_s=300) as replay:
             writer.start()
@@ -88,7 +90,7 @@ def main(device: Any = None, pause_s: float = 0.5) -> int:
     made = 0
     strategies = [
         Uniform(seed=1), Uniform(seed=2, replacement=False), Uniform(seed=3, stratified=True),
-        Weighted(seed=4, beta=0.5), Weighted(seed=5, replacement=False), Weighted(seed=6, stratified=True),
+        Prioritized(seed=4, beta=0.5), Prioritized(seed=5, replacement=False), Prioritized(seed=6, stratified=True),
         TopK(), Lifo(),
     ]  # fmt: skip
     for strategy in strategies:
@@ -96,9 +98,9 @@ def main(device: Any = None, pause_s: float = 0.5) -> int:
         with make_store(name) as store:
             made += same_batches(store, strategy, device)
     with make_store(name) as store:
-        made += same_batches(store, Weighted(seed=7), device, packed=True)
+        made += same_batches(store, Prioritized(seed=7), device, packed=True)
     with make_store(name) as store, make_store(name + "b") as other:
-        mixture = Mixture([0.7, 0.3], [Weighted(seed=8, beta=1.0), Uniform(seed=9)])
+        mixture = Mixture([0.7, 0.3], [Prioritized(seed=8, beta=1.0), Uniform(seed=9)])
         made += same_batches([store, other], mixture, device)
     for select in ("device", "host"):
         made += nothing_torn(name, device, select, pause_s)

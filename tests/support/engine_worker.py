@@ -171,7 +171,7 @@ def watch_replays() -> dict[str, Any]:
     class Recorder(geartrain.Replay):
         def sample(self) -> geartrain.Batch:
             batch = super().sample()
-            books = {"row": batch.rows.row, "shard": batch.rows.shard, "draw": batch.draw, "start": batch.start}
+            books = {"row": batch.keys.row, "shard": batch.keys.shard, "draw": batch.draw, "start": batch.start}
             of_batch = {name: None if book is None else book.tolist() for name, book in books.items()}
             of_batch["fields"] = {name: array.tolist() for name, array in batch.fields.items()}
             of_batch["mask"] = batch.mask.tolist()

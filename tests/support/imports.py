@@ -35,7 +35,7 @@ def imported(source: object, **options: Any) -> Iterator[Store]:
 
 def rows(store: Store) -> list[dict[str, np.ndarray]]:
     """Every row, oldest first: timed fields cut to its length, untimed ones whole."""
-    batch = fetch(store, store.keys(), fields=list(store.fields), as_="numpy")
+    batch = fetch(store, store.keys(), fields=list(store.fields), output="numpy")
     lengths = np.asarray(batch.length).tolist()
     return [
         {

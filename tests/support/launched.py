@@ -65,7 +65,7 @@ def learn(part, steps=60, batch_size=8, pause_s=0.0, least=20):
     store = part.store(FIELDS, capacity=400)
     publisher = part.publisher() if part.rank == 0 else None
     wait_for_rows(part, store, least)
-    with part.watch(gt.Replay(store, gt.selection.Uniform(seed=part.rank), batch_size, as_="numpy")) as replay:
+    with part.watch(gt.Replay(store, gt.selection.Uniform(seed=part.rank), batch_size, output="numpy")) as replay:
         for step in range(1, steps + 1):
             if part.stopping:
                 break
@@ -123,7 +123,7 @@ def learn_tagged(part, steps=200, batch_size=16):
     print(f"found {len(store)} rows", flush=True)
     wait_for_rows(part, store, 16)
     dist.init_process_group("gloo")
-    replay = gt.Replay(store, gt.selection.Uniform(seed=1), batch_size, as_="numpy", group=dist.group.WORLD)
+    replay = gt.Replay(store, gt.selection.Uniform(seed=1), batch_size, output="numpy", group=dist.group.WORLD)
     part.watch(replay)
     for step in range(1, steps + 1):
         batch = replay.sample()

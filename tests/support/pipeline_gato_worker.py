@@ -29,7 +29,7 @@ FIELDS = {
 def fill(store):
     rng = np.random.default_rng(0)
     for length in rng.integers(5, LENGTH + 1, EPISODES):  # short ones are padded, and count for less
-        with store.row(weight=float(length)) as row:
+        with store.row(priority=float(length)) as row:
             obs = rng.uniform(-1.0, 1.0, (length, demo.OBS))
             row["obs"][:length], row["action"][:length] = obs, obs[:, : demo.ACTION]
             row["return_to_go"][:length] = np.arange(length)[::-1]
@@ -56,8 +56,8 @@ def main(out, name):
         trainer = pipeline_gato.Trainer(model(), mesh, STEPS)
         everywhere = pipeline_gato.Everywhere(f"{name}-{stages}", trainer, mesh, model())
         how = {"mesh": mesh, "inputs": ["return_to_go", "obs", "action"], "targets": ["action"]}
-        selection = gt.selection.Weighted(seed=0)
-        with gt.Replay(store, selection, demo.BATCH, window=demo.CONTEXT, steps=STEPS, **how) as replay:
+        selection = gt.selection.Prioritized(seed=0)
+        with gt.Replay(store, selection, demo.BATCH, window=demo.CONTEXT, num_batches=STEPS, **how) as replay:
             losses = [trainer.step(number, batch) for number, batch in enumerate(replay)]
         if trainer.part.is_tail:
             found[f"{stages}x{replicas}"] = losses
@@ -68,8 +68,8 @@ def main(out, name):
     if first:  # by itself, as the demo does it
         alone = model()
         average = torch.optim.swa_utils.AveragedModel(alone, multi_avg_fn=pipeline_gato.get_ema_multi_avg_fn(0.97))
-        how = {"window": demo.CONTEXT, "fields": demo.WINDOW_FIELDS, "steps": STEPS}
-        with gt.Replay(store, gt.selection.Weighted(seed=0), demo.BATCH, **how) as replay:
+        how = {"window": demo.CONTEXT, "fields": demo.WINDOW_FIELDS, "num_batches": STEPS}
+        with gt.Replay(store, gt.selection.Prioritized(seed=0), demo.BATCH, **how) as replay:
             found["alone"] = []
             for loss in demo.train(alone, replay, STEPS):
                 found["alone"].append(loss)

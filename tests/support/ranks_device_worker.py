@@ -19,8 +19,8 @@ from test_ranks_device import FIELDS, STEPS, B, N, same, values
 
 import geartrain as gt
 from geartrain.errors import PeerLostError
-from geartrain.replay.device import Convert, OnDevice
-from geartrain.selection.strategy import Fifo, Group, Uniform, Weighted
+from geartrain.replay.device import Convert, DeviceOptions
+from geartrain.selection.strategy import Fifo, Group, Prioritized, Uniform
 from geartrain.tools.testing import SimulatedDevice
 
 
@@ -41,7 +41,7 @@ def store_of(name: str, rank: int, size: int) -> gt.Store:
     store = gt.Store.create(name, FIELDS, capacity=N)
     store.native.advance_sequence(first + 1)
     lengths = [number % STEPS + 1 for number in range(first, last)]
-    store.insert(values(first, last), lengths=lengths, weights=[1 + number % 5 for number in range(first, last)])
+    store.insert(values(first, last), lengths=lengths, priorities=[1 + number % 5 for number in range(first, last)])
     return store
 
 
@@ -53,14 +53,14 @@ def batches(name: str) -> None:
     received = []
     with store_of(f"{name}-{rank}", rank, size) as store:
         cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-            (Weighted(seed=3, beta=0.5), {"window": 7, "assignment": "ordered"}, {}),
+            (Prioritized(seed=3, beta=0.5), {"window": 7, "assignment": "ordered"}, {}),
             (Uniform(seed=2, stratified=True), {"window": None, "assignment": "ordered"}, {"convert": convert}),
             (Fifo(), {"window": 9, "pad": "right", "assignment": "ordered"}, {"packed": True, "convert": convert}),
             (Group("group", 4, seed=1), {"window": 5}, {}),
         ]
         for strategy, settings, options in cases:
-            replay = functools.partial(gt.Replay, store, strategy, B, steps=4, group=dist.group.WORLD, **settings)
-            on_device = OnDevice(device, exchange=os.environ["EXCHANGE"], **options)  # type: ignore[arg-type]
+            replay = functools.partial(gt.Replay, store, strategy, B, num_batches=4, group=dist.group.WORLD, **settings)
+            on_device = DeviceOptions(device, exchange=os.environ["EXCHANGE"], **options)  # type: ignore[arg-type]
             with replay() as slow, replay(device=on_device) as fast:
                 for host, landed in zip(slow, fast, strict=True):
                     finish(device)
@@ -76,9 +76,15 @@ def stages(name: str) -> None:
 
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh, device = init_device_mesh("cpu", (size, 1), mesh_dim_names=("pp", "dp")), device_of(rank)
-    settings: dict[str, Any] = {"mesh": mesh, "inputs": ["pixels"], "targets": ["x", "group"], "steps": 3, "window": 6}
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "inputs": ["pixels"],
+        "targets": ["x", "group"],
+        "num_batches": 3,
+        "window": 6,
+    }
     with store_of(f"{name}-{rank}", rank, size) as store:
-        options = OnDevice(device, exchange="nccl")
+        options = DeviceOptions(device, exchange="nccl")
         with (
             gt.Replay(store, Uniform(seed=1), B, **settings) as slow,
             gt.Replay(store, Uniform(seed=1), B, device=options, **settings) as fast,
@@ -94,7 +100,7 @@ def killed(name: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     device = device_of(rank)
     store = store_of(f"{name}-{rank}", rank, size)
-    options = OnDevice(device, exchange="nccl")
+    options = DeviceOptions(device, exchange="nccl")
     replay = gt.Replay(
         store, Uniform(seed=1), B, window=5, assignment="ordered", group=dist.group.WORLD, device=options, timeout_s=3
     )

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import geartrain as gt
 from geartrain.errors import PeerLostError
-from geartrain.selection.strategy import Uniform, Weighted
+from geartrain.selection.strategy import Prioritized, Uniform
 
 N, B = 96, 24
 FIELDS = {"x": gt.Field((6, 2), "float32"), "number": gt.Field((), "int64")}
@@ -28,7 +28,7 @@ def store_of(name: str, first: int, last: int) -> gt.Store:
     store.native.advance_sequence(first + 1)
     numbers = np.arange(first, last)
     x = np.broadcast_to(numbers[:, None, None], (len(numbers), 6, 2)).astype(np.float32)
-    store.insert({"x": x, "number": numbers}, weights=numbers % 5)
+    store.insert({"x": x, "number": numbers}, priorities=numbers % 5)
     return store
 
 
@@ -40,10 +40,10 @@ def batches(name: str) -> None:
     """Prints the rows of this rank's part of five batches."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = store_of(f"{name}-{rank}", N * rank // size, N * (rank + 1) // size)
-    with store, gt.Replay(store, Weighted(seed=3), B, window=3, steps=5, group=dist.group.WORLD) as replay:
+    with store, gt.Replay(store, Prioritized(seed=3), B, window=3, num_batches=5, group=dist.group.WORLD) as replay:
         for batch in replay:
             assert (batch["x"][:, -1, 0] == batch["number"]).all()
-            replay.update_weights(batch.rows, batch["number"] % 7)
+            replay.update_priorities(batch.keys, batch["number"] % 7)
             say(rank=rank, draw=batch.draw.tolist(), number=batch["number"].tolist())
         say(rank=rank, stats=replay.stats())
 
@@ -54,10 +54,10 @@ def mesh(name: str) -> None:
     dims = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     store = store_of(f"{name}-{rank}", N * rank // 4, N * (rank + 1) // 4)
     with store:
-        with gt.Replay(store, Uniform(seed=1), B, mesh=dims, inputs=["x"], targets=["number"], steps=2) as replay:
+        with gt.Replay(store, Uniform(seed=1), B, mesh=dims, inputs=["x"], targets=["number"], num_batches=2) as replay:
             for batch in replay:
-                say(rank=rank, fields=sorted(batch), draw=batch.draw.tolist(), rows=batch.rows.row.tolist())
-        with gt.Replay(store, Uniform(seed=1), B, mesh=dims["dp"], steps=1) as replay:
+                say(rank=rank, fields=sorted(batch), draw=batch.draw.tolist(), rows=batch.keys.row.tolist())
+        with gt.Replay(store, Uniform(seed=1), B, mesh=dims["dp"], num_batches=1) as replay:
             say(rank=rank, slice=replay.sample().draw.tolist())
 
 
@@ -70,14 +70,14 @@ def again(name: str) -> None:
     store = store_of(f"{name}-{rank}", N * rank // size, N * (rank + 1) // size)
     with store:
         for seed in range(3):
-            with gt.Replay(store, Uniform(seed=seed), B, group=dist.group.WORLD, steps=2, timeout_s=20) as replay:
-                drawn = [batch.rows.row.tolist() for batch in replay]
+            with gt.Replay(store, Uniform(seed=seed), B, group=dist.group.WORLD, num_batches=2, timeout_s=20) as replay:
+                drawn = [batch.keys.row.tolist() for batch in replay]
         one = gt.Replay(store, Uniform(seed=2), B, group=dist.group.WORLD)
         other = gt.Replay(store, Uniform(seed=2), B, group=dist.group.WORLD)
-        assert [one.sample().rows.row.tolist(), one.sample().rows.row.tolist()] == drawn
-        assert other.sample().rows.row.tolist() == drawn[0]
+        assert [one.sample().keys.row.tolist(), one.sample().keys.row.tolist()] == drawn
+        assert other.sample().keys.row.tolist() == drawn[0]
         one.close()
-        assert other.sample().rows.row.tolist() == drawn[1]
+        assert other.sample().keys.row.tolist() == drawn[1]
         other.close()
     say(rank=rank, drawn=drawn)
 

@@ -1,5 +1,5 @@
-"""native/selection.h once more, slow and obvious, in NumPy and Python's whole numbers: what every implementation is
-compared with."""
+"""native/selection/selection.h once more, slow and obvious, in NumPy and Python's whole numbers: what every
+implementation is compared with."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ def below(bits: int, bound: int) -> int:
 
 
 class ReferenceCandidates:
-    """Rows with weights, selectable bits and sequence numbers, and every way of choosing among them."""
+    """Rows with priorities, selectable bits and sequence numbers, and every way of choosing among them."""
 
     def __init__(
         self,
-        weights: NDArray[np.uint32],
+        priorities: NDArray[np.uint32],
         selectable: NDArray[np.bool_] | None = None,
         sequence: NDArray[np.int64] | None = None,
     ) -> None:
-        n = len(weights)
+        n = len(priorities)
         self.selectable = np.ones(n, bool) if selectable is None else selectable
-        self.by_weight = np.where(self.selectable, weights, 0).astype(np.uint64)
+        self.by_priority = np.where(self.selectable, priorities, 0).astype(np.uint64)
         self.sequence = np.arange(1, n + 1) if sequence is None else sequence
 
-    def total_weight(self) -> int:
-        return int(self.by_weight.sum())
+    def total_priority(self) -> int:
+        return int(self.by_priority.sum())
 
     def count(self) -> int:
         return int(self.selectable.sum())
 
-    def _shares(self, by_weight: bool) -> NDArray[np.uint64]:
-        return self.by_weight if by_weight else self.selectable.astype(np.uint64)
+    def _shares(self, by_priority: bool) -> NDArray[np.uint64]:
+        return self.by_priority if by_priority else self.selectable.astype(np.uint64)
 
     def draw(
         self,
-        by_weight: bool,
+        by_priority: bool,
         seed: int,
         step: int,
         round: int,
@@ -77,7 +77,7 @@ class ReferenceCandidates:
         strata: int = 0,
         stream: int = ROW_STREAM,
     ) -> Chosen:
-        shares = self._shares(by_weight)
+        shares = self._shares(by_priority)
         running = np.cumsum(shares, dtype=np.uint64)
         total = int(running[-1])
         if len(numbers) and total == 0:
@@ -95,16 +95,16 @@ class ReferenceCandidates:
         return rows, np.ones(len(rows), int), shares[rows].astype(np.float64) / float(total), 0
 
     def draw_distinct(
-        self, by_weight: bool, seed: int, step: int, round: int, n: int, excluded: NDArray[np.uint32]
+        self, by_priority: bool, seed: int, step: int, round: int, n: int, excluded: NDArray[np.uint32]
     ) -> Chosen:
         if self.count() < n + len(excluded):
             raise NotEnoughRowsError
-        shares = self._shares(by_weight)
+        shares = self._shares(by_priority)
         seen = set(excluded.tolist())
         rows: list[int] = []
         most = 4 * n + 64
         numbers = np.arange(most if n else 0, dtype=np.uint32)
-        for row in self.draw(by_weight, seed, step, round, numbers, stream=DISTINCT_STREAM)[0].tolist():
+        for row in self.draw(by_priority, seed, step, round, numbers, stream=DISTINCT_STREAM)[0].tolist():
             if len(rows) < n and row not in seen:
                 seen.add(row)
                 rows.append(row)
@@ -129,7 +129,7 @@ class ReferenceCandidates:
         rank = {
             OLDEST: lambda row: self.sequence[row],
             NEWEST: lambda row: -self.sequence[row],
-            HEAVIEST: lambda row: (-int(self.by_weight[row]), self.sequence[row]),
+            HEAVIEST: lambda row: (-int(self.by_priority[row]), self.sequence[row]),
         }
         rows = np.zeros(n, np.int64)
         found = sorted(allowed, key=rank[order])[:n]

@@ -236,7 +236,7 @@ def test_text_that_is_not_unicode_and_huge_numbers_are_refused_by_the_sender() -
         encode(1 << 600_000)
 
 
-# The format of version 1. A change of it needs a new protocol version (native/transport/handshake.h).
+# The format of version 1. A change of it needs a new protocol version (native/transport/security/handshake.h).
 GOLDEN = {
     "none": (None, "4e"),
     "call": (("add", (1, -2), {"x": 0.5}), "740300000073030000006164647402000000690100000000000000"

@@ -49,7 +49,7 @@ class Actor:
         policy: anything with `act(observation) -> (actions, extras)` and a `version`.
         store: with the fields of the environments (see `recorded_fields`), and one for each extra.
         seed: of the environments' episodes; environment i gets seed + i.
-        publish_every, overlap, weight: as for `Recorder`.
+        publish_every, overlap, priority: as for `Recorder`.
 
     Example:
         >>> import gymnasium as gym
@@ -74,7 +74,7 @@ class Actor:
         seed: int = 0,
         publish_every: int | None = None,
         overlap: int = 0,
-        weight: float = 1.0,
+        priority: float = 1.0,
     ) -> None:
         self.environments: Environments = environments_of(environments)
         self.policy = policy
@@ -82,7 +82,7 @@ class Actor:
         self.stats = ActorStats()
         self._seed = seed
         self._recorders = [
-            Recorder(store, publish_every=publish_every, overlap=overlap, weight=weight)
+            Recorder(store, publish_every=publish_every, overlap=overlap, priority=priority)
             for _ in range(self.environments.n)
         ]
         self._returns = np.zeros(self.environments.n)

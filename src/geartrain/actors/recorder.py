@@ -52,11 +52,11 @@ class Recorder:
         publish_every: let the row be selected while the episode goes on: every so many steps. Only whole rows by
             default.
         overlap: steps that the next row of a long episode repeats.
-        weight: of new rows.
+        priority: of new rows.
     """
 
     def __init__(
-        self, store: Store, *, publish_every: int | None = None, overlap: int = 0, weight: float = 1.0
+        self, store: Store, *, publish_every: int | None = None, overlap: int = 0, priority: float = 1.0
     ) -> None:
         missing = [name for name in ("terminated", "last", "reward") if name not in store.fields]
         if missing:
@@ -69,7 +69,7 @@ class Recorder:
         self.rows = 0
         self._publish_every = publish_every
         self._overlap = overlap
-        self._weight = weight
+        self._priority = priority
         self._timed = [name for name, field in store.fields.items() if field.timed]
         self._row: Row | None = None
         self._blocks: dict[str, NDArray[Any]] = {}
@@ -129,7 +129,7 @@ class Recorder:
     # --- rows -------------------------------------------------------------------------------------------------
 
     def _open(self, version: int) -> None:
-        row = self.store.row(weight=self._weight, version=version)
+        row = self.store.row(priority=self._priority, version=version)
         self._row = row
         self._blocks = {name: row[name] for name in self._timed}
         self._steps = self._published = 0

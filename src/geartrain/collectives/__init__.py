@@ -7,8 +7,8 @@
 
 Every share of an array has one owner, who adds it up in the order of the ranks and returns it to all. Owners are the
 ranks themselves, dedicated reducers (`geartrain reducer`), or any mixture: the vector of shares decides, and the
-planner picks the best one from the links' rates. native/collectives/shares.h is the manual, docs/collectives.md the
-guide.
+planner picks the best one from the links' rates. native/collectives/sharded_allreduce.h is the manual,
+docs/collectives.md the guide.
 """
 
 from pathlib import Path

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import geartrain._native as _native
 from geartrain.errors import ArgumentError
 
-#: Numbers of the native layer (native/collectives/reduce.h).
+#: Numbers of the native layer (native/collectives/reduce_kernels.h).
 DTYPES = {
     "float32": 0,
     "float64": 1,

@@ -14,7 +14,7 @@ from geartrain.errors import (
     ReducerLostError,
 )
 
-# By the native FaultKind (native/collectives/wire.h).
+# By the native FaultKind (native/collectives/protocol.h).
 _CLASSES: dict[int, type[GeartrainError]] = {
     1: RankLostError,
     2: ReducerLostError,

@@ -2,8 +2,8 @@
 
 When a reducer is lost, a session is over, but no step of training is: every array that waits still has its input,
 since results go into it only when they are complete, and every result that some rank has and others lack is kept there
-until all have said that they have it (native/collectives/wire.h: settled). The ranks meet again under the next epoch,
-tell each other what is complete where, hand over what some lack, and repeat the rest in the old order.
+until all have said that they have it (native/collectives/protocol.h: settled). The ranks meet again under the next
+epoch, tell each other what is complete where, hand over what some lack, and repeat the rest in the old order.
 """
 
 from __future__ import annotations

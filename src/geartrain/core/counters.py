@@ -14,7 +14,6 @@ the next board of the host is made, by `remove_stale()` and by `geartrain remove
 
 from __future__ import annotations
 
-import fcntl
 import json
 import mmap
 import os
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain.core.locks as locks
 from geartrain.errors import ArgumentError, GeartrainError, StoreExistsError, StoreMissingError
 
 #: One page: a line of JSON, padded with zeros; then the slots, a row of doubles each, 64-byte aligned.
@@ -94,7 +94,7 @@ class Board:
         unborn = path.with_name(f"{_UNBORN}{os.getpid()}-{secrets.token_hex(4)}")
         fd = os.open(unborn, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            locks.take(fd, locks.EXCLUSIVE, 0)
             os.truncate(fd, _HEAD_BYTES + slots * -(-len(columns) // 8) * 64)
             memory = mmap.mmap(fd, 0)
             memory[: len(head)] = head
@@ -208,12 +208,9 @@ def _is_stale(path: Path) -> bool:
     except OSError:  # gone, or somebody else's
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
+        return not locks.is_taken(fd, 0)
     finally:
         os.close(fd)
-    return True
 
 
 def _path(name: str) -> Path:

@@ -1,33 +1,31 @@
-"""Locks that the kernel drops when their owner dies: on bytes far beyond a file's end, owned by an open file.
+"""File locks that the kernel drops when their owner dies: on single bytes, owned by an open file.
 
-An open file's locks go with its last descriptor, whichever process has that: a forked child's copy keeps them. They
-cannot be mistaken for another process's, as pids can. native/lease.h is the store's.
+native/base/file_lock.h is the manual. An open file's locks go with its last descriptor, whichever process has that: a forked child's copy keeps them. They
+cannot be mistaken for another process's, as pids can.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
-import struct
+import geartrain._native as _native
 
-SHARED, EXCLUSIVE, NONE = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
-_AT = 1 << 40
+SHARED, EXCLUSIVE = False, True
+_AT = 1 << 40  # far beyond a file's end
 
 
-def take(fd: int, kind: int, number: int) -> bool:
-    """Takes or drops (NONE) a lock of this open file; False when another one is in the way. Never waits."""
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("@hhqqi4x", kind, os.SEEK_SET, _AT + number, 1, 0))
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
+def take(fd: int, kind: bool, number: int, timeout_s: float = 0.0) -> bool:
+    """Takes a lock of this open file, or changes its kind; False when another one is in the way for that long.
+
+    Raises:
+        GeartrainError: the descriptor or its file system cannot do it.
+    """
+    return _native.take_file_lock(fd, _AT + number, kind, timeout_s)
+
+
+def drop(fd: int, number: int) -> None:
+    """Drops a lock of this open file, if it has it."""
+    _native.drop_file_lock(fd, _AT + number)
 
 
 def is_taken(fd: int, number: int) -> bool:
     """Whether another open file has the lock."""
-    asked = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _AT + number, 1, 0)
-    found: int = struct.unpack_from("@h", fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
-    return found != fcntl.F_UNLCK
+    return _native.file_lock_held(fd, _AT + number)

@@ -131,7 +131,7 @@ def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
         return found
     except (ImportError, AttributeError):
         raise FieldError(
-            f"NumPy has no {dtype.name}. Use torch views (row.torch(name), as_='torch'), "
+            f"NumPy has no {dtype.name}. Use torch views (row.torch(name), output='torch'), "
             f"or `pip install ml_dtypes` for types it defines."
         ) from None
 

@@ -7,7 +7,7 @@ segment once, however many processes have it registered, and stops being counted
 
 The ledger is a directory in /dev/shm, a file for each registration, named after the segment's inode:
 
-    <device>-<inode>.<pid>.<number>    JSON: bytes, limit_bytes, path; locked (flock) by the process as long as it lives
+    <device>-<inode>.<pid>.<number>    JSON: bytes, limit_bytes, path; locked by the process as long as it lives
 
 The kernel drops the lock when its process dies, however it dies; whoever looks next removes such files. The limit in
 force is the least that any living registration was made under. Half of the memory that this process may use unless
@@ -17,7 +17,6 @@ GEARTRAIN_PIN_LIMIT_GB or an argument says otherwise.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import logging
@@ -34,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+import geartrain.core.locks as locks
 from geartrain.device.device import Device
 from geartrain.errors import PinError, WaitTimeoutError
 
@@ -135,7 +135,7 @@ class Ledger:
                 )
             path = self.directory / f"{segment}.{os.getpid()}.{next(_numbers)}"
             descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.take(descriptor, locks.EXCLUSIVE, 0)
             note = {"nbytes": store.nbytes, "limit_bytes": limit_bytes, "path": str(store.path)}
             os.write(descriptor, json.dumps(note).encode())
             return descriptor
@@ -151,7 +151,7 @@ class Ledger:
         for path in self.directory.glob("*-*.*.*"):
             try:
                 with path.open("rb") as file:
-                    if _locked(file.fileno()):
+                    if locks.is_taken(file.fileno(), 0):
                         note = json.loads(file.read())
                         segment, pid, _ = path.name.split(".")
                         found.append(Pinned(segment, note["nbytes"], note["limit_bytes"], note["path"], int(pid)))
@@ -164,28 +164,10 @@ class Ledger:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         self.directory.mkdir(mode=0o700, exist_ok=True)
-        deadline_s = time.monotonic() + GUARD_S
         with (self.directory / "guard").open("w") as guard:
-            while True:
-                try:
-                    fcntl.flock(guard.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline_s:
-                        raise WaitTimeoutError(
-                            f"{self.directory} was held by another process for {GUARD_S} s"
-                        ) from None
-                    time.sleep(0.002)
+            if not locks.take(guard.fileno(), locks.EXCLUSIVE, 0, GUARD_S):
+                raise WaitTimeoutError(f"{self.directory} was held by another process for {GUARD_S} s")
             yield
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    return False
 
 
 def _total(entries: list[Pinned]) -> int:

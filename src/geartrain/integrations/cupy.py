@@ -37,7 +37,7 @@ def as_cupy(batch: Batch) -> dict[str, Any]:
 def cupy_batches(replay: Replay) -> Iterator[dict[str, Any]]:
     """Each batch of an iteration over the replay, as CuPy arrays; the keys are under "rows"."""
     for batch in replay:
-        yield {**as_cupy(batch), "rows": batch.rows}
+        yield {**as_cupy(batch), "rows": batch.keys}
 
 
 __all__ = ["as_cupy", "cupy_batches"]

@@ -41,7 +41,7 @@ def as_jax(batch: Batch) -> dict[str, Any]:
 def jax_batches(replay: Replay) -> Iterator[dict[str, Any]]:
     """Each batch of an iteration over the replay, as JAX arrays; the keys are under "rows"."""
     for batch in replay:
-        yield {**as_jax(batch), "rows": batch.rows}
+        yield {**as_jax(batch), "rows": batch.keys}
 
 
 __all__ = ["as_jax", "jax_batches"]

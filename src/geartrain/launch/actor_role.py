@@ -23,7 +23,7 @@ def act(
     seed: int = 0,
     publish_every: int | None = None,
     overlap: int = 0,
-    weight: float = 1.0,
+    priority: float = 1.0,
     steps: int | None = None,
 ) -> None:
     """See `launch.actors`."""
@@ -32,7 +32,7 @@ def act(
     made = find(environments)(context)
     acting = find(policy)(replace(context, environments=made))
     with part.store() as store:
-        actor = Actor(made, acting, store, seed=own_seed, publish_every=publish_every, overlap=overlap, weight=weight)
+        actor = Actor(made, acting, store, seed=own_seed, publish_every=publish_every, overlap=overlap, priority=priority)
         stats = actor.stats
         teller = part._teller
 

@@ -106,7 +106,7 @@ def actors(
     seed: int = 0,
     publish_every: int | None = None,
     overlap: int = 0,
-    weight: float = 1.0,
+    priority: float = 1.0,
     steps: int | None = None,
     max_restarts: int = 10,
     **options: Any,
@@ -119,7 +119,7 @@ def actors(
         processes: how many, on each host.
         name: of the role.
         seed: process i uses seed + i * 1,000, and another one after each restart.
-        publish_every, overlap, weight: as for `Recorder`.
+        publish_every, overlap, priority: as for `Recorder`.
         steps: of each process, after which it is done; by default it acts until the job is over.
         max_restarts: of all of them together, on each host.
         options: as for `Role`.
@@ -131,7 +131,7 @@ def actors(
         "seed": seed,
         "publish_every": publish_every,
         "overlap": overlap,
-        "weight": weight,
+        "priority": priority,
         "steps": steps,
     }
     if not all(isinstance(args[each], str) for each in ("environments", "policy")):
@@ -256,7 +256,7 @@ def _from_toml(path: Path) -> Job:
 def _role(path: Path, name: str, kind: str, table: Any) -> Role:
     if not isinstance(table, dict):
         raise ArgumentError(f"{path}: [{name}] is a table")
-    acting = {"environments", "policy", "seed", "publish_every", "overlap", "weight", "steps"}
+    acting = {"environments", "policy", "seed", "publish_every", "overlap", "priority", "steps"}
     known = {each.name for each in fields(Role)} - {"name"} - (set() if kind == "other" else {"kind"})
     if kind == "actor" and "run" not in table:
         known = (known | acting) - {"run", "args"}

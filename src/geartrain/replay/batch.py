@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,8 @@ from geartrain.core.keys import Keys
 
 
 @dataclass(frozen=True, eq=False)
-class Batch(Mapping[str, Any]):
-    """A mapping from field names to arrays (B, ...), with the rows' books as attributes.
+class Batch:
+    """Fields of the sampled rows, `batch["obs"]` of shape (B, ...), with the metadata of each row as attributes.
 
     Timed fields have shape (B, W, ...) for windows of W steps and (B, max_length, ...) for whole rows; steps
     that are not there are zero and False in `mask`.
@@ -20,9 +20,10 @@ class Batch(Mapping[str, Any]):
     batch that is kept is never overwritten; it only costs memory. All of them support DLPack.
 
     Attributes:
-        rows: the keys, for `update_weights`.
+        fields: the arrays by name; `batch[name]` is one of them, and `for name in batch` goes through the names.
+        keys: of the rows, for `update_priorities`.
         probability: (B,) float64, of the row in one draw; None for a fetch by key.
-        importance: (B,) float64, importance weights; None unless the strategy makes them (`Weighted(beta=...)`).
+        importance_weights: (B,) float64, importance weights; None unless the strategy makes them (`Prioritized(beta=...)`).
         step: the number of the batch; None for a fetch by key.
         mask: (B, W) bool, True for a real step.
         start: (B,) int32, the first step of the row that the batch holds.
@@ -34,13 +35,13 @@ class Batch(Mapping[str, Any]):
     """
 
     fields: dict[str, Any]
-    rows: Keys
+    keys: Keys
     mask: Any
     start: Any
     length: Any
     version: Any
     probability: Any = None
-    importance: Any = None
+    importance_weights: Any = None
     step: int | None = None
     draw: Any = None
     cu_seqlens: Any = None
@@ -51,13 +52,16 @@ class Batch(Mapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.fields)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.fields
+
     def __len__(self) -> int:
-        return len(self.fields)
+        return len(self.keys)
 
     @property
     def batch_size(self) -> int:
         """Rows in the batch."""
-        return len(self.rows)
+        return len(self.keys)
 
     @property
     def nbytes(self) -> int:
@@ -72,13 +76,13 @@ class Batch(Mapping[str, Any]):
 
         return Batch(
             {name: move(array) for name, array in self.fields.items()},
-            self.rows,
+            self.keys,
             move(self.mask),
             move(self.start),
             move(self.length),
             move(self.version),
             move(self.probability),
-            move(self.importance),
+            move(self.importance_weights),
             self.step,
             move(self.draw),
             move(self.cu_seqlens),
@@ -107,13 +111,13 @@ class Batch(Mapping[str, Any]):
 
         books = {name: copy(getattr(self, name)) for name in _BOOKS}
         fields = {name: copy(array) for name, array in self.fields.items()}
-        return Batch(fields, self.rows, step=self.step, **books)
+        return Batch(fields, self.keys, step=self.step, **books)
 
     def as_dict(self) -> dict[str, Any]:
         """Fields and books in one plain dict, as data loaders like it; field names win over books."""
         books: dict[str, Any] = {"mask": self.mask} if self.mask is not None else {"cu_seqlens": self.cu_seqlens}
         books |= {"start": self.start, "length": self.length, "version": self.version}
-        for name, book in (("probability", self.probability), ("importance", self.importance)):
+        for name, book in (("probability", self.probability), ("importance_weights", self.importance_weights)):
             if book is not None:
                 books[name] = book
         return {**books, **self.fields}
@@ -123,4 +127,4 @@ class Batch(Mapping[str, Any]):
         return f"Batch({shapes})"
 
 
-_BOOKS = ("mask", "start", "length", "version", "probability", "importance", "draw", "cu_seqlens")
+_BOOKS = ("mask", "start", "length", "version", "probability", "importance_weights", "draw", "cu_seqlens")

@@ -40,7 +40,7 @@ class Rows:
     raw: Raw
     keys: Keys
     probability: Any
-    importance: Any
+    importance_weights: Any
     state: State
 
 
@@ -55,10 +55,10 @@ class HostMaker:
         self.made = 0
 
     def make(self, step: int, state: State, updates: list[Update]) -> Made:
-        """The batch of a step, and the strategies' state after it. One process sets weights when they are given."""
+        """The batch of a step, and the strategies' state after it. One process sets priorities when they are given."""
         began_s = time.perf_counter()
         rows = self.rows(step, state)
-        batch = self.parts[0].plan.batch(rows.raw, rows.keys, rows.probability, rows.importance, step)
+        batch = self.parts[0].plan.batch(rows.raw, rows.keys, rows.probability, rows.importance_weights, step)
         self.make_s += time.perf_counter() - began_s
         self.made += 1
         return Made(batch, rows.state)
@@ -74,7 +74,7 @@ class HostMaker:
         if not isinstance(self.selection, Mixture):
             (part,) = self.parts
             sample = part.sample(self.batch_size, step, state[0], out)
-            return Rows(sample.raw, sample.keys, sample.probability, sample.importance, [sample.state])
+            return Rows(sample.raw, sample.keys, sample.probability, sample.importance_weights, [sample.state])
         arrays = self.parts[0].plan.empty(self.batch_size) if out is None else out
         samples = []
         at = 0
@@ -89,15 +89,17 @@ class HostMaker:
         raw = Raw.join(arrays, [sample.raw for _, sample in samples])
         keys = Keys.join([sample.keys.of_shard(number) for number, sample in samples])
         probability = np.concatenate([sample.probability for _, sample in samples])
-        importance = join_importance([(sample.importance, len(sample.keys)) for _, sample in samples])
-        return Rows(raw, keys, probability, importance, state)
+        importance_weights = join_importance([(sample.importance_weights, len(sample.keys)) for _, sample in samples])
+        return Rows(raw, keys, probability, importance_weights, state)
 
 
 def join_importance(parts: list[tuple[Any, int]]) -> Any:
     """Importance weights of all parts; 1 where one has none, None when nobody has any."""
-    if all(importance is None for importance, _ in parts):
+    if all(importance_weights is None for importance_weights, _ in parts):
         return None
-    return np.concatenate([np.ones(n) if importance is None else importance for importance, n in parts])
+    return np.concatenate(
+        [np.ones(n) if importance_weights is None else importance_weights for importance_weights, n in parts]
+    )
 
 
 __all__ = ["HostMaker", "Made", "Rows", "State", "join_importance"]

@@ -1,7 +1,7 @@
 """Moving chosen rows out of a store into a batch, in one call.
 
 Rows are gathered by native threads with the GIL released, all fields and windows at once, straight from shared
-memory into warm, recycled buffers or into the caller's own (native/fetch.h; GEAR, section 3.4). A row that was
+memory into warm, recycled buffers or into the caller's own (native/fetch/fetch.h; GEAR, section 3.4). A row that was
 overwritten during its copy is noticed and never returned.
 """
 
@@ -33,7 +33,7 @@ def fetch(
     window: int | None = None,
     ends: ArrayLike | None = None,
     pad: Pad = "left",
-    as_: As = "torch",
+    output: As = "torch",
     out: Mapping[str, Any] | None = None,
     threads: int | None = None,
     on_stale: Literal["raise", "drop"] = "raise",
@@ -49,7 +49,7 @@ def fetch(
             up to and including that step, fewer at the start of the row, and nothing later.
         pad: where missing steps go: "left" (before the real ones) or "right". They are zero, and False in
             the batch's mask.
-        as_: "torch" tensors or "numpy" arrays. Both support DLPack.
+        output: "torch" tensors or "numpy" arrays. Both support DLPack.
         out: arrays or tensors to fill instead of recycled memory, one per field, C-contiguous, of the
             batch's shape and dtype.
         threads: threads that copy; up to 4 of the process's cores by default.
@@ -63,7 +63,7 @@ def fetch(
     """
     if store.closed:
         raise StoreClosedError(f"the store {store.name!r} was closed")
-    plan = Plan.make(store, fields, window, pad, as_, threads)
+    plan = Plan.make(store, fields, window, pad, output, threads)
     if ends is not None:
         if window is None:
             raise ArgumentError("`ends` only means something with a window")
@@ -86,7 +86,7 @@ def fetch(
     if out is not None:
         raw = raw._replace(arrays=[])
         batch = plan.batch(raw, keys)
-        return Batch(dict(out), batch.rows, batch.mask, batch.start, batch.length, batch.version)
+        return Batch(dict(out), batch.keys, batch.mask, batch.start, batch.length, batch.version)
     return plan.batch(raw, keys)
 
 
@@ -140,13 +140,13 @@ class Raw(NamedTuple):
 class Plan:
     """What to fetch, checked once and used for every batch."""
 
-    def __init__(self, store: Store, names: list[str], window: int, pad_left: bool, as_: As, threads: int) -> None:
+    def __init__(self, store: Store, names: list[str], window: int, pad_left: bool, output: As, threads: int) -> None:
         self.store = store
         self.names = names
         self.numbers = [store.field_number(name) for name in names]
         self.window = window
         self.pad_left = pad_left
-        self.as_ = as_
+        self.output = output
         self.threads = threads
 
     @staticmethod
@@ -155,7 +155,7 @@ class Plan:
         fields: Sequence[str] | None,
         window: int | None,
         pad: Pad,
-        as_: As,
+        output: As,
         threads: int | None,
     ) -> Plan:
         """A plan, once everything asked for makes sense; raises `FieldError` or `ArgumentError` otherwise."""
@@ -171,11 +171,11 @@ class Plan:
             raise ArgumentError(f"a window has at least one step, found window={window}")
         if pad not in ("left", "right"):
             raise ArgumentError(f"pad is 'left' or 'right', found {pad!r}")
-        if as_ not in ("torch", "numpy"):
-            raise ArgumentError(f"as_ is 'torch' or 'numpy', found {as_!r}")
+        if output not in ("torch", "numpy"):
+            raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
         for name in names:
-            (torch_dtype if as_ == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
-        return Plan(store, names, window or 0, pad == "left", as_, default_threads(threads))
+            (torch_dtype if output == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
+        return Plan(store, names, window or 0, pad == "left", output, default_threads(threads))
 
     def schema(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of each field of a batch of one row."""
@@ -183,7 +183,7 @@ class Plan:
 
     def of_fields(self, names: Sequence[str]) -> Plan:
         """The same plan for some of its fields, or none."""
-        return Plan(self.store, list(names), self.window, self.pad_left, self.as_, self.threads)
+        return Plan(self.store, list(names), self.window, self.pad_left, self.output, self.threads)
 
     def raw_dtype(self, name: str) -> np.dtype[Any]:
         """The NumPy dtype that a field's bytes are shown as."""
@@ -203,7 +203,7 @@ class Plan:
 
     def book(self, array: NDArray[Any]) -> Any:
         """An array as users get it: a tensor, or itself."""
-        if self.as_ == "torch":
+        if self.output == "torch":
             import torch
 
             return torch.from_numpy(array)
@@ -252,22 +252,22 @@ class Plan:
         raw: Raw,
         keys: Keys,
         probability: NDArray[np.float64] | None = None,
-        importance: NDArray[np.float64] | None = None,
+        importance_weights: NDArray[np.float64] | None = None,
         step: int | None = None,
     ) -> Batch:
         """The batch that users see, over the same memory."""
         schema = self.store.fields
         fields: dict[str, Any] = {}
         for name, array in zip(self.names, raw.arrays, strict=False):
-            if self.as_ == "torch":
+            if self.output == "torch":
                 fields[name] = as_tensor(array, DTYPES[schema[name].dtype])
             else:
                 dtype = numpy_dtype(DTYPES[schema[name].dtype])
                 fields[name] = array if array.dtype == dtype else array.view(dtype)
-        books: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance]
+        books: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance_weights]
         books = [None if book is None else self.book(book) for book in books]
-        mask, start, length, version, probability, importance = books
-        return Batch(fields, keys, mask, start, length, version, probability, importance, step)
+        mask, start, length, version, probability, importance_weights = books
+        return Batch(fields, keys, mask, start, length, version, probability, importance_weights, step)
 
     def check_out(self, out: Mapping[str, Any], n: int) -> list[Any]:
         """The caller's own arrays in field order, raw, once they have the batch's shapes and dtypes."""

@@ -21,7 +21,7 @@ from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, StoreClosedError, WaitTimeoutError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import HostMaker, Made, State
-from geartrain.replay.device import OnDevice
+from geartrain.replay.device import DeviceOptions
 from geartrain.replay.device.builder import DeviceMaker
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
 from geartrain.replay.distributed.builder import RankedMaker
@@ -36,23 +36,23 @@ from geartrain.store.store import Store
 
 
 class Replay:
-    """An endless (or `steps` long) sequence of batches drawn from a store.
+    """An endless (or `num_batches` long) sequence of batches drawn from a store.
 
     Batches are a function of the store's contents, the strategy's seed and the step number. `state_dict` holds
     the step, so a resumed run goes on with the batches that the uninterrupted one would have drawn.
 
     Args:
         store: where the rows are; a list of stores for a `Mixture`.
-        selection: the strategy, e.g. `geartrain.selection.strategy.Weighted(seed=0)`.
+        selection: the strategy, e.g. `geartrain.selection.strategy.Prioritized(seed=0)`.
         batch_size: rows per batch; over several ranks, of the global batch that they share out.
         fields: names of the fields wanted; all by default.
         window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
             later. Whole rows by default.
         pad: side on which windows are padded at the start of a row.
-        prefetch: batches prepared ahead. With 0 each batch is made when it is asked for, and sees every weight
+        prefetch: batches prepared ahead. With 0 each batch is made when it is asked for, and sees every priority
             updated before; with more, a batch may have been drawn up to so many steps earlier.
-        as_: "torch" tensors or "numpy" arrays.
-        steps: batches per iteration; endless by default.
+        output: "torch" tensors or "numpy" arrays.
+        num_batches: batches per iteration; endless by default.
         min_rows: fewer selectable rows than this are an error, not a batch of near-copies. 1 by default; for a store
             with `max_times_sampled` the batch size, lest half a batch use up rows that nobody gets to see.
         threads: threads that copy; up to 4 of the process's cores by default.
@@ -64,7 +64,7 @@ class Replay:
             a DeepSpeed grid or topology, or an object with the usual mpu methods.
         inputs, targets: fields for the first and for the last stage of a pipeline, instead of `fields`; where one
             rank is both, it gets both.
-        device: where batches go: host memory by default; "cuda", "cuda:1" or a `geartrain.replay.device.OnDevice`, which says
+        device: where batches go: host memory by default; "cuda", "cuda:1" or a `geartrain.replay.device.DeviceOptions`, which says
             how (gathered by the GPU or staged, converted on the way, packed). Their tensors are ready for the stream
             that is current where the batch is taken; the host does not wait for the copy (docs/gpu.md).
         assignment: "local_first" gives each rank rows of its own host as far as there are any, "ordered" gives
@@ -72,7 +72,7 @@ class Replay:
 
     Raises:
         FieldError, ArgumentError: what was asked for does not fit the store.
-        PinError: `OnDevice(path="gather")`, and the segment cannot be pinned.
+        PinError: `DeviceOptions(path="gather")`, and the segment cannot be pinned.
         RanksDisagreeError: the ranks were set up differently.
         PeerLostError: a rank did not come, or is gone.
 
@@ -81,7 +81,7 @@ class Replay:
         >>> import geartrain as gt
         >>> store = gt.Store.create("doc-replay", {"x": gt.Field((10, 2), "float32")}, capacity=4)
         >>> _ = store.insert({"x": np.zeros((4, 10, 2), np.float32)})
-        >>> with gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=3, window=5, steps=2) as replay:
+        >>> with gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=3, window=5, num_batches=2) as replay:
         ...     [tuple(batch["x"].shape) for batch in replay]
         [(3, 5, 2), (3, 5, 2)]
         >>> store.close()
@@ -97,8 +97,8 @@ class Replay:
         window: int | None = None,
         pad: Pad = "left",
         prefetch: int = 2,
-        as_: As = "torch",
-        steps: int | None = None,
+        output: As = "torch",
+        num_batches: int | None = None,
         min_rows: int | None = None,
         threads: int | None = None,
         timeout_s: float = 60.0,
@@ -118,8 +118,8 @@ class Replay:
         ):
             if value < least:
                 raise ArgumentError(f"{what} must be at least {least}, found {value}")
-        if steps is not None and steps < 0:
-            raise ArgumentError(f"steps must be at least 0, found {steps}")
+        if num_batches is not None and num_batches < 0:
+            raise ArgumentError(f"num_batches must be at least 0, found {num_batches}")
         if not 0 <= timeout_s <= 1e9:
             raise ArgumentError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
         if assignment not in ASSIGNMENTS:
@@ -132,12 +132,14 @@ class Replay:
         self.stores = stores
         self.selection = selection
         self.batch_size = batch_size
-        self.steps = steps
-        make = functools.partial(_samplers, stores, strategies, batch_size, fields, window, pad, as_, threads, min_rows)
+        self.num_batches = num_batches
+        make = functools.partial(
+            _samplers, stores, strategies, batch_size, fields, window, pad, output, threads, min_rows
+        )
         self._maker: HostMaker | DeviceMaker | RankedMaker
-        on_device = None if device is None else device if isinstance(device, OnDevice) else OnDevice(device)
-        if on_device is not None and as_ != "torch":
-            raise ArgumentError(f"batches on a device are torch tensors, found as_={as_!r}; they support DLPack")
+        on_device = None if device is None else device if isinstance(device, DeviceOptions) else DeviceOptions(device)
+        if on_device is not None and output != "torch":
+            raise ArgumentError(f"batches on a device are torch tensors, found output={output!r}; they support DLPack")
         if on_device is not None and group is None and mesh is None:
             self._maker = DeviceMaker(make(), selection, batch_size, on_device)
             weakref.finalize(self, self._maker.close)
@@ -158,7 +160,7 @@ class Replay:
                     assignment,
                     names if inputs is None else inputs,
                     names if targets is None else targets,
-                    {"prefetch": prefetch, "steps": steps},
+                    {"prefetch": prefetch, "num_batches": num_batches},
                     on_device,
                     None if ranks is group else topology.members,
                     timeout_s,
@@ -196,7 +198,7 @@ class Replay:
         """Batches from the current step on. One iteration at a time: a new one ends the one before."""
         self._restart()
         self._iteration += 1
-        self._stop = None if self.steps is None else self._step + self.steps
+        self._stop = None if self.num_batches is None else self._step + self.num_batches
         if self._ranked and self._prefetch and self._stop != self._step:
             # All ranks have to ask before any of them gets a batch, and engines may ask one after the other.
             self._ask(self._taken_updates())
@@ -289,18 +291,18 @@ class Replay:
 
     def __len__(self) -> int:
         """Batches per iteration. Raises TypeError for an endless replay."""
-        if self.steps is None:
-            raise TypeError("this replay is endless and has no length; give it steps=...")
-        return self.steps
+        if self.num_batches is None:
+            raise TypeError("this replay is endless and has no length; give it num_batches=...")
+        return self.num_batches
 
-    def update_weights(self, rows: Keys, priorities: ArrayLike) -> int:
-        """Sets the weights of rows of earlier batches to |priority| ** exponent; returns how many were gone.
+    def update_priorities(self, rows: Keys, priorities: ArrayLike) -> int:
+        """Sets the priorities of rows of earlier batches to |priority| ** alpha; returns how many were gone.
 
-        The exponent is the strategy's, 1 unless it is `Weighted(exponent=...)`. Where it follows a schedule, all
-        weights of the store are raised to its new value each time that has moved by 1 %, so that they always speak
-        of one exponent; let one process of a job do this.
+        The alpha is the strategy's, 1 unless it is `Prioritized(alpha=...)`. Where it follows a schedule, all
+        priorities of the store are raised to its new value each time that has moved by 1 %, so that they always speak
+        of one alpha; let one process of a job do this.
 
-        Over several ranks the weights go where the rows are together with the next request for a batch, so that all
+        Over several ranks the priorities go where the rows are together with the next request for a batch, so that all
         ranks draw from the same; each rank gives those of its own batch. Rows that are gone by then are counted as
         `stale_keys` by their store, and 0 is returned here.
 
@@ -323,7 +325,7 @@ class Replay:
             mine = slice(None) if rows.shard is None else np.flatnonzero(rows.shard == number)
             keys = rows[mine]
             if len(keys):
-                gone += store.update_weights(keys, np.abs(values[mine]) ** part.exponent)
+                gone += store.update_priorities(keys, np.abs(values[mine]) ** part.alpha)
         return gone
 
     # --- state and figures ----------------------------------------------------------------------------------
@@ -331,7 +333,7 @@ class Replay:
     def settle(self) -> None:
         """Brings the stores to where this replay stands, before they are saved. Every rank calls it.
 
-        Weights that were given are set, and batches that were prepared are dropped and will be drawn again, from the
+        Priorities that were given are set, and batches that were prepared are dropped and will be drawn again, from the
         stores as they are now. So this run goes on as one does that is resumed from what is saved now.
 
         Raises:
@@ -350,13 +352,13 @@ class Replay:
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on with the same batches, given the same rows, as a few numbers for JSON.
 
-        Where weights are updated, call `settle` first: it brings the rows' weights to where this state is.
+        Where priorities are updated, call `settle` first: it brings the rows' priorities to where this state is.
         """
         return {
             "seed": self.selection.seed,
             "step": self._step,
             "state": [dict(state) for state in self._state],
-            "exponents": [part.exponent for part in self._maker.parts],
+            "exponents": [part.alpha for part in self._maker.parts],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -375,8 +377,8 @@ class Replay:
         self._updates = []
         self._step = int(state["step"])
         self._state = [dict(each) for each in state["state"]]
-        for part, exponent in zip(self._maker.parts, state["exponents"], strict=True):
-            part.exponent = float(exponent)
+        for part, alpha in zip(self._maker.parts, state["exponents"], strict=True):
+            part.alpha = float(alpha)
         if isinstance(self._maker, RankedMaker):
             self._maker.rewind()
 
@@ -492,13 +494,13 @@ def _samplers(
     fields: Sequence[str] | None,
     window: int | None,
     pad: Pad,
-    as_: As,
+    output: As,
     threads: int | None,
     min_rows: int | None,
 ) -> list[Sampler]:
     parts: list[Sampler] = []
     for each, strategy in zip(stores, strategies, strict=True):
-        plan = Plan.make(each, fields, window, pad, as_, threads)
+        plan = Plan.make(each, fields, window, pad, output, threads)
         if parts and plan.schema() != parts[0].plan.schema():
             raise ArgumentError(
                 f"the fields of a mixture must be the same in all stores: {plan.schema()} in {each.name!r}, "

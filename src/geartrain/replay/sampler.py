@@ -13,12 +13,12 @@ import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, CorruptStoreError, NotEnoughRowsError, TurnoverError
 from geartrain.replay.fetch import Plan, Raw
-from geartrain.selection.strategy import Again, Candidates, Drawn, Strategy, Weighted, at_step
+from geartrain.selection.strategy import Again, Candidates, Drawn, Prioritized, Strategy, at_step
 
 # A draw that loses its row this often in a row is drawing from a store that turns over faster than it can be read.
 MAX_ATTEMPTS = 64
-# A schedule of the exponent is followed in steps of this share of its value.
-EXPONENT_STEP = 0.01
+# A schedule of the alpha is followed in steps of this share of its value.
+ALPHA_STEP = 0.01
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Sample:
     keys: Keys
     raw: Raw
     probability: NDArray[np.float64]
-    importance: NDArray[np.float64] | None
+    importance_weights: NDArray[np.float64] | None
     state: dict[str, int]
 
 
-def exponent_at(strategy: Strategy, step: int) -> float:
-    """The exponent that a strategy wants weights to have at a step; raises `ArgumentError` unless it is above zero."""
-    if not isinstance(strategy, Weighted):
+def alpha_at(strategy: Strategy, step: int) -> float:
+    """The alpha that a strategy wants priorities to have at a step; raises `ArgumentError` unless it is above zero."""
+    if not isinstance(strategy, Prioritized):
         return 1.0
-    exponent = at_step(strategy.exponent, step)
-    if not 0 < exponent < float("inf"):
-        raise ArgumentError(f"the exponent of weights must be above zero and finite, found {exponent} at step {step}")
-    return exponent
+    alpha = at_step(strategy.alpha, step)
+    if not 0 < alpha < float("inf"):
+        raise ArgumentError(f"the alpha of priorities must be above zero and finite, found {alpha} at step {step}")
+    return alpha
 
 
 class Sampler:
@@ -50,7 +50,7 @@ class Sampler:
         self.strategy = strategy
         self.min_rows = min_rows
         self.redrawn = 0
-        self.exponent = exponent_at(strategy, 0)  # that the store's weights are of
+        self.alpha = alpha_at(strategy, 0)  # that the store's priorities are of
         store = plan.store
         self.candidates = Candidates.of_store(store.native, store.column)
         self._expires = store.options["max_age_s"] is not None
@@ -89,10 +89,10 @@ class Sampler:
             drawn.generations[lost] = again.generations
             drawn.probability[lost] = again.probability
             drawn = Drawn(drawn.rows, drawn.generations, drawn.probability, state=again.state)
-        importance = None
-        if isinstance(self.strategy, Weighted):
-            importance = self.strategy.importance(drawn.probability, count, step)
-        return Sample(Keys(drawn.rows, drawn.generations), raw, drawn.probability, importance, drawn.state)
+        importance_weights = None
+        if isinstance(self.strategy, Prioritized):
+            importance_weights = self.strategy.importance_weights(drawn.probability, count, step)
+        return Sample(Keys(drawn.rows, drawn.generations), raw, drawn.probability, importance_weights, drawn.state)
 
     # --- its steps, which drawing over several ranks takes one by one -----------------------------------------
 
@@ -106,12 +106,12 @@ class Sampler:
             self.plan.store.expire()
 
     def follow_exponent(self, step: int, *, apply: bool = True) -> None:
-        """Raises the weights to the exponent of the step, once it has moved by 1 %; or notes that another does."""
-        wanted = exponent_at(self.strategy, step)
-        if abs(wanted - self.exponent) > EXPONENT_STEP * self.exponent:
+        """Raises the priorities to the alpha of the step, once it has moved by 1 %; or notes that another does."""
+        wanted = alpha_at(self.strategy, step)
+        if abs(wanted - self.alpha) > ALPHA_STEP * self.alpha:
             if apply:
-                self.plan.store.raise_weights(wanted / self.exponent)
-            self.exponent = wanted
+                self.plan.store.raise_priorities(wanted / self.alpha)
+            self.alpha = wanted
 
     def check_count(self, count: int) -> None:
         """Raises `NotEnoughRowsError` when so many selectable rows are too few."""

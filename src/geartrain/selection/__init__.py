@@ -1,8 +1,8 @@
 """Selection: which rows make a batch. Strategies are functions of the candidates, a seed and a step.
 
-    gt.Replay(store, gt.selection.Weighted(beta=0.4), batch_size=256)
+    gt.Replay(store, gt.selection.Prioritized(beta=0.4), batch_size=256)
 
-`Uniform` and `Weighted` draw at random, `TopK`, `Lifo` and `Fifo` in an order, `Group` whole groups of rows, `Mixture` from
+`Uniform` and `Prioritized` draw at random, `TopK`, `Lifo` and `Fifo` in an order, `Group` whole groups of rows, `Mixture` from
 several stores; any object with the methods of `Strategy` is one as well.
 """
 
@@ -16,10 +16,10 @@ from geartrain.selection.strategy import (
     Limits,
     Linear,
     Mixture,
+    Prioritized,
     Strategy,
     TopK,
     Uniform,
-    Weighted,
     importance_weights,
 )
 
@@ -36,6 +36,6 @@ __all__ = [
     "Strategy",
     "TopK",
     "Uniform",
-    "Weighted",
+    "Prioritized",
     "importance_weights",
 ]

@@ -1,18 +1,18 @@
 """Selection over shards: every rank finds out the whole batch from a few numbers of each shard.
 
 The rows of all shards, one shard after the other, are one population. What is drawn from it is what would be drawn if
-they lay in one store (native/selection.h), so the same rows in the same order give the same batch, however they are cut
-into shards. Each shard contributes, per batch:
+they lay in one store (native/selection/selection.h), so the same rows in the same order give the same batch, however
+they are cut into shards. Each shard contributes, per batch:
 
 | strategy | what its ranks learn from a shard | bytes |
 |---|---|---|
-| `Uniform`, `Weighted`, stratified or not | the sum of its weights, or the number of its rows | 8 |
+| `Uniform`, `Prioritized`, stratified or not | the sum of its priorities, or the number of its rows | 8 |
 | the same without replacement, `Group` | that, and a bit per draw: was this a new row? | 16 + n/8, rarely more |
 | `TopK`, `Fifo`, `Lifo` | its first n rows: order and key | 16 or 24 a row |
 
 With totals in hand a draw is a number below their sum; whose shard it falls into is a search among W numbers, which
 every rank does for itself, and which row it is only that shard's ranks need to find out. (GEAR, section 3.3, gathers
-all N weights on one GPU and broadcasts the result.)
+all N priorities on one GPU and broadcasts the result.)
 
 Where several ranks share a shard, one of them leads: it speaks for the shard, and where it matters that all of them see
 the same rows while writers change them (no row twice, limits, limited samples) it finds the rows and tells the others,
@@ -44,10 +44,10 @@ from geartrain.selection.strategy import (
     Group,
     Lifo,
     Limits,
+    Prioritized,
     Strategy,
     TopK,
     Uniform,
-    Weighted,
     check_groups,
     first_rows,
     whole_groups,
@@ -56,7 +56,7 @@ from geartrain.selection.strategy import (
 # Where a row is unknown: another shard's, or one that changed under the draw and is to be drawn again.
 NO_ROW = np.uint32(0xFFFFFFFF)
 _NONE = np.empty(0, np.uint32)
-# Rows, generations and weights.
+# Rows, generations and priorities.
 _Found = tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]
 
 
@@ -116,7 +116,7 @@ class ShardedStrategy(Protocol):
 
 def check_strategy(strategy: Strategy) -> None:
     """Raises `ArgumentError` unless the strategy can draw from several shards."""
-    if not isinstance(strategy, Uniform | Weighted | TopK | Lifo | Fifo | Group) and not hasattr(
+    if not isinstance(strategy, Uniform | Prioritized | TopK | Lifo | Fifo | Group) and not hasattr(
         strategy, "select_shards"
     ):
         raise ArgumentError(
@@ -142,10 +142,10 @@ def select_shards(strategy: Strategy, shard: Shard, n: int, step: int, state: Ma
         return _first(OLDEST, strategy.limits, shard, n, state or {})
     if isinstance(strategy, Group):
         return _groups(strategy, shard, n, step)
-    if not isinstance(strategy, Uniform | Weighted):
+    if not isinstance(strategy, Uniform | Prioritized):
         check_strategy(strategy)
         raise AssertionError("unreachable")
-    rows = _Rows(shard, isinstance(strategy, Weighted), strategy.limits)
+    rows = _Rows(shard, isinstance(strategy, Prioritized), strategy.limits)
     if strategy.replacement:
         return _independent(rows, shard, np.arange(n, dtype=np.uint32), 0, n, step, strategy)
     return _distinct(rows, shard, n, strategy.seed, step)
@@ -156,13 +156,15 @@ def totals_of(strategy: Strategy, candidates: Candidates) -> NDArray[np.uint64] 
     if not is_independent(strategy) or strategy.limits is not None:  # type: ignore[attr-defined]
         return None
     native = candidates.native
-    total = native.total_weight() if isinstance(strategy, Weighted) else native.count()
+    total = native.total_priority() if isinstance(strategy, Prioritized) else native.count()
     return np.array([total, total], np.uint64)
 
 
 def is_independent(strategy: Strategy) -> bool:
     """Whether the strategy's draws do not depend on each other, so that some can be made again on their own."""
-    return isinstance(strategy, Uniform | Weighted) and strategy.replacement and not hasattr(strategy, "select_shards")
+    return (
+        isinstance(strategy, Uniform | Prioritized) and strategy.replacement and not hasattr(strategy, "select_shards")
+    )
 
 
 def draw_again(
@@ -173,8 +175,8 @@ def draw_again(
     Raises:
         EmptyStoreError: on all ranks alike.
     """
-    assert isinstance(strategy, Uniform | Weighted)
-    rows = _Rows(shard, isinstance(strategy, Weighted), strategy.limits)
+    assert isinstance(strategy, Uniform | Prioritized)
+    rows = _Rows(shard, isinstance(strategy, Prioritized), strategy.limits)
     numbers = refused.astype(np.uint32)
     again = _independent(rows, shard, numbers, round, len(chosen.shard), step, strategy)
     merged = replace(
@@ -195,9 +197,9 @@ def draw_again(
 class _Rows:
     """A shard's rows, to be found by numbers below their total."""
 
-    def __init__(self, shard: Shard, by_weight: bool, limits: Limits | None) -> None:
+    def __init__(self, shard: Shard, by_priority: bool, limits: Limits | None) -> None:
         self._candidates = shard.candidates.native
-        self._by_weight = by_weight
+        self._by_priority = by_priority
         # Only who leads copies the allowed rows: others would see other rows by now, or another clock.
         self._limits = None if limits is None or not shard.leads else limits.now()
         self._allowed = None if self._limits is None else self.without(_NONE)
@@ -205,8 +207,8 @@ class _Rows:
         self.nothing = (
             "no selectable row meets the limits on version, age and length"
             if limits is not None
-            else "no selectable row has a weight above zero"
-            if by_weight
+            else "no selectable row has a priority above zero"
+            if by_priority
             else "no store of the group has a selectable row"
         )
 
@@ -215,30 +217,30 @@ class _Rows:
 
     def unlimited(self) -> int:
         """The total without limits, which probabilities are of."""
-        return self._candidates.total_weight() if self._by_weight else self._candidates.count()
+        return self._candidates.total_priority() if self._by_priority else self._candidates.count()
 
     def count(self) -> int:
-        """Rows that can be drawn, of weight 0 as well."""
+        """Rows that can be drawn, of priority 0 as well."""
         return self._candidates.count() if self._allowed is None else self._allowed.count()
 
     def find(self, targets: NDArray[np.uint64]) -> _Found:
-        """Rows, generations and weights; NO_ROW where the shard changed since its total was told."""
+        """Rows, generations and priorities; NO_ROW where the shard changed since its total was told."""
         if self._allowed is not None:
             return self._allowed.find(targets)[:3]
-        return self._candidates.find(self._by_weight, targets)[:3]
+        return self._candidates.find(self._by_priority, targets)[:3]
 
     def without(self, rows: NDArray[np.uint32]) -> _native.AllowedRows:
         """A copy without some rows, out of which more can be taken."""
-        return _native.AllowedRows(self._candidates, self._by_weight, self._limits, np.ascontiguousarray(rows))
+        return _native.AllowedRows(self._candidates, self._by_priority, self._limits, np.ascontiguousarray(rows))
 
 
-class _Weights(_Rows):
-    """Weights of things that are no rows of a store (groups); maybe none at all."""
+class _Priorities(_Rows):
+    """Priorities of things that are no rows of a store (groups); maybe none at all."""
 
-    def __init__(self, weights: NDArray[np.uint32], shard: Shard, nothing: str) -> None:
-        padded = weights if weights.size else np.zeros(1, np.uint32)
+    def __init__(self, priorities: NDArray[np.uint32], shard: Shard, nothing: str) -> None:
+        padded = priorities if priorities.size else np.zeros(1, np.uint32)
         super().__init__(replace(shard, candidates=Candidates(padded)), True, None)
-        self._size = weights.size
+        self._size = priorities.size
         self.nothing = nothing
 
     def count(self) -> int:
@@ -250,7 +252,9 @@ def _whole(totals: list[int], nothing: str) -> int:
     if whole == 0:
         raise EmptyStoreError(nothing)
     if whole >= 2**64:
-        raise ArgumentError("the weights of all shards add up to more than 64 bits; use fewer weight_fraction_bits")
+        raise ArgumentError(
+            "the priorities of all shards add up to more than 64 bits; use fewer priority_fraction_bits"
+        )
     return whole
 
 
@@ -269,7 +273,7 @@ def _independent(
     round: int,
     n: int,
     step: int,
-    strategy: Uniform | Weighted,
+    strategy: Uniform | Prioritized,
 ) -> Chosen:
     told = shard.totals
     if told is None:
@@ -304,14 +308,14 @@ def _find(rows: _Rows, shard: Shard, owner: NDArray[np.int64], local: NDArray[np
 
 def _told(shard: Shard, found: _Found) -> _Found:
     """What the leader has found, on all ranks of the shard."""
-    rows, generations, weights = shard.tell(np.stack(found))
-    return rows, generations, weights
+    rows, generations, priorities = shard.tell(np.stack(found))
+    return rows, generations, priorities
 
 
 def _chosen(owner: NDArray[np.int64], found: _Found, totals: list[int], shard: Shard) -> Chosen:
-    rows, generations, weights = found
+    rows, generations, priorities = found
     whole = sum(totals)
-    return Chosen(owner, rows, generations, weights / whole, share=totals[shard.number] / whole)
+    return Chosen(owner, rows, generations, priorities / whole, share=totals[shard.number] / whole)
 
 
 def _distinct(rows: _Rows, shard: Shard, n: int, seed: int, step: int) -> Chosen:
@@ -346,8 +350,8 @@ def _distinct(rows: _Rows, shard: Shard, n: int, seed: int, step: int) -> Chosen
 
 
 def _joined(some: _Found, more: _Found) -> _Found:
-    rows, generations, weights = (np.concatenate(pair) for pair in zip(some, more, strict=True))
-    return rows, generations, weights
+    rows, generations, priorities = (np.concatenate(pair) for pair in zip(some, more, strict=True))
+    return rows, generations, priorities
 
 
 def _new_rows(rows: NDArray[np.uint32], before: int, shard: Shard) -> NDArray[np.bool_]:
@@ -359,14 +363,14 @@ def _new_rows(rows: NDArray[np.uint32], before: int, shard: Shard) -> NDArray[np
     return np.unpackbits(np.bitwise_or.reduce(bits, axis=0), count=len(rows) - before).astype(bool)
 
 
-# Rather than ask for the weights that are left after every row, ask for all of them once, up to so many bytes a row.
+# Rather than ask for the priorities that are left after every row, ask for all of them once, up to so many bytes a row.
 _ASK_BYTES = 4096
 
 
 def _rest(
     rows: _Rows, shard: Shard, n: int, gone: NDArray[np.uint32], done: int, number: int, seed: int, step: int
 ) -> tuple[NDArray[np.int64], _Found]:
-    """Weights so uneven, or so few rows, that drawing and passing over takes too long: one by one from those left."""
+    """Priorities so uneven, or so few rows, that drawing and passing over takes too long: one by one from those left."""
     left = rows.without(gone if shard.leads else _NONE)
     totals, counts = _integers(shard.gather(np.array([left.total(), left.count()], np.uint64)))
     if sum(counts) < n - done:
@@ -379,7 +383,7 @@ def _rest(
     owner = np.empty(n - done, np.int64)
     found = (np.full(n - done, NO_ROW), np.zeros(n - done, np.uint32), np.zeros(n - done, np.uint32))
     if 4 * sum(counts) <= _ASK_BYTES * (n - done):
-        mine = left.weights()
+        mine = left.priorities()
         padded = np.zeros(max(counts), np.uint32)
         if shard.leads:
             padded[: counts[shard.number]] = mine[2]
@@ -407,13 +411,13 @@ def _groups(strategy: Group, shard: Shard, n: int, step: int) -> Chosen:
     """Groups are drawn like rows without replacement, from a list of each shard's whole groups."""
     check_groups(strategy, n)
     wanted = n // strategy.size
-    nothing = f"no shard has a whole group of {strategy.size} with a weight above zero"
+    nothing = f"no shard has a whole group of {strategy.size} with a priority above zero"
     groups = whole_groups(strategy, shard.candidates, n) if shard.leads else None
-    weights = np.empty(0, np.uint32) if groups is None else groups.weights
+    priorities = np.empty(0, np.uint32) if groups is None else groups.priorities
     try:
-        chosen = _distinct(_Weights(weights, shard, nothing), shard, wanted, strategy.seed, step)
+        chosen = _distinct(_Priorities(priorities, shard, nothing), shard, wanted, strategy.seed, step)
     except NotEnoughRowsError:
-        counts = shard.gather(np.array([len(weights)], np.uint64))
+        counts = shard.gather(np.array([len(priorities)], np.uint64))
         raise NotEnoughRowsError(
             f"{wanted} groups of {strategy.size} were asked for, {int(counts.sum())} are whole, each on one shard"
         ) from None
@@ -443,11 +447,11 @@ def _first(order: int, limits: Limits | None, shard: Shard, n: int, cursors: Map
         after = cursors.get(f"after/{shard.number}", cursors.get("after", 0) if shard.count == 1 else 0)
     offer = np.zeros((n, 3 if order == HEAVIEST else 2), np.uint64)
     if shard.leads:
-        rows, generations, sequences, weights = first_rows(shard.candidates, order, n, after, limits, _NONE)
+        rows, generations, sequences, priorities = first_rows(shard.candidates, order, n, after, limits, _NONE)
         offer[: len(rows), 0] = sequences
         offer[: len(rows), 1] = rows.astype(np.uint64) << np.uint64(32) | generations
         if order == HEAVIEST:
-            offer[: len(rows), 2] = weights
+            offer[: len(rows), 2] = priorities
     offers = shard.gather(offer)
     width = offers.shape[2]
     flat = offers.reshape(-1, width)

@@ -3,12 +3,12 @@
 A strategy holds settings and nothing else. Everything random comes from Philox counters keyed by (seed, step, draw
 number), so the same candidates, seed and step give the same rows on any machine, and a resumed run draws what the
 uninterrupted one would have (Salmon et al., 2011; GEAR, section 3.3). What a draw is, to the bit, stands in
-native/selection.h; weights are fixed-point integers summed in 64 bits, exact whatever their number and order.
+native/selection/selection.h; priorities are fixed-point integers summed in 64 bits, exact whatever their number and order.
 
 | strategy | chooses |
 |---|---|
 | `Uniform` | each selectable row with the same probability |
-| `Weighted` | rows in proportion to their weights: prioritized replay, with exponent and importance weights |
+| `Prioritized` | rows in proportion to their priorities: prioritized replay, with alpha and importance weights |
 | `TopK`, `Lifo` | the heaviest rows; the newest rows |
 | `Fifo` | the oldest rows it has not yet chosen, each once |
 | `Group` | whole groups of rows, such as all answers to one prompt |
@@ -18,8 +18,8 @@ All of them leave out rows that are free, half-written, removed or spent, and ta
 
 Example:
     >>> import numpy as np
-    >>> from geartrain.selection.strategy import Candidates, Weighted
-    >>> drawn = Weighted(seed=7).select(Candidates(np.array([0, 1, 3], np.uint32)), n=1000, step=0)
+    >>> from geartrain.selection.strategy import Candidates, Prioritized
+    >>> drawn = Prioritized(seed=7).select(Candidates(np.array([0, 1, 3], np.uint32)), n=1000, step=0)
     >>> sorted(set(drawn.rows.tolist()))
     [1, 2]
 """
@@ -40,29 +40,29 @@ import geartrain._native as _native
 from geartrain.errors import ArgumentError, FieldError, NotEnoughRowsError
 
 MAX_DRAWS = 2**31 - 1
-OLDEST, NEWEST, HEAVIEST = range(3)  # native/selection.h: Order
+OLDEST, NEWEST, HEAVIEST = range(3)  # native/selection/selection.h: Order
 _NO_ROWS = np.empty(0, np.uint32)
 
 
 class Candidates:
-    """What can be chosen: weights, selectable bits and columns, as arrays.
+    """What can be chosen: priorities, selectable bits and columns, as arrays.
 
     Args:
-        weights: (N,) unsigned integers below 2**32, one a row. All rows are selectable and have generation 1.
+        priorities: (N,) unsigned integers below 2**32, one a row. All rows are selectable and have generation 1.
         columns: further values of the rows, (N,) each, for strategies that ask for them by name (`Group`).
 
     A store's own candidates are made with `Candidates.of_store` and follow the store as it changes.
     """
 
-    def __init__(self, weights: ArrayLike, columns: Mapping[str, NDArray[Any]] | None = None) -> None:
-        array = np.asarray(weights)
+    def __init__(self, priorities: ArrayLike, columns: Mapping[str, NDArray[Any]] | None = None) -> None:
+        array = np.asarray(priorities)
         if (
             array.ndim != 1
             or array.dtype.kind not in "iu"
             or (array.size and (array.min() < 0 or array.max() >= 2**32))
         ):
             raise ArgumentError(
-                f"weights are whole numbers (N,) from 0 to 2**32 - 1, found {array.dtype} {array.shape}"
+                f"priorities are whole numbers (N,) from 0 to 2**32 - 1, found {array.dtype} {array.shape}"
             )
         self.native = _native.Candidates(np.ascontiguousarray(array, np.uint32))
         self._columns: Mapping[str, NDArray[Any]] = columns or {}
@@ -97,15 +97,15 @@ class Drawn:
     Attributes:
         rows, generations: uint32, the keys.
         probability: float64, of the row in one draw with replacement, limits aside; 1 where nothing was random.
-        importance: float64, importance weights, for `Weighted(beta=...)`; None otherwise.
-        failed: draws that found sums and weights at odds, which only a store in need of repair causes.
+        importance_weights: float64, importance weights, for `Prioritized(beta=...)`; None otherwise.
+        failed: draws that found sums and priorities at odds, which only a store in need of repair causes.
         state: what the strategy has to know at its next step (a FIFO's cursor), as a few numbers.
     """
 
     rows: NDArray[np.uint32]
     generations: NDArray[np.uint32]
     probability: NDArray[np.float64]
-    importance: NDArray[np.float64] | None = None
+    importance_weights: NDArray[np.float64] | None = None
     failed: int = 0
     state: dict[str, int] = field(default_factory=dict)
 
@@ -223,7 +223,7 @@ class _BuiltIn(ABC):
         """Chooses; see `Strategy.select`.
 
         Raises:
-            EmptyStoreError: there is nothing to choose from, or all weights are 0.
+            EmptyStoreError: there is nothing to choose from, or all priorities are 0.
             NotEnoughRowsError: fewer rows, or whole groups, than were asked for.
         """
         return self._select(candidates, n, step, state, again)
@@ -261,18 +261,18 @@ class Uniform(_BuiltIn):
 
 
 @dataclass(frozen=True)
-class Weighted(_BuiltIn):
-    """Rows in proportion to their weights; a row with weight 0 is never drawn.
+class Prioritized(_BuiltIn):
+    """Rows in proportion to their priorities; a row with priority 0 is never drawn.
 
-    Without replacement rows are drawn one after the other, each in proportion to its weight among those left.
+    Without replacement rows are drawn one after the other, each in proportion to its priority among those left.
 
     Args:
         seed: of the random numbers, 0 to 2**64 - 1.
         replacement: whether a row may be in a batch twice.
-        stratified: one draw from each n-th of the total weight, which lowers the variance.
-        exponent: alpha of prioritized replay (Schaul et al., 2016): `Replay.update_weights` stores
-            |priority| ** exponent. A number or a schedule of the step. A schedule is followed in steps of 1 % of its
-            value: each rewrites all weights once, no batch does.
+        stratified: one draw from each n-th of the total priority, which lowers the variance.
+        alpha: alpha of prioritized replay (Schaul et al., 2016): `Replay.update_priorities` stores
+            |priority| ** alpha. A number or a schedule of the step. A schedule is followed in steps of 1 % of its
+            value: each rewrites all priorities once, no batch does.
         beta: of the importance weights (N * probability) ** -beta, scaled so that a batch's largest is 1. A number
             or a schedule of the step. None for no importance weights.
         limits: rows that may be chosen.
@@ -283,7 +283,7 @@ class Weighted(_BuiltIn):
     seed: int = 0
     replacement: bool = True
     stratified: bool = False
-    exponent: Schedule = 1.0
+    alpha: Schedule = 1.0
     beta: Schedule | None = None
     limits: Limits | None = None
 
@@ -293,7 +293,7 @@ class Weighted(_BuiltIn):
     def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
         return _draw(self, True, candidates, n, step, again)
 
-    def importance(self, probability: NDArray[np.float64], count: int, step: int) -> NDArray[np.float64] | None:
+    def importance_weights(self, probability: NDArray[np.float64], count: int, step: int) -> NDArray[np.float64] | None:
         """Importance weights of a whole batch drawn from `count` rows."""
         if self.beta is None:
             return None
@@ -306,8 +306,8 @@ def importance_weights(probability: NDArray[np.float64], count: int, beta: float
     Raises:
         ArgumentError: beta is negative or not finite.
     """
-    weights = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -check_beta(beta)
-    return np.asarray(weights / weights.max())
+    priorities = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -check_beta(beta)
+    return np.asarray(priorities / priorities.max())
 
 
 def check_beta(beta: float) -> float:
@@ -317,14 +317,14 @@ def check_beta(beta: float) -> float:
     return beta
 
 
-def _check_random(strategy: Uniform | Weighted) -> None:
+def _check_random(strategy: Uniform | Prioritized) -> None:
     _check_seed(strategy.seed)
     if strategy.stratified and not strategy.replacement:
         raise ArgumentError("stratified draws are with replacement; choose one of the two")
 
 
 def _draw(
-    strategy: Uniform | Weighted, by_weight: bool, candidates: Candidates, n: int, step: int, again: Again | None
+    strategy: Uniform | Prioritized, by_priority: bool, candidates: Candidates, n: int, step: int, again: Again | None
 ) -> Drawn:
     _check_n(n)
     limits = None if strategy.limits is None else strategy.limits.now()
@@ -334,12 +334,12 @@ def _draw(
     if strategy.replacement:
         strata = n if strategy.stratified else 0
         rows, generations, probability, failed = native.draw(
-            by_weight, strategy.seed, step, attempt, numbers, strata, limits
+            by_priority, strategy.seed, step, attempt, numbers, strata, limits
         )
     else:
         kept = _NO_ROWS if again is None else again.kept
         rows, generations, probability, failed = native.draw_distinct(
-            by_weight, strategy.seed, step, attempt, len(numbers), kept, limits
+            by_priority, strategy.seed, step, attempt, len(numbers), kept, limits
         )
     return Drawn(rows, generations, probability, failed=failed)
 
@@ -349,7 +349,7 @@ def _draw(
 
 @dataclass(frozen=True)
 class TopK(_BuiltIn):
-    """The rows with the largest weights, heaviest first; the older of equals.
+    """The rows with the largest priorities, heaviest first; the older of equals.
 
     Cost: a pass over the rows.
     """
@@ -405,7 +405,7 @@ def _first(candidates: Candidates, order: int, n: int, after: int, limits: Limit
 def first_rows(
     candidates: Candidates, order: int, n: int, after: int, limits: Limits | None, excluded: NDArray[np.uint32]
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32]]:
-    """The first rows in an order, at most n: rows, generations, sequence numbers and fixed-point weights.
+    """The first rows in an order, at most n: rows, generations, sequence numbers and fixed-point priorities.
 
     Args:
         after: the sequence number up to which rows are passed over.
@@ -427,7 +427,7 @@ class Group(_BuiltIn):
         by: the column, a field of whole numbers without time.
         size: rows of a group.
         seed: of the random numbers, 0 to 2**64 - 1.
-        weighted: draw groups in proportion to the sum of their rows' weights, instead of uniformly.
+        prioritized: draw groups in proportion to the sum of their rows' priorities, instead of uniformly.
         limits: rows that may be chosen.
 
     Cost: a pass over the rows and a sort of the selectable ones.
@@ -436,7 +436,7 @@ class Group(_BuiltIn):
     by: str
     size: int
     seed: int = 0
-    weighted: bool = False
+    prioritized: bool = False
     limits: Limits | None = None
 
     @property
@@ -452,12 +452,12 @@ class Group(_BuiltIn):
     def _select(self, candidates: Candidates, n: int, step: int, state: _State, again: Again | None) -> Drawn:
         groups = whole_groups(self, candidates, n, () if again is None else again.kept)
         wanted = (n if again is None else len(again.numbers)) // self.size
-        if len(groups.weights) < wanted:
+        if len(groups.priorities) < wanted:
             raise NotEnoughRowsError(
-                f"{wanted} groups of {self.size} were asked for, {len(groups.weights)} of {groups.seen} are whole"
+                f"{wanted} groups of {self.size} were asked for, {len(groups.priorities)} of {groups.seen} are whole"
             )
         attempt = 0 if again is None else again.attempt
-        chosen, _, probability, _ = _native.Candidates(groups.weights).draw_distinct(
+        chosen, _, probability, _ = _native.Candidates(groups.priorities).draw_distinct(
             True, self.seed, step, attempt, wanted, _NO_ROWS, None
         )
         return Drawn(
@@ -468,11 +468,11 @@ class Group(_BuiltIn):
 
 
 class Groups(NamedTuple):
-    """Whole groups, in the order of the first row number of each: rows and generations (G, size), weights (G,)."""
+    """Whole groups, in the order of the first row number of each: rows and generations (G, size), priorities (G,)."""
 
     rows: NDArray[np.uint32]
     generations: NDArray[np.uint32]
-    weights: NDArray[np.uint32]
+    priorities: NDArray[np.uint32]
     seen: int  # groups, whole or not
 
 
@@ -499,13 +499,15 @@ def whole_groups(strategy: Group, candidates: Candidates, n: int, kept: ArrayLik
     whole = np.flatnonzero((counts >= strategy.size) & ~np.isin(values, ids[kept]))
     members = order[starts[whole][:, None] + np.arange(strategy.size)]
     members = members[np.argsort(rows[members].min(1), kind="stable")] if len(members) else members
-    if strategy.weighted:
-        # So many 32-bit weights fit into 32 bits when the sum's last bits are dropped; what is above 0 stays so.
-        sums = candidates.native.weights(rows)[members].sum(1, dtype=np.uint64)
-        weights = np.maximum(sums >> np.uint64((strategy.size - 1).bit_length()), np.minimum(sums, 1)).astype(np.uint32)
+    if strategy.prioritized:
+        # So many 32-bit priorities fit into 32 bits when the sum's last bits are dropped; what is above 0 stays so.
+        sums = candidates.native.priorities(rows)[members].sum(1, dtype=np.uint64)
+        priorities = np.maximum(sums >> np.uint64((strategy.size - 1).bit_length()), np.minimum(sums, 1)).astype(
+            np.uint32
+        )
     else:
-        weights = np.ones(len(members), np.uint32)
-    return Groups(rows[members], generations[members], weights, len(values))
+        priorities = np.ones(len(members), np.uint32)
+    return Groups(rows[members], generations[members], priorities, len(values))
 
 
 # --- several stores --------------------------------------------------------------------------------------------
@@ -523,7 +525,7 @@ class Mixture:
         seed: of the rounding.
 
     Example:
-        >>> mixture = Mixture([0.75, 0.25], [Uniform(seed=0), Weighted(seed=1)])
+        >>> mixture = Mixture([0.75, 0.25], [Uniform(seed=0), Prioritized(seed=1)])
         >>> mixture.quotas(256, step=0)
         [192, 64]
     """
@@ -582,7 +584,7 @@ __all__ = [
     "Strategy",
     "TopK",
     "Uniform",
-    "Weighted",
+    "Prioritized",
     "at_step",
     "importance_weights",
 ]

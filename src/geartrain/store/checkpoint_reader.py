@@ -11,7 +11,7 @@ The format, version 2. A directory with
 
 Checksums are crc32 over pieces of 16 MiB, so that damage is reported by file and place.
 
-A committed row never changes, but for its weight, until its generation does. So a chunk is written once and then only
+A committed row never changes, but for its priority, until its generation does. So a chunk is written once and then only
 hard-linked from one checkpoint to the next, under a name that no other chunk ever has. It may hold rows that are gone
 by now: nothing in rows.bin points to them. Rows are put into chunks in the order of their commits, so that those
 which a ring overwrites together lie together. Where rows die at random every chunk loses some; once a checkpoint's
@@ -32,7 +32,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from geartrain.errors import CheckpointError
 FORMAT = "geartrain-checkpoint"
 VERSION = 2
 
-BOOKS = ("row", "generation", "weight", "length", "times_sampled", "sequence", "inserted_at_ns", "version")
+BOOKS = ("row", "generation", "priority", "length", "times_sampled", "sequence", "inserted_at_ns", "version")
 
 ROW_RECORD = np.dtype(
     [
@@ -56,7 +56,7 @@ ROW_RECORD = np.dtype(
         ("version", "<i8"),
         ("row", "<u4"),
         ("generation", "<u4"),  # odd: committed; even: free
-        ("weight", "<u4"),  # fixed point, as in the segment
+        ("priority", "<u4"),  # fixed point, as in the segment
         ("length", "<u4"),
         ("times_sampled", "<u4"),
         ("chunk", "<u4"),  # its number among the manifest's chunks; 0 for free rows
@@ -87,12 +87,12 @@ class Checkpoint:
             entry["name"]: Field(entry["shape"], entry["dtype"], timed=entry["timed"])
             for entry in self._manifest["fields"]
         }
-        self.options: dict[str, Any] = self._manifest["options"]
+        self.options: dict[str, Any] = renamed(self._manifest["options"], _CURRENT)
         self.rows = int(self._manifest["rows"])
         self.id: str | None = self._manifest.get("id")
         self.store_id: int | None = int(self._manifest["store"]["id"], 16) if self.id else None
         self.next_sequence = int(self._manifest["next_sequence"])
-        self.counters: dict[str, int] = self._manifest["counters"]
+        self.counters: dict[str, int] = renamed(self._manifest["counters"], _CURRENT)
 
     @property
     def nbytes(self) -> int:
@@ -225,6 +225,25 @@ def restore(store: _native.Store, records: NDArray[Any], next_sequence: int) -> 
     """Makes the rows of a new store, all of them allocated and filled, what a row table says they are."""
     columns = [np.ascontiguousarray(records[book]) for book in BOOKS]
     store.restore(*columns, next_sequence)  # type: ignore[call-arg, arg-type]
+
+
+#: Names of options, their values and counters as manifests have them, by today's names: the format keeps its own.
+STORED_NAMES = {
+    "priority_fraction_bits": "weight_fraction_bits",
+    "lowest_priority": "lowest_weight",
+    "priorities_updated": "weights_updated",
+    "priorities_saturated": "weights_saturated",
+    "priorities_rounded_up": "weights_rounded_up",
+}
+_CURRENT = {stored: current for current, stored in STORED_NAMES.items()}
+
+
+def renamed(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The content with keys, and values that are names, under other names; what the table does not have stays."""
+    return {
+        names.get(key, key): names.get(value, value) if isinstance(value, str) else value
+        for key, value in content.items()
+    }
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

@@ -30,10 +30,12 @@ from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_reader import (
     FORMAT,
     ROW_RECORD,
+    STORED_NAMES,
     VERSION,
     Checkpoint,
     make_directory,
     read_manifest,
+    renamed,
     schema_of,
     sync_directory,
     write_json,
@@ -272,11 +274,13 @@ class _Saving:
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "store": _identity(store),
             "fields": schema_of(self._fields),
-            "options": self._options,
+            "options": renamed(self._options, STORED_NAMES),
             "rows": len(order),
             "rows_left_out": len(rows) - len(order),
             "next_sequence": next_sequence,
-            "counters": {name: count for name, count in store.counters().items() if name in _native.COUNTERS},
+            "counters": renamed(
+                {name: count for name, count in store.counters().items() if name in _native.COUNTERS}, STORED_NAMES
+            ),
             "chunks": self._chunks,
             "files": self._files,
         }
@@ -379,7 +383,7 @@ def _row_records(
     committed = records[: len(order)]
     committed["row"] = rows[order]
     committed["generation"] = generations[order]
-    for book in ("sequence", "inserted_at_ns", "version", "weight", "length", "times_sampled"):
+    for book in ("sequence", "inserted_at_ns", "version", "priority", "length", "times_sampled"):
         committed[book] = books[book][order]
     taken = np.zeros(capacity, bool)
     taken[committed["row"]] = True

@@ -4,7 +4,7 @@
     store.limiter.set(samples_per_insert=8, min_size_to_sample=1_000, error_buffer=2_000)
 
 From then on whoever commits rows waits while the learners are behind, and every `Replay` of the store waits while the
-actors are. The terms are those that Reverb's users know. native/limiter.h has the formula.
+actors are. The terms are those that Reverb's users know. native/segment/rate_limiter.h has the formula.
 """
 
 from __future__ import annotations

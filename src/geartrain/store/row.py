@@ -60,7 +60,7 @@ class Columns:
 
 
 class Row:
-    """A row being written: views of its blocks, its length, weight and version.
+    """A row being written: views of its blocks, its length, priority and version.
 
     `row["obs"]` is a NumPy view of the shared memory, `row.torch("obs")` a tensor over the same bytes. Set
     `length` when the row is shorter than the block.
@@ -85,15 +85,15 @@ class Row:
         >>> store.close()
     """
 
-    __slots__ = ("_columns", "_done", "_growing", "_index", "key", "length", "version", "weight")
+    __slots__ = ("_columns", "_done", "_growing", "_index", "key", "length", "version", "priority")
 
-    def __init__(self, columns: Columns, index: int, weight: float, version: int) -> None:
+    def __init__(self, columns: Columns, index: int, priority: float, version: int) -> None:
         self._columns = columns
         self._index = index
         self._done = False
         self._growing = False
         self.length: int = columns.max_length
-        self.weight = weight
+        self.priority = priority
         self.version = version
         self.key: Keys | None = None
 
@@ -119,7 +119,7 @@ class Row:
         """Makes the row selectable, or ends its growth, and returns its key.
 
         Raises:
-            SchemaError: a length that the block does not have, or a weight that is no weight.
+            SchemaError: a length that the block does not have, or a priority that is no priority.
             WaitTimeoutError: the store's rate limiter did not let it in. CallCancelledError: it was told to stop.
         """
         self._check_open()
@@ -167,7 +167,7 @@ class Row:
                 raise SchemaError(f"the row's length is {length}, a block holds 1 to {self._columns.max_length} steps")
             limiter.admit_inserts(1)
             admitted = True
-            generation = call(self._index, length, float(self.weight), int(self.version))
+            generation = call(self._index, length, float(self.priority), int(self.version))
         except BaseException:
             if admitted:
                 limiter.give_back(inserts=1)
@@ -213,16 +213,16 @@ class Row:
 class Rows:
     """Several rows being written, committed together. `rows[i]["obs"]` is row i's block.
 
-    Set `lengths`, `weights` and `versions` (arrays (n,)) before the commit.
+    Set `lengths`, `priorities` and `versions` (arrays (n,)) before the commit.
     """
 
-    def __init__(self, columns: Columns, index: NDArray[np.uint32], weight: float, version: int) -> None:
+    def __init__(self, columns: Columns, index: NDArray[np.uint32], priority: float, version: int) -> None:
         self._columns = columns
         self._index = index
         self._done = False
         n = len(index)
         self.lengths: ArrayLike = np.full(n, columns.max_length, np.uint32)
-        self.weights: ArrayLike = np.full(n, weight, np.float64)
+        self.priorities: ArrayLike = np.full(n, priority, np.float64)
         self.versions: ArrayLike = np.full(n, version, np.int64)
         self.keys: Keys | None = None
 
@@ -246,11 +246,11 @@ class Rows:
         admitted = 0
         try:
             lengths = as_column(self.lengths, n, np.uint32, "lengths")
-            weights = as_column(self.weights, n, np.float64, "weights")
+            priorities = as_column(self.priorities, n, np.float64, "priorities")
             versions = as_column(self.versions, n, np.int64, "versions")
             limiter.admit_inserts(n)
             admitted = n
-            generations = self._columns.native.commit(self._index, lengths, weights, versions)
+            generations = self._columns.native.commit(self._index, lengths, priorities, versions)
         except BaseException:
             limiter.give_back(inserts=admitted)
             self.abandon()

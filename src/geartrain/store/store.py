@@ -1,7 +1,7 @@
 """A shard of trajectories in shared memory: allocate, write in place, commit; any process attaches by name.
 
-The bytes and the rules for processes, threads and deaths are native (native/segment.h, native/store.h). This
-module gives them Python's manners: fields by name, NumPy and torch views, context managers, named errors.
+The bytes and the rules for processes, threads and deaths are native (native/segment/segment.h, native/store/store.h).
+This module gives them Python's manners: fields by name, NumPy and torch views, context managers, named errors.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from geartrain.store.row import Columns, Row, Rows, as_column
 if TYPE_CHECKING:
     pass
 
-Remover = Literal["fifo", "lifo", "lowest_weight"]
+Remover = Literal["fifo", "lifo", "lowest_priority"]
 Create = Literal["never", "missing", "replace"]
-REMOVERS: tuple[Remover, ...] = ("fifo", "lifo", "lowest_weight")
+REMOVERS: tuple[Remover, ...] = ("fifo", "lifo", "lowest_priority")
 
 #: Named states of a row, as `Store.status` reports them.
 ROW_STATES = ("free", "writing", "committed", "spent", "growing")
@@ -101,7 +101,7 @@ class Store:
         remover: Remover = "fifo",
         max_times_sampled: int | None = None,
         max_age_s: float | None = None,
-        weight_fraction_bits: int = 16,
+        priority_fraction_bits: int = 16,
         persist: bool | None = None,
         reserve: bool = True,
         timeout_s: float = 10.0,
@@ -116,11 +116,11 @@ class Store:
             max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
                 written. All of the capacity by default.
             remover: which row makes room when none is free: the oldest ("fifo"), the newest ("lifo") or the
-                one with the lowest weight ("lowest_weight", the older of equals).
+                one with the lowest priority ("lowest_priority", the older of equals).
             max_times_sampled: a row is removed once it has been sampled so often. No limit by default.
             max_age_s: a row is removed once it is older, in seconds since its commit. No limit by default.
-            weight_fraction_bits: weights are kept as round(weight * 2**bits) in 32 bits. The default of 16
-                holds 1.5e-5 to 65535; larger weights saturate, smaller ones become the smallest, both counted.
+            priority_fraction_bits: priorities are kept as round(priority * 2**bits) in 32 bits. The default of 16
+                holds 1.5e-5 to 65535; larger priorities saturate, smaller ones become the smallest, both counted.
             persist: keep the segment after the last process has closed it. By default for paths only.
             reserve: allocate the memory or disk space now, so that a lack of it is an error here.
             timeout_s: longest wait for another process that holds the store's lock.
@@ -158,7 +158,7 @@ class Store:
                 REMOVERS.index(remover),
                 whole_number("max_times_sampled", max_times_sampled or 0, 2**32 - 1),
                 age_ns,
-                whole_number("weight_fraction_bits", weight_fraction_bits, 32),
+                whole_number("priority_fraction_bits", priority_fraction_bits, 32),
                 "/" in name if persist is None else persist,
                 reserve,
                 timeout(timeout_s),
@@ -249,7 +249,7 @@ class Store:
         progress: bool = False,
         **options: Any,
     ) -> Store:
-        """Brings back what `save` wrote: rows in their places, weights, order and counters.
+        """Brings back what `save` wrote: rows in their places, priorities, order and counters.
 
         Args:
             directory: what was given to `save`.
@@ -365,7 +365,7 @@ class Store:
             "remover": REMOVERS[about["remover"]],
             "max_times_sampled": about["max_times_sampled"] or None,
             "max_age_s": about["max_age_ns"] / 1e9 or None,
-            "weight_fraction_bits": about["weight_fraction_bits"],
+            "priority_fraction_bits": about["priority_fraction_bits"],
             "persist": about["persist"],
         }
 
@@ -377,8 +377,8 @@ class Store:
         """How many rows are in which state, and counts of everything that happened since the store was made.
 
         The counters live in the segment, so they cover all processes: inserted, evicted, expired, spent,
-        deleted, abandoned, reclaimed, sampled, torn, stale_keys, weights_updated, weights_saturated,
-        weights_rounded_up, repairs.
+        deleted, abandoned, reclaimed, sampled, torn, stale_keys, priorities_updated, priorities_saturated,
+        priorities_rounded_up, repairs.
         """
         return dict(self._native.counters())
 
@@ -388,7 +388,7 @@ class Store:
 
     # --- writing --------------------------------------------------------------------------------------------
 
-    def row(self, *, weight: float = 1.0, version: int = 0) -> Row:
+    def row(self, *, priority: float = 1.0, version: int = 0) -> Row:
         """One block in every column, to be written in place.
 
         As a context manager it commits on a clean exit and gives the block back on an exception. By hand:
@@ -396,26 +396,26 @@ class Store:
         then `row.extend(length)` as it goes on. Where the store's `limiter` is set, committing waits for it.
 
         Args:
-            weight: the row's weight in weighted selection; can be changed later.
+            priority: the row's priority in prioritized selection; can be changed later.
             version: of the model that acted, kept with the row.
 
         Raises:
             StoreFullError: every block is being written.
         """
-        return Row(self._columns, self._native.allocate_one(), weight, version)
+        return Row(self._columns, self._native.allocate_one(), priority, version)
 
-    def rows(self, n: int, *, weight: float = 1.0, version: int = 0) -> Rows:
+    def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
         """`n` blocks at once, to be written in place and committed together (all or nothing)."""
         if n < 1:
             raise SchemaError(f"at least one row must be asked for, found {n}")
-        return Rows(self._columns, self._native.allocate(n), weight, version)
+        return Rows(self._columns, self._native.allocate(n), priority, version)
 
     def insert(
         self,
         fields: Mapping[str, Any],
         *,
         lengths: ArrayLike | None = None,
-        weights: ArrayLike | None = None,
+        priorities: ArrayLike | None = None,
         versions: ArrayLike | None = None,
         threads: int | None = None,
     ) -> Keys:
@@ -425,7 +425,7 @@ class Store:
             fields: for every field of the store an array or tensor (n, t, ...) of its dtype, t up to
                 `max_length` (fields without time: (n, ...)).
             lengths: (n,) steps of each row; by default t.
-            weights: (n,) finite and >= 0; by default 1.
+            priorities: (n,) finite and >= 0; by default 1.
             versions: (n,) integers; by default 0.
             threads: threads that copy; by default up to 4 of the cores this process may use.
 
@@ -458,11 +458,13 @@ class Store:
             as_lengths = np.full(n, steps, np.uint32)
         elif steps != -1 and as_lengths is not None and as_lengths.max(initial=0) > steps:
             raise SchemaError(f"the longest of `lengths` is {as_lengths.max()}, the arrays have {steps} steps")
-        as_weights = as_column(weights, n, np.float64, "weights")
+        as_priorities = as_column(priorities, n, np.float64, "priorities")
         as_versions = as_column(versions, n, np.int64, "versions")
         self.limiter.admit_inserts(n)
         try:
-            return Keys(*self._native.insert(n, sources, as_lengths, as_weights, as_versions, default_threads(threads)))
+            return Keys(
+                *self._native.insert(n, sources, as_lengths, as_priorities, as_versions, default_threads(threads))
+            )
         except BaseException:
             self.limiter.give_back(inserts=n)
             raise
@@ -495,36 +497,36 @@ class Store:
 
     # --- changing and removing ------------------------------------------------------------------------------
 
-    def update_weights(self, keys: Keys, weights: ArrayLike) -> int:
-        """Sets the weights of rows, by key; returns how many keys were stale and skipped.
+    def update_priorities(self, keys: Keys, priorities: ArrayLike) -> int:
+        """Sets the priorities of rows, by key; returns how many keys were stale and skipped.
 
         Args:
-            keys: of committed rows; a key given twice gets the last of its weights.
-            weights: (n,) finite and >= 0. All are checked before any is set.
+            keys: of committed rows; a key given twice gets the last of its priorities.
+            priorities: (n,) finite and >= 0. All are checked before any is set.
 
-        Cost: no lock (one with the lowest_weight remover or max_times_sampled); a cache miss per level of the tree.
+        Cost: no lock (one with the lowest_priority remover or max_times_sampled); a cache miss per level of the tree.
         """
-        if hasattr(weights, "detach"):
-            weights = weights.detach().cpu()
-        column = as_column(weights, len(keys), np.float64, "weights")
+        if hasattr(priorities, "detach"):
+            priorities = priorities.detach().cpu()
+        column = as_column(priorities, len(keys), np.float64, "priorities")
         if column is None:
-            raise SchemaError("update_weights needs weights, found None")
-        return int(self._native.update_weights(keys.row, keys.generation, column))
+            raise SchemaError("update_priorities needs priorities, found None")
+        return int(self._native.update_priorities(keys.row, keys.generation, column))
 
-    def raise_weights(self, power: float) -> None:
-        """Raises the weights of all rows to a power; zero stays zero.
+    def raise_priorities(self, power: float) -> None:
+        """Raises the priorities of all rows to a power; zero stays zero.
 
-        For prioritized replay whose exponent changes: the power is the new exponent divided by the old one. Weights
+        For prioritized replay whose alpha changes: the power is the new alpha divided by the old one. Priorities
         that other processes set meanwhile are raised or not.
 
         Raises:
             SchemaError: the power is not above zero and finite.
 
-        Cost: a pass over the weights, about 20 ns a row.
+        Cost: a pass over the priorities, about 20 ns a row.
         """
         if not 0 < power < float("inf"):
-            raise SchemaError(f"weights are raised to a finite power above zero, found {power}")
-        self._native.raise_weights(power)
+            raise SchemaError(f"priorities are raised to a finite power above zero, found {power}")
+        self._native.raise_priorities(power)
 
     def delete(self, keys: Keys) -> int:
         """Removes rows, by key; returns how many were already gone."""
@@ -555,11 +557,11 @@ class Store:
         """The books of some rows (of all selectable ones by default), an array (n,) each.
 
         sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
-        (uint32), weight (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES).
+        (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES).
         """
         rows = (self.keys() if keys is None else keys).row
         infos = dict(self._native.infos(rows))
-        infos["weight"] = infos["weight"] / 2.0 ** self._about["weight_fraction_bits"]
+        infos["priority"] = infos["priority"] / 2.0 ** self._about["priority_fraction_bits"]
         return infos
 
     def column(self, name: str) -> NDArray[Any]:

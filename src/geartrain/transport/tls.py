@@ -1,4 +1,4 @@
-"""TLS options: the certificate, key and certificate authority of a process (native/transport/tls.h)."""
+"""TLS options: the certificate, key and certificate authority of a process (native/transport/security/tls.h)."""
 
 from __future__ import annotations
 

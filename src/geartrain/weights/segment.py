@@ -13,7 +13,7 @@ publisher that is killed while it writes one leaves the other, and a reader that
 The buffer of the newest version is never written to; nor is one that a reader holds.
 
 Who holds what is known to the kernel: locks on bytes far beyond the file's end, which belong to an open file and go
-with its last descriptor, however the process ends (native/lease.h has the same manners):
+with its last descriptor, however the process ends (native/base/file_lock.h has the same manners):
 
     PUBLISHER  exclusive   who publishes, from then on
     GATE       exclusive   for the moment of leaving, or of replacing the file
@@ -50,6 +50,7 @@ import geartrain.core.futex as futex
 import geartrain.core.locks as locks
 from geartrain.errors import (
     ArgumentError,
+    GeartrainError,
     IncompatibleStoreError,
     LockTimeoutError,
     NoSpaceError,
@@ -222,7 +223,7 @@ class Segment:
 
     def stop_publishing(self) -> None:
         """Lets another one become the publisher."""
-        locks.take(self.fd, locks.NONE, _PUBLISHER)
+        locks.drop(self.fd, _PUBLISHER)
 
     def has_publisher(self) -> bool:
         """Whether some other open file has that lock: a process that lives."""
@@ -237,7 +238,7 @@ class Segment:
 
     def unclaim(self, buffer: int) -> None:
         """Leaves a buffer to readers, or to the next claim."""
-        locks.take(self.fd, locks.NONE, _BUFFER + buffer)
+        locks.drop(self.fd, _BUFFER + buffer)
 
     def hold(self, head: Head) -> int | None:
         """An open file that holds the buffer until its last descriptor is closed; None when the version is gone."""
@@ -271,15 +272,12 @@ class Segment:
     @contextlib.contextmanager
     def gate(self, timeout_s: float = 5.0) -> Iterator[None]:
         """Nobody leaves meanwhile. Raises `LockTimeoutError` when somebody is stopped inside."""
-        until_s = time.monotonic() + timeout_s
-        while not locks.take(self.fd, locks.EXCLUSIVE, _GATE):
-            if time.monotonic() > until_s:
-                raise LockTimeoutError(f"{self.path}: a process is leaving, and has been for {timeout_s} s")
-            time.sleep(0.001)
+        if not locks.take(self.fd, locks.EXCLUSIVE, _GATE, timeout_s):
+            raise LockTimeoutError(f"{self.path}: a process is leaving, and has been for {timeout_s} s")
         try:
             yield
         finally:
-            locks.take(self.fd, locks.NONE, _GATE)
+            locks.drop(self.fd, _GATE)
 
     def after_fork(self) -> None:
         """In a forked child: a membership of its own, and none of the parent's other locks."""
@@ -307,16 +305,14 @@ class Segment:
             return
         fd, self.fd = self.fd, -1
         try:
-            until_s = time.monotonic() + 1.0  # then somebody inside is stopped, and the name may stay
-            while not (inside := locks.take(fd, locks.EXCLUSIVE, _GATE)) and time.monotonic() < until_s:
-                time.sleep(0.001)
+            inside = locks.take(fd, locks.EXCLUSIVE, _GATE, timeout_s=1.0)  # then somebody inside is stopped
             if inside and locks.take(fd, locks.EXCLUSIVE, _MEMBERS) and _is_at(fd, self.path):
                 self.path.unlink(missing_ok=True)
         finally:
             os.close(fd)
 
     def __del__(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, GeartrainError):
             self.close()
 
     # --- contents ---------------------------------------------------------------------------------------------------

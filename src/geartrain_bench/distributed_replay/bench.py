@@ -3,7 +3,7 @@
 Two claims, one run each:
 
 **scaling**: 1, 2 and 4 processes that share one host's shard, and 2 and 4 hosts with a shard each, over links without
-a limit; global batches of 32 to 1024 rows; weighted, uniform, FIFO and top-k. The consumer drops every batch at once,
+a limit; global batches of 32 to 1024 rows; prioritized, uniform, FIFO and top-k. The consumer drops every batch at once,
 so what is timed is the replay. The floor copies the same rows in C, in as many processes, which know nothing of each
 other.
 
@@ -40,7 +40,7 @@ from geartrain_bench.harness.timing import BenchResult, Row
 
 MB = 1_000_000
 ROW_BYTES = 102_400
-STRATEGIES = ("weighted", "uniform", "fifo", "top-k")
+STRATEGIES = ("prioritized", "uniform", "fifo", "top-k")
 PER_HOST = "samples per host"
 ARMS = ("one host", "local_first", "ordered", "central", "reverb")
 #: A link without a limit is given to the model as this many times what one connection got through it.
@@ -93,7 +93,7 @@ class Plan:
 
 DEFAULT = Plan(Scaling((1, 2, 4), (2, 4), (32, 256, 1024), STRATEGIES, (256,)), Links())
 QUICK = Plan(
-    Scaling((1, 2), (2,), (32, 256), ("weighted", "uniform"), (256,), rows=2000, case_bytes=200 * MB, least=12),
+    Scaling((1, 2), (2,), (32, 256), ("prioritized", "uniform"), (256,), rows=2000, case_bytes=200 * MB, least=12),
     Links(train_ms=(50.0,), batches=12, rows_per_host=400),
 )
 EVERY_BATCH = (32, 64, 128, 256, 512, 1024)
@@ -298,7 +298,7 @@ def _links(links: Links, row_bytes: int, reverb: str | None, result: RanksResult
                     found = fleet.measure(
                         members,
                         store="central" if arm == "central" else "spread",
-                        strategy="weighted",
+                        strategy="prioritized",
                         batch=per_host * len(members),
                         assignment="ordered" if arm == "ordered" else "local_first",
                         warm=4,
@@ -377,7 +377,7 @@ def _add_link_case(
             "case": f"{rated.case}, {arm}",
             "arm": model_arm if arm == "one host" else arm,
             "system": arm,
-            "strategy": "weighted",
+            "strategy": "prioritized",
             "hosts": hosts,
             "ranks": hosts,
             "batch": batch,

@@ -124,7 +124,7 @@ def _plot_batches(result: BenchResult, scaling: Sequence[Case], path: Path) -> N
     for case in sorted(scaling, key=lambda case: case["batch"]):
         lines = panels.setdefault(case["where"], {})
         lines.setdefault(case["strategy"], []).append((case["batch"], case["gb_per_s"]))
-        if case["strategy"] == "weighted":
+        if case["strategy"] == "prioritized":
             lines.setdefault("floor", []).append((case["batch"], case["floor_gb_per_s"]))
     places = list(dict.fromkeys(case["where"] for case in scaling))
     ordered = {f"{place}, all ranks": panels[place] for place in places}
@@ -133,7 +133,7 @@ def _plot_batches(result: BenchResult, scaling: Sequence[Case], path: Path) -> N
 
 def _plot_stages(pyplot: Any, result: BenchResult, scaling: Sequence[Case], path: Path) -> None:
     """Milliseconds of a batch, a bar for each place and batch size."""
-    cases = [case for case in scaling if case["strategy"] == "weighted"]
+    cases = [case for case in scaling if case["strategy"] == "prioritized"]
     figure, axis = pyplot.subplots(figsize=(11, 0.34 * len(cases) + 1.8), layout="constrained")
     names = [f"{case['where']} x {case['batch']}" for case in cases]
     left = [0.0] * len(cases)
@@ -144,7 +144,7 @@ def _plot_stages(pyplot: Any, result: BenchResult, scaling: Sequence[Case], path
     axis.plot([case["batch_ms"] for case in cases], range(len(cases)), "k|", markersize=12, label="a batch takes")
     axis.set_yticks(range(len(cases)), names, fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel("ms of the mean rank, weighted", fontsize=9)
+    axis.set_xlabel("ms of the mean rank, prioritized", fontsize=9)
     axis.grid(alpha=0.25, axis="x", linewidth=0.4)
     axis.legend(fontsize=8)
     _title(figure, result)

@@ -6,7 +6,7 @@ Reads one JSON object a line from stdin and answers each with one on stdout (ran
     {"do": "join", "host": ..., "port": ..., "rank": 1, "size": 4}                          -> {}
     {"do": "fill", "store": "bench", "rows": 3000, "row_bytes": 102400, "capacity": 3000}   -> {"rows": 3000}
     {"do": "floor", "store": ..., "rows": 64, "calls": 20}  -> {"seconds": all calls}: a C loop copies random rows
-    {"do": "prepare", "store": ..., "strategy": "weighted", "batch": 256, "assignment": "local_first", "warm": 3}
+    {"do": "prepare", "store": ..., "strategy": "prioritized", "batch": 256, "assignment": "local_first", "warm": 3}
     {"do": "go", "batches": 40, "train_ms": 100}          -> {"ends_s": [...], "wait_s": ..., "stats": {...}, ...}
     {"do": "finish"}                                      -> {}: the replay is closed
     {"do": "leave"}                                       -> {}: another group may be joined
@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-import geartrain._native as _native
+import geartrain._native_testing as _native_testing
 import geartrain.selection.strategy as selection
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
@@ -39,7 +39,7 @@ from geartrain.store.store import Store
 SEED = 20230723
 TIMEOUT_S = 120.0
 STRATEGIES: dict[str, Callable[[], Any]] = {
-    "weighted": lambda: selection.Weighted(seed=SEED),
+    "prioritized": lambda: selection.Prioritized(seed=SEED),
     "uniform": lambda: selection.Uniform(seed=SEED),
     "fifo": selection.Fifo,
     "top-k": selection.TopK,
@@ -82,7 +82,7 @@ class Rank:
         return {}
 
     def fill(self, store: str, rows: int, row_bytes: int, capacity: int) -> dict[str, Any]:
-        """Joins or makes a store and fills it to so many rows of noise, with exponential weights."""
+        """Joins or makes a store and fills it to so many rows of noise, with exponential priorities."""
         fields = {"x": Field((row_bytes // 4,), "float32", timed=False)}
         if store not in self.stores:
             self.stores[store] = Store.open(store, fields, create="missing", capacity=capacity)
@@ -91,7 +91,7 @@ class Rank:
         noise = random.standard_normal((64, row_bytes // 4), np.float32)
         while len(one) < rows:
             n = min(64, rows - len(one))
-            one.insert({"x": noise[:n]}, weights=random.standard_exponential(n) + 0.05)
+            one.insert({"x": noise[:n]}, priorities=random.standard_exponential(n) + 0.05)
         return {"rows": len(one)}
 
     def floor(self, store: str, rows: int, calls: int) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Rank:
         for number, part in enumerate((chosen[:1], chosen[1:])):  # the first call warms up
             began_s = time.perf_counter()
             for some in part:
-                _native.gather_floor(column, out, some, out.nbytes // rows, column.strides[0], False)
+                _native_testing.gather_floor(column, out, some, out.nbytes // rows, column.strides[0], False)
             seconds[number] = time.perf_counter() - began_s
         return {"seconds": seconds[1]}
 
@@ -140,7 +140,7 @@ class Rank:
             asked_s = time.perf_counter()
             batch = replay.sample()
             wait_s += time.perf_counter() - asked_s
-            rows += len(batch.rows)
+            rows += len(batch.keys)
             del batch
             if train_ms:
                 time.sleep(train_ms / 1e3)

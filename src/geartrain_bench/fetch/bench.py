@@ -29,7 +29,7 @@ import geartrain.replay.device.gather_threshold as crossover
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.errors import GeartrainError
-from geartrain.replay.device import Convert, OnDevice
+from geartrain.replay.device import Convert, DeviceOptions
 from geartrain_bench.harness.timing import BenchResult
 
 #: bytes of a row: (steps, floats a step)
@@ -159,10 +159,10 @@ def _case(
         replays = {}
         for path in ("gather", "staged") if paths_only else ("gather", "staged", "auto"):
             name = {"auto": "geartrain (chooser)"}.get(path, f"geartrain {path}")
-            options = OnDevice(target, path=path)  # type: ignore[arg-type]
+            options = DeviceOptions(target, path=path)  # type: ignore[arg-type]
             replays[name] = gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=options)
         if not paths_only:
-            half = OnDevice(target, path="gather", convert={"x": Convert("bfloat16")})
+            half = DeviceOptions(target, path="gather", convert={"x": Convert("bfloat16")})
             replays["geartrain gather to bfloat16"] = gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=half)
         systems |= {name: replay.sample for name, replay in replays.items()}
         column = torch.from_numpy(store.column("x"))

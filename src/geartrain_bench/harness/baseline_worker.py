@@ -8,13 +8,13 @@ Reads one JSON object a line from stdin and answers each with one on stdout (pee
     {"do": "sample", "batch": 32, "calls": 4}          -> {"seconds": [per call], "cpu_seconds": ..., "disturbed": ...}
     {"do": "insert", "batch": 32, "calls": 4}          -> the same
 
-With "kind": "weights" the peer keeps priorities only, and has other laps to run:
+With "kind": "priorities" the peer keeps priorities only, and has other laps to run:
 
-    {"do": "setup", "kind": "weights", "peer": "cpprb", "rows": 1000, "fields": {}}   -> as above
+    {"do": "setup", "kind": "priorities", "peer": "cpprb", "rows": 1000, "fields": {}}   -> as above
     {"do": "sample" or "update", "batch": ..., "calls": ...}                          -> as its sampler does it
     {"do": "sample tree" or "update tree", ...}        -> its sum tree alone; an error where it has no way to that
     {"do": "laps"}                                     -> {"laps": ["sample", ...]}: those it can run
-    {"do": "counts", "draws": 4000000}                 -> {"counts": [8 numbers]}: see WeightPeer.counts
+    {"do": "counts", "draws": 4000000}                 -> {"counts": [8 numbers]}: see PriorityPeer.counts
 
 An answer {"error": "..."} ends the peer. It ends as well when stdin closes or its parent dies. Rows are noise.
 """
@@ -93,7 +93,7 @@ class Peer:
         return ["sample", "insert"]
 
     def counts(self, draws: int) -> list[int]:
-        """See `WeightPeer.counts`."""
+        """See `PriorityPeer.counts`."""
         raise NotImplementedError
 
     def source(self, n: int) -> Any:
@@ -286,7 +286,7 @@ def reverb_server(rows: int) -> None:
 PEERS: dict[str, type[Peer]] = {"torchrl": Torchrl, "torchrl-thp": Torchrl, "cpprb": Cpprb, "reverb": Reverb}
 
 
-class WeightPeer(Peer):
+class PriorityPeer(Peer):
     """A peer's way of drawing by priority, without rows: exponential priorities, alpha 0.6, beta 0.4."""
 
     dtype = "float32"
@@ -348,7 +348,7 @@ class WeightPeer(Peer):
         return [int(count) for count in found]
 
 
-class TorchrlWeights(WeightPeer):
+class TorchrlPriorities(PriorityPeer):
     """PrioritizedSampler; "tree" is its C++ SumSegmentTree alone."""
 
     def make(self) -> None:
@@ -369,7 +369,7 @@ class TorchrlWeights(WeightPeer):
         return self.sampler.sample(self.storage, n)[0].numpy()
 
     def write_from_tree(self, rows: Any, priorities: Any) -> None:
-        """The sum tree without the min tree and the exponent."""
+        """The sum tree without the min tree and the alpha."""
         self.sampler._sum_tree[self.torch.from_numpy(rows)] = self.torch.from_numpy(priorities)
 
     def draw_from_tree(self, n: int) -> Any:
@@ -379,7 +379,7 @@ class TorchrlWeights(WeightPeer):
         return self.sampler._sum_tree.scan_lower_bound(masses)
 
 
-class TorchrlWeights64(TorchrlWeights):
+class TorchrlPriorities64(TorchrlPriorities):
     """The same in double precision, which TensorDictPrioritizedReplayBuffer has no option for."""
 
     dtype = "float64"
@@ -399,7 +399,7 @@ class Rows:
         return self.rows
 
 
-class CpprbWeights(WeightPeer):
+class CpprbPriorities(PriorityPeer):
     """PrioritizedReplayBuffer with one byte a row, which is fetched as well; its draws are stratified."""
 
     def make(self) -> None:
@@ -422,7 +422,7 @@ class CpprbWeights(WeightPeer):
         return self.buffer.sample(n, beta=BETA)["indexes"]
 
 
-class TianshouWeights(WeightPeer):
+class TianshouPriorities(PriorityPeer):
     """The segment tree of its PrioritizedReplayBuffer (numba, double precision), with what that does around it."""
 
     dtype = "float64"
@@ -437,9 +437,9 @@ class TianshouWeights(WeightPeer):
         self.least = 1.0
 
     def write(self, rows: Any, priorities: Any) -> None:
-        weights = np.abs(priorities) + np.finfo(np.float32).eps
-        self.tree[rows] = weights**ALPHA
-        self.least = min(self.least, weights.min())
+        priorities = np.abs(priorities) + np.finfo(np.float32).eps
+        self.tree[rows] = priorities**ALPHA
+        self.least = min(self.least, priorities.min())
 
     def draw(self, n: int) -> Any:
         rows = self.tree.get_prefix_sum_idx(self.noise.random(n) * self.tree.reduce())
@@ -447,11 +447,11 @@ class TianshouWeights(WeightPeer):
         return rows
 
 
-WEIGHT_PEERS: dict[str, type[WeightPeer]] = {
-    "torchrl fp32": TorchrlWeights,
-    "torchrl fp64": TorchrlWeights64,
-    "cpprb": CpprbWeights,
-    "tianshou": TianshouWeights,
+WEIGHT_PEERS: dict[str, type[PriorityPeer]] = {
+    "torchrl fp32": TorchrlPriorities,
+    "torchrl fp64": TorchrlPriorities64,
+    "cpprb": CpprbPriorities,
+    "tianshou": TianshouPriorities,
 }
 
 
@@ -475,7 +475,7 @@ def serve(answers: TextIO) -> None:
         request = json.loads(line)
         try:
             if request["do"] == "setup":
-                kinds = WEIGHT_PEERS if request.get("kind") == "weights" else PEERS
+                kinds = WEIGHT_PEERS if request.get("kind") == "priorities" else PEERS
                 peer = kinds[request["peer"]]()
                 peer.setup(request["rows"], request["fields"])
                 answer: dict[str, Any] = {"versions": peer.versions, "rows": peer.rows}

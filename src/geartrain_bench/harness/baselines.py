@@ -17,7 +17,7 @@ VARIANTS = {"torchrl-thp": {"THP_MEM_ALLOC_ENABLE": "1"}}
 class PeerProcess(AnsweringProcess):
     """A peer that is set up and waits to be timed. A context manager; leaving it kills the peer.
 
-    `kind` is "rows" for a buffer of rows with these fields, "weights" for the peer's sampler of so many priorities.
+    `kind` is "rows" for a buffer of rows with these fields, "priorities" for the peer's sampler of so many priorities.
     Raises `PeerError` from everything that asks the peer something. Every wait has a deadline.
     """
 
@@ -48,7 +48,7 @@ class PeerProcess(AnsweringProcess):
         return [str(what) for what in self.ask({"do": "laps"}, 30)["laps"]]
 
     def counts(self, draws: int, timeout_s: float = 300.0) -> list[int]:
-        """Draws with equal weights and counts the upper half's row numbers mod 8. It keeps equal weights."""
+        """Draws with equal priorities and counts the upper half's row numbers mod 8. It keeps equal priorities."""
         return [int(count) for count in self.ask({"do": "counts", "draws": draws}, timeout_s)["counts"]]
 
 

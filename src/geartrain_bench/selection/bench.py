@@ -1,22 +1,22 @@
-"""Drawing rows by weight and changing weights, on one core, beside the sum trees of other replay buffers.
+"""Drawing rows by priority and changing priorities, on one core, beside the sum trees of other replay buffers.
 
-Weights are exponential priorities to the power of 0.6. Every call draws or changes other rows, so that what it touches
+Priorities are exponential priorities to the power of 0.6. Every call draws or changes other rows, so that what it touches
 is in the cache only where all of it fits there. The floor is what no draw or update can do without: reading (writing)
 B random floats of N, by NumPy or torch, whichever turned out better.
 
 | system | sample | update |
 |---|---|---|
-| geartrain | `Weighted.select` over an array's candidates | `Store.update_weights` |
-| geartrain with importance, with exponent | the same and importance weights, as torchrl's sampler | the same and \
+| geartrain | `Prioritized.select` over an array's candidates | `Store.update_priorities` |
+| geartrain with importance, with alpha | the same and importance weights, as torchrl's sampler | the same and \
 priority ** 0.6 |
 | geartrain stratified, Uniform, store | the strategy's option; the other strategy; a store's candidates | |
-| torchrl fp32, fp64 | `PrioritizedSampler.sample` | `.update_priority` (a sum tree, a min tree, the exponent) |
+| torchrl fp32, fp64 | `PrioritizedSampler.sample` | `.update_priority` (a sum tree, a min tree, the alpha) |
 | torchrl ... tree alone | its C++ sum tree's descent | its C++ sum tree's update |
 | cpprb | `PrioritizedReplayBuffer.sample` of one byte a row | `.update_priorities` |
-| tianshou | its numba segment tree, importance weights | the same, with the exponent |
+| tianshou | its numba segment tree, importance weights | the same, with the alpha |
 | NumPy, torch | cumsum and searchsorted; `torch.multinomial` (2^24 rows at most) | |
 
-A second question is whether the draws are right: with equal weights, are rows of the upper half drawn alike? Sums in
+A second question is whether the draws are right: with equal priorities, are rows of the upper half drawn alike? Sums in
 single precision can no longer tell neighbours apart there from 2^24 rows on.
 
 How these numbers could mislead: see docs/benchmarks.md.
@@ -40,7 +40,7 @@ import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.core.keys import Keys
 from geartrain.core.schema import Field
-from geartrain.selection.strategy import Candidates, Drawn, Strategy, Uniform, Weighted
+from geartrain.selection.strategy import Candidates, Drawn, Prioritized, Strategy, Uniform
 from geartrain.store.store import Store
 from geartrain_bench.harness.baselines import PeerError, PeerProcess
 from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
@@ -53,7 +53,7 @@ ALL_PEERS = ("torchrl", "cpprb", "tianshou")
 SAMPLERS = {"torchrl": ("torchrl fp32", "torchrl fp64"), "cpprb": ("cpprb",), "tianshou": ("tianshou",)}
 MULTINOMIAL_MOST = 2**24
 MOD = 8
-P_METRIC = f"equal weights, upper-half counts by index mod {MOD}: chi2 p"
+P_METRIC = f"equal priorities, upper-half counts by index mod {MOD}: chi2 p"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ QUICK = Plan(
 
 @dataclass
 class SelectionResult(BenchResult):
-    """`counts`: what equal weights were drawn like; system -> draws with row number mod 8 = 0, 1, ..., 7."""
+    """`counts`: what equal priorities were drawn like; system -> draws with row number mod 8 = 0, 1, ..., 7."""
 
     counts: dict[str, list[int]] = field(default_factory=dict)
 
@@ -235,7 +235,7 @@ class _SizeBench:
     def measure(self) -> None:
         """Everything about this N."""
         harness.say(f"N {short(self.rows)}")
-        # uint32, like the weights of a store.
+        # uint32, like the priorities of a store.
         self.candidates = Candidates(np.maximum(np.rint(self.values**ALPHA * 2**FRACTION_BITS), 1).astype(np.uint32))
         if self.rows <= self.plan.rows_beside_peers:
             with self._filled_store():
@@ -260,14 +260,14 @@ class _SizeBench:
 
     @contextlib.contextmanager
     def _filled_store(self) -> Iterator[None]:
-        """A store of N rows of one byte, with the same weights."""
+        """A store of N rows of one byte, with the same priorities."""
         harness.say(f"N {short(self.rows)}: filling a store")
         chunk = min(self.rows, 1_000_000)
         byte = np.zeros(chunk, np.uint8)
         with Store.create(f"bench-{os.getpid()}", {"x": Field((), "uint8")}, capacity=self.rows) as store:
             for first in range(0, self.rows, chunk):
-                weights = self.values[first : first + chunk].astype(np.float64) ** ALPHA
-                store.insert({"x": byte[: len(weights)]}, weights=weights)
+                priorities = self.values[first : first + chunk].astype(np.float64) ** ALPHA
+                store.insert({"x": byte[: len(priorities)]}, priorities=priorities)
             self.store, self.keys = store, store.keys()
             try:
                 yield
@@ -288,7 +288,7 @@ class _SizeBench:
                 continue
             harness.say(f"N {short(self.rows)}: starting {name}")
             try:
-                with PeerProcess(name, python, self.rows, {}, kind="weights") as peer:
+                with PeerProcess(name, python, self.rows, {}, kind="priorities") as peer:
                     for package, version in peer.versions.items():
                         if self.result.versions.setdefault(package, version) != version:
                             self.result.versions[f"{package} of {name}"] = version
@@ -340,12 +340,12 @@ class _SizeBench:
         if what == "sample":
             if self.candidates is not None:
                 systems.append(
-                    self._draws("geartrain stratified", Weighted(SEED, stratified=True), self.candidates, batch)
+                    self._draws("geartrain stratified", Prioritized(SEED, stratified=True), self.candidates, batch)
                 )
                 systems.append(self._draws("geartrain Uniform", Uniform(SEED), self.candidates, batch))
             if self.store is not None:
                 of_store = Candidates.of_store(self.store.native, self.store.column)
-                systems.append(self._draws("geartrain store", Weighted(SEED), of_store, batch))
+                systems.append(self._draws("geartrain store", Prioritized(SEED), of_store, batch))
         return systems
 
     def _ours_beside_peers(self, what: str, batch: int) -> list[System]:
@@ -355,13 +355,13 @@ class _SizeBench:
         return [] if self.store is None else self._updates(self.store, batch)
 
     def _plain_draws(self, candidates: Candidates, batch: int) -> list[System]:
-        weighing = Weighted(SEED, beta=BETA)
+        weighing = Prioritized(SEED, beta=BETA)
 
         def weigh(drawn: Drawn) -> None:
-            weighing.importance(drawn.probability, len(candidates), 0)
+            weighing.importance_weights(drawn.probability, len(candidates), 0)
 
         return [
-            self._draws("geartrain", Weighted(SEED), candidates, batch),
+            self._draws("geartrain", Prioritized(SEED), candidates, batch),
             self._draws("geartrain with importance", weighing, candidates, batch, weigh),
         ]
 
@@ -388,24 +388,24 @@ class _SizeBench:
         keys = self.keys
         assert keys is not None
 
-        def weights() -> tuple[Keys, NDArray[np.float64]]:
+        def raised() -> tuple[Keys, NDArray[np.float64]]:
             return keys[self._some_rows(batch)()], self._priorities(batch).astype(np.float64) ** ALPHA
 
         def priorities() -> tuple[Keys, NDArray[np.float32]]:
             return keys[self._some_rows(batch)()], self._priorities(batch)
 
         return [
-            self._system("geartrain", weights, lambda given: store.update_weights(*given)),
+            self._system("geartrain", raised, lambda given: store.update_priorities(*given)),
             self._system(
-                "geartrain with exponent",
+                "geartrain with alpha",
                 priorities,
-                # As Replay.update_weights does.
-                lambda given: store.update_weights(given[0], np.abs(np.asarray(given[1], np.float64)) ** ALPHA),
+                # As Replay.update_priorities does.
+                lambda given: store.update_priorities(given[0], np.abs(np.asarray(given[1], np.float64)) ** ALPHA),
             ),
         ]
 
     def _plain(self, what: str, batch: int) -> list[System]:
-        """Drawing without a tree: a pass over all weights for every call, because they change in between."""
+        """Drawing without a tree: a pass over all priorities for every call, because they change in between."""
         if what != "sample":
             return []
         values = self.values
@@ -499,7 +499,7 @@ class _SizeBench:
         candidates = Candidates(np.full(self.rows, 1 << FRACTION_BITS, np.uint32))
         found = np.zeros(MOD, np.int64)
         for step in range(-(-draws // chunk)):
-            found += upper_half_counts(Weighted(SEED).select(candidates, chunk, step).rows, self.rows)
+            found += upper_half_counts(Prioritized(SEED).select(candidates, chunk, step).rows, self.rows)
         self._check("geartrain", found.tolist())
 
     def _check(self, name: str, counts: list[int]) -> None:

@@ -1,6 +1,6 @@
 """Selection on a GPU: rebuild, draw and update, beside the plain reads that nobody can do without.
 
-Floors, in the same run: for a rebuild torch's sum over all weights; for draws and updates a gather of B weights at
+Floors, in the same run: for a rebuild torch's sum over all priorities; for draws and updates a gather of B priorities at
 random places. Peers on the device: `torch.multinomial` (up to 2^24 rows) and cumsum + searchsorted in float64. Times
 are between two events on the stream, so they hold what the GPU does and not what Python costs.
 """
@@ -57,23 +57,23 @@ def run(sizes: tuple[int, ...], batches: tuple[int, ...], device: str, *, quick:
     if device == "cuda":
         result.machine["gpu"] = torch.cuda.get_device_name(0)
     for n in sizes:
-        weights = torch.randint(1, 2**31 - 1, (n,), dtype=torch.int32, device=device)
-        candidates = DeviceCandidates(weights.view(torch.uint32))
-        floor = timed(_sum_of(weights), device, laps)
+        priorities = torch.randint(1, 2**31 - 1, (n,), dtype=torch.int32, device=device)
+        candidates = DeviceCandidates(priorities.view(torch.uint32))
+        floor = timed(_sum_of(priorities), device, laps)
         add(result, f"N {n:.0e}", "rebuild", {"floor": floor, "geartrain": timed(candidates.rebuild, device, laps)})
         for b in batches:
             if b <= n:
-                _batch(result, candidates, weights, n, b, device, laps)
+                _batch(result, candidates, priorities, n, b, device, laps)
     return harness.finish(result, began_s)
 
 
-def _batch(result: BenchResult, candidates: Any, weights: Any, n: int, b: int, device: str, laps: int) -> None:
+def _batch(result: BenchResult, candidates: Any, priorities: Any, n: int, b: int, device: str, laps: int) -> None:
     import torch
 
     case = f"N {n:.0e}, B {b:.0e}"
     places = torch.randint(0, n, (b,), device=device)
     values = torch.randint(1, 2**31 - 1, (b,), dtype=torch.int32, device=device).view(torch.uint32)
-    floor = timed(lambda: weights[places], device, laps)
+    floor = timed(lambda: priorities[places], device, laps)
     draws = {
         "floor": floor,
         "geartrain": timed(lambda: candidates.draw(True, 0, 1, 0, b), device, laps),
@@ -82,7 +82,7 @@ def _batch(result: BenchResult, candidates: Any, weights: Any, n: int, b: int, d
         if b <= n // 4
         else [],
     }
-    as_double = weights.double()
+    as_double = priorities.double()
     draws["torch cumsum+searchsorted"] = timed(lambda: _searchsorted(as_double, b), device, laps)
     if n <= MULTINOMIAL_MOST:
         draws["torch.multinomial"] = timed(lambda: torch.multinomial(as_double, b, replacement=True), device, laps)
@@ -91,17 +91,17 @@ def _batch(result: BenchResult, candidates: Any, weights: Any, n: int, b: int, d
     add(result, case, "update", {"floor": floor, "geartrain": update})
 
 
-def _sum_of(weights: Any) -> Callable[[], object]:
+def _sum_of(priorities: Any) -> Callable[[], object]:
     import torch
 
-    return lambda: weights.sum(dtype=torch.int64)
+    return lambda: priorities.sum(dtype=torch.int64)
 
 
-def _searchsorted(weights: Any, b: int) -> Any:
+def _searchsorted(priorities: Any, b: int) -> Any:
     import torch
 
-    sums = weights.cumsum(0)
-    return torch.searchsorted(sums, torch.rand(b, dtype=torch.float64, device=weights.device) * sums[-1])
+    sums = priorities.cumsum(0)
+    return torch.searchsorted(sums, torch.rand(b, dtype=torch.float64, device=priorities.device) * sums[-1])
 
 
 def timed(work: Callable[[], object], device: str, laps: int) -> list[float]:

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+import geartrain._native_testing as _native_testing
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.core.schema import Field
@@ -279,13 +280,15 @@ class _TableBench:
 
         def ours() -> Lap:
             keys = [self.keys[draw()] for _ in range(calls)]
-            as_: Any = "torch" if self.as_torch else "numpy"
+            output: Any = "torch" if self.as_torch else "numpy"
 
             def body() -> None:
                 for some in keys:
-                    fetch(self.store, some, threads=threads, as_=as_)
+                    fetch(self.store, some, threads=threads, output=output)
 
-            return harness.lap(calls, body, lambda: fetch(self.store, self.keys[draw()], threads=threads, as_=as_))
+            return harness.lap(
+                calls, body, lambda: fetch(self.store, self.keys[draw()], threads=threads, output=output)
+            )
 
         def numpy_index() -> Lap:
             rows = [draw() for _ in range(calls)]
@@ -303,7 +306,7 @@ class _TableBench:
         systems = _floors(floor, threads)
         systems.append(System("geartrain", ours))
         with Replay(
-            self.store, Uniform(SEED), batch, prefetch=0, threads=threads, as_="torch" if self.as_torch else "numpy"
+            self.store, Uniform(SEED), batch, prefetch=0, threads=threads, output="torch" if self.as_torch else "numpy"
         ) as replay:
 
             def sample() -> None:
@@ -416,7 +419,7 @@ class _TableBench:
             self._add(harness.time_row(case, system, "latency", "us", found[what], copy_s))
             overhead = [max(0.0, s - copy_s) for s in found[what]]
             self._add(harness.time_row(case, system, "overhead", "us", overhead, copy_s))
-        native = [_native.time_single_inserts(store.native, n) / 1e9 for _ in range(25)]
+        native = [_native_testing.time_single_inserts(store.name, n) / 1e9 for _ in range(25)]
         self._add(harness.time_row("one row, from C++, nothing copied", "geartrain", "overhead", "ns", native, copy_s))
         self.keys = store.keys()
 
@@ -507,13 +510,13 @@ def _in_parts(calls: int, parts: int, work: Callable[[int, int, int], None]) -> 
 
 def _gather(column: NDArray[Any], out: NDArray[Any], rows: NDArray[np.uint32], stream: bool) -> None:
     """The floor of fetch for one field."""
-    _native.gather_floor(column, out, rows, out.nbytes // max(1, len(rows)), column.strides[0], stream)
+    _native_testing.gather_floor(column, out, rows, out.nbytes // max(1, len(rows)), column.strides[0], stream)
 
 
 def _scatter(array: NDArray[Any], place: NDArray[Any], rows: NDArray[np.uint32], stream: bool) -> None:
     """The floor of insert for one field: the rows one after the other, as if blocks had no padding."""
     row_bytes = array.nbytes // len(array)
-    _native.gather_floor(array, place, rows, row_bytes, row_bytes, stream)
+    _native_testing.gather_floor(array, place, rows, row_bytes, row_bytes, stream)
 
 
 def _aligned(shape: tuple[int, ...], field: Field) -> NDArray[Any]:

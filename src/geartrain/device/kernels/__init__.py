@@ -1,5 +1,5 @@
-"""Work on a GPU: Triton kernels that choose the rows native/selection.cc would and fetch what native/fetch.cc would, to
-the bit.
+"""Work on a GPU: Triton kernels that choose the rows native/selection/draw.cc would and fetch what
+native/fetch/fetch.cc would, to the bit.
 
 One file per kernel, each with a slow and obvious torch reference beside it; `candidates.DeviceCandidates` puts them
 together. Nothing is imported until it is asked for: `why_not_viable()` says what is missing, for `geartrain doctor`.
@@ -7,10 +7,10 @@ together. Nothing is imported until it is asked for: `why_not_viable()` says wha
 | file | what it does | bytes |
 |---|---|---|
 | `philox` | random bits and numbers below a bound, from counters | none |
-| `weighted_draw` | running sums over tiles of 256 weights; draws, plain and stratified | 4 N a rebuild, 1.5 KB a draw |
+| `weighted_draw` | running sums over tiles of 256 priorities; draws, plain and stratified | 4 N a rebuild, 1.5 KB a draw |
 | `distinct_draw` | draws without replacement | the same, and a sort of the draws |
 | `first_rows` | heaviest, oldest, newest rows | 4 N, and 2 KB a row asked for |
-| `scatter_update` | new weights for many rows, the last of duplicates wins | 240 a row |
+| `scatter_update` | new priorities for many rows, the last of duplicates wins | 240 a row |
 | `gather_rows`, `gather_*` | chosen rows out of pinned host memory, in one launch | the windows, 128 a slot |
 """
 

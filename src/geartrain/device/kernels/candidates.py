@@ -1,10 +1,10 @@
 """What can be drawn on a GPU: the counterpart of `geartrain._native.Candidates`, method for method.
 
-The weights live in device memory and stay the caller's. Sums are made by `rebuild()` and kept by `update()`. Everything
+The priorities live in device memory and stay the caller's. Sums are made by `rebuild()` and kept by `update()`. Everything
 runs on the current stream; calls that have to know a number (is there anything to draw?) wait for the device, once
 after each change.
 
-Device memory beside the weights: 16 bytes a tile of 256 rows; as much again for draws by row where rows can be
+Device memory beside the priorities: 16 bytes a tile of 256 rows; as much again for draws by row where rows can be
 unselectable; 4 N for the order of sequence numbers, made when it is first needed.
 """
 
@@ -33,11 +33,11 @@ class DeviceCandidates:
     """Rows that can be drawn, in a GPU's memory. The same arguments choose the same rows as on a CPU, to the bit.
 
     Args:
-        weights: (N,) fixed-point, torch.uint32 on a CUDA device (viewed, so that what you write there counts after
+        priorities: (N,) fixed-point, torch.uint32 on a CUDA device (viewed, so that what you write there counts after
             `rebuild()`), or NumPy uint32 (copied to `device`). N is at most 2**31 - 1.
-        selectable: (N,) bool on the same device, viewed; None where all rows are. Others count as weight 0.
+        selectable: (N,) bool on the same device, viewed; None where all rows are. Others count as priority 0.
         sequence: (N,) int64 on the same device, the order of commits, no two alike; None where it is the row + 1.
-        device: of NumPy weights; by default the current CUDA device.
+        device: of NumPy priorities; by default the current CUDA device.
 
     Rows go in as int64 tensors on the device, or as NumPy whole numbers; they come out as int64 tensors.
 
@@ -54,23 +54,23 @@ class DeviceCandidates:
 
     def __init__(
         self,
-        weights: torch.Tensor | NDArray[np.uint32],
+        priorities: torch.Tensor | NDArray[np.uint32],
         selectable: torch.Tensor | None = None,
         sequence: torch.Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if isinstance(weights, np.ndarray):
-            if weights.dtype != np.uint32:
-                raise ArgumentError(f"weights are uint32 (n,), found {weights.dtype} {weights.shape}")
-            weights = torch.from_numpy(np.ascontiguousarray(weights)).to(device or "cuda", copy=True)
-        check("weights", weights, (torch.uint32,))
-        if not 0 < len(weights) <= MAX_ROWS:
-            raise ArgumentError(f"1 to {MAX_ROWS} rows can be drawn from, found {len(weights)}")
+        if isinstance(priorities, np.ndarray):
+            if priorities.dtype != np.uint32:
+                raise ArgumentError(f"priorities are uint32 (n,), found {priorities.dtype} {priorities.shape}")
+            priorities = torch.from_numpy(np.ascontiguousarray(priorities)).to(device or "cuda", copy=True)
+        check("priorities", priorities, (torch.uint32,))
+        if not 0 < len(priorities) <= MAX_ROWS:
+            raise ArgumentError(f"1 to {MAX_ROWS} rows can be drawn from, found {len(priorities)}")
         for name, tensor, dtype in (("selectable", selectable, torch.bool), ("sequence", sequence, torch.int64)):
             if tensor is not None:
-                check(name, tensor, (dtype,), like=weights)
-                check_length(name, tensor, len(weights))
-        self.values = weights
+                check(name, tensor, (dtype,), like=priorities)
+                check_length(name, tensor, len(priorities))
+        self.values = priorities
         self.selectable = selectable
         self.sequence = sequence
         self.rebuild()
@@ -81,11 +81,11 @@ class DeviceCandidates:
         return self.values.device
 
     def rebuild(self) -> None:
-        """Makes all sums anew, after weights, selectable bits or sequence numbers were written from outside.
+        """Makes all sums anew, after priorities, selectable bits or sequence numbers were written from outside.
 
         Reads 4 bytes a row, 6 with selectable bits.
         """
-        self._by_weight = RunningSums(self.values, self.selectable)
+        self._by_priority = RunningSums(self.values, self.selectable)
         self._by_row: RunningSums | EveryRow
         if self.selectable is None:
             self._by_row = EveryRow(len(self.values), self.device)
@@ -93,31 +93,31 @@ class DeviceCandidates:
             self._by_row = RunningSums(self.selectable.view(torch.uint8))
         self._age_of: torch.Tensor | None = None
 
-    def update(self, rows: Rows, weights: torch.Tensor | NDArray[np.uint32]) -> None:
-        """weights[rows] = weights; of duplicates the last wins. About 240 bytes a row, and 16 a tile for the sums.
+    def update(self, rows: Rows, priorities: torch.Tensor | NDArray[np.uint32]) -> None:
+        """priorities[rows] = priorities; of duplicates the last wins. About 240 bytes a row, and 16 a tile for the sums.
 
         Raises:
-            ArgumentError: a row that is not there, or not as many weights (uint32) as rows; nothing was changed.
+            ArgumentError: a row that is not there, or not as many priorities (uint32) as rows; nothing was changed.
         """
-        if isinstance(weights, np.ndarray):
-            if weights.dtype != np.uint32:
-                raise ArgumentError(f"weights are uint32 (n,), found {weights.dtype} {weights.shape}")
-            weights = torch.from_numpy(np.ascontiguousarray(weights)).to(self.device)
-        scatter_update(self.values, self._known(rows), weights, self._by_weight.sums, self.selectable)
-        self._by_weight.rerun()
+        if isinstance(priorities, np.ndarray):
+            if priorities.dtype != np.uint32:
+                raise ArgumentError(f"priorities are uint32 (n,), found {priorities.dtype} {priorities.shape}")
+            priorities = torch.from_numpy(np.ascontiguousarray(priorities)).to(self.device)
+        scatter_update(self.values, self._known(rows), priorities, self._by_priority.sums, self.selectable)
+        self._by_priority.rerun()
 
     # --- what _native.Candidates has ---------------------------------------------------------------------------
 
-    def total_weight(self) -> int:
-        """The sum of the weights of selectable rows."""
-        return self._by_weight.total
+    def total_priority(self) -> int:
+        """The sum of the priorities of selectable rows."""
+        return self._by_priority.total
 
     def count(self) -> int:
         """Selectable rows."""
         return self._by_row.total
 
-    def weights(self, rows: Rows) -> torch.Tensor:
-        """Fixed-point weights of some rows, int64."""
+    def priorities(self, rows: Rows) -> torch.Tensor:
+        """Fixed-point priorities of some rows, int64."""
         return whole_numbers(self.values.view(torch.int32)[self._known(rows)].view(torch.uint32))
 
     def sequences(self, rows: Rows) -> torch.Tensor:
@@ -127,7 +127,7 @@ class DeviceCandidates:
 
     def draw(
         self,
-        by_weight: bool,
+        by_priority: bool,
         seed: int,
         step: int,
         round: int,
@@ -138,7 +138,7 @@ class DeviceCandidates:
         """Draws with replacement, one for each number.
 
         Args:
-            by_weight: in proportion to weights; otherwise uniformly from selectable rows.
+            by_priority: in proportion to priorities; otherwise uniformly from selectable rows.
             seed, step, round: of the random numbers.
             numbers: of the draws: an n for 0 to n - 1, or uint32 (n,).
             strata: 0 for plain draws; n for draws that share the total evenly.
@@ -167,16 +167,16 @@ class DeviceCandidates:
             raise ArgumentError(f"strata is 0 to 2**32 - 1, found {strata}")
         if strata and largest >= strata:
             raise ArgumentError(f"draw {largest} is none of {strata} strata")
-        population = self._by_weight if by_weight else self._by_row
+        population = self._by_priority if by_priority else self._by_row
         if len(known) and population.total == 0:
-            what = "no selectable row has a weight above zero" if by_weight else "the store has no selectable row"
+            what = "no selectable row has a priority above zero" if by_priority else "the store has no selectable row"
             raise EmptyStoreError(what)
         rows, probability = population.draw(DrawKey(seed, step, counter_word(ROW_STREAM, round)), known, strata)
         return rows, _generations(rows), probability, 0
 
     def draw_distinct(
         self,
-        by_weight: bool,
+        by_priority: bool,
         seed: int,
         step: int,
         round: int,
@@ -194,7 +194,7 @@ class DeviceCandidates:
         if self.count() < n + len(gone):
             available = max(self.count() - len(gone), 0)
             raise NotEnoughRowsError(f"{n} different rows were asked for, {available} can be drawn")
-        population = self._by_weight if by_weight else self._by_row
+        population = self._by_priority if by_priority else self._by_row
         rows, probability = draw_distinct(population, seed, step, round, n, gone)
         return rows, _generations(rows), probability, 0
 

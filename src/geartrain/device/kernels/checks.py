@@ -9,7 +9,7 @@ import torch
 from geartrain.device.kernels import interpreting
 from geartrain.errors import ArgumentError
 
-# Rows have to fit 31 bits: sums of 2^31 weights of 32 bits stay below 2^63, torch's largest whole number.
+# Rows have to fit 31 bits: sums of 2^31 priorities of 32 bits stay below 2^63, torch's largest whole number.
 MAX_ROWS = 2**31 - 1
 
 
@@ -28,7 +28,7 @@ def check(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], like
             "before the first import. On a CPU use geartrain.selection.strategy.Candidates"
         )
     if like is not None and tensor.device != like.device:
-        raise ArgumentError(f"{name} is on {tensor.device}, the weights are on {like.device}")
+        raise ArgumentError(f"{name} is on {tensor.device}, the priorities are on {like.device}")
 
 
 def check_length(name: str, tensor: torch.Tensor, n: int) -> None:

@@ -2,7 +2,8 @@
 
 Draws 0, 1, 2, ... are made at once, 1.25 n + 64 of them and, when those are too few, all 4 n + 64. A stable sort by row
 shows which of equal rows came first. When even 4 n + 64 draws did not find n rows, the rest are drawn one after the
-other from a copy of the values without the chosen rows (native/selection.h says so), each taken out before the next:
+other from a copy of the values without the chosen rows (native/selection/selection.h says so), each taken out before
+the next:
 
     total    [ 1 ]       carried along
     top      [ 8 ]       groups of 1024 groups
@@ -12,7 +13,7 @@ other from a copy of the values without the chosen rows (native/selection.h says
 
 Bytes: those of the draws and 24 a draw for the sort. The rest: 8 N for copy and sums, then one program that takes four
 dependent steps of 2 to 8 KB a row; expect some microseconds a row, so this is for the few that are left, which is where
-n is close to the number of rows or the weights are very uneven.
+n is close to the number of rows or the priorities are very uneven.
 
 Versions: 1. (this). No GPU has timed it yet.
 """
@@ -200,7 +201,7 @@ def draw_distinct(
     if n == 0:
         return nothing, nothing.to(torch.float64)
     if population.total == 0:
-        raise EmptyStoreError("no selectable row has a weight above zero")
+        raise EmptyStoreError("no selectable row has a priority above zero")
     key = DrawKey(seed, step, counter_word(DISTINCT_STREAM, round))
     most = 4 * n + 64
     drawn, probability = nothing, nothing.to(torch.float64)

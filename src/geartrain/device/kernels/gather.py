@@ -1,10 +1,11 @@
 """Chosen rows out of mapped host memory into a batch in device memory: all fields and windows in one launch.
 
-native/fetch.cc's work, done by the GPU itself (GEAR, section 3.4): it reads the rows' words and blocks where they are,
-in shared memory that is registered with the driver, and writes the batch, its padding, its mask and its books. No CPU
-touches a row.
+native/fetch/fetch.cc's work, done by the GPU itself (GEAR, section 3.4): it reads the rows' words and blocks where they
+are, in shared memory that is registered with the driver, and writes the batch, its padding, its mask and its books. No
+CPU touches a row.
 
-What is written, row by row, is native/fetch.h's: a window of W steps that ends at step t holds steps max(0, t - W + 1)
+What is written, row by row, is native/fetch/fetch.h's: a window of W steps that ends at step t holds steps max(0, t - W
++ 1)
 .. t and nothing later; missing steps are 0. Fields may be converted on the way: y = float32(x) * scale + offset, each
 step rounded to float32, then to the output's dtype. Where it is 0 because there is no step, it is 0 whatever the
 offset. With `cu_seqlens` the windows stand one behind the other instead, without padding.
@@ -20,7 +21,7 @@ are not read; blocks are aligned to 64 bytes, so a group never leaves its block.
 destination is undone in the stores, which go to device memory and can be as narrow as the field's step demands: 16
 bytes a thread where steps are a multiple of 16, else 8, 4, 2 or 1.
 
-Torn rows. Every slot reads the row's word before and after it reads the block, as native/fetch.cc does:
+Torn rows. Every slot reads the row's word before and after it reads the block, as native/fetch/fetch.cc does:
 
     1  w = ld.acquire.sys(word)        the generation must be the key's
     2  version, blocks                 ld.volatile, which is ld.relaxed.sys

@@ -1,4 +1,4 @@
-"""Random bits from counters, and whole numbers below a bound: native/random.h as Triton device functions.
+"""Random bits from counters, and whole numbers below a bound: native/base/random.h as Triton device functions.
 
 A draw's 128 bits are Philox4x32-10 (Salmon et al., 2011) with the counter (draw, stream << 24 | attempt, step) and
 the key seed. below(x) = floor(bits * x / 2^128), from two 64-bit high products and a carry. No memory is touched; about
@@ -14,7 +14,7 @@ import triton.language as tl
 
 _MASK32 = 0xFFFFFFFF
 
-# Streams, as in native/random.h.
+# Streams, as in native/base/random.h.
 ROW_STREAM = 0
 WINDOW_STREAM = 1
 DISTINCT_STREAM = 2
@@ -84,7 +84,7 @@ def below(high, low, bound):
 
 @triton.jit
 def target_of(draw, word, seed, step, total, strata, STRATIFIED: tl.constexpr):
-    """What native/selection.h calls the target of a draw: below(total), or inside the draw's share of it.
+    """What native/selection/selection.h calls the target of a draw: below(total), or inside the draw's share of it.
 
     draw * total / strata needs 96 bits. With total = q * strata + r it is draw * q + draw * r / strata, which needs 64,
     because draw and r are below 2^32.

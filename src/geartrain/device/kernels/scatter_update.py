@@ -1,16 +1,16 @@
-"""New weights for many rows at once: weights[rows] = values, where of duplicates the last wins, and sums follow.
+"""New priorities for many rows at once: priorities[rows] = values, where of duplicates the last wins, and sums follow.
 
-A plain scatter with duplicates is a race. Here the weights themselves are the scratch memory in which the duplicates of
+A plain scatter with duplicates is a race. Here the priorities themselves are the scratch memory in which the duplicates of
 a row settle who is last, so nothing of the size of the table is needed beside it. Four launches, since each needs all
 of the one before to be finished:
 
-    1. take    old[i] = exchange(weights[rows[i]], 0)      of a row's duplicates one gets the weight, the others 0
-    2. bid     weights[rows[i]] = max(itself, i + 1)
-    3. settle  won[i] = weights[rows[i]] == i + 1
+    1. take    old[i] = exchange(priorities[rows[i]], 0)      of a row's duplicates one gets the priority, the others 0
+    2. bid     priorities[rows[i]] = max(itself, i + 1)
+    3. settle  won[i] = priorities[rows[i]] == i + 1
     4. write   winners write their value; every i adds (won ? value : 0) - old to its tile's sum
 
-Until the last is done the weights are meaningless: draws have to be on the same stream, or wait. Bytes: five visits to
-a 32-byte sector of the weights, one to one of the sums, 45 of arguments: about 240 a row, B = 1e6: 0.24 GB.
+Until the last is done the priorities are meaningless: draws have to be on the same stream, or wait. Bytes: five visits to
+a 32-byte sector of the priorities, one to one of the sums, 45 of arguments: about 240 a row, B = 1e6: 0.24 GB.
 
 The atomic operations are relaxed: launches are what puts steps in order.
 
@@ -29,47 +29,49 @@ from geartrain.device.kernels.weighted_draw import TILE
 from geartrain.errors import ArgumentError
 
 
-def reference_scatter_update(weights: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The weights afterwards, one row at a time."""
-    after = weights.clone()
+def reference_scatter_update(priorities: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The priorities afterwards, one row at a time."""
+    after = priorities.clone()
     for row, value in zip(rows.tolist(), values.view(torch.int32).tolist(), strict=True):
         after.view(torch.int32)[row] = value
     return after
 
 
 @triton.jit(do_not_specialize=["count"])
-def take_kernel(weights, rows, old, count: tl.int64, BLOCK: tl.constexpr):
+def take_kernel(priorities, rows, old, count: tl.int64, BLOCK: tl.constexpr):
     """Step 1."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = tl.load(rows + at, mask=inside, other=0)
     tl.store(
-        old + at, tl.atomic_xchg(weights + row, tl.zeros([BLOCK], tl.uint32), mask=inside, sem="relaxed"), mask=inside
+        old + at,
+        tl.atomic_xchg(priorities + row, tl.zeros([BLOCK], tl.uint32), mask=inside, sem="relaxed"),
+        mask=inside,
     )
 
 
 @triton.jit(do_not_specialize=["count"])
-def bid_kernel(weights, rows, count: tl.int64, BLOCK: tl.constexpr):
+def bid_kernel(priorities, rows, count: tl.int64, BLOCK: tl.constexpr):
     """Step 2."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = tl.load(rows + at, mask=inside, other=0)
-    tl.atomic_max(weights + row, (at + 1).to(tl.uint32), mask=inside, sem="relaxed")
+    tl.atomic_max(priorities + row, (at + 1).to(tl.uint32), mask=inside, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["count"])
-def settle_kernel(weights, rows, won, count: tl.int64, BLOCK: tl.constexpr):
+def settle_kernel(priorities, rows, won, count: tl.int64, BLOCK: tl.constexpr):
     """Step 3."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = tl.load(rows + at, mask=inside, other=0)
-    bid = tl.load(weights + row, mask=inside, other=0)
+    bid = tl.load(priorities + row, mask=inside, other=0)
     tl.store(won + at, (bid == (at + 1).to(tl.uint32)).to(tl.uint8), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
 def write_kernel(
-    weights,
+    priorities,
     selectable,
     sums,
     rows,
@@ -90,55 +92,55 @@ def write_kernel(
     change = tl.where(winner, value, 0).to(tl.int64) - tl.load(old + at, mask=inside, other=0).to(tl.int64)
     if HAS_SELECTABLE:
         change = tl.where(tl.load(selectable + row, mask=inside, other=0) != 0, change, 0)
-    tl.store(weights + row, value, mask=winner)
+    tl.store(priorities + row, value, mask=winner)
     tl.atomic_add(sums + row // TILE, change, mask=inside & (change != 0), sem="relaxed")
 
 
 def scatter_update(
-    weights: torch.Tensor,
+    priorities: torch.Tensor,
     rows: torch.Tensor,
     values: torch.Tensor,
     sums: torch.Tensor,
     selectable: torch.Tensor | None = None,
 ) -> None:
-    """Writes weights[rows] = values in place, the last of duplicates winning, and adds the changes to the tiles' sums.
+    """Writes priorities[rows] = values in place, the last of duplicates winning, and adds the changes to the tiles' sums.
 
     Args:
-        weights: (n,) uint32.
+        priorities: (n,) uint32.
         rows: (b,) int64, 0 to n - 1, b below 2**32 - 1.
         values: (b,) uint32.
         sums: (ceil(n / 256),) int64; see `weighted_draw.tile_sums`. Pass zeros to have the changes alone.
-        selectable: (n,) bool; rows where it is False take their weights, but count 0 in the sums.
+        selectable: (n,) bool; rows where it is False take their priorities, but count 0 in the sums.
 
     Raises:
         ArgumentError: a wrong device, dtype or shape, or a row that is not there; nothing was changed.
     """
-    check("weights", weights, (torch.uint32,))
-    check("rows", rows, (torch.int64,), like=weights)
-    check("values", values, (torch.uint32,), like=weights)
-    check("sums", sums, (torch.int64,), like=weights)
+    check("priorities", priorities, (torch.uint32,))
+    check("rows", rows, (torch.int64,), like=priorities)
+    check("values", values, (torch.uint32,), like=priorities)
+    check("sums", sums, (torch.int64,), like=priorities)
     check_length("values", values, len(rows))
-    check_length("sums", sums, triton.cdiv(len(weights), TILE))
+    check_length("sums", sums, triton.cdiv(len(priorities), TILE))
     if selectable is not None:
-        check("selectable", selectable, (torch.bool,), like=weights)
-        check_length("selectable", selectable, len(weights))
+        check("selectable", selectable, (torch.bool,), like=priorities)
+        check_length("selectable", selectable, len(priorities))
     count = len(rows)
     if count >= 2**32 - 1:
         raise ArgumentError(f"fewer than 2**32 - 1 rows can be updated at once, found {count}")
-    check_rows("rows", rows, len(weights))
+    check_rows("rows", rows, len(priorities))
     if count == 0:
         return
-    old = torch.empty(count, dtype=torch.uint32, device=weights.device)
-    won = torch.empty(count, dtype=torch.uint8, device=weights.device)
+    old = torch.empty(count, dtype=torch.uint32, device=priorities.device)
+    won = torch.empty(count, dtype=torch.uint8, device=priorities.device)
     bits = won if selectable is None else selectable.view(torch.uint8)
     block = interpreted(256, 1024)
     grid = (triton.cdiv(count, block),)
-    with on_device_of(weights):
-        take_kernel[grid](weights, rows, old, count, BLOCK=block)
-        bid_kernel[grid](weights, rows, count, BLOCK=block)
-        settle_kernel[grid](weights, rows, won, count, BLOCK=block)
+    with on_device_of(priorities):
+        take_kernel[grid](priorities, rows, old, count, BLOCK=block)
+        bid_kernel[grid](priorities, rows, count, BLOCK=block)
+        settle_kernel[grid](priorities, rows, won, count, BLOCK=block)
         write_kernel[grid](
-            weights,
+            priorities,
             bits,
             sums,
             rows,

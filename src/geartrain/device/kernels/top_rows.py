@@ -2,13 +2,13 @@
 
 Each row gets a key of 63 bits, no two alike, the first row the largest:
 
-    heaviest   weight << 31 | (2^31 - 1 - age)       age: the row's place in the order of sequence numbers
+    heaviest   priority << 31 | (2^31 - 1 - age)       age: the row's place in the order of sequence numbers
     oldest     2^31 - 1 - age
     newest     age                                   -1: not to be chosen
 
 One pass finds the best key of each tile of 256 rows. The k rows asked for are in the k tiles with the best such keys:
 every one of these k keys beats any key of another tile. So torch.topk looks at n / 256 keys, a second kernel makes the
-256 k keys of those tiles, and torch.topk orders them. The bound holds whatever the weights, all equal included.
+256 k keys of those tiles, and torch.topk orders them. The bound holds whatever the priorities, all equal included.
 
 Bytes: 4 N for the heaviest (1 N more for selectable bits, 4 N for ages); 12 N / 256; then about 7 KB a row asked for.
 
@@ -30,7 +30,7 @@ OLDEST, NEWEST, HEAVIEST = range(3)
 
 
 def reference_first_rows(
-    weights: torch.Tensor,
+    priorities: torch.Tensor,
     selectable: torch.Tensor | None,
     sequence: torch.Tensor | None,
     order: int,
@@ -39,17 +39,17 @@ def reference_first_rows(
     excluded: list[int],
 ) -> list[int]:
     """The rows, by sorting all of them."""
-    weight = whole_numbers(weights).tolist()
-    place = list(range(1, len(weight) + 1)) if sequence is None else sequence.tolist()
+    priority = whole_numbers(priorities).tolist()
+    place = list(range(1, len(priority) + 1)) if sequence is None else sequence.tolist()
     rows = [
         row
-        for row in range(len(weight))
+        for row in range(len(priority))
         if (selectable is None or selectable[row]) and place[row] > after and row not in set(excluded)
     ]
     rank = {
         OLDEST: lambda row: place[row],
         NEWEST: lambda row: -place[row],
-        HEAVIEST: lambda row: (-weight[row], place[row]),
+        HEAVIEST: lambda row: (-priority[row], place[row]),
     }
     return sorted(rows, key=rank[order])[:n]
 
@@ -59,7 +59,7 @@ def reference_first_rows(
 
 @triton.jit
 def _keys(
-    weights,
+    priorities,
     selectable,
     age_of,
     row,
@@ -80,10 +80,10 @@ def _keys(
         key = 0x7FFFFFFF - age
     if ORDER == 2:
         if MASKED:
-            weight = tl.load(weights + row, mask=inside, other=0)
+            priority = tl.load(priorities + row, mask=inside, other=0)
         else:
-            weight = tl.load(weights + row)
-        key = (weight.to(tl.int64) << 31) | key
+            priority = tl.load(priorities + row)
+        key = (priority.to(tl.int64) << 31) | key
     allowed = age >= min_age
     if MASKED:
         allowed &= inside
@@ -94,7 +94,7 @@ def _keys(
 
 @triton.jit(do_not_specialize=["n", "min_age"])
 def best_keys_kernel(
-    weights,
+    priorities,
     selectable,
     age_of,
     best,
@@ -111,16 +111,16 @@ def best_keys_kernel(
     row = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     inside = row < n
     if (tl.program_id(0).to(tl.int64) + 1) * TILES * TILE <= n:
-        key = _keys(weights, selectable, age_of, row, inside, min_age, ORDER, HAS_SELECTABLE, HAS_AGES, False)
+        key = _keys(priorities, selectable, age_of, row, inside, min_age, ORDER, HAS_SELECTABLE, HAS_AGES, False)
         tl.store(best + tile, tl.max(key, axis=1))
     else:
-        key = _keys(weights, selectable, age_of, row, inside, min_age, ORDER, HAS_SELECTABLE, HAS_AGES, True)
+        key = _keys(priorities, selectable, age_of, row, inside, min_age, ORDER, HAS_SELECTABLE, HAS_AGES, True)
         tl.store(best + tile, tl.max(key, axis=1), mask=tile * TILE < n)
 
 
 @triton.jit(do_not_specialize=["count", "n", "min_age"])
 def tile_keys_kernel(
-    weights,
+    priorities,
     selectable,
     age_of,
     tiles,
@@ -139,7 +139,7 @@ def tile_keys_kernel(
     tile = tl.load(tiles + at, mask=at < count, other=0)
     row = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < n) & (at < count)[:, None]
-    key = _keys(weights, selectable, age_of, row, inside, min_age, ORDER, HAS_SELECTABLE, HAS_AGES, True)
+    key = _keys(priorities, selectable, age_of, row, inside, min_age, ORDER, HAS_SELECTABLE, HAS_AGES, True)
     tl.store(keys + at[:, None] * TILE + tl.arange(0, TILE)[None, :], key, mask=(at < count)[:, None])
 
 
@@ -147,7 +147,7 @@ def tile_keys_kernel(
 
 
 def first_rows(
-    weights: torch.Tensor,
+    priorities: torch.Tensor,
     selectable: torch.Tensor | None,
     age_of: torch.Tensor | None,
     order: int,
@@ -157,7 +157,7 @@ def first_rows(
     """Up to n rows, int64, the first in `order` first; fewer when there are no more.
 
     Args:
-        weights: (N,) uint32.
+        priorities: (N,) uint32.
         selectable: (N,) bool, or None where all are.
         age_of: (N,) int32, each row's place in the order of sequence numbers; None where that is its number.
         order: OLDEST, NEWEST or HEAVIEST.
@@ -167,21 +167,21 @@ def first_rows(
     Raises:
         ArgumentError: a wrong device, dtype or shape, or an order that is none.
     """
-    check("weights", weights, (torch.uint32,))
-    size = len(weights)
+    check("priorities", priorities, (torch.uint32,))
+    size = len(priorities)
     if order not in (OLDEST, NEWEST, HEAVIEST):
         raise ArgumentError(f"an order is 0 (oldest), 1 (newest) or 2 (heaviest), found {order}")
     if not 0 < size <= MAX_ROWS:
         raise ArgumentError(f"1 to {MAX_ROWS} rows can be chosen from, found {size}")
     for name, tensor, dtype in (("selectable", selectable, torch.bool), ("age_of", age_of, torch.int32)):
         if tensor is not None:
-            check(name, tensor, (dtype,), like=weights)
+            check(name, tensor, (dtype,), like=priorities)
             check_length(name, tensor, size)
     if n <= 0:
-        return torch.empty(0, dtype=torch.int64, device=weights.device)
+        return torch.empty(0, dtype=torch.int64, device=priorities.device)
     tiles = triton.cdiv(size, TILE)
-    bits = weights if selectable is None else selectable.view(torch.uint8)
-    ages = weights if age_of is None else age_of
+    bits = priorities if selectable is None else selectable.view(torch.uint8)
+    ages = priorities if age_of is None else age_of
     kinds = {
         "ORDER": order,
         "HAS_SELECTABLE": selectable is not None,
@@ -189,13 +189,13 @@ def first_rows(
         "TILE": TILE,
         "TILES": interpreted(8, 1024),
     }
-    best = torch.empty(tiles, dtype=torch.int64, device=weights.device)
-    with on_device_of(weights):
-        best_keys_kernel[(triton.cdiv(tiles, kinds["TILES"]),)](weights, bits, ages, best, size, min_age, **kinds)
+    best = torch.empty(tiles, dtype=torch.int64, device=priorities.device)
+    with on_device_of(priorities):
+        best_keys_kernel[(triton.cdiv(tiles, kinds["TILES"]),)](priorities, bits, ages, best, size, min_age, **kinds)
         chosen = torch.topk(best, min(n, tiles), sorted=False).indices
-        keys = torch.empty(len(chosen) * TILE, dtype=torch.int64, device=weights.device)
+        keys = torch.empty(len(chosen) * TILE, dtype=torch.int64, device=priorities.device)
         tile_keys_kernel[(triton.cdiv(len(chosen), kinds["TILES"]),)](
-            weights, bits, ages, chosen, keys, len(chosen), size, min_age, **kinds
+            priorities, bits, ages, chosen, keys, len(chosen), size, min_age, **kinds
         )
     top = torch.topk(keys, min(n, len(keys)))
     at = top.indices[top.values >= 0]

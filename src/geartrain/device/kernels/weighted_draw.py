@@ -1,12 +1,13 @@
-"""Draws in proportion to weights: running sums over tiles of 256 rows, then a search for each draw.
+"""Draws in proportion to priorities: running sums over tiles of 256 rows, then a search for each draw.
 
     values   w w w w ... w | w w w w ... w | ...   uint32, or uint8 for selectable bits, one a row
     sums     [ 9314 ]        [ 8120 ]        ...   int64, one a tile of 256                      tile_sums_kernel
     running  [ 9314 ]        [ 17434 ]       ...   int64, sums up to and including the tile      torch.cumsum
     draw     target -> binary search in `running` -> which sixteenth of the tile -> which row    find_*_kernel
 
-Whole numbers are added, so any order of additions gives the same sums, and the rows are those of native/selection.cc to
-the bit. Updates change `sums` (scatter_update.py); a new `running` costs 16 bytes a tile, not a pass over the weights.
+Whole numbers are added, so any order of additions gives the same sums, and the rows are those of
+native/selection/draw.cc to the bit. Updates change `sums` (scatter_update.py); a new `running` costs 16 bytes a tile,
+not a pass over the priorities.
 
 Bytes. Rebuild: 4 N (and N with selectable bits), 24 N / 256 more for the sums. A draw: 22 steps of the search at
 N = 1e9, whose upper steps stay in the L2 (running is 31 MB), and the tile's 1 KB; then 64 bytes from the L1. At
@@ -14,7 +15,7 @@ N = 1e9 and B = 1e6 that is 4 GB and 1.0-1.7 GB. Of a GPU's time: nothing has be
 
 Versions: 1. one kernel that searches and scans: idle lanes in the search, since a tile needs a warp and a search one
 lane. 2. (this) two kernels; 12 bytes a draw between them. A tile is scanned as 16 x 16, which takes a scan over 16 sums
-and one over 16 weights, instead of one over 256 in 64-bit registers.
+and one over 16 priorities, instead of one over 256 in 64-bit registers.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ def tile_sums(values: torch.Tensor, selectable: torch.Tensor | None = None) -> t
     """The sum of each tile of 256 values: int64 (ceil(n / 256),), on the same device.
 
     Args:
-        values: (n,) uint32 weights or uint8 bits, n from 1 to 2**31 - 1.
+        values: (n,) uint32 priorities or uint8 bits, n from 1 to 2**31 - 1.
         selectable: (n,) bool; rows where it is False count 0.
 
     Raises:

@@ -14,7 +14,7 @@ stream by then is done.
 
 | file | one idea |
 |---|---|
-| `options` | what `Replay(device=...)` is told: `OnDevice`, `Convert` |
+| `options` | what `Replay(device=...)` is told: `DeviceOptions`, `Convert` |
 | `crossover` | up to which size of rows the GPU's own gather is taken |
 | `place` | `Landing`: one plan's segment, pinned or not, and which path it takes |
 | `flight` | `Flight`: one batch on its way; `Landed`; `Handover`: to the consumer's stream |
@@ -25,7 +25,7 @@ stream by then is done.
 
 from geartrain.replay.device.gather_threshold import CROSSOVER_BYTES
 from geartrain.replay.device.layout import arranging, scatter_lines
-from geartrain.replay.device.options import Convert, OnDevice
+from geartrain.replay.device.options import Convert, DeviceOptions
 from geartrain.replay.device.pinned_pool import Bounce
 from geartrain.replay.device.staging import Stage
 from geartrain.replay.device.target import Landing, gather_rows_of
@@ -40,7 +40,7 @@ __all__ = [
     "Handover",
     "Landed",
     "Landing",
-    "OnDevice",
+    "DeviceOptions",
     "Stage",
     "arranging",
     "gather_rows_of",

@@ -1,6 +1,6 @@
 """Batches made for a GPU, two at a time: while one is on its way, the next is chosen and launched.
 
-    start     choose the rows (on the host, or on the device from a mirror of the weights), launch the gather
+    start     choose the rows (on the host, or on the device from a mirror of the priorities), launch the gather
     finish    wait until it is through, draw lost rows again, and let the batch land
 
 Both happen on the replay's own thread, which sleeps while it waits. It has to wait: whether a row was overwritten
@@ -23,11 +23,11 @@ from geartrain.core.keys import Keys
 from geartrain.device.device import Device, open_device
 from geartrain.errors import ArgumentError, StoreClosedError
 from geartrain.replay.builder import HostMaker, Made, State, join_importance
-from geartrain.replay.device import Flight, Handover, Landed, Landing, OnDevice, Stage
+from geartrain.replay.device import DeviceOptions, Flight, Handover, Landed, Landing, Stage
 from geartrain.replay.device.priority_mirror import Mirror, pays, why_not
 from geartrain.replay.distributed.priority_updates import Update
 from geartrain.replay.sampler import MAX_ATTEMPTS, Sampler
-from geartrain.selection.strategy import Again, Group, Lifo, Mixture, Strategy, TopK, Uniform, Weighted
+from geartrain.selection.strategy import Again, Group, Lifo, Mixture, Prioritized, Strategy, TopK, Uniform
 
 CLOSE_S = 60.0  # longest wait for the thread to finish what it is at
 
@@ -74,7 +74,9 @@ class DeviceMaker:
         PinError, ArgumentError: what was asked for by name cannot be had.
     """
 
-    def __init__(self, parts: list[Sampler], selection: Strategy | Mixture, batch_size: int, options: OnDevice) -> None:
+    def __init__(
+        self, parts: list[Sampler], selection: Strategy | Mixture, batch_size: int, options: DeviceOptions
+    ) -> None:
         self.parts = parts
         self.selection = selection
         self.batch_size = batch_size
@@ -99,7 +101,7 @@ class DeviceMaker:
             raise
         # Where a batch depends on the one before (a cursor, a limit on samples, or who knows: strategies of users), it
         # is finished before the next one is started.
-        known = (Uniform, Weighted, TopK, Lifo, Group)
+        known = (Uniform, Prioritized, TopK, Lifo, Group)
         self._alone = any(part.limited or type(part.strategy) not in known for part in parts)
 
     def _settle_path(self) -> None:
@@ -127,7 +129,7 @@ class DeviceMaker:
             if asked == "device" and reason is not None:
                 raise ArgumentError(f"select='device' was asked for, but {reason}")
             if asked == "auto" and reason is None and not pays(part.plan.store.capacity, self.batch_size):
-                reason = f"{self.batch_size} draws cost less than a copy of {part.plan.store.capacity} weights"
+                reason = f"{self.batch_size} draws cost less than a copy of {part.plan.store.capacity} priorities"
             if asked == "host" or reason is not None:
                 made.append(None)
                 self.select.append(f"host: {reason or 'it was asked for'}")
@@ -216,7 +218,7 @@ class DeviceMaker:
         stage = Stage(landing, self.batch_size)
         rows = self._host.rows(step, state, stage.arrays)
         flight = stage.send(rows.raw)
-        landed = flight.land(rows.keys, rows.probability, rows.importance, step)
+        landed = flight.land(rows.keys, rows.probability, rows.importance_weights, step)
         return Pending(step, rows.state, flight, [], self._landed(landed, rows.state))
 
     # --- gathered ----------------------------------------------------------------------------------------------
@@ -312,20 +314,20 @@ class DeviceMaker:
             self._release(part, slice(None))
             self._replace_lost(pending, part, torn[part.at : part.at + part.n])
         keys = [Keys(part.rows, part.generations) for part in parts]  # type: ignore[arg-type]
-        importance = []
+        importance_weights = []
         for part in parts:
             strategy = self.parts[part.number].strategy
-            weights = None
-            if isinstance(strategy, Weighted):
+            priorities = None
+            if isinstance(strategy, Prioritized):
                 assert part.probability is not None
-                weights = strategy.importance(part.probability, part.count, pending.step)
-            importance.append((weights, part.n))
+                priorities = strategy.importance_weights(part.probability, part.count, pending.step)
+            importance_weights.append((priorities, part.n))
         probability = np.concatenate([part.probability for part in parts if part.probability is not None])
         if isinstance(self.selection, Mixture):
             joined = Keys.join([key.of_shard(part.number) for key, part in zip(keys, parts, strict=True)])
         else:
             (joined,) = keys
-        return joined, probability, join_importance(importance)
+        return joined, probability, join_importance(importance_weights)
 
     def _replace_lost(self, pending: Pending, part: _Part, torn: NDArray[np.uint8]) -> None:
         sampler, flight = self.parts[part.number], pending.flight

@@ -5,7 +5,7 @@
     ~/.cache/geartrain/crossover.json        (under XDG_CACHE_HOME where that is set)
     {"NVIDIA H200": {"crossover_bytes": 1048576, "command": "...", "when": "..."}}
 
-The chooser takes, in this order: `OnDevice(crossover_bytes=...)`, GEARTRAIN_CROSSOVER_BYTES, that file, and at last
+The chooser takes, in this order: `DeviceOptions(crossover_bytes=...)`, GEARTRAIN_CROSSOVER_BYTES, that file, and at last
 `CROSSOVER_BYTES`, which is an estimate. `replay.describe()` says which it was.
 """
 

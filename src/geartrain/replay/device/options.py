@@ -43,14 +43,14 @@ class Convert:
 
 
 @dataclass(frozen=True)
-class OnDevice:
-    """How batches come to a GPU; `Replay(device="cuda")` is short for `Replay(device=OnDevice("cuda"))`.
+class DeviceOptions:
+    """How batches come to a GPU; `Replay(device="cuda")` is short for `Replay(device=DeviceOptions("cuda"))`.
 
     Args:
         device: "cuda", "cuda:1", a torch.device, or a `geartrain.device.device.Device`.
         path: "gather", "staged", or "auto": gather where the segment can be pinned and rows are not larger than the
             crossover, staged otherwise. "gather" raises where "auto" would say in the log why it stages.
-        select: where rows are chosen. "device" draws with Triton kernels from a copy of the weights in device memory;
+        select: where rows are chosen. "device" draws with Triton kernels from a copy of the priorities in device memory;
             "auto" does so where the strategy allows it and the batch is large enough to pay for keeping that copy.
         convert: fields to convert on the way, by name.
         packed: windows stand one behind the other, without padding, with `batch.cu_seqlens`.
@@ -83,4 +83,4 @@ class OnDevice:
             raise ArgumentError(f"crossover_bytes is at least 0, found {self.crossover_bytes}")
 
 
-__all__ = ["Convert", "Exchange", "OnDevice", "Path"]
+__all__ = ["Convert", "Exchange", "DeviceOptions", "Path"]

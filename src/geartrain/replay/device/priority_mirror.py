@@ -1,12 +1,12 @@
-"""A store's weights in a GPU's memory, so that rows are chosen where they will be read.
+"""A store's priorities in a GPU's memory, so that rows are chosen where they will be read.
 
 The mirror is a copy of the words (8 bytes a row) and of the selectable bits, taken out of the pinned segment by the
 device's copy engine when the store has changed. From it `kernels.candidates.DeviceCandidates` draws the rows that the
 CPU would draw, and the drawn keys go to the gather without having been on the host. The copy may be behind the store by
 what was written meanwhile; a row that was overwritten since is torn, and drawn again.
 
-What it costs: 8.1 bytes a row over the link for each batch that finds the store changed, two passes over the weights in
-device memory, and one wait of the replay's thread for the sum of all weights.
+What it costs: 8.1 bytes a row over the link for each batch that finds the store changed, two passes over the priorities in
+device memory, and one wait of the replay's thread for the sum of all priorities.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from geartrain.errors import NotEnoughRowsError
 from geartrain.replay.device import Landing
-from geartrain.selection.strategy import HEAVIEST, NEWEST, Again, Lifo, Strategy, TopK, Uniform, Weighted
+from geartrain.selection.strategy import HEAVIEST, NEWEST, Again, Lifo, Prioritized, Strategy, TopK, Uniform
 
 # When the CPU chooses faster. Nanoseconds of a draw on the CPU: docs/benchmarks.md. The link's rate and the launches
 # are assumed (a PCIe 4.0 x16 link, a dozen launches); `geartrain bench selection --device cuda` measures the rest.
@@ -26,13 +26,13 @@ LINK_GB_PER_S = 25.0
 LAUNCHES_US = 60.0
 
 # Counters of a store that tell that words have changed.
-_CHANGES = ("inserted", "evicted", "expired", "spent", "deleted", "abandoned", "weights_updated", "repairs")
+_CHANGES = ("inserted", "evicted", "expired", "spent", "deleted", "abandoned", "priorities_updated", "repairs")
 
 
 def why_not(strategy: Strategy) -> str | None:
     """What keeps a strategy's rows from being chosen on a device; None when they can be."""
     kind = type(strategy)
-    if kind not in (Uniform, Weighted, TopK, Lifo):
+    if kind not in (Uniform, Prioritized, TopK, Lifo):
         return f"{kind.__name__} chooses on the host"
     if getattr(strategy, "limits", None) is not None:
         return "limits on version, age or length are looked up on the host"
@@ -95,11 +95,11 @@ class Mirror:
                 numbers = n if again is None else again.numbers
                 strata = n if strategy.stratified else 0
                 rows, _, probability, _ = candidates.draw(
-                    isinstance(strategy, Weighted), strategy.seed, step, attempt, numbers, strata
+                    isinstance(strategy, Prioritized), strategy.seed, step, attempt, numbers, strata
                 )
             else:
                 rows, _, probability, _ = candidates.draw_distinct(
-                    isinstance(strategy, Weighted), strategy.seed, step, attempt, wanted, kept
+                    isinstance(strategy, Prioritized), strategy.seed, step, attempt, wanted, kept
                 )
             generations = (self._words()[rows] >> 32) & 0xFFFFFFFF
         return rows, generations, probability
@@ -112,7 +112,7 @@ class Mirror:
     def _current(self) -> Any:
         native = self._landing.plan.store.native
         counters = native.counters()
-        seen = (native.total_weight(), *(counters[name] for name in _CHANGES))
+        seen = (native.total_priority(), *(counters[name] for name in _CHANGES))
         # A counter may move just before its word does: what has changed is copied once more the next time.
         if self._candidates is None or seen != self._seen or not self._settled:
             self._settled = seen == self._seen
@@ -129,14 +129,14 @@ class Mirror:
         for copy, part in zip(self._copies, self._parts, strict=True):
             self._landing.device.copy(copy, part)
         words, bits, rows = self._words(), self._copies[1], self._rows
-        weights = words.view(torch.int32)[0::2].contiguous().view(torch.uint32)  # little endian: the low halves
+        priorities = words.view(torch.int32)[0::2].contiguous().view(torch.uint32)  # little endian: the low halves
         shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
         selectable = ((bits[:, None] >> shifts) & 1).reshape(-1)[:rows].bool()
         sequence = None
         if len(self._copies) > 2:
             table = self._copies[2].view(torch.int64).view(rows, self._stride)
             sequence = table[:, self._sequence_at].contiguous()
-        self._candidates = DeviceCandidates(weights, selectable, sequence)
+        self._candidates = DeviceCandidates(priorities, selectable, sequence)
 
 
 __all__ = ["Mirror", "pays", "why_not"]

@@ -13,7 +13,7 @@ from geartrain.device.device import Device
 from geartrain.device.pinned_memory import Pin, pins
 from geartrain.errors import ArgumentError, PinError
 from geartrain.replay.device.gather_threshold import crossover
-from geartrain.replay.device.options import Convert, OnDevice
+from geartrain.replay.device.options import Convert, DeviceOptions
 from geartrain.replay.device.pinned_pool import Bounce
 from geartrain.replay.fetch import Plan
 
@@ -66,7 +66,7 @@ class Landing:
         ArgumentError: a conversion that there is not.
     """
 
-    def __init__(self, device: Device, stream: Any, plan: Plan, options: OnDevice) -> None:
+    def __init__(self, device: Device, stream: Any, plan: Plan, options: DeviceOptions) -> None:
         self.device = device
         self.stream = stream
         self.plan = plan

@@ -117,13 +117,18 @@ class Flight:
         return found
 
     def land(
-        self, keys: Keys, probability: Any, importance: Any, step: int | None, draw: NDArray[np.int64] | None = None
+        self,
+        keys: Keys,
+        probability: Any,
+        importance_weights: Any,
+        step: int | None,
+        draw: NDArray[np.int64] | None = None,
     ) -> Landed:
         """The batch as users get it, and its end as an event."""
         import torch
 
         landing, plan, layout = self.landing, self.landing.plan, self.layout
-        books = {"probability": probability, "importance": importance, "draw": draw}
+        books = {"probability": probability, "importance_weights": importance_weights, "draw": draw}
         books = {name: book for name, book in books.items() if book is not None}
         books = dict(zip(books, landing.upload(list(books.values())), strict=True))
         n, steps = layout.n, self.plan.steps
@@ -143,7 +148,7 @@ class Flight:
             self._view(layout.lengths, torch.int32, n),
             self._view(layout.versions, torch.int64, n),
             books.get("probability"),
-            books.get("importance"),
+            books.get("importance_weights"),
             step,
             books.get("draw"),
             self.cu_seqlens,

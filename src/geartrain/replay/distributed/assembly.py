@@ -32,11 +32,11 @@ from geartrain.errors import ArgumentError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import nothing
 from geartrain.replay.device import (
+    DeviceOptions,
     Flight,
     Handover,
     Landed,
     Landing,
-    OnDevice,
     Stage,
     arranging,
     gather_rows_of,
@@ -105,12 +105,12 @@ class HostDock:
                 into[places] = array
 
     def batch(
-        self, box: Box, keys: Keys, importance: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
+        self, box: Box, keys: Keys, importance_weights: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
     ) -> tuple[Batch, Callable[[], None]]:
         """The batch whose rows are in the box, and what the consumer's thread does as it takes it."""
         plan = box.plan
         raw = raw_of(box)
-        batch = plan.batch(raw, keys, np.ascontiguousarray(box.books["probability"]), importance, step)
+        batch = plan.batch(raw, keys, np.ascontiguousarray(box.books["probability"]), importance_weights, step)
         return dataclasses.replace(batch, draw=plan.book(its)), nothing
 
     def no_batch(self, plan: Plan, step: int) -> tuple[Batch, Callable[[], None]]:
@@ -166,7 +166,7 @@ class DeviceDock(HostDock):
 
     path = ""
 
-    def __init__(self, device: Device, stream: Any, landings: list[Landing], options: OnDevice, why: str) -> None:
+    def __init__(self, device: Device, stream: Any, landings: list[Landing], options: DeviceOptions, why: str) -> None:
         self.device = device
         self.stream = stream
         self.landings = landings
@@ -239,12 +239,12 @@ class StagedDock(DeviceDock):
         return _StagedBox(plan, Stage(self.landings[0], n), n)
 
     def batch(
-        self, box: Box, keys: Keys, importance: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
+        self, box: Box, keys: Keys, importance_weights: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
     ) -> tuple[Batch, Callable[[], None]]:
         """See `HostDock`."""
         assert isinstance(box, _StagedBox)
         flight = box.stage.send(raw_of(box))
-        return self._landed(flight.land(keys, box.books["probability"], importance, step, its))
+        return self._landed(flight.land(keys, box.books["probability"], importance_weights, step, its))
 
 
 class DeviceBox(Box):
@@ -292,7 +292,7 @@ class GatherDock(DeviceDock):
 
     path = "gather"
 
-    def __init__(self, device: Device, stream: Any, landings: list[Landing], options: OnDevice, why: str) -> None:
+    def __init__(self, device: Device, stream: Any, landings: list[Landing], options: DeviceOptions, why: str) -> None:
         super().__init__(device, stream, landings, options, why)
         # As rows come from other ranks.
         self._raw = gather_rows_of(landings[0].plan, {}, False) if landings else None
@@ -361,7 +361,7 @@ class GatherDock(DeviceDock):
         return dict(zip(arrays, self.landings[0].upload(list(arrays.values())), strict=True))
 
     def batch(
-        self, box: Box, keys: Keys, importance: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
+        self, box: Box, keys: Keys, importance_weights: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
     ) -> tuple[Batch, Callable[[], None]]:
         """See `HostDock`."""
         assert isinstance(box, DeviceBox)
@@ -369,7 +369,7 @@ class GatherDock(DeviceDock):
         if work is not None:
             with self.device.on(self.stream):
                 self.device.run(work)
-        return self._landed(flight.land(keys, box.books["probability"], importance, step, its))
+        return self._landed(flight.land(keys, box.books["probability"], importance_weights, step, its))
 
     def _arranged(self, box: DeviceBox) -> tuple[Flight, Callable[[], None] | None]:
         """The flight that is handed out, and what fills it when the box is full; None where that is the box's own."""
@@ -422,7 +422,7 @@ class NcclDock(GatherDock):
         device: Device,
         stream: Any,
         landings: list[Landing],
-        options: OnDevice,
+        options: DeviceOptions,
         group: DeviceGroup,
         others: dict[tuple[str, ...], list[Landing]],
     ) -> None:
@@ -503,12 +503,12 @@ class NcclDock(GatherDock):
             device.run(functools.partial(_scatter, mine, inbox, [*layouts.values()], places))
 
     def batch(
-        self, box: Box, keys: Keys, importance: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
+        self, box: Box, keys: Keys, importance_weights: NDArray[np.float64] | None, step: int, its: NDArray[np.int64]
     ) -> tuple[Batch, Callable[[], None]]:
         """See `HostDock`."""
         assert isinstance(box, DeviceBox)
         flight, work = self._arranged(box)
-        batch, hand_over = self._landed(flight.land(keys, box.books["probability"], importance, step, its))
+        batch, hand_over = self._landed(flight.land(keys, box.books["probability"], importance_weights, step, its))
         exchange, self._exchange = self._exchange, nothing
 
         def deliver() -> None:
@@ -539,7 +539,7 @@ class NcclDock(GatherDock):
 # --- which -------------------------------------------------------------------------------------------------------
 
 
-def check_options(options: OnDevice, names: Sequence[str], has_peers: bool) -> None:
+def check_options(options: DeviceOptions, names: Sequence[str], has_peers: bool) -> None:
     """Raises `ArgumentError` for what there is not over several ranks."""
     unknown = set(options.convert) - set(names)
     if unknown:
@@ -556,7 +556,7 @@ def check_options(options: OnDevice, names: Sequence[str], has_peers: bool) -> N
 
 
 def open_dock(
-    options: OnDevice,
+    options: DeviceOptions,
     plans: list[dict[tuple[str, ...], Plan]],
     fields: tuple[str, ...],
     has_peers: bool,

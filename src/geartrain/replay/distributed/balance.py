@@ -1,7 +1,7 @@
 """What each shard should get of the rows that come, and give of those it has: arithmetic, the same on every rank.
 
 `deal` is for rows that are nowhere yet, `flows` and `heaviest_within` for rows that lie in the wrong place. An amount
-is a sum of weights, or a number of rows; a share is a part of the amounts of all shards.
+is a sum of priorities, or a number of rows; a share is a part of the amounts of all shards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 # So many of the likeliest rows are dealt one by one, each to the shard that will lack most; the others by turns.
 SINGLY = 4096
-# The others are dealt by shares alone when their part of the weights is smaller: a million rows that weigh next to
+# The others are dealt by shares alone when their part of the priorities is smaller: a million rows that weigh next to
 # nothing need not all go where a little is lacking.
 NEGLIGIBLE = 0.01
 
@@ -21,35 +21,35 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 
-def deal(weights: Floats, amount: Floats, share: Floats, reads: Floats, free: Counts) -> NDArray[np.int64]:
+def deal(priorities: Floats, amount: Floats, share: Floats, reads: Floats, free: Counts) -> NDArray[np.int64]:
     """The shard that each row should go to, (n,) int64; see `geartrain.replay.distributed.placement.Placement.deal`.
 
     Args:
-        weights: (n,) of the rows.
+        priorities: (n,) of the rows.
         amount: (shards,) what each holds.
         share: (shards,) what each should hold of everything in the end.
         reads: (shards,) above 0 where anybody reads from the shard first; orders those whose share is 0.
         free: (shards,) rows each can take; n together at least.
     """
-    n = len(weights)
+    n = len(priorities)
     amount, free = amount.copy(), free.copy()
-    hottest_first = _descending(weights)
+    hottest_first = _descending(priorities)
     dealt = np.empty(n, np.int64)
-    wanted = _missing(amount, share, float(weights.sum()))
+    wanted = _missing(amount, share, float(priorities.sum()))
     # A part of what a shard is to get, so that all fill up alike, and a row that is large goes where it matters least.
-    whole = np.maximum(wanted, 1e-9 * weights.sum())
+    whole = np.maximum(wanted, 1e-9 * priorities.sum())
     count = 0
-    for row in hottest_first[: min(SINGLY, int(np.count_nonzero(weights)))].tolist():
-        shard = int(np.where((free > 0) & (share > 0), (wanted - weights[row]) / whole, -np.inf).argmax())
+    for row in hottest_first[: min(SINGLY, int(np.count_nonzero(priorities)))].tolist():
+        shard = int(np.where((free > 0) & (share > 0), (wanted - priorities[row]) / whole, -np.inf).argmax())
         if free[shard] == 0 or share[shard] == 0:
             break
         dealt[row] = shard
-        wanted[shard] -= weights[row]
-        amount[shard] += weights[row]
+        wanted[shard] -= priorities[row]
+        amount[shard] += priorities[row]
         free[shard] -= 1
         count += 1
     rest = hottest_first[count:]
-    coming = float(weights[rest].sum())
+    coming = float(priorities[rest].sum())
     tiers = [
         _missing(amount, share, coming) if coming > NEGLIGIBLE * amount.sum() else share,
         share,
@@ -64,15 +64,15 @@ def deal(weights: Floats, amount: Floats, share: Floats, reads: Floats, free: Co
     return dealt
 
 
-def _descending(weights: Floats) -> NDArray[np.intp]:
-    """The order from the largest weight to the smallest, equal ones as they were. At most 2**32 of them.
+def _descending(priorities: Floats) -> NDArray[np.intp]:
+    """The order from the largest priority to the smallest, equal ones as they were. At most 2**32 of them.
 
-    Weights are compared as float32, which is finer than what stores keep and lets one sort of words do.
+    Priorities are compared as float32, which is finer than what stores keep and lets one sort of words do.
     """
-    n = len(weights)
-    if n == 0 or weights.min() == weights.max():
+    n = len(priorities)
+    if n == 0 or priorities.min() == priorities.max():
         return np.arange(n)
-    scaled = (weights / weights.max()).astype(np.float32)
+    scaled = (priorities / priorities.max()).astype(np.float32)
     words = (~scaled.view(np.uint32)).astype(np.uint64) << np.uint64(32) | np.arange(n, dtype=np.uint64)
     words.sort()
     order: NDArray[np.intp] = (words & np.uint64(0xFFFFFFFF)).astype(np.intp)

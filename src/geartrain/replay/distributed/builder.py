@@ -3,7 +3,7 @@
 For every batch all ranks do the same, and learn the same from it (GEAR, sections 3.3 and 3.4):
 
     1. head      each rank tells its step, what it takes the job to be, how many rows its shard has   gather
-    2. weights   weights that were updated for rows of other shards go there                          only if there are
+    2. priorities   priorities that were updated for rows of other shards go there                          only if there are
     3. select    totals in, owners out (totals.py); every rank resolves the draws of its own shard    gather
     4. assign    which replica trains on which draw, who reads it (assignment.py)                     nothing
     5. serve     rows are read from shared memory, into the batch or into messages                    nothing
@@ -36,7 +36,7 @@ from geartrain.device.nccl import DeviceGroup
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError, PeerLostError, RanksDisagreeError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import Made, State
-from geartrain.replay.device import OnDevice
+from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import HostDock, Incoming, check_options, open_dock
 from geartrain.replay.distributed.assignment import Assignment, assign
 from geartrain.replay.distributed.fingerprint import describe_job
@@ -57,7 +57,7 @@ from geartrain.selection.sharded import (
     select_shards,
     totals_of,
 )
-from geartrain.selection.strategy import Again, Fifo, Mixture, Strategy, Weighted, at_step, check_beta
+from geartrain.selection.strategy import Again, Fifo, Mixture, Prioritized, Strategy, at_step, check_beta
 
 # What each rank tells first; then, per store, six numbers (`_about_store`).
 HEAD = ("fingerprint", "step", "updates")
@@ -110,7 +110,7 @@ class RankedMaker:
         inputs: Sequence[str],
         targets: Sequence[str],
         job: Mapping[str, Any],
-        on_device: OnDevice | None = None,
+        on_device: DeviceOptions | None = None,
         members: Sequence[int] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
@@ -163,7 +163,7 @@ class RankedMaker:
     # --- setting up -----------------------------------------------------------------------------------------------
 
     def _open_dock(
-        self, fields: tuple[str, ...], on_device: OnDevice | None, members: Sequence[int] | None, timeout_s: float
+        self, fields: tuple[str, ...], on_device: DeviceOptions | None, members: Sequence[int] | None, timeout_s: float
     ) -> HostDock:
         if on_device is None:
             return HostDock()
@@ -214,8 +214,8 @@ class RankedMaker:
         return made
 
     def settle(self, step: int, updates: list[Update]) -> None:
-        """Steps 1 and 2 alone: sets the weights that were given. Raises `PeerLostError`."""
-        self._or_leave(lambda: self._set_weights(self._heads(step, updates), step, updates))
+        """Steps 1 and 2 alone: sets the priorities that were given. Raises `PeerLostError`."""
+        self._or_leave(lambda: self._set_priorities(self._heads(step, updates), step, updates))
 
     def _or_leave(self, body: Callable[[], Any]) -> Any:
         """Runs a piece of the protocol; whoever fails in the middle of it tells the others and leaves."""
@@ -249,8 +249,8 @@ class RankedMaker:
         lowest = self._serve(step, state, chosen, draws, boxes)
         served_s = time.perf_counter()
         self._deliver(boxes, mine, draws)
-        importance = self._importance(mine, draws, lowest, counts, step)
-        batch, deliver = self._hand_out(mine, draws, importance, step)
+        importance_weights = self._importance(mine, draws, lowest, counts, step)
+        batch, deliver = self._hand_out(mine, draws, importance_weights, step)
         ended_s = time.perf_counter()
         self.traffic.select_s += selected_s - began_s
         self.traffic.fetch_s += served_s - selected_s
@@ -274,8 +274,8 @@ class RankedMaker:
         self._check_heads(heads, step)
         return heads
 
-    def _set_weights(self, heads: NDArray[np.int64], step: int, updates: list[Update]) -> bool:
-        """Whether any weight was set."""
+    def _set_priorities(self, heads: NDArray[np.int64], step: int, updates: list[Update]) -> bool:
+        """Whether any priority was set."""
         if not heads[:, 2].any():
             return False
         for number, part in enumerate(self.parts):
@@ -287,13 +287,13 @@ class RankedMaker:
     def _meet(
         self, step: int, state: State, updates: list[Update]
     ) -> tuple[list[int], State, list[NDArray[np.uint64] | None]]:
-        """Steps 1 and 2: nobody draws before everybody is here, and all weights that were given are set.
+        """Steps 1 and 2: nobody draws before everybody is here, and all priorities that were given are set.
 
         Returns the number of selectable rows of each store, the state with what ranks did on their own, and the totals
         of each store's shards where these are known by now.
         """
         heads = self._heads(step, updates)
-        changed = self._set_weights(heads, step, updates)
+        changed = self._set_priorities(heads, step, updates)
         counts: list[int] = []
         known: list[NDArray[np.uint64] | None] = []
         state = [dict(each) for each in state]
@@ -552,7 +552,7 @@ class RankedMaker:
     ) -> NDArray[np.float64] | None:
         """Importance weights, scaled by the largest of the whole batch, wherever it is."""
         betas = [
-            None if not isinstance(part.strategy, Weighted) or part.strategy.beta is None else part.strategy.beta
+            None if not isinstance(part.strategy, Prioritized) or part.strategy.beta is None else part.strategy.beta
             for part in self.parts
         ]
         if all(beta is None for beta in betas):
@@ -560,21 +560,21 @@ class RankedMaker:
         lowest_of_all = self.members.gather(np.array(lowest)).min(0)
         if mine is None:
             return None
-        importance = np.ones(mine.n)
+        importance_weights = np.ones(mine.n)
         assert self.members.me is not None
         its = np.flatnonzero(draws.replica == self.members.me.replica)
         for number, (beta, count) in enumerate(zip(betas, counts, strict=True)):
             places = draws.place[its[draws.part[its] == number]]
             if beta is not None and len(places):
                 probability = np.concatenate([mine.books["probability"][places], lowest_of_all[[number]]])
-                weights = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -check_beta(
+                priorities = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -check_beta(
                     at_step(beta, step)
                 )
-                importance[places] = weights[:-1] / weights[-1]
-        return importance
+                importance_weights[places] = priorities[:-1] / priorities[-1]
+        return importance_weights
 
     def _hand_out(
-        self, mine: Box | None, draws: Draws, importance: NDArray[np.float64] | None, step: int
+        self, mine: Box | None, draws: Draws, importance_weights: NDArray[np.float64] | None, step: int
     ) -> tuple[Batch, Callable[[], None]]:
         """Step 7: the batch, for this rank and its tensor-parallel peers."""
         me = self.members.me
@@ -583,25 +583,25 @@ class RankedMaker:
             return self.dock.no_batch(self.parts[0].plan, step)
         if mine is None:
             mine = self.dock.begin(self._plans[0][me.fields], self.rows_per_replica)
-        weights = importance if importance is not None else np.empty(0)
+        priorities = importance_weights if importance_weights is not None else np.empty(0)
         if self.place.tp and any(
-            isinstance(part.strategy, Weighted) and part.strategy.beta is not None for part in self.parts
+            isinstance(part.strategy, Prioritized) and part.strategy.beta is not None for part in self.parts
         ):
-            weights = np.empty(mine.n)
-        self._pass_on(me, mine, weights)
+            priorities = np.empty(mine.n)
+        self._pass_on(me, mine, priorities)
         books = mine.books
         its = np.flatnonzero(draws.replica == me.replica).astype(np.int64)
         keys = Keys(books["row"], books["generation"], books["shard"].astype(np.uint16), its)
-        return self.dock.batch(mine, keys, weights if len(weights) else None, step, its)
+        return self.dock.batch(mine, keys, priorities if len(priorities) else None, step, its)
 
-    def _pass_on(self, me: Consumer | None, mine: Box | None, weights: NDArray[np.float64] | None) -> None:
+    def _pass_on(self, me: Consumer | None, mine: Box | None, priorities: NDArray[np.float64] | None) -> None:
         """The batch from the first of the tensor-parallel peers to the others."""
         if not any(consumer.peers for consumer in self.members.consumers):
             return
         sends: list[Message] = []
         receives: list[Message] = []
-        if me is not None and mine is not None and weights is not None:
-            pieces = [*(_flat(array) for array in mine.arrays), _flat(mine.books), _flat(weights)]
+        if me is not None and mine is not None and priorities is not None:
+            pieces = [*(_flat(array) for array in mine.arrays), _flat(mine.books), _flat(priorities)]
             if me.rank == self.ranks.rank:
                 sends = [(peer, piece) for peer in me.peers for piece in pieces]
                 self.traffic.sent_bytes += len(me.peers) * sum(array.nbytes for array in mine.arrays)
@@ -611,7 +611,7 @@ class RankedMaker:
         self.ranks.exchange(sends, receives)
 
     def check_update(self, keys: Keys, priorities: NDArray[np.float64]) -> None:
-        """Raises `ArgumentError` for weights that cannot be set."""
+        """Raises `ArgumentError` for priorities that cannot be set."""
         if not np.isfinite(priorities).all():
             raise ArgumentError(f"priority {np.flatnonzero(~np.isfinite(priorities))[0]} is not finite")
         if len(keys) and (keys.shard is None or int(keys.shard.max()) >= self.members.shards):

@@ -48,9 +48,11 @@ from geartrain.errors import (
 from geartrain.replay.distributed.rank_group import OneRank, Ranks
 from geartrain.replay.distributed.restore import SHARED_LIMITS, How, adopt_segment, saved_shard
 from geartrain.store.checkpoint_reader import (
+    STORED_NAMES,
     Checkpoint,
     json_checksum,
     make_directory,
+    renamed,
     schema_of,
     sync_directory,
     write_json,
@@ -94,7 +96,7 @@ class Loaded:
     seconds: float = 0.0
 
 
-def save_shards(
+def save_checkpoint(
     store: Store,
     directory: str | os.PathLike[str],
     ranks: Ranks | None = None,
@@ -189,7 +191,7 @@ def save_shards(
     )
 
 
-def load_shards(
+def load_checkpoint(
     directory: str | os.PathLike[str],
     name: str | os.PathLike[str],
     ranks: Ranks | None = None,
@@ -208,7 +210,7 @@ def load_shards(
     """Brings the shards of a step back, in parallel; every rank calls it and gets its store, the state and a report.
 
     Args:
-        directory: as in `save_shards`.
+        directory: as in `save_checkpoint`.
         name: of the store to create. Ranks with the same shard and name share it: the lowest loads, the others join.
         ranks: the ranks that load together; None for a process alone.
         shard: (k, n), the shard this rank wants, out of so many. By default the host's number among the hosts as
@@ -216,14 +218,14 @@ def load_shards(
         step: which; by default the newest that is complete on all ranks.
         reshard: allow another number of shards than were saved. All shards, one after the other and in each the rows
             by their numbers, are cut into n parts of nearly equal numbers of rows. All that selection looks at is kept:
-            weights, lengths, versions, ages, counts of samples and the order of commits. Row numbers and keys are
+            priorities, lengths, versions, ages, counts of samples and the order of commits. Row numbers and keys are
             new. Every rank must see all shards.
         together: with `reshard`, a field of one whole number a row; rows side by side that have the same are not
             parted.
         capacity: with `reshard`, rows of this rank's new store; by default its share of what all shards had.
         part: with `reshard`, which of the stores of a replay's mixture this is, for the state.
         adopt: where the store's segment is still in shared memory because its processes were killed, keep it and read
-            nothing. Weights and counts of samples of the checkpoint's rows are set back; rows that are newer stay.
+            nothing. Priorities and counts of samples of the checkpoint's rows are set back; rows that are newer stay.
         timeout_s: longest wait for the slowest shard.
         progress: show a progress bar for this rank's shard.
         options: `persist` and `reserve`, as in `Store.load`.
@@ -290,7 +292,7 @@ def load_shards(
 def newest_step(
     directory: str | os.PathLike[str], ranks: Ranks | None = None, *, timeout_s: float = 3600.0
 ) -> int | None:
-    """The newest step that is complete on all ranks, the one `load_shards` would load; None for a job that is new.
+    """The newest step that is complete on all ranks, the one `load_checkpoint` would load; None for a job that is new.
 
     Every rank calls it. Raises `PeerLostError` when a rank is gone.
     """
@@ -566,7 +568,7 @@ def _record(everyone: Sequence[_Saver], shards: list[dict[str, Any]], store: Sto
         "world": len(everyone),
         "shards": shards,
         "fields": schema_of(store.fields),
-        "limits": first.limits,
+        "limits": renamed(first.limits, STORED_NAMES),
         "state": None if first.state is None else json.loads(first.state),
     }
 
@@ -697,4 +699,4 @@ def _choose(root: Path, everyone: Sequence[_Wish]) -> tuple[int, str]:
     )
 
 
-__all__ = ["Loaded", "describe_steps", "load_shards", "newest_step", "save_shards"]
+__all__ = ["Loaded", "describe_steps", "load_checkpoint", "newest_step", "save_checkpoint"]

@@ -24,7 +24,7 @@ def describe_job(parts: Sequence[Sampler], selection: Strategy | Mixture, batch_
         plan, options = part.plan, part.plan.store.options
         job |= {f"window{which}": plan.window, f"pad{which}": "left" if plan.pad_left else "right"}
         job[f"min_rows{which}"] = int(part.min_rows)
-        for name in ("weight_fraction_bits", "max_times_sampled", "max_age_s"):
+        for name in ("priority_fraction_bits", "max_times_sampled", "max_age_s"):
             job[f"{name}{which}"] = options[name]
         for name, spec in plan.store.fields.items():
             job[f"field {name!r}{which}"] = f"{spec.dtype} {spec.shape}{'' if spec.timed else ' without time'}"

@@ -34,7 +34,7 @@ from geartrain.replay.distributed.topology import Place, topology_of
 from geartrain.replay.fetch import Plan
 from geartrain.store.store import Store
 
-By = Literal["weight", "rows"]
+By = Literal["priority", "rows"]
 
 # Rows travel in messages of at most so many bytes, or one row.
 PIECE_BYTES = 32 << 20
@@ -44,7 +44,7 @@ MAX_ROUNDS = 16
 SIMULATED = 64
 
 # What travels of a row beside its fields and its `serving.BOOK`. A row that was gone has generation 0 in its book.
-LEDGER = np.dtype([("weight", "<f8"), ("times_sampled", "<u4"), ("reserved", "<u4")])
+LEDGER = np.dtype([("priority", "<f8"), ("times_sampled", "<u4"), ("reserved", "<u4")])
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ShardStatus:
         rows: that can be selected.
         free: rows that can be inserted before others have to make room.
         bytes: of the fields of its rows.
-        amount: its weights, or its rows; what selection looks at.
+        amount: its priorities, or its rows; what selection looks at.
         share: of the amounts of all shards; 0 where there is none.
         reader_share: of the replicas, those that read from it first.
         reads: of the bytes of a batch, those that its ranks read.
@@ -78,7 +78,7 @@ class Report:
 
     Attributes:
         shards: in their order in the population.
-        by: what shares are of, weights or rows.
+        by: what shares are of, priorities or rows.
         batch_size: that the expectation is for.
         expected_local_share: of the bytes delivered, those that come from the host's own shard, for independent draws
             and `assignment="local_first"`; None without a batch size, or rows.
@@ -118,7 +118,7 @@ class Moved:
     Attributes:
         rows: that are in another shard now.
         bytes: of their fields.
-        shares_before, shares_after: each shard's share of the weights, or of the rows.
+        shares_before, shares_after: each shard's share of the priorities, or of the rows.
     """
 
     rows: int
@@ -133,7 +133,7 @@ class Placement:
     Args:
         store: this rank's. One placement is for one population; a mixture's stores take one each.
         group, mesh, inputs, targets, window: as the replay has them. With neither group nor mesh the process is alone.
-        by: what selection looks at: "weight" for `Weighted` and the like, "rows" for `Uniform`.
+        by: what selection looks at: "priority" for `Prioritized` and the like, "rows" for `Uniform`.
         timeout_s: longest wait for another rank.
 
     Raises:
@@ -159,14 +159,14 @@ class Placement:
         *,
         group: Any = None,
         mesh: Any = None,
-        by: By = "weight",
+        by: By = "priority",
         inputs: Sequence[str] | None = None,
         targets: Sequence[str] | None = None,
         window: int | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        if by not in ("weight", "rows"):
-            raise ArgumentError(f"by is 'weight' or 'rows', found {by!r}")
+        if by not in ("priority", "rows"):
+            raise ArgumentError(f"by is 'priority' or 'rows', found {by!r}")
         timeout(timeout_s)
         if isinstance(inputs, str) or isinstance(targets, str):
             raise ArgumentError(f"inputs and targets are lists of names, found {inputs!r} and {targets!r}")
@@ -183,7 +183,7 @@ class Placement:
         names = sorted(store.fields)
         self._rows = Plan(store, names, 0, False, "numpy", default_threads(None))
         self.row_bytes = sum(self._rows.row_bytes(name) for name in names)
-        self._scale = 2.0 ** store.options["weight_fraction_bits"]
+        self._scale = 2.0 ** store.options["priority_fraction_bits"]
         self._max_rows = int(store.options["max_rows"])
         self._ranks: Ranks = OneRank()
         place = Place()
@@ -202,7 +202,7 @@ class Placement:
 
     def _introduce(self, place: Place, inputs: list[str], targets: list[str], window: int | None) -> Members:
         job: dict[str, Any] = {"by": self.by, "inputs": inputs, "targets": targets, "window": window}
-        job["weight_fraction_bits"] = self.store.options["weight_fraction_bits"]
+        job["priority_fraction_bits"] = self.store.options["priority_fraction_bits"]
         for name, spec in self.store.fields.items():
             job[f"field {name!r}"] = f"{spec.dtype} {spec.shape}{'' if spec.timed else ' without time'}"
         fields = list(dict.fromkeys([*(inputs if place.is_head else ()), *(targets if place.is_tail else ())]))
@@ -235,9 +235,9 @@ class Placement:
         native = self.store.native
         if self._leads and self.store.options["max_age_s"] is not None:
             self.store.expire()
-        amount = native.total_weight() if self.by == "weight" else len(self.store)
+        amount = native.total_priority() if self.by == "priority" else len(self.store)
         every = self._members.gather_shards(0, np.array([len(self.store), self._free(), amount], np.uint64))
-        amounts = every[:, 2].astype(np.float64) / (self._scale if self.by == "weight" else 1.0)
+        amounts = every[:, 2].astype(np.float64) / (self._scale if self.by == "priority" else 1.0)
         whole = float(amounts.sum())
         self.shards = tuple(
             ShardStatus(
@@ -325,26 +325,26 @@ class Placement:
 
     # --- rows of a dataset ----------------------------------------------------------------------------------------
 
-    def deal(self, weights: ArrayLike) -> NDArray[np.int64]:
+    def deal(self, priorities: ArrayLike) -> NDArray[np.int64]:
         """The shard that each row of a dataset belongs in: (n,) int64, the same on all ranks.
 
-        Shards get their reader shares of the weights, those they hold already counted in (as of `refresh`: call it
+        Shards get their reader shares of the priorities, those they hold already counted in (as of `refresh`: call it
         before the next dataset is dealt). The few thousand likeliest rows are dealt one by one, each to the shard that
-        lacks most; the others by turns from the likeliest on, so that every shard gets as many of each span of weights
+        lacks most; the others by turns from the likeliest on, so that every shard gets as many of each span of priorities
         and shares stay right when all are raised to another power. When a shard is full the others go on; when all
         that replicas read from first are, the rest, which is coldest, goes to the shards of a pipeline's other
         readers, and then to those that nobody reads from, in proportion to their free rows.
 
         Args:
-            weights: (n,) how likely each row will be drawn, finite and >= 0, the same on all ranks: the weights it
+            priorities: (n,) how likely each row will be drawn, finite and >= 0, the same on all ranks: the priorities it
                 will be inserted with, or ones. Where all are 0 they stand for ones.
 
         Raises:
-            ArgumentError: weights that are none, or more rows than are free in all shards.
+            ArgumentError: priorities that are none, or more rows than are free in all shards.
 
         Cost: no communication; two sorts and a few passes, below 200 bytes of memory a row.
         """
-        likely = self._checked_weights(weights)
+        likely = self._checked_priorities(priorities)
         n = len(likely)
         free = np.array([shard.free for shard in self.shards], np.int64)
         if n > free.sum():
@@ -356,28 +356,28 @@ class Placement:
         amount = np.array([shard.amount for shard in self.shards])
         return deal(likely, amount, self._reader_share, self._reads, free)
 
-    def mine(self, weights: ArrayLike) -> NDArray[np.int64]:
+    def mine(self, priorities: ArrayLike) -> NDArray[np.int64]:
         """The rows of a dataset that this rank should insert: their numbers, (k,) int64, ascending.
 
         The rows of a shard, as `deal` has them, are split into contiguous parts for its ranks.
         """
-        rows = np.flatnonzero(self.deal(weights) == self.shard)
+        rows = np.flatnonzero(self.deal(priorities) == self.shard)
         servers = self._servers[self.shard]
         return np.array_split(rows, len(servers))[servers.index(self._ranks.rank)].astype(np.int64)
 
-    def _checked_weights(self, weights: ArrayLike) -> NDArray[np.float64]:
-        if hasattr(weights, "detach"):
-            weights = weights.detach().cpu()
-        likely = np.asarray(weights, np.float64)
+    def _checked_priorities(self, priorities: ArrayLike) -> NDArray[np.float64]:
+        if hasattr(priorities, "detach"):
+            priorities = priorities.detach().cpu()
+        likely = np.asarray(priorities, np.float64)
         if likely.ndim != 1:
-            raise ArgumentError(f"weights are one number for each row of the dataset, (n,), found {likely.shape}")
+            raise ArgumentError(f"priorities are one number for each row of the dataset, (n,), found {likely.shape}")
         if len(likely) >= 2**32:
             raise ArgumentError(f"at most 2**32 - 1 rows can be dealt at once, found {len(likely)}")
         bad = np.flatnonzero(~(np.isfinite(likely) & (likely >= 0)))
         if len(bad):
-            raise ArgumentError(f"weights are finite and >= 0, found {likely[bad[0]]} for row {bad[0]}")
+            raise ArgumentError(f"priorities are finite and >= 0, found {likely[bad[0]]} for row {bad[0]}")
         if self.by == "rows" and len(likely) and likely.min() != likely.max():
-            raise ArgumentError("this placement is by='rows', where each is as likely; give ones, or use by='weight'")
+            raise ArgumentError("this placement is by='rows', where each is as likely; give ones, or use by='priority'")
         if self.by == "rows" or not likely.any():
             return np.ones(len(likely))
         return likely
@@ -391,11 +391,11 @@ class Placement:
         so that the fewest bytes move (the newest first with by="rows"). A row is committed where it goes before it is
         deleted where it was: a job that is killed in between has some rows twice, and never lost one.
 
-        Call it between steps, after `replay.settle()` and with nobody inserting. Otherwise weights that are updated
+        Call it between steps, after `replay.settle()` and with nobody inserting. Otherwise priorities that are updated
         meanwhile may be lost, and writers may take the room that rows are moved into, so that old ones are evicted
         for them.
 
-        Fields, length, weight, version and count of samples of a row are kept exactly. Its key is new, so earlier
+        Fields, length, priority, version and count of samples of a row are kept exactly. Its key is new, so earlier
         batches' keys are stale; it counts as inserted now, in the order of commits (`Fifo` draws it again) and in its
         age.
 
@@ -465,7 +465,7 @@ class Placement:
             amounts = np.ones(len(keys))
         else:
             infos = self.store.native.infos(np.ascontiguousarray(keys[:, 0]))
-            amounts = np.where(infos["generation"] == keys[:, 1], infos["weight"], 0) / self._scale
+            amounts = np.where(infos["generation"] == keys[:, 1], infos["priority"], 0) / self._scale
             order = np.argsort(-amounts, kind="stable")[: int(np.count_nonzero(amounts))]
             keys, amounts = keys[order], amounts[order]
         chosen: dict[int, NDArray[np.uint32]] = {}
@@ -548,7 +548,7 @@ class Placement:
         books["length"], books["start"], books["steps"] = raw.lengths, 0, raw.lengths
         books["version"], books["probability"] = raw.versions, 0
         ledger = np.zeros(len(rows), LEDGER)
-        ledger["weight"], ledger["times_sampled"] = infos["weight"] / self._scale, infos["times_sampled"]
+        ledger["priority"], ledger["times_sampled"] = infos["priority"] / self._scale, infos["times_sampled"]
         assert box.message is not None
         return box.message, ledger.view(np.uint8)
 
@@ -563,7 +563,7 @@ class Placement:
                 len(books),
                 list(zip(self._rows.numbers, arrays, strict=True)),
                 books["length"].astype(np.uint32),
-                np.ascontiguousarray(ledger["weight"]),
+                np.ascontiguousarray(ledger["priority"]),
                 np.ascontiguousarray(books["version"]),
                 self._rows.threads,
             )

@@ -1,4 +1,4 @@
-"""Weights that consumers give to rows of other shards, on their way there."""
+"""Priorities that consumers give to rows of other shards, on their way there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Update:
 
 
 def send_updates(members: Members, parts: Sequence[Sampler], updates: Sequence[Update]) -> None:
-    """Brings updates to the ranks that lead their rows' shards, which set the weights. Collective."""
+    """Brings updates to the ranks that lead their rows' shards, which set the priorities. Collective."""
     keys = Keys.join([update.keys for update in updates]) if updates else Keys.empty().of_shard(0)
     assert keys.shard is not None
     records = np.zeros(len(keys), UPDATE)
@@ -58,8 +58,8 @@ def send_updates(members: Members, parts: Sequence[Sampler], updates: Sequence[U
         mine = every[every["part"] == number]
         if len(mine):
             with np.errstate(over="ignore"):
-                weights = np.minimum(np.abs(mine["priority"]) ** part.exponent, _LARGEST)
-            part.plan.store.update_weights(Keys(mine["row"], mine["generation"]), weights)
+                priorities = np.minimum(np.abs(mine["priority"]) ** part.alpha, _LARGEST)
+            part.plan.store.update_priorities(Keys(mine["row"], mine["generation"]), priorities)
 
 
 __all__ = ["Update", "send_updates"]

@@ -20,12 +20,12 @@ from geartrain.store.checkpoint_reader import ROW_RECORD, Checkpoint, json_check
 from geartrain.store.store import Store
 
 # Limits that shards of one population share.
-SHARED_LIMITS = ("remover", "max_times_sampled", "max_age_s", "weight_fraction_bits")
+SHARED_LIMITS = ("remover", "max_times_sampled", "max_age_s", "priority_fraction_bits")
 
 
 @dataclass(frozen=True)
 class How:
-    """How a step is to be loaded; see `load_shards`."""
+    """How a step is to be loaded; see `load_checkpoint`."""
 
     reshard: bool
     together: str | None
@@ -48,7 +48,7 @@ def saved_shard(place: Path, record: dict[str, Any], k: int, n: int, how: How) -
 def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int, int]] | None:
     """The segment that survived, and (adopted, newer, gone); None if there is none.
 
-    Weights and counts of samples of the rows it shares with the checkpoint are set back to what they were.
+    Priorities and counts of samples of the rows it shares with the checkpoint are set back to what they were.
     """
     try:
         peeked = Store.peek(name)
@@ -69,9 +69,9 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
         there = before[keys.row]
         same = (there["generation"] == keys.generation) & (there["sequence"] == books["sequence"])
         same &= books["generation"] == keys.generation
-        moved = np.flatnonzero(same & (there["weight"] != books["weight"]))
-        weights = there["weight"][moved] / 2.0 ** store.options["weight_fraction_bits"]
-        lost = store.update_weights(Keys(keys.row[moved], keys.generation[moved]), weights)
+        moved = np.flatnonzero(same & (there["priority"] != books["priority"]))
+        priorities = there["priority"][moved] / 2.0 ** store.options["priority_fraction_bits"]
+        lost = store.update_priorities(Keys(keys.row[moved], keys.generation[moved]), priorities)
         drawn = np.flatnonzero(same & (there["times_sampled"] != books["times_sampled"]))
         counts = np.ascontiguousarray(there["times_sampled"][drawn])
         store.native.set_times_sampled(keys.row[drawn], keys.generation[drawn], counts)

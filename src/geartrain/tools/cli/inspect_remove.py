@@ -168,9 +168,9 @@ def _print_boards(found: list[dict[str, Any]]) -> None:
 
 def _describe(store: Store) -> dict[str, Any]:
     books = store.status()
-    weights = books["weight"]
-    edges = _histogram_edges(weights)
-    counts = np.histogram(weights, edges)[0] if len(edges) else np.empty(0, int)
+    priorities = books["priority"]
+    edges = _histogram_edges(priorities)
+    counts = np.histogram(priorities, edges)[0] if len(edges) else np.empty(0, int)
     return {
         "name": store.name,
         "path": str(store.path),
@@ -178,7 +178,7 @@ def _describe(store: Store) -> dict[str, Any]:
             {"name": name, "shape": list(f.shape), "dtype": f.dtype, "timed": f.timed, "row_bytes": f.nbytes}
             for name, f in store.fields.items()
         ],
-        "rows": len(weights),
+        "rows": len(priorities),
         "capacity": store.capacity,
         "max_length": store.max_length,
         "steps": int(books["length"].sum()),
@@ -187,14 +187,14 @@ def _describe(store: Store) -> dict[str, Any]:
         "processes": store.native.live_clients(),
         "options": store.options,
         "counters": store.stats(),
-        "versions": [int(books["version"].min()), int(books["version"].max())] if len(weights) else None,
-        "weights": {"edges": edges.tolist(), "rows": counts.tolist(), "zero": int((weights == 0).sum())},
+        "versions": [int(books["version"].min()), int(books["version"].max())] if len(priorities) else None,
+        "priorities": {"edges": edges.tolist(), "rows": counts.tolist(), "zero": int((priorities == 0).sum())},
     }
 
 
-def _histogram_edges(weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Bins for positive weights: by magnitude where they span more than two orders of it."""
-    positive = weights[weights > 0]
+def _histogram_edges(priorities: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Bins for positive priorities: by magnitude where they span more than two orders of it."""
+    positive = priorities[priorities > 0]
     if positive.size == 0:
         return np.empty(0)
     low, high = float(positive.min()), float(positive.max())
@@ -233,18 +233,18 @@ def _inspect_store(name: str, as_json: bool) -> None:
     out.print("counters  " + (", ".join(f"{key} {value:,}" for key, value in shown.items()) or "nothing happened yet"))
     if about["versions"]:
         out.print(f"versions  {about['versions'][0]} to {about['versions'][1]}")
-    _print_histogram(about["weights"])
+    _print_histogram(about["priorities"])
 
 
-def _print_histogram(weights: dict[str, Any]) -> None:
-    if weights["zero"]:
-        out.print(f"weights   {weights['zero']:,} rows have weight 0")
-    if not weights["rows"]:
+def _print_histogram(priorities: dict[str, Any]) -> None:
+    if priorities["zero"]:
+        out.print(f"priorities   {priorities['zero']:,} rows have priority 0")
+    if not priorities["rows"]:
         return
-    table = Table("weight", "rows", "", box=None, padding=(0, 1))
-    largest = max(weights["rows"]) or 1
-    edges = weights["edges"]
-    for low, high, rows in zip(edges, edges[1:], weights["rows"], strict=False):
+    table = Table("priority", "rows", "", box=None, padding=(0, 1))
+    largest = max(priorities["rows"]) or 1
+    edges = priorities["edges"]
+    for low, high, rows in zip(edges, edges[1:], priorities["rows"], strict=False):
         span = f"{(low + high) / 2:.4g}" if len(edges) == 2 else f"{low:.4g} to {high:.4g}"
         table.add_row(span, f"{rows:,}", "█" * max(round(40 * rows / largest), 1 if rows else 0))
     out.print(table)

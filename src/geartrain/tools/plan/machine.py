@@ -135,11 +135,11 @@ def _measure_copy() -> tuple[float, float]:
         keys = store.keys()
         chosen = np.random.default_rng(0).integers(0, len(keys), (12, 256))
         turn = iter(chosen)
-        large_s = median_s(lambda: fetch(store, keys[next(turn)], threads=1, as_="numpy"), 11)
+        large_s = median_s(lambda: fetch(store, keys[next(turn)], threads=1, output="numpy"), 11)
     with _some_rows(64, 4096) as store:
         keys = store.keys()
-        one_s = median_s(lambda: fetch(store, keys[:1], threads=1, as_="numpy"), 50)
-        many_s = median_s(lambda: fetch(store, keys, threads=1, as_="numpy"), 20)
+        one_s = median_s(lambda: fetch(store, keys[:1], threads=1, output="numpy"), 50)
+        many_s = median_s(lambda: fetch(store, keys, threads=1, output="numpy"), 20)
     return 256 * 102_400 / large_s / 1e9, max(0.0, (many_s - one_s) / 4095 * 1e9)
 
 
@@ -147,7 +147,7 @@ def _measure_host_copy(cores: int) -> float:
     with _some_rows(102_400, 3000) as store:
         keys = store.keys()
         turn = iter(np.random.default_rng(0).integers(0, len(keys), (12, 256)))
-        return 256 * 102_400 / median_s(lambda: fetch(store, keys[next(turn)], threads=cores, as_="numpy"), 11) / 1e9
+        return 256 * 102_400 / median_s(lambda: fetch(store, keys[next(turn)], threads=cores, output="numpy"), 11) / 1e9
 
 
 def _some_rows(row_bytes: int, rows: int) -> Any:
@@ -172,7 +172,7 @@ def _measure_targets_ns() -> float:
 def _measure_descent_ns(rows: int) -> float:
     random = np.random.default_rng(rows)
     candidates = Candidates((65536 * (random.standard_exponential(rows) + 0.05)).astype(np.uint32))
-    total = candidates.native.total_weight()
+    total = candidates.native.total_priority()
     targets = [np.sort(random.integers(0, total, 1024, dtype=np.uint64)) for _ in range(21)]
     for one in targets:
         random.shuffle(one)
@@ -184,9 +184,9 @@ def _measure_batch_us() -> float:
     """A batch of one tiny row, by a group of one: all that is done once for a batch, whatever its size."""
     from geartrain.replay.distributed.rank_group import OneRank
     from geartrain.replay.replay import Replay
-    from geartrain.selection.strategy import Weighted
+    from geartrain.selection.strategy import Prioritized
 
-    with _some_rows(64, 1024) as store, Replay(store, Weighted(), 1, group=OneRank(), as_="numpy") as replay:
+    with _some_rows(64, 1024) as store, Replay(store, Prioritized(), 1, group=OneRank(), output="numpy") as replay:
         return median_s(replay.sample, 200) * 1e6
 
 

@@ -19,8 +19,9 @@ Both token buckets hold the host's rate: the one in the host slows what it sends
 Offloads stay on, so a "packet" on these links has up to 64 KB and costs less CPU than on a real one.
 
 The kernel's netem, which delays and loses, is missing from many kernels. Where a round trip or losses are asked for,
-the hosts' eth0 are TAP devices instead, and a process of ours is the switch (`native/switch.h`): it delays and loses
-what goes from site to site, holds back what a host receives, and moves each frame of 9,000 bytes by hand:
+the hosts' eth0 are TAP devices instead, and a process of ours is the switch (`native/testing/network_switch.h`): it
+delays and loses what goes from site to site, holds back what a host receives, and moves each frame of 9,000 bytes by
+hand:
 
     with Hosts(4, rate_mbit=200, rtt_ms=10, loss=0.0001, sites=[0, 0, 1, 1]) as hosts: ...
 

@@ -1,7 +1,8 @@
 """The switch of `geartrain.tools.testing.cluster` with delay and losses: a child process between the hosts' TAP devices.
 
-The frames are forwarded by `native/switch.cc`, which says what a link is. Here: the devices, the process and what can
-be asked of it. When the process ends, for whatever reason, the devices end with it; it ends when this one does.
+The frames are forwarded by `native/testing/network_switch.cc`, which says what a link is. Here: the devices, the
+process and what can be asked of it. When the process ends, for whatever reason, the devices end with it; it ends when
+this one does.
 """
 
 from __future__ import annotations
@@ -161,14 +162,14 @@ class Switch:
 
 def main(arguments: Sequence[Any]) -> None:
     """What the child does."""
-    import geartrain._native as _native
+    import geartrain._native_testing as _native_testing
 
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     ports, rates, sites, delay_s, loss, queue_s, burst_bytes, seed = arguments
     for port in ports:
         os.set_blocking(port, False)
-    _native.run_switch(ports, rates, sites, delay_s, loss, queue_s, burst_bytes, seed, 0, 1)
+    _native_testing.run_switch(ports, rates, sites, delay_s, loss, queue_s, burst_bytes, seed, 0, 1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+#include "base/buffer_pool.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+#include "base/errors.h"
+
+namespace geartrain {
+namespace {
+
+struct Buffers {
+  std::mutex mutex;
+  std::multimap<size_t, void*> kept;  // by size
+  std::unordered_map<void*, size_t> in_use;
+  size_t largest = 0;
+  PoolCounts counts{};
+};
+
+Buffers& the_buffers() {
+  static auto* pool = [] {
+    auto* made = new Buffers();  // never deleted: arrays may come back while the process exits
+    // A fork must not leave the child a lock that nobody will release.
+    static Buffers* of_process = made;
+    ::pthread_atfork([] { of_process->mutex.lock(); }, [] { of_process->mutex.unlock(); },
+                     [] { of_process->mutex.unlock(); });
+    return made;
+  }();
+  return *pool;
+}
+
+}  // namespace
+
+void* take_buffer(size_t bytes) {
+  constexpr size_t kSmall = size_t{1} << 16, kHuge = size_t{2} << 20;
+  const size_t unit = bytes <= kHuge ? kSmall : kHuge;
+  const size_t size = std::max(unit, (bytes + unit - 1) / unit * unit);
+  Buffers& pool = the_buffers();
+  {
+    std::lock_guard lock(pool.mutex);
+    const auto found = pool.kept.lower_bound(size);
+    if (found != pool.kept.end() && found->first <= 2 * size) {
+      void* buffer = found->second;
+      pool.in_use.emplace(buffer, found->first);
+      pool.counts.bytes_kept -= found->first;
+      pool.counts.bytes_in_use += found->first;
+      ++pool.counts.buffers_reused;
+      pool.kept.erase(found);
+      return buffer;
+    }
+  }
+  void* buffer = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (buffer == MAP_FAILED) {
+    fail(ErrorKind::no_space, "no memory for a batch of ", bytes, " bytes: ", std::strerror(errno));
+  }
+  ::madvise(buffer, size, MADV_HUGEPAGE);
+  std::lock_guard lock(pool.mutex);
+  pool.in_use.emplace(buffer, size);
+  pool.largest = std::max(pool.largest, size);
+  pool.counts.bytes_in_use += size;
+  ++pool.counts.buffers_made;
+  return buffer;
+}
+
+void give_buffer(void* buffer) {
+  Buffers& pool = the_buffers();
+  std::lock_guard lock(pool.mutex);
+  const auto found = pool.in_use.find(buffer);
+  if (found == pool.in_use.end()) return;
+  const size_t size = found->second;
+  pool.in_use.erase(found);
+  pool.counts.bytes_in_use -= size;
+  pool.kept.emplace(size, buffer);
+  pool.counts.bytes_kept += size;
+  const size_t keep = std::max(kKeepBytes, 4 * pool.largest);
+  while (pool.counts.bytes_kept > keep) {
+    const auto victim = std::prev(pool.kept.end());
+    ::munmap(victim->second, victim->first);
+    pool.counts.bytes_kept -= victim->first;
+    pool.kept.erase(victim);
+  }
+}
+
+PoolCounts pool_counts() {
+  Buffers& pool = the_buffers();
+  std::lock_guard lock(pool.mutex);
+  return pool.counts;
+}
+
+}  // namespace geartrain

@@ -1,0 +1,39 @@
+// Deadlines: points on the monotonic clock, so that a wait in several steps ends when it was to end.
+#pragma once
+
+#include <cstdint>
+
+#include "base/clock.h"
+
+namespace geartrain {
+
+// A point in time at which a wait gives up.
+class Deadline {
+ public:
+  // A negative or absurdly long wait becomes none, or a hundred years.
+  static Deadline after(double seconds) {
+    const double most = 3.2e9;
+    const double ns = (seconds > 0 ? (seconds < most ? seconds : most) : 0) * 1e9;
+    return Deadline(monotonic_ns() + static_cast<uint64_t>(ns));
+  }
+  uint64_t left_ns() const {
+    const uint64_t now = monotonic_ns();
+    return at_ns_ > now ? at_ns_ - now : 0;
+  }
+  // For poll and epoll_wait: rounded up, so that a wait never spins through its last millisecond.
+  int left_ms() const {
+    const uint64_t ms = (left_ns() + 999'999) / 1'000'000;
+    return ms > 1'000'000 ? 1'000'000 : static_cast<int>(ms);
+  }
+  bool passed() const { return monotonic_ns() >= at_ns_; }
+  Deadline sooner(double seconds) const {
+    const Deadline other = after(seconds);
+    return other.at_ns_ < at_ns_ ? other : *this;
+  }
+
+ private:
+  explicit Deadline(uint64_t at_ns) : at_ns_(at_ns) {}
+  uint64_t at_ns_;
+};
+
+}  // namespace geartrain

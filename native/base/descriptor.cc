@@ -1,0 +1,55 @@
+#include "base/descriptor.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <mutex>
+#include <unordered_set>
+
+namespace geartrain {
+namespace {
+
+std::atomic<uint64_t> fork_count{0};
+
+struct Table {
+  std::mutex mutex;
+  std::unordered_set<int> open;
+};
+
+Table& table() {
+  static auto* made = [] {
+    static auto* of_process = new Table();  // never deleted: descriptors may outlive main
+    ::pthread_atfork([] { of_process->mutex.lock(); }, [] { of_process->mutex.unlock(); },
+                     [] {
+                       for (const int fd : of_process->open) ::close(fd);
+                       of_process->open.clear();
+                       fork_count.fetch_add(1);
+                       of_process->mutex.unlock();
+                     });
+    return of_process;
+  }();
+  return *made;
+}
+
+}  // namespace
+
+uint64_t forks() {
+  return fork_count.load(std::memory_order_relaxed);
+}
+
+Descriptor::Descriptor(int fd) : fd_(fd), forks_(forks()) {
+  if (fd < 0) return;
+  std::lock_guard lock(table().mutex);
+  table().open.insert(fd);
+}
+
+void Descriptor::reset() {
+  const int fd = std::exchange(fd_, -1);
+  if (fd < 0 || forks_ != forks()) return;  // in a forked child it is closed, and its number may be another file's
+  std::lock_guard lock(table().mutex);
+  table().open.erase(fd);
+  ::close(fd);
+}
+
+}  // namespace geartrain

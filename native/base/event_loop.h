@@ -1,0 +1,83 @@
+// One thread that waits for many sockets: the event loop of a Group or a Reducer, and the only thread that touches
+// their links.
+//
+//   Loop loop("geartrain group");
+//   loop.post([&] { loop.watch(fd, EPOLLIN, &handler); });   // any thread; runs on the loop's
+//
+// It sleeps in epoll_wait, or not at all: rings in shared memory (Pollable) are looked at before every sleep. A sleeper
+// says so in their memory, and whoever writes there then wakes it. Timers are one function that says when it wants to
+// be called again. No handler may wait for anything.
+//
+// Handlers are destroyed by discard() only, after the round of events that they may still be part of.
+#pragma once
+
+#include <sys/epoll.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/descriptor.h"
+
+namespace geartrain {
+
+class Loop {
+ public:
+  class Handler {
+   public:
+    virtual ~Handler() = default;
+    virtual void ready(uint32_t events) = 0;
+  };
+  // Something that no descriptor tells of while the loop is awake.
+  class Pollable {
+   public:
+    virtual ~Pollable() = default;
+    virtual bool look() = 0;            // does what there is; false: nothing
+    virtual bool announce_sleep() = 0;  // false: there is something after all
+    virtual void announce_wake() = 0;
+  };
+
+  explicit Loop(const char* name);
+  ~Loop();  // stops
+  Loop(const Loop&) = delete;
+  Loop& operator=(const Loop&) = delete;
+
+  // Any thread. False when the loop has stopped: the task was dropped.
+  bool post(std::function<void()> task);
+  // Runs what was posted before, then ends the thread. Not from the loop's own thread.
+  void stop();
+  bool here() const { return std::this_thread::get_id() == id_.load(); }
+  // A descriptor whose reading wakes the loop: given to peers that share memory with it.
+  int wake_descriptor() const { return wake_.get(); }
+
+  // --- on the loop's thread -----------------------------------------------------------------------------------------
+  void watch(int fd, uint32_t events, Handler* handler);
+  void change(int fd, uint32_t events, Handler* handler);
+  void unwatch(int fd);
+  void add(Pollable* pollable) { pollables_.push_back(pollable); }
+  void remove(Pollable* pollable) { std::erase(pollables_, pollable); }
+  void discard(std::unique_ptr<Handler> handler) { discarded_.push_back(std::move(handler)); }
+  // Called at least before every sleep; returns the nanoseconds after which to be called again.
+  void on_time(std::function<uint64_t()> due) { due_ = std::move(due); }
+
+ private:
+  void run(const char* name);
+  bool run_tasks();
+
+  Descriptor epoll_, wake_;
+  const uint64_t forks_;
+  std::mutex mutex_;
+  std::vector<std::function<void()>> tasks_;
+  bool stopping_ = false;
+  std::atomic<bool> sleeping_{false}, posted_{false};
+  std::vector<Pollable*> pollables_;
+  std::vector<std::unique_ptr<Handler>> discarded_;
+  std::function<uint64_t()> due_;
+  std::atomic<std::thread::id> id_{};
+  std::unique_ptr<std::thread> thread_;
+};
+
+}  // namespace geartrain

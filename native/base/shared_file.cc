@@ -1,0 +1,160 @@
+#include "base/shared_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <utility>
+
+#include "base/errors.h"
+
+namespace geartrain {
+namespace {
+
+std::string directory_of(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
+}
+
+std::string mebibytes(uint64_t bytes) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%.1f MiB", static_cast<double>(bytes) / (1 << 20));
+  return text;
+}
+
+std::string temporary_suffix() {
+  std::random_device random;
+  char suffix[32];
+  std::snprintf(suffix, sizeof suffix, ".%08x%08x.new", random(), random());
+  return suffix;
+}
+
+[[noreturn]] void fail_no_space(const std::string& path, uint64_t bytes) {
+  struct statvfs fs{};
+  const std::string directory = directory_of(path);
+  const bool known = ::statvfs(directory.c_str(), &fs) == 0;
+  const uint64_t block = known ? fs.f_frsize : 0;
+  fail(ErrorKind::no_space, "the segment needs ", mebibytes(bytes), ", but ", directory, " has ",
+       mebibytes(fs.f_bavail * block), " free of ", mebibytes(fs.f_blocks * block),
+       ". Ask for less capacity, remove segments that dead runs left (geartrain inspect lists them), enlarge it "
+       "(mount -o remount,size=...; docker run --shm-size=...), or give a path on another file system");
+}
+
+}  // namespace
+
+std::string segment_path(const std::string& name) {
+  if (name.empty() || name.size() > 200 || name.find('\0') != std::string::npos) {
+    fail(ErrorKind::schema, "a store's name has 1 to 200 characters, found ", name.size());
+  }
+  return name.find('/') == std::string::npos ? "/dev/shm/geartrain." + name : name;
+}
+
+void exchange_paths(const std::string& one, const std::string& other) {
+  if (::renameat2(AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) != 0) {
+    fail(ErrorKind::os, "cannot exchange ", one, " and ", other, ": ", std::strerror(errno));
+  }
+}
+
+Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve) {
+  Mapping mapping;
+  mapping.path_ = path;
+  // A file without a name: if this process is killed half-way, nothing is left behind.
+  const std::string directory = directory_of(path);
+  mapping.fd_ = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (mapping.fd_ < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {
+    mapping.temporary_ = path + temporary_suffix();  // a file system without nameless files
+    mapping.fd_ = ::open(mapping.temporary_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  }
+  if (mapping.fd_ < 0) {
+    fail(errno == ENOENT ? ErrorKind::missing : ErrorKind::os, "cannot create ", path, ": ", std::strerror(errno));
+  }
+  mapping.bytes_ = bytes;
+  struct statvfs fs{};
+  const bool limited = ::fstatvfs(mapping.fd_, &fs) == 0 && fs.f_blocks != 0;  // a tmpfs of size=0 has no limit
+  if (limited && reserve && fs.f_bavail * fs.f_frsize < bytes) {
+    fail_no_space(path, bytes);  // before fallocate, which would fill the file system to find out
+  }
+  int error = ::ftruncate(mapping.fd_, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  // In pieces, so that a signal costs one piece: memory file systems undo an interrupted allocation.
+  for (uint64_t at = 0; error == 0 && reserve && at < bytes;) {
+    const uint64_t piece = std::min<uint64_t>(bytes - at, uint64_t{16} << 20);
+    error = ::posix_fallocate(mapping.fd_, static_cast<off_t>(at), static_cast<off_t>(piece));
+    if (error == 0) at += piece;
+    if (error == EINTR) error = 0;
+  }
+  if (error == ENOSPC || error == EFBIG) fail_no_space(path, bytes);
+  if (error != 0) fail(ErrorKind::os, "cannot size ", path, ": ", std::strerror(error));
+  mapping.map(true);
+  return mapping;
+}
+
+Mapping Mapping::attach(const std::string& path, bool writable) {
+  Mapping mapping;
+  mapping.path_ = path;
+  mapping.fd_ = ::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC);
+  if (mapping.fd_ < 0) {
+    fail(errno == ENOENT ? ErrorKind::missing : ErrorKind::os, "cannot open the segment ", path, ": ",
+         std::strerror(errno));
+  }
+  struct stat st{};
+  if (::fstat(mapping.fd_, &st) != 0) fail(ErrorKind::os, "cannot stat ", path, ": ", std::strerror(errno));
+  if (!S_ISREG(st.st_mode)) fail(ErrorKind::incompatible, path, " is not a segment: not a regular file");
+  mapping.bytes_ = static_cast<uint64_t>(st.st_size);
+  if (mapping.bytes_ == 0) fail(ErrorKind::incompatible, path, " is not a segment: it is empty");
+  mapping.map(writable);
+  return mapping;
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(other.bytes_),
+      fd_(std::exchange(other.fd_, -1)),
+      writable_(other.writable_),
+      path_(std::move(other.path_)),
+      temporary_(std::exchange(other.temporary_, {})) {}
+
+Mapping::~Mapping() {
+  if (data_ != nullptr) ::munmap(data_, bytes_);
+  if (fd_ >= 0) ::close(fd_);
+  if (!temporary_.empty()) ::unlink(temporary_.c_str());
+}
+
+void Mapping::map(bool writable) {
+  writable_ = writable;
+  void* at = ::mmap(nullptr, bytes_, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd_, 0);
+  if (at == MAP_FAILED) {
+    fail(ErrorKind::os, "cannot map ", mebibytes(bytes_), " of ", path_, ": ", std::strerror(errno));
+  }
+  data_ = static_cast<std::byte*>(at);
+  // Huge pages where the administrator allows them for shared memory; refused elsewhere, and that is fine.
+  ::madvise(data_, bytes_, MADV_HUGEPAGE);
+}
+
+void Mapping::publish() {
+  // A hard link fails when the name is taken, which rename would silently replace.
+  char nameless[40];
+  std::snprintf(nameless, sizeof nameless, "/proc/self/fd/%d", fd_);
+  const char* from = temporary_.empty() ? nameless : temporary_.c_str();
+  if (::linkat(AT_FDCWD, from, AT_FDCWD, path_.c_str(), AT_SYMLINK_FOLLOW) != 0) {
+    if (errno == EEXIST) fail(ErrorKind::exists, path_);
+    fail(ErrorKind::os, "cannot publish the segment as ", path_, ": ", std::strerror(errno));
+  }
+  if (!temporary_.empty()) ::unlink(temporary_.c_str());
+  temporary_.clear();
+}
+
+bool Mapping::unlink() {
+  struct stat mine{}, named{};
+  if (::fstat(fd_, &mine) != 0 || ::stat(path_.c_str(), &named) != 0) return false;
+  if (mine.st_ino != named.st_ino || mine.st_dev != named.st_dev) return false;
+  return ::unlink(path_.c_str()) == 0;
+}
+
+}  // namespace geartrain

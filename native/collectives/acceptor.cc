@@ -1,0 +1,242 @@
+#include "collectives/acceptor.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "transport/providers/provider.h"
+#include "transport/security/handshake.h"
+
+namespace geartrain {
+namespace {
+
+constexpr size_t kMostNewcomers = 4096;
+constexpr double kJoinTimeoutS = 10;    // to say who one is
+constexpr double kEarlyTimeoutS = 300;  // to be waited for by a group that is not ready
+constexpr size_t kJoinFds = 2;          // the rings' memory, and the dialer's eventfd
+
+}  // namespace
+
+// --- the listening side ---------------------------------------------------------------------------------------------
+
+// Somebody who has proved to know the secret and has yet to say what for.
+class Door::Newcomer final : public Loop::Handler {
+ public:
+  Newcomer(Door& door, Descriptor socket, bool local)
+      : door(door), socket(std::move(socket)), local(local), deadline(Deadline::after(kJoinTimeoutS)) {}
+  void ready(uint32_t) override {
+    if (!gone) door.step(*this);
+  }
+  Door& door;
+  Descriptor socket;
+  const bool local;
+  Deadline deadline;
+  Join join{};
+  size_t filled = 0;
+  std::vector<Descriptor> fds;
+  bool gone = false;
+};
+
+Door::Door(Loop& loop, const DoorOptions& options, Host& host) : loop_(loop), options_(options), host_(host) {
+  ListenerOptions listening;
+  listening.options.secret = options.secret;
+  listening.options.limits.max_pending = 256;
+  listening.tcp_host = options.host;
+  listening.tcp_port = options.port;
+  listening.advertise = options.advertise;
+  listening.shm = options.shm;
+  listening.raw = [this](Descriptor socket, bool local) {
+    auto shared = std::make_shared<Descriptor>(std::move(socket));
+    loop_.post([this, shared, local] {
+      if (newcomers_.size() >= kMostNewcomers) {
+        ++refused_;
+        return;
+      }
+      newcomers_.push_back(std::make_unique<Newcomer>(*this, std::move(*shared), local));
+      Newcomer& newcomer = *newcomers_.back();
+      loop_.watch(newcomer.socket.get(), EPOLLIN | EPOLLRDHUP, &newcomer);
+    });
+  };
+  listener_ = std::make_unique<Listener>(listening);
+}
+
+Door::~Door() {
+  close();
+}
+
+void Door::close() {
+  listener_->close();
+}
+
+void Door::drop(Newcomer& newcomer, bool refused) {
+  if (refused) ++refused_;
+  newcomer.gone = true;
+  if (newcomer.socket) loop_.unwatch(newcomer.socket.get());
+  const auto place =
+      std::find_if(newcomers_.begin(), newcomers_.end(), [&](const auto& one) { return one.get() == &newcomer; });
+  loop_.discard(std::move(*place));
+  newcomers_.erase(place);
+}
+
+// Reads the Join, and lets in or refuses. The newcomer may be dropped afterwards.
+void Door::step(Newcomer& newcomer) {
+  std::unique_ptr<Link> link;
+  Join said{};
+  try {
+    while (newcomer.filled < sizeof(Join)) {
+      const auto rest = std::as_writable_bytes(std::span(&newcomer.join, 1)).subspan(newcomer.filled);
+      const ssize_t got = receive_with_fds(newcomer.socket.get(), rest, &newcomer.fds);
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0 && errno == EAGAIN) return;
+      // Somebody who found a better way in the meantime.
+      if (got == 0 && newcomer.filled == 0) return drop(newcomer, false);
+      if (got <= 0) fail(ErrorKind::peer_lost, "it hung up");
+      if (newcomer.fds.size() > kJoinFds) fail(ErrorKind::frame, "descriptors that nobody asked for");
+      newcomer.filled += static_cast<size_t>(got);
+      if (newcomer.filled == sizeof(Join)) newcomer.deadline = Deadline::after(kEarlyTimeoutS);
+    }
+    const Join& join = newcomer.join;
+    if (join.magic != kCollectiveMagic) fail(ErrorKind::frame, "what came is no join");
+    std::string refusal;
+    Host::Verdict verdict = Host::Verdict::refused;
+    if (join.version != kCollectiveVersion) {
+      refusal = "it speaks version " + std::to_string(kCollectiveVersion) + " of the protocol";
+    } else if (join.world == 0 || join.world > kMostMembers || join.rank >= join.world || join.owners == 0 ||
+               join.owners > kMostMembers) {
+      refusal = "no such group can be";
+    } else if (join.ring_bytes != 0 && (join.ring_bytes != kRingBytes || newcomer.fds.size() != kJoinFds)) {
+      refusal = "rings of another size, or without their memory";
+    } else {
+      verdict = host_.judge(join, &refusal);
+    }
+    if (verdict == Host::Verdict::later) return loop_.unwatch(newcomer.socket.get());
+    Welcome welcome{kCollectiveMagic, kCollectiveVersion, options_.max_window_bytes, {}};
+    if (verdict == Host::Verdict::refused) put_text(welcome.refusal, refusal.empty() ? "refused" : refusal);
+    const auto bytes = std::as_bytes(std::span(&welcome, 1));
+    const bool rings = join.ring_bytes != 0 && verdict == Host::Verdict::welcome;
+    const int wake = loop_.wake_descriptor();
+    loop_.unwatch(newcomer.socket.get());
+    // The answer is small: a socket that does not take it at once has been filled on purpose.
+    send_with_fds(newcomer.socket.get(), bytes, rings ? std::span(&wake, 1) : std::span<const int>(),
+                  Deadline::after(0));
+    if (verdict == Host::Verdict::refused) return drop(newcomer, true);
+    link = rings ? ring_link(std::move(newcomer.socket), newcomer.fds[0], std::move(newcomer.fds[1]), false)
+                 : tcp_link(std::move(newcomer.socket));
+    said = join;
+  } catch (const Error&) {
+    return drop(newcomer, true);
+  }
+  drop(newcomer, false);
+  host_.enter(said, std::move(link));
+}
+
+void Door::retry() {
+  std::vector<Newcomer*> complete;
+  for (const auto& newcomer : newcomers_) {
+    if (newcomer->filled == sizeof(Join)) complete.push_back(newcomer.get());
+  }
+  for (Newcomer* const newcomer : complete) step(*newcomer);
+}
+
+uint64_t Door::due() {
+  uint64_t least = ~uint64_t{0};
+  for (auto place = newcomers_.begin(); place != newcomers_.end();) {
+    Newcomer& newcomer = **place++;
+    if (newcomer.deadline.passed()) {
+      drop(newcomer, true);
+    } else {
+      least = std::min(least, newcomer.deadline.left_ns());
+    }
+  }
+  return least;
+}
+
+// --- the dialing side
+// -------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Says who one is and hears the answer, on a socket that was greeted.
+Dialled introduce(Descriptor socket, Join join, const Loop& loop, bool rings, Deadline deadline) {
+  Dialled out;
+  RingMemory memory;
+  std::vector<int> sent;
+  if (rings) {
+    memory = RingMemory::make();
+    sent = {memory.memory.get(), loop.wake_descriptor()};
+    join.ring_bytes = kRingBytes;
+  }
+  send_with_fds(socket.get(), std::as_bytes(std::span(&join, 1)), sent, deadline);
+  std::vector<Descriptor> fds;
+  auto rest = std::as_writable_bytes(std::span(&out.welcome, 1));
+  while (!rest.empty()) {
+    if (!wait_for(socket.get(), POLLIN, deadline)) fail(ErrorKind::timed_out, "it did not answer in time");
+    const ssize_t got = receive_with_fds(socket.get(), rest, &fds);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+    if (got <= 0) fail(ErrorKind::peer_lost, "it hung up");
+    rest = rest.subspan(static_cast<size_t>(got));
+  }
+  if (out.welcome.magic != kCollectiveMagic) fail(ErrorKind::frame, "what answers there is no member of a group");
+  if (const std::string refusal = text_from(out.welcome.refusal); !refusal.empty()) {
+    fail(ErrorKind::schema, "it refuses: ", refusal);
+  }
+  if (rings && fds.size() != 1) fail(ErrorKind::frame, "its answer came without its eventfd");
+  out.link = rings ? ring_link(std::move(socket), memory.memory, std::move(fds[0]), true) : tcp_link(std::move(socket));
+  return out;
+}
+
+Dialled dial_unix(const std::string& name, const Address& address, const Options& options, const Join& join,
+                  const Loop& loop, Deadline deadline) {
+  Descriptor socket = connect_unix(name, deadline);
+  greet(socket.get(), Intent::raw, address, options, deadline);
+  return introduce(std::move(socket), join, loop, true, deadline);
+}
+
+}  // namespace
+
+Dialled dial(const std::string& place, const std::string& secret, Join join, const Loop& loop, bool shm,
+             Deadline deadline) {
+  Address address;
+  if (place.find('=') == std::string::npos) {
+    address.tcp.push_back(place);
+  } else {
+    address = Address::parse(place);
+  }
+  Options options;
+  options.secret = secret;
+  std::string why;
+  if (shm && !address.shm.empty()) {
+    try {
+      return dial_unix(address.shm, address, options, join, loop, deadline);
+    } catch (const Error& error) {
+      // Another host, or memory that cannot be shared: TCP may do. A refusal is final.
+      if (error.kind != ErrorKind::not_viable && error.kind != ErrorKind::no_space) throw;
+      why = error.what();
+    }
+  }
+  for (const std::string& where : address.tcp) {
+    const bool last = &where == &address.tcp.back();
+    try {
+      const Deadline soon = last ? deadline : deadline.sooner(options.limits.handshake_timeout_s);
+      Descriptor socket = connect_tcp(where, soon);
+      const Session session = greet(socket.get(), Intent::raw, address, options, soon);
+      if (shm && address.shm.empty()) {
+        // A reducer, of which only the port was known. On this host its socket has its id for a name.
+        try {
+          return dial_unix("geartrain-" + hex(session.listener), address, options, join, loop, deadline);
+        } catch (const Error& error) {
+          if (error.kind != ErrorKind::not_viable && error.kind != ErrorKind::no_space) throw;
+        }
+      }
+      return introduce(std::move(socket), join, loop, false, deadline);
+    } catch (const Error& error) {
+      if (last || error.kind == ErrorKind::untrusted || error.kind == ErrorKind::schema) throw;
+      why = error.what();
+    }
+  }
+  fail(ErrorKind::not_viable, why.empty() ? "it does not listen for TCP" : why);
+}
+
+}  // namespace geartrain

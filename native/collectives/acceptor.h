@@ -1,0 +1,76 @@
+// How members of a group find each other: a Listener that takes sockets which have proved themselves, and dial().
+//
+// Over a Unix socket the dialer's Join carries the memory of two rings and its loop's eventfd, and the answer carries
+// the other loop's: then the two share memory. Whether they can is found by doing it: the name of the Unix socket holds
+// the listener's random id, and the handshake proves who answers there. Host names are never compared.
+#pragma once
+
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+
+#include "base/event_loop.h"
+#include "collectives/link.h"
+#include "collectives/protocol.h"
+#include "transport/transport.h"
+
+namespace geartrain {
+
+struct DoorOptions {
+  std::string host = "127.0.0.1";  // to listen on
+  uint16_t port = 0;
+  std::vector<std::string> advertise;
+  std::string secret;
+  bool shm = true;
+  uint64_t max_window_bytes = uint64_t{16} << 20;
+};
+
+class Door {
+ public:
+  class Host {
+   public:
+    virtual ~Host() = default;
+    enum class Verdict { welcome, later, refused };
+    // On the loop. `later`: retry() asks again.
+    virtual Verdict judge(const Join& join, std::string* refusal) = 0;
+    virtual void enter(const Join& join, std::unique_ptr<Link> link) = 0;
+  };
+
+  Door(Loop& loop, const DoorOptions& options, Host& host);
+  // After the loop has stopped.
+  ~Door();
+  // Takes nobody any more. Any thread but the loop's.
+  void close();
+  const std::string& address() const { return listener_->address(); }
+  // Refused: without proof, or with a Join that is none.
+  uint64_t refused() const { return listener_->refused() + refused_.load(); }
+  // On the loop: those who came too early are judged again; those who say nothing are sent away. Nanoseconds until
+  // that is to be done again.
+  void retry();
+  uint64_t due();
+
+ private:
+  class Newcomer;
+  void step(Newcomer& newcomer);
+  void drop(Newcomer& newcomer, bool refused);
+
+  Loop& loop_;
+  const DoorOptions options_;
+  Host& host_;
+  std::list<std::unique_ptr<Newcomer>> newcomers_;  // the loop's
+  std::atomic<uint64_t> refused_{0};
+  std::unique_ptr<Listener> listener_;
+};
+
+struct Dialled {
+  std::unique_ptr<Link> link;
+  Welcome welcome{};
+};
+
+// Waits, on the caller's thread. `place` is a listener's address, or host:port of a reducer. Throws untrusted,
+// timed_out, not_viable, peer_lost, frame; with the other side's reason where it gave one.
+Dialled dial(const std::string& place, const std::string& secret, Join join, const Loop& loop, bool shm,
+             Deadline deadline);
+
+}  // namespace geartrain

@@ -1,0 +1,100 @@
+#include "collectives/protocol.h"
+
+#include <cstddef>
+#include <sstream>
+
+namespace geartrain {
+namespace {
+
+constexpr size_t kMostNamed = 256;
+constexpr size_t kMostText = 2048;
+
+std::vector<uint32_t> numbers(std::span<const std::byte> bytes, size_t n) {
+  if (n > kMostNamed || bytes.size() < n * sizeof(uint32_t)) fail(ErrorKind::frame, "it names more than it says");
+  std::vector<uint32_t> out(n);
+  if (n != 0) std::memcpy(out.data(), bytes.data(), n * sizeof(uint32_t));
+  return out;
+}
+
+}  // namespace
+
+std::string Shape::text() const {
+  std::string out = std::string(name_of(op)) + " of " + std::to_string(count) + " " + name_of(dtype);
+  if (wire != dtype) out += std::string(" as ") + name_of(wire);
+  return algorithm == 0 ? out : out + " by ring";
+}
+
+std::vector<std::byte> bytes_of(const Fault& fault) {
+  const size_t n = std::min(fault.members.size(), kMostNamed), letters = std::min(fault.text.size(), kMostText);
+  const FaultHead head{static_cast<uint32_t>(fault.kind), static_cast<uint32_t>(n)};
+  std::vector<std::byte> out;
+  append(&out, &head, 1);
+  append(&out, fault.members.data(), n);
+  append(&out, fault.text.data(), letters);
+  return out;
+}
+
+Fault fault_from(std::span<const std::byte> bytes) {
+  FaultHead head{};
+  if (bytes.size() < sizeof head) fail(ErrorKind::frame, "it sent a fault that is too short");
+  std::memcpy(&head, bytes.data(), sizeof head);
+  if (head.kind == 0 || head.kind >= kFaultKinds) fail(ErrorKind::frame, "it sent a fault of no known kind");
+  Fault fault;
+  fault.kind = static_cast<FaultKind>(head.kind);
+  fault.members = numbers(bytes.subspan(sizeof head), head.members);
+  const auto text = bytes.subspan(sizeof head + head.members * sizeof(uint32_t));
+  fault.text = text_from({reinterpret_cast<const char*>(text.data()), text.size()});
+  return fault;
+}
+
+std::string text_from(std::span<const char> field) {
+  std::string out;
+  for (const char code : field) {
+    if (code == 0) break;
+    out += code >= ' ' && code <= '~' ? code : '?';
+  }
+  return out;
+}
+
+std::vector<std::byte> members_bytes(uint64_t bytes, uint64_t of, const std::vector<uint32_t>& members) {
+  const size_t n = std::min(members.size(), kMostNamed);
+  const Members head{bytes, of, static_cast<uint32_t>(n), 0};
+  std::vector<std::byte> out;
+  append(&out, &head, 1);
+  append(&out, members.data(), n);
+  return out;
+}
+
+std::vector<uint32_t> members_from(std::span<const std::byte> payload, uint64_t* bytes, uint64_t* of) {
+  Members head{};
+  if (payload.size() < sizeof head) fail(ErrorKind::frame, "it sent a status that is too short");
+  std::memcpy(&head, payload.data(), sizeof head);
+  *bytes = head.bytes;
+  *of = head.of;
+  return numbers(payload.subspan(sizeof head), head.members);
+}
+
+std::string disagreement(uint64_t number, uint32_t rank, const Shape& shape, uint32_t other, const Shape& others) {
+  const bool in_order = rank < other;
+  std::ostringstream text;
+  text << "ranks disagree at operation " << number << ": rank " << (in_order ? rank : other) << " asks for the "
+       << (in_order ? shape : others).text() << ", rank " << (in_order ? other : rank) << " for the "
+       << (in_order ? others : shape).text();
+  return text.str();
+}
+
+Shape shape_from(const Open& open) {
+  if (open.dtype >= kDtypes || open.wire >= kDtypes || open.op >= kOps || open.algorithm > 1 ||
+      open.count > (uint64_t{1} << 48)) {
+    fail(ErrorKind::frame, "it opened an operation of no known type");
+  }
+  Shape shape{open.count, static_cast<Dtype>(open.dtype), static_cast<Dtype>(open.wire), static_cast<Op>(open.op),
+              open.algorithm};
+  if (shape.wire != shape.dtype && (shape.dtype != Dtype::float32 || !convertible(shape.dtype, shape.wire))) {
+    fail(ErrorKind::frame, "it opened an operation whose types do not convert");
+  }
+  if (shape.op == Op::avg && !is_float(shape.dtype)) fail(ErrorKind::frame, "it asks for the average of integers");
+  return shape;
+}
+
+}  // namespace geartrain

@@ -1,0 +1,189 @@
+// What ranks and reducers say to each other, after the handshake (transport/security/handshake.h) has made sure of
+// them.
+//
+//   rank (dials)                                       owner: another rank, or a reducer
+//   Join     group, rank, of how many, settings  --->
+//                                                <---  Welcome   how far ahead a rank may run, or why it may not
+//
+// From then on both sides send frames, each a header and a payload right behind it:
+//
+//    0      4      6      8               16               24       28       32
+//   +------+------+------+---------------+----------------+--------+--------+ - - - - - - - - - -
+//   | GTC1 | kind | zero | operation     | offset         | bytes  |settled | payload: `bytes`
+//   +------+------+------+---------------+----------------+--------+--------+ - - - - - - - - - -
+//
+//   open    rank -> owner    what the operation is: type, op, number of elements (Open). Before its first part
+//   part    rank -> owner    a piece of the rank's numbers of this owner's share; `offset` counts bytes in the share
+//   result  owner -> rank    a piece of the share, reduced. An empty share is answered by one empty result
+//   ring    rank -> next     a piece of the stream that goes around the ring (ring_allreduce.h)
+//   query   who is this waiting for?                status   the answer: Members, the least advanced
+//   fault   the group is over, and why (Fault): passed on to everyone, as it is
+//   bye     nothing more will come, on purpose: it has done the operations below `operation`, and no other
+//
+// With an open a rank says how many operations are complete there, from the first one on without a gap; with every
+// result an owner says how many are complete on all ranks, as far as it knows (`settled`, zero in all other frames).
+// What is kept to give it to a rank that lost its reducer can then go.
+//
+// Pieces of one share come in order and never cross a multiple of the group's chunk (chunk_bytes). Operations are
+// numbered from 0, in the order of the calls, which is the same on all ranks. Numbers are little-endian.
+//
+// Whatever comes may be garbage. check() passes only what could be a frame; the owner then takes only what it waits
+// for (share_owner.h): the right operation, the right offset, no more bytes than announced. Anything else ends the
+// connection that it came on. Memory is taken per connection, up to the window it was told, whatever it sends.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/errors.h"
+#include "collectives/reduce_kernels.h"
+
+namespace geartrain {
+
+constexpr uint64_t kGrain = 16;  // elements: no vector of them lies in two shares of an array
+
+static_assert(std::endian::native == std::endian::little);
+
+constexpr uint32_t kCollectiveMagic = 0x31435447;  // "GTC1"
+constexpr uint32_t kCollectiveVersion = 1;
+constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
+constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
+constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
+
+enum class FrameKind : uint16_t { join = 1, welcome, open, part, result, ring, query, status, fault, bye };
+
+struct WireHeader {
+  uint32_t magic;
+  uint16_t kind;
+  uint16_t reserved;
+  uint64_t operation;
+  uint64_t offset;
+  uint32_t bytes;
+  uint32_t settled;
+};
+static_assert(sizeof(WireHeader) == 32 && offsetof(WireHeader, operation) == 8 && offsetof(WireHeader, bytes) == 24);
+
+struct Join {
+  uint32_t magic;
+  uint32_t version;
+  uint8_t group[16];     // which of the groups that a reducer serves; its addresses' digest, so never the same twice
+  uint8_t settings[16];  // digest of shares, algorithm and so on: must be the same on all ranks
+  uint32_t rank;
+  uint32_t world;
+  uint32_t member;      // who is spoken to: a rank, or world + the reducer's index
+  uint32_t owners;      // how many have a share: it sets the chunk
+  uint64_t ring_bytes;  // of each ring in the memory that comes with this; 0 over TCP
+  char name[64];        // of the group, for people
+};
+static_assert(sizeof(Join) == 128 && offsetof(Join, ring_bytes) == 56);
+
+struct Welcome {
+  uint32_t magic;
+  uint32_t version;
+  uint64_t max_window_bytes;  // how far ahead of the results a rank may run, over all shares
+  char refusal[240];          // why not; empty: welcome. Nothing follows a refusal
+};
+static_assert(sizeof(Welcome) == 256);
+
+// What all ranks must agree on.
+struct Shape {
+  uint64_t count = 0;  // elements
+  Dtype dtype = Dtype::float32, wire = Dtype::float32;
+  Op op = Op::sum;
+  uint8_t algorithm = 0;
+
+  bool operator==(const Shape&) const = default;
+  uint64_t wire_bytes() const { return count * bytes_of(wire); }
+  std::string text() const;
+};
+
+struct Open {
+  uint64_t count;
+  uint64_t share_bytes;  // of the owner that this is sent to
+  uint8_t dtype, wire, op, algorithm;
+  uint32_t completed;
+};
+static_assert(sizeof(Open) == 24);
+
+// Why a group is over. The kinds are those of the Python errors.
+enum class FaultKind : uint32_t { none, rank_lost, reducer_lost, timed_out, disagree, protocol, aborted, closed };
+constexpr uint32_t kFaultKinds = 8;
+
+struct Fault {
+  FaultKind kind = FaultKind::none;
+  std::string text;
+  std::vector<uint32_t> members;  // who: ranks, and world + index for reducers
+};
+
+struct FaultHead {
+  uint32_t kind;
+  uint32_t members;  // u32 each, then the text
+};
+static_assert(sizeof(FaultHead) == 8);
+
+struct Members {
+  uint64_t bytes;    // how far the least advanced of them have come
+  uint64_t of;       // out of how many
+  uint32_t members;  // u32 each
+  uint32_t reserved;
+};
+static_assert(sizeof(Members) == 24);
+
+// --- helpers ---------------------------------------------------------------------------------------------------------
+
+// Text into a field of fixed size, cut off and ended by a zero.
+template <size_t N>
+void put_text(char (&field)[N], const std::string& text) {
+  const size_t n = std::min(text.size(), N - 1);
+  std::memset(field, 0, N);
+  std::memcpy(field, text.data(), n);
+}
+// What came in such a field, in letters that a terminal can be shown.
+std::string text_from(std::span<const char> field);
+
+// The values' bytes behind what a message already holds.
+template <typename T>
+void append(std::vector<std::byte>* to, const T* values, size_t n) {
+  const auto bytes = std::as_bytes(std::span(values, n));
+  to->insert(to->end(), bytes.begin(), bytes.end());
+}
+
+inline WireHeader frame_of(FrameKind kind, uint64_t operation, uint64_t offset, uint64_t bytes) {
+  return {kCollectiveMagic, static_cast<uint16_t>(kind), 0, operation, offset, static_cast<uint32_t>(bytes), 0};
+}
+
+// Throws frame when this cannot be the beginning of a frame.
+inline void check(const WireHeader& header) {
+  const auto kind = static_cast<FrameKind>(header.kind);
+  if (header.magic != kCollectiveMagic || header.reserved != 0 || (header.settled != 0 && kind != FrameKind::result) ||
+      kind < FrameKind::open || kind > FrameKind::bye) {
+    fail(ErrorKind::frame, "it sent what is not a frame");
+  }
+  const bool data = kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring;
+  const uint32_t most = data ? kChunkBytes : kMostControlBytes;
+  if (header.bytes > most) fail(ErrorKind::frame, "it sent a frame of ", header.bytes, " bytes, the limit is ", most);
+}
+
+// With many owners chunks are smaller, so that one from each still fits into a small window.
+constexpr uint64_t chunk_bytes(uint32_t owners) {
+  uint64_t chunk = kChunkBytes;
+  while (chunk > 4096 && chunk * owners > (256 << 10)) chunk /= 2;
+  return chunk;
+}
+
+// What two ranks that ask for different things are told: the same words on both, the lower rank first.
+std::string disagreement(uint64_t number, uint32_t rank, const Shape& shape, uint32_t other, const Shape& others);
+
+std::vector<std::byte> bytes_of(const Fault& fault);
+Fault fault_from(std::span<const std::byte> bytes);  // throws frame
+std::vector<std::byte> members_bytes(uint64_t bytes, uint64_t of, const std::vector<uint32_t>& members);
+std::vector<uint32_t> members_from(std::span<const std::byte> payload, uint64_t* bytes, uint64_t* of);
+Shape shape_from(const Open& open);  // throws frame
+
+}  // namespace geartrain

@@ -1,0 +1,137 @@
+#include "collectives/reducer_session.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace geartrain {
+
+Served::Served(Loop& loop, BlockPool& blocks, const Join& join, uint64_t window_bytes, std::string where)
+    : first(join),
+      where_(std::move(where)),
+      loop_(loop),
+      peers_(join.world),
+      left_at_(join.world, ~uint64_t{0}),
+      nowhere_(kChunkBytes),
+      owner_(blocks, *this, join.world, Owner::kNobody, chunk_bytes(join.owners), window_bytes) {}
+
+uint32_t Served::ranks() const {
+  return static_cast<uint32_t>(std::count_if(peers_.begin(), peers_.end(), [](const auto& p) { return p != nullptr; }));
+}
+
+bool Served::drained() const {
+  return std::all_of(peers_.begin(), peers_.end(), [](const auto& p) { return p == nullptr || p->drained(); });
+}
+
+void Served::add(uint32_t rank, std::unique_ptr<Link> link) {
+  peers_[rank] = std::make_unique<Peer>(loop_, std::move(link), rank, *this);
+  peers_[rank]->kick();
+  if (over()) tell(*peers_[rank]);
+}
+
+uint64_t Served::bytes_received() const {
+  uint64_t bytes = received_;
+  for (const auto& peer : peers_) bytes += peer != nullptr ? peer->bytes_received() : 0;
+  return bytes;
+}
+
+uint64_t Served::bytes_sent() const {
+  uint64_t bytes = sent_;
+  for (const auto& peer : peers_) bytes += peer != nullptr ? peer->bytes_sent() : 0;
+  return bytes;
+}
+
+// --- frames
+// -------------------------------------------------------------------------------------------------------------
+
+std::span<std::byte> Served::room(Peer& peer, const WireHeader& header) {
+  if (over()) return nowhere_;
+  if (static_cast<FrameKind>(header.kind) != FrameKind::part) fail(ErrorKind::frame, "it sent data of the wrong kind");
+  return owner_.room(peer.member(), header);
+}
+
+void Served::took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) {
+  const auto kind = static_cast<FrameKind>(header.kind);
+  if (kind == FrameKind::bye) {
+    left_at_[peer.member()] = header.operation;
+    if (!over() && owner_.newest() > header.operation) end(left_fault(peer.member(), header.operation));
+    return;
+  }
+  if (over()) return;
+  switch (kind) {
+    case FrameKind::open: {
+      if (header.bytes != sizeof(Open)) fail(ErrorKind::frame, "it opened nothing");
+      Open open;
+      std::memcpy(&open, payload.data(), sizeof open);
+      for (uint32_t rank = 0; rank < left_at_.size(); ++rank) {
+        if (header.operation >= left_at_[rank]) return end(left_fault(rank, header.operation));
+      }
+      return owner_.open(peer.member(), header.operation, open);
+    }
+    case FrameKind::part:
+      return owner_.took(peer.member(), header);
+    case FrameKind::query: {
+      uint64_t bytes, of;
+      const auto ranks = owner_.least_advanced(header.operation, &bytes, &of);
+      peer.say(FrameKind::status, header.operation, 0, members_bytes(bytes, of, ranks));
+      return peer.kick();
+    }
+    case FrameKind::fault:
+      return end(fault_from(payload));
+    default:
+      fail(ErrorKind::frame, "it sent a frame of the wrong kind");
+  }
+}
+
+void Served::results_for(uint32_t rank) {
+  if (peers_[rank] != nullptr) peers_[rank]->kick();
+}
+
+// --- the end
+// ------------------------------------------------------------------------------------------------------------
+
+void Served::lost(Peer& peer, const std::string& why) {
+  const uint32_t rank = peer.member();
+  received_ += peer.bytes_received();
+  sent_ += peer.bytes_sent();
+  loop_.discard(std::move(peers_[rank]));
+  if (over()) return;
+  uint64_t operation, bytes, of;
+  const bool owes = owner_.involves(rank, &operation, &bytes, &of);
+  if (left_at_[rank] != ~uint64_t{0}) return;
+  std::ostringstream text;
+  text << "rank " << rank << " went away (" << why << ")";
+  if (owes) {
+    text << " in operation " << operation << ", after sending " << bytes << " of " << of << " bytes";
+  } else {
+    text << " between operations";
+  }
+  text << " [seen by reducer " << where_ << "]";
+  end({FaultKind::rank_lost, text.str(), {rank}});
+}
+
+void Served::disagree(const std::string& text, std::vector<uint32_t> ranks) {
+  end({FaultKind::disagree, text, std::move(ranks)});
+}
+
+Fault Served::left_fault(uint32_t rank, uint64_t operation) {
+  return {FaultKind::rank_lost,
+          "rank " + std::to_string(rank) + " has left the group, and operation " + std::to_string(operation) +
+              " waits for it",
+          {rank}};
+}
+
+void Served::tell(Peer& peer) {
+  peer.blank();
+  peer.say(FrameKind::fault, 0, 0, bytes_of(fault_));
+  peer.kick();
+}
+
+void Served::end(const Fault& fault) {
+  if (over()) return;
+  fault_ = fault;
+  for (const auto& peer : peers_) {
+    if (peer != nullptr && !peer->closed()) tell(*peer);
+  }
+}
+
+}  // namespace geartrain

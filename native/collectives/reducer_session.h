@@ -1,0 +1,58 @@
+// One group that a reducer serves: its ranks' peers, and the owner of the reducer's share. On the reducer's loop.
+//
+// Ranks come and go by themselves. One that goes away in the middle of an operation, breaks the rules or disagrees ends
+// the group: all that are left are told why, and nothing more is taken from them.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collectives/peer.h"
+#include "collectives/share_owner.h"
+
+namespace geartrain {
+
+class Served final : public Peer::Side, public Owner::Host {
+ public:
+  // `first` is the first rank's Join, with which the others must agree; `where` the reducer's address.
+  Served(Loop& loop, BlockPool& blocks, const Join& first, uint64_t window_bytes, std::string where);
+
+  bool has(uint32_t rank) const { return peers_[rank] != nullptr; }
+  uint32_t ranks() const;
+  bool over() const { return fault_.kind != FaultKind::none; }
+  bool drained() const;
+  void add(uint32_t rank, std::unique_ptr<Link> link);
+  void stop(const Fault& fault) { end(fault); }
+  Peer* peer(uint32_t rank) { return peers_[rank].get(); }
+
+  uint64_t bytes_received() const;
+  uint64_t bytes_sent() const;
+  const Owner& owner() const { return owner_; }
+
+  std::span<std::byte> room(Peer& peer, const WireHeader& header) override;
+  void took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) override;
+  bool next(Peer& peer, OutFrame* frame) override { return !over() && owner_.next(peer.member(), frame); }
+  void lost(Peer& peer, const std::string& why) override;
+  void results_for(uint32_t rank) override;
+  void deliver(uint64_t, uint64_t, std::span<const std::byte>) override {}
+  void disagree(const std::string& text, std::vector<uint32_t> ranks) override;
+
+  const Join first;
+
+ private:
+  static Fault left_fault(uint32_t rank, uint64_t operation);
+  void tell(Peer& peer);
+  void end(const Fault& fault);
+
+  const std::string where_;
+  Loop& loop_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // by rank
+  std::vector<uint64_t> left_at_;             // by rank: the first operation that it does not take part in
+  std::vector<std::byte> nowhere_;            // for what comes when all is over
+  Owner owner_;
+  Fault fault_;
+  uint64_t received_ = 0, sent_ = 0;  // of ranks that are gone
+};
+
+}  // namespace geartrain

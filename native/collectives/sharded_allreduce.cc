@@ -1,0 +1,259 @@
+#include "collectives/sharded_allreduce.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+#include "base/clock.h"
+
+namespace geartrain {
+namespace {
+
+constexpr uint64_t kLeastWindow = 256 << 10;
+
+uint32_t owners_of(std::span<const double> shares) {
+  return static_cast<uint32_t>(std::count_if(shares.begin(), shares.end(), [](double share) { return share > 0; }));
+}
+
+// Whose turn it is to own a small array, of those who have a share.
+size_t whole_owner(std::span<const double> shares, uint64_t operation) {
+  uint64_t turn = operation % owners_of(shares);
+  size_t owner = 0;
+  for (;; ++owner) {
+    if (shares[owner] > 0 && turn-- == 0) return owner;
+  }
+}
+
+}  // namespace
+
+std::vector<uint64_t> divide_array(uint64_t count, Dtype wire, std::span<const double> shares, uint64_t operation) {
+  std::vector<uint64_t> starts(shares.size() + 1, count);
+  if (count * bytes_of(wire) <= kWholeBytes) {
+    std::fill_n(starts.begin(), whole_owner(shares, operation) + 1, 0);
+    return starts;
+  }
+  double sum = 0;
+  const double total = std::accumulate(shares.begin(), shares.end(), 0.0);
+  starts[0] = 0;
+  size_t last = shares.size() - 1;
+  while (shares[last] <= 0) --last;
+  for (size_t owner = 0; owner < last; ++owner) {
+    sum += shares[owner];
+    const double at = sum / total * static_cast<double>(count / kGrain);
+    const auto grains = static_cast<uint64_t>(std::llround(at));
+    starts[owner + 1] = shares[owner] <= 0 ? starts[owner] : std::min(count, grains * kGrain);
+  }
+  return starts;
+}
+
+Shares::Shares(BlockPool& blocks, Host& host, std::vector<double> shares, uint32_t self, uint64_t window_bytes)
+    : blocks_(blocks),
+      host_(host),
+      shares_(std::move(shares)),
+      self_(self),
+      chunk_(chunk_bytes(owners_of(shares_))),
+      // Every owner gets two turns of two chunks at least: a rotation over all of them then fits in.
+      window_(std::max<uint64_t>(kLeastWindow, 4 * chunk_ * owners_of(shares_)), window_bytes),
+      unsent_(shares_.size()) {
+  for (uint32_t owner = 0; owner < shares_.size(); ++owner) {
+    if (shares_[owner] > 0 && owner != self_) others_.push_back(owner);
+  }
+}
+
+std::pair<uint64_t, uint64_t> Shares::begin(const std::shared_ptr<Work>& work) {
+  const Shape& shape = work->shape;
+  const std::vector<uint64_t> starts = divide_array(shape.count, shape.wire, shares_, work->number);
+  Operation& operation = operations_.emplace_back();
+  operation.work = work;
+  operation.number = work->number;
+  begun_ = work->number + 1;
+  operation.base = stream_;
+  operation.bytes = shape.wire_bytes();
+  operation.parts.resize(shares_.size());
+  stream_ += operation.bytes;
+  const bool whole = operation.bytes <= kWholeBytes;
+  for (size_t owner = 0; owner < shares_.size(); ++owner) {
+    Part& part = operation.parts[owner];
+    part.first = starts[owner];
+    part.bytes = (starts[owner + 1] - starts[owner]) * bytes_of(shape.wire);
+    // Whoever has a share hears of every array that is divided, so that ranks that disagree meet somewhere.
+    part.used = whole ? owner == whole_owner(shares_, work->number) : shares_[owner] > 0;
+    operation.left += part.used;
+  }
+  if (self_ >= shares_.size() || !operation.parts[self_].used) return {1, 0};
+  return {starts[self_], starts[self_ + 1]};
+}
+
+void Shares::start() {
+  for (size_t i = 0; i < others_.size(); ++i) host_.parts_for(others_[(self_ + i) % others_.size()]);
+}
+
+// --- the window
+// -------------------------------------------------------------------------------------------------------
+
+// How much of the stream has come back, by the share that is behind.
+uint64_t Shares::returned() const {
+  if (operations_.empty()) return stream_;
+  const Operation& oldest = operations_.front();
+  double least = 1;
+  for (const Part& part : oldest.parts) {
+    if (part.bytes != 0) least = std::min(least, static_cast<double>(part.got) / static_cast<double>(part.bytes));
+  }
+  return oldest.base + static_cast<uint64_t>(least * static_cast<double>(oldest.bytes));
+}
+
+// How much of a part may have been sent by now.
+uint64_t Shares::limit(const Operation& operation, const Part& part) const {
+  const uint64_t until = returned() + window_.bytes();
+  if (until <= operation.base && operation.bytes != 0) return 0;
+  if (until >= operation.base + operation.bytes) return part.bytes;
+  const double fraction = static_cast<double>(until - operation.base) / static_cast<double>(operation.bytes);
+  const auto bytes = static_cast<uint64_t>(fraction * static_cast<double>(part.bytes));
+  // Whole chunks: the owner reduces nothing less.
+  return std::min(part.bytes, (bytes / chunk_ + 1) * chunk_);
+}
+
+void Shares::finish_sample(const Operation& operation, uint32_t owner, uint64_t got) {
+  if (!sample_.running || sample_.operation != operation.number || sample_.owner != owner || got < sample_.until)
+    return;
+  sample_.running = false;
+  const uint64_t now = monotonic_ns();
+  window_.sample(now - sample_.began_ns, delivered_ - sample_.delivered, sample_.held_up, now);
+}
+
+// --- out
+// ----------------------------------------------------------------------------------------------------------------
+
+bool Shares::next(uint32_t owner, OutFrame* frame) {
+  if (operations_.empty()) return false;
+  const uint64_t oldest = operations_.front().number;
+  size_t& first = unsent_[owner];
+  for (first = std::max<size_t>(first, oldest); first - oldest < operations_.size(); ++first) {
+    Operation& operation = operations_[first - oldest];
+    Part& part = operation.parts[owner];
+    if (!part.used || (part.opened && part.sent == part.bytes)) continue;
+    const uint64_t allowed = limit(operation, part);
+    const Shape& shape = operation.work->shape;
+    if (!part.opened) {
+      if (allowed == 0 && part.bytes != 0) {
+        sample_.held_up = true;
+        return false;
+      }
+      host_.open(owner, operation.number,
+                 {shape.count, part.bytes, static_cast<uint8_t>(shape.dtype), static_cast<uint8_t>(shape.wire),
+                  static_cast<uint8_t>(shape.op), shape.algorithm, static_cast<uint32_t>(completed())});
+      part.opened = true;
+      if (part.bytes == 0) continue;
+    }
+    if (part.sent >= allowed) {
+      sample_.held_up = true;
+      return false;
+    }
+    const uint64_t bytes = std::min(chunk_, part.bytes - part.sent);
+    frame->header = frame_of(FrameKind::part, operation.number, part.sent, bytes);
+    const uint64_t element = part.first + part.sent / bytes_of(shape.wire);
+    frame->data = operation.work->in + element * bytes_of(shape.dtype);
+    if (shape.wire != shape.dtype) {
+      frame->hold = BlockRef(blocks_);
+      convert(shape.dtype, frame->data, shape.wire, frame->hold.data(), bytes / bytes_of(shape.wire));
+      frame->data = frame->hold.data();
+    }
+    part.sent += bytes;
+    if (!sample_.running) {
+      sample_ = {true, false, operation.number, part.sent, monotonic_ns(), delivered_, owner};
+    }
+    return true;
+  }
+  return false;
+}
+
+// --- in
+// -----------------------------------------------------------------------------------------------------------------
+
+Shares::Operation* Shares::find(uint64_t number) {
+  if (operations_.empty() || number < operations_.front().number) return nullptr;
+  const uint64_t at = number - operations_.front().number;
+  return at < operations_.size() ? &operations_[at] : nullptr;
+}
+
+std::span<std::byte> Shares::room(uint32_t owner, const WireHeader& result) {
+  Operation* const operation = find(result.operation);
+  if (operation == nullptr || !operation->parts[owner].opened || operation->parts[owner].done) {
+    fail(ErrorKind::frame, "it sent a result of operation ", result.operation, ", which nobody waits for");
+  }
+  const Part& part = operation->parts[owner];
+  const Shape& shape = operation->work->shape;
+  if (result.offset != part.got || result.bytes > part.sent - part.got || (result.bytes == 0 && part.bytes != 0) ||
+      result.bytes % bytes_of(shape.wire) != 0) {
+    fail(ErrorKind::frame, "it sent ", result.bytes, " bytes of a result at ", result.offset, ", where ", part.got,
+         " was next");
+  }
+  if (shape.wire != shape.dtype) {
+    if (!staging_) staging_ = BlockRef(blocks_);
+    return {staging_.data(), result.bytes};
+  }
+  return {operation->work->out + part.first * bytes_of(shape.dtype) + part.got, result.bytes};
+}
+
+void Shares::took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload) {
+  Operation& operation = *find(result.operation);
+  const Shape& shape = operation.work->shape;
+  if (shape.wire != shape.dtype) {
+    const uint64_t element = operation.parts[owner].first + result.offset / bytes_of(shape.wire);
+    convert(shape.wire, payload.data(), shape.dtype, operation.work->out + element * bytes_of(shape.dtype),
+            payload.size() / bytes_of(shape.wire));
+  }
+  settled_ = std::max(settled_, result.settled);
+  gained(operation, owner, payload.size());
+}
+
+void Shares::deliver(uint64_t number, uint64_t offset, std::span<const std::byte> result) {
+  Operation& operation = *find(number);
+  const Shape& shape = operation.work->shape;
+  const uint64_t element = operation.parts[self_].first + offset / bytes_of(shape.wire);
+  convert(shape.wire, result.data(), shape.dtype, operation.work->out + element * bytes_of(shape.dtype),
+          result.size() / bytes_of(shape.wire));
+  gained(operation, self_, result.size());
+}
+
+void Shares::gained(Operation& operation, uint32_t owner, uint64_t bytes) {
+  Part& part = operation.parts[owner];
+  part.got += bytes;
+  delivered_ += bytes;
+  finish_sample(operation, owner, part.got);
+  if (part.got == part.bytes) {
+    part.done = true;
+    if (--operation.left == 0) {
+      const std::shared_ptr<Work> work = std::move(operation.work);
+      while (!operations_.empty() && operations_.front().left == 0) operations_.pop_front();
+      host_.completed(work);
+    }
+  }
+  start();
+}
+
+std::vector<uint32_t> Shares::incomplete(uint64_t number) const {
+  std::vector<uint32_t> owners;
+  for (const Operation& operation : operations_) {
+    if (operation.number != number) continue;
+    for (uint32_t owner = 0; owner < shares_.size(); ++owner) {
+      if (operation.parts[owner].used && !operation.parts[owner].done) owners.push_back(owner);
+    }
+  }
+  return owners;
+}
+
+bool Shares::owes(uint32_t owner, uint64_t* number, uint64_t* bytes, uint64_t* of) const {
+  for (const Operation& operation : operations_) {
+    const Part& part = operation.parts[owner];
+    if (!part.used || part.done || operation.left == 0) continue;
+    *number = operation.number;
+    *bytes = part.got;
+    *of = part.bytes;
+    return true;
+  }
+  return false;
+}
+
+}  // namespace geartrain

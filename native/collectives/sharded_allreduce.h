@@ -1,0 +1,116 @@
+// All-reduce by shares: every share of the array has one owner, who reduces it and returns it to all (share_owner.h).
+//
+// Who owns how much is a vector, one number for each rank and each reducer, and all there is to choose: equal shares
+// on the ranks move the bytes of a ring in two hops instead of 2(N-1); all of it on reducers moves every byte once out
+// and once back; anything between is as right, and what the planner picks for the links at hand (share_planner.h).
+//
+// This is the sender's side, one for a group. What made it reach the theory on shaped links:
+//
+// * The first owner rotates with the rank, and everyone goes on to the next after a turn, so that at no time all ranks
+//   send to one owner.
+// * One window over the whole array, in lock step: with the results of a fraction f of the array back from *all*
+//   owners, no share goes beyond f + window/bytes. The results are the credits. Without it TCP would give unequal
+//   shares equal rates, and the last one would end alone. The window also bounds what an owner holds.
+// * The window follows the bandwidth-delay product (congestion_window.h).
+// * Operations are one stream: the next one's parts go as soon as the window lets them, behind the last one's.
+// * An array of at most 16 KB goes whole to one owner, by turns: two messages instead of two for each owner.
+//
+// One thread, the loop's.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "collectives/chunk_buffer.h"
+#include "collectives/congestion_window.h"
+#include "collectives/peer.h"
+#include "collectives/protocol.h"
+#include "collectives/work.h"
+
+namespace geartrain {
+
+constexpr uint64_t kWholeBytes = 16 << 10;  // arrays up to this size are not divided
+
+// Where the shares of an array of `count` elements begin: one more than there are owners. Boundaries are multiples of
+// 16 elements; an array of at most kWholeBytes belongs to one of those who have a share, by the operation's number.
+std::vector<uint64_t> divide_array(uint64_t count, Dtype wire, std::span<const double> shares, uint64_t operation);
+
+class Shares {
+ public:
+  class Host {
+   public:
+    virtual ~Host() = default;
+    // Tells an owner what operation comes.
+    virtual void open(uint32_t owner, uint64_t operation, const Open& open) = 0;
+    virtual void parts_for(uint32_t owner) = 0;  // next() may have something for it
+    virtual void completed(const std::shared_ptr<Work>& work) = 0;
+  };
+  Shares(BlockPool& blocks, Host& host, std::vector<double> shares, uint32_t self, uint64_t window_bytes);
+
+  // Begins an operation and returns its own share: [first, last) of the elements, which the caller gives to its owner.
+  std::pair<uint64_t, uint64_t> begin(const std::shared_ptr<Work>& work);
+  // Tells the other owners; after the caller's own share was given away.
+  void start();
+  bool next(uint32_t owner, OutFrame* frame);
+  // Where a result goes. Throws frame when it is not the one that is waited for.
+  std::span<std::byte> room(uint32_t owner, const WireHeader& result);
+  void took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload);
+  void deliver(uint64_t operation, uint64_t offset, std::span<const std::byte> result);  // of one's own share
+
+  // Owners who have not returned all of an operation, for who wants to know why it takes so long.
+  std::vector<uint32_t> incomplete(uint64_t operation) const;
+  // What an owner has returned of the first operation that it still owes something of.
+  bool owes(uint32_t owner, uint64_t* operation, uint64_t* bytes, uint64_t* of) const;
+  // How many operations are complete here, from the first one on without a gap; and on all ranks, as owners say.
+  uint64_t completed() const { return operations_.empty() ? begun_ : operations_.front().number; }
+  uint32_t settled() const { return settled_; }
+  Window& window() { return window_; }
+  void clear() { operations_.clear(); }
+
+ private:
+  struct Part {
+    uint64_t first = 0;  // element
+    uint64_t bytes = 0;  // on the wire
+    uint64_t sent = 0, got = 0;
+    bool used = false, opened = false, done = false;
+  };
+  struct Operation {
+    std::shared_ptr<Work> work;
+    uint64_t number = 0;
+    uint64_t base = 0, bytes = 0;  // in the stream of all operations
+    std::vector<Part> parts;       // by owner
+    uint32_t left = 0;             // parts that are not done
+  };
+
+  Operation* find(uint64_t number);
+  uint64_t returned() const;
+  uint64_t limit(const Operation& operation, const Part& part) const;
+  void gained(Operation& operation, uint32_t owner, uint64_t bytes);
+  void finish_sample(const Operation& operation, uint32_t owner, uint64_t got);
+
+  BlockPool& blocks_;
+  Host& host_;
+  const std::vector<double> shares_;
+  const uint32_t self_;
+  const uint64_t chunk_;
+  Window window_;
+  std::deque<Operation> operations_;
+  std::vector<uint32_t> others_;  // who own something, but for oneself
+  std::vector<size_t> unsent_;    // by owner: number of the first operation that may have something for it
+  uint64_t stream_ = 0;           // where the next operation begins
+  uint64_t begun_ = 0;
+  uint32_t settled_ = 0;
+  uint64_t delivered_ = 0;  // bytes of results so far
+  BlockRef staging_;        // where a result of another type arrives
+
+  // One chunk at a time is watched on its way.
+  struct Sample {
+    bool running = false, held_up = false;
+    uint64_t operation = 0, until = 0, began_ns = 0, delivered = 0;
+    uint32_t owner = 0;
+  } sample_;
+};
+
+}  // namespace geartrain

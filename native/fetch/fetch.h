@@ -1,0 +1,60 @@
+// Gathering chosen rows out of a store into one batch, and scattering a batch into rows.
+//
+// No locks and no copies in between: bytes go from the columns straight into the caller's buffers, on several
+// threads. Each row's word is read before and after its copy; a row that changed meanwhile is reported as torn and
+// its bytes are worthless. Nothing else can go wrong once the arguments are checked.
+//
+// Windows. A window of W steps that ends at step t holds steps max(0, t - W + 1) .. t and nothing later; what is
+// missing is zero, before the steps (pad_left) or after them, and false in the mask.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "store/store.h"
+
+namespace geartrain {
+
+// Where one field of the batch goes: contiguous, (rows, window or max_length, step...) or (rows, block...).
+struct FetchField {
+  uint32_t field;
+  std::byte* out;
+};
+
+struct FetchRequest {
+  std::span<const uint32_t> rows;
+  std::span<const uint32_t> generations;  // as keys have them
+  std::span<const FetchField> fields;
+  uint32_t window = 0;  // steps; 0: whole rows
+  bool pad_left = true;
+  std::span<const int32_t> ends;  // last step of each window; empty: the row's last step
+  // Where in the fields' outputs each row goes, in rows; empty: one after the other. `torn` and the other books below
+  // are in the order of `rows` all the same.
+  std::span<const uint32_t> places;
+  unsigned threads = 1;
+  // Filled for every row; all but `torn` may be empty.
+  std::span<uint8_t> torn;     // 1: the key is stale or the row changed during the copy
+  std::span<uint8_t> mask;     // (rows, window or max_length): 1 for a real step
+  std::span<int32_t> starts;   // first step of the row that the batch holds
+  std::span<int32_t> lengths;  // of the whole row
+  std::span<int64_t> versions;
+};
+
+// Returns the number of torn rows. Throws schema when rows or fields are out of range.
+uint64_t fetch(const Store& store, const FetchRequest& request);
+
+// Bytes that the request moves into its outputs.
+uint64_t batch_bytes(const Store& store, const FetchRequest& request);
+
+// One field of rows to be written: row i's steps start at data + i * row_bytes.
+struct InsertField {
+  uint32_t field;
+  const std::byte* data;
+  uint64_t row_bytes;
+};
+
+// Copies into blocks this process has allocated. `lengths` in steps, empty: whole blocks.
+void fill(const Store& store, std::span<const uint32_t> rows, std::span<const InsertField> fields,
+          std::span<const uint32_t> lengths, unsigned threads);
+
+}  // namespace geartrain

@@ -1,0 +1,113 @@
+// What the binding files share: array types, and turning native memory into arrays that keep it alive.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/buffer_pool.h"
+#include "base/deadline.h"
+#include "store/store.h"
+
+namespace geartrain {
+
+namespace nb = nanobind;
+
+template <typename T>
+using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Any dtype, C order, in host memory: a NumPy array, a torch tensor, anything with DLPack.
+using AnyArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using AnyConstArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+
+template <typename T>
+std::span<const T> view(const In<T>& array) {
+  return {array.data(), array.size()};
+}
+
+template <typename T>
+std::span<const T> view(const std::optional<In<T>>& array) {
+  return array ? std::span<const T>{array->data(), array->size()} : std::span<const T>{};
+}
+
+// A NumPy array that owns a copy-free vector.
+template <typename T>
+nb::object to_numpy(std::vector<T>&& values) {
+  auto* moved = new std::vector<T>(std::move(values));
+  nb::capsule owner(moved, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  const size_t shape[1] = {moved->size()};
+  return nb::cast(nb::ndarray<nb::numpy, T>(moved->data(), 1, shape, owner));
+}
+
+// How long a wait without the GIL lasts until it looks at Python's signals.
+constexpr double kSignalsEveryS = 0.25;
+
+// wait(deadline) until it returns true or the time is over, with a look at signals in between.
+template <typename Wait>
+bool patiently(double timeout_s, Wait&& wait) {
+  const Deadline deadline = Deadline::after(timeout_s);
+  for (;;) {
+    const Deadline slice = deadline.sooner(kSignalsEveryS);
+    {
+      nb::gil_scoped_release unlocked;
+      if (wait(slice, deadline)) return true;
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (deadline.passed()) return false;
+  }
+}
+
+// An entry of a dict of options, or what holds without it.
+template <typename T>
+T item(const nb::dict& options, const char* name, T otherwise) {
+  return options.contains(name) ? nb::cast<T>(options[name]) : otherwise;
+}
+
+// One pooled buffer that several arrays share, 64-byte aligned each; it goes back to the pool with the last of them.
+class PooledMemory {
+ public:
+  explicit PooledMemory(size_t bytes) : base_(static_cast<std::byte*>(take_buffer(bytes))) {
+    owner_ = nb::capsule(base_, [](void* p) noexcept { give_buffer(p); });
+  }
+  static size_t padded(size_t bytes) { return (bytes + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment; }
+
+  std::byte* take(size_t bytes) {
+    std::byte* at = base_ + used_;
+    used_ += padded(bytes);
+    return at;
+  }
+  nb::object array(std::byte* at, const std::vector<size_t>& shape, nb::dlpack::dtype dtype) const {
+    return nb::cast(nb::ndarray<nb::numpy>(at, shape.size(), shape.data(), owner_, nullptr, dtype));
+  }
+  template <typename T>
+  nb::object array(std::span<T> values, const std::vector<size_t>& shape) const {
+    return array(reinterpret_cast<std::byte*>(values.data()), shape, nb::dtype<T>());
+  }
+
+ private:
+  std::byte* base_;
+  size_t used_ = 0;
+  nb::capsule owner_;
+};
+
+// The element type of a stored dtype code: NumPy's where it has one, an unsigned integer of that size where not.
+nb::dlpack::dtype array_dtype(uint8_t code, uint8_t itemsize);
+
+// Keeps a mapping alive for as long as an array over it lives.
+nb::capsule keep_alive(std::shared_ptr<Mapping> mapping);
+
+// Has Errors of this module raised as the classes of geartrain.errors.
+void register_errors();
+
+void bind_base(nb::module_& module);
+void bind_store(nb::module_& module);
+void bind_fetch(nb::module_& module);
+void bind_selection(nb::module_& module);
+void bind_planner(nb::module_& module);
+
+}  // namespace geartrain

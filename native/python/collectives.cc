@@ -1,0 +1,181 @@
+// geartrain._native: groups and reducers for Python. Arrays come as addresses: whoever calls keeps them alive until the
+// work is done (collectives/group.py). Every wait releases the GIL and looks for signals now and then.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include "collectives/group.h"
+#include "collectives/reducer.h"
+#include "python/bind.h"
+
+namespace geartrain {
+namespace {
+
+std::string secret_of(const nb::dict& given) {
+  const auto secret = item<nb::bytes>(given, "secret", nb::bytes("", 0));
+  return {secret.c_str(), secret.size()};
+}
+
+std::unique_ptr<Group> make_group(const nb::dict& given) {
+  GroupOptions options;
+  options.rank = item(given, "rank", options.rank);
+  options.world = item(given, "world_size", options.world);
+  options.name = item(given, "name", options.name);
+  options.reducers = item(given, "reducers", options.reducers);
+  options.shares = item(given, "shares", options.shares);
+  options.ring = item(given, "ring", options.ring);
+  options.secret = secret_of(given);
+  options.host = item(given, "host", options.host);
+  options.advertise = item(given, "advertise", options.advertise);
+  options.shm = item(given, "shm", options.shm);
+  options.max_window_bytes = item(given, "max_window_bytes", options.max_window_bytes);
+  options.fixed_window_bytes = item(given, "fixed_window_bytes", options.fixed_window_bytes);
+  nb::gil_scoped_release unlocked;
+  return std::make_unique<Group>(options);
+}
+
+std::unique_ptr<Reducer> make_reducer(const nb::dict& given) {
+  ReducerOptions options;
+  options.host = item(given, "host", options.host);
+  options.port = item(given, "port", options.port);
+  options.secret = secret_of(given);
+  options.shm = item(given, "shm", options.shm);
+  options.max_window_bytes = item(given, "max_window_bytes", options.max_window_bytes);
+  options.max_groups = item(given, "max_groups", options.max_groups);
+  nb::gil_scoped_release unlocked;
+  return std::make_unique<Reducer>(options);
+}
+
+Dtype dtype_from(uint32_t code) {
+  if (code >= kDtypes) fail(ErrorKind::schema, "no dtype has the number ", code);
+  return static_cast<Dtype>(code);
+}
+
+Op op_from(uint32_t code) {
+  if (code >= kOps) fail(ErrorKind::schema, "no operation has the number ", code);
+  return static_cast<Op>(code);
+}
+
+std::shared_ptr<Work> all_reduce(Group& group, uint64_t in, uint64_t out, uint64_t count, uint32_t dtype, uint32_t wire,
+                                 uint32_t op, double timeout_s) {
+  const Shape shape{count, dtype_from(dtype), dtype_from(wire), op_from(op), 0};
+  nb::gil_scoped_release unlocked;
+  return group.all_reduce(shape, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), timeout_s);
+}
+
+bool wait(Work& work, double timeout_s) {
+  if (work.done()) return true;
+  const Deadline deadline = Deadline::after(timeout_s);
+  for (;;) {
+    {
+      nb::gil_scoped_release unlocked;
+      if (work.wait(deadline.sooner(kSignalsEveryS))) return true;
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (deadline.passed()) return false;
+  }
+}
+
+// Kind, text, members; None while there is none.
+std::optional<std::tuple<uint32_t, std::string, std::vector<uint32_t>>> fault_tuple(const Fault& fault) {
+  if (fault.kind == FaultKind::none) return std::nullopt;
+  return std::make_tuple(static_cast<uint32_t>(fault.kind), fault.text, fault.members);
+}
+
+nb::dict group_counts(Group& group) {
+  GroupCounts found;
+  {
+    nb::gil_scoped_release unlocked;
+    found = group.counts();
+  }
+  nb::dict out, sent, received, links;
+  sent["tcp"] = found.sent_tcp;
+  sent["shm"] = found.sent_shm;
+  received["tcp"] = found.received_tcp;
+  received["shm"] = found.received_shm;
+  links["tcp"] = found.links_tcp;
+  links["shm"] = found.links_shm;
+  out["operations"] = found.operations;
+  out["elements"] = found.elements;
+  out["array_bytes"] = found.array_bytes;
+  out["reduced_bytes"] = found.reduced_bytes;
+  out["bytes_sent"] = sent;
+  out["bytes_received"] = received;
+  out["links"] = links;
+  out["window_bytes"] = found.window_bytes;
+  out["least_delay_us"] = found.least_delay_ns == ~uint64_t{0} ? 0.0 : static_cast<double>(found.least_delay_ns) / 1e3;
+  out["refused"] = found.refused;
+  return out;
+}
+
+nb::dict reducer_counts(Reducer& reducer) {
+  ReducerCounts found;
+  {
+    nb::gil_scoped_release unlocked;
+    found = reducer.counts();
+  }
+  nb::dict out;
+  out["groups"] = found.groups;
+  out["ranks"] = found.ranks;
+  out["groups_served"] = found.groups_served;
+  out["groups_failed"] = found.groups_failed;
+  out["operations"] = found.operations;
+  out["bytes_received"] = found.bytes_received;
+  out["bytes_sent"] = found.bytes_sent;
+  out["reduced_bytes"] = found.reduced_bytes;
+  out["memory_bytes"] = found.memory_bytes;
+  out["refused"] = found.refused;
+  return out;
+}
+
+}  // namespace
+
+void bind_collectives(nb::module_& module) {
+  nb::class_<Work>(module, "CollectiveWork")
+      .def("wait", &wait)
+      .def("done", &Work::done)
+      .def("fault", [](const Work& work) { return fault_tuple(work.fault()); });
+
+  nb::class_<Group>(module, "CollectiveGroup")
+      .def_static("make", &make_group)
+      .def_prop_ro("address", &Group::address)
+      .def("connect",
+           [](Group& group, const std::vector<std::string>& addresses, double timeout_s) {
+             nb::gil_scoped_release unlocked;
+             group.connect(addresses, Deadline::after(timeout_s));
+           })
+      .def("all_reduce", &all_reduce)
+      .def("counts", &group_counts)
+      .def("fault", [](const Group& group) { return fault_tuple(group.fault()); })
+      .def_prop_ro("settled", &Group::settled)
+      .def("name_of", &Group::name_of)
+      .def("abort", &Group::abort, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", [](Group& group, double timeout_s) {
+        nb::gil_scoped_release unlocked;
+        group.close(Deadline::after(timeout_s));
+      });
+
+  nb::class_<Reducer>(module, "CollectiveReducer")
+      .def_static("make", &make_reducer)
+      .def_prop_ro("address", &Reducer::address)
+      .def("counts", &reducer_counts)
+      .def("close", [](Reducer& reducer, double timeout_s) {
+        nb::gil_scoped_release unlocked;
+        reducer.close(Deadline::after(timeout_s));
+      });
+
+  // Where an array's numbers are: address, elements, DLPack's type code, bits, and whether it may be written.
+  module.def("array_memory", [](const AnyArray& array) {
+    return nb::make_tuple(reinterpret_cast<uint64_t>(array.data()), array.size(), array.dtype().code,
+                          array.dtype().bits * array.dtype().lanes);
+  });
+  module.def("reduce_kernel", &reduce_kernel);
+  module.def("set_reduce_kernel", [](const std::string& name) { return set_reduce_kernel(name.c_str()); });
+}
+
+}  // namespace geartrain

@@ -1,0 +1,74 @@
+// Native errors as Python's exceptions.
+
+#include "base/errors.h"
+
+#include "python/bind.h"
+
+namespace geartrain {
+namespace {
+
+// The class of geartrain.errors that each kind becomes.
+const char* error_class(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::schema:
+      return "SchemaError";
+    case ErrorKind::exists:
+      return "StoreExistsError";
+    case ErrorKind::missing:
+      return "StoreMissingError";
+    case ErrorKind::stale_store:
+      return "StaleStoreError";
+    case ErrorKind::incompatible:
+      return "IncompatibleStoreError";
+    case ErrorKind::closed:
+      return "StoreClosedError";
+    case ErrorKind::full:
+      return "StoreFullError";
+    case ErrorKind::empty:
+      return "EmptyStoreError";
+    case ErrorKind::not_enough:
+      return "NotEnoughRowsError";
+    case ErrorKind::stale_key:
+      return "StaleKeyError";
+    case ErrorKind::no_space:
+      return "NoSpaceError";
+    case ErrorKind::lock_timeout:
+      return "LockTimeoutError";
+    case ErrorKind::corrupt:
+      return "CorruptStoreError";
+    case ErrorKind::os:
+      return "GeartrainError";
+    case ErrorKind::peer_lost:
+      return "PeerLostError";
+    case ErrorKind::timed_out:
+      return "WaitTimeoutError";
+    case ErrorKind::not_viable:
+      return "TransportError";
+    case ErrorKind::untrusted:
+      return "UntrustedPeerError";
+    case ErrorKind::frame:
+      return "MessageError";
+    case ErrorKind::hung_up:
+      return "ConnectionClosedError";
+    case ErrorKind::region:
+      return "RegionError";
+  }
+  return "GeartrainError";
+}
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const nb::object type = nb::module_::import_("geartrain.errors").attr(error_class(error.kind));
+    PyErr_SetString(type.ptr(), error.what());
+  }
+}
+
+}  // namespace
+
+void register_errors() {
+  nb::register_exception_translator(translate);
+}
+
+}  // namespace geartrain

@@ -1,0 +1,157 @@
+// geartrain._native.fetch: batches in warm, recycled memory, or in the caller's own.
+
+#include "fetch/fetch.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "base/buffer_pool.h"
+#include "base/errors.h"
+#include "python/bind.h"
+
+namespace geartrain {
+namespace {
+
+std::vector<size_t> batch_shape(const FieldRecord& field, size_t rows, uint32_t window) {
+  std::vector<size_t> shape{rows};
+  shape.insert(shape.end(), field.shape, field.shape + field.ndim);
+  if (field.timed != 0 && window != 0) shape[1] = window;
+  return shape;
+}
+
+// Bytes of an array of that shape; refused when there cannot be so many.
+size_t bytes_of(const std::vector<size_t>& shape, size_t itemsize) {
+  size_t bytes = itemsize;
+  for (size_t axis : shape) {
+    if (__builtin_mul_overflow(bytes, axis, &bytes) || bytes > (size_t{1} << 56)) {
+      fail(ErrorKind::no_space, "a batch of ", shape[0], " rows with such windows is larger than memory can be");
+    }
+  }
+  return bytes;
+}
+
+// Pooled arrays for the fields of a batch, and nothing in them.
+nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window) {
+  std::vector<std::vector<size_t>> shapes;
+  size_t bytes = 0;
+  for (uint32_t field : fields) {
+    if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+    shapes.push_back(batch_shape(store.fields()[field], n, window));
+    bytes += PooledMemory::padded(bytes_of(shapes.back(), store.fields()[field].itemsize));
+  }
+  PooledMemory memory(bytes);
+  nb::list arrays;
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const FieldRecord& record = store.fields()[fields[i]];
+    arrays.append(memory.array(memory.take(bytes_of(shapes[i], record.itemsize)), shapes[i],
+                               array_dtype(record.dtype, record.itemsize)));
+  }
+  return arrays;
+}
+
+// Returns (arrays of the fields, torn, mask, starts, lengths, versions, number torn).
+nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                     const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
+                     const std::optional<In<int32_t>>& ends, unsigned threads,
+                     const std::optional<std::vector<AnyArray>>& out, const std::optional<In<uint32_t>>& places) {
+  const size_t n = rows.size();
+  // Rows that the outputs have room for: those asked for, or as many as `places` reaches.
+  size_t room = n;
+  if (places) {
+    if (!out) fail(ErrorKind::schema, "places only mean something in output arrays");
+    for (uint32_t place : view(*places)) room = std::max<size_t>(room, size_t{place} + 1);
+  }
+  const size_t steps = window != 0 ? window : store.header().max_length;
+  std::vector<std::vector<size_t>> shapes;
+  size_t bytes = 0;
+  for (uint32_t field : fields) {
+    if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+    const FieldRecord& record = store.fields()[field];
+    shapes.push_back(batch_shape(record, n, window));
+    if (!out) bytes += PooledMemory::padded(bytes_of(shapes.back(), record.itemsize));
+  }
+  if (out && out->size() != fields.size()) {
+    fail(ErrorKind::schema, fields.size(), " fields were asked for with ", out->size(), " output arrays");
+  }
+  bytes += 2 * PooledMemory::padded(n * 4) + PooledMemory::padded(n * 8) + PooledMemory::padded(n) +
+           PooledMemory::padded(bytes_of({n, steps}, 1));
+
+  PooledMemory memory(bytes);
+  std::vector<FetchField> targets;
+  nb::list arrays;
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const FieldRecord& record = store.fields()[fields[i]];
+    const size_t size = bytes_of(shapes[i], record.itemsize);
+    if (out) {
+      const AnyArray& given = (*out)[i];
+      const size_t needed = places ? bytes_of(batch_shape(record, room, window), record.itemsize) : size;
+      if ((places ? given.nbytes() < needed : given.nbytes() != needed) || given.itemsize() != record.itemsize) {
+        fail(ErrorKind::schema, "the output array of field '", record.name, "' has ", given.nbytes(),
+             " bytes, the batch needs ", needed);
+      }
+      targets.push_back({fields[i], static_cast<std::byte*>(given.data())});
+    } else {
+      std::byte* at = memory.take(size);
+      targets.push_back({fields[i], at});
+      arrays.append(memory.array(at, shapes[i], array_dtype(record.dtype, record.itemsize)));
+    }
+  }
+  const auto part = [&]<typename T>(size_t count, T*) {
+    return std::span<T>(reinterpret_cast<T*>(memory.take(count * sizeof(T))), count);
+  };
+  FetchRequest request;
+  request.rows = view(rows);
+  request.generations = view(generations);
+  request.fields = targets;
+  request.window = window;
+  request.pad_left = pad_left;
+  request.ends = view(ends);
+  if (places) request.places = view(*places);
+  request.threads = threads;
+  request.versions = part(n, static_cast<int64_t*>(nullptr));
+  request.starts = part(n, static_cast<int32_t*>(nullptr));
+  request.lengths = part(n, static_cast<int32_t*>(nullptr));
+  request.torn = part(n, static_cast<uint8_t*>(nullptr));
+  request.mask = part(n * steps, static_cast<uint8_t*>(nullptr));
+  uint64_t torn = 0;
+  {
+    nb::gil_scoped_release unlocked;
+    torn = fetch(store, request);
+  }
+  return nb::make_tuple(arrays, memory.array(request.torn, {n}),
+                        memory.array(reinterpret_cast<std::byte*>(request.mask.data()), {n, steps}, nb::dtype<bool>()),
+                        memory.array(request.starts, {n}), memory.array(request.lengths, {n}),
+                        memory.array(request.versions, {n}), torn);
+}
+
+// Recycled bytes, for messages.
+nb::object pooled_bytes(size_t bytes) {
+  PooledMemory memory(PooledMemory::padded(bytes));
+  auto* at = reinterpret_cast<uint8_t*>(memory.take(bytes));
+  return memory.array(std::span<uint8_t>(at, bytes), {bytes});
+}
+
+nb::dict pool_dict() {
+  const PoolCounts counts = pool_counts();
+  nb::dict out;
+  out["buffers_made"] = counts.buffers_made;
+  out["buffers_reused"] = counts.buffers_reused;
+  out["bytes_in_use"] = counts.bytes_in_use;
+  out["bytes_kept"] = counts.bytes_kept;
+  return out;
+}
+
+}  // namespace
+
+void bind_fetch(nb::module_& module) {
+  module.def("fetch", &fetch_rows, nb::arg("store"), nb::arg("rows"), nb::arg("generations"), nb::arg("fields"),
+             nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(), nb::arg("threads"), nb::arg("out").none(),
+             nb::arg("places").none() = nb::none());
+  module.def("empty_batch", &empty_batch);
+  module.def("pooled_bytes", &pooled_bytes);
+  module.def("pool_counts", &pool_dict);
+}
+
+}  // namespace geartrain

@@ -1,0 +1,70 @@
+// The Python module geartrain._native, one file for each part beside this one.
+
+#include <nanobind/stl/string.h>
+
+#include "base/copy.h"
+#include "base/shared_file.h"
+#include "base/threads.h"
+#include "python/bind.h"
+#include "python/messages.h"
+#include "segment/descend.h"
+#include "segment/segment.h"
+
+namespace geartrain {
+nb::dlpack::dtype array_dtype(uint8_t code, uint8_t itemsize) {
+  using nb::dlpack::dtype_code;
+  dtype_code kind = dtype_code::UInt;
+  switch (code) {  // schema.py's DTYPES
+    case 1:
+      kind = dtype_code::Bool;
+      break;
+    case 3:
+    case 5:
+    case 7:
+    case 9:
+      kind = dtype_code::Int;
+      break;
+    case 10:
+    case 12:
+    case 13:
+      kind = dtype_code::Float;
+      break;
+    case 15:
+    case 16:
+      kind = dtype_code::Complex;
+      break;
+    default:
+      break;
+  }
+  return {static_cast<uint8_t>(kind), static_cast<uint8_t>(8 * itemsize), 1};
+}
+
+nb::capsule keep_alive(std::shared_ptr<Mapping> mapping) {
+  return nb::capsule(new std::shared_ptr<Mapping>(std::move(mapping)),
+                     [](void* p) noexcept { delete static_cast<std::shared_ptr<Mapping>*>(p); });
+}
+
+NB_MODULE(_native, module) {
+  module.doc() = "The native layer of geartrain: use the classes of the geartrain package instead.";
+  nb::set_leak_warnings(false);
+  register_errors();
+  module.attr("FORMAT_VERSION") = kFormatVersion;
+  module.attr("MAX_CLIENTS") = kMaxClients;
+  module.def("segment_path", &segment_path);
+  module.def("exchange_paths", &exchange_paths);
+  module.def("copy_kernel", &copy_kernel);
+  module.def("set_copy_kernel", [](const std::string& name) { return set_copy_kernel(name.c_str()); });
+  module.def("descend_kernel", &descend_kernel);
+  module.def("set_descend_kernel", [](const std::string& name) { return set_descend_kernel(name.c_str()); });
+  module.def("available_cores", &available_cores);
+  bind_base(module);
+  bind_store(module);
+  bind_fetch(module);
+  bind_selection(module);
+  bind_codec(module);
+  bind_planner(module);
+  bind_transport(module);
+  bind_collectives(module);
+}
+
+}  // namespace geartrain

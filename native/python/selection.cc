@@ -1,0 +1,266 @@
+// geartrain._native.Candidates: what can be drawn, as trees over arrays, and the draws.
+
+#include "selection/selection.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+
+#include "base/errors.h"
+#include "python/bind.h"
+#include "segment/segment.h"
+#include "selection/allowed_rows.h"
+
+namespace geartrain {
+namespace {
+
+// Rows with their weights and selectable bits: a store's own, or made from an array.
+class Candidates {
+ public:
+  explicit Candidates(const Store& store)
+      : mapping_(store.mapping()), from_{store.weight_tree(), store.bit_tree(), store.words(), store.status()} {}
+
+  // A copy of fixed-point weights; every row is selectable and has generation 1.
+  explicit Candidates(const In<uint32_t>& weights) {
+    const uint64_t n = weights.size();
+    if (n == 0 || n > kMaxRows) fail(ErrorKind::schema, "1 to ", kMaxRows, " rows can be drawn from, found ", n);
+    const uint64_t bit_words = (n + 63) / 64;
+    words_ = Words(padded_leaves(n));
+    nodes_ = Words(TreeShape::of(n).nodes);
+    bits_ = Words(padded_leaves(bit_words));
+    bit_nodes_ = Words(TreeShape::of(bit_words).nodes);
+    auto* words = words_.get();
+    auto* bits = bits_.get();
+    for (uint64_t row = 0; row < n; ++row) {
+      words[row].store(make_word(1, weights.data()[row]), std::memory_order_relaxed);
+      bits[row / 64].store(bits[row / 64].load(std::memory_order_relaxed) | uint64_t{1} << (row % 64),
+                           std::memory_order_relaxed);
+    }
+    from_.weights = WeightTree(words, nodes_.get(), n);
+    from_.bits = BitTree(bits, bit_nodes_.get(), bit_words);
+    from_.words = words;
+    from_.weights.rebuild();
+    from_.bits.rebuild();
+  }
+  Candidates(const Candidates&) = delete;
+  Candidates& operator=(const Candidates&) = delete;
+
+  const Population& population() const { return from_; }
+  bool is_array() const { return mapping_ == nullptr; }
+
+ private:
+  std::shared_ptr<Mapping> mapping_;
+  Words words_, nodes_, bits_, bit_nodes_;
+  Population from_;
+};
+
+using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
+
+Limits limits_of(const Candidates& from, const std::optional<LimitTuple>& limits) {
+  if (!limits) return {};
+  if (from.is_array()) fail(ErrorKind::schema, "bare arrays have no versions, ages or lengths to limit");
+  return {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
+}
+
+void check_known(const Candidates& from, std::span<const uint32_t> rows) {
+  for (uint32_t row : rows) {
+    if (row >= from.population().rows()) fail(ErrorKind::schema, "there is no row ", row);
+  }
+}
+
+// Arrays for n rows, filled by `choose` without the GIL, which returns a number that goes with them.
+template <typename Choose>
+nb::tuple chosen(size_t n, Choose choose) {
+  PooledMemory memory(2 * PooledMemory::padded(4 * n) + PooledMemory::padded(8 * n));
+  const auto part = [&]<typename T>(T*) { return std::span<T>(reinterpret_cast<T*>(memory.take(n * sizeof(T))), n); };
+  const Draws out{part(static_cast<uint32_t*>(nullptr)), part(static_cast<uint32_t*>(nullptr)),
+                  part(static_cast<double*>(nullptr))};
+  uint64_t count = 0;
+  {
+    nb::gil_scoped_release unlocked;
+    count = choose(out);
+  }
+  return nb::make_tuple(memory.array(out.rows, {n}), memory.array(out.generations, {n}),
+                        memory.array(out.probability, {n}), count);
+}
+
+// Returns (rows, generations, probability, number of draws that failed).
+nb::tuple draw_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round,
+                    const In<uint32_t>& numbers, uint32_t strata, const std::optional<LimitTuple>& limits) {
+  const DrawPlan plan{
+      {seed, step, kRowStream}, by_priority ? By::weight : By::row, round, strata, limits_of(from, limits)};
+  if (strata != 0) {
+    for (uint32_t number : view(numbers)) {
+      if (number >= strata) fail(ErrorKind::schema, "draw ", number, " is none of ", strata, " strata");
+    }
+  }
+  return chosen(numbers.size(), [&](const Draws& out) { return draw(from.population(), plan, view(numbers), out); });
+}
+
+nb::tuple distinct_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round, size_t n,
+                        const In<uint32_t>& excluded, const std::optional<LimitTuple>& limits) {
+  check_known(from, view(excluded));
+  const DrawPlan plan{
+      {seed, step, kDistinctStream}, by_priority ? By::weight : By::row, round, 0, limits_of(from, limits)};
+  return chosen(n, [&](const Draws& out) {
+    draw_distinct(from.population(), plan, view(excluded), out);
+    return 0;
+  });
+}
+
+// Returns (rows, generations, probability, number found); only the first so many are meant.
+nb::tuple first(const Candidates& from, int order, size_t n, uint64_t after, const In<uint32_t>& excluded,
+                const std::optional<LimitTuple>& limits) {
+  check_known(from, view(excluded));
+  const Limits limit = limits_of(from, limits);
+  return chosen(n, [&](const Draws& out) {
+    return first_rows(from.population(), static_cast<Order>(order), after, limit, view(excluded), out);
+  });
+}
+
+// The same as (rows, generations, sequences, weights), of those that were found: the numbers they were ranked by.
+nb::tuple first_ranked(const Candidates& from, int order, size_t n, uint64_t after, const In<uint32_t>& excluded,
+                       const std::optional<LimitTuple>& limits) {
+  check_known(from, view(excluded));
+  const Limits limit = limits_of(from, limits);
+  std::vector<uint32_t> rows(n), generations(n), weights(n);
+  std::vector<uint64_t> sequences(n);
+  std::vector<double> probability(n);
+  {
+    nb::gil_scoped_release unlocked;
+    const size_t found = first_rows(from.population(), static_cast<Order>(order), after, limit, view(excluded),
+                                    {rows, generations, probability}, sequences, weights);
+    rows.resize(found), generations.resize(found), weights.resize(found), sequences.resize(found);
+  }
+  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(sequences)),
+                        to_numpy(std::move(weights)));
+}
+
+// Returns (rows, generations, weights, number not found).
+nb::tuple found(const Population& from, By by, const In<uint64_t>& targets) {
+  const size_t n = targets.size();
+  PooledMemory memory(3 * PooledMemory::padded(4 * n));
+  const auto part = [&] { return std::span<uint32_t>(reinterpret_cast<uint32_t*>(memory.take(4 * n)), n); };
+  const std::span<uint32_t> rows = part(), generations = part(), weights = part();
+  uint64_t missing = 0;
+  {
+    nb::gil_scoped_release unlocked;
+    missing = find_rows(from, by, view(targets), rows, generations, weights);
+  }
+  return nb::make_tuple(memory.array(rows, {n}), memory.array(generations, {n}), memory.array(weights, {n}), missing);
+}
+
+// A copy of the rows that limits allow, without some, out of which rows can be taken one by one.
+class AllowedRows {
+ public:
+  AllowedRows(const Candidates& from, bool by_priority, const std::optional<LimitTuple>& limits,
+              const In<uint32_t>& excluded)
+      : limits_(limits_of(from, limits)) {
+    check_known(from, view(excluded));
+    nb::gil_scoped_release unlocked;
+    allowed_.emplace(from.population(), by_priority ? By::weight : By::row, limits_, view(excluded));
+  }
+  const Allowed& get() const { return *allowed_; }
+
+  // (rows, generations, weights) of all that are left and have a weight, in the order of their numbers.
+  nb::tuple weights() const {
+    std::vector<uint32_t> rows, generations, weights;
+    const Population left = allowed_->population();
+    for (uint64_t row = 0; row < left.rows(); ++row) {
+      const uint64_t word = left.words[row].load(std::memory_order_relaxed);
+      if (weight_of(word) == 0) continue;
+      rows.push_back(static_cast<uint32_t>(row));
+      generations.push_back(generation_of(word));
+      weights.push_back(weight_of(word));
+    }
+    return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(weights)));
+  }
+
+  // (row, generation, weight) of the row that the target falls into, which is then gone.
+  nb::tuple take(uint64_t target) {
+    if (target >= allowed_->total()) fail(ErrorKind::schema, "target ", target, " is beyond the total");
+    uint32_t row = 0, generation = 0;
+    double probability = 0;
+    const uint64_t before = allowed_->total();
+    allowed_->take(target, 0, {{&row, 1}, {&generation, 1}, {&probability, 1}});
+    allowed_->remove(row);
+    return nb::make_tuple(row, generation, before - allowed_->total());
+  }
+
+ private:
+  Limits limits_;
+  std::optional<Allowed> allowed_;
+};
+
+nb::object targets(uint64_t seed, uint64_t step, bool distinct, uint32_t attempt, const In<uint32_t>& numbers,
+                   uint32_t strata, uint64_t total) {
+  std::vector<uint64_t> out(numbers.size());
+  draw_targets({seed, step, distinct ? kDistinctStream : kRowStream}, attempt, strata, total, view(numbers), out);
+  return to_numpy(std::move(out));
+}
+
+// Fixed-point weights of some rows.
+nb::object weights_of(const Candidates& from, const In<uint32_t>& rows) {
+  check_known(from, view(rows));
+  std::vector<uint32_t> weights(rows.size());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    weights[i] = weight_of(from.population().words[rows.data()[i]].load(std::memory_order_relaxed));
+  }
+  return to_numpy(std::move(weights));
+}
+
+// The order of commits of some rows; of bare arrays their row numbers, from 1.
+nb::object sequences_of(const Candidates& from, const In<uint32_t>& rows) {
+  check_known(from, view(rows));
+  std::vector<uint64_t> sequences(rows.size());
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const uint32_t row = rows.data()[i];
+    sequences[i] =
+        from.is_array() ? row + uint64_t{1} : from.population().status[row].sequence.load(std::memory_order_relaxed);
+  }
+  return to_numpy(std::move(sequences));
+}
+
+nb::object window_ends(uint64_t seed, uint64_t step, uint32_t round, const In<uint32_t>& numbers,
+                       const In<int32_t>& lengths) {
+  if (numbers.size() != lengths.size()) fail(ErrorKind::schema, "as many lengths as draws are needed");
+  std::vector<int32_t> ends(numbers.size());
+  draw_window_ends({seed, step, 0}, round, view(numbers), view(lengths), ends);
+  return to_numpy(std::move(ends));
+}
+
+}  // namespace
+
+void bind_selection(nb::module_& module) {
+  nb::class_<Candidates>(module, "Candidates")
+      .def(nb::init<const Store&>())
+      .def(nb::init<const In<uint32_t>&>(), nb::arg("priorities").noconvert())  // floats would be cut to integers
+      .def("total_priority", [](const Candidates& c) { return c.population().weights.total(); })
+      .def("count", [](const Candidates& c) { return c.population().bits.total(); })
+      .def("priorities", &weights_of)
+      .def("sequences", &sequences_of)
+      .def("draw", &draw_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
+           nb::arg("numbers"), nb::arg("strata") = 0, nb::arg("limits").none() = nb::none())
+      .def("draw_distinct", &distinct_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
+           nb::arg("n"), nb::arg("excluded"), nb::arg("limits").none() = nb::none())
+      .def("first", &first, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
+           nb::arg("limits").none() = nb::none())
+      .def("first_ranked", &first_ranked, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
+           nb::arg("limits").none() = nb::none())
+      .def("find", [](const Candidates& c, bool by_priority, const In<uint64_t>& targets) {
+        return found(c.population(), by_priority ? By::weight : By::row, targets);
+      });
+  nb::class_<AllowedRows>(module, "AllowedRows")
+      .def(nb::init<const Candidates&, bool, const std::optional<LimitTuple>&, const In<uint32_t>&>(),
+           nb::arg("candidates"), nb::arg("by_priority"), nb::arg("limits").none(), nb::arg("excluded"))
+      .def("total", [](const AllowedRows& a) { return a.get().total(); })
+      .def("count", [](const AllowedRows& a) { return a.get().rows(); })
+      .def("find", [](const AllowedRows& a,
+                      const In<uint64_t>& targets) { return found(a.get().population(), By::weight, targets); })
+      .def("priorities", &AllowedRows::weights)
+      .def("take", &AllowedRows::take);
+  module.def("draw_targets", &targets);
+  module.attr("LAST_ATTEMPT") = kRefusals;
+  module.def("window_ends", &window_ends);
+}
+
+}  // namespace geartrain

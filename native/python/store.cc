@@ -1,0 +1,475 @@
+// geartrain._native.Store: store.h for Python. Every call that may wait or copy releases the GIL.
+
+#include "store/store.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+
+#include "base/errors.h"
+#include "fetch/fetch.h"
+#include "python/bind.h"
+
+namespace geartrain {
+namespace {
+
+using Unlocked = nb::gil_scoped_release;
+using FieldTuple = std::tuple<std::string, int, int, bool, std::vector<uint32_t>>;
+
+// Rows are inserted in pieces, so that the lock is not held for thousands of rows at a time.
+constexpr uint64_t kInsertPiece = 1024;
+
+std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTuple>& fields, uint64_t capacity,
+                              uint64_t max_rows, int remover, uint32_t max_times_sampled, uint64_t max_age_ns,
+                              uint32_t priority_fraction_bits, bool persist, bool reserve, double timeout_s) {
+  std::vector<FieldSpec> specs;
+  for (const auto& [field, dtype, itemsize, timed, shape] : fields) {
+    specs.push_back({field, static_cast<uint8_t>(dtype), static_cast<uint8_t>(itemsize), timed, shape});
+  }
+  StoreOptions options;
+  options.capacity = capacity;
+  options.max_rows = max_rows;
+  options.remover = static_cast<Remover>(remover);
+  options.max_times_sampled = max_times_sampled;
+  options.max_age_ns = max_age_ns;
+  options.weight_fraction_bits = priority_fraction_bits;
+  options.persist = persist;
+  options.reserve = reserve;
+  options.lock_timeout_s = timeout_s;
+  Unlocked unlocked;
+  return Store::create(name, specs, options);
+}
+
+std::unique_ptr<Store> attach(const std::string& name, bool adopt, bool read_only, double timeout_s) {
+  Unlocked unlocked;
+  return Store::attach(name, {adopt, read_only, timeout_s});
+}
+
+nb::dict describe(const Store& store) {
+  const Header& h = store.header();
+  nb::dict out;
+  out["capacity"] = h.capacity;
+  out["max_rows"] = h.max_rows;
+  out["max_length"] = h.max_length;
+  out["max_age_ns"] = h.max_age_ns;
+  out["max_times_sampled"] = h.max_times_sampled;
+  out["priority_fraction_bits"] = h.weight_fraction_bits;
+  out["remover"] = h.remover;
+  out["persist"] = h.persist != 0;
+  out["nbytes"] = h.segment_bytes;
+  out["column_bytes"] = h.regions[kColumnsRegion].bytes;
+  out["created_ns"] = h.created_ns;
+  out["store_id"] = h.store_id;
+  out["fingerprint"] = h.fingerprint;
+  out["path"] = store.mapping()->path();
+  nb::list fields;
+  for (uint32_t i = 0; i < h.field_count; ++i) {
+    const FieldRecord& f = store.fields()[i];
+    nb::list shape;
+    for (uint32_t d = 0; d < f.ndim; ++d) shape.append(f.shape[d]);
+    fields.append(nb::make_tuple(std::string(f.name), f.dtype, nb::tuple(shape), f.timed != 0));
+  }
+  out["fields"] = fields;
+  return out;
+}
+
+// The names of Counters' members, in their order.
+constexpr const char* kCounterNames[] = {
+    "inserted", "evicted", "expired",    "spent",           "deleted",           "abandoned",          "reclaimed",
+    "sampled",  "torn",    "stale_keys", "priorities_updated", "priorities_saturated", "priorities_rounded_up", "repairs"};
+static_assert(sizeof(kCounterNames) / sizeof(kCounterNames[0]) == kCounterCount);
+
+std::atomic<uint64_t>* counter_array(const Store& store) {
+  return reinterpret_cast<std::atomic<uint64_t>*>(&store.control().counters);
+}
+
+nb::dict counters(const Store& store) {
+  const StoreCounts n = store.counts();
+  nb::dict out;
+  out["free"] = n.free;
+  out["writing"] = n.writing;
+  out["spent_unreleased"] = n.spent;
+  out["growing"] = n.growing;
+  out["committed"] = n.committed;
+  for (int i = 0; i < kCounterCount; ++i) out[kCounterNames[i]] = counter_array(store)[i].load();
+  return out;
+}
+
+void set_counters(Store& store, const nb::dict& values) {
+  for (int i = 0; i < kCounterCount; ++i) {
+    if (values.contains(kCounterNames[i])) {
+      counter_array(store)[i].store(nb::cast<uint64_t>(values[kCounterNames[i]]));
+    }
+  }
+}
+
+// All blocks of a field as one strided array over the segment, (capacity, *shape); rows are 64-byte aligned.
+nb::object column(const Store& store, uint32_t field) {
+  if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+  const FieldRecord& f = store.fields()[field];
+  std::vector<size_t> shape{store.header().capacity};
+  shape.insert(shape.end(), f.shape, f.shape + f.ndim);
+  std::vector<int64_t> strides(shape.size());
+  int64_t step = 1;
+  for (size_t d = shape.size() - 1; d > 0; --d) {
+    strides[d] = step;
+    step *= static_cast<int64_t>(shape[d]);
+  }
+  strides[0] = static_cast<int64_t>(f.stride / f.itemsize);
+  const nb::capsule owner = keep_alive(store.mapping());
+  const nb::dlpack::dtype dtype = array_dtype(f.dtype, f.itemsize);
+  std::byte* data = store.block(field, 0);
+  if (store.read_only()) {
+    return nb::cast(nb::ndarray<nb::numpy, nb::ro>(data, shape.size(), shape.data(), owner, strides.data(), dtype));
+  }
+  return nb::cast(nb::ndarray<nb::numpy>(data, shape.size(), shape.data(), owner, strides.data(), dtype));
+}
+
+// The whole segment as bytes, for devices that read it themselves.
+nb::object segment(const Store& store) {
+  const size_t bytes = store.mapping()->bytes();
+  const nb::capsule owner = keep_alive(store.mapping());
+  auto* data = reinterpret_cast<uint8_t*>(store.mapping()->data());
+  if (store.read_only()) return nb::cast(nb::ndarray<nb::numpy, nb::ro, const uint8_t>(data, {bytes}, owner));
+  return nb::cast(nb::ndarray<nb::numpy, uint8_t>(data, {bytes}, owner));
+}
+
+// Where in the segment the words, the selectable bits, the books and the columns are: offsets and strides in bytes.
+nb::dict layout(const Store& store) {
+  const Header& h = store.header();
+  nb::dict out;
+  out["words"] = h.regions[kWordsRegion].offset;
+  out["bits"] = h.regions[kBitsRegion].offset;
+  out["status"] = h.regions[kStatusRegion].offset;
+  out["status_stride"] = sizeof(RowStatus);
+  out["sequence"] = offsetof(RowStatus, sequence);
+  out["version"] = offsetof(RowStatus, version);
+  out["length"] = offsetof(RowStatus, length);
+  nb::list columns;
+  for (uint32_t i = 0; i < h.field_count; ++i) {
+    columns.append(nb::make_tuple(store.fields()[i].offset, store.fields()[i].stride));
+  }
+  out["columns"] = columns;
+  return out;
+}
+
+nb::object allocate(Store& store, size_t n) {
+  std::vector<uint32_t> rows(n);
+  {
+    Unlocked unlocked;
+    store.allocate(rows);
+  }
+  return to_numpy(std::move(rows));
+}
+
+uint32_t allocate_one(Store& store) {
+  uint32_t row = 0;
+  Unlocked unlocked;
+  store.allocate({&row, 1});
+  return row;
+}
+
+uint32_t commit_one(Store& store, uint32_t row, uint32_t length, double weight, int64_t version) {
+  uint32_t generation = 0;
+  Unlocked unlocked;
+  store.commit({&row, 1}, {{&length, 1}, {&weight, 1}, {&version, 1}}, {&generation, 1});
+  return generation;
+}
+
+nb::object commit(Store& store, const In<uint32_t>& rows, const std::optional<In<uint32_t>>& lengths,
+                  const std::optional<In<double>>& weights, const std::optional<In<int64_t>>& versions) {
+  std::vector<uint32_t> generations(rows.size());
+  {
+    Unlocked unlocked;
+    store.commit(view(rows), {view(lengths), view(weights), view(versions)}, generations);
+  }
+  return to_numpy(std::move(generations));
+}
+
+uint32_t publish_one(Store& store, uint32_t row, uint32_t length, double weight, int64_t version) {
+  uint32_t generation = 0;
+  Unlocked unlocked;
+  store.publish({&row, 1}, {{&length, 1}, {&weight, 1}, {&version, 1}}, {&generation, 1});
+  return generation;
+}
+
+void insert_piece(Store& store, std::span<uint32_t> rows, std::span<uint32_t> generations,
+                  std::span<const InsertField> fields, const CommitValues& values, unsigned threads) {
+  store.allocate(rows);
+  try {
+    fill(store, rows, fields, values.lengths, threads);
+    store.commit(rows, values, generations);
+  } catch (...) {
+    store.abandon(rows);
+    throw;
+  }
+}
+
+void limit(Store& store, bool enabled, double samples_per_insert, uint64_t min_size, double error_buffer, bool afresh) {
+  set_limiter(store.control().limiter, {enabled, samples_per_insert, min_size, error_buffer}, afresh);
+}
+
+nb::dict limiter(const Store& store) {
+  const Limiter& found = store.control().limiter;
+  nb::dict out;
+  out["enabled"] = found.enabled.load() != 0;
+  out["samples_per_insert"] = found.samples_per_insert.load();
+  out["min_size_to_sample"] = found.min_size.load();
+  out["error_buffer"] = found.error_buffer.load();
+  out["inserts"] = found.inserts.load();
+  out["samples"] = found.samples.load();
+  out["insert_wait_s"] = static_cast<double>(found.insert_wait_ns.load()) / 1e9;
+  out["sample_wait_s"] = static_cast<double>(found.sample_wait_ns.load()) / 1e9;
+  return out;
+}
+
+// Copies n rows in. `sources` are (field number, array of n blocks or of n rows of fewer steps).
+nb::tuple insert(Store& store, size_t n, const std::vector<std::pair<uint32_t, AnyConstArray>>& sources,
+                 const std::optional<In<uint32_t>>& lengths, const std::optional<In<double>>& weights,
+                 const std::optional<In<int64_t>>& versions, unsigned threads) {
+  std::vector<InsertField> fields;
+  for (const auto& [field, array] : sources) {
+    fields.push_back({field, static_cast<const std::byte*>(array.data()), n == 0 ? 0 : array.nbytes() / n});
+  }
+  std::vector<uint32_t> rows(n), generations(n);
+  {
+    Unlocked unlocked;
+    store.check_values(n, {view(lengths), view(weights), view(versions)});  // before a row is evicted for nothing
+    const uint64_t piece = std::clamp<uint64_t>(store.header().max_rows / 2, 1, kInsertPiece);
+    const auto part = [](auto span, size_t at, size_t count) { return span.empty() ? span : span.subspan(at, count); };
+    for (size_t at = 0; at < n; at += piece) {
+      const size_t count = std::min<size_t>(piece, n - at);
+      std::vector<InsertField> shifted = fields;
+      for (InsertField& field : shifted) field.data += at * field.row_bytes;
+      insert_piece(store, std::span(rows).subspan(at, count), std::span(generations).subspan(at, count), shifted,
+                   {part(view(lengths), at, count), part(view(weights), at, count), part(view(versions), at, count)},
+                   threads);
+    }
+  }
+  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
+}
+
+void check_pairs(const In<uint32_t>& rows, const In<uint32_t>& generations) {
+  if (rows.size() != generations.size()) {
+    fail(ErrorKind::schema, rows.size(), " rows were given with ", generations.size(), " generations");
+  }
+}
+
+uint64_t update_priorities(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                        const In<double>& weights) {
+  Unlocked unlocked;
+  return store.update_weights(view(rows), view(generations), view(weights));
+}
+
+uint64_t remove(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
+  check_pairs(rows, generations);
+  Unlocked unlocked;
+  return store.remove(view(rows), view(generations));
+}
+
+nb::object count_samples(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
+  check_pairs(rows, generations);
+  std::vector<uint8_t> taken(rows.size());
+  {
+    Unlocked unlocked;
+    store.count_samples(view(rows), view(generations), taken);
+  }
+  return to_numpy(std::move(taken));
+}
+
+void release_spent(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
+  check_pairs(rows, generations);
+  Unlocked unlocked;
+  store.release_spent(view(rows), view(generations));
+}
+
+nb::tuple keys(Store& store) {
+  std::vector<uint32_t> rows, generations;
+  {
+    Unlocked unlocked;
+    store.keys(&rows, &generations);
+  }
+  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
+}
+
+// The books of the given rows, a column each.
+nb::dict infos(const Store& store, const In<uint32_t>& rows) {
+  const size_t n = rows.size();
+  std::vector<uint64_t> sequence(n), inserted_at_ns(n);
+  std::vector<int64_t> version(n);
+  std::vector<uint32_t> generation(n), weight(n), length(n), times_sampled(n);
+  std::vector<uint8_t> state(n);
+  for (size_t i = 0; i < n; ++i) {
+    if (rows.data()[i] >= store.header().capacity) {
+      fail(ErrorKind::schema, "row ", rows.data()[i], " is beyond the store's capacity of ", store.header().capacity);
+    }
+    const RowInfo info = store.info(rows.data()[i]);
+    sequence[i] = info.sequence;
+    version[i] = info.version;
+    inserted_at_ns[i] = info.inserted_at_ns;
+    generation[i] = info.generation;
+    weight[i] = info.weight;
+    length[i] = info.length;
+    times_sampled[i] = info.times_sampled;
+    state[i] = static_cast<uint8_t>(info.state);
+  }
+  nb::dict out;
+  out["sequence"] = to_numpy(std::move(sequence));
+  out["version"] = to_numpy(std::move(version));
+  out["inserted_at_ns"] = to_numpy(std::move(inserted_at_ns));
+  out["generation"] = to_numpy(std::move(generation));
+  out["priority"] = to_numpy(std::move(weight));
+  out["length"] = to_numpy(std::move(length));
+  out["times_sampled"] = to_numpy(std::move(times_sampled));
+  out["state"] = to_numpy(std::move(state));
+  return out;
+}
+
+nb::object lengths(const Store& store, const In<uint32_t>& rows) {
+  std::vector<int32_t> out(rows.size());
+  for (size_t i = 0; i < out.size(); ++i) {
+    if (rows.data()[i] >= store.header().capacity) fail(ErrorKind::schema, "no row ", rows.data()[i]);
+    out[i] = static_cast<int32_t>(store.status()[rows.data()[i]].length.load(std::memory_order_relaxed));
+  }
+  return to_numpy(std::move(out));
+}
+
+void restore(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations, const In<uint32_t>& weights,
+             const In<uint32_t>& lengths, const In<uint32_t>& times_sampled, const In<uint64_t>& sequences,
+             const In<uint64_t>& inserted_at_ns, const In<int64_t>& versions, uint64_t next_sequence) {
+  const size_t n = rows.size();
+  for (size_t size : {generations.size(), weights.size(), lengths.size(), times_sampled.size(), sequences.size(),
+                      inserted_at_ns.size(), versions.size()}) {
+    if (size != n) fail(ErrorKind::schema, "the columns of a row table differ in length");
+  }
+  std::vector<RestoredRow> restored(n);
+  for (size_t i = 0; i < n; ++i) {
+    restored[i] = {rows.data()[i],          generations.data()[i], weights.data()[i],        lengths.data()[i],
+                   times_sampled.data()[i], sequences.data()[i],   inserted_at_ns.data()[i], versions.data()[i]};
+  }
+  Unlocked unlocked;
+  store.restore(restored, next_sequence);
+}
+
+}  // namespace
+
+void bind_store(nb::module_& module) {
+  nb::list names;
+  for (const char* name : kCounterNames) names.append(name);
+  module.attr("COUNTERS") = names;
+  nb::class_<Store>(module, "Store")
+      .def_static("create", &create)
+      .def_static("attach", &attach)
+      .def("describe", &describe)
+      .def("counters", &counters)
+      .def("set_counters", &set_counters)
+      .def("column", &column)
+      .def("segment", &segment)
+      .def("layout", &layout)
+      .def("allocate", &allocate)
+      .def("allocate_one", &allocate_one)
+      .def("commit", &commit, nb::arg("rows"), nb::arg("lengths").none(), nb::arg("priorities").none(),
+           nb::arg("versions").none())
+      .def("commit_one", &commit_one)
+      .def("publish_one", &publish_one)
+      .def("limit", &limit)
+      .def("limiter", &limiter)
+      .def_prop_ro("limited", [](const Store& s) { return s.control().limiter.enabled.load() != 0; })
+      .def("admit_inserts",
+           [](Store& s, uint64_t n, double timeout_s) {
+             Unlocked u;
+             return admit_inserts(s.control().limiter, n, timeout_s);
+           })
+      .def("admit_samples",
+           [](Store& s, uint64_t n, double timeout_s) {
+             Unlocked u;
+             return admit_samples(s.control().limiter, n, s.control().committed_count, timeout_s);
+           })
+      .def("give_back",
+           [](Store& s, uint64_t inserts, uint64_t samples) { give_back(s.control().limiter, inserts, samples); })
+      .def("extend",
+           [](Store& s, uint32_t row, uint32_t length) {
+             Unlocked u;
+             s.extend(row, length);
+           })
+      .def("seal_one",
+           [](Store& s, uint32_t row) {
+             Unlocked u;
+             s.seal({&row, 1});
+           })
+      .def("abandon",
+           [](Store& s, const In<uint32_t>& rows) {
+             Unlocked u;
+             s.abandon(view(rows));
+           })
+      .def("abandon_one",
+           [](Store& s, uint32_t row) {
+             Unlocked u;
+             s.abandon({&row, 1});
+           })
+      .def("insert", &insert, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(), nb::arg("priorities").none(),
+           nb::arg("versions").none(), nb::arg("threads"))
+      .def("update_priorities", &update_priorities)
+      .def("raise_priorities",
+           [](Store& s, double power) {
+             Unlocked u;
+             s.raise_weights(power);
+           })
+      .def("keep_segment", &Store::keep_segment)
+      .def("set_times_sampled",
+           [](Store& s, const In<uint32_t>& rows, const In<uint32_t>& generations, const In<uint32_t>& counts) {
+             Unlocked u;
+             s.set_times_sampled(view(rows), view(generations), view(counts));
+           })
+      .def("advance_sequence",
+           [](Store& s, uint64_t next) {
+             Unlocked u;
+             s.advance_sequence(next);
+           })
+      .def("remove", &remove)
+      .def("count_samples", &count_samples)
+      .def("release_spent", &release_spent)
+      .def("expire",
+           [](Store& s) {
+             Unlocked u;
+             return s.expire();
+           })
+      .def("keys", &keys)
+      .def("free_rows", [](Store& s) { return to_numpy(s.free_rows()); })
+      .def("infos", &infos)
+      .def("restore", &restore)
+      .def("lengths", &lengths)
+      .def("live_clients", &Store::live_clients)
+      .def("committed_count", &Store::committed_count)
+      .def("total_priority", [](const Store& s) { return s.weight_tree().total(); })
+      .def("next_sequence", [](const Store& s) { return s.control().next_sequence; })
+      .def("reap",
+           [](Store& s) {
+             Unlocked u;
+             return s.reap();
+           })
+      .def("rebuild",
+           [](Store& s) {
+             Unlocked u;
+             s.rebuild();
+           })
+      .def("audit",
+           [](Store& s) {
+             Unlocked u;
+             return s.audit();
+           })
+      .def("close",
+           [](Store& s, bool keep) {
+             Unlocked u;
+             s.close(keep);
+           })
+      .def("unlink", &Store::unlink)
+      .def_prop_ro("closed", &Store::is_closed);
+}
+
+}  // namespace geartrain

@@ -1,0 +1,62 @@
+// The Python module geartrain._native_testing: what benchmarks measure against and cannot time from Python, and the
+// switch of emulated hosts. geartrain itself never imports it; it shares no object with geartrain._native.
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "base/clock.h"
+#include "base/copy.h"
+#include "python/bind.h"
+#include "testing/network_switch.h"
+
+namespace geartrain {
+namespace {
+
+// The floor of fetch and insert: rows of `row_bytes`, `stride` apart, copied one after the other into a warm
+// destination, and nothing else done. `stream` picks the copy.
+void gather_floor(const nb::ndarray<nb::ro, nb::device::cpu>& source, const nb::ndarray<nb::device::cpu>& destination,
+                  const In<uint32_t>& rows, uint64_t row_bytes, uint64_t stride, bool stream) {
+  const auto* from = static_cast<const std::byte*>(source.data());
+  auto* to = static_cast<std::byte*>(destination.data());
+  nb::gil_scoped_release unlocked;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    copy_block(to + i * row_bytes, from + rows.data()[i] * stride, row_bytes, stream);
+  }
+  if (stream) stream_fence();
+}
+
+// Nanoseconds per row of allocate and commit from C++, one row at a time, nothing written in between. It joins the
+// store of that name as a client of its own.
+double time_single_inserts(const std::string& name, uint64_t n) {
+  nb::gil_scoped_release unlocked;
+  const std::unique_ptr<Store> joined = Store::attach(name, {});
+  Store& store = *joined;
+  const uint64_t began = monotonic_ns();
+  for (uint64_t i = 0; i < n; ++i) {
+    uint32_t row = 0, generation = 0;
+    store.allocate({&row, 1});
+    store.commit({&row, 1}, {}, {&generation, 1});
+  }
+  return static_cast<double>(monotonic_ns() - began) / static_cast<double>(n);
+}
+
+// What geartrain.tools.testing.network_switch runs in a process of its own.
+void forward(const std::vector<int>& ports, const std::vector<double>& rates, const std::vector<uint32_t>& sites,
+             double delay_s, double loss, double queue_s, uint64_t burst_bytes, uint64_t seed, int control,
+             int answers) {
+  nb::gil_scoped_release unlocked;
+  run_switch({ports, rates, sites, delay_s, loss, queue_s, burst_bytes, seed, control, answers});
+}
+
+}  // namespace
+
+NB_MODULE(_native_testing, module) {
+  module.doc() = "Parts of geartrain's benchmarks and tests that are native.";
+  nb::set_leak_warnings(false);
+  register_errors();
+  module.def("gather_floor", &gather_floor);
+  module.def("time_single_inserts", &time_single_inserts);
+  module.def("run_switch", &forward);
+}
+
+}  // namespace geartrain

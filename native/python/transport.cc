@@ -1,0 +1,288 @@
+// geartrain._native: connections, listeners, the inbox and calls for Python. Every wait releases the GIL, and looks
+// for signals now and then; a send does not, since half a message cannot be taken back, and nor do reads and writes of
+// exposed memory.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include "base/errors.h"
+#include "python/bind.h"
+#include "python/messages.h"
+#include "transport/rpc/inbox.h"
+#include "transport/rpc/pending_calls.h"
+#include "transport/security/openssl.h"
+#include "transport/security/tls.h"
+#include "transport/sideband/memory_region.h"
+#include "transport/transport.h"
+
+namespace geartrain {
+namespace {
+
+// The same for waits that throw timed_out.
+template <typename Wait>
+void patiently_or_throw(double timeout_s, Wait&& wait) {
+  patiently(timeout_s, [&](Deadline slice, Deadline deadline) {
+    try {
+      wait(slice);
+      return true;
+    } catch (const Error& error) {
+      if (error.kind != ErrorKind::timed_out || deadline.passed()) throw;
+      return false;
+    }
+  });
+}
+
+Options options_from(const nb::dict& given) {
+  Options options;
+  const auto secret = item<nb::bytes>(given, "secret", nb::bytes("", 0));
+  options.secret.assign(secret.c_str(), secret.size());
+  options.transport = item<std::string>(given, "transport", "");
+  if (given.contains("tls_certificate")) {
+    TlsFiles files;
+    files.certificate = item<std::string>(given, "tls_certificate", "");
+    files.key = item<std::string>(given, "tls_key", "");
+    files.ca = item<std::string>(given, "tls_ca", "");
+    files.name = item<std::string>(given, "tls_name", "");
+    options.tls = TlsContext::load(files);
+  }
+  options.spin_us = item(given, "spin_us", options.spin_us);
+  options.views = item(given, "views", options.views);
+  options.lanes = item(given, "lanes", options.lanes);
+  options.peer_timeout_s = item(given, "peer_timeout_s", options.peer_timeout_s);
+  options.cross_memory = item(given, "cross_memory", options.cross_memory);
+  MessageLimits& limits = options.limits;
+  limits.max_header_bytes = item(given, "max_header_bytes", limits.max_header_bytes);
+  limits.max_message_bytes = item(given, "max_message_bytes", limits.max_message_bytes);
+  limits.max_buffers = item(given, "max_buffers", limits.max_buffers);
+  limits.max_queued_bytes = item(given, "max_queued_bytes", limits.max_queued_bytes);
+  limits.max_segment_bytes = item(given, "max_segment_bytes", limits.max_segment_bytes);
+  limits.max_pending = item(given, "max_pending", limits.max_pending);
+  limits.handshake_timeout_s = item(given, "handshake_timeout_s", limits.handshake_timeout_s);
+  return options;
+}
+
+std::unique_ptr<Listener> listen(const nb::dict& options, const std::string& host, uint16_t port,
+                                 const std::vector<std::string>& advertise, bool shm) {
+  ListenerOptions listening;
+  listening.options = options_from(options);
+  listening.tcp_host = host;
+  listening.tcp_port = port;
+  listening.advertise = advertise;
+  listening.shm = shm;
+  return std::make_unique<Listener>(listening);
+}
+
+std::shared_ptr<Connection> connect_to(const std::string& address, const nb::dict& given, double timeout_s) {
+  const Options options = options_from(given);
+  nb::gil_scoped_release unlocked;
+  return connect(address, options, Deadline::after(timeout_s));
+}
+
+void send(Connection& connection, uint64_t tag, uint32_t kind, const Parcel& parcel, double timeout_s) {
+  nb::gil_scoped_release unlocked;
+  connection.send({tag, kind, parcel.header, parcel.buffers()}, Deadline::after(timeout_s));
+}
+
+Arrived* receive(Connection& connection, double timeout_s) {
+  auto arrived = std::make_unique<Arrived>();
+  patiently_or_throw(timeout_s, [&](Deadline slice) { connection.receive(&arrived->message, slice); });
+  return arrived.release();
+}
+
+// An object's memory, held. Throws the exporter's error.
+class Held {
+ public:
+  Held(nb::handle exporter, bool writable) {
+    if (PyObject_GetBuffer(exporter.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
+      throw nb::python_error();
+    }
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  ~Held() { PyBuffer_Release(&view_); }
+  std::span<std::byte> bytes() const { return {static_cast<std::byte*>(view_.buf), static_cast<size_t>(view_.len)}; }
+
+ private:
+  Py_buffer view_;
+};
+
+// Memory that a peer may use until this is closed, or gone.
+class Exposed {
+ public:
+  Exposed(Connection& connection, nb::handle array, bool writable)
+      : held_(std::make_unique<Held>(array, writable)), region_(connection.expose(held_->bytes(), writable)) {}
+  ~Exposed() { close(); }
+
+  nb::bytes handle() const {
+    const RegionHandle handle = region_->handle();
+    return nb::bytes(&handle, sizeof handle);
+  }
+  void close() {
+    {
+      nb::gil_scoped_release unlocked;
+      region_->close();
+    }
+    held_.reset();
+  }
+  bool closed() const { return region_->closed(); }
+  uint64_t bytes() const { return region_->bytes(); }
+
+ private:
+  std::unique_ptr<Held> held_;
+  std::shared_ptr<ExposedRegion> region_;
+};
+
+Bytes bytes_of(const nb::bytes& given) {
+  return std::as_bytes(std::span(given.c_str(), given.size()));
+}
+
+void read_region(Connection& connection, const nb::bytes& handle, nb::handle into, uint64_t offset, double timeout_s) {
+  const Held held(into, true);
+  nb::gil_scoped_release unlocked;
+  connection.read(bytes_of(handle), held.bytes(), offset, Deadline::after(timeout_s));
+}
+
+void write_region(Connection& connection, const nb::bytes& handle, nb::handle from, uint64_t offset, double timeout_s) {
+  const Held held(from, false);
+  nb::gil_scoped_release unlocked;
+  connection.write(bytes_of(handle), held.bytes(), offset, Deadline::after(timeout_s));
+}
+
+nb::dict counts(const Connection& connection) {
+  const ConnectionCounts found = connection.counts();
+  nb::dict out, sent, received;
+  for (size_t i = 0; i < kPathCount; ++i) {
+    if (found.bytes_sent[i] != 0) sent[kPathNames[i]] = found.bytes_sent[i];
+    if (found.bytes_received[i] != 0) received[kPathNames[i]] = found.bytes_received[i];
+  }
+  out["messages_sent"] = found.messages_sent;
+  out["messages_received"] = found.messages_received;
+  out["bytes_sent"] = sent;
+  out["bytes_received"] = received;
+  return out;
+}
+
+// None at the deadline; else (id, message or why it is lost, how many other threads ask).
+nb::object next_event(Inbox& inbox, double timeout_s) {
+  Inbox::Event event;
+  if (!patiently(timeout_s, [&](Deadline slice, Deadline) { return inbox.receive(&event, slice); })) return nb::none();
+  if (event.lost) return nb::make_tuple(event.id, event.reason, event.standing_by);
+  auto arrived = std::make_unique<Arrived>(Arrived{std::move(event.message)});
+  return nb::make_tuple(event.id, nb::cast(arrived.release(), nb::rv_policy::take_ownership), event.standing_by);
+}
+
+Arrived* wait_for_answer(Calls& calls, uint64_t tag, double timeout_s) {
+  auto arrived = std::make_unique<Arrived>();
+  patiently_or_throw(timeout_s, [&](Deadline slice) { calls.wait(tag, &arrived->message, slice); });
+  return arrived.release();
+}
+
+Arrived* call(Calls& calls, uint32_t kind, const Parcel& parcel, double timeout_s) {
+  auto arrived = std::make_unique<Arrived>();
+  const Deadline deadline = Deadline::after(timeout_s);
+  uint64_t tag = 0;
+  try {
+    bool sent = false;
+    patiently_or_throw(timeout_s, [&](Deadline slice) {
+      if (!sent) tag = calls.start(kind, parcel.header, parcel.buffers(), false, deadline);
+      sent = true;
+      calls.wait(tag, &arrived->message, slice);
+    });
+  } catch (...) {
+    if (tag != 0) calls.forget(tag);
+    throw;
+  }
+  return arrived.release();
+}
+
+}  // namespace
+
+void bind_transport(nb::module_& module) {
+  nb::class_<Connection>(module, "Connection")
+      .def("send", &send)
+      .def("receive", &receive)
+      .def("close", &Connection::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("expose", [](Connection& connection, nb::handle array,
+                        bool writable) { return std::make_unique<Exposed>(connection, array, writable); })
+      .def("read", &read_region)
+      .def("write", &write_region)
+      .def_prop_ro("one_sided", &Connection::one_sided)
+      .def("counts", &counts)
+      .def("describe", &Connection::describe)
+      .def_prop_ro("transport", &Connection::transport)
+      .def_prop_ro("name", &Connection::name)
+      .def_prop_ro("authenticated", &Connection::authenticated)
+      .def_prop_ro("tls", &Connection::tls)
+      .def_prop_ro("considered", &Connection::considered)
+      .def_prop_ro("lost", &Connection::lost)
+      .def_prop_ro("closed", &Connection::closed);
+
+  nb::class_<Exposed>(module, "Region")
+      .def_prop_ro("handle", &Exposed::handle)
+      .def_prop_ro("nbytes", &Exposed::bytes)
+      .def_prop_ro("closed", &Exposed::closed)
+      .def("close", &Exposed::close);
+
+  nb::class_<Listener>(module, "Listener")
+      .def_static("make", &listen)
+      .def("accept",
+           [](Listener& listener, double timeout_s) {
+             std::shared_ptr<Connection> connection;
+             patiently_or_throw(timeout_s, [&](Deadline slice) { connection = listener.accept(slice); });
+             return connection;
+           })
+      .def_prop_ro("address", &Listener::address)
+      .def_prop_ro("refused", &Listener::refused)
+      .def_prop_ro("refusal", &Listener::refusal)
+      .def("close", &Listener::close, nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Inbox>(module, "Inbox")
+      .def(nb::init<double, uint32_t>())
+      .def("step_aside", &Inbox::step_aside)
+      .def("add", &Inbox::add, nb::call_guard<nb::gil_scoped_release>())
+      .def("watch", &Inbox::watch, nb::call_guard<nb::gil_scoped_release>())
+      .def("remove", &Inbox::remove, nb::call_guard<nb::gil_scoped_release>())
+      .def("resume", &Inbox::resume)
+      .def("receive", &next_event)
+      .def("close", &Inbox::close, nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Calls>(module, "Calls")
+      .def(nb::init<std::shared_ptr<Connection>, size_t>())
+      .def("start",
+           [](Calls& calls, uint32_t kind, const Parcel& parcel, bool loose, double timeout_s) {
+             nb::gil_scoped_release unlocked;
+             return calls.start(kind, parcel.header, parcel.buffers(), loose, Deadline::after(timeout_s));
+           })
+      .def("wait", &wait_for_answer)
+      .def("call", &call)
+      .def("ready", &Calls::ready)
+      .def("loosen", &Calls::loosen)
+      .def("forget", &Calls::forget)
+      .def("next_loose",
+           [](Calls& calls, double timeout_s) {
+             auto arrived = std::make_unique<Arrived>();
+             patiently_or_throw(timeout_s, [&](Deadline slice) { calls.next_loose(&arrived->message, slice); });
+             return arrived.release();
+           })
+      .def("tell",
+           [](Calls& calls, uint64_t tag, uint32_t kind, const Parcel& parcel, double timeout_s) {
+             nb::gil_scoped_release unlocked;
+             calls.tell(tag, kind, parcel.header, Deadline::after(timeout_s));
+           })
+      .def_prop_ro("open", &Calls::open)
+      .def_prop_ro("connection", &Calls::shared_connection);
+
+  module.def("connect", &connect_to);
+  module.def("tls_not_viable", &tls_not_viable);
+  module.def("transports", [] {
+    nb::dict out;
+    for (const Provider& provider : kProviders) out[provider.name] = provider.not_viable();
+    return out;
+  });
+}
+
+}  // namespace geartrain

@@ -1,0 +1,174 @@
+#include "segment/segment.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/errors.h"
+#include "segment/sum_tree.h"
+
+namespace geartrain {
+namespace {
+
+constexpr uint64_t round_up(uint64_t value, uint64_t to) {
+  return (value + to - 1) / to * to;
+}
+
+class Fingerprint {  // FNV-1a, 64 bits
+ public:
+  template <typename T>
+  void add(const T& value) {
+    unsigned char bytes[sizeof(T)];
+    std::memcpy(bytes, &value, sizeof(T));
+    for (unsigned char byte : bytes) hash_ = (hash_ ^ byte) * 0x100000001b3u;
+  }
+  uint64_t value() const { return hash_; }
+
+ private:
+  uint64_t hash_ = 0xcbf29ce484222325u;
+};
+
+FieldRecord record_of(const FieldSpec& field, uint64_t offset) {
+  FieldRecord record{};
+  std::memcpy(record.name, field.name.data(), field.name.size());
+  record.dtype = field.dtype;
+  record.itemsize = field.itemsize;
+  record.timed = field.timed;
+  record.ndim = static_cast<uint8_t>(field.shape.size());
+  record.block_bytes = field.itemsize;
+  for (size_t i = 0; i < field.shape.size(); ++i) {
+    record.shape[i] = field.shape[i];
+    if (__builtin_mul_overflow(record.block_bytes, uint64_t{field.shape[i]}, &record.block_bytes)) {
+      fail(ErrorKind::schema, "field '", field.name, "' is larger than memory can be");
+    }
+  }
+  record.stride = round_up(record.block_bytes, kBlockAlignment);
+  record.offset = offset;
+  return record;
+}
+
+void check_spec(const FieldSpec& field) {
+  if (field.name.empty() || field.name.size() > kMaxNameBytes) {
+    fail(ErrorKind::schema, "a field's name has 1 to ", kMaxNameBytes, " bytes, '", field.name, "' has ",
+         field.name.size());
+  }
+  if (field.shape.size() > kMaxDims || field.itemsize == 0 || (field.timed && field.shape.empty()) ||
+      std::count(field.shape.begin(), field.shape.end(), 0u) > 0) {
+    fail(ErrorKind::schema, "field '", field.name, "' has no possible shape or element size");
+  }
+}
+
+}  // namespace
+
+Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& options,
+                    std::vector<FieldRecord>* records) {
+  if (options.capacity == 0) fail(ErrorKind::schema, "a store needs room for at least one row, capacity is 0");
+  if (options.capacity > kMaxRows) {
+    fail(ErrorKind::schema, "a shard has at most ", kMaxRows, " rows, capacity is ", options.capacity);
+  }
+  if (options.max_rows > options.capacity) {
+    fail(ErrorKind::schema, "max_rows is ", options.max_rows, ", more than the capacity of ", options.capacity);
+  }
+  if (options.weight_fraction_bits > 32) {
+    fail(ErrorKind::schema, "priority_fraction_bits is 0 to 32, found ", options.weight_fraction_bits);
+  }
+  if (fields.empty() || fields.size() > kMaxFields) {
+    fail(ErrorKind::schema, "a store has 1 to ", kMaxFields, " fields, found ", fields.size());
+  }
+  Header header{};
+  std::memcpy(header.magic, kMagic, sizeof kMagic);
+  header.format_version = kFormatVersion;
+  header.header_bytes = sizeof(Header);
+  header.capacity = options.capacity;
+  header.max_rows = options.max_rows == 0 ? options.capacity : options.max_rows;
+  header.max_age_ns = options.max_age_ns;
+  header.max_times_sampled = options.max_times_sampled;
+  header.weight_fraction_bits = options.weight_fraction_bits;
+  header.remover = static_cast<uint32_t>(options.remover);
+  header.persist = options.persist;
+  header.max_clients = kMaxClients;
+  header.fanout = kFanout;
+  header.field_count = static_cast<uint32_t>(fields.size());
+  header.max_length = 1;
+
+  uint64_t end = kRegionsOffset;
+  const auto place = [&](RegionId id, uint64_t bytes) {
+    header.regions[id] = {end, bytes};
+    end = round_up(end + bytes, 4096);
+  };
+  const uint64_t rows = options.capacity;
+  const uint64_t bit_words = (rows + 63) / 64;
+  place(kStatusRegion, rows * sizeof(RowStatus));
+  place(kWordsRegion, padded_leaves(rows) * 8);
+  place(kWeightNodesRegion, TreeShape::of(rows).nodes * 8);
+  place(kBitsRegion, padded_leaves(bit_words) * 8);
+  place(kBitNodesRegion, TreeShape::of(bit_words).nodes * 8);
+  place(kHeapRegion, options.remover == Remover::lowest_weight ? rows * 4 : 0);
+
+  const uint64_t columns_start = end;
+  records->clear();
+  bool timed_seen = false;
+  for (const FieldSpec& field : fields) {
+    check_spec(field);
+    for (const FieldRecord& other : *records) {
+      if (field.name == other.name) fail(ErrorKind::schema, "field '", field.name, "' is named twice");
+    }
+    if (field.timed) {
+      if (timed_seen && header.max_length != field.shape[0]) {
+        fail(ErrorKind::schema, "timed fields must share their first axis, found ", header.max_length, " and ",
+             field.shape[0]);
+      }
+      header.max_length = field.shape[0];
+      timed_seen = true;
+    }
+    FieldRecord record = record_of(field, end);
+    uint64_t column_bytes = 0;
+    if (__builtin_mul_overflow(record.stride, rows, &column_bytes) || column_bytes > (uint64_t{1} << 60) - end) {
+      fail(ErrorKind::schema, "field '", field.name, "' times ", rows, " rows is larger than memory can be");
+    }
+    records->push_back(record);
+    end = round_up(end + column_bytes, 4096);
+  }
+  header.regions[kColumnsRegion] = {columns_start, end - columns_start};
+  header.segment_bytes = end;
+  header.fingerprint = layout_fingerprint(header, records->data());
+  return header;
+}
+
+uint64_t layout_fingerprint(const Header& header, const FieldRecord* records) {
+  Header plain = header;
+  plain.fingerprint = 0;
+  plain.created_ns = 0;
+  plain.store_id = 0;
+  Fingerprint fingerprint;
+  for (uint64_t size : {sizeof(Header), sizeof(Control), sizeof(pthread_mutex_t), sizeof(FieldRecord), sizeof(Client),
+                        sizeof(RowStatus)}) {
+    fingerprint.add(size);
+  }
+  fingerprint.add(plain);
+  for (uint32_t i = 0; i < header.field_count; ++i) fingerprint.add(records[i]);
+  return fingerprint.value();
+}
+
+void check_segment(const std::byte* base, uint64_t bytes, const std::string& path) {
+  const auto refuse = [&](const auto&... parts) { fail(ErrorKind::incompatible, path, " cannot be used: ", parts...); };
+  if (bytes < kRegionsOffset) refuse("it has ", bytes, " bytes, less than a segment's head");
+  Header header;
+  std::memcpy(&header, base, sizeof header);
+  if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0) refuse("it is not a geartrain segment (magic)");
+  if (header.format_version != kFormatVersion) {
+    refuse("it has format version ", header.format_version, ", this build reads version ", kFormatVersion,
+           "; save it with the build that made it and load the checkpoint here");
+  }
+  if ((header.required_features & ~kKnownFeatures) != 0) {
+    refuse("it needs features this build does not have (bits ", header.required_features, ")");
+  }
+  if (header.field_count == 0 || header.field_count > kMaxFields || header.segment_bytes != bytes) {
+    refuse("its header is damaged or it was cut: ", bytes, " bytes on disk, ", header.segment_bytes, " in the header");
+  }
+  const auto* records = reinterpret_cast<const FieldRecord*>(base + kFieldsOffset);
+  if (header.fingerprint != layout_fingerprint(header, records)) {
+    refuse("its layout differs from this build's (fingerprint), or its header is damaged");
+  }
+}
+
+}  // namespace geartrain

@@ -1,0 +1,244 @@
+// The bytes of a segment: what stands where, and what it means. This file is the format's manual.
+//
+//   offset 0       Header         what the segment is; written once, before the segment has a name
+//          4096    Control        the lock, the lists' ends, the counters; changes all the time
+//          8192    FieldRecord    [64]  the schema
+//          16384   Client         [256] the processes that are attached
+//   regions[...]   (64-byte aligned, offsets in the header)
+//     status       RowStatus [capacity]           what is known of a row, but for its weight
+//     words        u64 [capacity, padded to 16]   generation << 32 | weight, the truth about a row
+//     weight_nodes u64 [...]                      inner nodes of the sum tree over the words' weights
+//     bits         u64 [capacity / 64, padded]    one bit a row: selectable
+//     bit_nodes    u64 [...]                      inner nodes of the tree that counts the bits
+//     heap         u32 [capacity]                 lowest weight first; only with that remover
+//     columns                                     one array per field, a block per row, blocks 64-byte aligned
+//
+// A row's life, and its generation g (32 bits, wraps):
+//
+//   free (g even) --allocate--> writing (g even) --commit--> committed (g+1, odd) --evict, delete--> free (g+2)
+//                                   | abandon, or its writer died        | its last allowed sample was drawn
+//                                   v                                    v
+//                                 free (g even)                        spent (g+1, odd, weight 0) --> free (g+2)
+//
+//   writing --publish--> growing (g+1, odd) --seal, or its writer died--> committed (g+1, odd)
+//
+// A growing row is selectable like a committed one, while its writer appends steps behind those it has told of: a
+// length only grows, and is stored after the steps it speaks of. Nobody can remove it; it comes to its place in the
+// order of commits when it is sealed.
+//
+// One 64-bit word carries both generation and weight, so "change the weight if the key still holds" is one
+// compare-and-swap and a stale key cannot touch a new row. A key is (row, odd generation).
+//
+// What is true and what is derived. True: the words; in the status table state, owner, sequence and the user's
+// numbers. Derived, and rebuilt from those whenever a process died inside the lock: the free queue, the order
+// list, the clients' held lists, the heap, both trees, the bits, the counts. A commit becomes true with the one
+// store of its odd word; whatever a killed process had done before that is undone.
+//
+// Who may write. Everything but the words' weights and the weight nodes: the holder of Control::mutex (robust:
+// the kernel hands it on when its holder dies). Weights: any attached process, by compare-and-swap, registered in
+// its Client::weight_writers meanwhile, so that a rebuild can wait until nobody is in the middle. Readers take no
+// lock: they read the word, copy the block, and read the word again (fetch.cc).
+//
+// Room for rows without padding waste: a later format keeps blocks in pages that a row links together. Such a
+// segment sets a bit in required_features and adds regions; nothing here moves (docs/decisions/002-paged-rows.md).
+#pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "segment/rate_limiter.h"
+
+namespace geartrain {
+
+constexpr char kMagic[8] = {'G', 'E', 'A', 'R', 'T', 'R', 'N', '\n'};
+constexpr uint32_t kFormatVersion = 2;
+constexpr uint32_t kMaxFields = 64;
+constexpr uint32_t kMaxDims = 8;
+constexpr uint32_t kMaxNameBytes = 63;
+constexpr uint32_t kMaxClients = 256;
+constexpr uint64_t kMaxRows = 0xfffffff0u;  // rows are 32-bit numbers
+constexpr uint32_t kNoRow = 0xffffffffu;
+constexpr uint32_t kNoClient = 0xffffffffu;
+constexpr uint64_t kBlockAlignment = 64;
+constexpr uint64_t kKnownFeatures = 0;  // bits of required_features this build understands
+
+enum class Remover : uint32_t { fifo = 0, lifo = 1, lowest_weight = 2 };
+enum class RowState : uint8_t { free = 0, writing = 1, committed = 2, spent = 3, growing = 4 };
+
+enum RegionId : uint32_t {
+  kStatusRegion,
+  kWordsRegion,
+  kWeightNodesRegion,
+  kBitsRegion,
+  kBitNodesRegion,
+  kHeapRegion,
+  kColumnsRegion,
+  kRegionCount = 16,  // the rest is zero, for later formats
+};
+
+struct Region {
+  uint64_t offset;
+  uint64_t bytes;
+};
+
+struct Header {
+  char magic[8];
+  uint32_t format_version;
+  uint32_t header_bytes;
+  uint64_t fingerprint;        // over everything below and the sizes this build gives to every struct here
+  uint64_t required_features;  // a bit this build does not know means: keep out
+  uint64_t segment_bytes;
+  uint64_t capacity;    // rows
+  uint64_t max_rows;    // committed rows kept at most, <= capacity
+  uint64_t max_age_ns;  // 0: no limit
+  uint32_t max_length;  // steps
+  uint32_t field_count;
+  uint32_t max_clients;
+  uint32_t fanout;
+  uint32_t remover;
+  uint32_t max_times_sampled;     // 0: no limit
+  uint32_t weight_fraction_bits;  // a stored weight is round(weight * 2^bits)
+  uint32_t persist;               // the name stays when the last process leaves
+  uint64_t created_ns;            // wall clock
+  uint64_t store_id;              // random, to tell this store from an earlier one of the same name
+  Region regions[kRegionCount];
+};
+static_assert(sizeof(Header) == 112 + 16 * kRegionCount);
+static_assert(offsetof(Header, regions) == 112);
+
+struct FieldRecord {
+  char name[kMaxNameBytes + 1];
+  uint8_t dtype;  // schema.py's DTYPES
+  uint8_t ndim;
+  uint8_t timed;
+  uint8_t itemsize;
+  uint32_t shape[kMaxDims];
+  uint32_t reserved;
+  uint64_t block_bytes;  // of one row, without padding
+  uint64_t stride;       // from one row's block to the next, a multiple of 64
+  uint64_t offset;       // of the column, from the segment's start
+};
+static_assert(sizeof(FieldRecord) == 128);
+
+// What a process is, while it is attached. `in_use`, `pid` and `held` change under the lock.
+struct alignas(64) Client {
+  uint32_t in_use;
+  int32_t pid;  // for people; liveness is the lease's business (file_lock.h)
+  uint64_t joined_ns;
+  uint32_t held;  // first of the rows it is writing, extending or reading for the last time, linked by next
+  uint32_t held_count;
+  std::atomic<uint32_t> weight_writers;  // threads in the middle of an update of weights
+};
+static_assert(sizeof(Client) == 64);
+
+// Events since the store was made. Relaxed atomics: exact when nothing is going on.
+struct Counters {
+  std::atomic<uint64_t> inserted;    // rows committed
+  std::atomic<uint64_t> evicted;     // by the remover, to make room
+  std::atomic<uint64_t> expired;     // by age
+  std::atomic<uint64_t> spent;       // by their last allowed sample
+  std::atomic<uint64_t> deleted;     // on request
+  std::atomic<uint64_t> abandoned;   // given back unwritten
+  std::atomic<uint64_t> reclaimed;   // taken back from processes that died
+  std::atomic<uint64_t> sampled;     // draws counted against rows
+  std::atomic<uint64_t> torn;        // copies thrown away because the row changed meanwhile
+  std::atomic<uint64_t> stale_keys;  // updates and deletions of rows that were gone
+  std::atomic<uint64_t> weights_updated;
+  std::atomic<uint64_t> weights_saturated;   // too large for 32 bits, stored as the largest
+  std::atomic<uint64_t> weights_rounded_up;  // positive but below the resolution, stored as the smallest
+  std::atomic<uint64_t> repairs;             // rebuilds after a death inside the lock
+};
+constexpr int kCounterCount = sizeof(Counters) / sizeof(uint64_t);
+
+struct Control {
+  pthread_mutex_t mutex;  // robust, process-shared
+  char mutex_padding[64 - sizeof(pthread_mutex_t)];
+  std::atomic<uint32_t> rebuilding;  // weight writers stay out
+  uint32_t closed;                   // the name is gone; nobody may join
+  uint32_t clean;                    // the last process left in good order
+  uint32_t free_head, free_tail;     // the free-index queue, linked by RowStatus::next
+  uint32_t order_head, order_tail;   // committed rows, oldest first, linked both ways
+  uint32_t heap_count;
+  uint64_t free_count, writing_count, spent_count, growing_count;
+  std::atomic<uint64_t> committed_count;  // selectable rows: growing ones as well
+  uint64_t next_sequence;
+  uint64_t last_reap_ns;
+  Counters counters;
+  Limiter limiter;
+};
+static_assert(sizeof(pthread_mutex_t) <= 64);
+static_assert(sizeof(Control) <= 4096);
+
+struct RowStatus {
+  std::atomic<uint64_t> sequence;  // 1, 2, 3, ... in the order of commits
+  std::atomic<int64_t> version;
+  std::atomic<uint64_t> inserted_at_ns;  // wall clock
+  std::atomic<uint32_t> length;
+  std::atomic<uint32_t> times_sampled;
+  uint32_t previous, next;  // in the one list the row is on: free queue, order list or a client's held list
+  uint32_t heap_slot;
+  uint16_t owner;  // client slot, while writing, growing or spent
+  RowState state;
+  uint8_t mark;  // scratch of the lock's holder
+};
+static_assert(sizeof(RowStatus) == 48);
+static_assert(offsetof(RowStatus, length) == 24);
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
+
+constexpr uint64_t kControlOffset = 4096;
+constexpr uint64_t kFieldsOffset = 8192;
+constexpr uint64_t kClientsOffset = kFieldsOffset + kMaxFields * sizeof(FieldRecord);
+constexpr uint64_t kRegionsOffset = kClientsOffset + kMaxClients * sizeof(Client);
+static_assert(kClientsOffset == 16384 && kRegionsOffset == 32768);
+
+// The word of a row.
+constexpr uint32_t generation_of(uint64_t word) {
+  return static_cast<uint32_t>(word >> 32);
+}
+constexpr uint32_t weight_of(uint64_t word) {
+  return static_cast<uint32_t>(word);
+}
+constexpr uint64_t make_word(uint32_t generation, uint32_t weight) {
+  return static_cast<uint64_t>(generation) << 32 | weight;
+}
+constexpr bool is_committed(uint64_t word) {
+  return (generation_of(word) & 1) != 0;
+}
+
+// What a caller says about a field and a store; plan_segment turns it into a header.
+struct FieldSpec {
+  std::string name;
+  uint8_t dtype = 0;
+  uint8_t itemsize = 0;
+  bool timed = false;
+  std::vector<uint32_t> shape;
+};
+
+struct StoreOptions {
+  uint64_t capacity = 0;
+  uint64_t max_rows = 0;  // 0: as many as the capacity
+  uint64_t max_age_ns = 0;
+  uint32_t max_times_sampled = 0;
+  uint32_t weight_fraction_bits = 16;
+  Remover remover = Remover::fifo;
+  bool persist = false;
+  bool reserve = true;
+  double lock_timeout_s = 10.0;
+};
+
+// The header and field records of a new segment. Throws schema for what no segment can hold.
+Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& options,
+                    std::vector<FieldRecord>* records);
+
+// What makes two builds agree on every byte. Computed over the header (but for times and ids) and the records.
+uint64_t layout_fingerprint(const Header& header, const FieldRecord* records);
+
+// Throws incompatible, naming what was found, unless `base` holds a segment this build can use.
+void check_segment(const std::byte* base, uint64_t bytes, const std::string& path);
+
+}  // namespace geartrain

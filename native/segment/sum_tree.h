@@ -1,0 +1,227 @@
+// A sum tree with wide nodes over integer leaves: find the leaf that a number falls into, in a few cache misses.
+//
+//   level 2            [ 96 ]                      one node, the total
+//   level 1      [ 40 | 31 | 25 | ... ]            a node is the sum of 16 below it
+//   level 0   [ 9 | 0 | 31 | ... ] [ ... ]         a node is the sum of 16 leaves
+//   leaves    w w w w w w w w w w w w w w w w ...  (kept by the owner, in any 64-bit form)
+//
+// The 16 children of a node lie side by side on two cache lines, so a step down is two misses fetched together.
+// Sums are unsigned 64-bit integers, hence associative: an update is one atomic add per level, in any order,
+// from any number of processes, without locks and without drift. While an update is under way a reader may see
+// a node that does not match its children; `find` then says so (false) instead of naming a wrong leaf.
+//
+// The inner nodes are derived: rebuild() makes them from the leaves, audit() compares. Neither may run while
+// others update (store.cc keeps them out).
+//
+// `Leaf` says what a leaf word counts: its low 32 bits (row weights) or its set bits (row bitmaps).
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "segment/descend.h"
+
+namespace geartrain {
+
+constexpr int kMaxLevels = 10;  // 16^9 leaves and more: beyond any segment
+
+// A row's word: generation above, fixed-point weight below (segment.h says more).
+struct WeightLeaf {
+  static constexpr Count kCount = Count::low_half;
+  static uint64_t count(uint64_t word) { return word & 0xffffffffu; }
+};
+
+// 64 rows' selectable bits.
+struct BitLeaf {
+  static constexpr Count kCount = Count::bits;
+  static uint64_t count(uint64_t word) { return static_cast<uint64_t>(std::popcount(word)); }
+};
+
+// How many nodes a tree has and where each level starts. Level 0 is the widest; the last level is one node.
+struct TreeShape {
+  uint64_t leaves = 0;
+  int levels = 0;
+  std::array<uint64_t, kMaxLevels> offset{};
+  std::array<uint64_t, kMaxLevels> width{};
+  uint64_t nodes = 0;
+
+  static TreeShape of(uint64_t leaves) {
+    TreeShape shape;
+    shape.leaves = leaves;
+    uint64_t width = leaves;
+    do {
+      width = std::max<uint64_t>(1, (width + kFanout - 1) / kFanout);
+      shape.offset[shape.levels] = shape.nodes;
+      shape.width[shape.levels] = width;
+      // Each level is padded to whole nodes, so that a node's children can always be read together.
+      shape.nodes += (width + kFanout - 1) / kFanout * kFanout;
+      ++shape.levels;
+    } while (width > 1);
+    return shape;
+  }
+};
+
+// Leaves a caller must allocate so that the last node's 16 children exist.
+constexpr uint64_t padded_leaves(uint64_t leaves) {
+  return (leaves + kFanout - 1) / kFanout * kFanout;
+}
+
+// Zeroed words for leaves or nodes outside a segment, aligned as the descent's vectors need them.
+class Words {
+ public:
+  explicit Words(uint64_t count = 0)
+      : memory_(count == 0 ? nullptr
+                           : static_cast<std::atomic<uint64_t>*>(std::aligned_alloc(64, (count * 8 + 63) / 64 * 64)),
+                &std::free) {
+    if (count != 0 && memory_ == nullptr) throw std::bad_alloc();
+    for (uint64_t i = 0; i < count; ++i) new (memory_.get() + i) std::atomic<uint64_t>(0);
+  }
+  std::atomic<uint64_t>* get() const { return memory_.get(); }
+
+ private:
+  std::unique_ptr<std::atomic<uint64_t>, void (*)(void*)> memory_;
+};
+
+template <typename Leaf>
+class SumTree {
+ public:
+  using Word = std::atomic<uint64_t>;
+  // Found: node is the leaf, residual is how far into the leaf's count the target lies.
+  using Found = Search;
+
+  SumTree() = default;
+  // Views, not copies: `leaves` has padded_leaves(n) words, `nodes` has TreeShape::of(n).nodes, both 64-byte aligned.
+  SumTree(Word* leaves, Word* nodes, uint64_t count) : shape_(TreeShape::of(count)), leaves_(leaves), nodes_(nodes) {}
+
+  const TreeShape& shape() const { return shape_; }
+  Word* leaves() const { return leaves_; }
+  Word* nodes() const { return nodes_; }
+  uint64_t total() const { return nodes_[shape_.offset[shape_.levels - 1]].load(std::memory_order_relaxed); }
+
+  // Adds `delta` (modulo 2^64, so a difference may be passed) to every node above `leaf`.
+  void add(uint64_t leaf, uint64_t delta) const {
+    if (delta == 0) return;
+    uint64_t node = leaf;
+    for (int level = 0; level < shape_.levels; ++level) {
+      node /= kFanout;
+      nodes_[shape_.offset[level] + node].fetch_add(delta, std::memory_order_relaxed);
+    }
+  }
+
+  // Fetches ahead what an update of `leaf` will touch first.
+  void prefetch(uint64_t leaf) const {
+    __builtin_prefetch(&leaves_[leaf], 1);
+    __builtin_prefetch(&nodes_[leaf / kFanout], 1);
+  }
+
+  // Adds deltas of many leaves, those under one node together, level by level: neighbours share their way up. The sums
+  // lag behind the leaves until flush(), which the destructor does, and for at most kLag additions.
+  class Adder {
+   public:
+    explicit Adder(const SumTree& tree) : tree_(tree) {}
+    ~Adder() { flush(); }
+    Adder(const Adder&) = delete;
+    Adder& operator=(const Adder&) = delete;
+
+    void add(uint64_t leaf, uint64_t delta) {
+      if (++added_ == kLag) flush();
+      carry(0, leaf / kFanout, delta);
+    }
+    void flush() {
+      for (int level = 0; level < tree_.shape_.levels; ++level) settle(level);
+      added_ = 0;
+    }
+
+   private:
+    static constexpr uint32_t kLag = 4096;
+
+    void carry(int level, uint64_t node, uint64_t delta) {
+      if (node_[level] != node) {
+        settle(level);
+        node_[level] = node;
+      }
+      delta_[level] += delta;
+    }
+    // Pays what is owed to the node that this level is at, and owes it to the one above.
+    void settle(int level) {
+      const uint64_t delta = delta_[level];
+      if (delta == 0) return;
+      delta_[level] = 0;
+      tree_.nodes_[tree_.shape_.offset[level] + node_[level]].fetch_add(delta, std::memory_order_relaxed);
+      if (level + 1 < tree_.shape_.levels) carry(level + 1, node_[level] / kFanout, delta);
+    }
+
+    const SumTree& tree_;
+    std::array<uint64_t, kMaxLevels> node_{};
+    std::array<uint64_t, kMaxLevels> delta_{};
+    uint32_t added_ = 0;
+  };
+
+  // Finds the leaves that targets[0..n) fall into, all of them one level at a time, so that their cache misses
+  // overlap. When the tree changed on the way, a residual is not below the leaf's count: `inside` tells.
+  void find(const uint64_t* targets, size_t n, Found* found) const {
+    for (size_t i = 0; i < n; ++i) found[i] = {0, targets[i]};
+    for (int level = shape_.levels - 2; level >= 0; --level) {
+      descend(Count::sum, nodes_ + shape_.offset[level], shape_.width[level], n, found,
+              level > 0 ? nodes_ + shape_.offset[level - 1] : leaves_);
+    }
+    descend(Leaf::kCount, leaves_, shape_.leaves, n, found, nullptr);
+  }
+
+  bool inside(const Found& found) const {
+    return found.node < shape_.leaves &&
+           found.residual < Leaf::count(leaves_[found.node].load(std::memory_order_relaxed));
+  }
+
+  void rebuild() const {
+    uint64_t below = shape_.leaves;
+    for (int level = 0; level < shape_.levels; ++level) {
+      for (uint64_t node = 0; node < shape_.width[level]; ++node) {
+        nodes_[shape_.offset[level] + node].store(sum_of_children(level, node, below), std::memory_order_relaxed);
+      }
+      below = shape_.width[level];
+    }
+  }
+
+  // The number of nodes that differ from the sum of their children.
+  uint64_t audit() const {
+    uint64_t wrong = 0;
+    uint64_t below = shape_.leaves;
+    for (int level = 0; level < shape_.levels; ++level) {
+      for (uint64_t node = 0; node < shape_.width[level]; ++node) {
+        wrong +=
+            nodes_[shape_.offset[level] + node].load(std::memory_order_relaxed) != sum_of_children(level, node, below);
+      }
+      below = shape_.width[level];
+    }
+    return wrong;
+  }
+
+ private:
+  uint64_t sum_of_children(int level, uint64_t node, uint64_t below) const {
+    const uint64_t first = node * kFanout;
+    const uint64_t last = std::min(first + kFanout, below);
+    uint64_t sum = 0;
+    for (uint64_t child = first; child < last; ++child) {
+      sum += level == 0 ? Leaf::count(leaves_[child].load(std::memory_order_relaxed))
+                        : nodes_[shape_.offset[level - 1] + child].load(std::memory_order_relaxed);
+    }
+    return sum;
+  }
+
+  TreeShape shape_;
+  Word* leaves_ = nullptr;
+  Word* nodes_ = nullptr;
+};
+
+using WeightTree = SumTree<WeightLeaf>;
+using BitTree = SumTree<BitLeaf>;
+
+}  // namespace geartrain

@@ -1,0 +1,49 @@
+// Inside selection: a copy of the rows that may be chosen, for when drawing and refusing would take too long.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "selection/selection.h"
+
+namespace geartrain {
+
+[[noreturn]] void fail_empty(const DrawPlan& plan);
+
+// The allowed rows of a population, with sums of their own, from which rows can be taken out.
+class Allowed {
+ public:
+  Allowed(const Population& from, By by, const Limits& limits, std::span<const uint32_t> excluded);
+
+  uint64_t total() const { return tree_.total(); }
+  uint64_t rows() const { return rows_; }
+
+  // The allowed rows as a population to draw from by weight; rows taken out of it are gone from there as well.
+  Population population() const { return {tree_, {}, words_.get(), nullptr}; }
+
+  // Writes the row that `target`, below total(), falls into.
+  uint32_t take(uint64_t target, size_t i, const Draws& out) const;
+  void remove(uint32_t row);
+
+ private:
+  const Population& from_;
+  uint64_t rows_ = 0;
+  double whole_;  // of the population, for probabilities
+  Words words_, nodes_;
+  WeightTree tree_;
+};
+
+// Row numbers that were seen, by open addressing.
+class SeenRows {
+ public:
+  explicit SeenRows(size_t most);
+  // False when the row was there already.
+  bool insert(uint32_t row);
+
+ private:
+  std::vector<uint32_t> slots_;
+  uint32_t mask_;
+};
+
+}  // namespace geartrain

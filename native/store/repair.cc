@@ -1,0 +1,305 @@
+// Repair: taking back what the dead held, rebuilding what is derived, and proving that the books agree.
+
+#include <time.h>
+
+#include <algorithm>
+#include <array>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/errors.h"
+#include "store/client_lock.h"
+#include "store/remover_heap.h"
+#include "store/store.h"
+
+namespace geartrain {
+namespace {
+
+template <typename... Parts>
+std::string sentence(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+}  // namespace
+
+uint32_t Store::reap() {
+  ensure_client();
+  Guard guard(*this);
+  return reap_locked();
+}
+
+void Store::rebuild() {
+  ensure_client();
+  Guard guard(*this);
+  rebuild_locked();
+}
+
+uint32_t Store::reap_locked() {
+  uint32_t dead = 0;
+  bool sums_in_doubt = false;
+  for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+    if (client(slot).in_use == 0 || slot == client_slot_ || client_lives(mapping_->fd(), slot)) continue;
+    sums_in_doubt |= client(slot).weight_writers.load() != 0;
+    reclaim(slot);
+    ++dead;
+  }
+  control().last_reap_ns = monotonic_ns();
+  if (sums_in_doubt) rebuild_trees_locked();
+  return dead;
+}
+
+void Store::reclaim(uint32_t slot) {
+  Client& gone = client(slot);
+  Counters& counters = control().counters;
+  const uint64_t now_ns = wall_ns();
+  while (gone.held != kNoRow) {
+    const uint32_t row = gone.held;
+    if (status()[row].state == RowState::growing) {
+      seal_locked(row, now_ns);
+      continue;
+    }
+    const bool was_writing = status()[row].state == RowState::writing;
+    unhold(row);
+    if (was_writing) {
+      (slot == client_slot_ ? counters.abandoned : counters.reclaimed).fetch_add(1, kRelaxed);
+    } else {
+      free_spent(row);
+    }
+    put_free_row(row);
+  }
+  gone.in_use = 0;
+  gone.pid = 0;
+  gone.weight_writers.store(0);
+}
+
+void Store::wait_for_weight_writers() const {
+  const uint64_t deadline = monotonic_ns() + static_cast<uint64_t>(lock_timeout_s_ * 1e9);
+  for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+    Client& other = client(slot);
+    while (other.in_use != 0 && other.weight_writers.load(std::memory_order_seq_cst) != 0) {
+      if (slot != client_slot_ && !client_lives(mapping_->fd(), slot)) break;  // died in the middle
+      if (monotonic_ns() > deadline) {
+        fail(ErrorKind::lock_timeout, "process ", other.pid, " has been updating priorities for ", lock_timeout_s_,
+             " s; it may be stopped, and the sums cannot be rebuilt meanwhile");
+      }
+      const struct timespec pause{0, 20'000};
+      ::nanosleep(&pause, nullptr);
+    }
+  }
+}
+
+void Store::rebuild_trees_locked() {
+  control().rebuilding.store(1, std::memory_order_seq_cst);
+  wait_for_weight_writers();
+  weight_tree_.rebuild();
+  bit_tree_.rebuild();
+  control().rebuilding.store(0, std::memory_order_seq_cst);
+}
+
+void Store::rebuild_locked() {
+  Control& c = control();
+  c.rebuilding.store(1, std::memory_order_seq_cst);
+  wait_for_weight_writers();
+
+  std::array<bool, kMaxClients> alive{};
+  for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+    Client& some = client(slot);
+    alive[slot] = some.in_use != 0 && (slot == client_slot_ || client_lives(mapping_->fd(), slot));
+    some.in_use = alive[slot];
+    some.held = kNoRow;
+    some.held_count = 0;
+    if (!alive[slot]) some.weight_writers.store(0);
+  }
+  c.free_head = c.free_tail = c.order_head = c.order_tail = kNoRow;
+  c.free_count = c.writing_count = c.spent_count = c.growing_count = 0;
+
+  const uint64_t rows = header().capacity;
+  std::vector<std::pair<uint64_t, uint32_t>> committed;  // (sequence, row)
+  uint64_t growing = 0;
+  for (uint64_t word = 0; word < bit_tree_.shape().leaves; ++word) bit_tree_.leaves()[word].store(0, kRelaxed);
+  for (uint32_t row = 0; row < rows; ++row) {
+    RowStatus& s = status()[row];
+    s.mark = 0;
+    const uint64_t word = words()[row].load(kRelaxed);
+    const bool owner_alive = s.owner < kMaxClients && alive[s.owner];
+    if (is_committed(word) && s.state != RowState::spent) {
+      if (s.state == RowState::growing && owner_alive) {
+        hold(row, s.owner, RowState::growing);
+        c.next_sequence = std::max(c.next_sequence, s.sequence + 1);
+        ++growing;
+      } else {
+        s.state = RowState::committed;
+        committed.emplace_back(s.sequence, row);
+      }
+      bit_tree_.leaves()[row / 64].fetch_or(uint64_t{1} << (row % 64), kRelaxed);
+    } else if (is_committed(word) && owner_alive) {
+      words()[row].store(make_word(generation_of(word), 0), kRelaxed);
+      hold(row, s.owner, RowState::spent);
+    } else if (is_committed(word)) {
+      words()[row].store(make_word(generation_of(word) + 1, 0), kRelaxed);
+      put_free_row(row);
+    } else {
+      words()[row].store(make_word(generation_of(word), 0), kRelaxed);
+      const bool half_written =
+          s.state == RowState::writing || s.state == RowState::growing || s.state == RowState::committed;
+      if (half_written && s.state != RowState::committed && owner_alive) {
+        hold(row, s.owner, RowState::writing);
+      } else {
+        if (half_written) {
+          c.counters.reclaimed.fetch_add(1, kRelaxed);
+        }
+        put_free_row(row);
+      }
+    }
+  }
+  std::sort(committed.begin(), committed.end());
+  for (const auto& [sequence, row] : committed) {
+    link_order(row);
+    c.next_sequence = std::max(c.next_sequence, sequence + 1);
+  }
+  c.committed_count.store(committed.size() + growing, kRelaxed);
+  if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) {
+    Heap heap(*this);
+    heap.clear();
+    for (const auto& [sequence, row] : committed) heap.push(row);
+  }
+  weight_tree_.rebuild();
+  bit_tree_.rebuild();
+  c.rebuilding.store(0, std::memory_order_seq_cst);
+}
+
+std::vector<std::string> Store::audit() {
+  ensure_client();
+  Guard guard(*this);
+  Control& c = control();
+  std::vector<std::string> problems;
+  const auto wrong = [&](const auto&... parts) {
+    if (problems.size() < 20) problems.push_back(sentence(parts...));
+  };
+  // Weight writers stay out while their sums are compared.
+  c.rebuilding.store(1, std::memory_order_seq_cst);
+  wait_for_weight_writers();
+
+  const uint64_t rows = header().capacity;
+  std::vector<uint8_t> seen(rows, 0);
+  const auto walk = [&](uint32_t head, const char* list, auto&& check) {
+    uint64_t length = 0;
+    uint32_t previous = kNoRow;
+    for (uint32_t row = head; row != kNoRow; row = status()[row].next) {
+      if (row >= rows || length > rows) {
+        wrong("the ", list, " list runs out of the table or in a circle");
+        break;
+      }
+      if (seen[row]++ != 0) wrong("row ", row, " is on two lists, the second is the ", list, " list");
+      if (status()[row].previous != previous) wrong("row ", row, " of the ", list, " list has a wrong back link");
+      check(row);
+      previous = row;
+      ++length;
+    }
+    return length;
+  };
+  const auto state_is = [&](uint32_t row, RowState expected, bool odd) {
+    if (status()[row].state != expected || is_committed(words()[row].load(kRelaxed)) != odd) {
+      wrong("row ", row, " is in state ", int(status()[row].state), " with generation ",
+            generation_of(words()[row].load(kRelaxed)), " on a list of state ", int(expected));
+    }
+  };
+
+  uint32_t before = kNoRow;
+  const uint64_t free_count = walk(c.free_head, "free", [&](uint32_t row) { state_is(row, RowState::free, false); });
+  const uint64_t committed = walk(c.order_head, "order", [&](uint32_t row) {
+    state_is(row, RowState::committed, true);
+    if (before != kNoRow && status()[before].sequence >= status()[row].sequence) {
+      wrong("rows ", before, " and ", row, " are out of order");
+    }
+    before = row;
+  });
+  uint64_t held = 0, growing = 0;
+  for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+    if (client(slot).in_use == 0) continue;
+    const uint64_t here = walk(client(slot).held, "held", [&](uint32_t row) {
+      const RowState state = status()[row].state;
+      const bool published = state == RowState::spent || state == RowState::growing;
+      state_is(row, published ? state : RowState::writing, published);
+      growing += state == RowState::growing;
+      if (status()[row].owner != slot) wrong("row ", row, " is held by slot ", slot, " but owned by another");
+    });
+    if (here != client(slot).held_count) wrong("slot ", slot, " holds ", here, " rows, its count says otherwise");
+    held += here;
+  }
+  if (free_count != c.free_count) wrong("the free queue has ", free_count, " rows, its count is ", c.free_count);
+  if (committed + growing != c.committed_count) {
+    wrong(committed, " rows are committed and ", growing, " growing, the count is ", c.committed_count);
+  }
+  if (growing != c.growing_count) wrong(growing, " rows are growing, the count is ", c.growing_count);
+  if (held != c.writing_count + c.spent_count + growing) wrong(held, " rows are held, the counts say otherwise");
+  if (free_count + committed + held != rows) {
+    wrong("of ", rows, " rows ", free_count, " are free, ", committed, " committed, ", held, " held: some are lost");
+  }
+  for (uint32_t row = 0; row < rows; ++row) {
+    const bool bit = (bit_tree_.leaves()[row / 64].load(kRelaxed) >> (row % 64) & 1) != 0;
+    const RowState state = status()[row].state;
+    if (bit != (state == RowState::committed || state == RowState::growing))
+      wrong("row ", row, " has a wrong selectable bit");
+    if (!bit && weight_of(words()[row].load(kRelaxed)) != 0) wrong("row ", row, " has a priority but cannot be selected");
+  }
+  if (weight_tree_.audit() != 0) wrong(weight_tree_.audit(), " sums of priorities are off");
+  if (bit_tree_.audit() != 0) wrong(bit_tree_.audit(), " counts of selectable rows are off");
+  if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) {
+    const uint64_t misplaced = Heap(*this).audit();
+    if (misplaced != 0) wrong(misplaced, " rows are misplaced in the heap");
+    if (c.heap_count != committed) wrong("the heap has ", c.heap_count, " rows, ", committed, " are committed");
+  }
+  c.rebuilding.store(0, std::memory_order_seq_cst);
+  return problems;
+}
+
+void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence) {
+  ensure_client();
+  if (rows.size() != header().capacity) {
+    fail(ErrorKind::schema, "a restored store needs all of its ", header().capacity, " rows, found ", rows.size());
+  }
+  Guard guard(*this);
+  Control& c = control();
+  if (c.writing_count != rows.size())
+    fail(ErrorKind::schema, "only a new store, all its rows allocated, can be restored");
+  std::vector<uint8_t> seen(rows.size(), 0);
+  uint64_t last_sequence = 0;
+  for (const RestoredRow& from : rows) {
+    const bool committed = (from.generation & 1) != 0;
+    if (from.row >= rows.size() || seen[from.row]++ != 0 || from.length > header().max_length ||
+        (committed && from.sequence <= last_sequence) || (committed && from.sequence >= next_sequence)) {
+      fail(ErrorKind::schema, "the row table of the checkpoint contradicts itself at row ", from.row);
+    }
+    if (committed) last_sequence = from.sequence;
+  }
+  Sums sums(*this);
+  for (const RestoredRow& from : rows) {
+    RowStatus& s = status()[from.row];
+    unhold(from.row);
+    if ((from.generation & 1) == 0) {
+      words()[from.row].store(make_word(from.generation, 0), kRelaxed);
+      put_free_row(from.row);
+      continue;
+    }
+    s.sequence.store(from.sequence, kRelaxed);
+    s.inserted_at_ns.store(from.inserted_at_ns, kRelaxed);
+    s.version.store(from.version, kRelaxed);
+    s.length.store(from.length, kRelaxed);
+    s.times_sampled.store(from.times_sampled, kRelaxed);
+    s.state = RowState::committed;
+    words()[from.row].store(make_word(from.generation, from.weight), std::memory_order_release);
+    sums.weights.add(from.row, from.weight);
+    set_bit(sums, from.row, true);
+    link_order(from.row);
+    if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).push(from.row);
+    c.committed_count.fetch_add(1, kRelaxed);
+  }
+  c.next_sequence = next_sequence;
+}
+
+}  // namespace geartrain

@@ -1,0 +1,269 @@
+// A shard of rows in a segment: allocate, write in place, commit; read without locks; survive any process's death.
+//
+//   uint32_t row;
+//   store->allocate({&row, 1});                      // a block in every column, now this process's
+//   std::memcpy(store->block(field, row), ...);      // in place
+//   store->commit({&row, 1}, {.lengths = {&t, 1}});  // selectable from here on
+//
+// An episode that is still going on can be selected too: publish() instead of commit(), extend() as steps are added,
+// seal() at its end.
+//
+// Processes and threads. Any number of both may use one segment at once; every call here is thread-safe except
+// close(). Calls that change rows take the segment's lock for a few hundred nanoseconds per row. update_weights
+// takes no lock (but with the lowest_weight remover, whose order it changes, and with max_times_sampled).
+//
+// Death. The lock is robust: the next process to take it after its holder died rebuilds what the dead one left
+// half done. Rows a dead process was writing come back when the next one notices: on joining, on running out of
+// free rows, or on reap(). Committed rows are never lost while the host lives; rows that a dead process was extending
+// are sealed as they are.
+//
+// Fork. A child may go on using the store: it becomes a client of its own on first use. Rows that were being
+// written at the fork stay the parent's.
+//
+// Deadlines. A lock not had within StoreOptions::lock_timeout_s is an Error(lock_timeout): its holder is stopped.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/shared_file.h"
+#include "segment/segment.h"
+#include "segment/sum_tree.h"
+
+namespace geartrain {
+
+constexpr auto kRelaxed = std::memory_order_relaxed;
+
+// How to join a segment that is already there.
+struct AttachOptions {
+  bool adopt = false;      // join although the processes that used it died
+  bool read_only = false;  // look, leave no trace: no client slot, no repair
+  double lock_timeout_s = 10.0;
+};
+
+// What to store with committed rows. Empty spans mean: max_length, weight 1, version 0.
+struct CommitValues {
+  std::span<const uint32_t> lengths;
+  std::span<const double> weights;
+  std::span<const int64_t> versions;
+};
+
+// A copy of one row's books.
+struct RowInfo {
+  uint64_t sequence;
+  int64_t version;
+  uint64_t inserted_at_ns;
+  uint32_t generation;
+  uint32_t weight;  // fixed point
+  uint32_t length;
+  uint32_t times_sampled;
+  RowState state;
+};
+
+// A row as a checkpoint keeps it.
+struct RestoredRow {
+  uint32_t row, generation, weight, length, times_sampled;
+  uint64_t sequence, inserted_at_ns;
+  int64_t version;
+};
+
+struct StoreCounts {
+  uint64_t free, writing, spent, growing, committed;  // committed: without the growing ones
+};
+
+class Store {
+ public:
+  static std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldSpec>& fields,
+                                       const StoreOptions& options);
+  static std::unique_ptr<Store> attach(const std::string& name, const AttachOptions& options);
+  ~Store();
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
+
+  // Gives back rows being written and leaves. The last to leave in good order removes the name, unless the store
+  // persists. With `keep` it stays as it is, for a process that adopts it. Views of the memory stay valid as long as
+  // somebody holds mapping().
+  void close(bool keep = false);
+  // Whoever leaves this handle leaves the segment where it is: a job that lost a process is restarted and adopts it.
+  void keep_segment() { keep_ = true; }
+  bool is_closed() const { return closed_; }
+  bool unlink();
+
+  // --- rows: rows.cc ------------------------------------------------------------------------------------
+
+  // Takes rows.size() blocks: free ones first, then victims of the remover. All or nothing. Throws full when so
+  // many are not to be had because they are being written.
+  void allocate(std::span<uint32_t> rows);
+
+  // Makes rows that this process allocated selectable. Everything is checked before anything is changed.
+  // Returns their odd generations. Throws schema (length, weight), stale_key (not this process's row).
+  void commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
+
+  // As commit, but the rows stay this process's to extend. Their fields without time must not be changed any more, nor
+  // steps below the length. The remover leaves them alone. Throws full when no more rows may be kept, schema in a
+  // store with max_times_sampled.
+  void publish(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
+  // The row has that many steps by now; they are in its blocks. Throws schema (shorter than it was, or too long),
+  // stale_key (not a row that this process extends).
+  void extend(uint32_t row, uint32_t length);
+  // The rows are complete: they take their place as the newest.
+  void seal(std::span<const uint32_t> rows);
+
+  // What commit checks of the values for n rows, for callers who want to know before they write.
+  void check_values(size_t n, const CommitValues& values) const;
+
+  // Gives back rows that this process allocated and did not commit. When the lock is not to be had this throws
+  // lock_timeout as ever, but the rows are not lost: the next allocate gives them back.
+  void abandon(std::span<const uint32_t> rows);
+
+  // Sets weights by key; keys whose row is gone are counted and skipped. Returns how many were.
+  uint64_t update_weights(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                          std::span<const double> weights);
+
+  // Raises all weights to a power; a pass over the words, without the lock but with the lowest_weight remover.
+  void raise_weights(double power);
+  // Sets how often rows were sampled, by key, as a checkpoint had it; keys whose row is gone are skipped.
+  void set_times_sampled(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                         std::span<const uint32_t> counts);
+
+  // The next commit gets this sequence number, or the one after the last commit's where that is larger: shards of one
+  // population keep their commits in one order this way.
+  void advance_sequence(uint64_t next);
+
+  // Removes rows by key. Returns how many were already gone.
+  uint64_t remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
+
+  // Counts one sample against each key. taken[i] is 0 when the key is stale or its samples are used up (draw
+  // again). With max_times_sampled, a row whose last sample this is stays readable for this process, and for
+  // nobody else, until release_spent.
+  void count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations, std::span<uint8_t> taken);
+  void release_spent(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
+
+  // Removes rows older than max_age; returns how many. Cheap when there is nothing to do.
+  uint64_t expire();
+
+  // --- looking ------------------------------------------------------------------------------------------------
+
+  StoreCounts counts() const;
+  // Processes attached and alive. Works read-only.
+  uint32_t live_clients() const;
+  uint64_t committed_count() const { return control().committed_count.load(std::memory_order_relaxed); }
+  // Keys of all committed rows, oldest first; and of all free rows, next to be allocated first.
+  void keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations);
+  std::vector<uint32_t> free_rows();
+  RowInfo info(uint32_t row) const;
+
+  const Header& header() const { return *reinterpret_cast<const Header*>(base()); }
+  Control& control() const { return *reinterpret_cast<Control*>(base() + kControlOffset); }
+  const FieldRecord* fields() const { return reinterpret_cast<const FieldRecord*>(base() + kFieldsOffset); }
+  std::byte* block(uint32_t field, uint64_t row) const {
+    return base() + fields()[field].offset + row * fields()[field].stride;
+  }
+  std::atomic<uint64_t>* words() const { return region<std::atomic<uint64_t>>(kWordsRegion); }
+  RowStatus* status() const { return region<RowStatus>(kStatusRegion); }
+  uint32_t* heap_rows() const { return region<uint32_t>(kHeapRegion); }
+  const WeightTree& weight_tree() const { return weight_tree_; }
+  const BitTree& bit_tree() const { return bit_tree_; }
+  Client& client(uint32_t slot) const { return clients()[slot]; }
+  const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
+  bool read_only() const { return read_only_; }
+
+  // --- repair: repair.cc --------------------------------------------------------------------------------
+
+  // Takes back what dead processes held. Returns the number of processes found dead.
+  uint32_t reap();
+  // Rebuilds everything derived from what is true. Needed by nobody who uses this class alone.
+  void rebuild();
+  // What does not add up, one sentence each; empty for a sound store. Takes the lock.
+  std::vector<std::string> audit();
+  // Puts rows back as a checkpoint had them: committed ones (odd generation) in the order of their sequence, free
+  // ones in the order of the queue. The store must be new, with all its rows allocated by this process and filled.
+  void restore(std::span<const RestoredRow> rows, uint64_t next_sequence);
+
+  // Holds the segment's lock for its lifetime.
+  class Guard {
+   public:
+    explicit Guard(const Store& store);
+    ~Guard();
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
+
+   private:
+    const Store& store_;
+  };
+
+ private:
+  explicit Store(Mapping mapping);
+  void bind_trees();
+
+  std::byte* base() const { return mapping_->data(); }
+  Client* clients() const { return reinterpret_cast<Client*>(base() + kClientsOffset); }
+  template <typename T>
+  T* region(RegionId id) const {
+    return reinterpret_cast<T*>(base() + header().regions[id].offset);
+  }
+
+  void check_usable() const;
+  void check_rows(std::span<const uint32_t> rows) const;
+  void join();  // takes a client slot; the gate is held
+  void leave(bool keep);
+  void ensure_client();  // joins again in a forked child
+
+  // Under the lock. Rows' changes reach the trees through Sums, a node at a time; it is made after the Guard, so that
+  // the sums are whole again before the lock is let go.
+  struct Sums {
+    explicit Sums(const Store& store) : weights(store.weight_tree_), bits(store.bit_tree_) {}
+    WeightTree::Adder weights;
+    BitTree::Adder bits;
+  };
+  void give_up_locked();  // rows whose abandon timed out
+  uint32_t take_free_row();
+  void put_free_row(uint32_t row);
+  void hold(uint32_t row, uint32_t slot, RowState state);
+  uint64_t& held_count(RowState state) const;
+  void unhold(uint32_t row);
+  void link_order(uint32_t row);
+  void unlink_order(uint32_t row);
+  void set_bit(Sums& sums, uint32_t row, bool selectable);
+  bool evict_one(Sums& sums);
+  void retire(Sums& sums, uint32_t row);  // a committed row: no longer selectable, on no list
+  void free_spent(uint32_t row);          // a spent row: its last key is stale from here on
+  uint64_t expire_locked(uint64_t now_ns);
+  void check_held(std::span<const uint32_t> rows, RowState state = RowState::writing) const;
+  uint64_t write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t now_ns);
+  void make_selectable(Sums& sums, uint32_t row, uint64_t word);
+  void seal_locked(uint32_t row, uint64_t now_ns);
+  void check_the_cap(size_t rows) const;
+  void make_room_at_the_cap(Sums& sums);
+  uint64_t removable_count() const { return committed_count() - control().growing_count; }
+  void set_weight_locked(uint32_t row, uint32_t weight);
+  uint32_t reap_locked();
+  void reclaim(uint32_t slot);
+  void rebuild_locked();
+  void rebuild_trees_locked();
+  void wait_for_weight_writers() const;
+  uint32_t fixed_point(double weight);
+  void validate_weights(std::span<const double> weights) const;
+
+  friend class WeightWriter;
+
+  std::shared_ptr<Mapping> mapping_;
+  WeightTree weight_tree_;
+  BitTree bit_tree_;
+  std::atomic<uint32_t> client_slot_{kNoClient};
+  std::atomic<uint64_t> fork_epoch_{0};
+  std::mutex given_up_mutex_;
+  std::vector<uint32_t> given_up_;
+  double lock_timeout_s_ = 10.0;
+  bool read_only_ = false;
+  bool closed_ = false;
+  std::atomic<bool> keep_{false};
+  double weight_scale_ = 1.0;  // 2^weight_fraction_bits
+};
+
+}  // namespace geartrain

@@ -1,0 +1,178 @@
+// A member of a group that sends anything, to a reducer and to a rank that waits for results: it is taken as what the
+// rules allow, or its connection ends, and nothing else happens.
+
+#include <sys/socket.h>
+#include <future>
+
+#include "collectives/reducer_session.h"
+#include "collectives/sharded_allreduce.h"
+#include "tests/support/fuzz.h"
+
+namespace geartrain {
+namespace {
+
+constexpr uint64_t kCount = 40'000;
+
+// What is left of the input comes out of it in pieces of changing size; what is sent into it is gone.
+class FuzzLink final : public Link {
+ public:
+  FuzzLink(Descriptor socket, std::span<const uint8_t> input) : Link(std::move(socket)), left_(input) {}
+  size_t write(std::span<struct iovec> parts) override {
+    size_t bytes = 0;
+    for (const struct iovec& part : parts) bytes += part.iov_len;
+    return bytes;
+  }
+  size_t read(std::span<struct iovec> parts) override {
+    size_t done = 0;
+    const size_t piece = std::min(left_.size(), size_t{1} + 977 * (turn_++ % 40));
+    if (left_.empty()) fail(ErrorKind::peer_lost, "connection closed");
+    for (const struct iovec& part : parts) {
+      const size_t n = std::min(part.iov_len, piece - done);
+      if (n != 0) std::memcpy(part.iov_base, left_.data() + done, n);
+      done += n;
+    }
+    left_ = left_.subspan(done);
+    return done;
+  }
+  const char* name() const override { return "fuzz"; }
+
+ private:
+  std::span<const uint8_t> left_;
+  size_t turn_ = 0;
+};
+
+std::unique_ptr<Link> link_of(std::span<const uint8_t> input) {
+  int pair[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) != 0) std::abort();
+  static std::vector<Descriptor> others;  // the other ends: open, and silent
+  others.emplace_back(pair[1]);
+  if (others.size() > 64) others.erase(others.begin(), others.begin() + 32);
+  return std::make_unique<FuzzLink>(Descriptor(pair[0]), input);
+}
+
+Loop& quiet_loop() {
+  static Loop loop("fuzz");
+  return loop;
+}
+
+// A rank with one operation under way, whose other owner is the fuzzer.
+class Rank final : public Peer::Side, public Shares::Host {
+ public:
+  explicit Rank(std::span<const uint8_t> input) : array_(kCount * 4), shares_(blocks_, *this, {0.5, 0.5}, 0, 1 << 20) {
+    const Shape shape{kCount, Dtype::float32, Dtype::float32, Op::sum, 0};
+    auto work = std::make_shared<Work>(shape, array_.data(), array_.data(), 60);
+    shares_.begin(work);
+    peer_ = std::make_unique<Peer>(quiet_loop(), link_of(input), 1, *this);
+    peer_->kick();
+    while (!peer_->closed()) peer_->look();
+  }
+  std::span<std::byte> room(Peer&, const WireHeader& header) override {
+    if (static_cast<FrameKind>(header.kind) != FrameKind::result) fail(ErrorKind::frame, "no result");
+    return shares_.room(1, header);
+  }
+  void took(Peer&, const WireHeader& header, std::span<std::byte> payload) override {
+    const auto kind = static_cast<FrameKind>(header.kind);
+    uint64_t bytes, of;
+    if (kind == FrameKind::result) shares_.took(1, header, payload);
+    if (kind == FrameKind::fault) fault_from(payload);
+    if (kind == FrameKind::status) members_from(payload, &bytes, &of);
+  }
+  bool next(Peer&, OutFrame* frame) override { return shares_.next(1, frame); }
+  void lost(Peer&, const std::string&) override {}
+  void open(uint32_t, uint64_t, const Open&) override {}
+  void parts_for(uint32_t) override {
+    if (peer_ != nullptr) peer_->kick();
+  }
+  void completed(const std::shared_ptr<Work>&) override {}
+
+ private:
+  std::vector<std::byte> array_;
+  BlockPool blocks_;
+  Shares shares_;
+  std::unique_ptr<Peer> peer_;
+};
+
+void serve(Reader reader) {
+  BlockPool blocks;
+  Join join{};
+  join.world = 2;
+  join.owners = 1;
+  join.member = 2;
+  const auto first = reader.take(reader.take<uint16_t>());
+  Served group(quiet_loop(), blocks, join, 256 << 10, "127.0.0.1:1");
+  group.add(0, link_of(first));
+  group.add(1, link_of(reader.rest()));
+  // Both in turns, until both are gone.
+  for (bool any = true; any;) {
+    any = false;
+    for (const uint32_t rank : {0u, 1u}) {
+      if (Peer* const peer = group.peer(rank); peer != nullptr && !peer->closed()) any |= peer->look() || true;
+    }
+  }
+}
+
+template <typename T>
+void frame(Input* input, FrameKind kind, uint64_t operation, uint64_t offset, const T& payload, uint32_t bytes) {
+  append(input, frame_of(kind, operation, offset, bytes));
+  const auto* from = reinterpret_cast<const uint8_t*>(&payload);
+  for (uint32_t i = 0; i < bytes; ++i) input->push_back(i < sizeof payload ? from[i] : 1);
+}
+
+Input rank_input(uint64_t count) {
+  Input input;
+  for (uint64_t operation = 0; operation < 2; ++operation) {
+    frame(&input, FrameKind::open, operation, 0, Open{count, count * 4, 0, 0, 0, 0, 0}, sizeof(Open));
+    for (uint64_t at = 0; at < count * 4; at += kChunkBytes) {
+      const auto bytes = static_cast<uint32_t>(std::min<uint64_t>(kChunkBytes, count * 4 - at));
+      frame(&input, FrameKind::part, operation, at, 0, bytes);
+    }
+  }
+  frame(&input, FrameKind::query, 1, 0, 0, 0);
+  frame(&input, FrameKind::bye, 0, 0, 0, 0);
+  return input;
+}
+
+}  // namespace
+
+std::vector<Input> fuzz_seeds() {
+  std::vector<Input> seeds;
+  for (const uint64_t count : {0u, 1u, 5000u}) {
+    const Input one = rank_input(count);
+    Input input = {0};
+    append(&input, static_cast<uint16_t>(one.size()));
+    input.insert(input.end(), one.begin(), one.end());
+    input.insert(input.end(), one.begin(), one.end());
+    seeds.push_back(input);
+  }
+  Input results = {1};
+  for (uint64_t at = 0; at < kCount * 2; at += kChunkBytes) {
+    const auto bytes = static_cast<uint32_t>(std::min<uint64_t>(kChunkBytes, kCount * 2 - at));
+    frame(&results, FrameKind::result, 0, at, 0, bytes);
+  }
+  seeds.push_back(results);
+  Input told = {1};
+  frame(&told, FrameKind::fault, 0, 0, FaultHead{1, 1}, 40);
+  frame(&told, FrameKind::status, 0, 0, Members{1, 2, 1, 0}, 28);
+  seeds.push_back(told);
+  return seeds;
+}
+
+}  // namespace geartrain
+
+// u8 which side. A reducer's: u16 how much is rank 0's, the rest is rank 1's.
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace geartrain;
+  // On the loop's thread, which is the only one that may touch peers: it looks at their sockets as well.
+  std::promise<void> done;
+  quiet_loop().post([&] {
+    Reader reader(data, size);
+    if (reader.take<uint8_t>() % 2 == 0) {
+      serve(reader);
+    } else {
+      Rank rank(reader.rest());
+    }
+    done.set_value();
+  });
+  done.get_future().wait();
+  return 0;
+}

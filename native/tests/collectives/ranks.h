@@ -1,0 +1,112 @@
+// Ranks as threads: a group of them over loopback, with reducers or without, and what the result must be.
+#pragma once
+
+#include <barrier>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "collectives/group.h"
+#include "collectives/reducer.h"
+#include "tests/support/check.h"
+
+namespace geartrain {
+
+using Array = std::vector<std::byte>;
+
+struct Crew {
+  uint32_t world = 2;
+  uint32_t reducers = 0;
+  std::vector<double> shares;
+  bool ring = false, shm = false;
+  uint64_t fixed_window = 0;
+};
+
+inline GroupOptions options_of(const Crew& crew, uint32_t rank, const std::vector<std::string>& reducers) {
+  GroupOptions options;
+  options.rank = rank;
+  options.world = crew.world;
+  options.reducers = reducers;
+  options.shares = crew.shares;
+  options.ring = crew.ring;
+  options.shm = crew.shm;
+  options.fixed_window_bytes = crew.fixed_window;
+  return options;
+}
+
+// Makes the groups, one thread each, and runs the body on all. A throw of one is a failed check.
+inline void run_ranks(const Crew& crew, const std::function<void(uint32_t rank, Group& group)>& body,
+                      const std::vector<std::unique_ptr<Reducer>>* given = nullptr) {
+  std::vector<std::unique_ptr<Reducer>> made;
+  for (uint32_t i = 0; given == nullptr && i < crew.reducers; ++i) {
+    made.push_back(std::make_unique<Reducer>(ReducerOptions{.shm = crew.shm}));
+  }
+  std::vector<std::string> reducers;
+  for (const auto& reducer : given != nullptr ? *given : made) reducers.push_back(reducer->address());
+  std::vector<std::unique_ptr<Group>> groups;
+  std::vector<std::string> addresses;
+  for (uint32_t rank = 0; rank < crew.world; ++rank) {
+    groups.push_back(std::make_unique<Group>(options_of(crew, rank, reducers)));
+    addresses.push_back(groups.back()->address());
+  }
+  // A fault on one rank may end the connecting of a slower one: the bodies begin when all are connected.
+  std::barrier<> connected(crew.world);
+  std::vector<std::thread> threads;
+  for (uint32_t rank = 0; rank < crew.world; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        try {
+          groups[rank]->connect(addresses, Deadline::after(60));
+        } catch (...) {
+          connected.arrive_and_drop();
+          throw;
+        }
+        connected.arrive_and_wait();
+        body(rank, *groups[rank]);
+        if (groups[rank] != nullptr) groups[rank]->close(Deadline::after(20));
+      } catch (const std::exception& error) {
+        testing::failed("rank", static_cast<int>(rank), "threw ", error.what());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Numbers of any type that add up to interesting roundings, and never to a NaN.
+inline Array numbers(uint64_t seed, Dtype dtype, uint64_t count) {
+  std::mt19937_64 random(seed);
+  Array out(count * bytes_of(dtype));
+  if (!is_float(dtype)) {
+    for (std::byte& byte : out) byte = static_cast<std::byte>(random());
+    return out;
+  }
+  for (uint64_t i = 0; i < count; ++i) {
+    const double value = std::ldexp(static_cast<double>(random() % 2001) - 1000.0, static_cast<int>(random() % 12) - 9);
+    const auto narrow = static_cast<float>(value);
+    if (dtype == Dtype::float64) {
+      std::memcpy(out.data() + i * 8, &value, 8);
+    } else {
+      convert(Dtype::float32, reinterpret_cast<const std::byte*>(&narrow), dtype, out.data() + i * bytes_of(dtype), 1);
+    }
+  }
+  return out;
+}
+
+// What all-reduce by shares must give: everybody's numbers, rounded to the wire, in the order of the ranks.
+inline Array reference(uint64_t seed, uint32_t world, const Shape& shape) {
+  std::vector<Array> wire(world);
+  std::vector<const std::byte*> inputs;
+  for (uint32_t rank = 0; rank < world; ++rank) {
+    const Array own = numbers(seed + rank, shape.dtype, shape.count);
+    wire[rank].resize(shape.wire_bytes());
+    convert(shape.dtype, own.data(), shape.wire, wire[rank].data(), shape.count);
+    inputs.push_back(wire[rank].data());
+  }
+  Array sum(shape.wire_bytes()), out(shape.count * bytes_of(shape.dtype));
+  reduce(shape.op, shape.wire, inputs, sum.data(), shape.count);
+  convert(shape.wire, sum.data(), shape.dtype, out.data(), shape.count);
+  return out;
+}
+
+}  // namespace geartrain

@@ -1,0 +1,248 @@
+// Random numbers against published vectors, and draws: exact alone, and safe while rows change under them.
+
+#include "selection/selection.h"
+
+#include <unistd.h>
+
+#include <cmath>
+#include <map>
+#include <random>
+#include <thread>
+
+#include "segment/descend.h"
+#include "store/store.h"
+#include "tests/support/check.h"
+
+namespace geartrain {
+namespace {
+
+TEST(philox_gives_the_published_vectors) {
+  // kat_vectors of the Random123 distribution, philox4x32 10.
+  using Four = std::array<uint32_t, 4>;
+  const auto same = [](const Four& found, const Four& expected) {
+    for (int i = 0; i < 4; ++i) CHECK_EQ(found[i], expected[i]);
+  };
+  same(philox4x32({0, 0, 0, 0}, {0, 0}), {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8});
+  same(philox4x32({~0u, ~0u, ~0u, ~0u}, {~0u, ~0u}), {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd});
+  same(philox4x32({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}),
+       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1});
+}
+
+TEST(an_integer_below_a_bound_is_the_floor_of_the_product) {
+  CHECK_EQ(below({0, 0}, 1000), uint64_t{0});
+  CHECK_EQ(below({~uint64_t{0}, ~uint64_t{0}}, 1000), uint64_t{999});
+  CHECK_EQ(below({~uint64_t{0}, ~uint64_t{0}}, ~uint64_t{0}), ~uint64_t{0} - 1);
+  CHECK_EQ(below({uint64_t{1} << 63, 0}, 1000), uint64_t{500});
+  CHECK_EQ(below({(uint64_t{1} << 63) - 1, ~uint64_t{0}}, 1000), uint64_t{499});
+  CHECK_EQ(below({~uint64_t{0}, ~uint64_t{0}}, 1), uint64_t{0});
+}
+
+TEST(the_nth_set_bit_is_found_at_every_place) {
+  std::mt19937_64 random(2);
+  for (int i = 0; i < 300; ++i) {
+    const uint64_t word = i == 0 ? ~uint64_t{0} : i == 1 ? uint64_t{1} << 63 : random() & random();
+    uint32_t rank = 0;
+    for (uint32_t bit = 0; bit < 64; ++bit) {
+      if ((word >> bit & 1) != 0) CHECK_EQ(select_bit(word, rank++), bit);
+    }
+  }
+}
+
+std::unique_ptr<Store> store_of(uint64_t capacity, const std::string& name = testing::unique_name()) {
+  StoreOptions options;
+  options.capacity = capacity;
+  return Store::create(name, {{"x", 8, 8, false, {}}}, options);
+}
+
+Population population(const Store& store) {
+  return {store.weight_tree(), store.bit_tree(), store.words(), store.status()};
+}
+
+TEST(a_draw_depends_on_its_number_alone_not_on_its_company) {
+  auto store = store_of(1000);
+  std::vector<uint32_t> rows(1000), generations(1000);
+  store->allocate(rows);
+  std::vector<double> weights(1000);
+  for (size_t i = 0; i < 1000; ++i) weights[i] = static_cast<double>(i % 7);
+  store->commit(rows, {{}, weights, {}}, generations);
+  const DrawKey key{123, 45, kRowStream};
+  std::vector<uint32_t> numbers(100), all(100), some(100), generation(100);
+  std::vector<double> probability(100);
+  for (uint32_t i = 0; i < 100; ++i) numbers[i] = i;
+  for (bool uniform : {false, true}) {
+    const auto draw = [&](std::span<const uint32_t> which, std::span<uint32_t> out) {
+      const Draws draws{out, std::span(generation).first(which.size()), std::span(probability).first(which.size())};
+      return geartrain::draw(population(*store), {key, uniform ? By::row : By::weight}, which, draws);
+    };
+    CHECK_EQ(draw(numbers, all), uint64_t{0});
+    for (size_t i = 0; i < 100; i += 3) {
+      const std::span<const uint32_t> one = std::span(numbers).subspan(i, 1);
+      draw(one, std::span(some).first(1));
+      CHECK_EQ(some[0], all[i]);
+    }
+  }
+}
+
+TEST(rows_drawn_while_others_insert_delete_and_reweigh_were_selectable_and_never_weightless) {
+  constexpr uint32_t kRows = 64;
+  auto store = store_of(kRows);
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  // Rows committed with weight 0 keep it: nobody may draw one by weight.
+  threads.emplace_back([&] {
+    for (uint32_t i = 0; !stop; ++i) {
+      uint32_t row = 0, generation = 0;
+      store->allocate({&row, 1});
+      const double weight = i % 4 == 0 ? 0.0 : 1.0 + i % 3;
+      const int64_t version = i % 4 == 0;
+      store->commit({&row, 1}, {{}, {&weight, 1}, {&version, 1}}, {&generation, 1});
+    }
+  });
+  threads.emplace_back([&] {
+    std::mt19937 random(5);
+    while (!stop) {
+      const uint32_t row = random() % kRows;
+      const uint64_t word = store->words()[row].load();
+      const uint32_t generation = generation_of(word);
+      const double weight = 1 + random() % 9;
+      if (is_committed(word) && weight_of(word) != 0) store->update_weights({&row, 1}, {&generation, 1}, {&weight, 1});
+    }
+  });
+  std::vector<uint32_t> numbers(64), rows(64), generations(64);
+  std::vector<double> probability(64);
+  for (uint32_t i = 0; i < 64; ++i) numbers[i] = i;
+  uint64_t drawn = 0, weightless = 0;
+  for (uint64_t step = 0; drawn < 200'000 && step < 100'000; ++step) {
+    const DrawKey key{7, step, kRowStream};
+    const Draws out{rows, generations, probability};
+    try {
+      const bool uniform = step % 2 == 0;
+      draw(population(*store), {key, uniform ? By::row : By::weight}, numbers, out);
+      for (size_t i = 0; i < rows.size(); ++i) {
+        if (rows[i] == kNoRow) continue;
+        CHECK(rows[i] < kRows);
+        CHECK((generations[i] & 1) != 0);
+        const int64_t was_weightless = store->status()[rows[i]].version.load(std::memory_order_relaxed);
+        const bool same = generation_of(store->words()[rows[i]].load()) == generations[i];
+        if (!uniform && same && was_weightless != 0) ++weightless;
+        ++drawn;
+      }
+    } catch (const Error& error) {
+      CHECK(error.kind == ErrorKind::empty);
+    }
+  }
+  stop = true;
+  for (auto& thread : threads) thread.join();
+  CHECK(drawn >= 100'000);
+  CHECK_EQ(weightless, uint64_t{0});
+  CHECK(store->audit().empty());
+}
+
+TEST(nothing_to_draw_is_an_error_and_names_no_row) {
+  auto store = store_of(10);
+  uint32_t number = 0, row = 0, generation = 0;
+  double probability = 0;
+  const Draws out{{&row, 1}, {&generation, 1}, {&probability, 1}};
+  for (By by : {By::weight, By::row}) {
+    const DrawPlan plan{{}, by};
+    CHECK_THROWS(empty, draw(population(*store), plan, {&number, 1}, out));
+    CHECK_THROWS(not_enough, draw_distinct(population(*store), plan, {}, out));
+  }
+  CHECK_EQ(first_rows(population(*store), Order::oldest, 0, {}, {}, out), size_t{0});
+}
+
+TEST(every_form_of_the_descent_finds_the_same_leaves) {
+  std::mt19937_64 random(6);
+  for (int round = 0; round < 40; ++round) {
+    const uint64_t rows = 1 + random() % 5000;
+    auto store = store_of(rows);
+    std::vector<uint32_t> all(rows), generations(rows);
+    store->allocate(all);
+    std::vector<double> weights(rows);
+    for (double& weight : weights)
+      weight = std::ldexp(static_cast<double>(random() % 1000), static_cast<int>(random() % 6));
+    weights[random() % rows] = 1;
+    store->commit(all, {{}, weights, {}}, generations);
+    std::vector<uint32_t> numbers(300), found(300), expected(300), generation(300);
+    std::vector<double> probability(300);
+    for (uint32_t i = 0; i < 300; ++i) numbers[i] = i;
+    for (By by : {By::weight, By::row}) {
+      const DrawPlan plan{{static_cast<uint64_t>(round), 1, kRowStream}, by};
+      CHECK(set_descend_kernel("portable"));
+      draw(population(*store), plan, numbers, {expected, generation, probability});
+      for (const char* form : {"avx2", "avx512", "avx512vpopcntdq"}) {
+        if (!set_descend_kernel(form)) continue;  // not a machine that has it
+        draw(population(*store), plan, numbers, {found, generation, probability});
+        for (size_t i = 0; i < 300; ++i) CHECK_EQ(found[i], expected[i]);
+      }
+    }
+  }
+}
+
+TEST(large_batches_are_the_same_draws_as_small_ones) {
+  auto store = store_of(3000);
+  std::vector<uint32_t> all(3000), generations(3000);
+  store->allocate(all);
+  std::vector<double> weights(3000);
+  for (size_t i = 0; i < weights.size(); ++i) weights[i] = static_cast<double>(i % 11);
+  store->commit(all, {{}, weights, {}}, generations);
+  constexpr size_t kMany = 50'000;  // beyond the size from which targets are sorted
+  std::vector<uint32_t> numbers(kMany), many(kMany), one(100), generation(kMany);
+  std::vector<double> probability(kMany);
+  for (uint32_t i = 0; i < kMany; ++i) numbers[i] = i;
+  const DrawPlan plan{{1, 2, kRowStream}};
+  CHECK_EQ(draw(population(*store), plan, numbers, {many, generation, probability}), uint64_t{0});
+  for (size_t at = 0; at < kMany; at += 4999) {
+    const size_t n = std::min<size_t>(100, kMany - at);
+    draw(population(*store), plan, std::span(numbers).subspan(at, n),
+         {std::span(one).first(n), std::span(generation).first(n), std::span(probability).first(n)});
+    for (size_t i = 0; i < n; ++i) CHECK_EQ(one[i], many[at + i]);
+  }
+}
+
+TEST(targets_found_piece_by_piece_are_the_draws_of_the_whole) {
+  constexpr uint64_t kRows = 500, kCut = 173;
+  auto whole = store_of(kRows), left = store_of(kCut), right = store_of(kRows - kCut);
+  const auto fill = [](Store& store, uint64_t first) {
+    std::vector<uint32_t> rows(store.header().capacity), generations(rows.size());
+    std::vector<double> weights(rows.size());
+    store.allocate(rows);
+    for (size_t i = 0; i < rows.size(); ++i) weights[i] = static_cast<double>((first + i) % 7);
+    store.commit(rows, {{}, weights, {}}, generations);
+  };
+  fill(*whole, 0), fill(*left, 0), fill(*right, kCut);
+  std::vector<uint32_t> numbers(300), rows(300), generations(300), row(1), generation(1), weight(1);
+  std::vector<uint64_t> targets(300);
+  std::vector<double> probability(300);
+  for (uint32_t i = 0; i < 300; ++i) numbers[i] = i;
+  for (By by : {By::weight, By::row}) {
+    for (uint32_t strata : {0u, 300u}) {
+      const auto total_of = [&](Store& store) {
+        return by == By::weight ? store.weight_tree().total() : store.bit_tree().total();
+      };
+      const uint64_t total = total_of(*whole), before = total_of(*left);
+      CHECK_EQ(before + total_of(*right), total);
+      const DrawPlan plan{{9, 4, kRowStream}, by, 0, strata};
+      CHECK_EQ(draw(population(*whole), plan, numbers, {rows, generations, probability}), uint64_t{0});
+      draw_targets(plan.key, 0, strata, total, numbers, targets);
+      for (size_t i = 0; i < 300; ++i) {
+        const bool first = targets[i] < before;
+        const uint64_t target = targets[i] - (first ? 0 : before);
+        CHECK_EQ(find_rows(population(first ? *left : *right), by, {&target, 1}, row, generation, weight), uint64_t{0});
+        CHECK_EQ(row[0] + (first ? 0 : kCut), uint64_t{rows[i]});
+        CHECK_EQ(weight[0], by == By::weight ? static_cast<uint32_t>((rows[i] % 7) << 16) : 1u);
+      }
+      // A total that is no longer true: the row is missing, not another one.
+      const uint64_t beyond[2] = {0, total};
+      std::vector<uint32_t> two(2), twos(2), weights(2);
+      CHECK_EQ(find_rows(population(*whole), by, beyond, two, twos, weights), uint64_t{1});
+      CHECK(two[0] != kNoRow && two[1] == kNoRow);
+    }
+  }
+  CHECK_THROWS(empty, draw_targets({}, 0, 0, 0, numbers, targets));
+}
+
+}  // namespace
+}  // namespace geartrain
+
+RUN_TESTS()

@@ -1,0 +1,300 @@
+// Death after every instruction that matters: a child runs one call a single instruction at a time, and is killed.
+//
+// A first run steps through the call and notes after which instructions the shared memory differed from before. Then
+// a fresh child is killed after each of those, one after the other, so that every state the memory can be left in is
+// seen once, whatever order the compiler gave the stores. The survivor must find sound books, all blocks, and whole
+// rows. Random kills hit the rare states too seldom; hooks in the code would see only the states somebody thought of.
+
+#include <signal.h>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <functional>
+#include <set>
+
+#include "tests/support/check.h"
+#include "tests/support/tagged_rows.h"
+
+namespace geartrain {
+namespace {
+
+constexpr uint64_t kCapacity = 20;  // two nodes of each tree's lowest level
+
+struct Keys {
+  std::vector<uint32_t> rows, generations;
+};
+
+Keys insert_many(Store& store, size_t n, uint64_t first_tag) {
+  Keys keys{std::vector<uint32_t>(n), std::vector<uint32_t>(n)};
+  std::vector<uint64_t> tags(n);
+  for (size_t i = 0; i < n; ++i) tags[i] = first_tag + i;
+  if (n != 0) insert_tagged(store, tags, keys.rows, keys.generations, static_cast<double>(1 + first_tag % 5));
+  return keys;
+}
+
+// One call, and what it needs: `prepare` runs in the child before its steps are counted.
+struct Scenario {
+  const char* name;
+  StoreOptions options;
+  size_t rows_before;                // committed by the survivor, tags 1, 2, 3, ...
+  std::vector<uint64_t> may_vanish;  // tags that the call may remove
+  std::function<std::function<void()>(Store&, const Keys&)> prepare;
+};
+
+uint64_t hash_of(const Store& store) {
+  // Everything but the columns: what the books are made of.
+  const auto* words = reinterpret_cast<const uint64_t*>(store.mapping()->data());
+  const uint64_t count = store.header().regions[kColumnsRegion].offset / 8;
+  uint64_t hash = 0;
+  for (uint64_t i = 0; i < count; ++i)
+    hash = (hash ^ *const_cast<const volatile uint64_t*>(words + i)) * 0x100000001b3u;
+  return hash;
+}
+
+class Stepped {
+ public:
+  Stepped(Store& store, const Keys& keys, const Scenario& scenario) {
+    child_ = ::fork();
+    if (child_ != 0) {
+      int status = 0;
+      ::waitpid(child_, &status, 0);
+      ready_ = WIFSTOPPED(status);
+      return;
+    }
+    try {
+      store.reap();  // joins: the fork made this process a client to be
+      const auto call = scenario.prepare(store, keys);
+      if (::ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) ::_exit(2);
+      ::raise(SIGSTOP);
+      call();
+      ::_exit(0);
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s: %s\n", scenario.name, error.what());
+    }
+    ::_exit(1);
+  }
+  ~Stepped() {
+    ::kill(child_, SIGKILL);
+    ::waitpid(child_, nullptr, 0);
+  }
+  Stepped(const Stepped&) = delete;
+  Stepped& operator=(const Stepped&) = delete;
+
+  bool ready() const { return ready_; }
+  // One instruction; false once the child has ended.
+  bool step() {
+    int status = 0;
+    if (::ptrace(PTRACE_SINGLESTEP, child_, nullptr, nullptr) != 0) return false;
+    ::waitpid(child_, &status, 0);
+    if (WIFEXITED(status) && WEXITSTATUS(status) != 0) testing::failed(__FILE__, __LINE__, "the call failed");
+    return WIFSTOPPED(status);
+  }
+
+ private:
+  pid_t child_ = 0;
+  bool ready_ = false;
+};
+
+void check_survivor(Store& store, const Scenario& scenario, size_t instruction) {
+  const auto complain = [&](const auto&... parts) {
+    testing::failed(scenario.name, static_cast<int>(instruction), parts...);
+  };
+  store.reap();
+  for (const std::string& problem : store.audit()) complain(problem);
+  const StoreCounts counts = store.counts();
+  if (counts.free + counts.committed != kCapacity)
+    complain("blocks are missing: ", counts.free, " and ", counts.committed);
+  if (store.live_clients() != 1) complain(store.live_clients(), " clients are counted as alive");
+  std::vector<uint32_t> rows, generations;
+  store.keys(&rows, &generations);
+  const TaggedBatch batch = fetch_tagged(store, rows, generations);
+  if (batch.mixed + batch.torn != 0) complain(batch.mixed, " rows are mixed, ", batch.torn, " are torn");
+  std::set<uint64_t> tags;
+  for (uint32_t row : rows) tags.insert(*reinterpret_cast<const uint64_t*>(store.block(0, row)));
+  for (uint64_t tag = 1; tag <= scenario.rows_before; ++tag) {
+    const bool may = std::count(scenario.may_vanish.begin(), scenario.may_vanish.end(), tag) != 0;
+    if (tags.count(tag) == 0 && !may) complain("the row with tag ", tag, " is lost");
+  }
+  const Keys more = insert_many(store, kCapacity / 2, 900);
+  if (fetch_tagged(store, more.rows, more.generations).whole == 0) complain("nothing can be inserted any more");
+  for (const std::string& problem : store.audit()) complain("afterwards: ", problem);
+}
+
+// A step is a switch to another process and back. All states of all calls take minutes, so by default each call is
+// killed in evenly spaced ones; with GEARTRAIN_EVERY_STATE=1 in all of them.
+void thin_out(std::vector<size_t>& states) {
+  const size_t keep = kAddressSanitizer ? 4 : 24;
+  if (std::getenv("GEARTRAIN_EVERY_STATE") != nullptr || states.size() <= keep) return;
+  for (size_t i = 0; i < keep; ++i) states[i] = states[i * states.size() / keep];
+  states.resize(keep);
+}
+
+bool run(const Scenario& scenario) {
+  std::vector<size_t> states{0};
+  size_t found = 0;
+  for (size_t kill_at = 0, next = 0; next < states.size(); kill_at = next < states.size() ? states[next] : 0) {
+    auto store = Store::create(testing::unique_name(), tagged_fields(), scenario.options);
+    const Keys keys = insert_many(*store, scenario.rows_before, 1);
+    {
+      Stepped child(*store, keys, scenario);
+      if (!child.ready()) return false;
+      if (next == 0) {  // the first run only looks
+        uint64_t before = hash_of(*store);
+        for (size_t instruction = 1; child.step(); ++instruction) {
+          const uint64_t after = hash_of(*store);
+          if (after != before) states.push_back(instruction);
+          before = after;
+        }
+        found = states.size();
+        thin_out(states);
+      } else {
+        for (size_t instruction = 0; instruction < kill_at && child.step(); ++instruction) {
+        }
+      }
+    }
+    check_survivor(*store, scenario, kill_at);
+    ++next;
+  }
+  CHECK(found > 3);
+  std::printf("     %-50s %zu of %zu states\n", scenario.name, states.size(), found);
+  std::fflush(stdout);
+  return true;
+}
+
+StoreOptions options_of(Remover remover = Remover::fifo, uint32_t max_times_sampled = 0, uint64_t max_rows = 0) {
+  StoreOptions options;
+  options.capacity = kCapacity;
+  options.remover = remover;
+  options.max_times_sampled = max_times_sampled;
+  options.max_rows = max_rows;
+  return options;
+}
+
+std::vector<Scenario> scenarios() {
+  static std::vector<uint32_t> rows(3), generations(3);
+  static const std::vector<double> weights{7, 0, 9};
+  static const std::vector<int64_t> versions_of_tags{500, 501, 502};
+  static std::vector<uint8_t> taken(3);
+  const auto allocate = [](Store& store, const Keys&) -> std::function<void()> {
+    return [&store] { store.allocate(rows); };
+  };
+  const auto commit = [](Store& store, const Keys&) -> std::function<void()> {
+    static const std::vector<uint64_t> tags{500, 501, 502};
+    static std::vector<uint32_t> lengths;
+    store.allocate(rows);
+    lengths = fill_tagged(store, rows, tags);
+    return [&store] { store.commit(rows, {lengths, weights, versions_of_tags}, generations); };
+  };
+  const auto update = [](Store& store, const Keys& keys) -> std::function<void()> {
+    const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
+    return [=, &store] { store.update_weights(some_rows.first(3), some_generations.first(3), weights); };
+  };
+  const auto remove = [](Store& store, const Keys& keys) -> std::function<void()> {
+    const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
+    return [=, &store] { store.remove(some_rows.first(2), some_generations.first(2)); };
+  };
+  const auto sample = [](Store& store, const Keys& keys) -> std::function<void()> {
+    const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
+    return [=, &store] { store.count_samples(some_rows.first(3), some_generations.first(3), taken); };
+  };
+  const auto release = [](Store& store, const Keys& keys) -> std::function<void()> {
+    const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
+    store.count_samples(some_rows.first(3), some_generations.first(3), taken);
+    return [=, &store] { store.release_spent(some_rows.first(3), some_generations.first(3)); };
+  };
+  const auto abandon = [](Store& store, const Keys&) -> std::function<void()> {
+    store.allocate(rows);
+    return [&store] { store.abandon(rows); };
+  };
+  const auto publish = [](Store& store, const Keys&) -> std::function<void()> {
+    static const std::vector<uint64_t> tags{500, 501, 502};
+    static std::vector<uint32_t> lengths;
+    store.allocate(rows);
+    lengths = fill_tagged(store, rows, tags);
+    return [&store] { store.publish(rows, {lengths, weights, versions_of_tags}, generations); };
+  };
+  const auto seal = [publish](Store& store, const Keys& keys) -> std::function<void()> {
+    publish(store, keys)();
+    return [&store] { store.seal(rows); };
+  };
+  const auto expire = [](Store& store, const Keys&) -> std::function<void()> {
+    ::usleep(15'000);
+    return [&store] { store.expire(); };
+  };
+  const auto rebuild = [](Store& store, const Keys&) -> std::function<void()> {
+    store.allocate(rows);
+    return [&store] { store.rebuild(); };
+  };
+  const auto join_and_leave = [](Store& store, const Keys&) -> std::function<void()> {
+    static std::string path;
+    path = store.mapping()->path();
+    return [] {
+      auto second = Store::attach(path, {});
+      second->allocate(rows);
+      second->close();
+    };
+  };
+  // A process died while it held blocks and was changing weights: its heir dies while taking them back.
+  const auto reap = [](Store& store, const Keys&) -> std::function<void()> {
+    const pid_t dying = ::fork();
+    if (dying == 0) {
+      store.reap();
+      store.allocate(rows);
+      std::vector<uint32_t> slots;
+      for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+        if (store.client(slot).in_use != 0 && store.client(slot).pid == ::getpid())
+          store.client(slot).weight_writers = 1;
+      }
+      ::_exit(0);
+    }
+    ::waitpid(dying, nullptr, 0);
+    return [&store] { store.reap(); };
+  };
+  StoreOptions aging = options_of();
+  aging.max_age_ns = 1'000'000;
+  const std::vector<uint64_t> oldest{1, 2, 3}, newest{18, 19, 20};
+  std::vector<uint64_t> all;
+  for (uint64_t tag = 1; tag <= kCapacity; ++tag) all.push_back(tag);
+  return {
+      {"allocate free rows", options_of(), 4, {}, allocate},
+      {"allocate, evicting the oldest", options_of(), 20, oldest, allocate},
+      {"allocate, evicting the newest", options_of(Remover::lifo), 20, newest, allocate},
+      {"allocate, evicting the lightest", options_of(Remover::lowest_weight), 20, oldest, allocate},
+      {"commit", options_of(), 4, {}, commit},
+      {"commit at the cap", options_of(Remover::fifo, 0, 10), 10, oldest, commit},
+      {"commit at the cap, evicting the lightest", options_of(Remover::lowest_weight, 0, 10), 10, oldest, commit},
+      {"publish", options_of(), 4, {}, publish},
+      {"publish at the cap", options_of(Remover::lifo, 0, 10), 10, {8, 9, 10}, publish},
+      {"seal", options_of(), 4, {}, seal},
+      {"seal into a heap", options_of(Remover::lowest_weight), 4, {}, seal},
+      {"abandon", options_of(), 4, {}, abandon},
+      {"update weights without the lock", options_of(), 18, {}, update},
+      {"update weights in a heap", options_of(Remover::lowest_weight), 18, {}, update},
+      {"update weights of rows sampled a few times", options_of(Remover::fifo, 2), 18, {}, update},
+      {"delete", options_of(), 18, {1, 2}, remove},
+      {"delete from a heap", options_of(Remover::lowest_weight), 18, {1, 2}, remove},
+      {"count last samples", options_of(Remover::fifo, 1), 18, oldest, sample},
+      {"count last samples in a heap", options_of(Remover::lowest_weight, 1), 18, oldest, sample},
+      {"release spent rows", options_of(Remover::fifo, 1), 18, oldest, release},
+      {"expire", aging, 4, all, expire},
+      {"rebuild", options_of(Remover::lowest_weight), 5, {}, rebuild},
+      {"join and leave", options_of(), 4, {}, join_and_leave},
+      {"reap", options_of(), 4, {}, reap},
+  };
+}
+
+TEST(a_process_killed_after_any_instruction_loses_nothing_and_blocks_nobody) {
+  if (kThreadSanitizer) return;
+  for (const Scenario& scenario : scenarios()) {
+    if (!run(scenario)) {
+      std::printf("     skipped: this machine does not let a process trace its child\n");
+      return;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace geartrain
+
+RUN_TESTS()

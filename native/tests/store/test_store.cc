@@ -1,0 +1,499 @@
+// The store's books under concurrency and death, without Python: threads on one handle, handles of their own, forks.
+
+#include "store/store.h"
+
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <random>
+#include <thread>
+
+#include "base/clock.h"
+#include "tests/support/check.h"
+#include "tests/support/tagged_rows.h"
+
+namespace geartrain {
+namespace {
+
+StoreOptions options_of(uint64_t capacity) {
+  StoreOptions options;
+  options.capacity = capacity;
+  options.lock_timeout_s = 30;
+  return options;
+}
+
+void check_sound(Store& store) {
+  for (const std::string& problem : store.audit()) testing::failed(__FILE__, __LINE__, problem);
+}
+
+// Somebody who does everything at random with rows of its own tags.
+class Busy {
+ public:
+  Busy(Store& store, uint32_t seed) : store_(store), random_(seed), tag_(uint64_t{seed} << 40) {}
+  ~Busy() {
+    if (length_ != 0) store_.seal({&growing_, 1});
+  }
+  Busy(const Busy&) = delete;
+  Busy& operator=(const Busy&) = delete;
+
+  void step() {
+    switch (random_() % 10) {
+      case 8:
+      case 9:
+        grow();
+        break;
+      case 0:
+      case 1:
+      case 2:
+        insert(1 + random_() % 3);
+        break;
+      case 3:
+        abandon();
+        break;
+      case 4:
+      case 5:
+        reweigh();
+        break;
+      case 6:
+        sample();
+        break;
+      default:
+        random_() % 4 == 0 ? remove() : void(store_.expire());
+        break;
+    }
+  }
+
+ private:
+  void insert(size_t n) {
+    uint32_t rows[3], generations[3];
+    uint64_t tags[3];
+    for (size_t i = 0; i < n; ++i) tags[i] = ++tag_;
+    try {
+      insert_tagged(store_, {tags, n}, {rows, n}, {generations, n}, static_cast<double>(random_() % 5));
+    } catch (const Error& error) {
+      if (error.kind != ErrorKind::full) throw;
+    }
+  }
+  // One row at a time is published at its beginning and extended to its end.
+  void grow() {
+    const uint64_t tag = growing_tag_;
+    if (length_ == 0) {
+      if (store_.header().max_times_sampled != 0) return;
+      try {
+        store_.allocate({&growing_, 1});
+      } catch (const Error& error) {
+        if (error.kind != ErrorKind::full) throw;
+        return;
+      }
+      growing_tag_ = ++tag_ | kGrowingTag;
+      begin_tagged(store_, growing_, growing_tag_);
+      grow_tagged(store_, growing_, growing_tag_, 0, 1);
+      const auto version = static_cast<int64_t>(growing_tag_);
+      const uint32_t one = 1;
+      uint32_t generation = 0;
+      store_.publish({&growing_, 1}, {{&one, 1}, {}, {&version, 1}}, {&generation, 1});
+      length_ = 1;
+    } else if (length_ < tagged_length(tag)) {
+      const uint32_t next = std::min<uint32_t>(length_ + 1 + random_() % 40, tagged_length(tag));
+      grow_tagged(store_, growing_, tag, length_, next);
+      store_.extend(growing_, next);
+      length_ = next;
+    } else {
+      store_.seal({&growing_, 1});
+      length_ = 0;
+    }
+  }
+  void abandon() {
+    uint32_t row = 0;
+    try {
+      store_.allocate({&row, 1});
+    } catch (const Error& error) {
+      if (error.kind != ErrorKind::full) throw;
+      return;
+    }
+    store_.abandon({&row, 1});
+  }
+  // Keys as anybody sees them: some are stale by the time they are used.
+  size_t some_keys(uint32_t* rows, uint32_t* generations, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+      rows[i] = random_() % store_.header().capacity;
+      generations[i] = generation_of(store_.words()[rows[i]].load()) | 1;
+    }
+    return n;
+  }
+  void reweigh() {
+    uint32_t rows[8], generations[8];
+    double weights[8];
+    const size_t n = some_keys(rows, generations, 8);
+    for (double& weight : weights) weight = static_cast<double>(random_() % 1000) / 7;
+    store_.update_weights({rows, n}, {generations, n}, {weights, n});
+  }
+  void sample() {
+    uint32_t rows[4], generations[4];
+    uint8_t taken[4];
+    const size_t n = some_keys(rows, generations, 4);
+    store_.count_samples({rows, n}, {generations, n}, {taken, n});
+    const TaggedBatch batch = fetch_tagged(store_, {rows, n}, {generations, n});
+    CHECK_EQ(batch.mixed, uint64_t{0});
+    store_.release_spent({rows, n}, {generations, n});
+  }
+  void remove() {
+    uint32_t row = 0, generation = 0;
+    some_keys(&row, &generation, 1);
+    store_.remove({&row, 1}, {&generation, 1});
+  }
+
+  Store& store_;
+  std::mt19937 random_;
+  uint64_t tag_;
+  uint64_t growing_tag_ = 0;
+  uint32_t growing_ = 0, length_ = 0;  // no length: nothing is growing
+};
+
+// Every combination of what changes how rows leave.
+std::vector<StoreOptions> all_kinds() {
+  std::vector<StoreOptions> kinds;
+  for (Remover remover : {Remover::fifo, Remover::lifo, Remover::lowest_weight}) {
+    for (uint32_t samples : {0u, 1u, 3u}) {
+      StoreOptions options = options_of(24);
+      options.remover = remover;
+      options.max_times_sampled = samples;
+      options.max_rows = samples == 1 ? 20 : 0;
+      options.max_age_ns = samples == 3 ? 2'000'000 : 0;
+      kinds.push_back(options);
+    }
+  }
+  return kinds;
+}
+
+TEST(threads_sharing_a_handle_leave_sound_books) {
+  for (const StoreOptions& options : all_kinds()) {
+    auto store = Store::create(testing::unique_name(), tagged_fields(), options);
+    std::vector<std::thread> threads;
+    for (uint32_t t = 0; t < 4; ++t) {
+      threads.emplace_back([&, t] {
+        Busy busy(*store, t + 1);
+        for (int i = 0; i < (kThreadSanitizer || kAddressSanitizer ? 300 : 2000); ++i) busy.step();
+      });
+    }
+    for (int i = 0; i < 20; ++i) {
+      check_sound(*store);
+      store->reap();
+    }
+    for (auto& thread : threads) thread.join();
+    check_sound(*store);
+    CHECK_EQ(fetch_all_tagged(*store).mixed, uint64_t{0});
+    const StoreCounts counts = store->counts();
+    CHECK_EQ(counts.free + counts.committed, options.capacity);
+  }
+}
+
+TEST(threads_with_handles_of_their_own_leave_sound_books) {
+  if (kThreadSanitizer) return;
+  for (const StoreOptions& options : all_kinds()) {
+    const std::string name = testing::unique_name();
+    auto store = Store::create(name, tagged_fields(), options);
+    std::vector<std::thread> threads;
+    for (uint32_t t = 0; t < 3; ++t) {
+      threads.emplace_back([&, t] {
+        auto mine = Store::attach(name, {});
+        Busy busy(*mine, t + 1);
+        for (int i = 0; i < (kAddressSanitizer ? 300 : 1000); ++i) busy.step();
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    check_sound(*store);
+    CHECK_EQ(store->live_clients(), 1u);
+    CHECK_EQ(fetch_all_tagged(*store).mixed, uint64_t{0});
+  }
+}
+
+// The narrow race of this store: a row is evicted between an update's two halves, the word and the sums.
+TEST(updates_that_race_with_evictions_leave_the_sums_exact) {
+  for (uint32_t samples : {0u, 1u}) {
+    StoreOptions options = options_of(2);
+    options.max_times_sampled = samples;
+    auto store = Store::create(testing::unique_name(), {{"x", 8, 8, false, {}}}, options);
+    std::atomic<bool> stop{false};
+    std::vector<std::thread> updaters;
+    for (uint32_t row = 0; row < 2; ++row) {
+      updaters.emplace_back([&, row] {
+        for (uint32_t i = 0; !stop; ++i) {
+          const uint32_t generation = generation_of(store->words()[row].load());
+          const double weight = i % 3;
+          if ((generation & 1) != 0) store->update_weights({&row, 1}, {&generation, 1}, {&weight, 1});
+        }
+      });
+    }
+    const uint64_t deadline = monotonic_ns() + 1'500'000'000;
+    uint64_t unsound = 0;
+    while (monotonic_ns() < deadline) {
+      for (int i = 0; i < 2000; ++i) {
+        uint32_t row = 0, generation = 0;
+        const double weight = 0;
+        uint8_t taken = 0;
+        store->allocate({&row, 1});
+        store->commit({&row, 1}, {{}, {&weight, 1}, {}}, {&generation, 1});
+        store->count_samples({&row, 1}, {&generation, 1}, {&taken, 1});
+        store->release_spent({&row, 1}, {&generation, 1});
+      }
+      unsound += !store->audit().empty();
+    }
+    stop = true;
+    for (auto& updater : updaters) updater.join();
+    CHECK_EQ(unsound, uint64_t{0});
+    check_sound(*store);
+  }
+}
+
+TEST(a_writer_killed_anywhere_loses_nothing_that_was_committed) {
+  if (kThreadSanitizer) return;
+  std::mt19937 random(11);
+  for (const StoreOptions& options : all_kinds()) {
+    const std::string name = testing::unique_name();
+    auto store = Store::create(name, tagged_fields(), options);
+    for (uint32_t kill_number = 0; kill_number < 12; ++kill_number) {
+      pid_t children[2];
+      for (uint32_t c = 0; c < 2; ++c) {
+        children[c] = ::fork();
+        if (children[c] != 0) continue;
+        Busy busy(*store, 100 * kill_number + c + 1);
+        for (;;) busy.step();
+      }
+      ::usleep(1000 + random() % 3000);
+      for (pid_t child : children) {
+        ::kill(child, SIGKILL);
+        int status = 0;
+        ::waitpid(child, &status, 0);
+        CHECK(WIFSIGNALED(status));
+      }
+      CHECK_EQ(fetch_all_tagged(*store).mixed, uint64_t{0});
+      store->reap();
+      check_sound(*store);
+      const StoreCounts counts = store->counts();
+      CHECK_EQ(counts.free + counts.committed, options.capacity);
+      Busy survivor(*store, 9999 + kill_number);
+      for (int i = 0; i < 20; ++i) survivor.step();
+      check_sound(*store);
+    }
+    CHECK_EQ(store->live_clients(), 1u);
+  }
+}
+
+TEST(a_forked_child_is_a_client_of_its_own_and_its_parents_rows_stay_the_parents) {
+  if (kThreadSanitizer) return;
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(8));
+  uint32_t mine = 0;
+  store->allocate({&mine, 1});
+  const pid_t child = ::fork();
+  if (child == 0) {
+    uint32_t generation = 0, row = 0;
+    const uint64_t tag = 77;
+    try {
+      store->commit({&mine, 1}, {}, {&generation, 1});
+      ::_exit(1);
+    } catch (const Error& error) {
+      if (error.kind != ErrorKind::stale_key) ::_exit(2);
+    }
+    insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1});
+    store->allocate({&row, 1});  // held at the child's death
+    ::_exit(store->live_clients() == 2 ? 0 : 3);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  CHECK_EQ(WEXITSTATUS(status), 0);
+  CHECK_EQ(store->committed_count(), uint64_t{1});
+  CHECK_EQ(store->counts().writing, uint64_t{2});
+  CHECK_EQ(store->reap(), 1u);
+  CHECK_EQ(store->counts().writing, uint64_t{1});
+  uint32_t generation = 0;
+  const uint64_t tag = 5;
+  commit_tagged(*store, {&mine, 1}, {&tag, 1}, {&generation, 1});
+  check_sound(*store);
+}
+
+TEST(nothing_is_changed_when_one_value_of_a_call_is_refused) {
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
+  uint32_t rows[2], generations[2];
+  store->allocate(rows);
+  const uint32_t bad_lengths[2] = {1, kTaggedSteps + 1};
+  const double bad_weights[2] = {1, -1}, good_weights[2] = {2, 3};
+  CHECK_THROWS(schema, store->commit(rows, {bad_lengths, {}, {}}, generations));
+  CHECK_THROWS(schema, store->commit(rows, {{}, bad_weights, {}}, generations));
+  const uint32_t twice[2] = {rows[0], rows[0]};
+  CHECK_THROWS(schema, store->commit(twice, {}, generations));
+  CHECK_EQ(store->committed_count(), uint64_t{0});
+  store->commit(rows, {{}, good_weights, {}}, generations);
+  const uint64_t total = store->weight_tree().total();
+  CHECK_THROWS(schema, store->update_weights(rows, generations, bad_weights));
+  const uint32_t beyond[2] = {rows[0], 4};
+  CHECK_THROWS(schema, store->update_weights(beyond, generations, good_weights));
+  CHECK_THROWS(schema, store->remove(beyond, generations));
+  CHECK_EQ(store->weight_tree().total(), total);
+  CHECK_EQ(store->committed_count(), uint64_t{2});
+  check_sound(*store);
+}
+
+TEST(a_row_is_read_while_it_grows_and_only_as_far_as_it_has_grown) {
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
+  std::atomic<bool> done{false};
+  std::atomic<uint64_t> whole{0}, mixed{0};
+  std::thread reader([&] {
+    std::mt19937 random(3);
+    while (!done.load()) {
+      std::vector<uint32_t> rows, generations;
+      store->keys(&rows, &generations);
+      const std::vector<int32_t> ends(rows.size(), static_cast<int32_t>(random() % kTaggedSteps));
+      for (const TaggedBatch& batch :
+           {fetch_tagged(*store, rows, generations), fetch_tagged(*store, rows, generations, 8, ends)}) {
+        whole += batch.whole;
+        mixed += batch.mixed;
+      }
+    }
+  });
+  for (uint64_t episode = 1; episode <= 300 || whole.load() < 100; ++episode) {
+    const uint64_t tag = kGrowingTag | episode;
+    uint32_t row = 0, generation = 0;
+    store->allocate({&row, 1});
+    begin_tagged(*store, row, tag);
+    grow_tagged(*store, row, tag, 0, 1);
+    const uint32_t one = 1;
+    const auto version = static_cast<int64_t>(tag);
+    store->publish({&row, 1}, {{&one, 1}, {}, {&version, 1}}, {&generation, 1});
+    for (uint32_t length = 2; length <= tagged_length(tag); ++length) {
+      grow_tagged(*store, row, tag, length - 1, length);
+      store->extend(row, length);
+    }
+    store->seal({&row, 1});
+  }
+  done = true;
+  reader.join();
+  CHECK_EQ(mixed.load(), uint64_t{0});
+  check_sound(*store);
+}
+
+TEST(a_growing_row_is_its_writers_alone) {
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(3));
+  uint32_t rows[2], generations[2];
+  store->allocate(rows);
+  const uint32_t lengths[2] = {5, 5};
+  store->publish(rows, {lengths, {}, {}}, generations);
+  check_sound(*store);
+  CHECK_EQ(store->committed_count(), uint64_t{2});
+  CHECK_EQ(store->counts().growing, uint64_t{2});
+  CHECK_EQ(store->bit_tree().total(), uint64_t{2});
+  // Not the remover's, nor anybody else's to delete.
+  uint32_t more[2];
+  CHECK_THROWS(full, store->allocate(more));
+  CHECK_EQ(store->remove(rows, generations), uint64_t{2});
+  CHECK_THROWS(stale_key, store->abandon(rows));
+  CHECK_THROWS(schema, store->extend(rows[0], 4));
+  CHECK_THROWS(schema, store->extend(rows[0], kTaggedSteps + 1));
+  const double weights[2] = {3, 4};
+  CHECK_EQ(store->update_weights(rows, generations, weights), uint64_t{0});
+  store->extend(rows[0], 6);
+  CHECK_EQ(store->info(rows[0]).length, 6u);
+  store->rebuild();  // as after a death
+  check_sound(*store);
+  CHECK_EQ(store->counts().growing, uint64_t{2});
+  store->seal(rows);
+  check_sound(*store);
+  CHECK_EQ(store->info(rows[0]).generation, generations[0]);
+  CHECK_THROWS(stale_key, store->extend(rows[0], 7));
+  store->allocate(more);  // evicts the one sealed first
+  CHECK_EQ(store->info(rows[1]).generation, generations[1]);
+}
+
+TEST(what_a_dead_writer_has_published_stays) {
+  if (kThreadSanitizer) return;
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    uint32_t row = 0, generation = 0;
+    const uint32_t three = 3;
+    store->allocate({&row, 1});
+    store->publish({&row, 1}, {{&three, 1}, {}, {}}, {&generation, 1});
+    ::_exit(0);
+  }
+  ::waitpid(child, nullptr, 0);
+  CHECK_EQ(store->counts().growing, uint64_t{1});
+  CHECK_EQ(store->reap(), 1u);
+  CHECK_EQ(store->counts().growing, uint64_t{0});
+  CHECK_EQ(store->counts().committed, uint64_t{1});
+  check_sound(*store);
+}
+
+TEST(an_audit_finds_what_does_not_add_up) {
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
+  uint32_t row = 0, generation = 0;
+  const uint64_t tag = 1;
+  insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1});
+  check_sound(*store);
+  const auto unsound_after = [&](auto&& damage) {
+    damage();
+    CHECK(!store->audit().empty());
+    store->rebuild();
+    check_sound(*store);
+  };
+  unsound_after([&] { store->control().free_count += 1; });
+  unsound_after([&] { store->control().free_head = store->status()[store->control().free_head].next; });
+  unsound_after([&] { store->words()[row] += 1; });
+  unsound_after([&] { store->bit_tree().leaves()[0] = 0; });
+  unsound_after([&] { store->status()[store->control().order_head].next = store->control().order_head; });
+  unsound_after([&] { store->weight_tree().nodes()[0] += 3; });
+  CHECK_EQ(store->committed_count(), uint64_t{1});
+}
+
+TEST(sequence_numbers_can_be_moved_on_and_never_back) {
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
+  const auto sequence_of_next = [&] {
+    uint32_t row = 0, generation = 0;
+    const uint64_t tag = 1;
+    insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1});
+    return store->info(row).sequence;
+  };
+  CHECK_EQ(sequence_of_next(), uint64_t{1});
+  store->advance_sequence(1000);
+  CHECK_EQ(sequence_of_next(), uint64_t{1000});
+  store->advance_sequence(5);
+  CHECK_EQ(sequence_of_next(), uint64_t{1001});
+  store->rebuild();
+  CHECK_EQ(sequence_of_next(), uint64_t{1002});
+  CHECK_THROWS(schema, store->advance_sequence(~uint64_t{0}));
+  check_sound(*store);
+}
+
+TEST(sample_counts_are_set_by_key) {
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(2));
+  uint32_t row = 0, generation = 0;
+  const uint64_t tag = 1;
+  insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1});
+  const uint32_t seven = 7, nine = 9, stale = generation + 2;
+  store->set_times_sampled({&row, 1}, {&generation, 1}, {&seven, 1});
+  store->set_times_sampled({&row, 1}, {&stale, 1}, {&nine, 1});
+  CHECK_EQ(store->info(row).times_sampled, 7u);
+  const uint32_t beyond = 2;
+  CHECK_THROWS(schema, store->set_times_sampled({&beyond, 1}, {&generation, 1}, {&seven, 1}));
+}
+
+TEST(a_segment_that_is_to_be_kept_outlives_whoever_leaves_it_last) {
+  const std::string name = testing::unique_name();
+  auto store = Store::create(name, tagged_fields(), options_of(2));
+  uint32_t row = 0, generation = 0;
+  const uint64_t tag = 1;
+  insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1});
+  store->keep_segment();
+  store->close();
+  CHECK_THROWS(stale_store, Store::attach(name, {}));
+  AttachOptions adopting;
+  adopting.adopt = true;
+  auto adopted = Store::attach(name, adopting);
+  CHECK_EQ(adopted->committed_count(), uint64_t{1});
+  check_sound(*adopted);
+}
+
+}  // namespace
+}  // namespace geartrain
+
+RUN_TESTS()

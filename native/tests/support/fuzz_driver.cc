@@ -1,0 +1,88 @@
+// fuzz_x [runs] [seconds]: the seeds as they are, and then mutations of them, the same with every run. What would be
+// found is found by the sanitizers, by an exception that is not an Error, or by a run that takes a second.
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+#include "tests/support/fuzz.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
+
+namespace geartrain {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point began) {
+  return std::chrono::duration<double>(Clock::now() - began).count();
+}
+
+void put(Input* input, std::mt19937_64& random, uint64_t value, size_t bytes) {
+  if (input->size() < bytes) return;
+  std::memcpy(input->data() + random() % (input->size() - bytes + 1), &value, bytes);
+}
+
+void mutate(Input* input, const std::vector<Input>& seeds, std::mt19937_64& random) {
+  static constexpr uint64_t kTelling[] = {0,          1,          2,          7,          8,          63,
+                                          64,         255,        4095,       4096,       65535,      1 << 20,
+                                          0x7fffffff, 0x80000000, 0xffffffff, 1ull << 32, 1ull << 63, ~0ull};
+  const auto at = [&](size_t size) { return static_cast<std::ptrdiff_t>(random() % (size + 1)); };
+  switch (random() % 7) {
+    case 0:
+      if (!input->empty()) (*input)[random() % input->size()] ^= static_cast<uint8_t>(1u << (random() % 8));
+      break;
+    case 1:
+      put(input, random, random(), 1);
+      break;
+    case 2:
+      put(input, random, kTelling[random() % std::size(kTelling)], 4);
+      break;
+    case 3:
+      put(input, random, kTelling[random() % std::size(kTelling)], 8);
+      break;
+    case 4:
+      input->resize(input->size() - random() % (input->size() / 2 + 1));
+      break;
+    case 5: {
+      const Input& other = seeds[random() % seeds.size()];
+      const auto first = at(other.size());
+      input->insert(input->begin() + at(input->size()), other.begin() + first, other.end());
+      break;
+    }
+    default: {
+      const auto first = at(input->size());
+      const auto last =
+          first + static_cast<std::ptrdiff_t>(random() % (input->size() - static_cast<size_t>(first) + 1));
+      input->erase(input->begin() + first, input->begin() + std::min<std::ptrdiff_t>(last, first + 16));
+    }
+  }
+  if (input->size() > 1 << 16) input->resize(1 << 16);
+}
+
+int run(uint64_t runs, double seconds) {
+  const auto seeds = fuzz_seeds();
+  const auto began = Clock::now();
+  std::mt19937_64 random(20261122);
+  double slowest = 0;
+  uint64_t done = 0;
+  for (; done < runs && seconds_since(began) < seconds; ++done) {
+    Input input = seeds[done < seeds.size() ? done : random() % seeds.size()];
+    for (uint64_t n = done < seeds.size() ? 0 : 1 + random() % 5; n != 0; --n) mutate(&input, seeds, random);
+    const auto begun = Clock::now();
+    LLVMFuzzerTestOneInput(input.data(), input.size());
+    slowest = std::max(slowest, seconds_since(begun));
+  }
+  std::printf("%llu inputs, the slowest took %.3f s\n", static_cast<unsigned long long>(done), slowest);
+  return slowest < 5 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace geartrain
+
+int main(int argc, char** argv) {
+  const uint64_t runs = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 20'000;
+  return geartrain::run(runs, argc > 2 ? std::strtod(argv[2], nullptr) : 10);
+}

@@ -1,0 +1,354 @@
+// TLS over TCP: what is refused says why on both sides, what travels is neither read nor changed by others, and what
+// goes wrong is a named error in bounded time. That messages arrive as ever is in the suites of all transports.
+
+#include <poll.h>
+
+#include <algorithm>
+#include <mutex>
+
+#include "tests/support/check.h"
+#include "tests/transport/certificates.h"
+#include "tests/transport/faults.h"
+#include "tests/transport/peers.h"
+#include "transport/sideband/memory_region.h"
+
+namespace geartrain {
+namespace {
+
+Options with(const TlsFiles* files) {
+  Options options;
+  options.transport = "tcp";
+  if (files != nullptr) options.tls = TlsContext::load(*files);
+  return options;
+}
+
+ListenerOptions listening_with(const TlsFiles* files) {
+  ListenerOptions made;
+  made.options = with(files);
+  made.options.transport.clear();
+  return made;
+}
+
+bool within(double seconds, const std::function<bool()>& true_now) {
+  for (const Deadline deadline = soon(seconds); !deadline.passed(); ::usleep(1000)) {
+    if (true_now()) return true;
+  }
+  return true_now();
+}
+
+bool has(const std::string& text, const char* part) {
+  const bool found = text.find(part) != std::string::npos;
+  if (!found) std::cerr << "'" << part << "' is not in: " << text << std::endl;
+  return found;
+}
+
+// Both sides' words when they do not come together.
+void refused(const TlsFiles* dialer, const TlsFiles* at_the_door, const char* dialer_says, const char* door_says) {
+  Listener listener(listening_with(at_the_door));
+  const uint64_t began_ns = monotonic_ns();
+  try {
+    connect(listener.address(), with(dialer), soon(20));
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.kind == ErrorKind::untrusted);
+    CHECK(has(error.what(), dialer_says));
+  }
+  CHECK(within(3, [&] { return listener.refused() != 0; }));
+  CHECK(has(listener.refusal(), door_says));
+  CHECK(monotonic_ns() - began_ns < 4'000'000'000u);
+  try {
+    listener.accept(Deadline::after(0));
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.kind == ErrorKind::timed_out);
+    CHECK(has(error.what(), door_says));
+  }
+}
+
+TEST(who_is_not_trusted_is_refused_and_both_sides_say_why) {
+  if (!Authority::not_viable().empty()) return;
+  const Authority ours, theirs;
+  const TlsFiles good = ours.sign("good", "IP:127.0.0.1");
+  const TlsFiles stranger = theirs.sign("stranger", "IP:127.0.0.1");
+  TlsFiles spy = stranger;  // trusts us, and is not trusted
+  spy.ca = good.ca;
+  const TlsFiles elsewhere = ours.sign("elsewhere", "IP:127.0.0.2,DNS:localhost");
+  const TlsFiles nameless = ours.sign("nameless", "DNS:*");
+  const TlsFiles old = ours.sign_old("old", "IP:127.0.0.1");
+  TlsFiles named = ours.sign("named", "DNS:learner.cluster"), strict = good;
+  named.name = strict.name = "learner.cluster";
+  TlsFiles wild = ours.sign("wild", "DNS:*.cluster");
+
+  refused(nullptr, &good, "it asks for TLS, and none was given here", "it came without TLS");
+  refused(&good, nullptr, "the peer uses no TLS", "it asks for TLS, and none is used here");
+  refused(&stranger, &good, "the peer's certificate is refused: another authority", "another authority signed it");
+  refused(&good, &spy, "the peer's certificate is refused: another authority", "another authority");
+  refused(&spy, &good, "the peer refuses this side's certificate: another authority",
+          "the peer's certificate is refused: another authority signed it");
+  refused(&good, &old, "the peer's certificate is refused: it has expired",
+          "refuses this side's certificate: it has exp");
+  refused(&old, &good, "the peer refuses this side's certificate: it has expired",
+          "the peer's certificate is refused: it has expired");
+  refused(&good, &elsewhere, "the peer's certificate is refused: it is not for 127.0.0.1", "refuses this side's cert");
+  refused(&good, &nameless, "it is not for 127.0.0.1", "refuses this side's cert");
+  refused(&strict, &good, "it is not for learner.cluster", "refuses this side's cert");
+  refused(&strict, &wild, "it is not for learner.cluster", "refuses this side's cert");
+  refused(&good, &named, "it is not for 127.0.0.1", "refuses this side's cert");
+  TlsFiles trusting = named;
+  refused(&strict, &trusting, "refuses this side's certificate: it is not valid, or not for this name",
+          "the peer's certificate is refused: it is not for learner.cluster");
+
+  Listener listener(listening_with(&named));
+  const auto one = connect(listener.address(), with(&named), soon());
+  CHECK(has(one->describe(), ", TLSv1.3 TLS_AES_128_GCM_SHA256"));
+  CHECK_EQ(listener.refused(), uint64_t{0});
+}
+
+TEST(files_that_cannot_be_used_are_errors_where_they_are_given) {
+  if (!Authority::not_viable().empty()) return;
+  const Authority ours;
+  const TlsFiles good = ours.sign("good", "IP:127.0.0.1"), other = ours.sign("other", "IP:127.0.0.1");
+  const auto refuses = [&](TlsFiles files, const char* because) {
+    try {
+      TlsContext::load(files);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.kind == ErrorKind::schema);
+      CHECK(has(error.what(), because));
+    }
+  };
+  TlsFiles files = good;
+  files.certificate = ours.path("nowhere.pem");
+  refuses(files, "nowhere.pem': No such file");
+  files = good;
+  files.key = other.key;
+  refuses(files, "other.key': key values mismatch");
+  files = good;
+  files.key = good.certificate;
+  refuses(files, "cannot use the key");
+  files = good;
+  files.ca = good.key;
+  refuses(files, "cannot use the ca");
+  files.ca.clear();
+  refuses(files, "no ca");
+}
+
+TEST(the_secret_is_proved_inside) {
+  if (!Authority::not_viable().empty()) return;
+  Options options = over("tcp+tls"), other = options;
+  options.secret = "open sesame";
+  other.secret = "open barley";
+  ListenerOptions door = listening("tcp+tls", options);
+  Listener listener(door);
+  CHECK_THROWS(untrusted, connect(listener.address(), other, soon()));
+  CHECK_THROWS(untrusted, connect(listener.address(), over("tcp+tls"), soon()));
+  const auto one = connect(listener.address(), options, soon());
+  CHECK(one->authenticated());
+}
+
+TEST(keys_are_changed_on_the_way_and_nobody_notices) {
+  if (!Authority::not_viable().empty()) return;
+  TlsFiles files = Authority::of_tests().sign("rekeyed", "IP:127.0.0.1");
+  files.rekey_bytes = 300'000;
+  Listener listener(listening_with(&files));
+  const auto one = connect(listener.address(), with(&files), soon());
+  const auto other = listener.accept(soon());
+  const auto talk = [](Connection& end) {
+    const Parcel big(1, 100, {12 * kMiB + 5}), small(2, 20'000, {3, 70'000});
+    for (uint64_t i = 0; i < 20; ++i) (i % 5 == 0 ? big : small).send(end, i, soon());
+    for (uint64_t i = 0; i < 20; ++i) {
+      Message message;
+      end.receive(&message, soon());
+      CHECK_EQ(message.tag, i);
+      CHECK((i % 5 == 0 ? big : small).is(message));
+    }
+  };
+  std::thread there([&] { talk(*other); });
+  talk(*one);
+  there.join();
+}
+
+// Somebody on the way, who passes everything on, remembers it, and changes a byte when told to.
+class Between {
+ public:
+  explicit Between(const std::string& address) : address_(address) {
+    door_ = Descriptor(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    struct sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    CHECK_EQ(::bind(door_.get(), reinterpret_cast<const struct sockaddr*>(&at), sizeof at), 0);
+    CHECK_EQ(::listen(door_.get(), 16), 0);
+    socklen_t size = sizeof at;
+    ::getsockname(door_.get(), reinterpret_cast<struct sockaddr*>(&at), &size);
+    place_ = "id=any;tcp=127.0.0.1:" + std::to_string(ntohs(at.sin_port));
+    thread_ = std::thread([this] { serve(); });
+  }
+  ~Between() {
+    stop_ = true;
+    thread_.join();
+  }
+  const std::string& address() const { return place_; }
+  std::atomic<bool> change{false};
+  bool saw(Bytes wanted) {
+    std::lock_guard lock(mutex_);
+    return std::search(seen_.begin(), seen_.end(), wanted.begin(), wanted.end()) != seen_.end();
+  }
+
+ private:
+  void serve() {
+    std::vector<std::pair<Descriptor, Descriptor>> ways;
+    std::vector<std::byte> bytes(64 << 10);
+    while (!stop_) {
+      std::vector<struct pollfd> all = {{door_.get(), POLLIN, 0}};
+      for (const auto& [one, other] : ways) {
+        all.push_back({one.get(), POLLIN, 0});
+        all.push_back({other.get(), POLLIN, 0});
+      }
+      ::poll(all.data(), all.size(), 20);
+      for (size_t i = 1; i < all.size(); ++i) {
+        if ((all[i].revents & (POLLIN | POLLHUP)) == 0) continue;
+        const auto& way = ways[(i - 1) / 2];
+        const int from = all[i].fd, to = i % 2 == 1 ? way.second.get() : way.first.get();
+        const ssize_t got = ::recv(from, bytes.data(), bytes.size(), MSG_DONTWAIT);
+        if (got <= 0) {
+          ::shutdown(to, SHUT_WR);
+          continue;
+        }
+        // A big record's middle: what is small may be the beat of the line beside the connection.
+        if (got > 4000 && change.exchange(false)) bytes[static_cast<size_t>(got) / 2] ^= std::byte{1};
+        {
+          std::lock_guard lock(mutex_);
+          seen_.insert(seen_.end(), bytes.begin(), bytes.begin() + got);
+        }
+        for (ssize_t sent = 0; sent < got;) {
+          const ssize_t n = ::send(to, bytes.data() + sent, static_cast<size_t>(got - sent), MSG_NOSIGNAL);
+          if (n <= 0) break;
+          sent += n;
+        }
+      }
+      if ((all[0].revents & POLLIN) != 0) {
+        Descriptor one(::accept4(door_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+        ways.emplace_back(std::move(one), raw_tcp(address_));
+      }
+    }
+  }
+
+  const std::string address_;
+  std::string place_;
+  Descriptor door_;
+  std::atomic<bool> stop_{false};
+  std::mutex mutex_;
+  std::vector<std::byte> seen_;
+  std::thread thread_;
+};
+
+TEST(what_travels_cannot_be_read_on_the_way_and_one_changed_byte_ends_the_connection) {
+  if (!Authority::not_viable().empty()) return;
+  for (const char* transport : {"tcp", "tcp+tls"}) {
+    const bool tls = !std::strcmp(transport, "tcp+tls");
+    for (const uint64_t bytes : {uint64_t{20'000}, 9 * kMiB}) {  // on the first connection, and on the lanes
+      Listener listener(listening(transport));
+      Between between(listener.address());
+      const auto one = connect(between.address(), over(transport), soon());
+      const auto other = listener.accept(soon());
+      const Parcel parcel(5, 64, {bytes});
+      parcel.send(*one, 1, soon());
+      Message message;
+      other->receive(&message, soon());
+      CHECK(parcel.is(message));
+      CHECK_EQ(between.saw(Bytes(parcel.header).first(32)), !tls);
+      CHECK_EQ(between.saw(Bytes(parcel.buffers[0]).first(32)), !tls);
+      // The line beside it: exposed memory.
+      std::vector<std::byte> memory = pattern(77, 5000), into(5000);
+      const auto region = other->expose(memory, false);
+      const RegionHandle handle = region->handle();
+      one->read(std::as_bytes(std::span(&handle, 1)), into, 0, soon());
+      CHECK(into == memory);
+      CHECK_EQ(between.saw(Bytes(memory).first(32)), !tls);
+      if (!tls) continue;
+      between.change = true;
+      try {
+        parcel.send(*one, 2, soon());
+        other->receive(&message, soon());
+        CHECK(false);
+      } catch (const Error& error) {
+        CHECK(error.kind == ErrorKind::frame || error.kind == ErrorKind::peer_lost);
+      }
+      CHECK(within(5, [&] { return other->lost(); }));
+      CHECK_THROWS(peer_lost, other->receive(&message, soon()));
+      CHECK(within(5, [&] {
+        try {
+          one->receive(&message, Deadline::after(0));
+        } catch (const Error& error) {
+          return error.kind != ErrorKind::timed_out;
+        }
+        return false;
+      }));
+    }
+  }
+}
+
+TEST(garbage_and_silence_on_a_port_with_tls_are_refused_and_disturb_nobody) {
+  if (!Authority::not_viable().empty()) return;
+  ListenerOptions options = listening("tcp+tls");
+  options.options.limits.handshake_timeout_s = 1;
+  Listener listener(options);
+  std::vector<Descriptor> silent;
+  for (int i = 0; i < 64; ++i) silent.push_back(raw_tcp(listener.address()));
+  std::mt19937_64 random(5);
+  for (int i = 0; i < 60; ++i) {
+    const Descriptor socket = raw_tcp(listener.address());
+    std::vector<uint8_t> garbage(random() % 5000 + 1);
+    for (auto& byte : garbage) byte = static_cast<uint8_t>(random());
+    // Some begin as a handshake of TLS does, with a record of any length, and some as one without TLS.
+    if (i % 3 == 0) garbage.insert(garbage.begin(), {0x16, 0x03, 0x01, static_cast<uint8_t>(i), 0x20, 0x01, 0x00});
+    if (i % 3 == 1) garbage[0] = 'G';
+    [[maybe_unused]] const ssize_t sent = ::send(socket.get(), garbage.data(), garbage.size(), MSG_NOSIGNAL);
+    if (i % 4 != 0) continue;
+    const auto one = connect(listener.address(), over("tcp+tls"), soon(5));
+    const auto other = listener.accept(soon(5));
+    Parcel(1, 2, {3}).send(*one, 9, soon());
+    Message message;
+    other->receive(&message, soon());
+    CHECK(Parcel(1, 2, {3}).is(message));
+  }
+  ::usleep(1'200'000);
+  for (const Descriptor& socket : silent) {
+    char byte = 0;
+    const ssize_t got = ::recv(socket.get(), &byte, 1, MSG_DONTWAIT);
+    CHECK(got == 0 || (got < 0 && errno == ECONNRESET));
+  }
+  CHECK(listener.refused() >= 64);
+  CHECK_THROWS(timed_out, listener.accept(Deadline::after(0)));
+}
+
+TEST(who_stops_in_the_middle_of_a_handshake_is_a_deadline) {
+  if (!Authority::not_viable().empty()) return;
+  Descriptor door(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  struct sockaddr_in at{};
+  at.sin_family = AF_INET;
+  at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  CHECK_EQ(::bind(door.get(), reinterpret_cast<const struct sockaddr*>(&at), sizeof at), 0);
+  CHECK_EQ(::listen(door.get(), 16), 0);
+  socklen_t size = sizeof at;
+  ::getsockname(door.get(), reinterpret_cast<struct sockaddr*>(&at), &size);
+  const std::string address = "id=any;tcp=127.0.0.1:" + std::to_string(ntohs(at.sin_port));
+  CHECK_THROWS(timed_out, connect(address, over("tcp+tls"), soon(0.3)));
+  std::thread closer([&] {
+    // The first one to wait is the last one's corpse.
+    for (int i = 0; i < 2; ++i) Descriptor(::accept4(door.get(), nullptr, nullptr, SOCK_CLOEXEC)).reset();
+  });
+  try {
+    connect(address, over("tcp+tls"), soon(5));
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.kind == ErrorKind::not_viable);
+    CHECK(has(error.what(), "hung up during the TLS handshake"));
+  }
+  closer.join();
+}
+
+}  // namespace
+}  // namespace geartrain
+
+RUN_TESTS()

@@ -1,0 +1,65 @@
+// What the providers are made of, for connect() and the listener; nobody else needs this.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/security/handshake.h"
+#include "transport/transport.h"
+
+namespace geartrain {
+
+// Each throws when the peer cannot be reached this way: not_viable, peer_lost, frame, untrusted, timed_out.
+std::shared_ptr<Connection> dial_inproc(const Address& address, const Options& options, Deadline deadline);
+std::shared_ptr<Connection> dial_shm(const Address& address, const Options& options, Deadline deadline);
+std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& options, Deadline deadline);
+
+std::string inproc_not_viable();
+std::string shm_not_viable();
+std::string tcp_not_viable();
+
+// --- the listener's side ------------------------------------------------------------------------------------------
+
+// Two ends of one connection within this process.
+std::pair<std::shared_ptr<Connection>, std::shared_ptr<Connection>> make_inproc(const Options& dialer,
+                                                                                const Options& listener,
+                                                                                bool authenticated);
+
+// After the handshake the dialer of a shm connection sends this, with four descriptors: the control segment
+// (shm_control.h), its own eventfd, the listener's, and the listener's end of the line beside the connection
+// (sideband.h).
+struct ShmOffer {
+  char magic[8];
+  uint64_t segment_bytes;
+  uint8_t nonce[32];  // also stands in the segment
+};
+static_assert(sizeof(ShmOffer) == 48);
+constexpr size_t kShmOfferFds = 4;
+
+struct ShmReply {
+  uint32_t viable;
+  char reason[124];
+};
+static_assert(sizeof(ShmReply) == 128);
+
+// Opens the dialer's segment, reads its nonce and answers it there. Throws not_viable, and leaves the socket alone
+// then.
+std::shared_ptr<Connection> take_shm(Descriptor&& socket, const ShmOffer& offer, std::vector<Descriptor> fds,
+                                     const Session& session, const Options& options);
+
+// The last of the lanes is the line beside the connection.
+std::shared_ptr<Connection> take_tcp(Stream socket, std::vector<Stream> lanes, const Session& session,
+                                     const Options& options);
+
+// --- shared by them, and by those who speak over sockets of their own ----------------------------------------------
+
+// A connected socket that does not block. Throws not_viable, timed_out.
+Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline);
+// The same, by a name in the abstract namespace.
+Descriptor connect_unix(const std::string& name, Deadline deadline);
+
+// A copy that uses several cores and goes around the cache where that is faster.
+void copy_large(std::byte* to, const std::byte* from, uint64_t bytes);
+
+}  // namespace geartrain

@@ -1,0 +1,471 @@
+// Two processes on one host. Small messages stand in a ring in shared memory, big ones in memfd segments that the
+// sender keeps and lends; a Unix socket carries descriptors, and tells of the peer's end.
+//
+// shm_control.h draws what they share. The receiver copies everything out of the ring before it looks at it, because
+// the sender could change it meanwhile.
+//
+// Sleeping. A receiver that finds nothing sets `asleep`, looks again, and waits for its eventfd, which the sender
+// writes when it finds `asleep` set. A sender without room does the same with `short_of_room`. So while both are
+// busy, messages cost no system call. Nobody ever reads an eventfd: waits are edge-triggered, and any number of
+// threads may wait at once.
+//
+// Segments (shm_segments.h). A segment is lent by the sender before the frame that speaks of it is visible, and given
+// back by the receiver when the last user of the message is done. Segments are sealed against shrinking, so reading
+// them cannot fault; nothing here depends on the size of /dev/shm, and nothing has a name that could be left behind.
+//
+// Death. The kernel closes the socket of a process that dies: the other side takes what is whole in the ring, and
+// then its connection ends. Messages it still uses stay valid, because the memory is the kernel's until nobody maps it.
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "transport/memfd.h"
+#include "transport/providers/frame.h"
+#include "transport/providers/provider.h"
+#include "transport/providers/shm_control.h"
+#include "transport/providers/shm_segments.h"
+#include "transport/security/handshake.h"
+
+namespace geartrain {
+namespace {
+
+constexpr char kOfferMagic[8] = {'G', 'E', 'A', 'R', 'O', 'F', 'R', '\n'};
+constexpr uint64_t kInlineMost = uint64_t{32} << 10;    // frames up to this size stand in the ring whole
+constexpr uint64_t kInlineHeader = uint64_t{16} << 10;  // headers up to this size, when the buffers do not
+constexpr uint64_t kViewFrom = uint64_t{512} << 10;     // a smaller message is copied: that is soon done
+constexpr uint64_t kGlanceNs = 5'000'000;               // how often a busy sender looks whether the peer lives
+constexpr uint32_t kMostViews = kSlots / 2;             // the others stay free for messages that are copied
+
+// A message's claim on the peer's segment.
+struct Lease {
+  std::shared_ptr<Control> control;
+  std::shared_ptr<Memory> segment;
+  std::shared_ptr<void> header;
+  std::shared_ptr<std::atomic<uint64_t>> viewed_bytes, views;
+  uint32_t slot;
+  uint64_t bytes;
+
+  ~Lease() {
+    if (control->made_in != forks()) return;  // a forked child's copy: the parent's still stands
+    Direction& in = control->direction(false);
+    in.lent[slot].store(0, std::memory_order_release);
+    viewed_bytes->fetch_sub(bytes, std::memory_order_relaxed);
+    views->fetch_sub(1, std::memory_order_relaxed);
+    control->wake_if(in.short_of_room);
+  }
+};
+
+class ShmConnection final : public Connection {
+ public:
+  ShmConnection(Descriptor socket, std::shared_ptr<Control> control, Descriptor wake, Descriptor aside,
+                const Session& session, const Options& options)
+      : Connection(options, session.name(), session.authenticated),
+        socket_(std::move(socket)),
+        control_(std::move(control)),
+        out_(control_->direction(true)),
+        in_(control_->direction(false)),
+        own_(socket_, out_, options.limits.max_segment_bytes),
+        theirs_(socket_) {
+    wake_ = std::move(wake);
+    struct ucred who{};
+    socklen_t size = sizeof who;
+    const bool known = ::getsockopt(socket_.get(), SOL_SOCKET, SO_PEERCRED, &who, &size) == 0;
+    start_aside(std::move(aside), known ? who.pid : 0, "the peer's process is not in sight: another pid namespace");
+  }
+  ~ShmConnection() override { stop_aside(); }
+
+  const char* transport() const override { return "shm"; }
+  std::string describe() const override { return "shm " + name(); }
+  bool can_look() const override { return true; }
+  std::vector<Wake> wakes() const override { return {{wake_.get(), true}, {socket_.get(), false}}; }
+  int end_descriptor() const override { return socket_.get(); }
+
+ protected:
+  bool look() const override {
+    return in_.head.load(std::memory_order_acquire) != tail_.load(std::memory_order_relaxed);
+  }
+
+  bool prepare_to_sleep() override {
+    check_socket_.store(true, std::memory_order_relaxed);
+    in_.asleep.store(1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (!look()) return true;
+    in_.asleep.store(0, std::memory_order_relaxed);
+    return false;
+  }
+
+  void hang_up() override { ::shutdown(socket_.get(), SHUT_RDWR); }
+
+  // --- sending ----------------------------------------------------------------------------------------------------
+
+  void write_message(const Outgoing& message, Deadline deadline) override {
+    glance();
+    const size_t n = message.buffers.size();
+    const uint64_t payload = message.payload_bytes();
+    const uint64_t whole = sizeof(FrameHeader) + 8 * n + message.header.size() + payload;
+    if (whole <= kInlineMost) {
+      wait_for_room(whole, deadline);
+      uint64_t at = put_frame(frame_of(message, 0), message);
+      at = control_->put(at, message.header);
+      for (const Bytes& buffer : message.buffers) at = control_->put(at, buffer);
+      publish(at);
+      count_sent(Path::ring, message.header.size() + payload);
+      return;
+    }
+    const bool header_too = message.header.size() > kInlineHeader;
+    uint64_t needed = header_too ? padded(message.header.size()) : 0;
+    for (const Bytes& buffer : message.buffers) needed += padded(buffer.size());
+    const uint32_t slot = find_segment(needed, deadline);
+    std::byte* to = own_.data(slot);
+    if (header_too) {
+      copy_large(to, message.header.data(), message.header.size());
+      to += padded(message.header.size());
+    }
+    for (const Bytes& buffer : message.buffers) {
+      copy_large(to, buffer.data(), buffer.size());
+      to += padded(buffer.size());
+    }
+    const uint64_t record =
+        sizeof(FrameHeader) + 8 * n + sizeof(SegmentPlace) + (header_too ? 0 : message.header.size());
+    wait_for_room(record, deadline);
+    const uint16_t flags = kInSegment | (header_too ? kHeaderInSegment : 0);
+    uint64_t at = put_frame(frame_of(message, flags), message);
+    const SegmentPlace place = own_.lend(slot);
+    at = control_->put(at, std::as_bytes(std::span(&place, 1)));
+    if (!header_too) at = control_->put(at, message.header);
+    publish(at);
+    count_sent(Path::segment, message.header.size() + payload);
+  }
+
+ private:
+  // A busy sender makes no system call that would tell it of the peer's end.
+  void glance() {
+    const uint64_t now = monotonic_ns();
+    if (now - glanced_ns_ < kGlanceNs) return;
+    glanced_ns_ = now;
+    struct pollfd one = {socket_.get(), POLLRDHUP, 0};
+    if (::poll(&one, 1, 0) > 0 && (one.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0) end_of_peer();
+  }
+
+  [[noreturn]] void end_of_peer() {
+    lose("the peer over " + describe() + " is gone: it died, or hung up");
+    fail_lost();
+  }
+
+  uint64_t room() const { return kRingBytes - (head_ - out_.tail.load(std::memory_order_acquire)); }
+
+  void wait_for_room(uint64_t bytes, Deadline deadline) {
+    const uint64_t needed = (bytes + 7) / 8 * 8;
+    wait_until([&] { return room() >= needed; }, deadline, "took no message");
+  }
+
+  // Until the peer has made it true; reads what it sends meanwhile.
+  template <typename True>
+  void wait_until(True&& is_true, Deadline deadline, const char* what) {
+    while (!is_true()) {
+      check_usable();
+      if (lost()) fail_lost();
+      out_.short_of_room.store(1, std::memory_order_relaxed);
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      if (is_true()) break;
+      if (read_ahead()) continue;
+      if (deadline.passed()) {
+        fail(ErrorKind::timed_out, "the peer over ", describe(), " ", what, " before the deadline");
+      }
+      if (!sender_sleeper_) watch_for_sender();
+      struct epoll_event events[2];
+      // The peer rings when there is room. When it sends meanwhile and nobody reads, that is found out here as well.
+      const int ms = prepare_to_sleep() ? deadline.left_ms() : std::min(1, deadline.left_ms());
+      const int ready = ::epoll_wait(sender_sleeper_.get(), events, 2, ms);
+      for (int i = 0; i < ready; ++i) {
+        if ((events[i].events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0 && !is_true()) end_of_peer();
+      }
+    }
+    out_.short_of_room.store(0, std::memory_order_relaxed);
+  }
+
+  void watch_for_sender() {
+    sender_sleeper_ = Descriptor(::epoll_create1(EPOLL_CLOEXEC));
+    if (!sender_sleeper_) fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
+    for (const Wake& wake : wakes()) {
+      struct epoll_event event{};
+      event.events = EPOLLRDHUP | EPOLLET | (wake.edge ? EPOLLIN : 0u);
+      ::epoll_ctl(sender_sleeper_.get(), EPOLL_CTL_ADD, wake.fd, &event);
+    }
+  }
+
+  uint64_t put_frame(const FrameHeader& frame, const Outgoing& message) {
+    uint64_t at = control_->put(head_, std::as_bytes(std::span(&frame, 1)));
+    for (const Bytes& buffer : message.buffers) {
+      const uint64_t size = buffer.size();
+      at = control_->put(at, std::as_bytes(std::span(&size, 1)));
+    }
+    return at;
+  }
+
+  void publish(uint64_t at) {
+    head_ = (at + 7) / 8 * 8;
+    out_.head.store(head_, std::memory_order_release);
+    control_->wake_if(out_.asleep);
+  }
+
+  uint32_t find_segment(uint64_t needed, Deadline deadline) {
+    uint32_t found = kSlots;
+    try {
+      wait_until([&] { return (found = own_.try_take(needed, deadline)) != kSlots; }, deadline, "gave no segment back");
+    } catch (const Error& error) {
+      if (own_.broken()) lose(error.what());
+      throw;
+    }
+    return found;
+  }
+
+  // --- receiving --------------------------------------------------------------------------------------------------
+
+  Poll read_message(Message* message) override {
+    const uint64_t tail = tail_.load(std::memory_order_relaxed);
+    uint64_t head = in_.head.load(std::memory_order_acquire);
+    if (head == tail) {
+      if (!check_socket_.exchange(false, std::memory_order_relaxed)) return Poll::nothing;
+      const bool ended = !theirs_.read_notes();
+      head = in_.head.load(std::memory_order_acquire);
+      if (head == tail) {
+        if (ended) fail(ErrorKind::peer_lost, "the peer over ", describe(), " is gone: it died, or hung up");
+        return Poll::nothing;
+      }
+      if (ended) check_socket_.store(true, std::memory_order_relaxed);
+    } else {
+      // The ring explains why this thread is awake; whatever else there is will not let the next sleep begin.
+      check_socket_.store(false, std::memory_order_relaxed);
+    }
+    const uint64_t there = head - tail;
+    FrameHeader frame{};
+    if (there > kRingBytes || there < sizeof frame) fail(ErrorKind::frame, "the peer's ring makes no sense");
+    uint64_t at = control_->get(tail, std::as_writable_bytes(std::span(&frame, 1)));
+    check(frame, options_.limits, kInSegment | kHeaderInSegment);
+    const bool in_segment = (frame.flags & kInSegment) != 0;
+    const bool header_too = (frame.flags & kHeaderInSegment) != 0;
+    if (header_too && !in_segment) fail(ErrorKind::frame, "the peer sent what is not a message");
+    const uint64_t record = sizeof frame + 8 * uint64_t{frame.buffer_count} +
+                            (in_segment ? sizeof(SegmentPlace) : frame.payload_bytes) +
+                            (header_too ? 0 : frame.header_bytes);
+    if (record > there) fail(ErrorKind::frame, "the peer's ring holds less than a message");
+    sizes_.resize(frame.buffer_count);
+    at = control_->get(at, std::as_writable_bytes(std::span(sizes_)));
+    check_sizes(frame, sizes_);
+    message->tag = frame.tag;
+    message->kind = frame.kind;
+    if (!in_segment) {
+      make_room(message, frame.header_bytes, sizes_);
+      at = control_->get(at, message->header);
+      for (const auto& buffer : message->buffers) at = control_->get(at, buffer);
+      count_received(Path::ring, frame.header_bytes + frame.payload_bytes);
+    } else {
+      SegmentPlace place{};
+      at = control_->get(at, std::as_writable_bytes(std::span(&place, 1)));
+      at = take_from_segment(message, frame, place, header_too, at);
+    }
+    const uint64_t next = (at + 7) / 8 * 8;
+    tail_.store(next, std::memory_order_relaxed);
+    in_.tail.store(next, std::memory_order_release);
+    control_->wake_if(in_.short_of_room);
+    return Poll::message;
+  }
+
+  uint64_t take_from_segment(Message* message, const FrameHeader& frame, const SegmentPlace& place, bool header_too,
+                             uint64_t at) {
+    const std::shared_ptr<Memory> segment = theirs_.find(place);
+    uint64_t needed = header_too ? padded(frame.header_bytes) : 0;
+    for (const uint64_t size : sizes_) needed += padded(size);
+    if (needed > segment->bytes()) fail(ErrorKind::frame, "the peer speaks of bytes beyond its segment");
+
+    std::byte* from = segment->data();
+    const uint64_t total = frame.header_bytes + frame.payload_bytes;
+    auto lease = std::make_shared<Lease>(control_, segment, nullptr, viewed_bytes_, views_, place.slot, needed);
+    const uint64_t views = views_->fetch_add(1, std::memory_order_relaxed);
+    const uint64_t viewed = viewed_bytes_->fetch_add(needed, std::memory_order_relaxed);
+    const bool view = options_.views && frame.payload_bytes >= kViewFrom && views < kMostViews &&
+                      viewed + needed <= options_.limits.max_segment_bytes / 2;
+    if (!view) {
+      make_room(message, frame.header_bytes, sizes_);
+      if (header_too) {
+        copy_large(message->header.data(), from, frame.header_bytes);
+        from += padded(frame.header_bytes);
+      } else {
+        at = control_->get(at, message->header);
+      }
+      for (const auto& buffer : message->buffers) {
+        copy_large(buffer.data(), from, buffer.size());
+        from += padded(buffer.size());
+      }
+      count_received(Path::segment, total);
+      return at;  // the lease ends here
+    }
+    // The header is looked at more than once, so it is always a copy: the sender could change what it lent.
+    make_room(message, frame.header_bytes, {});
+    if (header_too) {
+      std::memcpy(message->header.data(), from, frame.header_bytes);
+      from += padded(frame.header_bytes);
+    } else {
+      at = control_->get(at, message->header);
+    }
+    for (const uint64_t size : sizes_) {
+      message->buffers.emplace_back(from, size);
+      from += padded(size);
+    }
+    lease->header = std::move(message->owner);
+    message->owner = std::move(lease);
+    count_received(Path::view, total);
+    return at;
+  }
+
+  const Descriptor socket_;
+  const std::shared_ptr<Control> control_;
+  Direction& out_;
+  Direction& in_;
+
+  // The sender's, under its turn.
+  uint64_t head_ = 0;
+  uint64_t glanced_ns_ = 0;
+  OwnSegments own_;
+  Descriptor sender_sleeper_;
+
+  // The reader's, under its mutex.
+  std::atomic<uint64_t> tail_{0};
+  std::atomic<bool> check_socket_{true};
+  std::vector<uint64_t> sizes_;
+  PeerSegments theirs_;
+  const std::shared_ptr<std::atomic<uint64_t>> viewed_bytes_ = std::make_shared<std::atomic<uint64_t>>(0);
+  const std::shared_ptr<std::atomic<uint64_t>> views_ = std::make_shared<std::atomic<uint64_t>>(0);
+};
+
+}  // namespace
+
+// --- meeting --------------------------------------------------------------------------------------------------------
+
+Descriptor connect_unix(const std::string& name, Deadline deadline) {
+  Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!socket) fail(ErrorKind::os, "cannot make a Unix socket: ", std::strerror(errno));
+  struct sockaddr_un to{};
+  to.sun_family = AF_UNIX;
+  if (name.size() + 1 > sizeof to.sun_path) fail(ErrorKind::schema, "the name of a socket is too long");
+  std::memcpy(to.sun_path + 1, name.data(), name.size());
+  const auto size = static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + name.size());
+  while (::connect(socket.get(), reinterpret_cast<const struct sockaddr*>(&to), size) != 0) {
+    if (errno == ECONNREFUSED || errno == ENOENT) {
+      fail(ErrorKind::not_viable, "its socket is not there: another host, another network namespace, or it is gone");
+    }
+    if (errno != EAGAIN && errno != EINTR) {
+      fail(ErrorKind::not_viable, "its socket cannot be connected: ", std::strerror(errno));
+    }
+    // The listener's backlog is full, and a Unix socket cannot be waited for: look again shortly.
+    if (deadline.passed()) fail(ErrorKind::timed_out, "the peer took no connection before the deadline");
+    wait_for(-1, 0, Deadline::after(0.001));
+  }
+  return socket;
+}
+
+std::shared_ptr<Connection> dial_shm(const Address& address, const Options& options, Deadline deadline) {
+  if (address.shm.empty()) fail(ErrorKind::not_viable, "the peer does not listen for it");
+  Descriptor socket = connect_unix(address.shm, deadline);
+  const Session session = greet(socket.get(), Intent::shm, address, options, deadline);
+
+  auto control = std::make_shared<Control>();
+  const Descriptor memory = make_memory("geartrain connection", kControlBytes);
+  control->memory = Memory(memory.get(), kControlBytes, true);
+  control->dialer = true;
+  ControlHeader& header = control->header();
+  std::memcpy(header.magic, kControlMagic, sizeof header.magic);
+  header.version = kControlVersion;
+  header.slots = kSlots;
+  header.ring_bytes = kRingBytes;
+  ShmOffer offer{};
+  std::memcpy(offer.magic, kOfferMagic, sizeof offer.magic);
+  offer.segment_bytes = kControlBytes;
+  random_bytes(offer.nonce);
+  std::memcpy(header.nonce, offer.nonce, sizeof header.nonce);
+
+  Descriptor mine(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  control->peer_wake = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!mine || !control->peer_wake) fail(ErrorKind::os, "cannot make an eventfd: ", std::strerror(errno));
+  int line[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, line) != 0) {
+    fail(ErrorKind::os, "cannot make a pair of sockets: ", std::strerror(errno));
+  }
+  Descriptor aside(line[0]);
+  const Descriptor aside_there(line[1]);
+  const int fds[kShmOfferFds] = {memory.get(), mine.get(), control->peer_wake.get(), aside_there.get()};
+  send_with_fds(socket.get(), std::as_bytes(std::span(&offer, 1)), fds, deadline);
+  ShmReply reply{};
+  read_exactly(socket.get(), std::as_writable_bytes(std::span(&reply, 1)), deadline);
+  reply.reason[sizeof reply.reason - 1] = 0;
+  if (reply.viable == 0) fail(ErrorKind::not_viable, "the peer says: ", reply.reason);
+  for (size_t i = 0; i < sizeof header.nonce; ++i) {
+    if (header.answer[i] != static_cast<uint8_t>(~offer.nonce[i])) {
+      fail(ErrorKind::not_viable, "the peer's answer does not show in the memory it was to share");
+    }
+  }
+  return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(mine), std::move(aside),
+                                         session, options);
+}
+
+std::shared_ptr<Connection> take_shm(Descriptor&& socket, const ShmOffer& offer, std::vector<Descriptor> fds,
+                                     const Session& session, const Options& options) {
+  if (std::memcmp(offer.magic, kOfferMagic, sizeof offer.magic) != 0 || fds.size() != kShmOfferFds ||
+      offer.segment_bytes != kControlBytes) {
+    fail(ErrorKind::not_viable, "the offer is not what this version expects");
+  }
+  auto control = std::make_shared<Control>();
+  control->memory = open_memory(fds[0], kControlBytes);
+  ControlHeader& header = control->header();
+  if (std::memcmp(header.magic, kControlMagic, sizeof header.magic) != 0 || header.version != kControlVersion ||
+      header.slots != kSlots || header.ring_bytes != kRingBytes) {
+    fail(ErrorKind::not_viable, "the segment is not what this version expects");
+  }
+  if (std::memcmp(header.nonce, offer.nonce, sizeof header.nonce) != 0) {
+    fail(ErrorKind::not_viable, "the nonce in the segment is not the one that was sent");
+  }
+  for (size_t i = 0; i < sizeof header.nonce; ++i) header.answer[i] = static_cast<uint8_t>(~offer.nonce[i]);
+  for (size_t i = 1; i < kShmOfferFds; ++i) {
+    ::fcntl(fds[i].get(), F_SETFL, O_NONBLOCK);  // whatever it is, writing to it shall not wait
+  }
+  control->peer_wake = std::move(fds[1]);
+  return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(fds[2]), std::move(fds[3]),
+                                         session, options);
+}
+
+std::string shm_not_viable() {
+  try {
+    int pair[2];
+    if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) != 0) {
+      fail(ErrorKind::os, "no Unix sockets: ", std::strerror(errno));
+    }
+    const Descriptor one(pair[0]), other(pair[1]);
+    const Descriptor memory = make_memory("geartrain probe", 4096);
+    const Memory mine(memory.get(), 4096, true);
+    mine.data()[17] = std::byte{42};
+    const int fd = memory.get();
+    const std::byte word{1};
+    send_with_fds(one.get(), {&word, 1}, {&fd, 1}, Deadline::after(1));
+    std::vector<Descriptor> fds;
+    std::byte got{};
+    if (receive_with_fds(other.get(), {&got, 1}, &fds) != 1 || fds.size() != 1) {
+      return "descriptors do not pass through Unix sockets here";
+    }
+    if (open_memory(fds[0], 4096).data()[17] != std::byte{42}) return "a memfd's memory is not shared here";
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+}  // namespace geartrain

@@ -1,0 +1,485 @@
+// Two processes with a network between them: frames (frame.h) on a stream, and big payloads over several streams.
+//
+// Lanes. A payload of kLanesFrom bytes and more is cut, all buffers one after the other, into pieces of kPiece bytes;
+// piece i travels on lane i modulo their number, after the frame on the first connection, which stays silent until
+// the payload is through. One thread serves all lanes on either side, whichever is ready. That gives the network
+// several flows to spread over its links and queues; what a core can copy stays the limit on loopback.
+//
+// Reading never waits: what has come is kept, in the buffer or in its place in the message, until the rest is there.
+// So one thread can serve many peers, and a slow one delays nobody (inbox.h). Payloads are read straight into memory
+// of their own.
+//
+// A host that is gone without a word is noticed by the line beside the connection (sideband.h), which is the last lane;
+// where that is turned off, by keep-alive probes after about twenty seconds, and by unacknowledged data after thirty.
+
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "transport/providers/frame.h"
+#include "transport/providers/provider.h"
+#include "transport/security/handshake.h"
+
+namespace geartrain {
+namespace {
+
+constexpr uint64_t kLanesFrom = uint64_t{8} << 20;
+constexpr uint64_t kPiece = uint64_t{1} << 20;
+constexpr size_t kBufferBytes = size_t{256} << 10;
+constexpr uint64_t kReadBudget = uint64_t{8} << 20;  // then others get their turn
+constexpr size_t kMostParts = 64;                    // of one sendmsg or recvmsg
+
+// Consecutive spans as one sequence of bytes.
+template <typename Byte>
+class Sequence {
+ public:
+  void clear() { parts_.clear(), ends_.clear(); }
+  void add(std::span<Byte> part) {
+    if (part.empty()) return;
+    parts_.push_back(part);
+    ends_.push_back(bytes() + part.size());
+  }
+  uint64_t bytes() const { return ends_.empty() ? 0 : ends_.back(); }
+  // Up to `most` vectors for the bytes from `at`, `length` of them at most.
+  size_t vectors(uint64_t at, uint64_t length, struct iovec* out, size_t most) const {
+    size_t part = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), at) - ends_.begin());
+    size_t n = 0;
+    while (n < most && length != 0 && part < parts_.size()) {
+      const uint64_t skip = at - (ends_[part] - parts_[part].size());
+      const uint64_t take = std::min<uint64_t>(length, parts_[part].size() - skip);
+      out[n++] = {const_cast<void*>(static_cast<const void*>(parts_[part].data() + skip)), take};
+      at += take;
+      length -= take;
+      ++part;
+    }
+    return n;
+  }
+
+ private:
+  std::vector<std::span<Byte>> parts_;
+  std::vector<uint64_t> ends_;
+};
+
+// How far one lane has come with a payload.
+struct LaneProgress {
+  uint64_t piece;
+  uint64_t done;  // of it
+
+  uint64_t at() const { return piece * kPiece + done; }
+  uint64_t left(uint64_t payload) const { return at() >= payload ? 0 : std::min(kPiece - done, payload - at()); }
+  void advance(uint64_t bytes, size_t lanes) {
+    done += bytes;
+    if (done == kPiece) {
+      piece += lanes;
+      done = 0;
+    }
+  }
+};
+
+void prepare(int socket) {
+  const int on = 1, idle_s = 10, interval_s = 3, probes = 3, unacknowledged_ms = 30'000;
+  ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  ::setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
+  ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &interval_s, sizeof interval_s);
+  ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+  ::setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &unacknowledged_ms, sizeof unacknowledged_ms);
+}
+
+std::string end_name(int socket, bool peer) {
+  struct sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  auto* generic = reinterpret_cast<struct sockaddr*>(&address);
+  char host[NI_MAXHOST], port[NI_MAXSERV];
+  if ((peer ? ::getpeername(socket, generic, &size) : ::getsockname(socket, generic, &size)) != 0 ||
+      ::getnameinfo(generic, size, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    return "?";
+  }
+  return std::string(host) + ":" + port;
+}
+
+class TcpConnection final : public Connection {
+ public:
+  TcpConnection(Stream socket, std::vector<Stream> lanes, const Session& session, const Options& options)
+      : Connection(options, session.name(), session.authenticated),
+        socket_(std::move(socket)),
+        aside_socket_(pop(&lanes)),
+        lanes_(std::move(lanes)),
+        buffer_(std::make_unique<std::byte[]>(kBufferBytes)) {
+    prepare(socket_.get());
+    if (aside_socket_) prepare(aside_socket_.get());
+    for (const Stream& lane : lanes_) prepare(lane.get());
+    ends_ = end_name(socket_.get(), false) + " - " + end_name(socket_.get(), true);
+    if (aside_socket_) start_aside(std::move(aside_socket_), 0, "the peer is reached over TCP");
+  }
+  ~TcpConnection() override { stop_aside(); }
+
+  const char* transport() const override { return "tcp"; }
+  std::string describe() const override {
+    return "tcp " + ends_ + (lanes_.empty() ? "" : " with " + std::to_string(lanes_.size()) + " lanes") +
+           (socket_.tls() == nullptr ? "" : ", " + tls());
+  }
+  std::string tls() const override { return socket_.tls() == nullptr ? "" : socket_.tls()->describe(); }
+  std::vector<Wake> wakes() const override {
+    std::vector<Wake> all = {{wake_.get(), true}, {socket_.get(), false}};
+    for (const Stream& lane : lanes_) all.push_back({lane.get(), false});
+    return all;
+  }
+  int end_descriptor() const override { return socket_.get(); }
+
+ protected:
+  // The sockets stay readable while there is something in them, and nothing whole is left in the buffer.
+  bool prepare_to_sleep() override { return true; }
+
+  void hang_up() override {
+    ::shutdown(socket_.get(), SHUT_RDWR);
+    for (const Stream& lane : lanes_) ::shutdown(lane.get(), SHUT_RDWR);
+  }
+
+  // --- sending ----------------------------------------------------------------------------------------------------
+
+  void write_message(const Outgoing& message, Deadline deadline) override {
+    const uint64_t payload = message.payload_bytes();
+    const bool on_lanes = payload >= kLanesFrom && !lanes_.empty();
+    const FrameHeader frame = frame_of(message, on_lanes ? kOnLanes : 0);
+    sizes_out_.clear();
+    for (const Bytes& buffer : message.buffers) sizes_out_.push_back(buffer.size());
+    Sequence<const std::byte>& first = first_out_;
+    first.clear();
+    first.add(std::as_bytes(std::span(&frame, 1)));
+    first.add(std::as_bytes(std::span(sizes_out_)));
+    first.add(message.header);
+    Sequence<const std::byte>& bulk = on_lanes ? bulk_out_ : first;
+    if (on_lanes) bulk.clear();
+    for (const Bytes& buffer : message.buffers) bulk.add(buffer);
+
+    bool begun = false;
+    try {
+      uint64_t sent = 0;
+      while (sent != first.bytes()) {
+        const uint64_t more = write_some(socket_, first, sent, first.bytes() - sent);
+        if (more == 0) wait_writable({&socket_, 1}, deadline);
+        begun |= more != 0;
+        sent += more;
+      }
+      if (on_lanes) write_lanes(bulk, deadline);
+      finish({&socket_, 1}, deadline);
+      finish(lanes_, deadline);
+    } catch (const Error& error) {
+      // Half a message cannot be taken back.
+      if (begun && !lost()) lose(error.what());
+      throw;
+    }
+    count_sent(on_lanes ? Path::lanes : Path::stream, message.header.size() + payload);
+  }
+
+ private:
+  void write_lanes(const Sequence<const std::byte>& bulk, Deadline deadline) {
+    std::vector<LaneProgress> progress;
+    for (size_t i = 0; i < lanes_.size(); ++i) progress.push_back({i, 0});
+    for (bool unfinished = true; unfinished;) {
+      unfinished = false;
+      bool moved = false;
+      for (size_t i = 0; i < lanes_.size(); ++i) {
+        const uint64_t left = progress[i].left(bulk.bytes());
+        if (left == 0) continue;
+        unfinished = true;
+        const uint64_t sent = write_some(lanes_[i], bulk, progress[i].at(), left);
+        progress[i].advance(sent, lanes_.size());
+        moved |= sent != 0;
+      }
+      if (unfinished && !moved) wait_writable(lanes_, deadline);
+    }
+  }
+
+  // Under TLS what was taken may not have left.
+  void finish(std::span<const Stream> streams, Deadline deadline) {
+    for (const Stream& stream : streams) {
+      while (!stream.wire().flush()) wait_writable({&stream, 1}, deadline);
+    }
+  }
+
+  // As much as the stream takes now.
+  uint64_t write_some(const Stream& stream, const Sequence<const std::byte>& bytes, uint64_t at, uint64_t length) {
+    struct iovec parts[kMostParts];
+    const size_t n = bytes.vectors(at, length, parts, kMostParts);
+    for (;;) {
+      const ssize_t sent = stream.wire().send({parts, n});
+      if (sent >= 0) return static_cast<uint64_t>(sent);
+      if (errno == EAGAIN) return 0;
+      if (errno != EINTR) {
+        lose(std::string("the peer over ") + describe() + " is gone: " + std::strerror(errno));
+        fail_lost();
+      }
+    }
+  }
+
+  void wait_writable(std::span<const Stream> streams, Deadline deadline) {
+    check_usable();
+    if (lost()) fail_lost();
+    if (read_ahead()) return;
+    if (deadline.passed())
+      fail(ErrorKind::timed_out, "the peer over ", describe(), " took nothing before the deadline");
+    struct pollfd all[kMaxLanes];
+    size_t n = 0;
+    for (const Stream& stream : streams) all[n++] = {stream.get(), POLLOUT, 0};
+    // Looks again now and then for what the peer sends, which it may have to get rid of first.
+    ::poll(all, n, std::min(5, deadline.left_ms()));
+  }
+
+  // --- receiving --------------------------------------------------------------------------------------------------
+
+  Poll read_message(Message* message) override {
+    uint64_t budget = kReadBudget;
+    drained_ = lanes_drained_ = false;
+    for (;;) {
+      if (!in_message_) begin_message();
+      if (in_message_ && is_whole()) {
+        in_message_ = false;
+        *message = std::move(partial_);
+        partial_ = {};
+        count_received(on_lanes_ ? Path::lanes : Path::stream, message->bytes());
+        return Poll::message;
+      }
+      const bool on_lanes_now = in_message_ && first_done_ == first_in_.bytes();
+      if (on_lanes_now ? lanes_drained_ : drained_) return Poll::nothing;
+      if (budget == 0) return Poll::more;
+      if (on_lanes_now) {
+        read_lanes(&budget);
+      } else {
+        read_first(&budget);
+      }
+    }
+  }
+
+  size_t buffered() const { return filled_ - taken_; }
+
+  // A frame's beginning out of the buffer, if it is there whole.
+  void begin_message() {
+    FrameHeader frame{};
+    if (buffered() < sizeof frame) return;
+    std::memcpy(&frame, buffer_.get() + taken_, sizeof frame);
+    check(frame, options_.limits, lanes_.empty() ? 0 : kOnLanes);
+    const size_t needed = sizeof frame + 8 * size_t{frame.buffer_count};
+    if (needed > kBufferBytes) fail(ErrorKind::frame, "the peer sent more buffers than can be");
+    if (buffered() < needed) return;
+    sizes_in_.resize(frame.buffer_count);
+    if (frame.buffer_count != 0) {
+      std::memcpy(sizes_in_.data(), buffer_.get() + taken_ + sizeof frame, 8 * size_t{frame.buffer_count});
+    }
+    check_sizes(frame, sizes_in_);
+    taken_ += needed;
+    partial_.tag = frame.tag;
+    partial_.kind = frame.kind;
+    make_room(&partial_, frame.header_bytes, sizes_in_);
+    on_lanes_ = (frame.flags & kOnLanes) != 0;
+    first_in_.clear();
+    first_in_.add(partial_.header);
+    bulk_in_.clear();
+    for (const auto& buffer : partial_.buffers) (on_lanes_ ? bulk_in_ : first_in_).add(buffer);
+    first_done_ = 0;
+    bulk_left_ = bulk_in_.bytes();
+    progress_in_.clear();
+    for (size_t i = 0; i < lanes_.size(); ++i) progress_in_.push_back({i, 0});
+    in_message_ = true;
+  }
+
+  // Takes what stands in the buffer.
+  bool is_whole() {
+    while (buffered() != 0 && first_done_ != first_in_.bytes()) {
+      struct iovec part{};
+      first_in_.vectors(first_done_, buffered(), &part, 1);
+      std::memcpy(part.iov_base, buffer_.get() + taken_, part.iov_len);
+      taken_ += part.iov_len;
+      first_done_ += part.iov_len;
+    }
+    return first_done_ == first_in_.bytes() && bulk_left_ == 0;
+  }
+
+  // One read of the first connection: into the message's place, and what comes after it into the buffer.
+  void read_first(uint64_t* budget) {
+    if (taken_ != 0) {
+      std::memmove(buffer_.get(), buffer_.get() + taken_, buffered());
+      filled_ -= taken_;
+      taken_ = 0;
+    }
+    struct iovec parts[kMostParts];
+    size_t n = 0;
+    uint64_t wanted = 0;
+    if (in_message_) {
+      const uint64_t left = first_in_.bytes() - first_done_;
+      n = first_in_.vectors(first_done_, std::min(left, *budget), parts, kMostParts - 1);
+      for (size_t i = 0; i < n; ++i) wanted += parts[i].iov_len;
+    }
+    const bool to_the_end = !in_message_ || first_done_ + wanted == first_in_.bytes();
+    if (to_the_end) parts[n++] = {buffer_.get() + filled_, kBufferBytes - filled_};
+    const uint64_t got = read_some(socket_, {parts, n}, budget);
+    const uint64_t placed = std::min(got, wanted);
+    first_done_ += placed;
+    filled_ += got - placed;
+  }
+
+  void read_lanes(uint64_t* budget) {
+    bool all_drained = true;
+    for (size_t i = 0; i < lanes_.size(); ++i) {
+      const uint64_t left = progress_in_[i].left(bulk_in_.bytes());
+      if (left == 0) continue;
+      struct iovec parts[kMostParts];
+      const size_t n = bulk_in_.vectors(progress_in_[i].at(), left, parts, kMostParts);
+      const uint64_t got = read_some(lanes_[i], {parts, n}, budget);
+      progress_in_[i].advance(got, lanes_.size());
+      bulk_left_ -= got;
+      all_drained &= drained_;
+    }
+    lanes_drained_ = all_drained;
+  }
+
+  // What has come, as much as fits. Sets drained_ when there was less than that.
+  uint64_t read_some(const Stream& stream, std::span<struct iovec> parts, uint64_t* budget) {
+    uint64_t room = 0;
+    for (const struct iovec& part : parts) room += part.iov_len;
+    for (;;) {
+      const ssize_t got = stream.wire().receive(parts);
+      if (got > 0) {
+        const auto bytes = static_cast<uint64_t>(got);
+        drained_ = bytes < room;
+        *budget -= std::min(*budget, bytes);
+        return bytes;
+      }
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0 && errno == EAGAIN) {
+        drained_ = true;
+        return 0;
+      }
+      const std::string why = got == 0 ? "it died, or hung up" : std::strerror(errno);
+      fail(ErrorKind::peer_lost, "the peer over ", describe(), " is gone",
+           in_message_ ? " in the middle of a message" : "", ": ", why);
+    }
+  }
+
+  static Stream pop(std::vector<Stream>* lanes) {
+    if (lanes->empty()) return {};
+    Stream last = std::move(lanes->back());
+    lanes->pop_back();
+    return last;
+  }
+
+  const Stream socket_;
+  Stream aside_socket_;  // until the line beside the connection has it
+  const std::vector<Stream> lanes_;
+  std::string ends_;
+
+  // The sender's, under its turn.
+  std::vector<uint64_t> sizes_out_;
+  Sequence<const std::byte> first_out_, bulk_out_;
+
+  // The reader's, under its mutex.
+  const std::unique_ptr<std::byte[]> buffer_;
+  size_t taken_ = 0, filled_ = 0;
+  bool in_message_ = false, on_lanes_ = false, drained_ = false, lanes_drained_ = false;
+  Message partial_;
+  std::vector<uint64_t> sizes_in_;
+  Sequence<std::byte> first_in_, bulk_in_;  // what comes on the first connection, and what on the lanes
+  uint64_t first_done_ = 0, bulk_left_ = 0;
+  std::vector<LaneProgress> progress_in_;
+};
+
+Stream connect_stream(const std::string& place, const Options& options, Deadline deadline) {
+  Stream stream = connect_tcp(place, deadline);
+  if (options.tls == nullptr) return stream;
+  std::string host = place.substr(0, place.rfind(':'));
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  try {
+    secure(&stream, options, host, deadline);
+  } catch (const Error& error) {
+    fail(error.kind, place, ": ", error.what());
+  }
+  return stream;
+}
+
+}  // namespace
+
+Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline) {
+  const size_t colon = host_and_port.rfind(':');
+  if (colon == std::string::npos) fail(ErrorKind::schema, "an address is host:port, found '", host_and_port, "'");
+  const std::string host = host_and_port.substr(0, colon), port = host_and_port.substr(colon + 1);
+  struct addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV;
+  struct addrinfo* found = nullptr;
+  if (const int error = ::getaddrinfo(host.c_str(), port.c_str(), &hints, &found); error != 0) {
+    fail(ErrorKind::not_viable, "cannot resolve ", host, ": ", ::gai_strerror(error));
+  }
+  const std::unique_ptr<struct addrinfo, void (*)(struct addrinfo*)> addresses(found, ::freeaddrinfo);
+  std::string why = "it has no address";
+  for (const struct addrinfo* one = found; one != nullptr; one = one->ai_next) {
+    Descriptor socket(::socket(one->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!socket) continue;
+    int error = ::connect(socket.get(), one->ai_addr, one->ai_addrlen) == 0 ? 0 : errno;
+    if (error == EINPROGRESS) {
+      if (!wait_for(socket.get(), POLLOUT, deadline)) {
+        fail(ErrorKind::timed_out, host_and_port, " did not answer before the deadline");
+      }
+      socklen_t size = sizeof error;
+      ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+    }
+    if (error == 0) {
+      prepare(socket.get());
+      return socket;
+    }
+    why = std::strerror(error);
+  }
+  fail(ErrorKind::not_viable, host_and_port, ": ", why);
+}
+
+std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& options, Deadline deadline) {
+  if (address.tcp.empty()) fail(ErrorKind::not_viable, "the peer does not listen for it");
+  std::string why;
+  for (const std::string& place : address.tcp) {
+    try {
+      // An address that nobody answers must not use up the time of the next one.
+      const Deadline soon =
+          &place == &address.tcp.back() ? deadline : deadline.sooner(options.limits.handshake_timeout_s);
+      Stream socket = connect_stream(place, options, soon);
+      const uint32_t lanes = std::min(options.lanes, kMaxLanes);
+      const Session session = greet(socket.wire(), Intent::stream, address, options, soon, lanes);
+      std::vector<Stream> joined;
+      for (uint32_t i = 0; i <= lanes; ++i) {
+        joined.push_back(connect_stream(place, options, soon));
+        greet(joined.back().wire(), Intent::lane, address, options, soon, i, &session.id);
+      }
+      return take_tcp(std::move(socket), std::move(joined), session, options);
+    } catch (const Error& error) {
+      if (error.kind == ErrorKind::untrusted || &place == &address.tcp.back()) throw;
+      why = error.what();
+    }
+  }
+  fail(ErrorKind::not_viable, why);
+}
+
+std::shared_ptr<Connection> take_tcp(Stream socket, std::vector<Stream> lanes, const Session& session,
+                                     const Options& options) {
+  return std::make_shared<TcpConnection>(std::move(socket), std::move(lanes), session, options);
+}
+
+std::string tcp_not_viable() {
+  const Descriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  struct sockaddr_in loopback{};
+  loopback.sin_family = AF_INET;
+  loopback.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (!socket || ::bind(socket.get(), reinterpret_cast<struct sockaddr*>(&loopback), sizeof loopback) != 0) {
+    return std::string("no socket can be bound: ") + std::strerror(errno);
+  }
+  return "";
+}
+
+}  // namespace geartrain

@@ -1,0 +1,298 @@
+#include "transport/rpc/inbox.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace geartrain {
+namespace {
+
+constexpr uint64_t kBell = ~uint64_t{0};
+constexpr uint64_t kDormantAfterNs = 50'000'000;
+
+}  // namespace
+
+Inbox::Inbox(double spin_us, uint32_t at_once)
+    : forks_(forks()),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      at_once_(std::max(at_once, 1u)),
+      patience_(spin_us) {
+  struct epoll_event event{};
+  event.events = EPOLLIN | EPOLLET;
+  event.data.u64 = kBell;
+  if (!epoll_ || !bell_ || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, bell_.get(), &event) != 0) {
+    fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
+  }
+}
+
+void Inbox::add(uint64_t id, std::shared_ptr<Connection> connection) {
+  insert(id, std::move(connection), false);
+}
+
+void Inbox::watch(uint64_t id, std::shared_ptr<Connection> connection) {
+  insert(id, std::move(connection), true);
+}
+
+void Inbox::insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only) {
+  std::lock_guard lock(mutex_);
+  if (id == kBell || !entries_.try_emplace(id, Entry{connection, watched_only, false, false}).second) {
+    fail(ErrorKind::schema, "the inbox has a connection number ", id, " already");
+  }
+  std::vector<Connection::Wake> wakes = {{connection->end_descriptor(), false}};
+  if (!watched_only) wakes = connection->wakes();
+  for (const Connection::Wake& wake : wakes) {
+    struct epoll_event event{};
+    event.events = EPOLLRDHUP | (watched_only ? 0u : EPOLLIN) | (wake.edge ? EPOLLET : 0u);
+    event.data.u64 = id;
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake.fd, &event) != 0) {
+      const int error = errno;
+      entries_.erase(id);
+      fail(ErrorKind::os, "cannot watch a connection: ", std::strerror(error));
+    }
+  }
+  if (!watched_only) mark_ready(id);  // and so it is armed before the next sleep
+  wake_leader();
+}
+
+void Inbox::remove(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return;
+  const auto& connection = found->second.connection;
+  for (const Connection::Wake& wake : connection->wakes()) {
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, wake.fd, nullptr);
+  }
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection->end_descriptor(), nullptr);
+  entries_.erase(found);
+}
+
+void Inbox::resume(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  const auto found = entries_.find(id);
+  if (found == entries_.end() || !found->second.paused) return;
+  found->second.paused = false;
+  mark_ready(id);
+  if (sleeping_) wake_leader();  // it did not ask this one to wake it
+}
+
+void Inbox::close() {
+  if (forks_ != forks()) return;
+  std::lock_guard lock(mutex_);
+  closed_ = true;
+  deputy_.notify_all();
+  reserve_.notify_all();
+  wake_leader();
+}
+
+void Inbox::wake_leader() const {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(bell_.get(), &one, sizeof one);
+}
+
+bool Inbox::receive(Event* event, Deadline deadline) {
+  if (forks_ != forks()) fail(ErrorKind::hung_up, "this inbox belongs to the process that this one was forked from");
+  std::unique_lock lock(mutex_);
+  come_back();
+  if (!stand_by(lock, deadline)) return false;
+  leading_ = true;
+  lock.unlock();
+  bool found = false;
+  try {
+    found = lead(event, deadline);
+  } catch (...) {
+    lock.lock();
+    leading_ = false;
+    deputy_.notify_one();
+    throw;
+  }
+  lock.lock();
+  leading_ = false;
+  left_ns_ = monotonic_ns();
+  event->standing_by = standing_by_;
+  if (found && !event->lost) away_.push_back({std::this_thread::get_id(), left_ns_});
+  // A deputy without a clock must start one; it has one while messages keep coming.
+  if (has_deputy_ && (dormant_ || !found)) {
+    dormant_ = false;
+    deputy_.notify_one();
+  }
+  return found;
+}
+
+// Until this thread may lead. False at the deadline.
+bool Inbox::stand_by(std::unique_lock<std::mutex>& lock, Deadline deadline) {
+  bool rested = false, deputy = false;
+  ++standing_by_;
+  const auto leave = [&](bool leads) {
+    --standing_by_;
+    if (deputy) {
+      has_deputy_ = false;
+      reserve_.notify_one();
+    }
+    return leads;
+  };
+  for (;;) {
+    if (closed_) {
+      leave(false);
+      fail(ErrorKind::hung_up, "the inbox was closed");
+    }
+    const uint64_t now = monotonic_ns();
+    const uint64_t from_ns = leading_ ? now + static_cast<uint64_t>(kTakeoverS * 1e9) : may_lead_ns(rested, now);
+    if (!leading_ && from_ns <= now) return leave(true);
+    const auto left = std::chrono::nanoseconds(deadline.left_ns());
+    if (left.count() == 0) return leave(false);
+    if (!deputy && has_deputy_) {
+      reserve_.wait_for(lock, left);
+    } else {
+      deputy = has_deputy_ = true;
+      if (leading_ && now - left_ns_ > kDormantAfterNs) {
+        dormant_ = true;
+        deputy_.wait_for(lock, left);
+      } else {
+        deputy_.wait_for(lock, std::min<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(from_ns - now)));
+      }
+    }
+    rested = true;
+  }
+}
+
+// From when on a thread may lead, if no other does: who comes back from work at once, who has rested when the last
+// leader has been away for kTakeover; and neither while enough others are at work.
+uint64_t Inbox::may_lead_ns(bool rested, uint64_t now_ns) const {
+  constexpr auto kLongNs = static_cast<uint64_t>(kLongS * 1e9);
+  uint64_t from_ns = rested ? left_ns_ + static_cast<uint64_t>(kTakeoverS * 1e9) : 0;
+  if (away_.size() < at_once_) return from_ns;
+  std::vector<uint64_t> young;
+  for (const Away& one : away_) {
+    if (now_ns - one.since_ns < kLongNs) young.push_back(one.since_ns);
+  }
+  if (young.size() < at_once_) return from_ns;
+  std::sort(young.begin(), young.end());
+  return std::max(from_ns, young[young.size() - at_once_] + kLongNs);
+}
+
+void Inbox::come_back() {
+  std::erase_if(away_, [](const Away& one) { return one.thread == std::this_thread::get_id(); });
+}
+
+void Inbox::step_aside() {
+  if (forks_ != forks()) return;
+  std::lock_guard lock(mutex_);
+  come_back();
+  dormant_ = false;
+  deputy_.notify_one();
+}
+
+bool Inbox::lead(Event* event, Deadline deadline) {
+  for (;;) {
+    if (take_ready(event)) return true;
+    const double spin_us = patience_.spin_us();
+    bool found = false;
+    if (spin_us > 0) {
+      const Deadline until = deadline.sooner(spin_us * 1e-6);
+      while (!(found = look_around()) && !until.passed()) continue;
+    }
+    if (found) {
+      patience_.rewarded();
+      continue;
+    }
+    patience_.in_vain();
+    if (deadline.passed()) return false;
+    sleep(deadline);
+  }
+}
+
+// The next message of those that may have one, each in its turn.
+bool Inbox::take_ready(Event* event) {
+  std::unique_lock lock(mutex_);
+  while (!ready_.empty()) {
+    if (closed_) fail(ErrorKind::hung_up, "the inbox was closed");
+    const uint64_t id = ready_.front();
+    ready_.pop_front();
+    const auto found = entries_.find(id);
+    if (found == entries_.end()) continue;
+    found->second.queued = false;
+    const std::shared_ptr<Connection> connection = found->second.connection;
+    const bool watched_only = found->second.watched_only;
+    lock.unlock();
+    Connection::Poll polled = Connection::Poll::nothing;
+    bool lost = watched_only;
+    std::string reason = "the peer over " + std::string(watched_only ? connection->describe() : "") + " is gone";
+    try {
+      if (!watched_only) polled = connection->poll(&event->message);
+    } catch (const Error& error) {
+      lost = true;
+      reason = error.what();
+    }
+    if (lost) {
+      remove(id);
+      event->id = id;
+      event->connection = connection;
+      event->message = {};
+      event->lost = true;
+      event->reason = reason;
+      return true;
+    }
+    lock.lock();
+    if (polled == Connection::Poll::more) mark_ready(id);
+    if (polled == Connection::Poll::message) {
+      const auto still = entries_.find(id);
+      if (still != entries_.end()) still->second.paused = true;
+      event->id = id;
+      event->connection = connection;
+      event->lost = false;
+      return true;
+    }
+  }
+  return false;
+}
+
+void Inbox::mark_ready(uint64_t id) {
+  const auto found = entries_.find(id);
+  if (found == entries_.end() || found->second.queued || found->second.paused) return;
+  found->second.queued = true;
+  ready_.push_back(id);
+}
+
+// Looks at everybody once, without waiting.
+bool Inbox::look_around() {
+  bool sockets = false;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [id, entry] : entries_) {
+      if (entry.watched_only || entry.paused) continue;
+      sockets |= !entry.connection->can_look();
+      if (entry.connection->can_look() && entry.connection->might_have_data()) mark_ready(id);
+    }
+    if (!ready_.empty()) return true;
+  }
+  if (!sockets) return false;
+  sleep(Deadline::after(0));
+  std::lock_guard lock(mutex_);
+  return !ready_.empty();
+}
+
+void Inbox::sleep(Deadline deadline) {
+  if (!deadline.passed()) {
+    std::lock_guard lock(mutex_);
+    if (closed_) fail(ErrorKind::hung_up, "the inbox was closed");
+    for (auto& [id, entry] : entries_) {
+      if (!entry.watched_only && !entry.paused && !entry.connection->arm()) mark_ready(id);
+    }
+    if (!ready_.empty()) return;
+    sleeping_ = true;
+  }
+  struct epoll_event events[64];
+  const int n = ::epoll_wait(epoll_.get(), events, 64, deadline.left_ms());
+  std::lock_guard lock(mutex_);
+  sleeping_ = false;
+  for (int i = 0; i < n; ++i) {
+    if (events[i].data.u64 != kBell) mark_ready(events[i].data.u64);
+  }
+}
+
+}  // namespace geartrain

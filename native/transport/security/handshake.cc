@@ -1,0 +1,176 @@
+#include "transport/security/handshake.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace geartrain {
+namespace {
+
+Bytes label(const char* text) {
+  return std::as_bytes(std::span(text, std::strlen(text)));
+}
+
+template <typename T>
+Bytes bytes_of(const T& value) {
+  return std::as_bytes(std::span(&value, 1));
+}
+
+const char* reason(Answer answer) {
+  switch (answer) {
+    case Answer::welcome:
+      return "welcome";
+    case Answer::wrong_secret:
+      return "it has another secret";
+    case Answer::secret_needed:
+      return "it asks for a secret, and none was given here";
+    case Answer::no_secret_here:
+      return "it has no secret, and one was given here";
+    case Answer::other_user:
+      return "it belongs to another user, and no secret was given";
+    case Answer::unknown_session:
+      return "it knows nothing of the connection that this lane belongs to";
+    case Answer::other_version:
+      return "it speaks another version of the protocol";
+  }
+  return "it gave no reason";
+}
+
+}  // namespace
+
+std::string hex(std::span<const uint8_t> bytes) {
+  static const char digits[] = "0123456789abcdef";
+  std::string text;
+  for (const uint8_t byte : bytes) {
+    text += digits[byte >> 4];
+    text += digits[byte & 15];
+  }
+  return text;
+}
+
+std::string Session::name() const {
+  return hex(std::span(id).first(8));
+}
+
+Proof prove(const std::string& secret, const Hello& hello, const Challenge& challenge) {
+  Proof proof{};
+  if (secret.empty()) return proof;
+  const Digest mac = hmac_sha256(secret, {label("geartrain dialer"), bytes_of(hello), bytes_of(challenge)});
+  std::memcpy(proof.mac, mac.data(), mac.size());
+  return proof;
+}
+
+void seal(const std::string& secret, const Hello& hello, const Challenge& challenge, Verdict* verdict) {
+  std::memset(verdict->mac, 0, sizeof verdict->mac);
+  if (secret.empty()) return;
+  const Digest mac =
+      hmac_sha256(secret, {label("geartrain listener"), bytes_of(hello), bytes_of(challenge), bytes_of(*verdict)});
+  std::memcpy(verdict->mac, mac.data(), mac.size());
+}
+
+bool wait_for(int socket, short events, Deadline deadline) {
+  struct pollfd one = {socket, events, 0};
+  for (;;) {
+    const int ready = ::poll(&one, 1, deadline.left_ms());
+    if (ready > 0) return true;
+    if (ready < 0 && errno != EINTR) fail(ErrorKind::os, "cannot wait for a socket: ", std::strerror(errno));
+    if (deadline.passed()) return false;
+  }
+}
+
+void write_exactly(Wire wire, Bytes bytes, Deadline deadline) {
+  while (!bytes.empty() || !wire.flush()) {
+    const ssize_t written = bytes.empty() ? (errno = EAGAIN, -1) : wire.send(bytes.data(), bytes.size());
+    if (written > 0) {
+      bytes = bytes.subspan(static_cast<size_t>(written));
+    } else if (errno == EAGAIN) {
+      if (!wait_for(wire.socket, POLLOUT, deadline))
+        fail(ErrorKind::timed_out, "the peer did not take the handshake in time");
+    } else if (errno != EINTR) {
+      fail(ErrorKind::peer_lost, "the peer hung up during the handshake: ", std::strerror(errno));
+    }
+  }
+}
+
+void read_exactly(Wire wire, std::span<std::byte> bytes, Deadline deadline) {
+  while (!bytes.empty()) {
+    const ssize_t got = wire.receive(bytes.data(), bytes.size());
+    if (got > 0) {
+      bytes = bytes.subspan(static_cast<size_t>(got));
+    } else if (got == 0) {
+      fail(ErrorKind::peer_lost, "the peer hung up during the handshake");
+    } else if (errno == EAGAIN) {
+      if (!wait_for(wire.socket, POLLIN, deadline))
+        fail(ErrorKind::timed_out, "the peer did not answer the handshake in time");
+    } else if (errno != EINTR) {
+      fail(ErrorKind::peer_lost, "the peer hung up during the handshake: ", std::strerror(errno));
+    }
+  }
+}
+
+void secure(Stream* stream, const Options& options, const std::string& host, Deadline deadline) {
+  stream->use_tls(options.tls, &host);
+  for (;;) {
+    const Tls::Step step = stream->tls()->shake_hands();
+    if (step == Tls::Step::done) return;
+    if (!wait_for(stream->get(), step == Tls::Step::wants_write ? POLLOUT : POLLIN, deadline)) {
+      fail(ErrorKind::timed_out, "the peer did not go on with the TLS handshake in time");
+    }
+  }
+}
+
+Session greet(Wire wire, Intent intent, const Address& address, const Options& options, Deadline deadline,
+              uint32_t lanes, const SessionId* of) {
+  Hello hello{};
+  std::memcpy(hello.magic, kHelloMagic, sizeof hello.magic);
+  hello.version = kProtocolVersion;
+  hello.intent = static_cast<uint32_t>(intent);
+  hello.lanes = lanes;
+  hello.has_secret = !options.secret.empty();
+  if (of != nullptr) std::memcpy(hello.session, of->data(), of->size());
+  random_bytes(hello.nonce);
+  write_exactly(wire, bytes_of(hello), deadline);
+
+  Challenge challenge{};
+  read_exactly(wire, std::as_writable_bytes(std::span(&challenge, 1)), deadline);
+  if (std::memcmp(challenge.magic, kHelloMagic, sizeof challenge.magic) != 0) {
+    fail(ErrorKind::frame, "what answers there is not geartrain");
+  }
+  if (challenge.version != kProtocolVersion) {
+    fail(ErrorKind::frame, "the peer speaks version ", challenge.version, " of the protocol, this is version ",
+         kProtocolVersion);
+  }
+  if (!address.id.empty() && address.id != Address::kAnyId && hex(challenge.listener) != address.id) {
+    fail(ErrorKind::frame, "another listener answers there: the one with this address is gone");
+  }
+  if ((challenge.needs & kNeedsTls) != 0) {
+    fail(ErrorKind::untrusted, "the peer refuses: it asks for TLS, and none was given here");
+  }
+  const bool needs_secret = (challenge.needs & kNeedsSecret) != 0;
+  if (needs_secret != (hello.has_secret != 0)) {
+    fail(ErrorKind::untrusted,
+         "the peer refuses: ", reason(needs_secret ? Answer::secret_needed : Answer::no_secret_here));
+  }
+  const Proof proof = prove(options.secret, hello, challenge);
+  write_exactly(wire, bytes_of(proof), deadline);
+
+  Verdict verdict{};
+  read_exactly(wire, std::as_writable_bytes(std::span(&verdict, 1)), deadline);
+  if (verdict.answer != 0)
+    fail(ErrorKind::untrusted, "the peer refuses: ", reason(static_cast<Answer>(verdict.answer)));
+  Verdict expected = verdict;
+  seal(options.secret, hello, challenge, &expected);
+  Digest mine, theirs;
+  std::memcpy(mine.data(), expected.mac, mine.size());
+  std::memcpy(theirs.data(), verdict.mac, theirs.size());
+  if (!same_digest(mine, theirs)) fail(ErrorKind::untrusted, "the peer does not know the secret");
+  Session session;
+  std::memcpy(session.id.data(), verdict.session, session.id.size());
+  std::memcpy(session.listener.data(), challenge.listener, session.listener.size());
+  session.authenticated = !options.secret.empty();
+  return session;
+}
+
+}  // namespace geartrain

@@ -1,0 +1,530 @@
+#include "transport/sideband/sideband.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/sha256.h"
+
+namespace geartrain {
+namespace {
+
+constexpr uint64_t kChunk = uint64_t{1} << 20;
+constexpr uint64_t kBudget = uint64_t{4} << 20;      // of one line, until the others get their turn
+constexpr uint64_t kTakePiece = uint64_t{16} << 20;  // a region cannot be closed for so long
+constexpr size_t kMostOpen = 64;                     // requests of one side without an answer
+constexpr size_t kMostNotes = 1024;                  // that a peer does not take
+
+}  // namespace
+
+Aside::Aside(Setup setup)
+    : socket_(std::move(setup.socket)),
+      peer_(setup.peer),
+      peer_timeout_s_(setup.peer_timeout_s),
+      regions_(std::move(setup.regions)),
+      lost_(std::move(setup.lost)),
+      out_of_reach_(std::move(setup.out_of_reach)) {
+  random_bytes(nonce_);
+  if (peer_ == 0) {
+    greeted_ = told_reach_ = true;  // and nothing to wait for
+  } else {
+    out_of_reach_.clear();  // until it is found out
+  }
+}
+
+void Aside::start() {
+  SidebandThread::of_process().add(shared_from_this());
+  std::lock_guard lock(mutex_);
+  Note note{};
+  note.word = static_cast<uint32_t>(Word::greeting);
+  note.region = nonce_;
+  if (peer_ != 0) note.data = reinterpret_cast<uintptr_t>(nonce_.data());
+  notes_.push_back(note);
+  flush();
+  unread_.store(socket_.wire().unread(), std::memory_order_relaxed);  // it may have come with the handshake
+  SidebandThread::of_process().wake();
+}
+
+void Aside::stop() {
+  if (forks_ != forks()) return;
+  {
+    std::lock_guard lock(lost_mutex_);
+    lost_ = nullptr;
+  }
+  hang_up();
+  SidebandThread::of_process().remove(this);
+}
+
+void Aside::hang_up() const {
+  if (forks_ == forks()) ::shutdown(socket_.get(), SHUT_RDWR);
+}
+
+// --- asking ---------------------------------------------------------------------------------------------------------
+
+Path Aside::read(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset, Deadline deadline) {
+  check_access(allowed(handle, offset, into.size(), false));
+  bool reachable = false;
+  {
+    std::unique_lock lock(mutex_);
+    wait_until_greeted(lock, deadline);
+    reachable = out_of_reach_.empty();
+  }
+  if (reachable) {
+    // A peer that is gone has no stamp: who got its number is not read by mistake.
+    const Access access = read_across(peer_, handle, offset, into);
+    if (access != Access::out_of_reach) {
+      if (access != Access::ok) {
+        std::lock_guard lock(mutex_);
+        if (ended_) fail(ErrorKind::peer_lost, "the peer hung up, or died, while its memory was read");
+      }
+      check_access(access);
+      return Path::cma;
+    }
+  }
+  Note note{};
+  note.word = static_cast<uint32_t>(Word::get);
+  note.offset = offset;
+  note.bytes = into.size();
+  note.region = handle.id;
+  check_access(ask(note, into, deadline));
+  return Path::served;
+}
+
+Path Aside::write(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline) {
+  check_access(allowed(handle, offset, from.size(), true));
+  Note note{};
+  note.offset = offset;
+  note.bytes = from.size();
+  note.region = handle.id;
+  bool reachable = false;
+  {
+    std::unique_lock lock(mutex_);
+    wait_until_greeted(lock, deadline);
+    reachable = peer_reaches_;
+  }
+  if (reachable) {
+    note.word = static_cast<uint32_t>(Word::take);
+    const Access access = ask(note, from, deadline);
+    if (access != Access::out_of_reach) {
+      check_access(access);
+      return Path::cma;
+    }
+    std::lock_guard lock(mutex_);
+    peer_reaches_ = false;
+  }
+  note.word = static_cast<uint32_t>(Word::put);
+  check_access(ask(note, from, deadline));
+  return Path::served;
+}
+
+void Aside::wait_until_greeted(std::unique_lock<std::mutex>& lock, Deadline deadline) {
+  while (!ended_ && !(greeted_ && told_reach_)) {
+    if (deadline.passed()) fail(ErrorKind::timed_out, "the peer's transport said nothing before the deadline");
+    greeting_.wait_for(lock, std::chrono::nanoseconds(deadline.left_ns()));
+  }
+}
+
+Access Aside::ask(Note note, Bytes memory, Deadline deadline) {
+  const std::span<std::byte> bytes(const_cast<std::byte*>(memory.data()), memory.size());
+  const bool incoming = note.word == static_cast<uint32_t>(Word::get);
+  Request request{std::make_shared<ExposedRegion>(bytes, incoming), incoming, false, Access::ok, {}};
+  std::unique_lock lock(mutex_);
+  while (requests_.size() >= kMostOpen && !ended_) {
+    if (deadline.passed()) fail(ErrorKind::timed_out, "other reads and writes were still under way at the deadline");
+    greeting_.wait_for(lock, std::chrono::nanoseconds(deadline.left_ns()));
+  }
+  if (ended_) fail(ErrorKind::peer_lost, "the peer hung up, or died");
+  note.number = next_number_++;
+  const RegionHandle mine = request.local->handle();
+  note.stamp = mine.stamp;
+  note.data = mine.data;
+  note.from = mine.id;
+  requests_[note.number] = &request;
+  notes_.push_back(note);
+  if (note.word == static_cast<uint32_t>(Word::put)) {
+    transfers_.push_back({Word::load, note.number, request.local, 0, note.bytes, 0});
+  }
+  flush();
+  while (!request.done && !ended_ && !deadline.passed()) {
+    request.changed.wait_for(lock, std::chrono::nanoseconds(deadline.left_ns()));
+  }
+  requests_.erase(note.number);
+  greeting_.notify_all();
+  const bool ended = ended_;
+  if (!request.done && !ended) withdraw(note);
+  lock.unlock();
+  request.local->close();  // from here on the memory is the caller's again
+  if (request.done) return request.access;
+  if (ended) fail(ErrorKind::peer_lost, "the peer hung up, or died, in the middle of a read or write");
+  fail(ErrorKind::timed_out, "the peer's transport had not done it all before the deadline");
+}
+
+void Aside::withdraw(const Note& note) {
+  std::erase_if(transfers_, [&](const Transfer& t) { return t.word == Word::load && t.number == note.number; });
+  const size_t waiting =
+      std::erase_if(notes_, [&](const Note& other) { return other.word == note.word && other.number == note.number; });
+  if (waiting == 0) say(Word::withdraw, note.number);  // the peer may know of it
+  flush();
+}
+
+std::string Aside::way() const {
+  std::lock_guard lock(mutex_);
+  if (!greeted_) return "";
+  return out_of_reach_.empty() ? "cma" : "served: " + out_of_reach_;
+}
+
+// --- what comes -----------------------------------------------------------------------------------------------------
+
+void Aside::on_ready() {
+  std::lock_guard lock(mutex_);
+  unread_.store(false, std::memory_order_relaxed);
+  uint64_t budget = kBudget;
+  try {
+    while (!ended_ && budget != 0) {
+      if (payload_left_ != 0) {
+        if (!read_payload(&budget)) break;
+        continue;
+      }
+      auto* at = reinterpret_cast<std::byte*>(&in_);
+      const ssize_t got = socket_.wire().receive(at + in_filled_, sizeof in_ - in_filled_);
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0 && errno == EAGAIN) break;
+      if (got <= 0) {
+        end();
+        break;
+      }
+      heard_ = true;
+      in_filled_ += static_cast<size_t>(got);
+      budget -= std::min<uint64_t>(budget, static_cast<uint64_t>(got));
+      if (in_filled_ < sizeof in_) continue;
+      in_filled_ = 0;
+      handle(in_);
+    }
+    unread_.store(!ended_ && socket_.wire().unread(), std::memory_order_relaxed);
+    flush();
+  } catch (const Error& error) {
+    end();
+    tell_lost(error.what());
+  }
+}
+
+// False when nothing more has come.
+bool Aside::read_payload(uint64_t* budget) {
+  ssize_t got = 0;
+  int error = 0;
+  bool used = false;
+  if (payload_for_ != nullptr) {
+    used = payload_for_->use(payload_at_, payload_left_, [&](std::span<std::byte> into) {
+      got = socket_.wire().receive(into.data(), into.size());
+      error = errno;
+    });
+    if (!used) payload_for_.reset();  // closed meanwhile: its owner is told when the chunk is through
+  }
+  if (!used) {
+    std::byte nowhere[16384];
+    got = socket_.wire().receive(nowhere, std::min<uint64_t>(sizeof nowhere, payload_left_));
+    error = errno;
+  }
+  if (got < 0 && error == EINTR) return true;
+  if (got < 0 && error == EAGAIN) return false;
+  if (got <= 0) {
+    end();
+    return false;
+  }
+  heard_ = true;
+  const auto bytes = static_cast<uint64_t>(got);
+  payload_left_ -= bytes;
+  payload_at_ += bytes;
+  *budget -= std::min(*budget, bytes);
+  if (payload_left_ == 0) {
+    const auto put = in_.word == static_cast<uint32_t>(Word::load) ? puts_.find(in_.number) : puts_.end();
+    if (put != puts_.end()) {
+      put->second.got += in_.bytes;
+      const bool closed = payload_for_ == nullptr;
+      if (closed || put->second.got == put->second.bytes) {
+        say(Word::done, in_.number, closed ? Access::closed : Access::ok);
+        puts_.erase(put);
+      }
+    }
+    payload_for_.reset();
+  }
+  return true;
+}
+
+void Aside::handle(const Note& note) {
+  if (notes_.size() >= kMostNotes) nonsense("requests, and takes no answers");
+  switch (static_cast<Word>(note.word)) {
+    case Word::beat:
+      return;
+    case Word::greeting:
+      return greeted(note);
+    case Word::reach:
+      told_reach_ = true;
+      peer_reaches_ = peer_ != 0 && note.access == 0;
+      greeting_.notify_all();
+      return;
+    case Word::get:
+    case Word::put:
+    case Word::take:
+      return requested(note);
+    case Word::chunk:
+    case Word::load:
+      return arriving(note);
+    case Word::done: {
+      if (note.access >= kAccessCount) nonsense("an answer that does not exist");
+      std::erase_if(transfers_, [&](const Transfer& t) { return t.word == Word::load && t.number == note.number; });
+      const auto found = requests_.find(note.number);
+      if (found == requests_.end()) return;
+      found->second->done = true;
+      found->second->access = static_cast<Access>(note.access);
+      found->second->changed.notify_one();
+      return;
+    }
+    case Word::withdraw:
+      puts_.erase(note.number);
+      std::erase_if(transfers_, [&](const Transfer& t) { return t.word == Word::chunk && t.number == note.number; });
+      std::erase_if(takes_, [&](const Take& take) { return take.number == note.number; });
+      return;
+  }
+  nonsense("what is not a note");
+}
+
+void Aside::greeted(const Note& note) {
+  if (peer_ != 0 && !greeted_) {
+    ExposedId found{};
+    if (note.data == 0) {
+      out_of_reach_ = "the peer does not want it";
+    } else if (const int error = peek(peer_, note.data, std::as_writable_bytes(std::span(found))); error != 0) {
+      out_of_reach_ = std::string("the peer's memory cannot be read: ") + std::strerror(error);
+    } else if (found != note.region) {
+      out_of_reach_ = "another process answers to the peer's number";
+    }
+  }
+  greeted_ = true;
+  greeting_.notify_all();
+  say(Word::reach, 0, out_of_reach_.empty() ? Access::ok : Access::out_of_reach);
+}
+
+void Aside::requested(const Note& note) {
+  if (puts_.size() + transfers_.size() + takes_.size() > 2 * kMostOpen) nonsense("more requests than it may");
+  const bool writing = static_cast<Word>(note.word) != Word::get;
+  const auto region = regions_->find(note.region);
+  Access access = Access::closed;
+  if (region != nullptr && !region->closed()) access = allowed(region->handle(), note.offset, note.bytes, writing);
+  if (static_cast<Word>(note.word) == Word::take && access == Access::ok && !out_of_reach_.empty()) {
+    access = Access::out_of_reach;
+  }
+  if (access != Access::ok || note.bytes == 0) return say(Word::done, note.number, access);
+  if (static_cast<Word>(note.word) == Word::get) {
+    transfers_.push_back({Word::chunk, note.number, region, note.offset, note.bytes, 0});
+  } else if (static_cast<Word>(note.word) == Word::put) {
+    if (!puts_.try_emplace(note.number, Put{region, note.offset, note.bytes, 0}).second) nonsense("a number twice");
+  } else {
+    RegionHandle from{};
+    from.id = note.from;
+    from.stamp = note.stamp;
+    from.data = note.data;
+    from.bytes = note.bytes;
+    takes_.push_back({note.number, region, note.offset, 0, from});
+    has_work_.store(true, std::memory_order_relaxed);
+  }
+}
+
+// Bytes follow: for a read of ours, or for a region of ours. Those that nobody wants are read and thrown away.
+void Aside::arriving(const Note& note) {
+  if (note.bytes == 0 || note.bytes > kChunk) nonsense("a chunk of a size that cannot be");
+  payload_left_ = note.bytes;
+  payload_at_ = note.offset;
+  payload_for_.reset();
+  if (static_cast<Word>(note.word) == Word::chunk) {
+    const auto found = requests_.find(note.number);
+    if (found == requests_.end() || !found->second->incoming) return;
+    const auto& local = found->second->local;
+    if (note.offset > local->bytes() || note.bytes > local->bytes() - note.offset) nonsense("more than was asked for");
+    payload_for_ = local;
+    return;
+  }
+  const auto found = puts_.find(note.number);
+  if (found == puts_.end()) return;
+  const Put& put = found->second;
+  if (note.offset != put.got || note.bytes > put.bytes - put.got) nonsense("other bytes than it announced");
+  payload_at_ = put.offset + note.offset;
+  payload_for_ = put.region;
+}
+
+// A piece at a time, so that the beat goes on and regions can be closed.
+void Aside::work() {
+  if (unread_.load(std::memory_order_relaxed)) on_ready();
+  Take take;
+  {
+    std::lock_guard lock(mutex_);
+    if (takes_.empty() || ended_) {
+      has_work_.store(false, std::memory_order_relaxed);
+      return;
+    }
+    take = takes_.front();
+  }
+  const uint64_t bytes = std::min(kTakePiece, take.from.bytes - take.done);
+  Access access = Access::closed;
+  take.region->use(take.offset + take.done, bytes,
+                   [&](std::span<std::byte> into) { access = read_across(peer_, take.from, take.done, into); });
+  std::lock_guard lock(mutex_);
+  if (!takes_.empty() && takes_.front().number == take.number) {  // else it was withdrawn
+    takes_.front().done += bytes;
+    if (access != Access::ok || takes_.front().done == take.from.bytes) {
+      takes_.pop_front();
+      say(Word::done, take.number, access);
+    }
+  }
+  has_work_.store(!takes_.empty(), std::memory_order_relaxed);
+  flush();
+}
+
+// --- what leaves ----------------------------------------------------------------------------------------------------
+
+void Aside::say(Word word, uint64_t number, Access access) {
+  Note note{};
+  note.word = static_cast<uint32_t>(word);
+  note.number = number;
+  note.access = static_cast<uint32_t>(access);
+  notes_.push_back(note);
+}
+
+// As much as the socket takes, and the budget allows; the attendant goes on when there is room again.
+void Aside::flush() {
+  uint64_t chunks = kBudget / kChunk;
+  while (!ended_) {
+    if (out_sent_ != out_.size()) {
+      const int more = chunk_left_ != 0 ? MSG_MORE : 0;
+      const ssize_t n = socket_.wire().send(out_.data() + out_sent_, out_.size() - out_sent_, more);
+      if (n > 0) out_sent_ += static_cast<size_t>(n);
+      if (n <= 0 && !again()) return;
+    } else if (chunk_left_ != 0) {
+      if (!send_payload() && !again()) return;
+    } else if (!notes_.empty()) {
+      out_.clear();
+      out_sent_ = 0;
+      for (; !notes_.empty() && out_.size() < 32 * sizeof(Note); notes_.pop_front()) {
+        const auto* begin = reinterpret_cast<const std::byte*>(&notes_.front());
+        out_.insert(out_.end(), begin, begin + sizeof(Note));
+      }
+    } else if (!transfers_.empty()) {
+      if (chunks-- == 0) return want_write(true);
+      begin_chunk();
+    } else {
+      return want_write(!socket_.wire().flush());
+    }
+  }
+}
+
+// The next chunk of whoever waits longest.
+void Aside::begin_chunk() {
+  chunk_ = std::move(transfers_.front());
+  transfers_.pop_front();
+  chunk_spoilt_ = chunk_.region->closed();
+  chunk_left_ = chunk_spoilt_ ? 0 : std::min(kChunk, chunk_.bytes - chunk_.sent);
+  if (chunk_left_ == 0) return end_chunk();
+  Note note{};
+  note.word = static_cast<uint32_t>(chunk_.word);
+  note.number = chunk_.number;
+  note.offset = chunk_.sent;
+  note.bytes = chunk_left_;
+  const auto* begin = reinterpret_cast<const std::byte*>(&note);
+  out_.assign(begin, begin + sizeof note);
+  out_sent_ = 0;
+}
+
+// False when the socket took nothing. A chunk was promised: what its region no longer gives goes as zeros.
+bool Aside::send_payload() {
+  ssize_t n = 0;
+  int error = 0;
+  const bool used = chunk_.region->use(chunk_.offset + chunk_.sent, chunk_left_, [&](std::span<std::byte> from) {
+    n = socket_.wire().send(from.data(), from.size());
+    error = errno;
+  });
+  if (!used) {
+    static constexpr std::array<std::byte, 16384> zeros{};
+    chunk_spoilt_ = true;
+    n = socket_.wire().send(zeros.data(), std::min<uint64_t>(zeros.size(), chunk_left_));
+    error = errno;
+  }
+  errno = error;
+  if (n <= 0) return false;
+  chunk_left_ -= static_cast<uint64_t>(n);
+  chunk_.sent += static_cast<uint64_t>(n);
+  if (chunk_left_ == 0) end_chunk();
+  return true;
+}
+
+void Aside::end_chunk() {
+  const bool last = chunk_spoilt_ || chunk_.sent == chunk_.bytes;
+  if (!last) {
+    transfers_.push_back(std::move(chunk_));
+  } else if (chunk_.word == Word::chunk) {
+    say(Word::done, chunk_.number, chunk_spoilt_ ? Access::closed : Access::ok);
+  }
+  chunk_ = {};
+}
+
+// After a send that sent nothing: whether to try again now.
+bool Aside::again() {
+  if (errno == EINTR) return true;
+  if (errno == EAGAIN) {
+    want_write(true);
+  } else {
+    end();
+  }
+  return false;
+}
+
+void Aside::want_write(bool wanted) {
+  if (wanted == wants_write_) return;
+  wants_write_ = wanted;
+  SidebandThread::of_process().watch(this, wanted);
+}
+
+// --- life and death -------------------------------------------------------------------------------------------------
+
+void Aside::tick() {
+  std::lock_guard lock(mutex_);
+  if (ended_) return;  // the connection itself tells of that
+  // Counted in beats of our own: a process that was stopped itself does not blame its peers.
+  silent_s_ = heard_ ? 0 : silent_s_ + kBeatS;
+  heard_ = false;
+  if (peer_timeout_s_ > 0 && silent_s_ >= peer_timeout_s_) {
+    end();
+    std::ostringstream text;
+    text << "has given no sign of life for " << silent_s_ << " s: its process is stopped, or the way to it is cut";
+    return tell_lost(text.str());
+  }
+  if (notes_.empty()) say(Word::beat);
+  flush();
+}
+
+void Aside::end() {
+  if (ended_) return;
+  ended_ = true;
+  SidebandThread::of_process().remove(this);
+  for (auto& [number, request] : requests_) request->changed.notify_one();
+  greeting_.notify_all();
+  puts_.clear();
+  takes_.clear();
+  transfers_.clear();
+  notes_.clear();
+  chunk_ = {};
+  chunk_left_ = 0;
+  payload_for_.reset();
+}
+
+void Aside::nonsense(const char* what) {
+  fail(ErrorKind::frame, "sent ", what, " beside the connection");
+}
+
+void Aside::tell_lost(const std::string& reason) {
+  std::lock_guard lock(lost_mutex_);
+  if (lost_) lost_(reason);
+}
+
+}  // namespace geartrain

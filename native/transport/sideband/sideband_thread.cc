@@ -1,0 +1,131 @@
+#include "transport/sideband/sideband_thread.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/errors.h"
+
+namespace geartrain {
+namespace {
+
+std::mutex making;
+SidebandThread* made = nullptr;  // never deleted: connections may outlive main
+
+}  // namespace
+
+SidebandThread& SidebandThread::of_process() {
+  static const bool told = [] {
+    forks();
+    // The thread may be anywhere at a fork, so a child leaves what there was as it is, and never looks at it again.
+    ::pthread_atfork([] { making.lock(); }, [] { making.unlock(); },
+                     [] {
+                       made = nullptr;
+                       making.unlock();
+                     });
+    return true;
+  }();
+  static_cast<void>(told);
+  std::lock_guard lock(making);
+  if (made == nullptr) made = new SidebandThread();
+  return *made;
+}
+
+SidebandThread::SidebandThread()
+    : epoll_(::epoll_create1(EPOLL_CLOEXEC)), bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  struct epoll_event event{};
+  event.events = EPOLLIN | EPOLLET;
+  if (!epoll_ || !bell_ || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, bell_.get(), &event) != 0) {
+    fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
+  }
+  sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's threads
+  std::thread([this] { serve(); }).detach();
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void SidebandThread::add(const std::shared_ptr<SidebandLine>& line) {
+  {
+    std::lock_guard lock(mutex_);
+    lines_[line.get()] = line;
+  }
+  struct epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.ptr = line.get();
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, line->socket(), &event) != 0) {
+    const int error = errno;
+    remove(line.get());
+    fail(ErrorKind::os, "cannot watch a socket: ", std::strerror(error));
+  }
+  wake();
+}
+
+void SidebandThread::remove(const SidebandLine* line) {
+  std::shared_ptr<SidebandLine> last;  // let go without the lock
+  std::lock_guard lock(mutex_);
+  const auto found = lines_.find(line);
+  if (found == lines_.end()) return;
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, line->socket(), nullptr);
+  last = std::move(found->second);
+  lines_.erase(found);
+}
+
+void SidebandThread::watch(const SidebandLine* line, bool write) const {
+  struct epoll_event event{};
+  event.events = EPOLLIN | (write ? EPOLLOUT : 0u);
+  event.data.ptr = const_cast<SidebandLine*>(line);
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, line->socket(), &event);  // fails when it is gone
+}
+
+void SidebandThread::wake() const {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(bell_.get(), &one, sizeof one);
+}
+
+void SidebandThread::serve() {
+  constexpr auto kBeatNs = static_cast<uint64_t>(kBeatS * 1e9);
+  uint64_t next_beat_ns = monotonic_ns() + kBeatNs;
+  struct epoll_event events[64];
+  std::vector<std::shared_ptr<SidebandLine>> all, ready;
+  bool busy = false;
+  for (;;) {
+    int wait_ms = -1;
+    {
+      std::lock_guard lock(mutex_);
+      const uint64_t now = monotonic_ns();
+      if (!lines_.empty()) wait_ms = next_beat_ns > now ? static_cast<int>((next_beat_ns - now) / 1'000'000 + 1) : 0;
+    }
+    const int n = ::epoll_wait(epoll_.get(), events, 64, busy ? 0 : wait_ms);
+    {
+      std::lock_guard lock(mutex_);
+      for (int i = 0; i < n; ++i) {
+        const auto found = lines_.find(static_cast<const SidebandLine*>(events[i].data.ptr));
+        if (found != lines_.end()) ready.push_back(found->second);
+      }
+      for (const auto& [line, held] : lines_) all.push_back(held);
+    }
+    for (const auto& line : ready) line->on_ready();
+    if (monotonic_ns() >= next_beat_ns) {
+      for (const auto& line : all) line->tick();
+      next_beat_ns = monotonic_ns() + kBeatNs;
+    }
+    busy = false;
+    for (const auto& line : all) {
+      if (line->has_work()) line->work();
+      busy |= line->has_work();
+    }
+    all.clear();  // now, and not when something happens next: the last one to have a line closes it
+    ready.clear();
+  }
+}
+
+}  // namespace geartrain

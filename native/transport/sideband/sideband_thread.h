@@ -1,0 +1,44 @@
+// The one thread of a process that serves the lines beside its connections (sideband.h). It is made with the first of
+// them, and lives as long as the process; a forked child makes its own. It waits for nobody but in its one epoll.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "base/descriptor.h"
+
+namespace geartrain {
+
+// How often every line is told to give a sign of life.
+constexpr double kBeatS = 0.5;
+
+// What the thread serves: it alone calls these, but for socket().
+class SidebandLine {
+ public:
+  virtual ~SidebandLine() = default;
+  virtual int socket() const = 0;  // watched from add() to remove()
+  virtual void on_ready() = 0;     // the socket may be read, or written
+  virtual void tick() = 0;         // every kBeatS
+  virtual bool has_work() const = 0;
+  virtual void work() = 0;  // a piece of it: then other lines have their turn
+};
+
+class SidebandThread {
+ public:
+  static SidebandThread& of_process();
+  void add(const std::shared_ptr<SidebandLine>& line);
+  void remove(const SidebandLine* line);
+  void watch(const SidebandLine* line, bool write) const;  // no lock: from within the line's own
+  void wake() const;                                       // a line has work
+
+ private:
+  SidebandThread();
+  [[noreturn]] void serve();
+
+  Descriptor epoll_, bell_;
+  std::mutex mutex_;
+  std::map<const SidebandLine*, std::shared_ptr<SidebandLine>> lines_;
+};
+
+}  // namespace geartrain
