@@ -9,8 +9,9 @@
     rpc.call_async("learner", add, 1, 2).result()      # a registered function stands for its name
     await rpc.call_async("learner", add, 1, 2)
 
-A call is sent, and its reply received, by the thread that makes it (native/transport/rpc/pending_calls.h); on the other side a
-thread that has waited for any client executes the function and replies itself (native/transport/rpc/inbox.h).
+A call is sent, and its reply received, by the thread that makes it (native/transport/rpc/pending_calls.h); on the
+other side a thread that has waited for any client executes the function and replies itself
+(native/transport/rpc/inbox.h).
 
 A client's calls are executed in the order in which it made them, one after the other; different clients' concurrently.
 The next one begins when a function returns (a batched or async one at once), waits for a call of its own, or is

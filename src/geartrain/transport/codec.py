@@ -1,9 +1,9 @@
 """Codec: tensors, arrays and plain containers as a header and out-of-band buffers; decoding executes nothing.
 
 A value becomes a small header and the buffers of its big arrays, which are not copied; a decoded array is a view of
-its message. The format is documented in native/python/codec.cc. Decoding is safe for bytes from anyone. Other objects go
-by pickle, protocol 5 with buffers out of band, and only where both sides allow it: pickle executes what it is given,
-so `rpc` allows it between peers that proved they know the cluster's secret.
+its message. The format is documented in native/python/codec.cc. Decoding is safe for bytes from anyone. Other objects
+go by pickle, protocol 5 with buffers out of band, and only where both sides allow it: pickle executes what it is
+given, so `rpc` allows it between peers that proved they know the cluster's secret.
 
 Known are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, NumPy arrays and
 scalars of plain dtypes, and torch tensors on the CPU, nested up to `MAX_DEPTH`. Subclasses are not: a named tuple
