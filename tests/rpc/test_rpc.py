@@ -224,6 +224,7 @@ def test_futures_callbacks_and_await(pair: tuple[rpc.Node, rpc.Node]) -> None:
 
 def test_a_call_ends_at_its_deadline_and_others_go_on(pair: tuple[rpc.Node, rpc.Node]) -> None:
     _, client = pair
+    assert client.call("server", "add", 1, 1) == 2  # connected: the deadline below is the call's alone
     began_s = time.monotonic()
     with pytest.raises(WaitTimeoutError, match="'server'"):
         client.call("server", "sleep", 1.0, timeout_s=0.1)
