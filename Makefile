@@ -43,7 +43,7 @@ check: setup native-check
 native-check: setup
 	@for kind in thread address; do \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/$$kind -G Ninja -DGEARTRAIN_TESTS=ON -DGEARTRAIN_SANITIZE=$$kind > /dev/null && \
-	  $(BIN)/cmake --build build/$$kind && $(BIN)/ctest --test-dir build/$$kind --output-on-failure || exit 1; done
+	  $(BIN)/cmake --build build/$$kind && $(BIN)/ctest -j2 --test-dir build/$$kind --output-on-failure || exit 1; done
 
 gpu-bundle: setup  # what a GPU machine without an index needs: carry build/gpu-bundle there, then make gpu-check
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/gpu/check.py --bundle

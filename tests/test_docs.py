@@ -48,6 +48,38 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("priority", "store.md"),
+        ("prioritized replay", "selection.md"),
+        ("n-step", "replay.md"),
+        ("frame stack", "replay.md"),
+        ("rate limiter", "store.md"),
+        ("all-to-all", "ranks.md"),
+        ("FSDP", "ranks.md"),
+        ("pinned memory", "gpu.md"),
+        ("checkpoint", "checkpoints.md"),
+        ("resharding", "checkpoints.md"),
+        ("vectorised environment", "actors.md"),
+        ("publish/subscribe", "rpc.md"),
+        ("server-side batching", "rpc.md"),
+        ("heartbeat", "transport.md"),
+        ("reducer", "collectives.md"),
+        ("DDP", "collectives-torch.md"),
+    ],
+)
+def test_a_search_for_the_usual_term_finds_the_page(words: str, page: str) -> None:
+    assert words.lower() in (ROOT / "docs" / page).read_text().lower()
+    assert page in (ROOT / "docs" / "index.md").read_text()
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "index.md" or f"({page.name})" in index, page.name
+
+
 def modules() -> list[str]:
     found = [m.name for m in pkgutil.walk_packages(geartrain.__path__, "geartrain.")]
     return [name for name in found if "_native" not in name and "__main__" not in name and "peer_worker" not in name]

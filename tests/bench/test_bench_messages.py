@@ -16,8 +16,8 @@ import geartrain_bench.messages.gpu as p2p_gpu
 import geartrain_bench.messages.report as p2p_report
 from geartrain.errors import GeartrainError
 from geartrain_bench import load
-from geartrain_bench.harness.child_process import PeerError
-from geartrain_bench.harness.report import parse_peers
+from geartrain_bench.harness.child_process import BaselineError
+from geartrain_bench.harness.report import parse_baselines
 from geartrain_bench.messages.baseline_client import SYSTEMS, Foreign
 from geartrain_bench.messages.bench import Plan, run
 
@@ -39,7 +39,7 @@ def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pyt
     in_flight = {row.system for row in result.rows if row.case == "64 in flight"}
     assert in_flight == (systems | {"geartrain shm, spinning"}) - {"raw unix", "raw tcp"}
     assert "geartrain shm, copied" in {row.system for row in result.rows if row.metric == "throughput"}
-    assert "pigeon" in result.peers_missing
+    assert "pigeon" in result.baselines_missing
     assert load("p2p")
     tables = p2p_report.overview(result)
     columns, shown = tables["one way, and a word back: p50, ms"]
@@ -57,7 +57,7 @@ def test_the_columns_of_gpus_have_both_systems_and_their_floor(tmp_path: Path) -
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "p2p.json").read_text())
-    assert not result["peers_missing"]
+    assert not result["baselines_missing"]
     for case in ("0.02048 MB", "1.311 MB"):
         rows = {r["system"]: r for r in result["rows"] if r["case"] == case and r["metric"] == "throughput"}
         assert rows.keys() == {"geartrain shm", "TensorPipe", "copy"}
@@ -83,23 +83,23 @@ def test_a_peer_that_does_not_work_is_named_and_the_others_are_measured(tmp_path
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'no such luck' >&2; exit 3\n")
     broken.chmod(0o755)
-    with pytest.raises(PeerError, match=r"it has ended.*no such luck"):
+    with pytest.raises(BaselineError, match=r"it has ended.*no such luck"):
         Foreign(str(broken), "zmq ipc")
-    with pytest.raises(PeerError, match="does not start"):
+    with pytest.raises(BaselineError, match="does not start"):
         Foreign(str(tmp_path / "nothing"), "zmq ipc")
     without = Path(sys.executable)
     for package in SYSTEMS:
         if importlib.util.find_spec(package) is None:
-            with pytest.raises(PeerError, match="No module named"):
+            with pytest.raises(BaselineError, match="No module named"):
                 Foreign(str(without), next(iter(SYSTEMS[package].values())))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", list(SYSTEMS))
 def test_other_systems_are_measured_where_they_are_installed(package: str) -> None:
-    python = parse_peers([]).get(package) or (sys.executable if importlib.util.find_spec(package) else None)
+    python = parse_baselines([]).get(package) or (sys.executable if importlib.util.find_spec(package) else None)
     if python is None:
-        pytest.skip(f"GEARTRAIN_PEER_PYTHON_{package.upper()} names no interpreter")
+        pytest.skip(f"GEARTRAIN_BASELINE_PYTHON_{package.upper()} names no interpreter")
     for system in SYSTEMS[package].values():
         with Foreign(python, system) as peer:
             assert peer.lap("echo", 10).seconds > 0

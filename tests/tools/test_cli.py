@@ -37,7 +37,9 @@ def make(name: str, **options: Any) -> gt.Store:
         name, {"obs": gt.Field((10, 2), "float32"), "id": gt.Field((), "int64")}, capacity=8, **options
     )
     store.insert(
-        {"obs": np.zeros((5, 10, 2), "float32"), "id": np.arange(5)}, priorities=[0, 0.001, 1, 10, 100], versions=range(5)
+        {"obs": np.zeros((5, 10, 2), "float32"), "id": np.arange(5)},
+        priorities=[0, 0.001, 1, 10, 100],
+        versions=range(5),
     )
     return store
 
