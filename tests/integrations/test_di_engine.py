@@ -25,10 +25,10 @@ import pytest
 import geartrain.integrations.di_engine.message_queue as engine
 import geartrain_bench.di_engine.bench as bench
 from geartrain.errors import (
+    ArgumentError,
     GeartrainError,
     MessageError,
     MissingDependencyError,
-    SchemaError,
     TransportError,
     UntrustedPeerError,
     WaitTimeoutError,
@@ -476,14 +476,14 @@ def test_device_maps_are_parsed_and_nonsense_is_refused() -> None:
     assert options.parse_devices("0, 3") == (0, 3)
     assert options.parse_devices(None) is None
     for nonsense in ("1_0", "a_b_c", "1_0_1;2_0_2", "1_0_-1", "1_0_1,,"):
-        with pytest.raises(SchemaError, match="--cuda-device-map takes"):
+        with pytest.raises(ArgumentError, match="--cuda-device-map takes"):
             options.parse_device_map(nonsense)
-    with pytest.raises(SchemaError, match="two partners at node 1"):
+    with pytest.raises(ArgumentError, match="two partners at node 1"):
         options.parse_device_map("1_0_0,1_0_1")
     for nonsense in ("a", "0;1", "-1"):
-        with pytest.raises(SchemaError, match="--local-cuda-devices takes numbers"):
+        with pytest.raises(ArgumentError, match="--local-cuda-devices takes numbers"):
             options.parse_devices(nonsense)
-    with pytest.raises(SchemaError, match="twice"):
+    with pytest.raises(ArgumentError, match="twice"):
         options.parse_devices("1,1")
 
 
@@ -500,21 +500,21 @@ def test_devices_that_are_not_there_are_an_error_and_not_a_slow_path() -> None:
         options.check_devices(True, (3,), (), 2)
     with pytest.raises(TransportError, match="CUDA_VISIBLE_DEVICES=0"):
         options.check_devices(True, (0,), (), 2)
-    with pytest.raises(SchemaError, match="not among those of this process"):
+    with pytest.raises(ArgumentError, match="not among those of this process"):
         options.check_devices(True, (0,), pair, 1)
-    with pytest.raises(SchemaError, match="through the CPU"):
+    with pytest.raises(ArgumentError, match="through the CPU"):
         options.check_devices(False, (0,), (), 2)
-    with pytest.raises(SchemaError, match="there is no message queue 'pigeon'"):
+    with pytest.raises(ArgumentError, match="there is no message queue 'pigeon'"):
         options.check_mq_type("pigeon")
 
 
 def test_places_to_attach_to_are_told_apart() -> None:
     assert parse_contact(" tcp://10.0.0.1:50515 ").address() == "id=any;tcp=10.0.0.1:50515"
     assert parse_contact("ipc:///nowhere/at/all").address() is None
-    with pytest.raises(SchemaError, match="give --init-method"):
+    with pytest.raises(ArgumentError, match="give --init-method"):
         parse_contact("0_0_0")
     for nonsense in ("", "tcp://host", "ipc://", "udp://a:1", "tcp://a:b"):
-        with pytest.raises(SchemaError, match="attach_to takes"):
+        with pytest.raises(ArgumentError, match="attach_to takes"):
             parse_contact(nonsense)
 
 
