@@ -431,7 +431,7 @@ def test_a_place_that_is_taken_is_an_error_where_the_queue_is_made(tmp_path: Pat
 
 
 def test_the_bench_says_what_it_needs(tmp_path: Path) -> None:
-    with pytest.raises(GeartrainError, match="--peer-python di=/path/to/python"):
+    with pytest.raises(GeartrainError, match="--baseline-python di=/path/to/python"):
         bench.main()
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no DI-engine in here >&2; exit 1\n")
