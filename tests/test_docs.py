@@ -7,11 +7,12 @@ import importlib
 import os
 import pkgutil
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain
 
@@ -29,15 +30,7 @@ def test_the_code_on_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) 
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks(page)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = preloaded.run([sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=patience(100))
     assert done.returncode == 0, done.stderr
 
 

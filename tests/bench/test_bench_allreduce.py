@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 pytest.importorskip("torch")
 
@@ -50,7 +51,7 @@ def rounds_of_two(tmp_path: Path, reduce: Any, **what: Any) -> tuple[list[Any], 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(patience(30))
     return found, errors
 
 

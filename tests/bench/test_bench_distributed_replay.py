@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
+from deadlines import patience
 
 pytest.importorskip("torch")
 
@@ -143,9 +144,7 @@ def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
 )
 def test_bad_input_is_one_line_and_no_traceback(args: list[str], said: str) -> None:
     pytest.importorskip("typer")
-    done = subprocess.run(
-        [sys.executable, "-m", "geartrain", *args], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = preloaded.run([sys.executable, "-m", "geartrain", *args], timeout=patience(60))
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
@@ -153,14 +152,8 @@ def test_plan_predicts_a_cluster_and_writes_what_it_predicted(tmp_path: Path) ->
     pytest.importorskip("typer")
     words = "plan ranks --hosts 3 --gpus 8 --rows 1e9 --batch 1032 --row-bytes 100e3 --link-gbit 200 --memory-gb 1000"
     path = tmp_path / "plan.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "geartrain", *words.split(), "--json", str(path)],
-        env={**os.environ, "COLUMNS": "140"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-m", "geartrain", *words.split(), "--json", str(path)]
+    done = preloaded.run(command, env={**os.environ, "COLUMNS": "140"}, timeout=patience(60))
     assert done.returncode == 0, done.stderr
     assert "3 x 8 ranks" in done.stdout and "33 times the hosts' memory" in done.stdout
     (cluster,) = json.loads(path.read_text())["clusters"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import certificates
+import preloaded
 import pytest
+from deadlines import patience
 from p2p_gpu_worker import NoGpus
 
 import geartrain_bench.messages.gpu as p2p_gpu
@@ -30,7 +31,7 @@ def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pyt
         for variable, value in certificates.environment(loopback).items():
             monkeypatch.setenv(variable, value)
         systems.add("geartrain tcp, TLS")
-    result = run(Plan((1_280, 1_310_720), 1, 6.0, 1.0), {"pigeon": "/usr/bin/python"})
+    result = run(Plan((1_280, 1_310_720), 1, 2.0, 0.3), {"pigeon": "/usr/bin/python"})
     for metric, cases in (("call", 2), ("one way, and a word back", 2), ("throughput", 2)):
         rows = [row for row in result.rows if row.metric == metric]
         assert len({row.case for row in rows}) == cases
@@ -54,7 +55,7 @@ def test_the_columns_of_gpus_have_both_systems_and_their_floor(tmp_path: Path) -
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
     command = [sys.executable, str(Path(__file__).parents[1] / "support" / "p2p_gpu_worker.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = preloaded.run(command, timeout=patience(110))
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "p2p.json").read_text())
     assert not result["baselines_missing"]

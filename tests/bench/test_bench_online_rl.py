@@ -85,7 +85,7 @@ def test_a_peer_that_cannot_run_is_named_with_its_reason(tmp_path):
         online.main(quick=True, baselines={"nobody": "python"})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_quick_form_ends_with_all_its_tables(tmp_path):
     result = online.main(quick=True, json_path=tmp_path / "online.json", plot_path=tmp_path / "online.png")
     systems = {(row.metric, row.system) for row in result.rows}
