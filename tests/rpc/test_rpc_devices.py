@@ -34,7 +34,7 @@ from geartrain.errors import (
 )
 from geartrain.rpc.tensors.pytree import put_back, take_out
 from geartrain.tools.testing import SimulatedRuntime, SimulatedTensor
-from geartrain.transport.connection import Limits
+from geartrain.transport.connection import MessageLimits
 
 torch = pytest.importorskip("torch")
 WORKER = Path(__file__).parents[1] / "support" / "devices_worker.py"
@@ -279,7 +279,7 @@ def test_a_way_that_was_asked_for_is_taken_or_refused_with_the_reason(world: Wor
 
 
 def test_what_finds_no_room_goes_through_the_host(world: World) -> None:
-    node = world.node(world.peer(), limits=Limits(max_segment_bytes=3 << 20))  # for results
+    node = world.node(world.peer(), limits=MessageLimits(max_segment_bytes=3 << 20))  # for results
     for size in (10, 10, 1 << 20, 10):
         assert (node.call("peer", "twice", tensor(node, 0, np.full(size, 3))).numpy() == 6).all()
     assert node.counts()["peer"]["tensors"]["host"] >= 8 << 20
@@ -356,9 +356,9 @@ driver = SimulatedRuntime({str(world.folder)!r})
 node = rpc.Node("dies", peers={{"peer": {peer.address!r}}}, driver=driver)
 for _ in range(2):
     node.call("peer", "twice", driver.tensor(0, np.ones(10)))
-peer = node._peer("peer", 5)
+peer = node.client("peer", timeout_s=5)
 for _ in range(3):
-    peer.tensors._ask("room", "cuda_ipc", 1, 100, until_s=1e9)  # and never pushes
+    peer.tensors.ask("lease", "cuda_ipc", 1, 100, until_s=1e9)  # and never pushes
 print("ready", flush=True)
 input()
 """
@@ -387,11 +387,11 @@ def test_a_stopped_peer_is_a_deadline(world: World) -> None:
 
 
 def test_messages_that_say_of_tensors_what_cannot_be_are_refused(world: World) -> None:
-    from geartrain.rpc.protocol import BESIDE, CALL
+    from geartrain.rpc.protocol import CALL, OUT_OF_BAND
     from geartrain.transport.codec import encode
 
     node = world.node(world.peer())
-    peer = node._peer("peer", 5)
+    peer = node.client("peer", timeout_s=5)
     form = (12, (4,), 0, "tensor")
     for groups in (
         5,
@@ -402,7 +402,7 @@ def test_messages_that_say_of_tensors_what_cannot_be_are_refused(world: World) -
         [("cuda_ipc", 0, 0, b"", [((1, -1), form)])],
         [("smoke", 0, 0, b"", [((1, 0), (12, (-4,), 0, "tensor"))])],
     ):
-        message = peer.calls.call(CALL | BESIDE, encode((("where", (None,), {}), groups)), 5.0)
+        message = peer.calls.call(CALL | OUT_OF_BAND, encode((("where", (None,), {}), groups)), 5.0)
         with pytest.raises(RemoteError):
             peer.value_of(message)
     assert node.call("peer", "where", 1) == ["int"]
@@ -438,8 +438,8 @@ def test_leaves_are_taken_out_and_put_back_anywhere() -> None:
 def test_calls_without_tensors_know_nothing_of_this(world: World) -> None:
     node = world.node(world.peer())
     assert node.call("peer", "twice", np.ones(10)).sum() == 20
-    peer = node._peer("peer", 5)
-    assert peer.tensors._ways is None
+    peer = node.client("peer", timeout_s=5)
+    assert not peer.tensors.negotiated
     assert node.connections()["peer"] == peer.connection.describe()
     with contextlib.suppress(GeartrainError):
         node.close()

@@ -74,8 +74,8 @@ def memory() -> dict[str, int]:
     return {
         "allocated": getattr(drivers, "allocated", 0),
         "opened": getattr(drivers, "opened", 0),
-        "held": sum(caller.tensors.held for caller in node.server._callers.values()),
-        "lent": sum(caller.tensors.ways.lent for caller in node.server._callers.values()),
+        "held": sum(session.tensors.held for session in node.server.sessions),
+        "lent": sum(session.tensors.channels.leased for session in node.server.sessions),
     }
 
 

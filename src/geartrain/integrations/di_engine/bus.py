@@ -34,11 +34,10 @@ from geartrain.errors import (
 from geartrain.integrations.di_engine.discovery import Contact
 from geartrain.integrations.di_engine.membership import JOIN, LEAVE, PING, TOPICS, Membership
 from geartrain.integrations.di_engine.peer_queue import EVENT, PeerQueue, Window, encode_event
-from geartrain.rpc import Future, Node
-from geartrain.rpc.batching import Pending
+from geartrain.rpc import Caller, Future, Node
+from geartrain.rpc.batching import PendingReply
 from geartrain.rpc.protocol import CALL
 from geartrain.rpc.registry import function
-from geartrain.rpc.session import Caller
 
 #: Takes an event, and returns the work that it has started.
 Handler = Callable[[str, tuple[Any, ...], dict[str, Any]], Sequence["Work[Any]"]]
@@ -178,7 +177,7 @@ class Bus:
             full.append(queue)
             return False
         try:
-            peer = self.node.peer(queue.name, timeout_s=left_s)
+            peer = self.node.client(queue.name, timeout_s=left_s)
             kind, payload = encoded.get(peer.pickle, (0, None))
             if payload is None:
                 kind, payload = encode_event(peer, (topic, args, kwargs), self._by_cpu, left_s)
@@ -200,7 +199,7 @@ class Bus:
         finally:
             queue.lock.release()
 
-    def receive(self, name: str, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
+    def receive(self, name: str, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingReply | None:
         """Handles an event of a peer; acknowledged once all work for it is done."""
         self.members.wait_for(name)
         if not self._has_handler.wait(self.timeout_s) or self._handler is None:
@@ -208,7 +207,7 @@ class Bus:
         work = self._handler(topic, args, kwargs)
         if not work:
             return None
-        pending, left = Pending(), len(work)
+        pending, left = PendingReply(), len(work)
         lock = threading.Lock()
 
         def done(_: Work[Any]) -> None:
@@ -236,7 +235,7 @@ def _bus(caller: Caller) -> Bus:
     return bus
 
 
-def _event(caller: Caller, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
+def _event(caller: Caller, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingReply | None:
     return _bus(caller).receive(caller.name, topic, args, kwargs)
 
 

@@ -195,7 +195,7 @@ class Membership:
             self._check_node_id(name, node_id)
             self._register(name, node_id, address)
             try:
-                self.node.peer(name, timeout_s=4.0)
+                self.node.client(name, timeout_s=4.0)
             except GeartrainError as error:
                 raise TransportError(f"node {self.node_id} cannot reach node {node_id} back: {error}") from None
             self._add(name, node_id, version, topics)

@@ -12,7 +12,7 @@ from typing import Any
 
 from geartrain.errors import MessageError, RemoteError, WaitTimeoutError
 from geartrain.rpc import Future
-from geartrain.rpc.client import Peer
+from geartrain.rpc.client import Client
 from geartrain.rpc.protocol import CALL
 from geartrain.transport.codec import native_codec
 
@@ -97,7 +97,7 @@ class PeerQueue:
             self._refused = False
 
 
-def encode_event(peer: Peer, value: tuple[Any, ...], by_cpu: bool, timeout_s: float) -> tuple[int, Any]:
+def encode_event(peer: Client, value: tuple[Any, ...], by_cpu: bool, timeout_s: float) -> tuple[int, Any]:
     """An event as a call without a deadline, since its listeners may take long: message kind and payload.
 
     Raises:
@@ -106,7 +106,7 @@ def encode_event(peer: Peer, value: tuple[Any, ...], by_cpu: bool, timeout_s: fl
     try:
         if by_cpu:
             return CALL, native_codec().encode((EVENT, value, {}), peer.pickle)
-        return peer.parcel(EVENT, value, {}, timeout_s)  # type: ignore[no-any-return]
+        return peer.encode_call(EVENT, value, {}, timeout_s)
     except _UNSENDABLE as error:
         if not peer.pickle:
             raise MessageError(f"an event of topic {value[0]!r} cannot be sent: {error}") from None
