@@ -42,7 +42,7 @@ from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
-from geartrain_bench.allreduce.testbed import Arm, Bed, Timed, dedicated, gloo, hybrid, ring, workers
+from geartrain_bench.allreduce.testbed import Configuration, Testbed, Timed, dedicated, gloo, hybrid, ring, workers
 from geartrain_bench.harness.baselines import BaselineError
 from geartrain_bench.harness.timing import BenchResult, Row
 
@@ -199,21 +199,21 @@ class _Bench:
         most = max(plan.workers) if "shaped" in parts else plan.hybrid_workers
         if "throughput" in parts:
             most = max(most, *plan.throughput_workers)
-        with Hosts(2 * most, rate_mbit=plan.rate_mbit, queue_ms=QUEUE_MS) as hosts, Bed(hosts, most) as bed:
+        with Hosts(2 * most, rate_mbit=plan.rate_mbit, queue_ms=QUEUE_MS) as hosts, Testbed(hosts, most) as testbed:
             for part in parts:
-                getattr(self, f"_{part.replace('-', '_')}")(bed, hosts)
+                getattr(self, f"_{part.replace('-', '_')}")(testbed, hosts)
 
-    def _shaped(self, bed: Bed, hosts: Hosts) -> None:
+    def _shaped(self, testbed: Testbed, hosts: Hosts) -> None:
         plan = self.plan
         for n in plan.workers:
-            arms = [gloo(), ring(), workers(), dedicated(n, n)]
+            configurations = [gloo(), ring(), workers(), dedicated(n, n)]
             for nbytes in plan.sizes:
-                self._cases(bed, "shaped", arms, n, nbytes, _rates(hosts, n))
+                self._cases(testbed, "shaped", configurations, n, nbytes, _rates(hosts, n))
         n = plan.hybrid_workers
         for count in plan.hybrids:
-            self._cases(bed, "shaped", [hybrid(n, count)], n, plan.hybrid_size, _rates(hosts, n))
+            self._cases(testbed, "shaped", [hybrid(n, count)], n, plan.hybrid_size, _rates(hosts, n))
 
-    def _slow_link(self, bed: Bed, hosts: Hosts) -> None:
+    def _slow_link(self, testbed: Testbed, hosts: Hosts) -> None:
         plan = self.plan
         n = len(plan.slow_mbit)
         for i, rate in enumerate(plan.slow_mbit):
@@ -221,7 +221,7 @@ class _Bench:
         rates = _rates(hosts, n)
         try:
             for nbytes in plan.slow_sizes:
-                self._cases(bed, "slow-link", [gloo(), ring(), workers(), hybrid(n, 0, rates)], n, nbytes, rates)
+                self._cases(testbed, "slow-link", [gloo(), ring(), workers(), hybrid(n, 0, rates)], n, nbytes, rates)
         finally:
             for i in range(n):
                 hosts.change_rate(i, plan.rate_mbit)
@@ -232,24 +232,26 @@ class _Bench:
         most = max(plan.delay_workers)
         with (
             Hosts(2 * most, rate_mbit=plan.rate_mbit, rtt_ms=plan.rtts_ms[0], queue_ms=2 * QUEUE_MS) as hosts,
-            Bed(hosts, most) as bed,
+            Testbed(hosts, most) as testbed,
         ):
             for rtt_ms in plan.rtts_ms:
                 hosts.change_rtt(rtt_ms)
                 for n in plan.delay_workers:
-                    arms = [gloo(), ring(), workers(), dedicated(n, n)]
+                    configurations = [gloo(), ring(), workers(), dedicated(n, n)]
                     for nbytes in plan.delay_sizes:
-                        self._cases(bed, "delay", arms, n, nbytes, _rates(hosts, n), rtt_ms)
+                        self._cases(testbed, "delay", configurations, n, nbytes, _rates(hosts, n), rtt_ms)
 
     def on_loopback(self, baselines: Mapping[str, str], baidu: Mapping[str, str]) -> None:
         """Ranks of one host, and MPI's."""
         plan = self.plan
         floors_s = {nbytes: _memcpy_s(nbytes) for nbytes in plan.loopback_sizes}
-        with Bed(None, max(plan.ranks), reducers=2) as bed:
+        with Testbed(None, max(plan.ranks), reducers=2) as testbed:
             for n in plan.ranks:
-                arms = [gloo(), workers(), workers(transport="tcp"), ring(), dedicated(n, 2)]
+                configurations = [gloo(), workers(), workers(transport="tcp"), ring(), dedicated(n, 2)]
                 for nbytes in plan.loopback_sizes:
-                    self._cases(bed, "loopback", arms, n, nbytes, (math.inf,) * n, floor_s=floors_s[nbytes])
+                    self._cases(
+                        testbed, "loopback", configurations, n, nbytes, (math.inf,) * n, floor_s=floors_s[nbytes]
+                    )
         for name in ("mpich", "openmpi"):
             if name not in baselines:
                 self.result.baselines_missing[name] = f"no interpreter given (--baseline-python {name}=/path/to/python)"
@@ -270,10 +272,10 @@ class _Bench:
             return
         self.result.versions |= {f"{name} {what}": version for what, version in versions.items()}
         for nbytes, timed in found.items():
-            self._add("loopback", Arm(system, name), n, nbytes, (math.inf,) * n, 0.0, timed, floors_s[nbytes])
+            self._add("loopback", Configuration(system, name), n, nbytes, (math.inf,) * n, 0.0, timed, floors_s[nbytes])
             self.progress.advance(n * nbytes)
 
-    def _ddp(self, bed: Bed, hosts: Hosts) -> None:
+    def _ddp(self, testbed: Testbed, hosts: Hosts) -> None:
         plan = self.plan
         n = plan.hybrid_workers
         try:
@@ -281,19 +283,25 @@ class _Bench:
         except BaselineError as error:
             self.result.baselines_missing["ddp"] = str(error)
             return
-        for arm in (gloo(), workers(), dedicated(n, n)):
+        for configuration in (gloo(), workers(), dedicated(n, n)):
             try:
-                found = allreduce_ddp.run(hosts, bed, arm, n, plan.ddp_steps)
+                found = allreduce_ddp.run(hosts, testbed, configuration, n, plan.ddp_steps)
             except BaselineError as error:
-                self._missing(bed, arm, error)
+                self._missing(testbed, configuration, error)
                 continue
             laps_s = found.laps_s
             p50, _, _, p95 = harness.quantiles(laps_s)
             nbytes = 4 * found.parameters
-            about = self._about("ddp", arm, n, nbytes, _rates(hosts, n), 0.0)
+            about = self._about("ddp", configuration, n, nbytes, _rates(hosts, n), 0.0)
             self.result.rows.append(
                 harness.rate_row(
-                    f"25 M parameters, N = {n}", arm.name, "DDP", "steps/s", laps_s, 1.0, nbytes / _rates(hosts, 1)[0]
+                    f"25 M parameters, N = {n}",
+                    configuration.name,
+                    "DDP",
+                    "steps/s",
+                    laps_s,
+                    1.0,
+                    nbytes / _rates(hosts, 1)[0],
                 )
             )
             self.result.cases.append(
@@ -310,26 +318,28 @@ class _Bench:
             )
             self.progress.advance(n * nbytes * plan.ddp_steps)
 
-    def _throughput(self, bed: Bed, hosts: Hosts) -> None:
+    def _throughput(self, testbed: Testbed, hosts: Hosts) -> None:
         plan = self.plan
         for n in plan.throughput_workers:
             # One worker has nothing to sum with anybody, whoever would own it.
-            arms = [gloo(), workers(), *([dedicated(n, n)] if n > 1 else [])]
-            for overlap, arm in itertools.product((True, False), arms):
+            configurations = [gloo(), workers(), *([dedicated(n, n)] if n > 1 else [])]
+            for overlap, configuration in itertools.product((True, False), configurations):
                 try:
-                    with bed.group(arm, n) as group:
+                    with testbed.group(configuration, n) as group:
                         timed = group.steps(plan.layers, plan.gradient_bytes, plan.compute_s, overlap, rounds=4, warm=1)
                 except BaselineError as error:
-                    self._missing(bed, arm, error)
+                    self._missing(testbed, configuration, error)
                     continue
                 name = f"N = {n}, summed {'during' if overlap else 'after'} backward"
                 samples = n * plan.samples
                 self.result.rows.append(
-                    harness.rate_row(name, arm.name, "training", "samples/s", timed.laps_s, samples, plan.compute_s)
+                    harness.rate_row(
+                        name, configuration.name, "training", "samples/s", timed.laps_s, samples, plan.compute_s
+                    )
                 )
                 self.result.cases.append(
                     {
-                        **self._about("throughput", arm, n, plan.gradient_bytes, _rates(hosts, n), 0.0),
+                        **self._about("throughput", configuration, n, plan.gradient_bytes, _rates(hosts, n), 0.0),
                         "overlap": overlap,
                         "samples_per_s": samples / float(np.median(timed.laps_s)),
                         "one_worker_bound": plan.samples / plan.compute_s,
@@ -342,34 +352,34 @@ class _Bench:
 
     def _cases(
         self,
-        bed: Bed,
+        testbed: Testbed,
         part: str,
-        arms: Sequence[Arm],
+        configurations: Sequence[Configuration],
         n: int,
         nbytes: int,
         rates: tuple[float, ...],
         rtt_ms: float = 0.0,
         floor_s: float | None = None,
     ) -> None:
-        """One size, all arms, one after the other."""
-        for arm in arms:
-            guess_s = 2 * nbytes / min(*rates, 5e8) + arm.hops(n) * (rtt_ms / 2e3) + 5e-5
+        """One size, all configurations, one after the other."""
+        for configuration in configurations:
+            guess_s = 2 * nbytes / min(*rates, 5e8) + configuration.hops(n) * (rtt_ms / 2e3) + 5e-5
             calls, rounds = self._amount(guess_s)
             if math.isfinite(rates[0]):
                 calls = 1
             try:
-                with bed.group(arm, n) as group:
+                with testbed.group(configuration, n) as group:
                     timed = group.rounds(nbytes, calls=calls, rounds=rounds, warm=1 if nbytes >= 16 * MB else 2)
             except BaselineError as error:
-                self._missing(bed, arm, error)
+                self._missing(testbed, configuration, error)
                 continue
-            self._add(part, arm, n, nbytes, rates, rtt_ms, timed, floor_s)
+            self._add(part, configuration, n, nbytes, rates, rtt_ms, timed, floor_s)
             self.progress.advance(n * nbytes * calls * rounds)
 
-    def _missing(self, bed: Bed, arm: Arm, error: BaselineError) -> None:
-        self.result.baselines_missing[arm.name] = str(error)
-        self.progress.say(f"{arm.name}: {error}")
-        bed.restart()
+    def _missing(self, testbed: Testbed, configuration: Configuration, error: BaselineError) -> None:
+        self.result.baselines_missing[configuration.name] = str(error)
+        self.progress.say(f"{configuration.name}: {error}")
+        testbed.restart()
 
     def _amount(self, guess_s: float) -> tuple[int, int]:
         """Calls of a round, and rounds, for a call of about so long."""
@@ -377,13 +387,13 @@ class _Bench:
         return calls, int(np.clip(CASE_S / (calls * guess_s), self.plan.least_rounds, self.plan.most_rounds))
 
     def _about(
-        self, part: str, arm: Arm, n: int, nbytes: int, rates: tuple[float, ...], rtt_ms: float
+        self, part: str, configuration: Configuration, n: int, nbytes: int, rates: tuple[float, ...], rtt_ms: float
     ) -> dict[str, Any]:
         return {
             "part": part,
-            "arm": arm.name,
+            "arm": configuration.name,
             "workers": n,
-            "reducers": arm.reducers,
+            "reducers": configuration.reducers,
             "nbytes": nbytes,
             "rates_mbit": [rate * 8e-6 for rate in rates] if math.isfinite(rates[0]) else None,
             "rtt_ms": rtt_ms,
@@ -392,7 +402,7 @@ class _Bench:
     def _add(
         self,
         part: str,
-        arm: Arm,
+        configuration: Configuration,
         n: int,
         nbytes: int,
         rates: tuple[float, ...],
@@ -401,31 +411,38 @@ class _Bench:
         floor_s: float | None,
     ) -> None:
         p50, _, _, p95 = harness.quantiles(timed.laps_s)
-        case = {**self._about(part, arm, n, nbytes, rates, rtt_ms), "p50_s": p50, "p95_s": p95, "laps_s": timed.laps_s}
+        case = {
+            **self._about(part, configuration, n, nbytes, rates, rtt_ms),
+            "p50_s": p50,
+            "p95_s": p95,
+            "laps_s": timed.laps_s,
+        }
         size = allreduce_report.size_text(nbytes)
         if floor_s is not None:
             name = f"{n} ranks, {size}"
             case["floor_s"] = floor_s
-            self.result.rows.append(harness.time_row(name, arm.name, LOOPBACK, "us", timed.laps_s, floor_s))
+            self.result.rows.append(harness.time_row(name, configuration.name, LOOPBACK, "us", timed.laps_s, floor_s))
         else:
-            network = Network(rates, (min(rates),) * arm.reducers, float(nbytes), rtt_ms / 1e3)
+            network = Network(rates, (min(rates),) * configuration.reducers, float(nbytes), rtt_ms / 1e3)
             unit_s = network.unit_s
             case |= {
                 "unit_s": unit_s,
                 "units": p50 / unit_s,
-                "planned_units": arm.planned_s(network) / unit_s,
+                "planned_units": configuration.planned_s(network) / unit_s,
                 "sent": timed.sent_bytes / nbytes,
                 "received": timed.received_bytes / nbytes,
-                "expected": arm.expected_bytes(network) / nbytes,
+                "expected": configuration.expected_bytes(network) / nbytes,
             }
             if part == "delay":
                 name = f"{rtt_ms:g} ms, {size}, N = {n}"
-                self.result.rows.append(harness.time_row(name, arm.name, DELAY, "ms", timed.laps_s, rtt_ms / 1e3))
+                self.result.rows.append(
+                    harness.time_row(name, configuration.name, DELAY, "ms", timed.laps_s, rtt_ms / 1e3)
+                )
             else:
                 name = f"N = {n}, {size}" if part == "shaped" else f"N = {n}, one slow, {size}"
                 quantiles = harness.quantiles([one / unit_s for one in timed.laps_s])
                 metric = SHAPED if part == "shaped" else SLOW
-                self.result.rows.append(Row(name, arm.name, metric, "K/B", *quantiles, unit_s / p50))
+                self.result.rows.append(Row(name, configuration.name, metric, "K/B", *quantiles, unit_s / p50))
         self.result.cases.append(case)
 
 

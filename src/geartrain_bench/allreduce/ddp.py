@@ -19,7 +19,7 @@ import numpy as np
 
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.rounds import NICENESS
-from geartrain_bench.allreduce.testbed import SECRET, Arm, Bed
+from geartrain_bench.allreduce.testbed import SECRET, Configuration, Testbed
 from geartrain_bench.harness.baselines import BaselineError
 
 WORKER = [sys.executable, "-m", "geartrain_bench.allreduce.ddp_worker"]
@@ -46,7 +46,7 @@ def reference(n: int, steps: int) -> str:
         return str(_answers([process], [stderr])[0]["checksum"])
 
 
-def run(hosts: Hosts, bed: Bed, arm: Arm, n: int, steps: int) -> Trained:
+def run(hosts: Hosts, testbed: Testbed, configuration: Configuration, n: int, steps: int) -> Trained:
     """Trains with n ranks, one on each of the first hosts.
 
     Raises:
@@ -58,15 +58,15 @@ def run(hosts: Hosts, bed: Bed, arm: Arm, n: int, steps: int) -> Trained:
         "MASTER_PORT": str(next(_ports)),
         "OMP_NUM_THREADS": "1",
     }
-    if arm.library == "geartrain":
+    if configuration.library == "geartrain":
         # The secret is the reducers', which listen on more than loopback.
-        reducers = ",".join(bed.reducer(i) for i in range(arm.reducers))
+        reducers = ",".join(testbed.reducer(i) for i in range(configuration.reducers))
         environment |= {
             "GEARTRAIN_REDUCERS": reducers,
             "GEARTRAIN_SECRET": SECRET,
-            "GEARTRAIN_ALLREDUCE_SHARES": ",".join(map(str, arm.shares or ())) or "equal",
+            "GEARTRAIN_ALLREDUCE_SHARES": ",".join(map(str, configuration.shares or ())) or "equal",
         }
-    argv = ["nice", "-n", str(NICENESS), *WORKER, "--backend", arm.library, "--steps", str(steps)]
+    argv = ["nice", "-n", str(NICENESS), *WORKER, "--backend", configuration.library, "--steps", str(steps)]
     with contextlib.ExitStack() as stack:
         said = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(n)]
         ranks = [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from geartrain_bench.allreduce.rounds import Together
+from geartrain_bench.allreduce.rounds import RoundBarrier
 from geartrain_bench.allreduce.testbed import Timed
 from geartrain_bench.harness.baselines import BaselineError
 
@@ -39,7 +39,7 @@ def run(
     environment |= {"PATH": f"{home}:{os.environ.get('PATH', '')}", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="geartrain-bench-") as directory:
         path = Path(directory) / "rounds"
-        path.write_bytes(bytes(Together.bytes(ranks)))
+        path.write_bytes(bytes(RoundBarrier.bytes(ranks)))
         cases = [[nbytes, calls, rounds, 2] for nbytes, (calls, rounds) in asked.items()]
         words = json.dumps({"file": str(path), "baidu": baidu, "cases": cases})
         argv = [str(mpiexec), *OPTIONS.get(name, []), "-n", str(ranks), python, str(SCRIPT), words]

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 try:
-    from geartrain_bench.allreduce.rounds import Array, Together, come_first, timed_rounds
+    from geartrain_bench.allreduce.rounds import Array, RoundBarrier, raise_priority, timed_rounds
 except ImportError:  # where geartrain is not installed, its neighbour is found beside this script
-    from allreduce_rounds import Array, Together, come_first, timed_rounds  # type: ignore[import-not-found,no-redef]
+    from rounds import Array, RoundBarrier, raise_priority, timed_rounds  # type: ignore[import-not-found,no-redef]
 
 
 def _baidu(path: str) -> Any:
@@ -50,7 +50,7 @@ def main(asked: dict[str, Any]) -> None:
     """All the cases, one after the other."""
     import mpi4py
 
-    come_first()
+    raise_priority()
     mpi4py.rc.initialize = asked["baidu"] is None  # baidu's library starts MPI itself
     all_reduce = None if asked["baidu"] is None else _baidu(asked["baidu"])
     from mpi4py import MPI
@@ -62,11 +62,11 @@ def main(asked: dict[str, Any]) -> None:
         def all_reduce(array: Array) -> None:
             world.Allreduce(MPI.IN_PLACE, array)
 
-    together = Together(asked["file"], size, rank)
+    barrier = RoundBarrier(asked["file"], size, rank)
     seconds = {}
     for nbytes, calls, rounds, warm in asked["cases"]:
         mine = timed_rounds(
-            all_reduce, together=together, rank=rank, size=size, nbytes=nbytes, calls=calls, rounds=rounds, warm=warm
+            all_reduce, barrier=barrier, rank=rank, size=size, nbytes=nbytes, calls=calls, rounds=rounds, warm=warm
         )
         seconds[nbytes] = world.gather(mine)
     if rank == 0:

@@ -62,11 +62,12 @@ def _shaped_targets(cases: Cases) -> Iterator[Target]:
     nbytes = _largest(cases, "shaped")
     size = size_text(nbytes)
     for n in (2, 4, 8):
-        here: Callable[[str], Case | None] = lambda arm, n=n: find(  # type: ignore[misc]  # noqa: E731
-            cases, part="shaped", arm=arm, workers=n, nbytes=nbytes
+        here: Callable[[str], Case | None] = lambda configuration, n=n: find(  # type: ignore[misc]  # noqa: E731
+            cases, part="shaped", arm=configuration, workers=n, nbytes=nbytes
         )
         ours, rings, others, equal = (
-            here(arm) for arm in ("geartrain dedicated", "geartrain ring", "gloo", "geartrain workers")
+            here(configuration)
+            for configuration in ("geartrain dedicated", "geartrain ring", "gloo", "geartrain workers")
         )
         if ours is not None:
             yield _at_most(f"N={n}, {size}: dedicated, K/B", ours["units"], 1.08)
@@ -101,8 +102,8 @@ def _slow_targets(cases: Cases) -> Iterator[Target]:
 def _delay_targets(cases: Cases) -> Iterator[Target]:
     for rtt_ms in sorted({case["rtt_ms"] for case in cases if case["part"] == "delay"}):
         for n in sorted({case["workers"] for case in cases if case["part"] == "delay"}):
-            for arm in ("geartrain dedicated", "geartrain workers"):
-                small = find(cases, part="delay", arm=arm, workers=n, nbytes=4096, rtt_ms=rtt_ms)
+            for configuration in ("geartrain dedicated", "geartrain workers"):
+                small = find(cases, part="delay", arm=configuration, workers=n, nbytes=4096, rtt_ms=rtt_ms)
                 if small is not None:
                     name = f"{rtt_ms:g} ms, N={n}, 4 KB: {short(small)}, round trips"
                     yield _at_most(name, 1e3 * small["p50_s"] / rtt_ms, 1.6)
@@ -141,7 +142,7 @@ def _training_targets(cases: Cases) -> Iterator[Target]:
 
 
 def short(case: Case) -> str:
-    """An arm without our name."""
+    """A configuration's name without the prefix "geartrain"."""
     return str(case["arm"]).removeprefix("geartrain ")
 
 

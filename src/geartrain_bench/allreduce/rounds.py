@@ -21,7 +21,7 @@ import numpy as np
 #: All ranks sleep until their common start; a rank that the processor keeps waiting longer is late, and it counts.
 LEAD_NS = 3_000_000
 POLL_S = 2e-4
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 _NUMBER, _START, _SLOTS = 0, 1, 2
 
 #: Other work of the machine is not to be measured.
@@ -30,24 +30,24 @@ NICENESS = -10
 Array = np.ndarray[Any, Any]
 
 
-def come_first() -> None:
+def raise_priority() -> None:
     """Makes this process more important than others, where it may."""
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
 
 
-class Together:
+class RoundBarrier:
     """The shared file of a few ranks: a start for each round.
 
     Args:
-        path: of a file of `Together.bytes(parties)` zeros.
+        path: of a file of `RoundBarrier.bytes(parties)` zeros.
         parties: ranks.
-        me: this one, from 0.
+        index: of this rank, from 0.
     """
 
-    def __init__(self, path: str, parties: int, me: int) -> None:
+    def __init__(self, path: str, parties: int, index: int) -> None:
         self._cells = np.memmap(path, np.int64, "r+", shape=(_SLOTS + parties,))
-        self._me = me
+        self._index = index
         self._round = 0
 
     @staticmethod
@@ -63,9 +63,9 @@ class Together:
         """
         self._round += 1
         cells, number = self._cells, self._round
-        cells[_SLOTS + self._me] = number
-        ends_s = time.monotonic() + PATIENCE_S
-        if self._me == 0:
+        cells[_SLOTS + self._index] = number
+        ends_s = time.monotonic() + TIMEOUT_S
+        if self._index == 0:
             while (cells[_SLOTS:] < number).any():
                 self._nap(ends_s)
             cells[_START] = time.monotonic_ns() + LEAD_NS
@@ -80,7 +80,7 @@ class Together:
     def _nap(ends_s: float) -> None:
         time.sleep(POLL_S)
         if time.monotonic() > ends_s:
-            raise TimeoutError(f"not all ranks came to a round within {PATIENCE_S:g} s")
+            raise TimeoutError(f"not all ranks came to a round within {TIMEOUT_S:g} s")
 
 
 def contribution(rank: int, count: int) -> Array:
@@ -99,7 +99,7 @@ def total(size: int, count: int) -> Array:
 def timed_rounds(
     all_reduce: Callable[[Array], Any],
     *,
-    together: Together,
+    barrier: RoundBarrier,
     rank: int,
     size: int,
     nbytes: int,
@@ -123,7 +123,7 @@ def timed_rounds(
     for number in range(warm + rounds):
         for array in arrays:
             array[:] = mine
-        start_ns = together.start()
+        start_ns = barrier.start()
         given = [all_reduce(array) for array in arrays]
         took_s = (time.monotonic_ns() - start_ns) / 1e9
         for array, other in zip(arrays, given, strict=True):

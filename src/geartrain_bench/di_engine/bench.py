@@ -124,7 +124,7 @@ def _measure(case: Case, pairs: dict[str, Pair], repeats: int, clock: Clock, res
     floor_s = medians["memcpy"]
     for name, of_one in laps.items():
         seconds = [one.seconds for one in of_one]
-        result.rows.append(harness.time_row(case.name, name, "emit, and a word back", "ms", seconds, floor_s))
+        result.rows.append(harness.time_row(case.name, name, "emit, acknowledged", "ms", seconds, floor_s))
         result.rows.append(harness.rate_row(case.name, name, "throughput", "GB/s", seconds, case.nbytes / 1e9, floor_s))
     ratio = medians[SYSTEMS["nng"]] / medians[SYSTEMS["geartrain"]]
     result.notes.append(f"{case.name}: geartrain takes 1/{ratio:.1f} of the time of nng")

@@ -289,24 +289,24 @@ def _links(links: Links, row_bytes: int, reverb: str | None, result: RanksResult
             for train_ms in links.train_ms:
                 # A consumer that has each batch when it asks for it; where it does nothing, the copy is what is left.
                 result.rows.append(_link_row(links, "floor", train_ms, [train_ms / 1e3 or copy_s], copy_s))
-            for arm in ("one host", "local_first", "ordered", "central"):
-                members = every[:1] if arm == "one host" else every
+            for configuration in ("one host", "local_first", "ordered", "central"):
+                members = every[:1] if configuration == "one host" else every
                 for train_ms in links.train_ms:
-                    harness.say(f"links: {arm}, training {train_ms:g} ms a batch")
-                    # A slow arm needs fewer batches for figures as good: its laps are long.
-                    slow = arm in ("ordered", "central")
+                    harness.say(f"links: {configuration}, training {train_ms:g} ms a batch")
+                    # A slow configuration needs fewer batches for figures as good: its laps are long.
+                    slow = configuration in ("ordered", "central")
                     found = fleet.measure(
                         members,
-                        store="central" if arm == "central" else "spread",
+                        store="central" if configuration == "central" else "spread",
                         strategy="prioritized",
                         batch=per_host * len(members),
-                        assignment="ordered" if arm == "ordered" else "local_first",
+                        assignment="ordered" if configuration == "ordered" else "local_first",
                         warm=4,
                         batches=max(8, links.batches // 3) if slow else links.batches,
                         train_ms=train_ms,
                         hosts=hosts,
                     )
-                    _add_link_case(arm, train_ms, found, links, row_bytes, link, copy_s, result)
+                    _add_link_case(configuration, train_ms, found, links, row_bytes, link, copy_s, result)
         if reverb is None:
             result.baselines_missing["reverb"] = "no interpreter given (--baseline-python reverb=/path/to/python)"
         else:
@@ -342,10 +342,10 @@ def _reverb(
             _add_link_case("reverb", train_ms, found, links, row_bytes, link, copy_s, result)
 
 
-def _link_row(links: Links, arm: str, train_ms: float, laps_s: list[float], copy_s: float) -> Row:
+def _link_row(links: Links, configuration: str, train_ms: float, laps_s: list[float], copy_s: float) -> Row:
     return harness.rate_row(
         f"{links.rate_mbit:g} Mbit/s, training {train_ms:g} ms",
-        arm,
+        configuration,
         PER_HOST,
         "1/s",
         laps_s,
@@ -355,7 +355,7 @@ def _link_row(links: Links, arm: str, train_ms: float, laps_s: list[float], copy
 
 
 def _add_link_case(
-    arm: str,
+    configuration: str,
     train_ms: float,
     found: Measured,
     links: Links,
@@ -366,17 +366,19 @@ def _add_link_case(
 ) -> None:
     hosts = found.ranks
     batch = hosts * links.batch_per_host
-    rated = _link_row(links, arm, train_ms, found.laps_s, copy_s)
+    rated = _link_row(links, configuration, train_ms, found.laps_s, copy_s)
     result.rows.append(rated)
-    model_arm = "local_first" if arm == "one host" else "central" if arm == "reverb" else arm
+    model_assignment = (
+        "local_first" if configuration == "one host" else "central" if configuration == "reverb" else configuration
+    )
     cluster = planning.Cluster(hosts, 1, hosts * links.rows_per_host, batch, row_bytes, link)
-    expected = planning.moved_rows(cluster, model_arm)[0] * row_bytes  # type: ignore[arg-type]
+    expected = planning.moved_rows(cluster, model_assignment)[0] * row_bytes  # type: ignore[arg-type]
     result.cases.append(
         {
             "part": "links",
-            "case": f"{rated.case}, {arm}",
-            "arm": model_arm if arm == "one host" else arm,
-            "system": arm,
+            "case": f"{rated.case}, {configuration}",
+            "arm": model_assignment if configuration == "one host" else configuration,
+            "system": configuration,
             "strategy": "prioritized",
             "hosts": hosts,
             "ranks": hosts,

@@ -68,9 +68,9 @@ class Rank:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         torch.set_num_threads(1)
-        patience = timedelta(seconds=TIMEOUT_S)
-        store = TCPStore(host, port, is_master=False, timeout=patience) if self.keeper is None else self.keeper
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+        timeout = timedelta(seconds=TIMEOUT_S)
+        store = TCPStore(host, port, is_master=False, timeout=timeout) if self.keeper is None else self.keeper
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         return {}
 
     def leave(self) -> dict[str, Any]:

@@ -134,9 +134,9 @@ def _loops(
         _add_rates(result, cases[loop], "geartrain", _ours({**asked, "loop": loop}), floors["steps"], asked)
 
     def theirs(baseline: str, loop: str) -> None:
-        told = _baseline(result, baseline, pythons, {**asked, "loop": loop}, until_s)
-        if told is not None:
-            _add_rates(result, cases[loop], baseline, told["slices"], floors["steps"], asked)
+        measured = _baseline(result, baseline, pythons, {**asked, "loop": loop}, until_s)
+        if measured is not None:
+            _add_rates(result, cases[loop], baseline, measured["slices"], floors["steps"], asked)
 
     def add_asking(observers: int, system: str, took_s: list[float]) -> None:
         result.rows.append(time_row(f"{observers} observers", system, ACTION, "us", took_s, floors["action"]))
@@ -146,9 +146,9 @@ def _loops(
 
     def their_asking(observers: int, transport: str) -> None:
         asking = {**asked, "loop": "ask", "observers": observers, "transport": transport}
-        told = _baseline(result, "torchrl", pythons, asking, until_s)
-        if told is not None:
-            add_asking(observers, f"torchrl, {transport.replace('_', ' ')}", told["took_s"])
+        measured = _baseline(result, "torchrl", pythons, asking, until_s)
+        if measured is not None:
+            add_asking(observers, f"torchrl, {transport.replace('_', ' ')}", measured["took_s"])
 
     most = OBSERVERS[: 1 if quick else None]
     yield floor
@@ -245,12 +245,12 @@ def _baseline(
     harness.say(f"{baseline}, {loop} ...")
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            told = _ask_baseline(pythons[baseline], BASELINES[baseline], {**asked, "scratch": scratch}, left_s)
+            measured = _ask_baseline(pythons[baseline], BASELINES[baseline], {**asked, "scratch": scratch}, left_s)
     except OnlineError as error:
         result.baselines_missing[f"{baseline}, {loop}"] = str(error)
         return None
-    result.versions |= told["versions"]
-    return told
+    result.versions |= measured["versions"]
+    return measured
 
 
 def _ask_baseline(python: str, worker: Path, asked: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -281,12 +281,12 @@ def _ask_baseline(python: str, worker: Path, asked: dict[str, Any], timeout_s: f
         lines = stderr.read().decode(errors="replace").strip().splitlines() or ["it said nothing"]
         answer = out.read().splitlines()
     try:
-        told: dict[str, Any] = json.loads(answer[-1])
+        measured: dict[str, Any] = json.loads(answer[-1])
     except (IndexError, ValueError):
         raise OnlineError(f"it ended: {lines[-1]}") from None
-    if "error" in told:
-        raise OnlineError(told["error"])
-    return told
+    if "error" in measured:
+        raise OnlineError(measured["error"])
+    return measured
 
 
 def _await_session(pid: int, timeout_s: float = 5.0) -> None:

@@ -149,11 +149,11 @@ def main() -> None:
     os.dup2(2, 1)
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     try:
-        told = throughput(json.loads(sys.argv[1]))
-        told["versions"] = {name: version(name) for name in ("dm-reverb", "tensorflow", "gymnasium")}
+        report = throughput(json.loads(sys.argv[1]))
+        report["versions"] = {name: version(name) for name in ("dm-reverb", "tensorflow", "gymnasium")}
     except Exception as error:
-        told = {"error": f"{type(error).__name__}: {error}"[:800]}
-    answers.write(json.dumps(told) + "\n")
+        report = {"error": f"{type(error).__name__}: {error}"[:800]}
+    answers.write(json.dumps(report) + "\n")
     answers.flush()
     for child in multiprocessing.active_children():
         child.kill()

@@ -119,7 +119,7 @@ def throughput(asked: dict[str, Any]) -> dict[str, Any]:
     return {"slices": slices}
 
 
-def observe(client: Any, name: str, number: int, ready: Any, seconds: float, warm_s: float, told: Any) -> None:
+def observe(client: Any, name: str, number: int, ready: Any, seconds: float, warm_s: float, results: Any) -> None:
     """One observer: what each action took, in seconds."""
     import gymnasium
     import torch
@@ -140,7 +140,7 @@ def observe(client: Any, name: str, number: int, ready: Any, seconds: float, war
         observation, _, terminated, truncated, _ = environment.step(action)
         if terminated or truncated:
             observation, _ = environment.reset()
-    told.put(took_s)
+    results.put(took_s)
 
 
 def latency(asked: dict[str, Any]) -> dict[str, Any]:
@@ -167,11 +167,11 @@ def latency(asked: dict[str, Any]) -> dict[str, Any]:
         timeout=asked["max_wait_us"] * 1e-6,
         policy_version_key=None,
     )
-    ready, told = context.Barrier(observers), context.Queue()
+    ready, results = context.Barrier(observers), context.Queue()
     processes = [
         context.Process(
             target=observe,
-            args=(client, asked["environment"], number, ready, asked["seconds"], asked["warm_s"], told),
+            args=(client, asked["environment"], number, ready, asked["seconds"], asked["warm_s"], results),
             daemon=True,
         )
         for number, client in enumerate(clients)
@@ -179,7 +179,7 @@ def latency(asked: dict[str, Any]) -> dict[str, Any]:
     with server:
         for process in processes:
             process.start()
-        took_s = [told.get(timeout=180) for _ in processes]
+        took_s = [results.get(timeout=180) for _ in processes]
         for process in processes:
             process.join(20)
     return {"took_s": [value for each in took_s for value in each]}
@@ -192,11 +192,11 @@ def main() -> None:
     os.dup2(2, 1)
     asked = json.loads(sys.argv[1])
     try:
-        told = latency(asked) if asked["loop"] == "ask" else throughput(asked)
-        told["versions"] = {name: version(name) for name in ("torchrl", "tensordict", "torch", "gymnasium")}
+        report = latency(asked) if asked["loop"] == "ask" else throughput(asked)
+        report["versions"] = {name: version(name) for name in ("torchrl", "tensordict", "torch", "gymnasium")}
     except Exception as error:
-        told = {"error": f"{type(error).__name__}: {error}"[:800]}
-    answers.write(json.dumps(told) + "\n")
+        report = {"error": f"{type(error).__name__}: {error}"[:800]}
+    answers.write(json.dumps(report) + "\n")
     answers.flush()
     for child in multiprocessing.active_children():  # a shutdown of the collector waits for 20 s
         child.kill()

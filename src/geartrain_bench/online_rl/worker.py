@@ -99,8 +99,8 @@ def learn(context: Context, asked: dict[str, Any]) -> None:
         if now_s - since_s >= 1.0:
             after = _counts(counters)
             elapsed_s = now_s - since_s
-            told = {name: (after[name] - before[name]) / elapsed_s for name in after}
-            slices.append({**told, "updates": updates / elapsed_s, "wait": wait_s / elapsed_s})
+            rates = {name: (after[name] - before[name]) / elapsed_s for name in after}
+            slices.append({**rates, "updates": updates / elapsed_s, "wait": wait_s / elapsed_s})
             before, since_s, updates, wait_s = after, now_s, 0, 0.0
         if replay is None:
             time.sleep(0.02)
