@@ -1,22 +1,22 @@
-"""All-reduce over networks: how many times K / B it takes, and how many round trips, beside Gloo and MPI.
+"""All-reduce over networks, in units of K / B and of round trips, compared with Gloo and MPI.
 
 K is the array's bytes, B a worker's rate, N the workers. Parts, each by itself or all (`--part`):
 
-    shaped      links of 200 Mbit/s, 4 KB to 16 MB, N = 2, 4, 8: Gloo, our ring, shares on the workers, N dedicated
-                reducers; N = 4 with 1, 2 and 3 reducers beside the planner; the bytes that worker 0's interface counted
+    shaped      links of 200 Mbit/s, 4 KB to 16 MB, N = 2, 4, 8: Gloo, geartrain's ring, shares on the workers, N
+                dedicated reducers; N = 4 with 1, 2 and 3 reducers and the planner; the bytes that worker 0's interface counted
     slow-link   one worker at 100 Mbit/s, three at 400
     delay       round trips of 10 and 40 ms, 4 KB and 1 MB
-    loopback    one host, no limit, 2 and 4 ranks, 4 KB to 64 MB, beside a memcpy of the array; here MPI takes part
+    loopback    one host, no limit, 2 and 4 ranks, 4 KB to 64 MB, and a memcpy of the array; with MPI
     ddp         DistributedDataParallel and a model of 25 M parameters, N = 4 at 200 Mbit/s
-    throughput  samples/s of 1, 2, 4, 8 workers, gradients summed during backward and after it
+    throughput  samples/s of 1, 2, 4, 8 workers, gradients all-reduced during backward and after it
 
 Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`). A round begins at the same instant on all
-ranks and its time is the slowest rank's; every element of every sum is checked. How the numbers could mislead: see
+ranks and its time is the slowest rank's; every element of every sum is checked. Threats to validity: see
 docs/benchmarks.md.
 
 MPI runs by mpi4py in environments of its own: --baseline-python mpich=PYTHON --baseline-python openmpi=PYTHON.
     baidu-allreduce
-joins where somebody has built it as a shared library against one of them: --baidu mpich=LIBRARY.
+is a further baseline where it was built as a shared library against one of them: --baidu mpich=LIBRARY.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ KB, MB = 1 << 10, 1 << 20
 PARTS = ("shaped", "slow-link", "delay", "loopback", "ddp", "throughput")
 #: Only these need no hosts.
 ON_LOOPBACK = ("loopback",)
-#: Of a part, for each case: the longer a call takes, the fewer rounds.
+#: Time of each case of a part: the longer a call takes, the fewer rounds.
 CASE_S = 3.5
 QUEUE_MS = 50.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure."""
+    """Cases to measure, and time limits."""
 
     rate_mbit: float = 200.0
     workers: tuple[int, ...] = (2, 4, 8)
@@ -74,7 +74,7 @@ class Plan:
     loopback_sizes: tuple[int, ...] = (4 * KB, 64 * KB, MB, 16 * MB, 64 * MB)
     throughput_workers: tuple[int, ...] = (1, 2, 4, 8)
     layers: int = 8
-    #: K / B is 0.21 s: less than backward takes, where a ring of many needs more.
+    #: K / B is 0.21 s: less than the backward pass, while a ring of many ranks needs more.
     gradient_bytes: int = 5 * MB
     compute_s: float = 0.4
     samples: int = 32
@@ -97,7 +97,7 @@ FULL = Plan(
 
 @dataclass
 class AllReduceResult(BenchResult):
-    """With a dict for each case, and what was promised beside what was found."""
+    """With a dict for each case, and targets with their results."""
 
     cases: list[dict[str, Any]] = field(default_factory=list)
     targets: list[dict[str, Any]] = field(default_factory=list)
@@ -112,10 +112,10 @@ def main(
     baselines: dict[str, str] | None = None,
     arguments: Sequence[str] = (),
 ) -> AllReduceResult:
-    """Measures, prints the tables, writes what was asked for, and returns the result.
+    """Measures, prints the tables, writes the requested files, and returns the result.
 
     `plot_path` FILE.png makes a plot for each part: FILE.png of the first, FILE-PART.png of the others. `arguments` are
-    `--part` and `--baidu` as in the module's text.
+    `--part` and `--baidu` as in the module's docstring.
     """
     parts, baidu = read(arguments)
     plan = FULL if full else QUICK if quick else DEFAULT
@@ -135,7 +135,7 @@ def read(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     """The parts, and libraries of baidu-allreduce by the MPI that they need. Raises `ArgumentError`."""
     parser = argparse.ArgumentParser(
         prog="geartrain bench allreduce",
-        description="All-reduce over shaped networks and loopback. Beside these: --quick, --full, --json FILE, "
+        description="All-reduce over shaped networks and loopback. Further options: --quick, --full, --json FILE, "
         "--plot FILE, --baseline-python mpich=PYTHON, --baseline-python openmpi=PYTHON.",
     )
     parser.add_argument("--part", action="append", help=f"{', '.join(PARTS)} or all; repeat for several")
@@ -178,7 +178,7 @@ def run(
         if "loopback" in parts:
             bench.on_loopback(baselines, baidu)
     for name in set(baselines) - {"mpich", "openmpi"}:
-        result.baselines_missing[name] = "unknown to this bench, which knows mpich and openmpi"
+        result.baselines_missing[name] = "unknown to this benchmark, which has mpich and openmpi"
     result.targets = allreduce_report.targets(result.cases)
     result.notes.append("all hosts and processes share this machine's cores")
     harness.finish(result, began_s)
@@ -194,7 +194,7 @@ class _Bench:
         self.progress = progress
 
     def on_shaped_links(self, parts: Sequence[str]) -> None:
-        """Everything that needs a bridge and token buckets, with the same processes."""
+        """All parts that need a bridge and token buckets, with the same processes."""
         plan = self.plan
         most = max(plan.workers) if "shaped" in parts else plan.hybrid_workers
         if "throughput" in parts:
@@ -242,7 +242,7 @@ class _Bench:
                         self._cases(testbed, "delay", configurations, n, nbytes, _rates(hosts, n), rtt_ms)
 
     def on_loopback(self, baselines: Mapping[str, str], baidu: Mapping[str, str]) -> None:
-        """Ranks of one host, and MPI's."""
+        """Ranks of one host, MPI included."""
         plan = self.plan
         floors_s = {nbytes: _memcpy_s(nbytes) for nbytes in plan.loopback_sizes}
         with Testbed(None, max(plan.ranks), reducers=2) as testbed:
@@ -260,7 +260,7 @@ class _Bench:
                 for library in (None, baidu[name]) if name in baidu else (None,):
                     self._mpi(name, baselines[name], n, library, floors_s)
         places = {row.case: place for place, row in reversed(list(enumerate(self.result.rows)))}
-        self.result.rows.sort(key=lambda row: places[row.case])  # MPI's rows come beside the others'
+        self.result.rows.sort(key=lambda row: places[row.case])  # MPI's rows next to the others'
 
     def _mpi(self, name: str, python: str, n: int, baidu: str | None, floors_s: Mapping[int, float]) -> None:
         system = name if baidu is None else f"baidu on {name}"
@@ -321,7 +321,7 @@ class _Bench:
     def _throughput(self, testbed: Testbed, hosts: Hosts) -> None:
         plan = self.plan
         for n in plan.throughput_workers:
-            # One worker has nothing to sum with anybody, whoever would own it.
+            # A single worker has nothing to all-reduce.
             configurations = [gloo(), workers(), *([dedicated(n, n)] if n > 1 else [])]
             for overlap, configuration in itertools.product((True, False), configurations):
                 try:
@@ -330,7 +330,7 @@ class _Bench:
                 except BaselineError as error:
                     self._missing(testbed, configuration, error)
                     continue
-                name = f"N = {n}, summed {'during' if overlap else 'after'} backward"
+                name = f"N = {n}, all-reduced {'during' if overlap else 'after'} backward"
                 samples = n * plan.samples
                 self.result.rows.append(
                     harness.rate_row(
@@ -382,7 +382,7 @@ class _Bench:
         testbed.restart()
 
     def _amount(self, guess_s: float) -> tuple[int, int]:
-        """Calls of a round, and rounds, for a call of about so long."""
+        """Calls of a round, and rounds, for a call of about `guess_s`."""
         calls = int(np.clip(0.01 / guess_s, 1, 64))
         return calls, int(np.clip(CASE_S / (calls * guess_s), self.plan.least_rounds, self.plan.most_rounds))
 
@@ -458,7 +458,7 @@ def _rates(hosts: Hosts, n: int) -> tuple[float, ...]:
 
 
 def _memcpy_s(nbytes: int) -> float:
-    """The median of copies of so many bytes, in one thread, from warm memory to warm memory."""
+    """Median time of a memcpy of so many bytes, on one thread, from warm memory to warm memory."""
     source, into = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
     calls = max(1, 20 * MB // nbytes)
 

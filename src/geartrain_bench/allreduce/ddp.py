@@ -1,4 +1,4 @@
-"""The bench's end of allreduce_ddp_worker.py: a DistributedDataParallel job over emulated hosts."""
+"""Launcher of ddp_worker.py: a DistributedDataParallel job over emulated hosts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Trained:
 
 
 def reference(n: int, steps: int) -> str:
-    """The weights of one process that makes the steps of n ranks, adding up in their order."""
+    """Checksum of the weights of one process that computes the steps of n ranks, summed in rank order."""
     with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
             [*WORKER, "--reference", str(n), "--steps", str(steps)], stdout=subprocess.PIPE, stderr=stderr
@@ -50,7 +50,7 @@ def run(hosts: Hosts, testbed: Testbed, configuration: Configuration, n: int, st
     """Trains with n ranks, one on each of the first hosts.
 
     Raises:
-        BaselineError: a rank failed or did not end in time; says what it said.
+        BaselineError: a rank failed or did not end in time; carries its last output.
     """
     environment = {
         "WORLD_SIZE": str(n),
@@ -59,7 +59,7 @@ def run(hosts: Hosts, testbed: Testbed, configuration: Configuration, n: int, st
         "OMP_NUM_THREADS": "1",
     }
     if configuration.library == "geartrain":
-        # The secret is the reducers', which listen on more than loopback.
+        # The secret is for reducers, which listen on more than loopback.
         reducers = ",".join(testbed.reducer(i) for i in range(configuration.reducers))
         environment |= {
             "GEARTRAIN_REDUCERS": reducers,
@@ -96,7 +96,7 @@ def _answers(processes: Sequence[subprocess.Popen[bytes]], said: Sequence[Any]) 
             if process.returncode != 0:
                 said[number].seek(0)
                 words = said[number].read().decode(errors="replace").strip().splitlines()
-                raise BaselineError(f"rank {number} of DDP failed: {words[-1] if words else 'it said nothing'}")
+                raise BaselineError(f"rank {number} of DDP failed: {words[-1] if words else 'no output'}")
             answers.append(json.loads(out.decode().strip().splitlines()[-1]))
     finally:
         for process in processes:

@@ -1,4 +1,4 @@
-"""The cases of `geartrain bench allreduce` as pictures, one for each part that was measured."""
+"""Plots of `geartrain bench allreduce`, one for each measured part."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _finish(axis: Any, title: str, x: str, y: str) -> None:
 
 
 def _plot_shaped(pyplot: Any, cases: Cases) -> Any:
-    """K/B against N and against the array's size; hybrids beside the planner, where they were measured."""
+    """K/B against N and against the array's size; hybrids and the planner, where they were measured."""
     hybrid = any("hybrid" in case["arm"] for case in cases)
     figure, grid = pyplot.subplots(
         1, 2 + hybrid, figsize=(6.2 * (2 + hybrid), 4.8), squeeze=False, layout="constrained"
@@ -144,7 +144,7 @@ def _plot_hybrids(axis: Any, shaped: Cases, nbytes: int) -> None:
         axis.axhline(others["units"], color="C3", linewidth=1, label="gloo")
     axis.set_xticks(range(n + 1))
     axis.set_ylim(0.9, None)
-    _finish(axis, f"N = {n}: every reducer helps", "reducers", "K/B")
+    _finish(axis, f"N = {n}: reducers", "reducers", "K/B")
 
 
 def _plot_delay(pyplot: Any, cases: Cases) -> Any:
@@ -204,7 +204,7 @@ def _plot_throughput(pyplot: Any, cases: Cases) -> Any:
             axis.plot(*zip(*points, strict=True), "o-", color=_color(configuration), label=configuration)
         most = max((case["workers"] for case in here), default=1)
         rate = here[0]["one_worker_bound"] if here else math.nan
-        axis.plot([1, most], [rate, rate * most], "k--", linewidth=1, label="no all-reduce at all")
+        axis.plot([1, most], [rate, rate * most], "k--", linewidth=1, label="without all-reduce")
         axis.set_xticks(sorted({case["workers"] for case in here}))
-        _finish(axis, f"summed {'during' if overlap else 'after'} backward", "workers", "samples/s")
+        _finish(axis, f"all-reduced {'during' if overlap else 'after'} backward", "workers", "samples/s")
     return figure

@@ -1,4 +1,4 @@
-"""The cases of `geartrain bench allreduce` as tables, and promises beside what was found. Plots: allreduce_plot.py."""
+"""Tables of `geartrain bench allreduce`, and targets with their results. Plots: plot.py."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def size_text(nbytes: int) -> str:
 
 
 def find(cases: Cases, **wanted: Any) -> Case | None:
-    """The one case with these values."""
+    """The only case with these values, or None."""
     return next((case for case in cases if all(case.get(key) == value for key, value in wanted.items())), None)
 
 
-# --- what was promised ------------------------------------------------------------------------------------------------
+# --- targets ---------------------------------------------------------------------------------------------------------
 
 
 def targets(cases: Cases) -> list[dict[str, Any]]:
-    """Every promise whose cases were measured: what, the target, what was found, and whether it is met."""
+    """Every target whose cases were measured: its name, bound, result, and whether it is met."""
     return [
         {"what": what, "target": target, "measured": round(measured, 4), "met": met}
         for part in (_shaped_targets, _slow_targets, _delay_targets, _loopback_targets, _training_targets)
@@ -128,7 +128,7 @@ def _loopback_targets(cases: Cases) -> Iterator[Target]:
 
 
 def _training_targets(cases: Cases) -> Iterator[Target]:
-    """DDP's, but for the bytes: its buckets' padding, and a barrier, cross the interface too."""
+    """DDP's targets, except bytes: padding of its buckets and a barrier cross the interface too."""
     for case in cases:
         if case["part"] == "ddp":
             yield _at_least(f"DDP, {case['arm']}: ranks whose weights are equal", case["equal_ranks"], case["workers"])
@@ -150,7 +150,7 @@ def short(case: Case) -> str:
 
 
 def print_cases(result: Any) -> None:
-    """Bytes at the interface beside theory, ratios to Gloo, and the promises."""
+    """Bytes at the interface compared with theory, ratios to Gloo, and the targets."""
     shaped = [case for case in result.cases if "sent" in case]
     if shaped:
         columns = ["", "p50 ms", "p95 ms", "K/B", "planned", "sent K", "received K", "theory", "Gloo / it"]
@@ -196,14 +196,14 @@ def print_cases(result: Any) -> None:
             shares.setdefault(key, {})[case["workers"]] = case["samples_per_s"] / (alone * case["workers"])
         counts = sorted({case["workers"] for case in training})
         report.print_counts(
-            "samples/s, over as many workers that need no all-reduce",
+            "samples/s, relative to as many workers without an all-reduce",
             ["", *(f"N = {n}" for n in counts)],
             {key: [f"{found[n]:.2f}" if n in found else "-" for n in counts] for key, found in shares.items()},
         )
     if result.targets:
         met = sum(one["met"] for one in result.targets)
         report.print_counts(
-            f"promises: {met} of {len(result.targets)} met",
+            f"targets: {met} of {len(result.targets)} met",
             ["", "target", "measured", ""],
             {
                 one["what"]: [one["target"], f"{one['measured']:.3f}", "met" if one["met"] else "NOT MET"]

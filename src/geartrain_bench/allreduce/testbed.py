@@ -1,4 +1,4 @@
-"""The configurations of `geartrain bench allreduce`, and the processes that run them: ranks on hosts, and reducers."""
+"""Configurations of `geartrain bench allreduce`, and their testbed: processes of ranks and reducers on hosts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _jobs = itertools.count()
 
 @dataclass(frozen=True)
 class Configuration:
-    """A way to all-reduce: whose, with how many reducers, and who owns what.
+    """An all-reduce configuration: library, number of reducers, and owners of shares.
 
     `shares` are of workers and reducers: empty for equal ones of the workers, None for a ring's bytes.
     """
@@ -41,11 +41,11 @@ class Configuration:
     options: dict[str, Any] = field(default_factory=dict)
 
     def hops(self, n: int) -> int:
-        """One-way delays, one after the other; what each Gloo step pays is two of them."""
+        """Sequential one-way delays; a Gloo step takes two of them."""
         return _native.ring_hops(n) * (2 if self.library == "gloo" else 1) if self.shares is None else 2
 
     def planned_s(self, network: Network) -> float:
-        """What the model says: bytes over rates, and hops."""
+        """The model's time: bytes over rates, and hops."""
         n = len(network.workers)
         if self.shares is None:
             through_s = _native.ring_bytes(n, network.nbytes) / min(network.workers)
@@ -54,7 +54,7 @@ class Configuration:
         return through_s + self.hops(n) * network.rtt_s / 2
 
     def expected_bytes(self, network: Network) -> float:
-        """What worker 0 sends, and receives."""
+        """Bytes that worker 0 sends, and receives."""
         n = len(network.workers)
         if self.shares is None:
             return _native.ring_bytes(n, network.nbytes)
@@ -65,12 +65,12 @@ class Configuration:
 
 
 def gloo() -> Configuration:
-    """torch.distributed's."""
+    """Gloo of torch.distributed."""
     return Configuration("gloo", "gloo")
 
 
 def ring() -> Configuration:
-    """Our ring."""
+    """geartrain's ring."""
     return Configuration("geartrain ring", "geartrain", options={"algorithm": "ring", "transport": "tcp"})
 
 
@@ -86,7 +86,7 @@ def dedicated(n: int, reducers: int) -> Configuration:
 
 
 def hybrid(n: int, reducers: int, rates: tuple[float, ...] | None = None) -> Configuration:
-    """What the planner says for links of these rates, equal ones where none are given; reducers like the slowest."""
+    """The planner's shares for links of these rates (equal by default); reducers have the slowest rate."""
     known = rates or (1.0,) * n
     shares, _ = _native.plan_shares(known, (min(known),) * reducers, 1.0)
     name = f"geartrain hybrid {reducers}" if reducers else "geartrain weighted"
@@ -103,7 +103,7 @@ class Timed:
 
 
 class Testbed:
-    """Processes for so many workers, and for reducers: as many, or as many as asked. A context manager.
+    """Processes of workers and of reducers (as many by default). A context manager.
 
     Args:
         hosts: one for each process, workers first; None for processes of this host.
@@ -133,7 +133,7 @@ class Testbed:
         self._port = int(kept["port"])
 
     def restart(self) -> None:
-        """New processes, after some of the old ones have failed."""
+        """Restarts all processes, after some have failed."""
         self.fleet.close()
         self._start()
 
@@ -153,7 +153,7 @@ class Testbed:
         if configuration.library == "geartrain":
             options["secret"] = SECRET
             if self._hosts is not None:
-                options["transport"] = "tcp"  # real hosts share no memory, whatever these could
+                options["transport"] = "tcp"  # real hosts share no memory; emulated ones could
             if configuration.reducers:
                 options["reducers"] = [self.reducer(i) for i in range(configuration.reducers)]
             if configuration.shares:
@@ -173,7 +173,7 @@ class Testbed:
         self.fleet.ask(range(n), do="leave", group=configuration.name)
 
     def reducer(self, i: int) -> str:
-        """The address of reducer i, which begins to sum with the first question for it."""
+        """The address of reducer i, which is started on first use."""
         if i not in self._reducers:
             member = self._workers + i
             (found,) = self.fleet.ask([member], do="reduce", host=self._address(member), secret=SECRET)
@@ -184,7 +184,7 @@ class Testbed:
         return "127.0.0.1" if self._hosts is None else self._hosts.address(member)
 
     def barrier_file(self, parties: int) -> Path:
-        """A new file for rounds that begin together."""
+        """A new file for a `RoundBarrier`."""
         path = self._folder / f"rounds-{next(_jobs)}"
         path.write_bytes(bytes(RoundBarrier.bytes(parties)))
         return path
@@ -196,7 +196,7 @@ class Testbed:
 
 @dataclass(frozen=True)
 class Grouped:
-    """A group that is open, and what can be timed with it."""
+    """An open group, and its timed operations."""
 
     testbed: Testbed
     configuration: Configuration

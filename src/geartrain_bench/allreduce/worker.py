@@ -1,8 +1,8 @@
 """One process of `geartrain bench allreduce`: a rank or a reducer, on a host of its own or not.
 
-Reads one JSON object a line from stdin and answers each with one on stdout (allreduce.py is the other end):
+Reads one JSON object a line from stdin and answers each with one on stdout (client: testbed.py):
 
-    {"do": "listen", "host": "10.77.0.1"}      -> {"port": 40123}: rank 0 keeps the jobs' key-value store
+    {"do": "listen", "host": "10.77.0.1"}      -> {"port": 40123}: rank 0 hosts the jobs' key-value store
     {"do": "reduce", "host": ..., "secret": .} -> {"address": "10.77.0.5:40999"}: this process is a reducer now
     {"do": "join", "group": "gloo", "library": "gloo" | "geartrain", "job": "unique", "host": ..., "port": ...,
      "rank": 0, "size": 4, "options": {...}}   -> {}: a group, named `group`
@@ -10,10 +10,10 @@ Reads one JSON object a line from stdin and answers each with one on stdout (all
                                                -> {"seconds": [...]} of a call, a number a round
     {"do": "steps", "group": ..., "file": ..., "layers": ..., "nbytes": ..., "compute_s": ..., "overlap": true, ...}
                                                -> {"seconds": [...]} of a training step with so many gradients
-    {"do": "counters", "group": ...}             -> {"counters": {...}}: what the group counted itself
+    {"do": "counters", "group": ...}             -> {"counters": {...}}: the group's own counters
     {"do": "leave", "group": ...}                -> {}
 
-Whatever a library prints goes to stderr. An answer {"error": "..."} ends the process; so does the end of stdin.
+Output of libraries goes to stderr. An answer {"error": "..."} ends the process; so does the end of stdin.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ TIMEOUT_S = 120.0
 
 @dataclass
 class Member:
-    """A group that this process is in."""
+    """A group of which this process is a member."""
 
     rank: int
     size: int
     reduce: Callable[[Array], Any]
-    start: Callable[[Array], Any]  # returns what has a wait()
+    start: Callable[[Array], Any]  # returns an object with wait()
     leave: Callable[[], Any]
     group: Any
 
 
 class Process:
-    """What a process is in the middle of."""
+    """State of a process."""
 
     def __init__(self) -> None:
         self._tcp_store: Any = None
@@ -54,14 +54,14 @@ class Process:
         raise_priority()
 
     def listen(self, host: str) -> dict[str, Any]:
-        """Keeps the key-value store of jobs to come."""
+        """Hosts the key-value store of later jobs."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self._tcp_store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return {"port": self._tcp_store.port}
 
     def reduce(self, host: str, secret: str) -> dict[str, Any]:
-        """Sums for others."""
+        """Starts a reducer."""
         from geartrain.collectives import Reducer
 
         if self._reducer is None:
@@ -71,7 +71,7 @@ class Process:
     def join(
         self, group: str, job: str, library: str, host: str, port: int, rank: int, size: int, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Makes the arm's group."""
+        """Joins the group."""
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         timeout = timedelta(seconds=TIMEOUT_S)
@@ -101,7 +101,7 @@ class Process:
     ) -> dict[str, Any]:
         """Training steps of a model of so many layers, whose `nbytes` of gradients are summed while or after backward.
 
-        Computing is sleeping, as a CPU does while a GPU works: a third of it forward, the rest backward, by layers.
+        Computation is a sleep, as on a CPU while a GPU computes: a third of it forward, the rest backward, by layers.
         """
         member = self._members[group]
         barrier = RoundBarrier(file, member.size, member.rank)
@@ -129,7 +129,7 @@ class Process:
         return {"seconds": seconds}
 
     def counters(self, group: str) -> dict[str, Any]:
-        """What the group itself has counted."""
+        """The group's own counters."""
         counted = self._members[group].group
         return {"counters": counted.counters() if counted is not None else {}}
 
@@ -139,7 +139,7 @@ class Process:
         return {}
 
     def end(self) -> None:
-        """Gives everything back."""
+        """Releases all resources."""
         for group in list(self._members):
             self.leave(group)
         if self._reducer is not None:
@@ -176,7 +176,7 @@ def _geartrain(store: Any, rank: int, size: int, options: dict[str, Any]) -> Mem
 
 
 def main() -> None:
-    """What `python -m geartrain_bench.allreduce.worker` does."""
+    """Command line of `python -m geartrain_bench.allreduce.worker`."""
     answer_requests(Process)
 
 

@@ -1,7 +1,7 @@
 """Batches from shared memory to a device: GB/s compared with the link's copy bandwidth.
 
 Floor: one asynchronous copy of the same bytes from pinned host memory to the device, repeatedly: the link's peak.
-Systems: the GPU's gather, the staged path, and the automatically chosen path; baselines: `index_select` on the CPU and a
+Systems: the GPU's gather, the staged path, and the path chosen by default; baselines: `index_select` on the CPU and a
 pinned copy of the result (hand-tuned user code), and the same without pinned memory. Times are between an event
 before and one after a run of batches, so that launches overlap with copies as they do in training; CPU time is that of
 this whole process, all threads, a row.

@@ -1,9 +1,9 @@
 """The loops of `geartrain bench online` on torchrl, in an interpreter of its own: one loop, one line of JSON.
 
-    python online_peer.py '{"loop": "train", "actors": 2, "environments": 4, "seconds": 8, ...}'
+    python torchrl_baseline.py '{"loop": "train", "actors": 2, "environments": 4, "seconds": 8, ...}'
 
 `collect` and `train`: torchrl's `MultiAsyncCollector` fills a shared `ReplayBuffer` while this process draws batches.
-`ask`: processes that step one environment each and ask torchrl's `InferenceServer` for actions. Imports nothing of
+`ask`: processes that step one environment each and request actions from torchrl's `InferenceServer`. Imports nothing of
 geartrain.
 """
 
@@ -61,7 +61,7 @@ def make_environment(name: str, several: int) -> Any:
 
 
 def throughput(asked: dict[str, Any]) -> dict[str, Any]:
-    """Collects for so long, and trains meanwhile where it is asked for; rates are of the time after a warm-up."""
+    """Collects for so long, and trains meanwhile where requested; rates are of the time after a warm-up."""
     import torch
     from torchrl.collectors import MultiAsyncCollector
     from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
@@ -88,7 +88,7 @@ def throughput(asked: dict[str, Any]) -> dict[str, Any]:
             raise RuntimeError("nothing was collected within 120 s")
         time.sleep(0.01)
     if asked["loop"] == "train":
-        buffer.sample()  # the first one makes what is made once
+        buffer.sample()  # the first one initialises
     time.sleep(asked["warm_s"])
     slices = []
     updates, total_updates, wait_s = 0, 0, 0.0
@@ -120,7 +120,7 @@ def throughput(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def observe(client: Any, name: str, number: int, ready: Any, seconds: float, warm_s: float, results: Any) -> None:
-    """One observer: what each action took, in seconds."""
+    """One observer: latency of each action, in seconds."""
     import gymnasium
     import torch
     from tensordict import TensorDict
@@ -144,7 +144,7 @@ def observe(client: Any, name: str, number: int, ready: Any, seconds: float, war
 
 
 def latency(asked: dict[str, Any]) -> dict[str, Any]:
-    """Observers that ask one server, for so long."""
+    """Observers that call one server, for so long."""
     import torch
     from tensordict import TensorDict
     from torchrl.modules.inference_server import InferenceServer, MPTransport, SharedMemoryTransport
@@ -186,7 +186,7 @@ def latency(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the loop that argv asks for."""
+    """Runs the loop of argv."""
     warnings.filterwarnings("ignore")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
