@@ -3,7 +3,8 @@
 K is the array's bytes, B a worker's rate, N the workers. Parts, each by itself or all (`--part`):
 
     shaped      links of 200 Mbit/s, 4 KB to 16 MB, N = 2, 4, 8: Gloo, geartrain's ring, shares on the workers, N
-                dedicated reducers; N = 4 with 1, 2 and 3 reducers and the planner; the bytes that worker 0's interface counted
+                dedicated reducers; N = 4 with 1, 2 and 3 reducers and the planner; the bytes that worker 0's interface
+                counted
     slow-link   one worker at 100 Mbit/s, three at 400
     delay       round trips of 10 and 40 ms, 4 KB and 1 MB
     loopback    one host, no limit, 2 and 4 ranks, 4 KB to 64 MB, and a memcpy of the array; with MPI

@@ -4,14 +4,14 @@
 
 Configured by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME, as torchrun sets them, it prints one
 line of JSON: the time of each step after the warm-up, samples/s, a checksum of the weights at the end, and the bytes
-that crossed the interface meanwhile (/sys/class/net/<interface>/statistics). Weights start the same on all ranks by their
-seed and are not broadcast.
+that crossed the interface meanwhile (/sys/class/net/<interface>/statistics). Weights start the same on all ranks by
+their seed and are not broadcast.
 
 Threats to validity. The network is a chain of square layers, so that gradients of the last layers are ready early, as
 in a transformer. `--compute-s` adds time to every step in which the rank sleeps, a third in the forward and the rest
 in the backward pass, in equal parts by layer: the time of an accelerator, which many ranks on few cores
-cannot emulate by computing; samples/s with it measure the overlap of communication and computation, not a CPU's speed. With
-`--overlap off` gradients are all-reduced after the backward pass, in the buckets that DDP makes by default.
+cannot emulate by computing; samples/s with it measure the overlap of communication and computation, not a CPU's speed.
+With `--overlap off` gradients are all-reduced after the backward pass, in the buckets that DDP makes by default.
 
 `--reference N` is no rank: it computes the same steps for N ranks in one process, sums gradients in rank order, and
 prints the expected checksum of all ranks.

@@ -1,9 +1,10 @@
-"""Rounds of all-reduce that begin together in several processes, timed and checked: what every arm's ranks run.
+"""Synchronized rounds of all-reduce, timed and checked: the measured loop of every configuration's ranks.
 
 Imports NumPy and nothing of geartrain, since MPI's ranks run it in environments of their own.
 
-A round begins at an instant that all ranks agree on through a shared file, without traffic on the measured network. Its time, for each rank, is from that instant to the end of the rank's last call; the bench takes the
-slowest rank. Processes of one machine share the monotonic clock, across network namespaces.
+A round begins at an instant that all ranks agree on through a shared file, without traffic on the measured network. Its
+time, for each rank, is from that instant to the end of the rank's last call; the bench takes the slowest rank.
+Processes of one machine share the monotonic clock, across network namespaces.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class Testbed:
 
     @contextlib.contextmanager
     def group(self, configuration: Configuration, n: int) -> Iterator[Grouped]:
-        """The arm's group of the first n workers."""
+        """The configuration's group over the first n workers."""
         options = dict(configuration.options)
         if configuration.library == "geartrain":
             options["secret"] = SECRET

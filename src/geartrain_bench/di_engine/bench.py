@@ -1,15 +1,15 @@
 """DI-engine's events over its own message queue and over geartrain's: a value emitted, and an acknowledgement.
 
 Both are driven through DI-engine's `Parallel`, between two of its workers on this host: `emit(value)` in one, whose
-listener in the other emits an acknowledgement. Timed: from the first emit until the acknowledgement's listener runs, so the threads
-of DI-engine's event loops are in all figures. It needs an environment with DI-engine and geartrain in it:
+listener in the other emits an acknowledgement. Timed: from the first emit until the acknowledgement's listener runs, so
+the threads of DI-engine's event loops are in all figures. It needs an environment with DI-engine and geartrain in it:
 
     geartrain bench di-engine --baseline-python di=/path/to/python
 
 Threats to validity. nng's workers are linked by its `ipc`, as DI-engine links the workers of one command; geartrain
-chooses shared memory. Across hosts both use TCP, and differ less. nng does not know whether an event was taken, and drops
-it when there is no room: geartrain acknowledges each, and that is in its figures. The floor is one warm copy of the
-bytes in one process, without any message; for the values that are not one tensor, of the bytes of their tensors.
+chooses shared memory. Across hosts both use TCP, and differ less. nng does not know whether an event was taken, and
+drops it when there is no room: geartrain acknowledges each, and that is in its figures. The floor is one warm copy of
+the bytes in one process, without any message; for the values that are not one tensor, of the bytes of their tensors.
 """
 
 from __future__ import annotations

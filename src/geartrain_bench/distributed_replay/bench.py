@@ -263,7 +263,7 @@ def _scaling_case(
 
 
 def _floor_s(fleet: Fleet, members: Sequence[int], store: str, rows: int, row_bytes: int) -> float:
-    """Seconds in which as many processes copy so many rows each, over a lap long enough for all to run at the same time."""
+    """Seconds in which as many processes copy so many rows each, over a lap long enough for all to run."""
     calls = int(np.clip(FLOOR_BYTES // (rows * row_bytes), 10, 1000))
     answers = fleet.ask(members, do="floor", store=store, rows=rows, calls=calls)
     return max(float(answer["seconds"]) for answer in answers) / calls

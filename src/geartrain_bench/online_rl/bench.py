@@ -18,10 +18,10 @@ the policy called in place, one observation at a time, on an idle machine.
 
 Threats to validity. CartPole takes microseconds, so the systems' own cost dominates: with a simulator that takes
 milliseconds a step they differ by little. Learner, actors and agent share the cores, and with more observers than cores
-a wait for an action is mostly a wait for a core. torchrl stores every observation twice, as its collectors make transitions
-(observation and next observation); rows of episodes store each observation once. torchrl's figures are of its defaults
-with one thread a process, and without `torch.compile`. Each loop runs once; quantiles are over slices of a second, and
-for actions over all requests. geartrain runs first, and the baselines after it.
+a wait for an action is mostly a wait for a core. torchrl stores every observation twice, as its collectors make
+transitions (observation and next observation); rows of episodes store each observation once. torchrl's figures are of
+its defaults with one thread a process, and without `torch.compile`. Each loop runs once; quantiles are over slices of a
+second, and for actions over all requests. geartrain runs first, and the baselines after it.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _loops(
     yield from (partial(their_asking, observers, transport) for observers in most for transport in transports)
 
 
-# --- geartrain----------------------------------------------------------------------------------------------------------
+# --- geartrain ------------------------------------------------------------------------------------------------------
 
 
 def _ours(asked: dict[str, Any]) -> list[dict[str, float]]:

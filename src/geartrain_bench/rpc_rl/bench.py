@@ -1,17 +1,17 @@
 """RPC benchmark for reinforcement learning: many observers request actions from one agent, over geartrain or torch.
 
 A drop-in for PyTorch's `benchmarks/distributed/rpc/rl/launcher.py`: the same arguments in both spellings, the same
-workload (10 episodes of 100 steps; a state of 8 KB, a policy of 7 layers, one action back), the same four metrics, table
-and JSON. One argument of `LISTS` may be a list with commas and becomes the x axis. Additional arguments:
+workload (10 episodes of 100 steps; a state of 8 KB, a policy of 7 layers, one action back), the same four metrics,
+table and JSON. One argument of `LISTS` may be a list with commas and becomes the x axis. Additional arguments:
 
     --backend geartrain|torch|both   the backend; torch is torch.distributed.rpc, TensorPipe
     --threads 1                      of torch, in every process. The default would spin and compete with the processes
-    --agent-threads N                that decide concurrently; by default the backend's own: geartrain's `max_running`, 1,
-                                     and torch's 16 threads
+    --agent-threads N                that decide concurrently; by default geartrain's `max_running`, 1, and torch's 16
+                                     threads
     --master-port 0                  rendezvous by a file instead of a port
 
-With both, half of geartrain's episodes run before torch's and half after them, so that a machine that gets slower affects
-both alike. They never run at the same time: TensorPipe's processes poll, and take CPU time, while idle. Each
+With both, half of geartrain's episodes run before torch's and half after them, so that a machine that gets slower
+affects both alike. They never run at the same time: TensorPipe's processes poll, and take CPU time, while idle. Each
 backend has a report of its own: FILE.json is the first's, FILE.torch.json torch's.
 
 In the report, as in the original, p95 of a throughput is that of the best 5 %. In `--json`, as in all benchmarks here,
@@ -69,8 +69,8 @@ def main(
 ) -> BenchResult:
     """Measures, prints the tables, writes the reports, and returns the result with unrounded values.
 
-    `quick` runs 2 episodes of 25 steps. `arguments` are those of the module's docstring. Raises `ArgumentError` for a second
-    list and for values that make no sense.
+    `quick` runs 2 episodes of 25 steps. `arguments` are those of the module's docstring. Raises `ArgumentError` for a
+    second list and for values that make no sense.
     """
     if baselines:
         raise ArgumentError(
@@ -125,8 +125,8 @@ def read(arguments: Sequence[str]) -> Settings:
     """The settings of a command line. Raises `ArgumentError`."""
     parser = argparse.ArgumentParser(
         prog="geartrain bench rpc-rl",
-        description="Observers request actions from an agent, by RPC. Further options: --quick, --json FILE, --plot FILE. "
-        "One of world-size, batch, state-size, nlayers and out-features may be a list with commas: the x axis.",
+        description="Observers request actions from an agent, by RPC. Further options: --quick, --json FILE, "
+        "--plot FILE. One of world-size, batch, state-size, nlayers and out-features may be a list with commas: the x axis.",
     )
     for name, default, what in (
         ("world_size", "10", "processes: a coordinator, an agent, and observers"),
@@ -288,7 +288,7 @@ def _team(backend: str, settings: Settings, point: dict[str, Any]) -> Iterator[T
 
 
 class Team:
-    """The processes of one backend, joined and idle. A context manager; leaving it ends them, with SIGKILL if necessary.
+    """The processes of one backend, joined and idle. A context manager; leaving it ends or kills them.
 
     Every wait has a deadline, and raises `WaitTimeoutError` at it, or `PeerLostError` with its output when a process
     ends.

@@ -250,8 +250,8 @@ class _SizeBench:
             with self._filled_store():
                 self._take(self._floors, self._ours)
             self.result.notes.append(
-                f"N {short(self.rows)}: updates of geartrain and of baselines were not interleaved, for want of memory; "
-                "the floor was interleaved with each"
+                f"N {short(self.rows)}: for want of memory, updates of geartrain and of baselines were not "
+                "interleaved: the floor was interleaved with each"
             )
         self.candidates = None
         for what in ("sample", "update"):
