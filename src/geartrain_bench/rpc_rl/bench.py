@@ -126,7 +126,7 @@ def read(arguments: Sequence[str]) -> Settings:
     parser = argparse.ArgumentParser(
         prog="geartrain bench rpc-rl",
         description="Observers request actions from an agent, by RPC. Further options: --quick, --json FILE, "
-        "--plot FILE. One of world-size, batch, state-size, nlayers and out-features may be a list with commas: the x axis.",
+        "--plot FILE. One of world-size, batch, state-size, nlayers, out-features may be a list: the x axis.",
     )
     for name, default, what in (
         ("world_size", "10", "processes: a coordinator, an agent, and observers"),

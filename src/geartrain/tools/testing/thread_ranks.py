@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: a job of eight starts in a millisecond, and its faults are objects."""
+"""Ranks as threads of one process: a job of eight starts in a millisecond, with injected faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Wire:
-    """Message queues between all pairs of a group, and why it broke, once it did."""
+    """Message queues between all pairs of a group, and the reason of its failure."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -29,7 +29,7 @@ class ThreadRanks:
     """One of `size` ranks in this process; see `geartrain.replay.distributed.rank_group.Ranks`.
 
     Args:
-        die_at: this rank vanishes at its exchange of that number, as a killed process would.
+        die_at: this rank disappears at its exchange of that number, like a killed process.
     """
 
     def __init__(self, wire: _Wire, rank: int, timeout_s: float, die_at: int | None = None) -> None:
@@ -102,9 +102,9 @@ class ThreadRanks:
 
 
 def run_ranks(ranks: int | Sequence[ThreadRanks], body: Callable[[ThreadRanks], T], timeout_s: float = 60.0) -> list[T]:
-    """Runs `body(rank)` on a thread for each rank and returns what they returned, in order.
+    """Runs `body(rank)` on a thread for each rank; returns their results, in order.
 
-    Raises the first rank's error that is not just the loss of another; every rank that raises is made to leave.
+    Raises the first rank's error other than the loss of a peer; every rank that raises leaves the group.
 
     Raises:
         TimeoutError: a rank did not end in time.
