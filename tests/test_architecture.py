@@ -174,7 +174,7 @@ TO_CLOSE = {
     "geartrain.collectives.session",
 }
 NAMES_TO_PART = {
-    *("Work", "Group", "Asked", "Slot"),
+    *("Work", "Group", "Asked"),
     *("Rows", "Pending", "Landing", "Reader", "Moved", "Plan", "Limits", "Region"),
 }
 
