@@ -1,6 +1,6 @@
 """Tensors on GPUs in calls and results: where they arrive, which way they took, and what is left when a side dies.
 
-The GPUs are fake (fake_gpu.py); everything above the driver is real, and between processes. tests/gpu has real ones.
+The GPUs are simulated; everything above the runtime is real, and between processes. tests/gpu has real ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 import preloaded
 import pytest
 from deadlines import patience
-from fake_gpu import FakeDriver, FakeTensor
 
 from geartrain import rpc
 from geartrain.errors import (
@@ -34,6 +33,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.rpc.tensors.pytree import put_back, take_out
+from geartrain.tools.testing import SimulatedRuntime, SimulatedTensor
 from geartrain.transport.connection import Limits
 
 torch = pytest.importorskip("torch")
@@ -50,7 +50,7 @@ class Peer:
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
         self.folder = folder
-        self.control = rpc.Node("control", peers={"peer": self.address}, driver=FakeDriver(folder, 0))
+        self.control = rpc.Node("control", peers={"peer": self.address}, driver=SimulatedRuntime(folder, 0))
 
     def be(self, count: int = 2, folder: Path | None = None, delay_s: float = 0.0, why: str | None = None) -> str:
         self.control.call("peer", "be", count, str(folder or self.folder), delay_s, why)
@@ -82,7 +82,7 @@ class World:
         return self.own[-1]
 
     def node(self, address: str, count: int = 2, *, delay_s: float = 0.0, **options: Any) -> rpc.Node:
-        driver = FakeDriver(self.folder, count, delay_s=delay_s, why=options.pop("why", None))
+        driver = SimulatedRuntime(self.folder, count, delay_s=delay_s, why=options.pop("why", None))
         self.nodes.append(rpc.Node("me", peers={"peer": address}, driver=driver, **options))
         return self.nodes[-1]
 
@@ -105,9 +105,9 @@ def world(shared: Peer) -> Iterator[World]:
     one.close()
 
 
-def tensor(node: rpc.Node, device: int, array: Any) -> FakeTensor:
+def tensor(node: rpc.Node, device: int, array: Any) -> SimulatedTensor:
     driver = node.devices.driver
-    assert isinstance(driver, FakeDriver)
+    assert isinstance(driver, SimulatedRuntime)
     return driver.tensor(device, array)
 
 
@@ -123,7 +123,7 @@ def test_a_tensor_goes_to_a_gpu_and_its_result_comes_back_to_one(world: World) -
     for size in (0, 1, 5000, 3_000_000):
         given = tensor(node, 1, np.arange(size, dtype=np.float32))
         result = node.call("peer", "twice", given)
-        assert isinstance(result, FakeTensor)
+        assert isinstance(result, SimulatedTensor)
         assert result.device == 1
         np.testing.assert_array_equal(result.numpy(), 2 * np.arange(size, dtype=np.float32))
     described = node.connections()["peer"]
@@ -350,9 +350,9 @@ def test_a_dead_caller_gives_the_memory_back_that_was_lent_to_it(world: World) -
     code = f"""
 import sys; sys.path.insert(0, {str(WORKER.parent)!r})
 import numpy as np
-from fake_gpu import FakeDriver
+from geartrain.tools.testing import SimulatedRuntime
 from geartrain import rpc
-driver = FakeDriver({str(world.folder)!r})
+driver = SimulatedRuntime({str(world.folder)!r})
 node = rpc.Node("dies", peers={{"peer": {peer.address!r}}}, driver=driver)
 for _ in range(2):
     node.call("peer", "twice", driver.tensor(0, np.ones(10)))

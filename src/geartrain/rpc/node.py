@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import geartrain._native as _native
-from geartrain.device.cuda_runtime import Driver
+from geartrain.device.device import DeviceRuntime
 from geartrain.errors import ArgumentError, ConnectionClosedError, MessageError, UnknownPeerError
 from geartrain.rpc.client import Future, Peer
 from geartrain.rpc.protocol import BESIDE, CALL, HELLO, TELL, limited
@@ -53,7 +53,7 @@ class Node:
         spin_us: float = 30.0,
         views: bool = True,
         peer_timeout_s: float = 10.0,
-        driver: Driver | None = None,
+        driver: DeviceRuntime | None = None,
         tls: TLS | Literal[False] | None = None,
     ) -> None:
         """A node that peers can call from now on.

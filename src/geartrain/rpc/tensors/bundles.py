@@ -8,7 +8,7 @@ import numpy as np
 
 from geartrain.core.schema import DTYPES
 from geartrain.device.cuda_ipc import layout
-from geartrain.device.cuda_runtime import Driver
+from geartrain.device.device import DeviceRuntime
 from geartrain.errors import DeviceError, MessageError
 from geartrain.rpc.tensors.device_map import CPU
 from geartrain.rpc.tensors.paths import ARRAY, TENSOR, Form, Ways
@@ -36,14 +36,14 @@ def leaves_at(tree: Any, paths: list[tuple[int, ...]]) -> list[Any]:
     return leaves
 
 
-def by_host(driver: Driver, tree: Any, device: int, entries: list[Any]) -> tuple[Any, Group]:
+def by_host(driver: DeviceRuntime, tree: Any, device: int, entries: list[Any]) -> tuple[Any, Group]:
     """The value with copies on the CPU in the places of its leaves, and what is said of them."""
     copies = driver.to_host([leaf for _, leaf in entries])
     tree = put_back(tree, [(path, copy) for (path, _), copy in zip(entries, copies, strict=True)])
     return tree, ("host", device, 0, b"", [(path, (0, (), 0, TENSOR)) for path, _ in entries])
 
 
-def moved(driver: Driver, device: int, entries: list[Any], leaves: list[Any]) -> list[Any]:
+def moved(driver: DeviceRuntime, device: int, entries: list[Any], leaves: list[Any]) -> list[Any]:
     """Host leaves on their device."""
     if device == CPU:
         return []  # they stay where they are
@@ -54,7 +54,7 @@ def moved(driver: Driver, device: int, entries: list[Any], leaves: list[Any]) ->
     return [(path, leaf) for (path, _), leaf in zip(entries, driver.from_host(device, leaves), strict=True)]
 
 
-def forms_of(driver: Driver, leaves: list[Any]) -> tuple[list[Form], int]:
+def forms_of(driver: DeviceRuntime, leaves: list[Any]) -> tuple[list[Form], int]:
     """Of each leaf, and how large the room is."""
     heads = []
     for leaf in leaves:
@@ -125,7 +125,7 @@ def as_tensor(array: Any) -> Any:
     return torch.from_numpy(array.copy())
 
 
-def found_in(driver: Driver, ways: Ways, number: int, token: bytes) -> bytes:
+def found_in(driver: DeviceRuntime, ways: Ways, number: int, token: bytes) -> bytes:
     """The bytes of a rehearsal."""
     form: Form = (DTYPES["uint8"].code, (REHEARSAL_BYTES,), 0, TENSOR)
     (host,) = driver.to_host(ways.take(number, token, [form]))

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 import geartrain.transport.nixl as nixl
-from geartrain.device.cuda_runtime import CudaDriver, Driver
+from geartrain.device.cuda_runtime import CudaRuntime
+from geartrain.device.device import DeviceRuntime
 from geartrain.errors import TransportError
 from geartrain.rpc.tensors.bundles import is_big
 from geartrain.rpc.tensors.device_map import Maps, maps_of
@@ -33,8 +34,10 @@ WAYS = ("cuda_ipc", "nixl")
 class Devices:
     """What a node knows of GPUs: the driver, the maps, and whether a way was asked for."""
 
-    def __init__(self, device_map: Any, transport: str | None, driver: Driver | None, max_lent_bytes: int) -> None:
-        self.driver = driver or CudaDriver()
+    def __init__(
+        self, device_map: Any, transport: str | None, driver: DeviceRuntime | None, max_lent_bytes: int
+    ) -> None:
+        self.driver = driver or CudaRuntime()
         self.maps: Maps = maps_of(device_map, _count_for(self.driver, device_map))
         self.forced = transport if transport in WAYS else None
         why = None
@@ -65,7 +68,7 @@ class Devices:
         return lambda leaf: on_device(leaf) is not None or (over_nixl and is_big(leaf))
 
 
-def _count_for(driver: Driver, device_map: Any) -> int:
+def _count_for(driver: DeviceRuntime, device_map: Any) -> int:
     if device_map:
         driver.why_no_ipc()  # imports torch, without which there are no devices to count
     return driver.count()

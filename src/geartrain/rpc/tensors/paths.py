@@ -16,7 +16,7 @@ import numpy as np
 import geartrain.device.cuda_ipc as cuda_ipc
 import geartrain.transport.nixl as nixl
 from geartrain.core.schema import dtype_of_code, numpy_dtype, torch_dtype
-from geartrain.device.cuda_runtime import Driver
+from geartrain.device.device import DeviceRuntime
 from geartrain.errors import BusyError, DeviceError, MessageError, TransportError
 from geartrain.rpc.tensors.device_map import CPU
 from geartrain.rpc.tensors.registered_memory import Landing, Landings
@@ -29,12 +29,12 @@ TENSOR, ARRAY = "tensor", "array"
 class Ways:
     """One end of one connection. Rooms have numbers; those lent to the peer are known by them."""
 
-    def __init__(self, driver: Driver, landings: Landings, max_lent_bytes: int) -> None:
+    def __init__(self, driver: DeviceRuntime, landings: Landings, max_lent_bytes: int) -> None:
         self.driver = driver
         self.link: nixl.Link | None = None  # to the peer's memory
         self._landings, self._max_lent = landings, max_lent_bytes
-        self._receiver = cuda_ipc.Receiver(driver, max_lent_bytes)
-        self._sender = cuda_ipc.Sender(driver)
+        self._receiver = cuda_ipc.IpcReceiver(driver, max_lent_bytes)
+        self._sender = cuda_ipc.IpcSender(driver)
         self._rooms: dict[int, tuple[str, int, Any]] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class Ways:
         if device >= self.driver.count() or device < CPU or nbytes < 0:
             raise DeviceError(f"there is no cuda:{device} here, of {self.driver.count()}")
         if way == "cuda_ipc" and device != CPU:
-            slot = self._receiver.room(nbytes, device)
+            slot = self._receiver.lease(nbytes, device)
             return self._lend(way, device, slot), slot.descriptor
         if way != "nixl":
             raise TransportError(f"there is no way {way!r} to device {device}")
@@ -82,9 +82,8 @@ class Ways:
             return b""
         if device != CPU:
             leaves = [self.driver.plain(leaf) for leaf in leaves]
-            event = self.driver.event(device)
-            self.driver.record(device, event)
-            self.driver.finish(event)  # what writes does not know the streams
+            source = self.driver.device(device)
+            source.sync(source.record())  # what writes does not know the streams
         flat = [bytes_of(leaf) if device == CPU else leaf for leaf in leaves]
         offsets, _ = cuda_ipc.layout([leaf.nbytes for leaf in flat])
         for leaf, offset in zip(flat, offsets, strict=True):
@@ -158,12 +157,11 @@ class Held(list[Any]):
 class _GpuLanding:
     """Memory of a GPU that NIXL writes to: registered for one push, and copied out in the stream's order."""
 
-    def __init__(self, driver: Driver, device: int, nbytes: int) -> None:
+    def __init__(self, driver: DeviceRuntime, device: int, nbytes: int) -> None:
         self._driver, self._device, self.nbytes = driver, device, nbytes
         self._memory = driver.empty(device, _UINT8, (max(1, nbytes),))
-        event = driver.event(device)
-        driver.record(device, event)
-        driver.finish(event)  # whoever had this memory before is done with it
+        target = driver.device(device)
+        target.sync(target.record())  # whoever had this memory before is done with it
         self._region = nixl.expose(self._memory)
         self.descriptor = self._region.descriptor
 
@@ -175,7 +173,8 @@ class _GpuLanding:
             size = driver.form(tensor)[2]
             _check(offset, size, self.nbytes)
             if size:
-                driver.copy(self._device, driver.address(tensor), driver.address(self._memory) + offset, size)
+                source = driver.address(self._memory) + offset
+                driver.device(self._device).copy_bytes(driver.address(tensor), source, size)
             taken.append(tensor)
         self._region.close()
         return taken

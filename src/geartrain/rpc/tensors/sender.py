@@ -167,9 +167,8 @@ class Outbound:
     def _finish(self, devices: set[int]) -> None:
         driver = self._devices.driver
         for device in devices:
-            event = driver.event(device)
-            driver.record(device, event)
-            driver.finish(event)
+            one = driver.device(device)
+            one.sync(one.record())
 
     def _pull(self, way: str, source: int, tag: int, at: int, entries: list[Any], until_s: float) -> list[Any]:
         assert self._ways is not None
