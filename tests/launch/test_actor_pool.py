@@ -40,8 +40,8 @@ def broken_policy(context):
 
 @pytest.fixture
 def store(store_name):
-    fields = recorded_fields(environments_of([Counting()]).fields(48), 48)
-    with gt.Store.create(store_name(), fields, capacity=60) as made:
+    fields = recorded_fields(environments_of([Counting()]).fields())
+    with gt.Store.create(store_name(), fields, max_length=48, capacity=60) as made:
         yield made
 
 

@@ -139,7 +139,7 @@ def test_a_job_without_learners_is_over_when_its_actors_are(job, tmp_path):
 
 
 def make_store(part):
-    with part.store(launched.FIELDS, capacity=100):
+    with part.store(launched.FIELDS, max_length=launched.LENGTH, capacity=100):
         launched.wait_for_rows(part, gt.Store.open(part.job), 28)
 
 
@@ -298,7 +298,7 @@ def test_what_a_failure_leaves_is_adopted_or_begun_afresh(job, tmp_path, capfd):
 
 
 def fill_and_fail(part):
-    with part.store({"x": gt.Field((1,), "float32")}, capacity=100) as store:
+    with part.store({"x": gt.Field((), "float32")}, max_length=1, capacity=100) as store:
         print("found", len(store), flush=True)
         store.insert({"x": np.zeros((5, 1), np.float32)})
         launched.fail(part, 0.5)

@@ -9,12 +9,12 @@ import geartrain as gt
 from geartrain.errors import SchemaError, StaleKeyError, StoreFullError
 from geartrain.selection.strategy import Prioritized, Uniform
 
-FIELDS = {"t": gt.Field((50, 1), "int32"), "id": gt.Field((), "int64")}
+FIELDS = {"t": gt.Field((1,), "int32"), "id": gt.Field((), "int64", per_row=True)}
 
 
 @pytest.fixture
 def store(store_name):
-    with gt.Store.create(store_name(), FIELDS, capacity=8) as made:
+    with gt.Store.create(store_name(), FIELDS, max_length=50, capacity=8) as made:
         yield made
 
 
@@ -98,7 +98,7 @@ def test_all_rows_growing_is_a_named_error(store):
 
 
 def test_a_store_that_spends_rows_takes_only_whole_ones(store_name):
-    with gt.Store.create(store_name(), FIELDS, capacity=4, max_times_sampled=1) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=50, capacity=4, max_times_sampled=1) as store:
         row = store.row()
         with pytest.raises(SchemaError, match="max_times_sampled"):
             row.publish(length=1)

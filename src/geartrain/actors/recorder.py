@@ -27,18 +27,17 @@ from geartrain.store.store import Store
 OWN_FIELDS = ("terminated", "last", "step_version", "episode_return")
 
 
-def recorded_fields(fields: Mapping[str, Field], max_steps: int, **extras: Field) -> dict[str, Field]:
+def recorded_fields(fields: Mapping[str, Field], **extras: Field) -> dict[str, Field]:
     """The fields of a store that a `Recorder` writes to.
 
     Args:
         fields: an environment's: observation, action, reward (`Environments.fields`).
-        max_steps: steps of a row.
-        extras: what the policy tells of each step beside its action, such as log_prob=Field((max_steps,), "float32").
+        extras: what the policy tells of each step beside its action, such as log_prob=Field((), "float32").
     """
     return {
         **fields,
-        "terminated": Field((max_steps,), "bool"),
-        "last": Field((max_steps,), "bool"),
+        "terminated": Field((), "bool"),
+        "last": Field((), "bool"),
         **extras,
     }
 
@@ -47,8 +46,8 @@ class Recorder:
     """One stream of episodes. Not for several threads.
 
     Args:
-        store: with the fields of `recorded_fields`; `step_version` (int64, timed: the model's version at each step)
-            and `episode_return` (float32, not timed: of the steps in this row) are filled where the store has them.
+        store: with the fields of `recorded_fields`; `step_version` (int64: the model's version at each step)
+            and `episode_return` (float32, per_row: of the steps in this row) are filled where the store has them.
         publish_every: let the row be selected while the episode goes on: every so many steps. Only whole rows by
             default.
         overlap: steps that the next row of a long episode repeats.
@@ -70,7 +69,7 @@ class Recorder:
         self._publish_every = publish_every
         self._overlap = overlap
         self._priority = priority
-        self._timed = [name for name, field in store.fields.items() if field.timed]
+        self._timed = [name for name, field in store.fields.items() if not field.per_row]
         self._row: Row | None = None
         self._blocks: dict[str, NDArray[Any]] = {}
         self._steps = 0  # actions in the row

@@ -1,8 +1,8 @@
 """What a row is made of: fields, their dtypes, and how both are told apart from anything else.
 
 A store is a table of rows. Each field is one column: a contiguous array of equal blocks, one block a
-row. A *timed* field has time as its first axis, so a block holds up to `max_length` steps; a field
-without time (a task id, an embedding of the prompt) holds one value a row.
+row. A block has time as its first axis, and holds up to the store's `max_length` steps; a field that is `per_row`
+(a task id, an embedding of the prompt) has no time and holds one value a row.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.errors import FieldError, SchemaError
+from geartrain.errors import ArgumentError, FieldError, SchemaError
 
 if TYPE_CHECKING:
     import torch
@@ -178,48 +178,44 @@ def as_raw(array: Any, dtype: Dtype) -> Any:
 
 @dataclass(frozen=True, init=False)
 class Field:
-    """One column of a store: the shape and dtype of a row's block.
+    """One column of a store: the shape and dtype of one step, or of a value that a row has once.
 
     Args:
-        shape: shape of one block. For a timed field the first axis is time, and its size is the longest
-            row the store can take. At most 8 axes.
+        shape: shape of one step; `()` for a scalar. How many steps a row holds at most is the store's
+            `max_length`. At most 7 axes, or 8 with `per_row=True`.
         dtype: a name ("float32", "bfloat16", ...), a NumPy dtype or a torch dtype.
-        timed: whether axis 0 is time. By default every field with at least one axis is timed; say
-            `timed=False` for a vector that a row has once.
+        per_row: the field has no time: a row has one value of this shape, however many steps it has.
 
     Raises:
-        SchemaError: an empty axis, too many axes, an unknown dtype, or a timed scalar.
+        SchemaError: an empty axis, too many axes, an unknown dtype.
 
     Example:
-        >>> Field((1000, 11), "float32").step_shape
-        (11,)
+        >>> Field((11,), "float32").nbytes
+        44
     """
 
     shape: tuple[int, ...]
     dtype: str
-    timed: bool
+    per_row: bool
 
-    def __init__(self, shape: tuple[int, ...] | list[int] | int, dtype: object, timed: bool | None = None) -> None:
+    def __init__(self, shape: tuple[int, ...] | list[int] | int, dtype: object, *, per_row: bool = False) -> None:
         try:
             dims = (shape,) if isinstance(shape, int) else tuple(operator.index(n) for n in shape)
         except TypeError:
             raise SchemaError(f"a shape is a whole number or several, found {shape!r}") from None
-        if len(dims) > MAX_DIMS:
-            raise SchemaError(f"a field has at most {MAX_DIMS} axes, shape {dims} has {len(dims)}")
+        most = MAX_DIMS if per_row else MAX_DIMS - 1
+        if len(dims) > most:
+            raise SchemaError(
+                f"a field has at most {MAX_DIMS} axes{'' if per_row else ', one of them time'}, "
+                f"shape {dims} has {len(dims)}"
+            )
         if any(n <= 0 for n in dims):
             raise SchemaError(f"every axis must hold at least one element, shape is {dims}")
         if any(n > MAX_AXIS for n in dims):
             raise SchemaError(f"an axis holds at most {MAX_AXIS} elements, shape is {dims}")
-        if timed and not dims:
-            raise SchemaError("a scalar has no time axis; leave out timed=True or give a shape (T, ...)")
         object.__setattr__(self, "shape", dims)
         object.__setattr__(self, "dtype", as_dtype(dtype).name)
-        object.__setattr__(self, "timed", bool(dims) if timed is None else timed)
-
-    @property
-    def step_shape(self) -> tuple[int, ...]:
-        """Shape of one step of a timed field; of the whole value otherwise."""
-        return self.shape[1:] if self.timed else self.shape
+        object.__setattr__(self, "per_row", bool(per_row))
 
     @property
     def itemsize(self) -> int:
@@ -228,25 +224,28 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one block, without the padding up to 64."""
+        """Bytes of one step, or of the value that a row has once."""
         return math.prod(self.shape) * self.itemsize
-
-    @property
-    def step_nbytes(self) -> int:
-        """Bytes of one step of a timed field; of the whole value otherwise."""
-        return math.prod(self.step_shape) * self.itemsize
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """The NumPy dtype of the elements; raises `FieldError` where NumPy has none."""
         return numpy_dtype(DTYPES[self.dtype])
 
+    def block_shape(self, max_length: int) -> tuple[int, ...]:
+        """Shape of a row's block in a store of `max_length` steps a row: time in front."""
+        return self.shape if self.per_row else (max_length, *self.shape)
+
+    def block_nbytes(self, max_length: int) -> int:
+        """Bytes of a row's block in a store of `max_length` steps a row, without the padding up to 64."""
+        return self.nbytes if self.per_row else max_length * self.nbytes
+
 
 def check_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
     """The fields as a plain dict, once they make a schema a store can hold.
 
     Raises:
-        SchemaError: no field, too many, a bad name, or timed fields that disagree on their first axis.
+        SchemaError: no field, too many, or a bad name.
     """
     if not fields:
         raise SchemaError("a store needs at least one field")
@@ -257,15 +256,50 @@ def check_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
             raise SchemaError(f"field {name!r} must be a geartrain.Field, found {type(field).__name__}")
         if not name or "\0" in name or len(name.encode()) > MAX_NAME_BYTES:
             raise SchemaError(f"a field's name has 1 to {MAX_NAME_BYTES} bytes of UTF-8, found {name!r}")
-    lengths = {name: field.shape[0] for name, field in fields.items() if field.timed}
-    if len(set(lengths.values())) > 1:
-        raise SchemaError(
-            f"timed fields must share their first axis, found {lengths}; "
-            f"mark those without a time axis with timed=False"
-        )
     return dict(fields)
 
 
-def max_length(fields: Mapping[str, Field]) -> int:
-    """The longest row in steps: the timed fields' first axis, or 1 when none is timed."""
-    return next((field.shape[0] for field in fields.values() if field.timed), 1)
+def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int:
+    """The longest row in steps: what was given, or 1 where no field has time.
+
+    Raises:
+        ArgumentError: absent though a field has time; shows the call to write. Or given though none has.
+    """
+    timed = [name for name, field in fields.items() if not field.per_row]
+    if not timed:
+        if max_length not in (None, 1):
+            raise ArgumentError(f"max_length={max_length}, but every field is per_row: such a row has one step")
+        return 1
+    if max_length is None:
+        first = fields[timed[0]]
+        raise ArgumentError(
+            f"give max_length=, the steps of the longest row: a field's shape is that of one step. "
+            f"For example Store.create(..., {{{timed[0]!r}: Field({first.shape}, {first.dtype!r})}}, max_length=1000, "
+            f"...); a value that a row has once is Field(shape, dtype, per_row=True)"
+        )
+    try:
+        length = int(operator.index(max_length))
+    except TypeError:
+        raise ArgumentError(f"max_length must be a whole number of steps, found {max_length!r}") from None
+    if not 1 <= length <= MAX_AXIS:
+        raise ArgumentError(f"max_length must be from 1 to {MAX_AXIS} steps, found {length}")
+    return length
+
+
+def stored_schema(fields: Mapping[str, Field], max_length: int) -> list[tuple[str, Dtype, bool, list[int]]]:
+    """Fields as segments and manifests keep them: name, dtype, whether it has time, shape of a row's block."""
+    return [
+        (name, DTYPES[field.dtype], not field.per_row, list(field.block_shape(max_length)))
+        for name, field in fields.items()
+    ]
+
+
+def fields_of_stored(stored: Iterable[tuple[str, object, bool, Sequence[int]]]) -> tuple[dict[str, Field], int]:
+    """What `stored_schema` was made of: the fields, and the longest row in steps."""
+    fields: dict[str, Field] = {}
+    max_length = 1
+    for name, dtype, timed, shape in stored:
+        fields[name] = Field(tuple(shape)[1:] if timed else tuple(shape), dtype, per_row=not timed)
+        if timed:
+            max_length = shape[0]
+    return fields, max_length

@@ -32,7 +32,9 @@ def act(
     made = find(environments)(context)
     acting = find(policy)(replace(context, environments=made))
     with part.store() as store:
-        actor = Actor(made, acting, store, seed=own_seed, publish_every=publish_every, overlap=overlap, priority=priority)
+        actor = Actor(
+            made, acting, store, seed=own_seed, publish_every=publish_every, overlap=overlap, priority=priority
+        )
         stats = actor.stats
         teller = part._teller
 

@@ -216,9 +216,7 @@ class Plan:
     def shape(self, name: str, n: int) -> tuple[int, ...]:
         """The shape of a field's array in a batch of n rows."""
         spec = self.store.fields[name]
-        if spec.timed:
-            return (n, self.window or spec.shape[0], *spec.step_shape)
-        return (n, *spec.shape)
+        return (n, *spec.block_shape(self.window or self.store.max_length))
 
     def fetch(
         self,

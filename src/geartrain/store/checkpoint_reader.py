@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.progress import Progress
-from geartrain.core.schema import Field
+from geartrain.core.schema import Field, fields_of_stored, stored_schema
 from geartrain.errors import CheckpointError
 
 FORMAT = "geartrain-checkpoint"
@@ -72,7 +72,7 @@ class Checkpoint:
 
     Attributes:
         directory: where it is.
-        fields: the schema.
+        fields, max_length: the schema.
         options: the limits that the store was created with.
         rows: committed rows in it.
         id: of this checkpoint, no other has it; None in version 1.
@@ -83,10 +83,10 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._manifest = read_manifest(directory)
-        self.fields = {
-            entry["name"]: Field(entry["shape"], entry["dtype"], timed=entry["timed"])
-            for entry in self._manifest["fields"]
-        }
+        self.fields, self.max_length = fields_of_stored(
+            (entry["name"], entry["dtype"], entry["timed"], entry["shape"]) for entry in self._manifest["fields"]
+        )
+        self._block_nbytes = {name: field.block_nbytes(self.max_length) for name, field in self.fields.items()}
         self.options: dict[str, Any] = renamed(self._manifest["options"], _CURRENT)
         self.rows = int(self._manifest["rows"])
         self.id: str | None = self._manifest.get("id")
@@ -158,20 +158,20 @@ class Checkpoint:
             slots = committed["slot"][mine]
             whole = len(slots) == chunk["rows"] and bool((slots == np.arange(chunk["rows"])).all())
             at = 0
-            for field, spec in enumerate(self.fields.values()):
-                blocks = memory[at : at + chunk["rows"] * spec.nbytes].reshape(chunk["rows"], spec.nbytes)
+            for field, nbytes in enumerate(self._block_nbytes.values()):
+                blocks = memory[at : at + chunk["rows"] * nbytes].reshape(chunk["rows"], nbytes)
                 at += blocks.size
                 yield field, mine, blocks if whole else blocks[slots]
 
     def _blocks_1(self, wanted: NDArray[np.bool_] | None) -> Iterator[tuple[int, NDArray[np.intp], NDArray[np.uint8]]]:
-        for field, spec in enumerate(self.fields.values()):
+        for field, nbytes in enumerate(self._block_nbytes.values()):
             file = f"field-{field:02d}.bin"
             about = self._manifest["files"][file]
-            if about["bytes"] != self.rows * spec.nbytes:
+            if about["bytes"] != self.rows * nbytes:
                 raise CheckpointError(f"{self.directory / file} does not have the {self.rows} rows of the manifest")
             at = 0
             for piece in _pieces(self.directory / file, about):
-                blocks = np.frombuffer(piece, np.uint8).reshape(-1, spec.nbytes)
+                blocks = np.frombuffer(piece, np.uint8).reshape(-1, nbytes)
                 places = np.arange(at, at + len(blocks))
                 at += len(blocks)
                 if wanted is not None:
@@ -184,17 +184,17 @@ class Checkpoint:
         For fields of a few bytes, by whom every row's bytes are checked elsewhere. The field has a NumPy dtype.
         """
         spec = self.fields[name]
-        dtype = spec.numpy_dtype
-        out = np.empty((self.rows, *spec.shape), dtype)
-        before = sum(self.fields[field].nbytes for field in list(self.fields)[: list(self.fields).index(name)])
+        dtype, shape = spec.numpy_dtype, spec.block_shape(self.max_length)
+        out = np.empty((self.rows, *shape), dtype)
+        before = sum(list(self._block_nbytes.values())[: list(self.fields).index(name)])
         committed = records[: self.rows]
         for number, chunk in enumerate(self._manifest["chunks"]):
             mine = np.flatnonzero(committed["chunk"] == number)
             if len(mine):
                 with (self.directory / chunk["file"]).open("rb") as file:
                     file.seek(chunk["rows"] * before)
-                    data = file.read(chunk["rows"] * spec.nbytes)
-                blocks = np.frombuffer(data, dtype).reshape(chunk["rows"], *spec.shape)
+                    data = file.read(chunk["rows"] * self._block_nbytes[name])
+                blocks = np.frombuffer(data, dtype).reshape(chunk["rows"], *shape)
                 out[mine] = blocks[committed["slot"][mine]]
         return out
 
@@ -281,11 +281,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def schema_of(fields: dict[str, Field]) -> list[dict[str, Any]]:
+def schema_of(fields: dict[str, Field], max_length: int) -> list[dict[str, Any]]:
     """The fields as JSON."""
     return [
-        {"name": name, "shape": list(spec.shape), "dtype": spec.dtype, "timed": spec.timed}
-        for name, spec in fields.items()
+        {"name": name, "shape": shape, "dtype": dtype.name, "timed": timed}
+        for name, dtype, timed, shape in stored_schema(fields, max_length)
     ]
 
 

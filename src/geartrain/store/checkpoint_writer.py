@@ -77,6 +77,7 @@ class Saved:
 def save(
     store: _native.Store,
     fields: dict[str, Field],
+    max_length: int,
     options: dict[str, Any],
     directory: Path,
     *,
@@ -98,7 +99,7 @@ def save(
     if incremental:
         found, not_linked = _find_base(store, base, directory, origin)
     with _sibling(directory) as fresh:
-        saved = _Saving(store, fields, options, fresh, found, progress).run(directory, not_linked)
+        saved = _Saving(store, fields, max_length, options, fresh, found, progress).run(directory, not_linked)
         if directory.exists():
             _native.exchange_paths(str(fresh), str(directory))
         else:
@@ -225,6 +226,7 @@ class _Saving:
         self,
         store: _native.Store,
         fields: dict[str, Field],
+        max_length: int,
         options: dict[str, Any],
         directory: Path,
         base: _Base | None,
@@ -232,12 +234,13 @@ class _Saving:
     ) -> None:
         self._store = store
         self._fields = fields
+        self._max_length = max_length
         self._options = options
         self._directory = directory
         self._base = base
         self._progress = progress
         self._id = secrets.token_hex(16)
-        self._row_bytes = sum(spec.nbytes for spec in fields.values())
+        self._row_bytes = sum(field.block_nbytes(max_length) for field in fields.values())
         self._per_chunk = max(1, CHUNK_BYTES // self._row_bytes)
         self._chunks: list[dict[str, Any]] = []
         self._files: dict[str, dict[str, Any]] = {}
@@ -273,7 +276,7 @@ class _Saving:
             "id": self._id,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "store": _identity(store),
-            "fields": schema_of(self._fields),
+            "fields": schema_of(self._fields, self._max_length),
             "options": renamed(self._options, STORED_NAMES),
             "rows": len(order),
             "rows_left_out": len(rows) - len(order),

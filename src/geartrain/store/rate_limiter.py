@@ -63,7 +63,7 @@ class RateLimiter:
     Example:
         >>> import numpy as np
         >>> import geartrain as gt
-        >>> store = gt.Store.create("doc-limiter", {"x": gt.Field((1, 2), "float32")}, capacity=100)
+        >>> store = gt.Store.create("doc-limiter", {"x": gt.Field((2,), "float32")}, max_length=1, capacity=100)
         >>> store.limiter.set(samples_per_insert=2, min_size_to_sample=10, error_buffer=8)
         >>> _ = store.insert({"x": np.zeros((12, 1, 2), np.float32)})
         >>> replay = gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=4, prefetch=0)

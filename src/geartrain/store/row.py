@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 from geartrain.core.keys import Keys
-from geartrain.core.schema import DTYPES, Field, as_tensor, max_length, numpy_dtype
+from geartrain.core.schema import DTYPES, Field, as_tensor, numpy_dtype
 from geartrain.errors import FieldError, SchemaError, StaleKeyError
 from geartrain.store.rate_limiter import RateLimiter
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Columns:
-    """Views of a store's columns, made once each: every block of a field as one array (capacity, *shape)."""
+    """Views of a store's columns, made once each: every block of a field as one array of all its blocks."""
 
-    def __init__(self, native: _native.Store, fields: Mapping[str, Field]) -> None:
+    def __init__(self, native: _native.Store, fields: Mapping[str, Field], max_length: int) -> None:
         self.native = native
         self.fields = fields
         self.limiter = RateLimiter(native)
-        self.max_length = max_length(fields)
+        self.max_length = max_length
         self._numbers = {name: number for number, name in enumerate(fields)}
         self._raw: dict[str, NDArray[Any]] = {}
         self._numpy: dict[str, NDArray[Any]] = {}
@@ -71,7 +71,7 @@ class Row:
 
     Example:
         >>> import geartrain as gt
-        >>> store = gt.Store.create("doc-row", {"obs": gt.Field((1000, 3), "float32")}, capacity=4)
+        >>> store = gt.Store.create("doc-row", {"obs": gt.Field((3,), "float32")}, max_length=1000, capacity=4)
         >>> row = store.row()
         >>> for step in range(300):
         ...     row["obs"][step] = step

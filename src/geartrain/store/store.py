@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import default_threads, nanoseconds, rows_of, schema_difference, timeout, whole_number
+from geartrain.core.arguments import capacity_of, default_threads, nanoseconds, schema_difference, timeout, whole_number
 from geartrain.core.keys import Keys
 from geartrain.core.schema import (
     DTYPES,
@@ -23,7 +23,10 @@ from geartrain.core.schema import (
     as_dtype,
     as_raw,
     check_fields,
+    check_max_length,
     dtype_of_code,
+    fields_of_stored,
+    stored_schema,
 )
 from geartrain.errors import (
     CheckpointError,
@@ -66,7 +69,7 @@ class Store:
     Example:
         >>> import numpy as np
         >>> import geartrain as gt
-        >>> with gt.Store.create("doc-store", {"obs": gt.Field((100, 3), "float32")}, capacity=10) as store:
+        >>> with gt.Store.create("doc-store", {"obs": gt.Field((3,), "float32")}, max_length=100, capacity=10) as store:
         ...     with store.row() as row:
         ...         row["obs"][:5] = np.ones((5, 3))
         ...         row.length = 5
@@ -79,10 +82,10 @@ class Store:
         self._name = name
         about = native.describe()
         self._about: dict[str, Any] = about
-        self._fields = {
-            field: Field(shape, dtype_of_code(code), timed=timed) for field, code, shape, timed in about["fields"]
-        }
-        self._columns = Columns(native, self._fields)
+        self._fields, max_length = fields_of_stored(
+            (field, dtype_of_code(code), timed, shape) for field, code, shape, timed in about["fields"]
+        )
+        self._columns = Columns(native, self._fields, max_length)
         #: How fast rows may come and be drawn, in relation to each other; off until it is set.
         self.limiter: RateLimiter = self._columns.limiter
         self._origin: str | None = None
@@ -95,7 +98,9 @@ class Store:
         name: str | os.PathLike[str],
         fields: Mapping[str, Field],
         *,
+        max_length: int | None = None,
         capacity: int | None = None,
+        capacity_steps: int | None = None,
         capacity_bytes: int | None = None,
         max_rows: int | None = None,
         remover: Remover = "fifo",
@@ -110,8 +115,11 @@ class Store:
 
         Args:
             name: a word (a segment in /dev/shm) or a path with a slash (a file anywhere).
-            fields: the columns. At most 64.
-            capacity: rows. Give this or `capacity_bytes`.
+            fields: the columns, by name; a `Field` is the shape and dtype of one step. At most 64.
+            max_length: the longest row, in steps. Required where a field has time, that is, is not `per_row`.
+            capacity: rows. Give one of the three sizes.
+            capacity_steps: steps, in rows of `max_length`: there is room for `capacity_steps // max_length` rows,
+                and shorter rows fill a block each.
             capacity_bytes: bytes of field data; as many rows as fit into them.
             max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
                 written. All of the capacity by default.
@@ -126,7 +134,7 @@ class Store:
             timeout_s: longest wait for another process that holds the store's lock.
 
         Raises:
-            SchemaError: fields or limits that make no store.
+            ArgumentError: limits that make no store, or `max_length` absent; SchemaError: fields that make none.
             StoreExistsError: the name is taken; says by whom, and what to do.
             NoSpaceError: the file system is too small; says how much there is.
 
@@ -134,7 +142,8 @@ class Store:
         """
         name = os.fspath(name)
         fields = check_fields(fields)
-        rows = rows_of(fields, capacity, capacity_bytes)
+        max_length = check_max_length(fields, max_length)
+        rows = capacity_of(fields, max_length, capacity, capacity_steps, capacity_bytes)
         if remover not in REMOVERS:
             raise SchemaError(f"remover is one of {', '.join(REMOVERS)}, found {remover!r}")
         for what, limit in (
@@ -146,8 +155,8 @@ class Store:
                 raise SchemaError(f"{what} must be above zero, found {limit} (leave it out for no limit)")
         age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", max_age_s)
         specs = [
-            (field, DTYPES[spec.dtype].code, spec.itemsize, spec.timed, list(spec.shape))
-            for field, spec in fields.items()
+            (field, dtype.code, dtype.itemsize, timed, shape)
+            for field, dtype, timed, shape in stored_schema(fields, max_length)
         ]
         try:
             native = _native.Store.create(
@@ -173,6 +182,7 @@ class Store:
         name: str | os.PathLike[str],
         fields: Mapping[str, Field] | None = None,
         *,
+        max_length: int | None = None,
         create: Create = "never",
         adopt: bool = False,
         timeout_s: float = 10.0,
@@ -183,6 +193,8 @@ class Store:
         Args:
             name: as in `create`.
             fields: what the store must hold; required when it may have to be created.
+            max_length: steps of its longest row, with `fields`: what the store must have where it is given, and
+                required as in `create` when it may have to be created.
             create: "never" (join only), "missing" (join, or create when there is none), or "replace" (create;
                 a segment left by a dead run is removed first, one in use is an error).
             adopt: join a segment whose processes were all killed, with the rows they committed.
@@ -205,12 +217,12 @@ class Store:
         if create == "replace":
             _remove_unused(name)
             assert fields is not None
-            return cls.create(name, fields, timeout_s=timeout_s, **options)
+            return cls.create(name, fields, max_length=max_length, timeout_s=timeout_s, **options)
         while True:
             try:
                 if fields is not None:
                     # Before joining: a dead run's segment that was joined and left again would be removed.
-                    _check_schema(name, fields, cls.peek(name))
+                    _check_schema(name, fields, max_length, cls.peek(name))
                 store = cls(_native.Store.attach(name, adopt, False, timeout_s), name)
                 break
             except StaleStoreError as error:
@@ -223,12 +235,12 @@ class Store:
                     raise
                 assert fields is not None
                 try:
-                    return cls.create(name, fields, timeout_s=timeout_s, **options)
+                    return cls.create(name, fields, max_length=max_length, timeout_s=timeout_s, **options)
                 except StoreExistsError:
                     continue  # somebody else made it between our two looks
         try:
             if fields is not None:
-                _check_schema(name, fields, store)  # the name may have passed to another segment meanwhile
+                _check_schema(name, fields, max_length, store)  # the name may have passed to another segment meanwhile
         except IncompatibleStoreError:
             store.close()
             raise
@@ -265,7 +277,7 @@ class Store:
         if unknown:
             raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
         limits = {key: value for key, value in found.options.items() if key != "persist"}
-        store = cls.create(name, found.fields, **{**limits, **options})
+        store = cls.create(name, found.fields, max_length=found.max_length, **{**limits, **options})
         try:
             found.fill(store.native, progress=progress)
         except BaseException:
@@ -310,6 +322,7 @@ class Store:
         return save(
             self._native,
             self._fields,
+            self.max_length,
             self.options,
             Path(directory),
             base=None if base is None else Path(base),
@@ -446,7 +459,7 @@ class Store:
             if n not in (-1, data_n):
                 raise SchemaError(f"field {name!r} has {data_n} rows, the fields before it have {n}")
             n = data_n
-            if self._fields[name].timed:
+            if not self._fields[name].per_row:
                 if steps not in (-1, data_steps):
                     raise SchemaError(f"field {name!r} has {data_steps} steps, the fields before it have {steps}")
                 steps = data_steps
@@ -477,13 +490,14 @@ class Store:
         if as_dtype(data.dtype).name != field.dtype:
             raise SchemaError(f"field {name!r} holds {field.dtype}, found {as_dtype(data.dtype).name}")
         shape = tuple(data.shape)
-        fits = len(shape) == len(field.shape) + 1
-        if fits and field.timed:
-            fits = shape[2:] == field.step_shape and 1 <= shape[1] <= field.shape[0]
+        block = field.block_shape(self.max_length)
+        fits = len(shape) == len(block) + 1
+        if fits and not field.per_row:
+            fits = shape[2:] == field.shape and 1 <= shape[1] <= self.max_length
         elif fits:
             fits = shape[1:] == field.shape
         if not fits:
-            wanted = ("n", f"t <= {field.shape[0]}", *field.step_shape) if field.timed else ("n", *field.shape)
+            wanted = ("n", *field.shape) if field.per_row else ("n", f"t <= {self.max_length}", *field.shape)
             raise SchemaError(f"field {name!r} takes ({', '.join(map(str, wanted))}), found shape {shape}")
         if hasattr(data, "detach"):  # a torch tensor
             if data.device.type != "cpu":
@@ -493,7 +507,7 @@ class Store:
             data = np.ascontiguousarray(data)
         if DTYPES[field.dtype].numpy_name is None:
             data = as_raw(data, DTYPES[field.dtype])
-        return data, shape[0], shape[1] if field.timed else 1
+        return data, shape[0], 1 if field.per_row else shape[1]
 
     # --- changing and removing ------------------------------------------------------------------------------
 
@@ -565,7 +579,7 @@ class Store:
         return infos
 
     def column(self, name: str) -> NDArray[Any]:
-        """All blocks of a field, (capacity, *shape), a view of the shared memory.
+        """All blocks of a field, (capacity, max_length, *shape) or (capacity, *shape), a view of the shared memory.
 
         Free and half-written blocks are in it as well; to read rows safely use `geartrain.replay.fetch`.
         The types NumPy lacks are shown as unsigned integers of their size.
@@ -637,11 +651,15 @@ def _remove_unused(name: str) -> None:
     peeked.unlink()
 
 
-def _check_schema(name: str, wanted: Mapping[str, Field], store: Store) -> None:
+def _check_schema(name: str, wanted: Mapping[str, Field], max_length: int | None, store: Store) -> None:
     fields, found = check_fields(wanted), store.fields
     if fields != found:  # their order means nothing: fields are found by name
         raise IncompatibleStoreError(
             f"the store {name!r} has another schema than asked for: {schema_difference(fields, found)}"
+        )
+    if max_length is not None and max_length != store.max_length:
+        raise IncompatibleStoreError(
+            f"the store {name!r} has rows of at most {store.max_length} steps, asked for max_length={max_length}"
         )
 
 

@@ -1,7 +1,7 @@
 """Simulators that actors step, each family in one file with one optional package, imported on use.
 
     environments = make("mujoco/Hopper-v5", n=8)
-    store = gt.Store.create("hopper", recorded_fields(environments.fields(1000), 1000), capacity=1000)
+    store = gt.Store.create("hopper", recorded_fields(environments.fields()), max_length=1000, capacity=1000)
     Actor(environments, policy, store).run(steps=100_000)
 
 What `make` returns has the face of `geartrain.actors.Environments`, and episodes go into a store as any others do.

@@ -54,8 +54,8 @@ class Environments(Protocol):
         """One step of all of them; those that are over begin anew."""
         ...
 
-    def fields(self, max_steps: int) -> dict[str, Field]:
-        """What a store needs to keep their episodes: observation, action and reward, `max_steps` long."""
+    def fields(self) -> dict[str, Field]:
+        """What a store needs to keep their episodes: observation, action and reward of a step."""
         ...
 
     def close(self) -> None:
@@ -115,13 +115,13 @@ class SingleEnvironments:
             self._next.put(number, observation)
         return Stepped(self._observed.arrays, reward, terminated, truncated, self._next.arrays, np.ones(self.n, bool))
 
-    def fields(self, max_steps: int) -> dict[str, Field]:
+    def fields(self) -> dict[str, Field]:
         """As `Environments.fields`."""
         one = self._made[0]
         return {
-            **space_fields("observation", one.observation_space, max_steps),
-            **space_fields("action", one.action_space, max_steps),
-            "reward": Field((max_steps,), "float32"),
+            **space_fields("observation", one.observation_space),
+            **space_fields("action", one.action_space),
+            "reward": Field((), "float32"),
         }
 
     def close(self) -> None:
@@ -165,12 +165,12 @@ class VectorEnvironments:
             observation = _copied(self._made.reset(options={"reset_mask": over})[0])
         return Stepped(last, np.asarray(reward, np.float32), terminated, truncated, observation, valid)
 
-    def fields(self, max_steps: int) -> dict[str, Field]:
+    def fields(self) -> dict[str, Field]:
         """As `Environments.fields`."""
         return {
-            **space_fields("observation", self._made.single_observation_space, max_steps),
-            **space_fields("action", self._made.single_action_space, max_steps),
-            "reward": Field((max_steps,), "float32"),
+            **space_fields("observation", self._made.single_observation_space),
+            **space_fields("action", self._made.single_action_space),
+            "reward": Field((), "float32"),
         }
 
     def close(self) -> None:
@@ -224,13 +224,13 @@ class ParallelEnvironments:
             following.append(self._stack(observation))
         return Stepped(np.stack(observed), reward, terminated, truncated, np.stack(following), np.ones(self.n, bool))
 
-    def fields(self, max_steps: int) -> dict[str, Field]:
+    def fields(self) -> dict[str, Field]:
         """As `Environments.fields`."""
         agents = len(self.agents)
         return {
-            **space_fields("observation", self._observation, max_steps, (agents,)),
-            **space_fields("action", self._action, max_steps, (agents,)),
-            "reward": Field((max_steps, agents), "float32"),
+            **space_fields("observation", self._observation, (agents,)),
+            **space_fields("action", self._action, (agents,)),
+            "reward": Field((agents,), "float32"),
         }
 
     def close(self) -> None:
@@ -289,10 +289,10 @@ def space_parts(space: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     return {"": (tuple(space.shape), dtype)}
 
 
-def space_fields(name: str, space: Any, max_steps: int, axes: tuple[int, ...] = ()) -> dict[str, Field]:
-    """A timed field for every array of a space, named `name` or `name.part`."""
+def space_fields(name: str, space: Any, axes: tuple[int, ...] = ()) -> dict[str, Field]:
+    """A field for every array of a space, named `name` or `name.part`."""
     return {
-        f"{name}.{part}" if part else name: Field((max_steps, *axes, *shape), dtype)
+        f"{name}.{part}" if part else name: Field((*axes, *shape), dtype)
         for part, (shape, dtype) in space_parts(space).items()
     }
 

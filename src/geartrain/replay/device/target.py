@@ -40,12 +40,12 @@ def gather_rows_of(plan: Plan, convert: Mapping[str, Convert], packed: bool) -> 
         spec = store.fields[name]
         offset, stride = layout["columns"][number]
         into = convert.get(name)
-        step_bytes = spec.step_nbytes if spec.timed else spec.nbytes
+        block_bytes, timed = spec.block_nbytes(store.max_length), not spec.per_row
         fields.append(
-            GatherField(name, spec.dtype, spec.itemsize, offset, stride, spec.nbytes, step_bytes, spec.timed)
+            GatherField(name, spec.dtype, spec.itemsize, offset, stride, block_bytes, spec.nbytes, timed)
             if into is None
             else GatherField(
-                name, spec.dtype, spec.itemsize, offset, stride, spec.nbytes, step_bytes, spec.timed,
+                name, spec.dtype, spec.itemsize, offset, stride, block_bytes, spec.nbytes, timed,
                 into.dtype, into.scale, into.shift,
             )
         )  # fmt: skip

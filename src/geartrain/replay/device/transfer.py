@@ -137,8 +137,8 @@ class Flight:
             schema = plan.store.fields[spec.name]
             dtype = torch_dtype(DTYPES[spec.result or schema.dtype])
             shape = plan.shape(spec.name, n)
-            if self.steps_packed is not None and schema.timed:
-                shape = (self.steps_packed, *schema.step_shape)
+            if self.steps_packed is not None and not schema.per_row:
+                shape = (self.steps_packed, *schema.shape)
             fields[spec.name] = self._view(offset, dtype, *shape)
         batch = Batch(
             fields,
