@@ -80,7 +80,7 @@ nb::dict describe(const Store& store) {
 
 // The names of Counters' members, in their order.
 constexpr const char* kCounterNames[] = {
-    "inserted", "evicted", "expired",    "spent",           "deleted",           "abandoned",          "reclaimed",
+    "inserted", "evicted", "expired",    "exhausted",       "deleted",           "abandoned",          "reclaimed",
     "sampled",  "torn",    "stale_keys", "priorities_updated", "priorities_saturated", "priorities_rounded_up", "repairs"};
 static_assert(sizeof(kCounterNames) / sizeof(kCounterNames[0]) == kCounterCount);
 
@@ -93,8 +93,8 @@ nb::dict counters(const Store& store) {
   nb::dict out;
   out["free"] = n.free;
   out["writing"] = n.writing;
-  out["spent_unreleased"] = n.spent;
-  out["growing"] = n.growing;
+  out["exhausted_unreleased"] = n.spent;
+  out["open"] = n.growing;
   out["committed"] = n.committed;
   for (int i = 0; i < kCounterCount; ++i) out[kCounterNames[i]] = counter_array(store)[i].load();
   return out;

@@ -299,7 +299,7 @@ def test_a_killed_actor_leaves_only_whole_steps_and_no_block_is_lost(store_name)
             store.reap()
             assert store.audit() == []
             stats = store.stats()
-            assert stats["writing"] == stats["growing"] == 0
+            assert stats["writing"] == stats["open"] == 0
             assert stats["free"] + stats["committed"] == 30
             for row in rows_of(store):
                 n = row["length"]

@@ -10,7 +10,7 @@ import pytest
 from fake_gpu import FakeDriver
 
 import geartrain.device.cuda_ipc as cuda_ipc
-from geartrain.core.schema import DTYPES
+from geartrain.core.dtypes import DTYPES
 from geartrain.device.cuda_ipc import BLOCK, Receiver, Sender, Slot
 from geartrain.errors import BusyError, MessageError, TransportError
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import geartrain as gt
 from geartrain import _native
-from geartrain.core.schema import DTYPES
+from geartrain.core.dtypes import DTYPES
 from geartrain.errors import ArgumentError, FieldError, StaleKeyError
 
 _numbers = itertools.count()

@@ -19,7 +19,7 @@ import pytest
 import geartrain as gt
 import geartrain.store.checkpoint_writer as saving
 from geartrain.errors import CheckpointError, SchemaError
-from geartrain.store.checkpoint_reader import read_manifest, write_json
+from geartrain.store.checkpoint_format import read_manifest, write_json
 
 FIELDS = {
     "obs": gt.Field((3,), "float32"),

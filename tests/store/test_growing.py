@@ -110,7 +110,7 @@ def test_an_exception_ends_the_growth_and_keeps_the_steps(store):
         row.publish(length=2)
         1 / 0  # noqa: B018
     assert len(store) == 1
-    assert store.stats()["growing"] == 0
+    assert store.stats()["open"] == 0
     assert store.status()["length"].tolist() == [2]
 
 
@@ -149,7 +149,7 @@ def test_the_steps_of_a_killed_writer_stay(store):
     process.join(60)
     assert process.exitcode == -9
     store.reap()
-    assert store.stats()["growing"] == 0
+    assert store.stats()["open"] == 0
     assert store.status()["length"].tolist() == [6]
     assert store.column("t")[store.keys().row[0], :6, 0].tolist() == list(range(6))
     assert store.audit() == []

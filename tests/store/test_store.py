@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import geartrain as gt
-from geartrain.core.schema import DTYPES
+from geartrain.core.dtypes import DTYPES
 from geartrain.errors import (
     ArgumentError,
     FieldError,
@@ -251,7 +251,7 @@ def test_a_row_is_sampled_as_often_as_allowed_and_then_gone(name):
         seen = [int(replay.sample()["x"][0]) for _ in range(60)]
         assert sorted(seen) == sorted([*range(20)] * 3)
         assert len(store) == 0
-        assert store.stats()["spent"] == 20
+        assert store.stats()["exhausted"] == 20
         assert store.audit() == []
         with pytest.raises(gt.errors.EmptyStoreError):
             replay.sample()
@@ -615,7 +615,7 @@ def test_a_peek_reads_everything_and_changes_nothing(name):
 def test_a_peek_shows_no_row_that_cannot_be_selected(name):
     with gt.Store.create(name, X, capacity=4, max_times_sampled=1) as store:
         keys = put(store, 1, 2, 3)
-        store.native.count_samples(keys[:1].row, keys[:1].generation)  # spent, and still being read
+        store.native.count_samples(keys[:1].row, keys[:1].generation)  # exhausted, and still being read
         store.row()
         assert xs(gt.Store.peek(name)) == [2, 3]
         assert xs(store) == [2, 3]
@@ -707,11 +707,11 @@ def test_a_schema_that_differs_is_named_and_the_store_left_as_it_was(name):
 
 
 def test_options_of_open_only_count_when_it_may_create(name):
-    with pytest.raises(SchemaError, match="capacity only mean"):
+    with pytest.raises(ArgumentError, match="capacity only mean"):
         gt.Store.open(name, X, capacity=3)
-    with pytest.raises(SchemaError, match="needs the fields"):
+    with pytest.raises(ArgumentError, match="needs the fields"):
         gt.Store.open(name, create="missing", capacity=3)
-    with pytest.raises(SchemaError, match="found 'always'"):
+    with pytest.raises(ArgumentError, match="found 'always'"):
         gt.Store.open(name, X, create="always")
 
 

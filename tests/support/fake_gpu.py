@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.core.schema import DTYPES, dtype_of_code, numpy_dtype
+from geartrain.core.dtypes import DTYPES, dtype_of_code, numpy_dtype
 from geartrain.errors import TransportError
 
 _SPAN = 1 << 44  # between the addresses of two allocations

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import geartrain as gt
-from geartrain.core.schema import DTYPES, as_tensor
+from geartrain.core.dtypes import DTYPES, as_tensor
 from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO
 from geartrain.device.kernels.gather_reference import reference_gather, reference_window
 from geartrain.replay.device import Convert, gather_rows_of

@@ -1,4 +1,4 @@
-"""What callers may ask of a store, checked before anything is done about it."""
+"""Argument checks: whole numbers, timeouts, capacities, thread counts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import geartrain._native as _native
-from geartrain.core.schema import Field
+from geartrain.core.schema import Field, round_up
 from geartrain.errors import ArgumentError
-
-
-#: Bytes that blocks and buffers are aligned to: a cache line, and what a vector load takes.
-ALIGNMENT = 64
 
 
 def default_threads(threads: int | None) -> int:
@@ -51,11 +47,6 @@ def capacity_of(
     if capacity < 1:
         raise ArgumentError(f"a store needs room for at least one row, capacity is {capacity}")
     return whole_number("capacity", capacity, 2**63)
-
-
-def round_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """The next multiple of the alignment, of 64 bytes by default: where the next block, column or buffer begins."""
-    return -(-nbytes // alignment) * alignment
 
 
 def whole_number(what: str, value: Any, most: int) -> int:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-from geartrain.core.schema import DTYPES, dtype_of_code, torch_dtype
+from geartrain.core.dtypes import DTYPES, dtype_of_code, torch_dtype
 from geartrain.errors import DeviceError, TransportError
 
 _COPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses say where they are

@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 from geartrain.core.arguments import default_threads
+from geartrain.core.dtypes import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
 from geartrain.core.keys import Keys
-from geartrain.core.schema import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.store.store import Store

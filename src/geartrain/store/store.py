@@ -1,7 +1,7 @@
-"""A shard of trajectories in shared memory: allocate, write in place, commit; any process attaches by name.
+"""Store: a table of trajectories in shared memory; allocate, write in place, commit; any process attaches by name.
 
-The bytes and the rules for processes, threads and deaths are native (native/segment/segment.h, native/store/store.h).
-This module gives them Python's manners: fields by name, NumPy and torch views, context managers, named errors.
+Memory layout, locking and crash recovery are native (native/segment/segment.h, native/store/store.h). This module adds
+fields by name, NumPy and torch views, context managers and named errors.
 """
 
 from __future__ import annotations
@@ -9,48 +9,38 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import capacity_of, default_threads, nanoseconds, schema_difference, timeout, whole_number
+import geartrain.store.anonymous as anonymous
+from geartrain.core.arguments import default_threads, timeout
 from geartrain.core.keys import Keys
-from geartrain.core.schema import (
-    DTYPES,
-    Field,
-    as_dtype,
-    as_raw,
-    check_fields,
-    check_max_length,
-    dtype_of_code,
-    fields_of_stored,
-    stored_schema,
-)
+from geartrain.core.schema import Field
 from geartrain.errors import (
+    ArgumentError,
     CheckpointError,
-    FieldError,
     IncompatibleStoreError,
     SchemaError,
     StaleStoreError,
     StoreExistsError,
     StoreMissingError,
 )
-from geartrain.store.checkpoint_reader import Checkpoint, read_manifest
-from geartrain.store.checkpoint_writer import Saved, save
+from geartrain.store.columns import Columns, as_column
+from geartrain.store.insert import insert_rows
 from geartrain.store.rate_limiter import RateLimiter
-from geartrain.store.row import Columns, Row, Rows, as_column
+from geartrain.store.row import Row, Rows
+from geartrain.store.segment import REMOVERS, Remover, check_schema, create_segment, remove_unused, schema_of_segment
 
 if TYPE_CHECKING:
-    pass
+    from geartrain.store.checkpoint_writer import Saved
 
-Remover = Literal["fifo", "lifo", "lowest_priority"]
 Create = Literal["never", "missing", "replace"]
-REMOVERS: tuple[Remover, ...] = ("fifo", "lifo", "lowest_priority")
 
 #: Named states of a row, as `Store.status` reports them.
-ROW_STATES = ("free", "writing", "committed", "spent", "growing")
+ROW_STATES = ("free", "writing", "committed", "exhausted", "open")
 
 
 class Store:
@@ -82,9 +72,7 @@ class Store:
         self._name = name
         about = native.describe()
         self._about: dict[str, Any] = about
-        self._fields, max_length = fields_of_stored(
-            (field, dtype_of_code(code), timed, shape) for field, code, shape, timed in about["fields"]
-        )
+        self._fields, max_length = schema_of_segment(native)
         self._columns = Columns(native, self._fields, max_length)
         #: How fast rows may come and be drawn, in relation to each other; off until it is set.
         self.limiter: RateLimiter = self._columns.limiter
@@ -92,6 +80,7 @@ class Store:
 
     # --- making and joining ---------------------------------------------------------------------------------
 
+    @overload
     @classmethod
     def create(
         cls,
@@ -110,11 +99,54 @@ class Store:
         persist: bool | None = None,
         reserve: bool = True,
         timeout_s: float = 10.0,
+    ) -> Store: ...
+
+    @overload
+    @classmethod
+    def create(
+        cls,
+        fields: Mapping[str, Field],
+        /,
+        *,
+        max_length: int | None = None,
+        capacity: int | None = None,
+        capacity_steps: int | None = None,
+        capacity_bytes: int | None = None,
+        max_rows: int | None = None,
+        remover: Remover = "fifo",
+        max_times_sampled: int | None = None,
+        max_age_s: float | None = None,
+        priority_fraction_bits: int = 16,
+        persist: bool | None = None,
+        reserve: bool = True,
+        timeout_s: float = 10.0,
+    ) -> Store: ...
+
+    @classmethod
+    def create(
+        cls,
+        name: str | os.PathLike[str] | Mapping[str, Field] | None = None,
+        fields: Mapping[str, Field] | None = None,
+        *,
+        max_length: int | None = None,
+        capacity: int | None = None,
+        capacity_steps: int | None = None,
+        capacity_bytes: int | None = None,
+        max_rows: int | None = None,
+        remover: Remover = "fifo",
+        max_times_sampled: int | None = None,
+        max_age_s: float | None = None,
+        priority_fraction_bits: int = 16,
+        persist: bool | None = None,
+        reserve: bool = True,
+        timeout_s: float = 10.0,
     ) -> Store:
-        """Makes a new, empty store.
+        """Creates an empty store: `Store.create(name, fields, ...)`, or `Store.create(fields, ...)` without a name.
 
         Args:
-            name: a word (a segment in /dev/shm) or a path with a slash (a file anywhere).
+            name: a word (a segment in /dev/shm) or a path with a slash (a file anywhere). Without one the store gets a
+                random one (`store.name`), is shared by forking and pickling within the host, and is removed with its
+                last process, however that ends.
             fields: the columns, by name; a `Field` is the shape and dtype of one step. At most 64.
             max_length: the longest row, in steps. Required where a field has time, that is, is not `per_row`.
             capacity: rows. Give one of the three sizes.
@@ -140,40 +172,33 @@ class Store:
 
         Cost: reserving runs at the speed of clearing memory.
         """
+        if isinstance(name, Mapping):
+            if fields is not None:
+                raise ArgumentError("the fields were given twice; a store is created by (name, fields) or (fields)")
+            name, fields = None, name
+        if fields is None:
+            raise ArgumentError("give the fields of the store: a mapping of names to geartrain.Field")
+        if name is None:
+            if persist:
+                raise ArgumentError("persist=True needs a name: a store without one is removed with its last process")
+            name = anonymous.new_name()
         name = os.fspath(name)
-        fields = check_fields(fields)
-        max_length = check_max_length(fields, max_length)
-        rows = capacity_of(fields, max_length, capacity, capacity_steps, capacity_bytes)
-        if remover not in REMOVERS:
-            raise SchemaError(f"remover is one of {', '.join(REMOVERS)}, found {remover!r}")
-        for what, limit in (
-            ("max_times_sampled", max_times_sampled),
-            ("max_age_s", max_age_s),
-            ("max_rows", max_rows),
-        ):
-            if limit is not None and not limit > 0:
-                raise SchemaError(f"{what} must be above zero, found {limit} (leave it out for no limit)")
-        age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", max_age_s)
-        specs = [
-            (field, dtype.code, dtype.itemsize, timed, shape)
-            for field, dtype, timed, shape in stored_schema(fields, max_length)
-        ]
-        try:
-            native = _native.Store.create(
-                name,
-                specs,
-                rows,
-                whole_number("max_rows", max_rows or 0, 2**32 - 1),
-                REMOVERS.index(remover),
-                whole_number("max_times_sampled", max_times_sampled or 0, 2**32 - 1),
-                age_ns,
-                whole_number("priority_fraction_bits", priority_fraction_bits, 32),
-                "/" in name if persist is None else persist,
-                reserve,
-                timeout(timeout_s),
-            )
-        except StoreExistsError:
-            raise StoreExistsError(_describe_existing(name)) from None
+        native = create_segment(
+            name,
+            fields,
+            max_length=max_length,
+            capacity=capacity,
+            capacity_steps=capacity_steps,
+            capacity_bytes=capacity_bytes,
+            max_rows=max_rows,
+            remover=remover,
+            max_times_sampled=max_times_sampled,
+            max_age_s=max_age_s,
+            priority_fraction_bits=priority_fraction_bits,
+            persist=persist,
+            reserve=reserve,
+            timeout_s=timeout_s,
+        )
         return cls(native, name)
 
     @classmethod
@@ -202,27 +227,30 @@ class Store:
             options: passed to `create` when the store is created.
 
         Raises:
+            ArgumentError: options that contradict each other, or no name.
             StoreMissingError: there is none.
             StaleStoreError: the processes that used it died, and `adopt` was not given.
             IncompatibleStoreError: another format, layout or schema than expected.
         """
+        if isinstance(name, Mapping):
+            raise ArgumentError("Store.open needs the name of a store; Store.create(fields, ...) makes one without")
         name = os.fspath(name)
         if create not in ("never", "missing", "replace"):
-            raise SchemaError(f"create is 'never', 'missing' or 'replace', found {create!r}")
+            raise ArgumentError(f"create is 'never', 'missing' or 'replace', found {create!r}")
         if create != "never" and fields is None:
-            raise SchemaError(f"create={create!r} needs the fields of the store to create")
+            raise ArgumentError(f"create={create!r} needs the fields of the store to create")
         if create == "never" and options:
-            raise SchemaError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
+            raise ArgumentError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
         timeout_s = timeout(timeout_s)
         if create == "replace":
-            _remove_unused(name)
+            remove_unused(name)
             assert fields is not None
             return cls.create(name, fields, max_length=max_length, timeout_s=timeout_s, **options)
         while True:
             try:
                 if fields is not None:
                     # Before joining: a dead run's segment that was joined and left again would be removed.
-                    _check_schema(name, fields, max_length, cls.peek(name))
+                    check_schema(name, fields, max_length, cls.peek(name).native)
                 store = cls(_native.Store.attach(name, adopt, False, timeout_s), name)
                 break
             except StaleStoreError as error:
@@ -240,7 +268,9 @@ class Store:
                     continue  # somebody else made it between our two looks
         try:
             if fields is not None:
-                _check_schema(name, fields, max_length, store)  # the name may have passed to another segment meanwhile
+                check_schema(
+                    name, fields, max_length, store.native
+                )  # the name may have passed to another segment meanwhile
         except IncompatibleStoreError:
             store.close()
             raise
@@ -272,7 +302,9 @@ class Store:
         Raises:
             CheckpointError: absent, incomplete, or damaged; names the file and its first bad block.
         """
-        found = Checkpoint(Path(directory))
+        from geartrain.store.checkpoint_reader import Checkpoint
+
+        found = Checkpoint(directory)
         unknown = set(options) - {"persist", "reserve", "timeout_s"}
         if unknown:
             raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
@@ -317,15 +349,15 @@ class Store:
         """
         if base is not None and not incremental:
             raise CheckpointError("a save that is not incremental takes no base")
-        if base is not None:
-            read_manifest(Path(base))
+        from geartrain.store.checkpoint_writer import save
+
         return save(
             self._native,
             self._fields,
             self.max_length,
             self.options,
-            Path(directory),
-            base=None if base is None else Path(base),
+            directory,
+            base=base,
             incremental=incremental,
             origin=self.origin,
             progress=progress,
@@ -335,7 +367,7 @@ class Store:
 
     @property
     def name(self) -> str:
-        """The name it was created or opened with."""
+        """The name it was created or opened with; a random one where none was given."""
         return self._name
 
     @property
@@ -387,9 +419,9 @@ class Store:
         return int(self._native.committed_count())
 
     def stats(self) -> dict[str, int]:
-        """How many rows are in which state, and counts of everything that happened since the store was made.
+        """How many rows are in which state, and counts of everything that happened since the store was created.
 
-        The counters live in the segment, so they cover all processes: inserted, evicted, expired, spent,
+        The counters live in the segment, so they cover all processes: inserted, evicted, expired, exhausted,
         deleted, abandoned, reclaimed, sampled, torn, stale_keys, priorities_updated, priorities_saturated,
         priorities_rounded_up, repairs.
         """
@@ -420,7 +452,7 @@ class Store:
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
         """`n` blocks at once, to be written in place and committed together (all or nothing)."""
         if n < 1:
-            raise SchemaError(f"at least one row must be asked for, found {n}")
+            raise ArgumentError(f"at least one row must be asked for, found {n}")
         return Rows(self._columns, self._native.allocate(n), priority, version)
 
     def insert(
@@ -449,65 +481,7 @@ class Store:
         Cost: one copy, streamed past the cache when large. More than 1024 rows (or half the store's) go in
         pieces of so many, each all or nothing.
         """
-        if set(fields) != set(self._fields):
-            missing, unknown = set(self._fields) - set(fields), set(fields) - set(self._fields)
-            raise FieldError(f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown)}")
-        sources = []
-        n = steps = -1
-        for name, data in fields.items():
-            array, data_n, data_steps = self._checked_source(name, data)
-            if n not in (-1, data_n):
-                raise SchemaError(f"field {name!r} has {data_n} rows, the fields before it have {n}")
-            n = data_n
-            if not self._fields[name].per_row:
-                if steps not in (-1, data_steps):
-                    raise SchemaError(f"field {name!r} has {data_steps} steps, the fields before it have {steps}")
-                steps = data_steps
-            sources.append((self._columns.number(name), array))
-        if n == 0:
-            return Keys.empty()
-        as_lengths = as_column(lengths, n, np.uint32, "lengths")
-        if steps != -1 and as_lengths is None and steps != self.max_length:
-            as_lengths = np.full(n, steps, np.uint32)
-        elif steps != -1 and as_lengths is not None and as_lengths.max(initial=0) > steps:
-            raise SchemaError(f"the longest of `lengths` is {as_lengths.max()}, the arrays have {steps} steps")
-        as_priorities = as_column(priorities, n, np.float64, "priorities")
-        as_versions = as_column(versions, n, np.int64, "versions")
-        self.limiter.admit_inserts(n)
-        try:
-            return Keys(
-                *self._native.insert(n, sources, as_lengths, as_priorities, as_versions, default_threads(threads))
-            )
-        except BaseException:
-            self.limiter.give_back(inserts=n)
-            raise
-
-    def _checked_source(self, name: str, data: Any) -> tuple[Any, int, int]:
-        """The data as a C-contiguous array of the field's bytes, its rows and its steps."""
-        field = self._fields[name]
-        if not hasattr(data, "dtype"):
-            data = np.asarray(data)
-        if as_dtype(data.dtype).name != field.dtype:
-            raise SchemaError(f"field {name!r} holds {field.dtype}, found {as_dtype(data.dtype).name}")
-        shape = tuple(data.shape)
-        block = field.block_shape(self.max_length)
-        fits = len(shape) == len(block) + 1
-        if fits and not field.per_row:
-            fits = shape[2:] == field.shape and 1 <= shape[1] <= self.max_length
-        elif fits:
-            fits = shape[1:] == field.shape
-        if not fits:
-            wanted = ("n", *field.shape) if field.per_row else ("n", f"t <= {self.max_length}", *field.shape)
-            raise SchemaError(f"field {name!r} takes ({', '.join(map(str, wanted))}), found shape {shape}")
-        if hasattr(data, "detach"):  # a torch tensor
-            if data.device.type != "cpu":
-                raise SchemaError(f"field {name!r} is on {data.device}; the store takes host memory")
-            data = data.detach().contiguous()
-        else:
-            data = np.ascontiguousarray(data)
-        if DTYPES[field.dtype].numpy_name is None:
-            data = as_raw(data, DTYPES[field.dtype])
-        return data, shape[0], 1 if field.per_row else shape[1]
+        return insert_rows(self._columns, fields, lengths, priorities, versions, default_threads(threads))
 
     # --- changing and removing ------------------------------------------------------------------------------
 
@@ -534,12 +508,12 @@ class Store:
         that other processes set meanwhile are raised or not.
 
         Raises:
-            SchemaError: the power is not above zero and finite.
+            ArgumentError: the power is not above zero and finite.
 
         Cost: a pass over the priorities, about 20 ns a row.
         """
         if not 0 < power < float("inf"):
-            raise SchemaError(f"priorities are raised to a finite power above zero, found {power}")
+            raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
         self._native.raise_priorities(power)
 
     def delete(self, keys: Keys) -> int:
@@ -558,7 +532,7 @@ class Store:
         return int(self._native.reap())
 
     def audit(self) -> list[str]:
-        """Everything in the store's books that does not add up, a sentence each; empty for a sound store."""
+        """Everything in the store's metadata that is inconsistent, a sentence each; empty for a sound store."""
         return list(self._native.audit())
 
     # --- looking --------------------------------------------------------------------------------------------
@@ -568,7 +542,7 @@ class Store:
         return Keys(*self._native.keys())
 
     def status(self, keys: Keys | None = None) -> dict[str, NDArray[Any]]:
-        """The books of some rows (of all selectable ones by default), an array (n,) each.
+        """Metadata of some rows (of all selectable ones by default), an array (n,) each.
 
         sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
         (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES).
@@ -621,46 +595,25 @@ class Store:
         self.close()
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        if anonymous.is_anonymous(self._name):
+            anonymous.check_may_pickle()
+            return _open_anonymous, (self._name,)
         return Store.open, (self._name,)
 
 
-def _describe_existing(name: str) -> str:
-    path = _native.segment_path(name)
+def _open_anonymous(name: str) -> Store:
+    """Joins a store without a name from its pickle.
+
+    Raises:
+        StoreMissingError: its last process has closed it, or it is on another host.
+    """
     try:
-        store = Store.peek(name)
-    except Exception:  # whatever is there, it is not a segment we can say more about
-        return f"{path} exists already and is not a segment this build can read; choose another name"
-    return (
-        f"a store named {name!r} exists already ({path}, {len(store)} rows). "
-        f"Join it with Store.open({name!r}), or, if its run is over, replace it with "
-        f"Store.open(..., create='replace') or remove it with `geartrain remove {name}`"
-    )
-
-
-def _remove_unused(name: str) -> None:
-    """Removes the segment of that name if no living process uses it."""
-    path = Path(_native.segment_path(name))
-    if not path.exists():
-        return
-    peeked = Store.peek(name)
-    users = peeked.native.live_clients()
-    if users:
-        raise StoreExistsError(
-            f"the store {name!r} is in use by {users} process{'es' if users > 1 else ''}; it can only be joined"
-        )
-    peeked.unlink()
-
-
-def _check_schema(name: str, wanted: Mapping[str, Field], max_length: int | None, store: Store) -> None:
-    fields, found = check_fields(wanted), store.fields
-    if fields != found:  # their order means nothing: fields are found by name
-        raise IncompatibleStoreError(
-            f"the store {name!r} has another schema than asked for: {schema_difference(fields, found)}"
-        )
-    if max_length is not None and max_length != store.max_length:
-        raise IncompatibleStoreError(
-            f"the store {name!r} has rows of at most {store.max_length} steps, asked for max_length={max_length}"
-        )
+        return Store.open(name)
+    except StoreMissingError:
+        raise StoreMissingError(
+            f"the store {name!r} is not on this host any more: created without a name, it was removed with its last "
+            f"process. Create it with a name, or keep it open until this process has joined"
+        ) from None
 
 
 __all__ = ["ROW_STATES", "Store"]

@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from geartrain.core.dtypes import as_dtype
 from geartrain.core.progress import Progress
-from geartrain.core.schema import Field, as_dtype
+from geartrain.core.schema import Field
 from geartrain.errors import SourceError, StoreExistsError, StoreMissingError
 from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Source
 from geartrain.store.store import Store

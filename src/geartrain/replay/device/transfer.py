@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.dtypes import DTYPES, torch_dtype
 from geartrain.core.keys import Keys
-from geartrain.core.schema import DTYPES, torch_dtype
 from geartrain.device.device import Device
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.target import Landing

@@ -47,9 +47,8 @@ from geartrain.errors import (
 )
 from geartrain.replay.distributed.rank_group import OneRank, Ranks
 from geartrain.replay.distributed.restore import SHARED_LIMITS, How, adopt_segment, saved_shard
-from geartrain.store.checkpoint_reader import (
+from geartrain.store.checkpoint_format import (
     STORED_NAMES,
-    Checkpoint,
     json_checksum,
     make_directory,
     renamed,
@@ -57,6 +56,7 @@ from geartrain.store.checkpoint_reader import (
     sync_directory,
     write_json,
 )
+from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.checkpoint_writer import Saved, save
 from geartrain.store.store import Store
 

@@ -261,7 +261,7 @@ class Placement:
     def _free(self) -> int:
         """Rows that this shard takes before it evicts one."""
         counts = self.store.native.counters()
-        return max(0, min(counts["free"], self._max_rows - counts["committed"] - counts["growing"] - counts["writing"]))
+        return max(0, min(counts["free"], self._max_rows - counts["committed"] - counts["open"] - counts["writing"]))
 
     def report(self, replay: Any = None, *, batch_size: int | None = None) -> Report:
         """How rows lie and what that comes to for batches. Collective.

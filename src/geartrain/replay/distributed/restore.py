@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from geartrain.core.keys import Keys
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
-from geartrain.store.checkpoint_reader import ROW_RECORD, Checkpoint, json_checksum, put_blocks, restore, write_json
+from geartrain.store.checkpoint_format import ROW_RECORD, json_checksum, write_json
+from geartrain.store.checkpoint_reader import Checkpoint, put_blocks, restore
 from geartrain.store.store import Store
 
 # Limits that shards of one population share.

@@ -257,7 +257,7 @@ def _print_histogram(priorities: dict[str, Any]) -> None:
 
 
 def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
-    from geartrain.store.checkpoint_reader import read_manifest
+    from geartrain.store.checkpoint_format import read_manifest
 
     manifest = read_manifest(directory)
     if as_json:
