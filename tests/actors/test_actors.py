@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from counting import LENGTH, Counting, Numbers
+from deadlines import patience
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import geartrain as gt
@@ -291,7 +292,7 @@ def test_a_killed_actor_leaves_only_whole_steps_and_no_block_is_lost(store_name)
             process = context.Process(target=_act_forever, args=(store.name,))
             process.start()
             inserted = store.stats()["inserted"]
-            until_s = time.monotonic() + 60
+            until_s = time.monotonic() + patience(60)
             while store.stats()["inserted"] < inserted + 5 and time.monotonic() < until_s:
                 time.sleep(0.01)
             process.kill()

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from deadlines import patience
 from installed import GROUP, ROOT, site
 
 tomllib = pytest.importorskip("tomllib")
@@ -22,7 +23,7 @@ def python(folder: Path, text: str, **env: str) -> subprocess.CompletedProcess[s
         env={**clean, "PYTHONPATH": str(folder), **env},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patience(100),
         check=False,
     )
 

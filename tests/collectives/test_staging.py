@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from deadlines import patience
 
 torch = pytest.importorskip("torch")
 
@@ -170,7 +171,7 @@ def train(device: Device, one: Staging, network: Network, sizes: list[int], dtyp
         jobs.append(one.submit(gradient, network.reduce))
     used = []
     for job, gradient in zip(jobs, gradients, strict=True):
-        job.wait(5)
+        job.wait(patience(5))
         one.join(job)
         device.do(lambda g=gradient: used.append(g.clone()))
     end = device.event()
@@ -219,17 +220,17 @@ def test_submitting_waits_for_nothing() -> None:
     gate = threading.Event()
 
     def slow(host: torch.Tensor) -> Any:
-        assert gate.wait(5)
+        assert gate.wait(patience(5))
         return network.reduce(host)
 
     with staging(device) as one:
         before = time.monotonic()
         jobs = [one.submit(torch.ones(400), slow) for _ in range(20)]
-        assert time.monotonic() - before < 1
+        assert time.monotonic() - before < patience(1)
         assert not any(job.finished.is_set() for job in jobs)
         gate.set()
         for job in jobs:
-            job.wait(5)
+            job.wait(patience(5))
 
 
 def test_chunks_go_in_order_and_depend_on_the_tensor_alone() -> None:
@@ -252,7 +253,7 @@ def test_memory_stays_until_the_side_streams_are_done_with_it() -> None:
     device, network = Device("late"), Network()
     gradient = torch.ones(40)
     with staging(device) as one:
-        one.submit(gradient, network.reduce).wait(5)
+        one.submit(gradient, network.reduce).wait(patience(5))
     assert {stream for address, stream in device.kept if address == gradient.data_ptr()} == {"side 1", "side 2"}
 
 
@@ -261,7 +262,7 @@ def test_more_work_follows_the_result_before_the_caller_goes_on() -> None:
     flat, strided = torch.ones(40), torch.zeros(40, 2)[:, 0]
     with staging(device) as one:
         job = one.submit(flat, network.reduce, after=lambda: device.copy(strided, flat))
-        job.wait(5)
+        job.wait(patience(5))
         one.join(job)
         seen: list[float] = []
         device.do(lambda: seen.append(float(strided.sum())))
@@ -280,7 +281,7 @@ def test_a_lost_peer_fails_the_tensor_and_ends_the_group(error_at: int) -> None:
         failed = 0
         for job in jobs:
             try:
-                job.wait(5)
+                job.wait(patience(5))
             except PeerLostError as error:
                 failed += 1
                 assert "rank 1 went away" in str(error)
@@ -294,7 +295,7 @@ def test_a_wait_has_a_deadline_and_a_closed_stage_takes_nothing() -> None:
     gate = threading.Event()
 
     def slow(host: torch.Tensor) -> Any:
-        assert gate.wait(5)
+        assert gate.wait(patience(5))
         return network.reduce(host)
 
     with staging(device) as one:
@@ -302,6 +303,6 @@ def test_a_wait_has_a_deadline_and_a_closed_stage_takes_nothing() -> None:
         with pytest.raises(WaitTimeoutError, match="not done within"):
             job.wait(0.05)
         gate.set()
-        job.wait(5)
+        job.wait(patience(5))
     with pytest.raises(ConnectionClosedError):
         one.submit(torch.ones(4), network.reduce)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 
@@ -27,12 +28,9 @@ def run(command, tmp_path, timeout_s=110):
     """Runs an example; what its curve says. Nothing of it may stay in shared memory."""
     curve = tmp_path / "curve.json"
     before = set(Path("/dev/shm").iterdir())
-    done = subprocess.run(
+    done = preloaded.run(
         [*command, "--curve", str(curve), "--plot", str(tmp_path / "curve.png")],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+        timeout=patience(timeout_s),
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -183,13 +181,10 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name):
 
 def test_two_stages_and_two_replicas_learn_what_one_process_learns(tmp_path, store_name):
     pytest.importorskip("torch.distributed.pipelining", reason="needs torch 2.4")
-    worker = [str(ROOT / "tests" / "pipeline_gato_worker.py"), str(tmp_path), store_name()]
-    done = subprocess.run(
+    worker = [str(ROOT / "tests" / "support" / "pipeline_gato_worker.py"), str(tmp_path), store_name()]
+    done = preloaded.run(
         [*TORCHRUN, "--nproc-per-node", "2", *worker],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
+        timeout=patience(110),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

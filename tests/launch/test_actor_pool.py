@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 from counting import Counting, Numbers
+from deadlines import patience
 
 import geartrain as gt
 from geartrain.actors import environments_of, recorded_fields
@@ -46,7 +48,7 @@ def store(store_name):
 
 
 def wait_for(condition, timeout_s=60.0):
-    until_s = time.monotonic() + timeout_s
+    until_s = time.monotonic() + patience(timeout_s)
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.01)
@@ -75,7 +77,7 @@ def test_actors_that_the_limiter_holds_up_stop_with_the_pool(store):
         wait_for(lambda: store.limiter.state().insert_wait_s > 0 or pool.stats()["rows"] >= 8)
         time.sleep(0.3)  # every stream has come to a row that is not let in
         began_s = time.monotonic()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < patience(10)
     state, counts = store.limiter.state(), store.stats()
     assert state.inserts == counts["inserted"] == len(store)  # what waited was given back, and not counted
     assert counts["writing"] == 0
@@ -137,8 +139,8 @@ if __name__ == "__main__":
     print(pool._board.path, *(int(pid) for pid in pool._board.column("pid")), flush=True)
     time.sleep(100)
 """
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
-    made = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1] / 'support'}"}
+    made = preloaded.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
     assert made.stdout is not None
     board, *words = made.stdout.readline().split()
     pids = [int(word) for word in words]

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import launched
 import numpy as np
+import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 import geartrain.core.counters as board
@@ -177,7 +179,7 @@ def test_a_time_limit_is_an_error_and_nobody_outlives_it(job, tmp_path):
     began_s = time.monotonic()
     with pytest.raises(JobTimeoutError, match=r"was not over within 5 s"):
         run(job(launch.learners(launched.stuck), LINGER, timeout_s=5, stop_s=3), tmp_path)
-    assert time.monotonic() - began_s < 12
+    assert time.monotonic() - began_s < patience(12)
     assert nobody_is_left(str(tmp_path)) is None
     assert "told to go" in text(tmp_path, "linger-0")
 
@@ -224,11 +226,10 @@ def die_once(part):
 
 
 def started(job_file, tmp_path, *options):
-    return subprocess.Popen(
+    return preloaded.Popen(
         [sys.executable, "-m", "geartrain", "launch", str(job_file), "--folder", str(tmp_path / "logs"), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         cwd=TESTS,
         env={**os.environ, "NO_COLOR": "1", "COLUMNS": "100"},
         start_new_session=True,
@@ -242,7 +243,7 @@ def toml(tmp_path, name, more="", learner='run = "launched:linger"'):
 
 
 def wait_for(condition, timeout_s=30.0):
-    until_s = time.monotonic() + timeout_s
+    until_s = time.monotonic() + patience(timeout_s)
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.02)
@@ -257,7 +258,7 @@ def test_ctrl_c_ends_all_of_a_job(store_name, tmp_path, number, code):
     with pytest.raises(StoreExistsError, match="exists already"):
         launch.run(launch.Job(name, [LINGER]), folder=tmp_path / "second", live=False)  # one of a name
     os.killpg(launcher.pid, number)  # as a terminal does
-    out, error = launcher.communicate(timeout=30)
+    out, error = launcher.communicate(timeout=patience(30))
     assert launcher.returncode == code, error
     assert f"error: stopped by {number.name}" in error
     assert f"{name} interrupted after" in out
@@ -276,7 +277,7 @@ def test_a_second_ctrl_c_waits_for_nobody(store_name, tmp_path):
     time.sleep(1)
     assert launcher.poll() is None  # the first one asks, and waits
     os.killpg(launcher.pid, signal.SIGINT)
-    out, _ = launcher.communicate(timeout=20)
+    out, _ = launcher.communicate(timeout=patience(20))
     assert launcher.returncode == 130
     assert "learner-0 is killed" in out
     assert nobody_is_left(str(tmp_path)) is None
@@ -312,14 +313,13 @@ def test_processes_die_with_a_launcher_that_is_killed_and_its_name_is_free_again
     launcher = started(toml(tmp_path, name, more, learner), tmp_path)
     wait_for(lambda: f"launch-{name}" in board.names() and board.describe(f"launch-{name}").totals["steps"] == 1)
     launcher.kill()
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=patience(30))
     wait_for(lambda: nobody_is_left(str(tmp_path)) is None, 10)
     assert board.describe(f"launch-{name}").in_use is False
-    shown = subprocess.run(
-        [sys.executable, "-m", "geartrain", "inspect", f"launch-{name}"], capture_output=True, text=True, check=True
-    )
+    shown = preloaded.run([sys.executable, "-m", "geartrain", "inspect", f"launch-{name}"], timeout=patience(60))
     assert "left behind" in shown.stdout
-    subprocess.run([sys.executable, "-m", "geartrain", "remove", f"launch-{name}"], check=True, capture_output=True)
+    gone = preloaded.run([sys.executable, "-m", "geartrain", "remove", f"launch-{name}"], timeout=patience(60))
+    assert gone.returncode == 0, gone.stderr
     assert f"launch-{name}" not in board.names()
 
 
@@ -333,7 +333,7 @@ def test_exit_codes_tell_what_happened(store_name, tmp_path):
     ):
         path = toml(tmp_path, store_name(), learner=learner)
         launcher = started(path, tmp_path, *options)
-        _, error = launcher.communicate(timeout=60)
+        _, error = launcher.communicate(timeout=patience(60))
         codes[learner.split(":")[1][:-1]] = (launcher.returncode, error.partition("\n")[0])
     assert codes["tell_environment"][0] == 0
     assert codes["fail"] == (1, "error: learner-0 failed with exit code 1; its last lines:")
@@ -357,12 +357,12 @@ if __name__ == "__main__":
     launch.run(job, folder=sys.argv[1])
 """
     )
-    first = subprocess.run([sys.executable, str(script), str(tmp_path / "a")], cwd="/", check=False)
+    first = preloaded.run([sys.executable, str(script), str(tmp_path / "a")], cwd="/", timeout=patience(60))
     assert first.returncode == 0
     assert (tmp_path / "a" / "learner-0.log").read_text() == "learnt 3 own\n"
     pytest.importorskip("typer")
     again = [sys.executable, "-m", "geartrain", "launch", str(script), "--folder", str(tmp_path / "b")]
-    assert subprocess.run(again, cwd="/", check=False).returncode == 0
+    assert preloaded.run(again, cwd="/", timeout=patience(60)).returncode == 0
     assert (tmp_path / "b" / "learner-0.log").read_text() == "learnt 3 own\n"
 
 

@@ -15,8 +15,10 @@ import time
 from pathlib import Path
 
 import launched
+import preloaded
 import pytest
 import tagged
+from deadlines import patience
 
 import geartrain as gt
 from geartrain import launch
@@ -55,7 +57,7 @@ class Killer(threading.Thread):
 
     def __exit__(self, *exc):
         self._over.set()
-        self.join(10)
+        self.join(patience(10))
 
 
 def run_and_kill(job, role, seed, folder):
@@ -76,7 +78,7 @@ def counting_job(name, **options):
             launch.agents(launched.serve),
             launch.actors(launched.environments, launched.remote_policy, 2),
         ],
-        timeout_s=90,
+        timeout_s=patience(90),
         stop_s=4,
         directory=str(TESTS),
         **options,
@@ -91,7 +93,7 @@ def tagged_job(name, steps=150, **options):
             launch.learners(launched.learn_tagged, 2, args={"steps": steps}),
             launch.Role("inserter", launched.insert, 2, kind="actor", max_restarts=3),
         ],
-        timeout_s=90,
+        timeout_s=patience(90),
         stop_s=4,
         directory=str(TESTS),
         **options,
@@ -137,10 +139,13 @@ def check_launcher_killed(seed, name, tmp_path):
         "import sys; from geartrain import launch; import test_launch_failures as t; "
         "launch.run(t.tagged_job(sys.argv[1], steps=100_000), folder=sys.argv[2], live=False)"
     )
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", code, name, str(tmp_path / "first")], cwd=TESTS, stdout=subprocess.DEVNULL
+    launcher = preloaded.Popen(
+        [sys.executable, "-c", code, name, str(tmp_path / "first")],
+        cwd=TESTS,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
     )
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + patience(60)
     while True:  # until the learners draw
         assert time.monotonic() < until_s
         try:
@@ -189,7 +194,7 @@ def test_a_killed_launcher_takes_all_with_it_but_the_rows(store_name, tmp_path):
     check_launcher_killed(5, store_name(), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("role", ["actor", "agent", "inserter", "learner", "launcher"])
 def test_the_same_many_times(role, store_name, tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tagged
+from deadlines import patience
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, PinError, RanksDisagreeError
@@ -326,7 +327,7 @@ def test_a_rank_that_cannot_pin_is_an_error_on_all_and_at_once(make_shards: Call
             gt.Replay(store, Uniform(seed=1), 8, group=rank, device=DeviceOptions(device, path="gather"))
         assert not device.registered
 
-    run_ranks(2, body, timeout_s=10)
+    run_ranks(2, body, timeout_s=patience(10))
 
 
 def test_some_ranks_may_be_without_a_device(make_shards: Callable[..., list[str]]) -> None:

@@ -23,6 +23,7 @@ from geartrain.selection.strategy import (
     Prioritized,
     TopK,
     Uniform,
+    importance_weights,
 )
 
 FIELDS = {"x": gt.Field((), "int64"), "prompt": gt.Field((), "int64", per_row=True)}

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from deadlines import patience
+
 from geartrain.collectives import Group
 
 
@@ -53,6 +55,6 @@ def run_ranks(world_size: int, body: Callable[[int, Group], Any], **options: Any
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(patience(90))
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     return results
