@@ -109,12 +109,19 @@ def test_named_stores_of_killed_processes_are_not_taken_for_nameless_ones(store_
         (lambda: gt.Store.create(FIELDS, max_length=4, capacity=1, persist=True), "persist=True needs a name"),
         (lambda: gt.Store.create(FIELDS, FIELDS, max_length=4, capacity=1), "fields were given twice"),  # type: ignore[call-overload]
         (lambda: gt.Store.create("name", max_length=4, capacity=1), "give the fields"),  # type: ignore[call-overload]
+        (lambda: gt.Store.create("anonymous-1", FIELDS, max_length=4, capacity=1), "'anonymous-' are those of stores"),
         (lambda: gt.Store.open(FIELDS), "needs the name"),  # type: ignore[arg-type]
     ],
 )
 def test_what_needs_a_name_is_refused_without_one(make, message):
     with pytest.raises(ArgumentError, match=message):
         make()
+
+
+def test_nobody_could_adopt_a_kept_store_without_a_name(store):
+    with pytest.raises(ArgumentError, match="keep=True needs a name"):
+        store.close(keep=True)
+    assert not store.closed
 
 
 def test_ray_wants_a_name(store, monkeypatch):

@@ -35,7 +35,7 @@ def test_inserts_wait_at_the_upper_edge_and_draws_at_the_lower(store):
     store.limiter.set(samples_per_insert=2, min_size_to_sample=10, error_buffer=8)
     insert(store, 10)  # up to the minimum nothing is compared
     insert(store, 4)  # 2 * 14 - 20 = 8: the edge
-    with pytest.raises(WaitTimeoutError, match=r"14 inserted and 0 drawn, \+8 from the middle"):
+    with pytest.raises(WaitTimeoutError, match=r"14 inserted and 0 sampled, \+8 from the middle"):
         store.limiter.admit_inserts(1, 0.05)
     store.limiter.admit_samples(2, 0.0)
     store.limiter.admit_inserts(1, 0.0)

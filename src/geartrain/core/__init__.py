@@ -1,1 +1,1 @@
-"""Vocabulary of all rooms: dtypes, fields, row keys, argument checks, shared counters, file locks, futexes, progress."""
+"""Vocabulary of all rooms: dtypes, fields, row keys, argument checks, shared counters, locks, futexes, progress."""

@@ -64,7 +64,7 @@ ROW_RECORD = np.dtype(
 )
 ROW_RECORD_1 = np.dtype([*ROW_RECORD.descr[:8], ("reserved", "<u4")])
 
-#: Names of options, their values and counters as manifests have them, by today's names: the format keeps its own.
+#: Names of options, their values and counters in manifests, by their names in the API: the format keeps its own.
 STORED_NAMES = {
     "exhausted": "spent",
     "priority_fraction_bits": "weight_fraction_bits",

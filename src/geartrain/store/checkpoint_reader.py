@@ -29,10 +29,9 @@ from geartrain.store.checkpoint_format import (
 
 
 class Checkpoint:
-    """A checkpoint that was found whole as far as names and sizes go; checksums are compared while reading.
+    """A checkpoint whose manifest and file sizes are right; checksums are compared while reading.
 
     Attributes:
-        directory: where it is.
         fields, max_length: the schema.
         options: the limits that the store was created with.
         rows: committed rows in it.
@@ -189,7 +188,7 @@ def restore(store: _native.Store, records: NDArray[Any], next_sequence: int) -> 
 
 
 def _pieces(path: Path, about: dict[str, Any], memory: memoryview | None = None) -> Iterator[memoryview]:
-    """The file's pieces, each checked before it is handed out; side by side in `memory` where that is given."""
+    """The file's pieces, each checked before it is yielded; contiguous in `memory` where that is given."""
     with path.open("rb", buffering=0) as stream:
         at = 0
         for number, crc in enumerate(about["crc32"]):

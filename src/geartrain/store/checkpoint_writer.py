@@ -44,7 +44,7 @@ from geartrain.store.checkpoint_reader import Checkpoint
 PIECE_BYTES = 16 << 20
 CHUNK_BYTES = 64 << 20
 
-# Dead rows that a checkpoint may drag along, as a share of its living ones.
+# Dead rows that linked chunks may hold, as a share of the living ones.
 DEAD_SHARE = 0.5
 # A chunk of less than a quarter of the usual size is small; more of them than this are written anew as larger ones.
 SMALL_SHARE = 0.25
@@ -53,16 +53,16 @@ MAX_SMALL = 16
 
 @dataclass(frozen=True)
 class Saved:
-    """What saving came to.
+    """Figures of a checkpoint that was written.
 
     Attributes:
         path: the directory.
         rows: committed rows in it.
-        bytes_written, bytes_linked: of files written, and of files that the checkpoint before has as well.
+        bytes_written, bytes_linked: of files written, and of files linked from the previous one.
         seconds: the time it took.
         left_out: rows that were overwritten while they were saved.
-        not_linked: why files of the checkpoint before were written anew although it was there to link to: it is of
-            another store, the file system refuses links, and so on. None otherwise.
+        not_linked: why files of the previous checkpoint were written again instead of linked: it is of another
+            store, the file system refuses links, and so on. None otherwise.
     """
 
     path: Path
@@ -112,7 +112,7 @@ def save(
 
 
 class _Writer:
-    """A file in the making, with a checksum for every piece."""
+    """Writer of one file, with a checksum for every piece."""
 
     def __init__(self, path: Path, piece_bytes: int) -> None:
         self._file: IO[bytes] = path.open("wb", buffering=0)

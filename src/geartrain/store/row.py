@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Uncommitted:
-    """Blocks that one writer holds until it commits or abandons them. A context manager: commits on a clean exit."""
+    """Blocks of one writer, until it commits or abandons them. A context manager: commits on a clean exit."""
 
     __slots__ = ("_columns", "_done")
 
@@ -35,7 +35,7 @@ class _Uncommitted:
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Gives the blocks back unwritten; of a published row, ends its growth: what is selectable stays.
+        """Returns the blocks unwritten; a published row is closed with its published steps.
 
         No effect after a commit, or a second time.
         """
@@ -47,7 +47,7 @@ class _Uncommitted:
 
     def _check_open(self) -> None:
         if self._done:
-            raise SchemaError("already committed or given back")
+            raise SchemaError("already committed or abandoned")
 
     def __enter__(self) -> Self:
         return self
@@ -61,8 +61,8 @@ class _Uncommitted:
             self.commit()
 
     def __del__(self) -> None:
-        # Blocks that were forgotten must not stay locked for as long as the process lives. In a forked child they are
-        # the parent's, and stay so.
+        # Blocks of a dropped handle must not stay locked for as long as the process lives. In a forked child they
+        # belong to the parent, and stay so.
         if not self._done:
             with suppress(StaleKeyError):
                 self.abandon()
@@ -125,11 +125,11 @@ class Row(_Uncommitted):
         return self._index
 
     def commit(self) -> Keys:
-        """Makes the row selectable, or ends its growth, and returns its key.
+        """Makes the row selectable, or closes an open row, and returns its key.
 
         Raises:
             SchemaError: a length that the block does not have, or a priority that is no priority.
-            WaitTimeoutError: the store's rate limiter did not let it in. CallCancelledError: the process is stopping.
+            WaitTimeoutError: the store's rate limiter did not admit it. CallCancelledError: the process is stopping.
         """
         self._check_open()
         native = self._columns.native
@@ -146,10 +146,10 @@ class Row(_Uncommitted):
         """Makes the first `length` steps selectable while the row is still being written; returns its key.
 
         Raises:
-            SchemaError: as for `commit`; or the store has `max_times_sampled`, and gives rows away with their last
-                sample.
+            SchemaError: as for `commit`; or the store has `max_times_sampled`, whose rows are removed with
+                their last sample.
             StoreFullError: all rows that may be kept are being extended.
-            WaitTimeoutError: the store's rate limiter did not let it in. CallCancelledError: the process is stopping.
+            WaitTimeoutError: the store's rate limiter did not admit it. CallCancelledError: the process is stopping.
         """
         self._check_open()
         if self._open:
@@ -216,7 +216,7 @@ class Rows(_Uncommitted):
         return (self[i] for i in range(len(self)))
 
     def commit(self) -> Keys:
-        """Makes all the rows selectable and returns their keys. On an error all are given back."""
+        """Makes all the rows selectable and returns their keys. On an error all are abandoned."""
         self._check_open()
         n = len(self._index)
         limiter = self._columns.limiter

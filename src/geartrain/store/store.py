@@ -46,7 +46,7 @@ ROW_STATES = ("free", "writing", "committed", "exhausted", "open")
 class Store:
     """A table of trajectories shared by every process of this host.
 
-    Make one with `Store.create`, join one with `Store.open`, bring one back with `Store.load`. A store is a
+    Create one with `Store.create`, join one with `Store.open`, restore one with `Store.load`. A store is a
     context manager; leaving it closes the handle.
 
     A name is a plain word for a segment in /dev/shm, or a path (anything with a slash) for a file, such as
@@ -74,11 +74,11 @@ class Store:
         self._about: dict[str, Any] = about
         self._fields, max_length = schema_of_segment(native)
         self._columns = Columns(native, self._fields, max_length)
-        #: How fast rows may come and be drawn, in relation to each other; off until it is set.
+        #: Bounds the ratio of samples to inserts; off until it is set.
         self.limiter: RateLimiter = self._columns.limiter
         self._origin: str | None = None
 
-    # --- making and joining ---------------------------------------------------------------------------------
+    # --- creating and joining ---------------------------------------------------------------------------------
 
     @overload
     @classmethod
@@ -146,7 +146,7 @@ class Store:
         Args:
             name: a word (a segment in /dev/shm) or a path with a slash (a file anywhere). Without one the store gets a
                 random one (`store.name`), is shared by forking and pickling within the host, and is removed with its
-                last process, however that ends.
+                last process; what killed processes leave, by the next store without a name.
             fields: the columns, by name; a `Field` is the shape and dtype of one step. At most 64.
             max_length: the longest row, in steps. Required where a field has time, that is, is not `per_row`.
             capacity: rows. Give one of the three sizes.
@@ -182,7 +182,10 @@ class Store:
             if persist:
                 raise ArgumentError("persist=True needs a name: a store without one is removed with its last process")
             name = anonymous.new_name()
-        name = os.fspath(name)
+        else:
+            name = os.fspath(name)
+            if anonymous.is_anonymous(name):
+                raise ArgumentError(f"names that begin with {anonymous.PREFIX!r} are those of stores without a name")
         native = create_segment(
             name,
             fields,
@@ -265,7 +268,7 @@ class Store:
                 try:
                     return cls.create(name, fields, max_length=max_length, timeout_s=timeout_s, **options)
                 except StoreExistsError:
-                    continue  # somebody else made it between our two looks
+                    continue  # another process created it meanwhile
         try:
             if fields is not None:
                 check_schema(
@@ -291,7 +294,7 @@ class Store:
         progress: bool = False,
         **options: Any,
     ) -> Store:
-        """Brings back what `save` wrote: rows in their places, priorities, order and counters.
+        """Restores what `save` wrote: rows in their places, priorities, order and counters.
 
         Args:
             directory: what was given to `save`.
@@ -327,14 +330,14 @@ class Store:
         incremental: bool = True,
         progress: bool = False,
     ) -> Saved:
-        """Writes all committed rows to a directory, complete or not at all; returns what it came to.
+        """Writes a checkpoint of all committed rows, complete or not at all; returns its figures.
 
         The directory appears (or is replaced) in one step, after everything in it was checksummed and
         flushed. Other processes may go on using the store; rows that are overwritten while saving are left
         out, and counted.
 
-        Rows that are in the checkpoint before are not written again: files of it are hard-linked, so that the
-        two share their disk space, and any of them can be removed. See docs/checkpoints.md.
+        Incremental: rows of the previous checkpoint are not written again, its files are hard-linked. The two share
+        disk space, and either can be removed. See docs/checkpoints.md.
 
         Args:
             directory: a new one, or a checkpoint that is to be replaced.
@@ -387,7 +390,7 @@ class Store:
 
     @property
     def origin(self) -> str | None:
-        """The id of the checkpoint that this handle brought the store back from, whose files the next can share."""
+        """The id of the checkpoint that this handle was loaded from, whose files the next one can link; or None."""
         return self._origin
 
     @property
@@ -436,9 +439,9 @@ class Store:
     def row(self, *, priority: float = 1.0, version: int = 0) -> Row:
         """One block in every column, to be written in place.
 
-        As a context manager it commits on a clean exit and gives the block back on an exception. By hand:
-        `row.commit()` or `row.abandon()`. An episode that is still going on can be selected too: `row.publish()`,
-        then `row.extend(length)` as it goes on. Where the store's `limiter` is set, committing waits for it.
+        As a context manager it commits on a clean exit and abandons the block on an exception. By hand:
+        `row.commit()` or `row.abandon()`. An open row can be sampled while it is written: `row.publish()`, then
+        `row.extend(length)`. Where the store's `limiter` is set, committing waits for it.
 
         Args:
             priority: the row's priority in prioritized selection; can be changed later.
@@ -525,9 +528,9 @@ class Store:
         return int(self._native.expire())
 
     def reap(self) -> int:
-        """Takes back what dead processes held; returns how many were found dead.
+        """Reclaims the blocks of dead processes; returns how many processes were found dead.
 
-        Happens by itself when a process joins and when free rows run out.
+        Also done when a process joins and when free rows run out.
         """
         return int(self._native.reap())
 
@@ -535,7 +538,7 @@ class Store:
         """Everything in the store's metadata that is inconsistent, a sentence each; empty for a sound store."""
         return list(self._native.audit())
 
-    # --- looking --------------------------------------------------------------------------------------------
+    # --- reading --------------------------------------------------------------------------------------------
 
     def keys(self) -> Keys:
         """The keys of all selectable rows, oldest first."""
@@ -577,15 +580,20 @@ class Store:
         return bool(self._native.closed)
 
     def close(self, *, keep: bool = False) -> None:
-        """Leaves the store: rows being written by this handle are given back.
+        """Closes the handle: rows it is writing are abandoned.
 
         The last process to leave removes the segment, unless it persists. With `keep=True` it stays, and a later
         process joins it with `Store.open(name, adopt=True)`. Views already taken stay readable.
+
+        Raises:
+            ArgumentError: `keep=True` for a store without a name, which nobody could adopt.
         """
+        if keep and anonymous.is_anonymous(self._name):
+            raise ArgumentError("keep=True needs a name: a store without one is removed with its last process")
         self._native.close(keep)
 
     def unlink(self) -> bool:
-        """Removes the segment's name; the memory goes when the last process lets go. False if already gone."""
+        """Removes the segment's name; the memory is freed when the last process unmaps it. False if already gone."""
         return bool(self._native.unlink())
 
     def __enter__(self) -> Store:
