@@ -214,9 +214,11 @@ def test_ranks_with_different_shares_are_told_so() -> None:
 
 
 def test_groups_of_several_names_and_epochs_live_on_one_store() -> None:
+    store = MemoryStore()
+
     def body(rank: int, group: Group) -> float:
         again = [
-            Group(rank, 2, store=group._store, name=name, epoch=epoch, timeout_s=patience(20))
+            Group(rank, 2, store=store, name=name, epoch=epoch, timeout_s=patience(20))
             for name, epoch in (("default", 1), ("other", 0))
         ]
         total = sum(float(g.all_reduce(np.ones(100, np.float32))[0]) for g in (*again, group))
@@ -224,7 +226,7 @@ def test_groups_of_several_names_and_epochs_live_on_one_store() -> None:
             g.close()
         return total
 
-    assert run_ranks(2, body) == [6.0, 6.0]
+    assert run_ranks(2, body, store=store) == [6.0, 6.0]
 
 
 def test_a_reducer_with_a_secret_takes_only_those_who_know_it() -> None:

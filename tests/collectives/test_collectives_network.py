@@ -1,5 +1,8 @@
-"""All-reduce over links with a rate and a delay: needs root. `pytest -m long -s tests/collectives/test_collectives_network.py`
-prints what docs/decisions/010-the-window-of-all-reduce.md says."""
+"""All-reduce over links with a rate and a delay: needs root.
+
+`pytest -m long -s tests/collectives/test_collectives_network.py` prints what
+docs/decisions/010-the-window-of-all-reduce.md says.
+"""
 
 from __future__ import annotations
 

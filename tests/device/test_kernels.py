@@ -22,7 +22,7 @@ import geartrain.device.kernels as kernels  # noqa: E402
 import geartrain.device.kernels.distinct_draw as distinct_draw  # noqa: E402
 import geartrain.device.kernels.philox as philox  # noqa: E402
 import geartrain.device.kernels.scatter_update as scatter_update  # noqa: E402
-import geartrain.device.kernels.top_rows as first_rows  # noqa: E402
+import geartrain.device.kernels.top_rows as top_rows  # noqa: E402
 import geartrain.device.kernels.weighted_draw as weighted_draw  # noqa: E402
 
 BIG = 2**32 - 1
@@ -112,7 +112,7 @@ def test_first_rows(interpreter: Interpreter, order: int) -> None:
         found = interpreter.call(
             "top_rows.first_rows", priorities.numpy(), selectable.numpy(), age.numpy(), order, n, 100
         )
-        expected = first_rows.reference_first_rows(priorities, selectable, sequence, order, n, 10**12 + 99, [])
+        expected = top_rows.reference_first_rows(priorities, selectable, sequence, order, n, 10**12 + 99, [])
         assert found.tolist() == expected
 
 
@@ -235,7 +235,7 @@ def check_compiled(results: list[dict[str, Any]]) -> None:
             assert result["wide_loads"] > 0, result
         if result["kernel"] == "gather_rows_kernel":
             check_gather(result)
-        if result["kernel"] == "best_keys_kernel" and result["constants"]["ORDER"] == first_rows.HEAVIEST:
+        if result["kernel"] == "best_keys_kernel" and result["constants"]["ORDER"] == top_rows.HEAVIEST:
             assert result["wide_loads"] > 0, result
 
 

@@ -16,7 +16,7 @@ import pytest
 from deadlines import patience
 
 import geartrain as gt
-from geartrain.actors import Recorder, Stepped, recorded_fields
+from geartrain.actors import EpisodeRecorder, StepResult, recorded_fields
 
 torch = pytest.importorskip("torch", reason="the examples train torch models")
 pytest.importorskip("rich", reason="the examples draw progress bars with rich")
@@ -110,7 +110,7 @@ def test_advantages_are_those_of_a_slow_loop(mat, store_name):
     with gt.Store.create(
         store_name(), recorded_fields(fields, value=value_field), max_length=steps, capacity=20
     ) as store:
-        recorder = Recorder(store)
+        recorder = EpisodeRecorder(store)
         for length, terminated in episodes:
             seen = rng.normal(size=(length + 1, 2, 3)).astype("float32")
             values = team.encode(torch.from_numpy(seen))[1].detach().numpy()
@@ -166,7 +166,7 @@ class Agree:
         last = self._look()
         self._begin(over)
         no = np.zeros(self.n, bool)
-        return Stepped(last, right.astype("float32"), over, no, self._look(), ~no)
+        return StepResult(last, right.astype("float32"), over, no, self._look(), ~no)
 
     def fields(self):
         return {
@@ -254,7 +254,7 @@ def test_goals_in_hindsight_are_what_the_same_episode_achieved_later(sac, store_
         "reward": gt.Field((), "float32"),
     }
     with gt.Store.create(store_name(), recorded_fields(fields), max_length=steps, capacity=20) as store:
-        recorder = Recorder(store)
+        recorder = EpisodeRecorder(store)
         places = np.cumsum(rng.normal(0, 0.03, (20, steps, 3)), 1)
         for episode in range(20):
             length = sac.EPISODE if episode % 3 else 9

@@ -121,7 +121,7 @@ class Tables(torch.nn.Module):
 def test_dqn_targets_are_those_of_a_slow_loop(store_name):
     """Episodes over several rows: every n-step target, stack and end is what the episode itself says."""
     import online_dqn_atari as dqn
-    from geartrain.actors import Recorder, recorded_fields
+    from geartrain.actors import EpisodeRecorder, recorded_fields
 
     fields = {
         "observation.frame": gt.Field((1, 1), "uint8"),
@@ -148,7 +148,7 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name):
 
     expected = {int(frames[t]): wanted(t) - float(values(online, t)[actions[t]]) for t in range(length)}
     with gt.Store.create(store_name(), recorded_fields(fields), max_length=dqn.ROW, capacity=10) as store:
-        recorder = Recorder(store, overlap=dqn.WINDOW - 1)
+        recorder = EpisodeRecorder(store, overlap=dqn.WINDOW - 1)
 
         def seen(t):
             return {"observation.frame": frames[t].reshape(1, 1), "observation.age": np.int32(t)}

@@ -37,7 +37,7 @@ from geartrain.errors import (
 from geartrain.integrations import di_engine
 from geartrain.integrations.di_engine import Bus, Queue, Window, options
 from geartrain.integrations.di_engine.discovery import Publication, StoreRegister, contacts_of, parse_contact
-from geartrain.integrations.di_engine.options import DevicePair, Options
+from geartrain.integrations.di_engine.options import DevicePair, QueueOptions
 
 SECRET = b"known to all of us"
 
@@ -58,7 +58,7 @@ class Listener:
         self.go = threading.Event()
         self.go.set()
         self._pool = ThreadPoolExecutor(1)
-        bus.hand_to(self._handle)
+        bus.set_handler(self._handle)
 
     def _handle(self, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future[None]]:
         return [self._pool.submit(self._keep, topic, args, kwargs)]
@@ -85,7 +85,7 @@ def make() -> Iterator[Callable[..., Listener]]:
 
 def linked(one: Listener, *others: Listener) -> None:
     for other in others:
-        other.bus.link([parse_contact(one.bus.address)])
+        other.bus.connect([parse_contact(one.bus.address)])
 
 
 def tcp(listener: Listener) -> str:
@@ -134,7 +134,7 @@ def test_whoever_answers_an_event_knows_what_its_sender_had_subscribed_to(make: 
     linked(one, two)
     answered: list[int] = []
     two.bus.subscribe("question")
-    two.bus.hand_to(lambda topic, args, kwargs: answered.append(two.bus.emit("answer", args, {})) or [])
+    two.bus.set_handler(lambda topic, args, kwargs: answered.append(two.bus.emit("answer", args, {})) or [])
     until(lambda: one.bus.peers[1] == {"question"})
     one.bus.subscribe("answer")  # and at once:
     one.bus.emit("question", (1,), {})
@@ -199,7 +199,7 @@ def test_a_slow_peer_holds_its_sender_back_and_is_named_but_loses_nothing(make: 
     for i in range(4):
         assert one.bus.emit("n", (i,), {}) == 2
     began = time.monotonic()
-    with pytest.raises(WaitTimeoutError, match="node 1 does not keep up: it has not handled 4 events"):
+    with pytest.raises(WaitTimeoutError, match="node 1 does not keep up: 4 events in flight"):
         one.bus.emit("n", (4,), {})
     assert 0.2 < time.monotonic() - began < patience(2)
     until(lambda: len(quick.got) == 5)  # the others have got it
@@ -231,7 +231,7 @@ def test_a_handler_that_raises_is_told_to_the_sender_and_holds_up_nobody(
     def fail(*_: Any) -> Any:
         raise ValueError("no such luck")
 
-    broken.bus.hand_to(fail)
+    broken.bus.set_handler(fail)
     broken.bus.subscribe("n")
     until(lambda: one.bus.peers[1])
     for _ in range(20):
@@ -248,7 +248,7 @@ def test_late_joiners_are_found_and_get_what_is_emitted_from_then_on(
     early = make(1)
     early.bus.subscribe("n")
     place = tmp_path / "node-0.ipc"
-    early.bus.link([parse_contact(f"ipc://{place}")])
+    early.bus.connect([parse_contact(f"ipc://{place}")])
     late = make(0)
     assert early.bus.peers == {}
     publication = Publication(place, late.bus.address)
@@ -263,7 +263,7 @@ def test_a_node_that_comes_back_under_its_port_is_found_again(make: Callable[...
     port = fixed_port()
     first, two = make(0, port=port), make(1)
     place = tcp(first)
-    two.bus.link([parse_contact(place)])
+    two.bus.connect([parse_contact(place)])
     assert two.bus.peers == {0: set()}
     assert "inproc" in str(two.bus.node.connections())  # found by TCP, and linked by the fastest way
     first.bus.close()
@@ -283,7 +283,7 @@ def test_nodes_find_each_other_through_a_store_in_any_topology(make: Callable[..
         for i, node in enumerate(nodes):
             register = StoreRegister(f"file://{tmp_path}/{topology}", i, 5.0)
             attach_to = ["1_0_0"] if topology == "alone" and i == 2 else []
-            node.bus.link(contacts_of(attach_to, topology, i, node.bus.address, register))
+            node.bus.connect(contacts_of(attach_to, topology, i, node.bus.address, register))
         assert [set(node.bus.peers) for node in nodes] == expected, topology
 
 
@@ -319,9 +319,9 @@ from geartrain.integrations.di_engine import Bus
 from geartrain.integrations.di_engine.discovery import parse_contact
 
 bus = Bus("victim", 7, secret=b"known to all of us")
-bus.hand_to(lambda topic, args, kwargs: [])
+bus.set_handler(lambda topic, args, kwargs: [])
 bus.subscribe("n")
-bus.link([parse_contact(sys.argv[1])])
+bus.connect([parse_contact(sys.argv[1])])
 print("linked", flush=True)
 time.sleep(100)
 """
@@ -335,7 +335,7 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_noticed_and_the_rest_goes_
     one = make(0, transport=transport, on_change=lambda what, node_id, _: changes.append((what, node_id)))
     other = make(1, transport=transport)
     words: list[str] = []
-    other.bus.hand_to(lambda topic, args, kwargs: words.extend(a for a in args if isinstance(a, str)) or [])
+    other.bus.set_handler(lambda topic, args, kwargs: words.extend(a for a in args if isinstance(a, str)) or [])
     linked(one, other)
     other.bus.subscribe("n")
     with subprocess.Popen([sys.executable, "-c", VICTIM, tcp(one)], stdout=subprocess.PIPE, text=True) as victim:
@@ -398,8 +398,8 @@ def test_closing_ends_a_wait_for_room_and_leaves_no_thread_behind(make: Callable
 
 
 def test_a_queue_of_bytes_is_what_di_engine_expects_of_one(tmp_path: Path) -> None:
-    one = Queue(f"ipc://{tmp_path}/0", [], Options(node_id=0, secret=SECRET))
-    two = Queue(f"ipc://{tmp_path}/1", [f"ipc://{tmp_path}/0"], Options(node_id=1, secret=SECRET))
+    one = Queue(f"ipc://{tmp_path}/0", [], QueueOptions(node_id=0, secret=SECRET))
+    two = Queue(f"ipc://{tmp_path}/1", [f"ipc://{tmp_path}/0"], QueueOptions(node_id=1, secret=SECRET))
     one.listen()
     two.listen()
     two.subscribe("task.a")
@@ -422,23 +422,23 @@ def test_a_queue_of_bytes_is_what_di_engine_expects_of_one(tmp_path: Path) -> No
 
 
 def test_a_place_that_is_taken_is_an_error_where_the_queue_is_made(tmp_path: Path) -> None:
-    one = Queue("tcp://127.0.0.1:0", [], Options(secret=SECRET))
+    one = Queue("tcp://127.0.0.1:0", [], QueueOptions(secret=SECRET))
     port = one._bus.address.rpartition(":")[2]
     with pytest.raises(GeartrainError, match=port):
-        Queue(f"tcp://127.0.0.1:{port}", [], Options(secret=SECRET))
+        Queue(f"tcp://127.0.0.1:{port}", [], QueueOptions(secret=SECRET))
     one.stop()
     with pytest.raises(UntrustedPeerError, match="secret"):
-        Queue("tcp://0.0.0.0:0", [], Options())
+        Queue("tcp://0.0.0.0:0", [], QueueOptions())
 
 
 def test_the_bench_says_what_it_needs(tmp_path: Path) -> None:
-    with pytest.raises(GeartrainError, match="--peer-python di=/path/to/python"):
+    with pytest.raises(GeartrainError, match="--baseline-python di=/path/to/python"):
         bench.main()
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no DI-engine in here >&2; exit 1\n")
     broken.chmod(0o755)
     with pytest.raises(GeartrainError, match="over geartrain did not start: no DI-engine in here"):
-        bench.main(peers={"di": str(broken)})
+        bench.main(baselines={"di": str(broken)})
 
 
 @pytest.mark.skipif(find_spec("ding") is not None, reason="DI-engine is installed here")
@@ -531,7 +531,7 @@ def test_the_secret_may_stand_in_a_file_that_only_its_owner_reads(tmp_path: Path
         options.cluster_secret({"GEARTRAIN_SECRET_FILE": str(file)})
     with pytest.raises(UntrustedPeerError, match="cannot be read"):
         options.cluster_secret({"GEARTRAIN_SECRET_FILE": str(tmp_path / "none")})
-    assert "sesame" not in repr(Options(secret=b"sesame"))
+    assert "sesame" not in repr(QueueOptions(secret=b"sesame"))
 
 
 logging.getLogger("geartrain.di_engine").setLevel(logging.INFO)

@@ -22,8 +22,8 @@ from deadlines import patience
 
 import geartrain as gt
 from geartrain import launch
-from geartrain.core.counters import Board
-from geartrain.errors import GeartrainError, PartDiedError
+from geartrain.core.counters import SharedCounters
+from geartrain.errors import GeartrainError, ProcessDiedError
 
 TESTS = Path(__file__).parents[1] / "support"
 
@@ -42,7 +42,7 @@ class Killer(threading.Thread):
         victim = self._random.choice([i for i, name in enumerate(slots) if name.startswith(self._role)])
         while not self._over.wait(0.01):
             try:
-                column = Board.open(f"launch-{self._job.name}").column
+                column = SharedCounters.open(f"launch-{self._job.name}").column
                 if column("beat_s").any() and column("pid")[victim]:
                     break
             except GeartrainError:
@@ -107,7 +107,7 @@ def check_going_on(role, seed, name, tmp_path, make):
     assert isinstance(ended, launch.Summary), ended
     assert killed, "the job was over before anybody was killed"
     assert ended.restarts[role] == 1
-    assert ended.parts[killed]["restarts"] == 1
+    assert ended.processes[killed]["restarts"] == 1
     with gt.Store.open(name, adopt=True) as store:
         assert store.audit() == []
         counts = store.stats()
@@ -118,7 +118,7 @@ def check_going_on(role, seed, name, tmp_path, make):
 def check_rank_lost(seed, name, tmp_path):
     """A rank's death is a named error; the store is there for the next start, with the rows it had, all whole."""
     ended, killed = run_and_kill(tagged_job(name, steps=100_000), "learner", seed, tmp_path / "first")
-    assert isinstance(ended, PartDiedError), ended
+    assert isinstance(ended, ProcessDiedError), ended
     assert f"{killed} was killed by SIGKILL" in str(ended)
     rows = 0
     left = Path(f"/dev/shm/geartrain.{name}")
@@ -149,7 +149,7 @@ def check_launcher_killed(seed, name, tmp_path):
     while True:  # until the learners draw
         assert time.monotonic() < until_s
         try:
-            if Board.open(f"launch-{name}").column("samples").any():
+            if SharedCounters.open(f"launch-{name}").column("samples").any():
                 break
         except GeartrainError:
             pass

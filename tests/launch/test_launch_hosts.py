@@ -89,12 +89,12 @@ def test_actors_ask_agents_and_weights_follow_over_hosts(hosts, tmp_path, agents
     launchers = start(hosts, tmp_path, REMOTE.format(tests=TESTS, agents=agents), plain=True)
     codes = [launcher.wait(patience(100)) for launcher in launchers]
     assert codes == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
-    parts = summary(tmp_path, 0)["parts"] | summary(tmp_path, 1)["parts"]
+    found = summary(tmp_path, 0)["processes"] | summary(tmp_path, 1)["processes"]
     asked = ["agent-0", "agent-1"] if agents == "all" else ["agent-0"]
-    assert sorted(parts) == ["actor-0", "actor-1", *asked, "learner-0", "learner-1"]
+    assert sorted(found) == ["actor-0", "actor-1", *asked, "learner-0", "learner-1"]
     for name in ["actor-0", "actor-1", *asked]:
-        assert parts[name]["version"] > 0, f"{name} saw no version of learner-0's"
-        assert parts[name]["steps"] > 0
+        assert found[name]["version"] > 0, f"{name} saw no version of learner-0's"
+        assert found[name]["steps"] > 0
 
 
 def test_under_torchrun_ranks_of_all_hosts_draw_one_batch(hosts, tmp_path):
@@ -103,7 +103,7 @@ def test_under_torchrun_ranks_of_all_hosts_draw_one_batch(hosts, tmp_path):
     codes = [launcher.wait(patience(100)) for launcher in launchers]
     assert codes == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
     for i in range(2):
-        learner = summary(tmp_path, i)["parts"][f"learner-{i}"]
+        learner = summary(tmp_path, i)["processes"][f"learner-{i}"]
         assert (learner["steps"], learner["samples"]) == (30, 30 * 8)  # half of the global batch
         assert summary(tmp_path, i)["outcome"] == "finished"
 
@@ -142,7 +142,7 @@ def rank_of(folder, role):
             told = dict(entry.partition("=")[::2] for entry in path.read_text().split("\0"))
         except OSError:
             continue
-        order = json.loads(told.get("GEARTRAIN_PART", "{}"))
+        order = json.loads(told.get("GEARTRAIN_PROCESS", "{}"))
         if order.get("folder") == folder and order.get("role") == role:
             return int(path.parent.name)
     raise AssertionError(f"no {role} of {folder}")

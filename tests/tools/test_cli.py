@@ -221,10 +221,10 @@ def test_inspect_and_remove_know_weights(names: Any) -> None:
 def test_a_board_of_a_killed_maker_is_shown_as_left_behind_and_can_be_removed(name: str) -> None:
     code = f"""
 import os, signal
-from geartrain.core.counters import Board
-board = Board.create({name!r}, 2, ("steps", "version"))
-board.slot(0)["steps"] = 40
-board.slot(1)["steps"] = 2
+from geartrain.core.counters import SharedCounters
+counters = SharedCounters.create({name!r}, 2, ("steps", "version"))
+counters.slot(0)["steps"] = 40
+counters.slot(1)["steps"] = 2
 print("made", flush=True)
 signal.pause()
 """
@@ -240,5 +240,5 @@ signal.pause()
     assert about["in_use"] is False
     assert about["totals"] == {"steps": 42.0, "version": 0.0}
     assert "left behind" in geartrain("inspect", name).stdout
-    assert geartrain("remove", name).stdout == f"removed the board {name}\n"
+    assert geartrain("remove", name).stdout == f"removed the counters {name}\n"
     assert geartrain("remove", name).returncode == 1

@@ -30,7 +30,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.transport.codec import decode, encode
-from geartrain.transport.connection import Connection, Limits, Listener
+from geartrain.transport.connection import Connection, Listener, MessageLimits
 
 PEER = """
 import sys
@@ -377,7 +377,7 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(
 
 
 def test_limits_and_secrets_are_kept() -> None:
-    with transport.listen(secret=b"s", limits=Limits(max_message_bytes=1000)) as listener:
+    with transport.listen(secret=b"s", limits=MessageLimits(max_message_bytes=1000)) as listener:
         for wrong in (b"", b"other"):
             with pytest.raises(UntrustedPeerError):
                 transport.connect(listener.address, secret=wrong)
@@ -396,7 +396,7 @@ def test_limits_and_secrets_are_kept() -> None:
     with pytest.raises(UntrustedPeerError, match="give a secret"):
         transport.listen("0.0.0.0")
     with pytest.raises(ArgumentError, match="16384 buffers"):
-        transport.listen(limits=Limits(max_buffers=1 << 20))
+        transport.listen(limits=MessageLimits(max_buffers=1 << 20))
 
 
 def test_a_browser_at_the_door_is_sent_away(listener: Listener) -> None:

@@ -30,7 +30,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.weights import segment as segments
-from geartrain.weights.segment import Segment
+from geartrain.weights.segment import WeightsSegment
 
 SHM = Path("/dev/shm")
 
@@ -229,7 +229,7 @@ def test_readers_never_see_a_mix(host: Path) -> None:
 def test_a_reader_that_was_overtaken_does_not_take_another_version_for_its_own(host: Path) -> None:
     with weights.Publisher("p", directory=host, buffers=2) as publisher:
         publisher.publish(1, filled(1))
-        here = Segment.open("p", host)
+        here = WeightsSegment.open("p", host)
         head = here.head()
         assert head is not None
         mapped = here.map(head)
@@ -261,18 +261,18 @@ def test_when_readers_hold_all_buffers_the_publisher_says_so(host: Path) -> None
 def test_a_waiting_publisher_goes_on_when_a_snapshot_is_let_go(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from geartrain.weights import writer
 
-    monkeypatch.setattr(writer, "_LOOK_AGAIN_S", 60.0)  # so that only being woken helps
+    monkeypatch.setattr(writer, "_CHECK_EVERY_S", 60.0)  # so that only being woken helps
     with weights.Publisher("p", directory=host, buffers=2) as publisher, weights.Reader("p", directory=host) as reader:
         publisher.publish(1, filled(1))
         held = [reader.latest()]
         publisher.publish(2, filled(2))
-        waits, real = threading.Event(), Segment.wait_released
+        waits, real = threading.Event(), WeightsSegment.wait_released
 
-        def wait_released(self: Segment, seen: int, timeout_s: float) -> None:
+        def wait_released(self: WeightsSegment, seen: int, timeout_s: float) -> None:
             waits.set()
             real(self, seen, timeout_s)
 
-        monkeypatch.setattr(Segment, "wait_released", wait_released)
+        monkeypatch.setattr(WeightsSegment, "wait_released", wait_released)
         thread = threading.Thread(target=publisher.publish, args=(3, filled(3)))
         thread.start()
         assert waits.wait(patience(10))
@@ -351,7 +351,7 @@ def test_a_waiting_reader_has_a_deadline_and_says_what_is_there(host: Path) -> N
             reader.latest(timeout_s=0.02)
         with weights.Publisher("p", directory=host) as publisher:
             publisher.publish(1, filled(1))
-            with pytest.raises(WaitTimeoutError, match=r"newest version is 1, and 2 was asked for.*is alive"):
+            with pytest.raises(WaitTimeoutError, match=r"newest version is 1, and 2 was requested.*is alive"):
                 reader.latest(at_least=2, timeout_s=0.02)
 
 
@@ -426,7 +426,7 @@ def test_a_publisher_killed_in_the_middle_leaves_the_version_before(host: Path) 
         kill(child)
         for _ in range(2):
             assert {int(v) for a in reader.latest().values() for v in np.unique(a)} == {2}
-        with pytest.raises(WaitTimeoutError, match="no publisher of it lives"):
+        with pytest.raises(WaitTimeoutError, match="no publisher of it is alive"):
             reader.latest(at_least=3, timeout_s=0.02)
         with weights.Publisher("p", directory=host) as again:  # carries on with the same memory
             inode = (host / "geartrain-weights.p").stat().st_ino
@@ -442,12 +442,12 @@ def test_a_publisher_killed_at_any_step_of_a_commit_leaves_a_whole_version(host:
         "from geartrain.weights import segment\n"
         "p = weights.Publisher('p', directory=sys.argv[1])\n"
         "for v in (1, 2, 3): p.publish(v, filled(v))\n"
-        "S, put, wake = segment.Segment, segment.Segment._put, segment.Segment.wake_readers\n"
+        "S, put, wake = segment.WeightsSegment, segment.WeightsSegment._put, segment.WeightsSegment.wake_readers\n"
         "def dying_put(self, record, at):\n"
         "    if not int(record['sequence']): return put(self, record, at)\n"  # the claim
         "    wanted = segment.SLOT if sys.argv[2] == 'slot' else segment.HEAD\n"
         "    if record.dtype == wanted:\n"
-        "        half = segment._sealed(record)[: record.dtype.itemsize // 2]\n"
+        "        half = segment.seal(record)[: record.dtype.itemsize // 2]\n"
         "        self._bytes[at : at + len(half)] = np.frombuffer(half, np.uint8)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    put(self, record, at)\n"
@@ -539,7 +539,7 @@ def test_the_last_reader_removes_what_a_killed_publisher_left(host: Path) -> Non
 
 def test_a_file_that_is_something_else_is_refused(host: Path) -> None:
     path = host / "geartrain-weights.p"
-    for content, why in ((b"", "too small"), (b"x" * 8192, "no weights of geartrain's")):
+    for content, why in ((b"", "too small"), (b"x" * 8192, "no segment of weights")):
         path.write_bytes(content)
         with pytest.raises(IncompatibleStoreError, match=why):
             weights.Reader("p", directory=host)

@@ -57,7 +57,7 @@ import triton
 
 from geartrain.device.kernels.checks import on_device_of
 from geartrain.device.kernels.gather_kernels import count_steps_kernel, gather_rows_kernel, read_lengths_kernel
-from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO, Arena, GatherField, Segment
+from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO, Arena, GatherField, SegmentLayout
 from geartrain.device.kernels.gather_order import order_for, warps_of
 from geartrain.device.kernels.philox import WINDOW_STREAM, counter_word
 from geartrain.errors import ArgumentError
@@ -85,7 +85,7 @@ class GatherRows:
     """
 
     def __init__(
-        self, segment: Segment, fields: Sequence[GatherField], window: int, pad_left: bool, packed: bool = False
+        self, segment: SegmentLayout, fields: Sequence[GatherField], window: int, pad_left: bool, packed: bool = False
     ) -> None:
         self.segment = segment
         self.fields = list(fields)

@@ -28,7 +28,7 @@ _log = logging.getLogger("geartrain.replay.device")
 def gather_rows_of(plan: Plan, convert: Mapping[str, Convert], packed: bool) -> GatherRows:
     """A plan as the kernel takes it. Raises `ArgumentError` for a conversion that there is not."""
     from geartrain.device.kernels.gather import GatherRows
-    from geartrain.device.kernels.gather_layout import GatherField, Segment
+    from geartrain.device.kernels.gather_layout import GatherField, SegmentLayout
 
     store = plan.store
     unknown = set(convert) - set(plan.names)
@@ -49,7 +49,9 @@ def gather_rows_of(plan: Plan, convert: Mapping[str, Convert], packed: bool) -> 
                 into.dtype, into.scale, into.shift,
             )
         )  # fmt: skip
-    segment = Segment(layout["words"], layout["status"], layout["status_stride"], store.capacity, store.max_length)
+    segment = SegmentLayout(
+        layout["words"], layout["status"], layout["status_stride"], store.capacity, store.max_length
+    )
     return GatherRows(segment, fields, plan.window, plan.pad_left, packed)
 
 

@@ -176,7 +176,7 @@ class Landed:
         """Makes the calling thread's stream wait for the batch, and keeps its memory for that stream."""
         device.wait(self.event)
         for tensor in self.memory:
-            device.lend(tensor)
+            device.record_stream(tensor)
 
 
 class Handover:

@@ -495,12 +495,12 @@ class NcclDock(GatherDock):
         layouts = {} if mine is None else {peer: mine.flight.plan.arena(k) for peer, k in incoming}
         receives = {peer: layout.nbytes for peer, layout in layouts.items()}
         device.wait(gathered)
-        device.lend(outbox)
+        device.record_stream(outbox)
         inbox = device.empty((sum(receives.values()),), torch.uint8)
         self._group.all_to_all(device, inbox, receives, outbox, sends)
         if mine is not None and places is not None:
-            device.lend(mine.flight.arena)
-            device.lend(places)
+            device.record_stream(mine.flight.arena)
+            device.record_stream(places)
             device.run(functools.partial(_scatter, mine, inbox, [*layouts.values()], places))
 
     def batch(
@@ -516,7 +516,7 @@ class NcclDock(GatherDock):
             hand_over()
             exchange()
             if work is not None:
-                self.device.lend(box.flight.arena)
+                self.device.record_stream(box.flight.arena)
                 self.device.run(work)
 
         return batch, deliver

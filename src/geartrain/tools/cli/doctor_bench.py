@@ -48,7 +48,7 @@ def doctor(
 
     Example: geartrain doctor --listen, and on the other side: geartrain doctor --peer ADDRESS --transport tcp
     """
-    import geartrain.tools.peer_probe as reach
+    import geartrain.tools.peer_probe as peer_probe
     from geartrain.tools.doctor import examine
 
     secret = os.environ.get("GEARTRAIN_SECRET", "").encode()
@@ -58,11 +58,11 @@ def doctor(
         die("--transport is for --peer")
     if listen:
         with errors():
-            reach.serve(host, secret)
+            peer_probe.serve(host, secret)
         return
     if peer is not None:
         with errors():
-            found = reach.reach(
+            found = peer_probe.probe(
                 peer,
                 transport=transport,
                 secret=secret,
@@ -73,7 +73,7 @@ def doctor(
         if as_json:
             sys.stdout.write(json.dumps(vars(found), indent=1) + "\n")
         else:
-            _print_reached(found)
+            _print_report(found)
         return
     findings = examine()
     if as_json:
@@ -89,7 +89,7 @@ def doctor(
     out.print(table)
 
 
-def _print_reached(found: Any) -> None:
+def _print_report(found: Any) -> None:
     table = Table("what", "found", title="{name}, process {pid} on {host}".format(**found.about), title_justify="left")
     for what, text in found.in_words().items():
         table.add_row(what, escape(text))
