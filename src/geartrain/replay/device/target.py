@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.schema import round_up
 from geartrain.device.device import Device
 from geartrain.device.pinned_memory import Pin, pins
 from geartrain.errors import ArgumentError, PinError
@@ -112,7 +113,7 @@ class Landing:
         """Small host arrays, on the device by one copy."""
         import torch
 
-        sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
+        sizes = [round_up(array.nbytes, 16) for array in arrays]
         total = sum(sizes)
         if total == 0:
             return []
