@@ -41,8 +41,8 @@ def random_store(rng: np.random.Generator, name: str) -> gt.Store:
             with store.row(version=int(rng.integers(-5, 2**40))) as row:
                 for field, spec in fields.items():
                     column = store.column(field)
-                    raw = rng.integers(0, 2 if spec.dtype == "bool" else 100, spec.nbytes, dtype=np.uint8)
-                    column[row.index] = raw.view(column.dtype).reshape(spec.shape)
+                    raw = rng.integers(0, 2 if spec.dtype == "bool" else 100, spec.block_nbytes(length), dtype=np.uint8)
+                    column[row.index] = raw.view(column.dtype).reshape(spec.block_shape(length))
                 row.length = int(rng.integers(1, length + 1))
     return store
 

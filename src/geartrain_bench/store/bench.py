@@ -64,7 +64,7 @@ class Table:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return self.max_length * sum(field.nbytes for field in self.fields.values())
+        return sum(field.block_nbytes(self.max_length) for field in self.fields.values())
 
     @property
     def rows(self) -> int:
