@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         optimizer.load_state_dict(saved["optimizer"])
         losses = saved["losses"]
         if talks:
-            print(f"going on from step {found.step}: {found.adopted} of {found.keys} rows were still in memory")
+            print(f"going on from step {found.step}: {found.adopted} of {found.rows} rows were still in memory")
     else:
         store = task.open_shard(chosen.store, chosen.episodes, chosen.shards, **keep)
 

@@ -122,7 +122,7 @@ def test_the_known_clusters_are_gears_and_one_of_1024_gpus() -> None:
 def measured(**changes: Any) -> dict[str, Any]:
     """A result of `geartrain bench ranks` with one case, as the model would have it."""
     case = {
-        "case": "200 Mbit/s", "arm": "ordered", "strategy": "weighted", "hosts": 4, "ranks": 4, "batch": 256,
+        "case": "200 Mbit/s", "arm": "ordered", "strategy": "prioritized", "hosts": 4, "ranks": 4, "batch": 256,
         "rows": 4000, "row_bytes": 102_400, "link_gbit": 0.2, "train_ms": 0.0,
     }  # fmt: skip
     found = predict(replace(FOUR, one_machine=True), "ordered", DEFAULTS)

@@ -271,7 +271,7 @@ def check(result: Mapping[str, Any], constants: Constants | None = None) -> list
         constants = Constants.from_json(result["constants"])
     checked = []
     for case in result["cases"]:
-        if case["arm"] not in ARMS or case["strategy"] not in ("weighted", "uniform"):
+        if case["arm"] not in ARMS or case["strategy"] not in ("prioritized", "uniform"):
             continue
         found = predict(
             Cluster(
