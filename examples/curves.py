@@ -1,7 +1,7 @@
 """What the examples that learn have in common: a few options, and the curve that a run leaves behind.
 
 A curve is a JSON file: what was run, the points (x, y, seconds since the start), lines to compare with, and the figures
-that `results.py` holds against what is promised. `python examples/curves.py CURVE.json PICTURE.png` draws one again.
+that `results.py` compares with targets. `python examples/curves.py CURVE.json PICTURE.png` draws one again.
 """
 
 from __future__ import annotations

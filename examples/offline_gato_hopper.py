@@ -8,7 +8,7 @@ trained from that store through geartrain's Replay, and then has to hop in the s
     python examples/offline_gato_hopper.py --quick    a smoke run: the whole path, no pass mark
 
 It prints a table, writes learning_curve.png and result.json to --out, and exits with 1 if the
-model falls short of 90 % of the expert's return.
+model reaches less than 90 % of the expert's return.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Trainer:
 
 
 class Everywhere:
-    """The averaged weights of all stages, put together on every rank by way of the host's shared memory."""
+    """The averaged weights of all stages, combined on every rank through the host's shared memory."""
 
     def __init__(self, job: str, trainer: Trainer, mesh: DeviceMesh, scale: demo.DecisionTransformer) -> None:
         self.trainer, self.model = trainer, scale

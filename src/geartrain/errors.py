@@ -103,7 +103,7 @@ class WaitTimeoutError(GeartrainError, TimeoutError):
 
 
 class BuffersHeldError(WaitTimeoutError):
-    """Readers hold every buffer of the weights but the newest version's, and none let go before the deadline."""
+    """Readers hold every buffer of the weights but the newest version's, and none released one before the deadline."""
 
 
 class PeerLostError(PeerError, ConnectionError):

@@ -1,7 +1,7 @@
 """Work on a GPU: Triton kernels that choose the rows native/selection/draw.cc would and fetch what
 native/fetch/fetch.cc would, to the bit.
 
-One file per kernel, each with a slow and obvious torch reference beside it; `candidates.DeviceCandidates` puts them
+One file per kernel, each with a slow and obvious torch reference; `candidates.DeviceCandidates` puts them
 together. Nothing is imported until it is asked for: `why_not_viable()` says what is missing, for `geartrain doctor`.
 
 | file | what it does | bytes |

@@ -86,7 +86,7 @@ class GatherField:
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """Where the books of a segment are: `_native.Store.layout`."""
+    """Offsets of row metadata in a segment: `_native.Store.layout`."""
 
     words: int
     status: int

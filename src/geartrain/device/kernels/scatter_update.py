@@ -1,7 +1,7 @@
 """New priorities for many rows at once: priorities[rows] = values, where of duplicates the last wins, and sums follow.
 
 A plain scatter with duplicates is a race. Here the priorities themselves are the scratch memory in which the duplicates
-of a row settle who is last, so nothing of the size of the table is needed beside it. Four launches, since each needs
+of a row settle who is last, so no scratch of the size of the table is needed. Four launches, since each needs
 all of the one before to be finished:
 
     1. take    old[i] = exchange(priorities[rows[i]], 0)      of a row's duplicates one gets the priority, the others 0

@@ -1,0 +1,102 @@
+"""One term a concept: private words for what has a term in the field stay out of code and docs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SUFFIXES = {".py", ".pyi", ".h", ".cc", ".md", ".toml"}
+FILES = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
+    *(path for folder in ("src", "native", "docs", "examples") for path in (ROOT / folder).rglob("*")),
+]
+PAGES = sorted(path for path in FILES if path.suffix in SUFFIXES)
+
+# Pattern -> the term to use. Only words without another use in this tree ("head", say, is also an attention head's).
+# A word counts inside snake_case and CamelCase too.
+BANNED = {
+    "docks?": "assembly",
+    "parcels?": "message",
+    "landings?": "target",
+    "bounces?|bounced": "pinned pool, staging buffer",
+    "attendants?": "sideband thread",
+    "tellers?": "reporter",
+    "handovers?|hand(s|ed|ing)? over": "stream handoff; pass, deliver",
+    "heads and tails": "first and last pipeline stages",
+    "let(s|ting)? go": "release",
+    "lends?|lent": "lease, leased",
+    "goodbyes?": "shutdown, close",
+    "who waits for whom": "rate limiting",
+    "(the|whose) books|books of": "row metadata",
+    "what can be said": "options",
+    "is promised": "guarantees, target",
+    "change our mind": "Revisit when",
+    "(line|thread|process) beside|beside it": "sideband; next to it, with it",
+    "steps? aside|stepped aside": "yield",
+    "in earnest": "actually",
+    "word back": "acknowledgement",
+    "speaks? for": "leader of",
+    "put(s|ting)? together": "assemble, combine",
+    "(could|can) mislead": "threats to validity",
+    "falls? short": "misses the target",
+    "update_weights|importance_weight": "update_priorities, importance_weights",
+}
+WORDS = [
+    (re.compile(rf"(?:(?<![^\W_])|(?<=[a-z])(?=[A-Z]))(?i:{pattern})(?![a-z])"), term)
+    for pattern, term in BANNED.items()
+]
+
+
+def text_of(path: Path) -> str:
+    """A file's text; of a decision without quotations, in which it may name what it replaced."""
+    text = path.read_text()
+    if path.is_relative_to(ROOT / "docs" / "decisions"):
+        text = re.sub(r"`[^`\n]*`|\"[^\"\n]*\"", lambda match: " " * len(match.group()), text)
+    return text
+
+
+def found_in(text: str) -> list[tuple[int, str, str]]:
+    """Line, words and the better term of each banned phrase; a phrase may continue in the next line of a comment."""
+    flat, places = [], []
+    for match in re.finditer(r"\s*\n\s*(?://+|#:?)?\s*| +|[^\s]", text):
+        flat.append(match.group() if match.group().strip(" \n\t/#:") else " ")
+        places.append(match.start())
+    line = "".join(one if len(one) == 1 else " " for one in flat)
+    return sorted(
+        (text.count("\n", 0, places[match.start()]) + 1, match.group(), term)
+        for words, term in WORDS
+        for match in words.finditer(line)
+    )
+
+
+def folder(path: Path) -> str:
+    return "/".join(path.relative_to(ROOT).parts[:-1][:3]) or "."
+
+
+@pytest.mark.parametrize("room", sorted({folder(path) for path in PAGES}))
+def test_words_are_those_of_the_field(room: str) -> None:
+    hits = [
+        f"{path.relative_to(ROOT)}:{line}: {words!r}; better: {term}"
+        for path in PAGES
+        if folder(path) == room
+        for line, words, term in found_in(text_of(path))
+    ]
+    assert not hits, "\n".join(hits)
+
+
+def test_a_banned_word_is_found_in_names_and_across_lines_and_only_whole() -> None:
+    assert found_in("// The thread that\n//   hands\n// over rows.") == [
+        (2, "hands over", "stream handoff; pass, deliver")
+    ]
+    assert [words for _, words, _ in found_in("DeviceDock(parcel_of, Parcels, let_gone)")] == [
+        "Dock",
+        "Parcels",
+        "parcel",
+    ]
+    assert found_in("Docker, a docket, silent, equivalent, outlet; landed") == []
+    assert found_in("\n\n# The books\n# of") == [(3, "The books", "row metadata")]
+    assert [words for _, words, _ in found_in("What would change our mind.")] == ["change our mind"]
+    assert all(any(path.suffix == suffix for path in PAGES) for suffix in (".py", ".pyi", ".h", ".cc", ".md"))
