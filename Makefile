@@ -16,16 +16,16 @@ setup: .venv/installed
 demo: setup
 	$(BIN)/python examples/offline_gato_hopper.py
 
-# Tests at a time, of which many wait. WORKERS=0: one after the other.
+# pytest-xdist workers; many tests wait, hence more than cores. WORKERS=0: sequential.
 WORKERS ?= 3
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
-test: setup  # at least one case of every promise: five minutes on two idle cores
+test: setup  # at least one case of every guarantee: five minutes on two idle cores
 	$(PYTEST)
 
-test-all: setup  # the other cases that continuous integration has time for
+test-all: setup  # further cases, run by continuous integration
 	$(PYTEST) -m 'slow and not long'
 
-test-long: setup  # soak tests, minutes each, one after the other
+test-long: setup  # soak tests, minutes each, sequential
 	$(BIN)/pytest -m 'long'
 
 bench: setup
@@ -35,7 +35,7 @@ bench: setup
 	$(BIN)/geartrain bench ranks --json runs/bench-ranks.json --plot runs/bench-ranks.png
 	$(BIN)/geartrain bench rpc-rl --backend both --output-file-path runs/bench-rpc-rl.json
 
-results: setup  # long: trains every example that docs/results.md tells of
+results: setup  # long: trains every example of docs/results.md
 	$(BIN)/python examples/results.py
 
 docs: setup
@@ -52,7 +52,7 @@ native-check: setup
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/$$kind -G Ninja -DGEARTRAIN_TESTS=ON -DGEARTRAIN_SANITIZE=$$kind > /dev/null && \
 	  $(BIN)/cmake --build build/$$kind && $(BIN)/ctest -j2 --test-dir build/$$kind --output-on-failure || exit 1; done
 
-gpu-bundle: setup  # what a GPU machine without an index needs: carry build/gpu-bundle there, then make gpu-check
+gpu-bundle: setup  # for a GPU machine without a package index: copy build/gpu-bundle there, then make gpu-check
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/gpu/check.py --bundle
 
 gpu-check:
