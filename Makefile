@@ -39,7 +39,7 @@ results: setup  # long: trains every example of docs/results.md
 	$(BIN)/python examples/results.py
 
 docs: setup
-	$(BIN)/pytest tests/test_docs.py tests/test_architecture.py
+	$(BIN)/pytest tests/test_docs.py tests/test_architecture.py tests/test_words.py
 
 check: setup native-check
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

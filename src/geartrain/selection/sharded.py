@@ -14,7 +14,8 @@ With totals in hand a draw is a number below their sum; whose shard it falls int
 every rank does for itself, and which row it is only that shard's ranks need to find out. (GEAR, section 3.3, gathers
 all N priorities on one GPU and broadcasts the result.)
 
-Where several ranks share a shard, one of them is its leader, and where it matters that all of them see the same rows while writers change them (no row twice, limits, limited samples) it finds the rows and tells the others,
+Where several ranks share a shard, one of them is its leader, and where all of them must see the same
+rows while writers change them (no row twice, limits, limited samples) it finds the rows and sends them to the others,
 12 bytes a draw within the host.
 
 A strategy of your own takes part by a method `select_shards(shard, n, step, *, state) -> Chosen`.
