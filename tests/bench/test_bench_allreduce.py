@@ -21,7 +21,7 @@ from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.mpi_jobs import run as run_mpi
 from geartrain_bench.allreduce.rounds import RoundBarrier, contribution, timed_rounds, total
-from geartrain_bench.allreduce.testbed import Configuration, Testbed, dedicated, gloo, hybrid, ring, workers
+from geartrain_bench.allreduce.testbed import AllReduceTestbed, Configuration, dedicated, gloo, hybrid, ring, workers
 from geartrain_bench.harness.baselines import BaselineError
 
 no_hosts = Hosts.viable()
@@ -162,7 +162,7 @@ def test_loopback_measures_every_arm_beside_a_memcpy(tmp_path: Path) -> None:
 @needs_hosts
 @pytest.mark.slow
 def test_a_failed_rank_is_named_and_the_bed_goes_on() -> None:
-    with Hosts(2, rate_mbit=200) as hosts, Testbed(hosts, 2, 0) as testbed:
+    with Hosts(2, rate_mbit=200) as hosts, AllReduceTestbed(hosts, 2, 0) as testbed:
         with pytest.raises(BaselineError, match=r"rank \d: ArgumentError"):
             with testbed.group(Configuration("wrong", "geartrain", options={"algorithm": "bus"}), 2):
                 pass

@@ -137,7 +137,7 @@ def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
     [
         (["bench", "store", "--full"], "'store' has no --full"),
         (["bench", "store", "--train-ms", "5"], "'store' has no --train-ms"),
-        (["bench", "ranks", "--quick", "--full"], "opposite things"),
+        (["bench", "ranks", "--quick", "--full"], "exclude each other"),
         (["plan", "ranks", "--hosts", "3", "--gpus", "8", "--batch", "1000"], "cannot be shared out equally to 24"),
         (["plan", "ranks", "--check", "/nowhere.json"], "/nowhere.json cannot be read"),
     ],

@@ -26,7 +26,7 @@ def test_the_crossover_is_said_in_words() -> None:
     both = {4_000: {"gather": 1.0, "staged": 2.0}, 10**6: {"gather": 4.0, "staged": 2.0}}
     note = fetch.crossover_note(both)
     assert "4000: 2.00, 1000000: 0.50" in note
-    assert "rows of up to 63246 bytes are to be gathered" in note
+    assert "rows of up to 63246 bytes are gathered" in note
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -190,6 +190,6 @@ def test_a_second_list_and_arguments_of_others_are_refused_in_one_line(tmp_path:
         return done.stderr.strip()
 
     assert said("rpc-rl", "--world-size", "10,20", "--batch=t,f") == "error: Only 1 x axis graph variable allowed"
-    assert said("store", "--world-size", "10") == "error: the bench 'store' takes no --world-size 10"
+    assert said("store", "--world-size", "10") == "error: the benchmark 'store' takes no --world-size 10"
     assert "no --baseline-python" in said("rpc-rl", "--baseline-python", "torch=/a/python")
     assert bench.load("rpc-rl") is rpc_rl.main

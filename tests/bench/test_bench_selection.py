@@ -94,7 +94,7 @@ def test_only_the_upper_half_is_counted() -> None:
 
 def test_a_large_case_is_measured_in_two_parts_and_says_so() -> None:
     result = selection.run(APART, {})
-    assert any("did not take turns" in note for note in result.notes)
+    assert any("were not interleaved" in note for note in result.notes)
     systems = {row.system for row in result.rows if row.metric == selection.cpu_metric("update")}
     assert systems == {"floor", "geartrain", "geartrain with alpha"}
     sampled = {row.system for row in result.rows if row.metric == selection.cpu_metric("sample")}

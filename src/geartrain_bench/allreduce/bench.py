@@ -43,7 +43,16 @@ from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
-from geartrain_bench.allreduce.testbed import Configuration, Testbed, Timed, dedicated, gloo, hybrid, ring, workers
+from geartrain_bench.allreduce.testbed import (
+    AllReduceTestbed,
+    Configuration,
+    Timed,
+    dedicated,
+    gloo,
+    hybrid,
+    ring,
+    workers,
+)
 from geartrain_bench.harness.baselines import BaselineError
 from geartrain_bench.harness.timing import BenchResult, Row
 
@@ -200,11 +209,14 @@ class _Bench:
         most = max(plan.workers) if "shaped" in parts else plan.hybrid_workers
         if "throughput" in parts:
             most = max(most, *plan.throughput_workers)
-        with Hosts(2 * most, rate_mbit=plan.rate_mbit, queue_ms=QUEUE_MS) as hosts, Testbed(hosts, most) as testbed:
+        with (
+            Hosts(2 * most, rate_mbit=plan.rate_mbit, queue_ms=QUEUE_MS) as hosts,
+            AllReduceTestbed(hosts, most) as testbed,
+        ):
             for part in parts:
                 getattr(self, f"_{part.replace('-', '_')}")(testbed, hosts)
 
-    def _shaped(self, testbed: Testbed, hosts: Hosts) -> None:
+    def _shaped(self, testbed: AllReduceTestbed, hosts: Hosts) -> None:
         plan = self.plan
         for n in plan.workers:
             configurations = [gloo(), ring(), workers(), dedicated(n, n)]
@@ -214,7 +226,7 @@ class _Bench:
         for count in plan.hybrids:
             self._cases(testbed, "shaped", [hybrid(n, count)], n, plan.hybrid_size, _rates(hosts, n))
 
-    def _slow_link(self, testbed: Testbed, hosts: Hosts) -> None:
+    def _slow_link(self, testbed: AllReduceTestbed, hosts: Hosts) -> None:
         plan = self.plan
         n = len(plan.slow_mbit)
         for i, rate in enumerate(plan.slow_mbit):
@@ -233,7 +245,7 @@ class _Bench:
         most = max(plan.delay_workers)
         with (
             Hosts(2 * most, rate_mbit=plan.rate_mbit, rtt_ms=plan.rtts_ms[0], queue_ms=2 * QUEUE_MS) as hosts,
-            Testbed(hosts, most) as testbed,
+            AllReduceTestbed(hosts, most) as testbed,
         ):
             for rtt_ms in plan.rtts_ms:
                 hosts.change_rtt(rtt_ms)
@@ -246,7 +258,7 @@ class _Bench:
         """Ranks of one host, MPI included."""
         plan = self.plan
         floors_s = {nbytes: _memcpy_s(nbytes) for nbytes in plan.loopback_sizes}
-        with Testbed(None, max(plan.ranks), reducers=2) as testbed:
+        with AllReduceTestbed(None, max(plan.ranks), reducers=2) as testbed:
             for n in plan.ranks:
                 configurations = [gloo(), workers(), workers(transport="tcp"), ring(), dedicated(n, 2)]
                 for nbytes in plan.loopback_sizes:
@@ -276,7 +288,7 @@ class _Bench:
             self._add("loopback", Configuration(system, name), n, nbytes, (math.inf,) * n, 0.0, timed, floors_s[nbytes])
             self.progress.advance(n * nbytes)
 
-    def _ddp(self, testbed: Testbed, hosts: Hosts) -> None:
+    def _ddp(self, testbed: AllReduceTestbed, hosts: Hosts) -> None:
         plan = self.plan
         n = plan.hybrid_workers
         try:
@@ -319,7 +331,7 @@ class _Bench:
             )
             self.progress.advance(n * nbytes * plan.ddp_steps)
 
-    def _throughput(self, testbed: Testbed, hosts: Hosts) -> None:
+    def _throughput(self, testbed: AllReduceTestbed, hosts: Hosts) -> None:
         plan = self.plan
         for n in plan.throughput_workers:
             # A single worker has nothing to all-reduce.
@@ -353,7 +365,7 @@ class _Bench:
 
     def _cases(
         self,
-        testbed: Testbed,
+        testbed: AllReduceTestbed,
         part: str,
         configurations: Sequence[Configuration],
         n: int,
@@ -377,7 +389,7 @@ class _Bench:
             self._add(part, configuration, n, nbytes, rates, rtt_ms, timed, floor_s)
             self.progress.advance(n * nbytes * calls * rounds)
 
-    def _missing(self, testbed: Testbed, configuration: Configuration, error: BaselineError) -> None:
+    def _missing(self, testbed: AllReduceTestbed, configuration: Configuration, error: BaselineError) -> None:
         self.result.baselines_missing[configuration.name] = str(error)
         self.progress.say(f"{configuration.name}: {error}")
         testbed.restart()

@@ -19,7 +19,7 @@ import numpy as np
 
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.rounds import NICENESS
-from geartrain_bench.allreduce.testbed import SECRET, Configuration, Testbed
+from geartrain_bench.allreduce.testbed import SECRET, AllReduceTestbed, Configuration
 from geartrain_bench.harness.baselines import BaselineError
 
 WORKER = [sys.executable, "-m", "geartrain_bench.allreduce.ddp_worker"]
@@ -46,7 +46,7 @@ def reference(n: int, steps: int) -> str:
         return str(_answers([process], [stderr])[0]["checksum"])
 
 
-def run(hosts: Hosts, testbed: Testbed, configuration: Configuration, n: int, steps: int) -> Trained:
+def run(hosts: Hosts, testbed: AllReduceTestbed, configuration: Configuration, n: int, steps: int) -> Trained:
     """Trains with n ranks, one on each of the first hosts.
 
     Raises:

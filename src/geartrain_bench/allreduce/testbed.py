@@ -102,7 +102,7 @@ class Timed:
     received_bytes: float = 0.0
 
 
-class Testbed:
+class AllReduceTestbed:
     """Processes of workers and of reducers (as many by default). A context manager.
 
     Args:
@@ -137,7 +137,7 @@ class Testbed:
         self.fleet.close()
         self._start()
 
-    def __enter__(self) -> Testbed:
+    def __enter__(self) -> AllReduceTestbed:
         return self
 
     def __exit__(
@@ -198,7 +198,7 @@ class Testbed:
 class Grouped:
     """An open group, and its timed operations."""
 
-    testbed: Testbed
+    testbed: AllReduceTestbed
     configuration: Configuration
     n: int
 
