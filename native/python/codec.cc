@@ -48,7 +48,7 @@ class Codec {
     types_.max_depth = max_depth;
   }
 
-  Parcel* encode(nb::handle value, bool pickle) const { return geartrain::encode(types_, value, pickle); }
+  Payload* encode(nb::handle value, bool pickle) const { return geartrain::encode(types_, value, pickle); }
   nb::object decode(const Arrived& arrived, bool pickle) const {
     return geartrain::decode(types_, arrived.message, pickle);
   }
@@ -59,7 +59,7 @@ class Codec {
 
 Arrived* arrived_from(const nb::bytes& header, const nb::list& buffers) {
   auto made = std::make_unique<Arrived>();
-  Parcel parts;
+  Payload parts;
   std::vector<uint64_t> sizes;
   for (const nb::handle buffer : buffers) parts.add(buffer);
   for (const Bytes& part : parts.buffers()) sizes.push_back(part.size());
@@ -97,34 +97,34 @@ void bind_codec(nb::module_& module) {
                    })
       .def_prop_ro("buffers", [](const Arrived& self) { return views_of(self.message); });
 
-  nb::class_<Parcel>(module, "Parcel")
+  nb::class_<Payload>(module, "Payload")
       .def("__init__",
-           [](Parcel* self, const nb::bytes& header, const nb::list& buffers) {
-             auto* made = new (self) Parcel();
+           [](Payload* self, const nb::bytes& header, const nb::list& buffers) {
+             auto* made = new (self) Payload();
              const auto* begin = reinterpret_cast<const std::byte*>(header.c_str());
              made->header.assign(begin, begin + header.size());
              try {
                for (const nb::handle buffer : buffers) made->add(buffer);
              } catch (...) {
-               made->~Parcel();
+               made->~Payload();
                throw;
              }
            })
       .def_prop_ro("header",
-                   [](const Parcel& self) {
+                   [](const Payload& self) {
                      return nb::bytes(reinterpret_cast<const char*>(self.header.data()), self.header.size());
                    })
       .def_prop_ro("buffers",
-                   [](nb::handle_t<Parcel> self) {
+                   [](nb::handle_t<Payload> self) {
                      nb::list out;
-                     for (const Bytes& part : nb::cast<const Parcel&>(self).buffers()) {
+                     for (const Bytes& part : nb::cast<const Payload&>(self).buffers()) {
                        const size_t shape[1] = {part.size()};
                        out.append(nb::cast(nb::ndarray<nb::numpy, const uint8_t>(
                            reinterpret_cast<const uint8_t*>(part.data()), 1, shape, nb::borrow(self))));
                      }
                      return out;
                    })
-      .def_prop_ro("nbytes", [](const Parcel& self) {
+      .def_prop_ro("nbytes", [](const Payload& self) {
         size_t bytes = self.header.size();
         for (const Bytes& part : self.buffers()) bytes += part.size();
         return bytes;

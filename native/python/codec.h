@@ -44,7 +44,7 @@ struct CodecTypes {
 };
 
 // The caller's to delete. Throws frame for what cannot be sent, and whatever pickle raises.
-Parcel* encode(const CodecTypes& codec, nb::handle value, bool pickle);
+Payload* encode(const CodecTypes& codec, nb::handle value, bool pickle);
 
 // Throws frame for whatever is wrong with the message, untrusted for a pickle where none is taken.
 nb::object decode(const CodecTypes& codec, const Message& message, bool pickle);

@@ -18,12 +18,12 @@ struct Arrived {
 };
 
 // A header, and the buffers of objects that stay as they are meanwhile. Made and destroyed with the GIL held.
-class Parcel {
+class Payload {
  public:
-  Parcel() = default;
-  Parcel(const Parcel&) = delete;
-  Parcel& operator=(const Parcel&) = delete;
-  ~Parcel() {
+  Payload() = default;
+  Payload(const Payload&) = delete;
+  Payload& operator=(const Payload&) = delete;
+  ~Payload() {
     for (Py_buffer& view : views_) PyBuffer_Release(&view);
   }
 

@@ -82,9 +82,9 @@ std::shared_ptr<Connection> connect_to(const std::string& address, const nb::dic
   return connect(address, options, Deadline::after(timeout_s));
 }
 
-void send(Connection& connection, uint64_t tag, uint32_t kind, const Parcel& parcel, double timeout_s) {
+void send(Connection& connection, uint64_t tag, uint32_t kind, const Payload& payload, double timeout_s) {
   nb::gil_scoped_release unlocked;
-  connection.send({tag, kind, parcel.header, parcel.buffers()}, Deadline::after(timeout_s));
+  connection.send({tag, kind, payload.header, payload.buffers()}, Deadline::after(timeout_s));
 }
 
 Arrived* receive(Connection& connection, double timeout_s) {
@@ -181,14 +181,14 @@ Arrived* wait_for_answer(PendingCalls& calls, uint64_t tag, double timeout_s) {
   return arrived.release();
 }
 
-Arrived* call(PendingCalls& calls, uint32_t kind, const Parcel& parcel, double timeout_s) {
+Arrived* call(PendingCalls& calls, uint32_t kind, const Payload& payload, double timeout_s) {
   auto arrived = std::make_unique<Arrived>();
   const Deadline deadline = Deadline::after(timeout_s);
   uint64_t tag = 0;
   try {
     bool sent = false;
     patiently_or_throw(timeout_s, [&](Deadline slice) {
-      if (!sent) tag = calls.start(kind, parcel.header, parcel.buffers(), false, deadline);
+      if (!sent) tag = calls.start(kind, payload.header, payload.buffers(), false, deadline);
       sent = true;
       calls.wait(tag, &arrived->message, slice);
     });
@@ -253,9 +253,9 @@ void bind_transport(nb::module_& module) {
   nb::class_<PendingCalls>(module, "Calls")
       .def(nb::init<std::shared_ptr<Connection>, size_t>())
       .def("start",
-           [](PendingCalls& calls, uint32_t kind, const Parcel& parcel, bool loose, double timeout_s) {
+           [](PendingCalls& calls, uint32_t kind, const Payload& payload, bool loose, double timeout_s) {
              nb::gil_scoped_release unlocked;
-             return calls.start(kind, parcel.header, parcel.buffers(), loose, Deadline::after(timeout_s));
+             return calls.start(kind, payload.header, payload.buffers(), loose, Deadline::after(timeout_s));
            })
       .def("wait", &wait_for_answer)
       .def("call", &call)
@@ -269,9 +269,9 @@ void bind_transport(nb::module_& module) {
              return arrived.release();
            })
       .def("tell",
-           [](PendingCalls& calls, uint64_t tag, uint32_t kind, const Parcel& parcel, double timeout_s) {
+           [](PendingCalls& calls, uint64_t tag, uint32_t kind, const Payload& payload, double timeout_s) {
              nb::gil_scoped_release unlocked;
-             calls.tell(tag, kind, parcel.header, Deadline::after(timeout_s));
+             calls.tell(tag, kind, payload.header, Deadline::after(timeout_s));
            })
       .def_prop_ro("open", &PendingCalls::open)
       .def_prop_ro("connection", &PendingCalls::shared_connection);

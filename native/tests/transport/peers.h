@@ -72,11 +72,11 @@ inline std::vector<std::byte> pattern(uint64_t seed, uint64_t bytes) {
   return out;
 }
 
-struct Parcel {
+struct Payload {
   std::vector<std::byte> header;
   std::vector<std::vector<std::byte>> buffers;
 
-  Parcel(uint64_t seed, uint64_t header_bytes, const std::vector<uint64_t>& sizes)
+  Payload(uint64_t seed, uint64_t header_bytes, const std::vector<uint64_t>& sizes)
       : header(pattern(seed, header_bytes)) {
     for (const uint64_t size : sizes) buffers.push_back(pattern(seed + buffers.size() + 1, size));
   }

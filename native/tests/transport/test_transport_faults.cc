@@ -31,11 +31,11 @@ TEST(a_peer_killed_in_the_middle_of_big_messages_is_an_error_and_its_memory_come
       const std::string address = listener.address();
       Child child([&] {
         const auto connection = connect(address, over(transport), soon());
-        const Parcel parcel(3, 10, {48 * kMiB, 5});
-        for (uint64_t i = 0;; ++i) parcel.send(*connection, i, soon());
+        const Payload payload(3, 10, {48 * kMiB, 5});
+        for (uint64_t i = 0;; ++i) payload.send(*connection, i, soon());
       });
       const auto connection = listener.accept(soon());
-      const Parcel expected(3, 10, {48 * kMiB, 5});
+      const Payload expected(3, 10, {48 * kMiB, 5});
       Message message;
       connection->receive(&message, soon());
       ::usleep(static_cast<useconds_t>(round * 3001));
@@ -73,14 +73,14 @@ TEST(a_peer_killed_while_it_is_sent_to_is_an_error) {
         for (;;) connection->receive(&message, soon());
       });
       const auto connection = listener.accept(soon());
-      const Parcel parcel(3, 10, {bytes});
-      for (uint64_t i = 0; i < 3; ++i) parcel.send(*connection, i, soon());
+      const Payload payload(3, 10, {bytes});
+      for (uint64_t i = 0; i < 3; ++i) payload.send(*connection, i, soon());
       child.signal(SIGKILL);
       const Deadline deadline = soon(5);
       bool lost = false;
       while (!lost && !deadline.passed()) {
         try {
-          parcel.send(*connection, 9, deadline);
+          payload.send(*connection, 9, deadline);
         } catch (const Error& error) {
           lost = error.kind == ErrorKind::peer_lost;
           CHECK(lost);
@@ -108,14 +108,14 @@ TEST(a_stopped_peer_is_a_deadline_and_goes_on_when_it_goes_on) {
     const auto connection = listener.accept(soon());
     PendingCalls calls(connection);
     Message answer;
-    const Parcel parcel(1, 100, {});
-    calls.wait(calls.start(0, parcel.header, {}, false, soon()), &answer, soon());
+    const Payload payload(1, 100, {});
+    calls.wait(calls.start(0, payload.header, {}, false, soon()), &answer, soon());
     child.signal(SIGSTOP);
-    const uint64_t tag = calls.start(0, parcel.header, {}, false, soon());
+    const uint64_t tag = calls.start(0, payload.header, {}, false, soon());
     CHECK_THROWS(timed_out, calls.wait(tag, &answer, Deadline::after(0.1)));
     child.signal(SIGCONT);
     calls.wait(tag, &answer, soon());
-    CHECK(parcel.is(answer));
+    CHECK(payload.is(answer));
   }
 }
 
@@ -126,7 +126,7 @@ TEST(a_forked_child_may_not_use_its_parents_connections_and_does_not_keep_them_o
     PendingCalls calls(pair.one);
     Inbox inbox;
     inbox.add(1, pair.other);
-    Parcel(1, 5, {kMiB}).send(*pair.one, 1, soon());
+    Payload(1, 5, {kMiB}).send(*pair.one, 1, soon());
     Message kept;
     Inbox::Event event;
     CHECK(inbox.receive(&event, soon()));
@@ -144,9 +144,9 @@ TEST(a_forked_child_may_not_use_its_parents_connections_and_does_not_keep_them_o
       pair = {};
       // And may make its own.
       Pair own = connected(transport);
-      Parcel(2, 9, {9}).send(*own.one, 1, soon());
+      Payload(2, 9, {9}).send(*own.one, 1, soon());
       own.other->receive(&message, soon());
-      CHECK(Parcel(2, 9, {9}).is(message));
+      CHECK(Payload(2, 9, {9}).is(message));
       const char done = testing::failures == 0 ? 'y' : 'n';
       CHECK_EQ(::write(pipe[1], &done, 1), ssize_t{1});
       ::pause();
@@ -158,12 +158,12 @@ TEST(a_forked_child_may_not_use_its_parents_connections_and_does_not_keep_them_o
     ::close(pipe[1]);
     // The child's copies came and went without a trace in the parent.
     for (uint64_t i = 0; i < 80; ++i) {
-      Parcel(i, 5, {kMiB}).send(*pair.one, i, soon());
+      Payload(i, 5, {kMiB}).send(*pair.one, i, soon());
       inbox.resume(1);
       CHECK(inbox.receive(&event, soon()));
-      CHECK(Parcel(i, 5, {kMiB}).is(event.message));
+      CHECK(Payload(i, 5, {kMiB}).is(event.message));
     }
-    CHECK(Parcel(1, 5, {kMiB}).is(kept));
+    CHECK(Payload(1, 5, {kMiB}).is(kept));
     inbox.resume(1);
     // The child lives, and the end is seen nevertheless.
     pair.one->close();
@@ -194,10 +194,10 @@ TEST(garbage_and_silence_on_the_port_are_refused_and_disturb_nobody) {
     const char* transport = i % 2 == 0 ? "tcp" : "shm";
     const auto one = connect(listener.address(), over(transport), soon(5));
     const auto other = listener.accept(soon(5));
-    Parcel(1, 2, {3}).send(*one, 9, soon());
+    Payload(1, 2, {3}).send(*one, 9, soon());
     Message message;
     other->receive(&message, soon());
-    CHECK(Parcel(1, 2, {3}).is(message));
+    CHECK(Payload(1, 2, {3}).is(message));
   }
   ::usleep(700'000);
   for (const Descriptor& socket : silent) {
@@ -312,8 +312,8 @@ TEST(a_reader_that_never_reads_bounds_what_its_peer_may_queue) {
     options.limits.max_segment_bytes = 64 * kMiB;
     const uint64_t before_mib = resident_mib();
     Pair pair = connected(transport, options);
-    const Parcel parcel(1, 10, {8 * kMiB});
-    CHECK_THROWS(timed_out, for (int i = 0; i < 1000; ++i) parcel.send(*pair.one, 1, Deadline::after(0.1)));
+    const Payload payload(1, 10, {8 * kMiB});
+    CHECK_THROWS(timed_out, for (int i = 0; i < 1000; ++i) payload.send(*pair.one, 1, Deadline::after(0.1)));
     CHECK(resident_mib() < before_mib + 200);
   }
 }

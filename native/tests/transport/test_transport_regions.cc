@@ -69,10 +69,10 @@ TEST(exposed_memory_is_read_and_written_as_it_is_over_every_way) {
     CHECK_EQ(counts.bytes_sent[static_cast<size_t>(way.path)], 1004 + kMiB + big);
     CHECK(pair.one->one_sided().starts_with(kPathNames[static_cast<size_t>(way.path)]));
     // And the messages have not been disturbed.
-    Parcel(1, 2, {3}).send(*pair.one, 1, soon());
+    Payload(1, 2, {3}).send(*pair.one, 1, soon());
     Message message;
     pair.other->receive(&message, soon());
-    CHECK(Parcel(1, 2, {3}).is(message));
+    CHECK(Payload(1, 2, {3}).is(message));
   }
 }
 

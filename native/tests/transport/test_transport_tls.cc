@@ -154,7 +154,7 @@ TEST(keys_are_changed_on_the_way_and_nobody_notices) {
   const auto one = connect(listener.address(), with(&files), soon());
   const auto other = listener.accept(soon());
   const auto talk = [](Connection& end) {
-    const Parcel big(1, 100, {12 * kMiB + 5}), small(2, 20'000, {3, 70'000});
+    const Payload big(1, 100, {12 * kMiB + 5}), small(2, 20'000, {3, 70'000});
     for (uint64_t i = 0; i < 20; ++i) (i % 5 == 0 ? big : small).send(end, i, soon());
     for (uint64_t i = 0; i < 20; ++i) {
       Message message;
@@ -251,13 +251,13 @@ TEST(what_travels_cannot_be_read_on_the_way_and_one_changed_byte_ends_the_connec
       Between between(listener.address());
       const auto one = connect(between.address(), over(transport), soon());
       const auto other = listener.accept(soon());
-      const Parcel parcel(5, 64, {bytes});
-      parcel.send(*one, 1, soon());
+      const Payload payload(5, 64, {bytes});
+      payload.send(*one, 1, soon());
       Message message;
       other->receive(&message, soon());
-      CHECK(parcel.is(message));
-      CHECK_EQ(between.saw(Bytes(parcel.header).first(32)), !tls);
-      CHECK_EQ(between.saw(Bytes(parcel.buffers[0]).first(32)), !tls);
+      CHECK(payload.is(message));
+      CHECK_EQ(between.saw(Bytes(payload.header).first(32)), !tls);
+      CHECK_EQ(between.saw(Bytes(payload.buffers[0]).first(32)), !tls);
       // The line beside it: exposed memory.
       std::vector<std::byte> memory = pattern(77, 5000), into(5000);
       const auto region = other->expose(memory, false);
@@ -268,7 +268,7 @@ TEST(what_travels_cannot_be_read_on_the_way_and_one_changed_byte_ends_the_connec
       if (!tls) continue;
       between.change = true;
       try {
-        parcel.send(*one, 2, soon());
+        payload.send(*one, 2, soon());
         other->receive(&message, soon());
         CHECK(false);
       } catch (const Error& error) {
@@ -307,10 +307,10 @@ TEST(garbage_and_silence_on_a_port_with_tls_are_refused_and_disturb_nobody) {
     if (i % 4 != 0) continue;
     const auto one = connect(listener.address(), over("tcp+tls"), soon(5));
     const auto other = listener.accept(soon(5));
-    Parcel(1, 2, {3}).send(*one, 9, soon());
+    Payload(1, 2, {3}).send(*one, 9, soon());
     Message message;
     other->receive(&message, soon());
-    CHECK(Parcel(1, 2, {3}).is(message));
+    CHECK(Payload(1, 2, {3}).is(message));
   }
   ::usleep(1'200'000);
   for (const Descriptor& socket : silent) {
