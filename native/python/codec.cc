@@ -1,6 +1,6 @@
-// geartrain._native.Codec: values as a header and buffers, and back, without executing anything that came.
+// Codec (geartrain._native.Codec): values as a header and buffers, and back, without executing anything received.
 //
-// A value is one byte that says what follows, and then that; numbers are little-endian:
+// A value is one type byte, followed by its content; numbers are little-endian:
 //
 //   N T F        None, True, False
 //   i  i64       an int that fits                   I  u32 n, n bytes   one that does not, two's complement
@@ -11,13 +11,13 @@
 //   m  u32 n, n keys and values   dict
 //   a A g  u8 dtype, u8 axes, u8 inline, axes x u64; then the elements, if inline, else they are the next buffer
 //                                 NumPy array, torch tensor, NumPy scalar (no axes)
-//   p  u32 n, u32 k, n bytes      a pickle of protocol 5 with k buffers out of band; only where that is allowed
+//   p  u32 n, u32 k, n bytes      a pickle of protocol 5 with k out-of-band buffers; only where that is allowed
 //
-// Small arrays stand inline, large ones are the message's buffers, used once each and in order: what was sent is not
-// copied here, and an array that was received is a view of the message's memory. Dtypes are schema.py's codes.
+// Small arrays are inline, large ones are the message's buffers, used once each and in order: what is sent is not
+// copied here, and an array that was received is a view of the message's memory. Dtypes are core/dtypes.py's codes.
 //
 // The decoder is safe against any bytes: it reads within bounds, takes memory in proportion to what came, and goes
-// down to the depth that was set. Whatever is wrong is one error, of kind frame.
+// down to the depth that was set. Any malformed input is one error, of kind frame.
 
 #include <nanobind/stl/string.h>
 

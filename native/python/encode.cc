@@ -1,4 +1,4 @@
-// Values into a header and buffers. codec.cc has the format.
+// Encoder of values into a header and buffers. codec.cc has the format.
 
 #include <nanobind/stl/string.h>
 
@@ -9,8 +9,8 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kInlineMost = 512;        // an array of so many bytes stands in the header
-constexpr size_t kInlineBytesMost = 4096;  // and so do bytes
+constexpr size_t kInlineMost = 512;        // an array of up to so many bytes is inline
+constexpr size_t kInlineBytesMost = 4096;  // and so are bytes
 constexpr size_t kMostBuffers = 4096;
 
 struct Writer {

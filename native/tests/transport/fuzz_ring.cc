@@ -1,4 +1,4 @@
-// A peer on this host that writes anything into the shared ring, and announces anything as its segments.
+// Fuzzer of shared memory: a peer on this host writes anything into the ring, and announces anything as its segments.
 
 #include <fcntl.h>
 #include <sys/eventfd.h>

@@ -1,5 +1,5 @@
-// One conformance suite over every provider: whole messages in order, deadlines, bounded queues, and an end that is
-// noticed. And who waits for many peers (inbox.h) or for answers (pending_calls.h).
+// Conformance suite of every provider: whole messages in order, deadlines, bounded queues, and detection of the
+// end. And the inbox of many peers (inbox.h), and pending calls (pending_calls.h).
 
 #include <sys/mman.h>
 
@@ -150,7 +150,7 @@ TEST(every_wait_ends_at_its_deadline) {
     Message message;
     CHECK_THROWS(timed_out, pair.one->receive(&message, Deadline::after(0.02)));
     CHECK_THROWS(timed_out, pair.one->receive(&message, Deadline::after(0)));
-    // The peer does not read: what is on its way is bounded, and the sender gets its deadline.
+    // The peer does not read: data in flight is bounded, and the sender times out.
     const uint64_t began_ns = monotonic_ns();
     uint64_t sent = 0;
     bool timed_out = false;
@@ -196,7 +196,7 @@ TEST(what_was_sent_before_the_end_is_received_and_then_the_end_is_an_error) {
   }
 }
 
-TEST(the_end_wakes_whoever_waits) {
+TEST(the_end_wakes_every_waiting_thread) {
   for (const char* transport : transports()) {
     for (const bool own : {true, false}) {
       Pair pair = connected(transport);
@@ -239,7 +239,7 @@ TEST(messages_that_are_kept_are_never_overwritten_and_their_memory_comes_back) {
         pair.other->receive(&kept.back(), soon());
       }
     }
-    // The connection is gone, the messages are not.
+    // The connection is closed, the messages are not.
     for (uint64_t i = 0; i < 150; ++i) {
       const uint64_t seed = (i + 75) % 150;
       CHECK(Payload(seed, 8, {600 * kKiB + seed}).is(kept[i]));
@@ -266,7 +266,7 @@ TEST(what_is_beyond_a_limit_is_refused_by_its_sender) {
   }
 }
 
-TEST(the_fastest_way_that_works_is_chosen_and_the_others_are_explained) {
+TEST(the_fastest_provider_that_works_is_chosen_and_the_others_are_explained) {
   ListenerOptions options;
   Listener all(options);
   CHECK_EQ(std::string(connect(all.address(), {}, soon())->transport()), "inproc");
@@ -290,7 +290,7 @@ TEST(the_fastest_way_that_works_is_chosen_and_the_others_are_explained) {
   for (const char* nonsense : {"", "id=", "tcp=1:2", "id=12;tcp=1:2", "hello"}) {
     CHECK_THROWS(schema, Address::parse(nonsense));
   }
-  // Whoever answers there, for places that are known before their listeners are.
+  // An address without an id, for places that are known before their listeners are.
   const std::string place = Address::parse(address).tcp.at(0);
   CHECK_EQ(std::string(connect("id=any;tcp=" + place, {}, soon())->transport()), "tcp");
 }
@@ -320,7 +320,7 @@ TEST(a_secret_is_proved_on_both_sides_or_there_is_no_connection) {
   CHECK(Address::parse(guarded.address()).tcp.size() >= 1);
 }
 
-TEST(an_inbox_serves_many_peers_in_their_order_and_tells_of_their_end) {
+TEST(an_inbox_serves_many_peers_in_their_order_and_reports_their_end) {
   constexpr uint64_t kPeers = 9, kEach = 200;
   std::vector<Pair> pairs;
   Inbox inbox;
@@ -350,7 +350,7 @@ TEST(an_inbox_serves_many_peers_in_their_order_and_tells_of_their_end) {
           }
           if (event.message.tag % 40 == 0) ::usleep(1500);  // slow now and then: others must go on meanwhile
           wrong += !Payload(event.message.tag, 50, {event.message.tag % 50 == 0 ? kMiB : 9}).is(event.message);
-          // Order is kept: nobody else has a message of this peer before resume().
+          // Order is kept: no other thread has a message of this peer before resume().
           wrong += next[event.id]++ != event.message.tag;
           inbox.resume(event.id);
         }
@@ -400,7 +400,7 @@ TEST(a_slow_answer_holds_up_other_peers_for_a_moment_only) {
   for (auto& server : servers) server.join();
 }
 
-TEST(the_end_of_a_watched_peer_is_told_without_reading_from_it) {
+TEST(the_end_of_a_watched_peer_is_reported_without_reading_from_it) {
   for (const char* transport : transports()) {
     Pair pair = connected(transport);
     Inbox inbox;
@@ -434,7 +434,7 @@ TEST(many_threads_ask_over_one_connection_and_each_gets_its_own_answer) {
       }
     });
     std::vector<std::thread> callers;
-    std::atomic<uint64_t> wrong{0}, loose{0};
+    std::atomic<uint64_t> wrong{0}, detached{0};
     for (uint64_t t = 0; t < 3; ++t) {
       callers.emplace_back([&, t] {
         std::vector<std::pair<uint64_t, Payload>> open;
@@ -454,8 +454,8 @@ TEST(many_threads_ask_over_one_connection_and_each_gets_its_own_answer) {
     std::thread completer([&] {
       for (int n = 0; n < 100; ++n) {
         Message answer;
-        calls.next_loose(&answer, soon());
-        ++loose;
+        calls.next_detached(&answer, soon());
+        ++detached;
       }
     });
     for (int n = 0; n < 100; ++n) calls.start(0, {}, {}, true, soon());
@@ -463,7 +463,7 @@ TEST(many_threads_ask_over_one_connection_and_each_gets_its_own_answer) {
     completer.join();
     server.join();
     CHECK_EQ(wrong.load(), uint64_t{0});
-    CHECK_EQ(loose.load(), uint64_t{100});
+    CHECK_EQ(detached.load(), uint64_t{100});
     CHECK_EQ(calls.open(), size_t{0});
     const uint64_t unanswered = calls.start(0, {}, {}, false, soon());
     Message answer;

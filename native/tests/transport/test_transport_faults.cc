@@ -1,5 +1,5 @@
-// What goes wrong between processes: killed, stopped, silent and lying peers. Each is a named error in bounded time,
-// nothing is left behind, and everybody else goes on.
+// Faults between processes: killed, stopped, silent and malicious peers. Each is a named error in bounded time,
+// nothing leaks, and all others go on.
 
 #include <fcntl.h>
 #include <poll.h>
@@ -23,7 +23,7 @@ namespace {
 
 TEST(a_peer_killed_in_the_middle_of_big_messages_is_an_error_and_its_memory_comes_back) {
   if (kThreadSanitizer) return;
-  connected("tcp");  // the thread that serves the lines beside connections keeps two files open
+  connected("tcp");  // the sideband thread keeps two files open
   for (const char* transport : transports_between_processes()) {
     const size_t files = open_files(), in_use = pool_counts().bytes_in_use;
     for (int round = 0; round < 12; ++round) {
@@ -173,7 +173,7 @@ TEST(a_forked_child_may_not_use_its_parents_connections_and_does_not_keep_them_o
   }
 }
 
-TEST(garbage_and_silence_on_the_port_are_refused_and_disturb_nobody) {
+TEST(garbage_and_silence_on_the_port_are_refused_and_disturb_no_other) {
   ListenerOptions options;
   options.options.limits.handshake_timeout_s = 0.5;
   Listener listener(options);
@@ -220,7 +220,7 @@ TEST(a_frame_that_claims_what_cannot_be_ends_its_connection_before_memory_is_tak
   const uint64_t before_mib = resident_mib();
   for (const FrameHeader& frame : frames) {
     Liar liar;
-    liar.say(std::as_bytes(std::span(&frame, 1)));
+    liar.send(std::as_bytes(std::span(&frame, 1)));
     Message message;
     CHECK_THROWS(frame, liar.victim->receive(&message, soon(5)));
     CHECK_THROWS(peer_lost, liar.victim->receive(&message, soon(5)));
@@ -229,9 +229,9 @@ TEST(a_frame_that_claims_what_cannot_be_ends_its_connection_before_memory_is_tak
   for (const std::pair<uint64_t, uint64_t> sizes : {std::pair{huge, huge}, {5, 6}, {5, 4}, {~uint64_t{0}, 11}}) {
     Liar liar;
     const FrameHeader frame = {kFrameMagic, 0, 0, 0, 10, 2, 0, 0};
-    liar.say(std::as_bytes(std::span(&frame, 1)));
-    liar.say(std::as_bytes(std::span(&sizes.first, 1)));
-    liar.say(std::as_bytes(std::span(&sizes.second, 1)));
+    liar.send(std::as_bytes(std::span(&frame, 1)));
+    liar.send(std::as_bytes(std::span(&sizes.first, 1)));
+    liar.send(std::as_bytes(std::span(&sizes.second, 1)));
     Message message;
     CHECK_THROWS(frame, liar.victim->receive(&message, soon(5)));
   }
@@ -239,8 +239,8 @@ TEST(a_frame_that_claims_what_cannot_be_ends_its_connection_before_memory_is_tak
   Liar patient;
   const FrameHeader frame = {kFrameMagic, 0, 0, 0, 8000 * kMiB, 1, 0, 0};
   const uint64_t size = frame.payload_bytes;
-  patient.say(std::as_bytes(std::span(&frame, 1)));
-  patient.say(std::as_bytes(std::span(&size, 1)));
+  patient.send(std::as_bytes(std::span(&frame, 1)));
+  patient.send(std::as_bytes(std::span(&size, 1)));
   Message message;
   CHECK_THROWS(timed_out, patient.victim->receive(&message, Deadline::after(0.1)));
   CHECK(resident_mib() < before_mib + 100);
@@ -272,7 +272,7 @@ TEST(random_bytes_on_a_connection_never_do_more_than_end_it) {
       bytes[random() % bytes.size()] ^= static_cast<std::byte>(1u << (random() % 8));
     }
     bytes.resize(bytes.size() - random() % bytes.size() / 4);
-    liar.say(bytes);
+    liar.send(bytes);
     liar.socket.reset();
     try {
       Message message;

@@ -168,7 +168,7 @@ class Sampler:
     def release(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> None:
         """Lets go of rows whose last allowed samples these were, once they are copied."""
         if self.limited:
-            self.plan.store.native.release_spent(rows, generations)
+            self.plan.store.native.release_exhausted(rows, generations)
 
     def _draw_and_fetch(
         self, n: int, step: int, state: dict[str, int], again: Again | None, out: list[Any] | None
