@@ -2,7 +2,7 @@
 //
 // Over a Unix socket the dialer's Join carries the memory of two rings and its loop's eventfd, and the answer carries
 // the other loop's: then the two share memory. Whether they can is found by trying: the name of the Unix socket holds
-// the listener's random id, and the handshake proves who answers there. Host names are never compared.
+// the listener's random id, and the handshake proves the identity of the listener there. Host names are never compared.
 #pragma once
 
 #include <functional>

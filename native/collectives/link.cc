@@ -13,8 +13,7 @@
 namespace geartrain {
 namespace {
 
-// --- TCP
-// ----------------------------------------------------------------------------------------------------------------
+// --- TCP ------------------------------------------------------------------------------------------------------------
 
 // What the kernel may hold unsent: two turns of a peer. More would only stand in a queue that cannot be reordered.
 constexpr int kUnsentBytes = 32 << 10;

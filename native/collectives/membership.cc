@@ -189,7 +189,7 @@ Fault Membership::fault() const {
 std::string Membership::name_of(uint32_t member) const {
   return member < options_.world ? "rank " + std::to_string(member)
          : member < members_     ? "reducer " + options_.reducers[member - options_.world]
-                                 : "nobody";
+                                 : "no member";
 }
 
 Fault Membership::left_fault(uint32_t member, uint64_t operation) const {

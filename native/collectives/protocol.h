@@ -2,9 +2,9 @@
 // them.
 //
 //   rank (dials)                                       owner: another rank, or a reducer
-//   Join     group, rank, of how many, settings  --->
 //   Join     group, rank, world, settings        --->
 //                                                <---  Welcome   the window granted, or the reason of a refusal
+//
 // From then on both sides send frames, each a header and a payload right behind it:
 //
 //    0      4      6      8               16               24       28       32

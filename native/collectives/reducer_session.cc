@@ -41,8 +41,7 @@ uint64_t ReducerSession::bytes_sent() const {
   return bytes;
 }
 
-// --- frames
-// -------------------------------------------------------------------------------------------------------------
+// --- frames ---------------------------------------------------------------------------------------------------------
 
 std::span<std::byte> ReducerSession::room(Peer& peer, const WireHeader& header) {
   if (over()) return discard_;
@@ -87,8 +86,7 @@ void ReducerSession::results_for(uint32_t rank) {
   if (peers_[rank] != nullptr) peers_[rank]->kick();
 }
 
-// --- the end
-// ------------------------------------------------------------------------------------------------------------
+// --- the end --------------------------------------------------------------------------------------------------------
 
 void ReducerSession::lost(Peer& peer, const std::string& why) {
   const uint32_t rank = peer.member();

@@ -33,8 +33,7 @@ void RingAllreduce::forward(const Operation& operation, At* at, bool sending, ui
   }
 }
 
-// --- an operation begins
-// ----------------------------------------------------------------------------------------------
+// --- an operation begins --------------------------------------------------------------------------------------------
 
 void RingAllreduce::compare(uint64_t number, const Shape& mine) {
   const auto found = theirs_.find(number);
@@ -97,8 +96,7 @@ void RingAllreduce::open(uint64_t number, const Open& open) {
   if (still != operations_.end() && work->shape.count == 0) finish(still);
 }
 
-// --- in
-// -----------------------------------------------------------------------------------------------------------------
+// --- receiving ------------------------------------------------------------------------------------------------------
 
 void RingAllreduce::check_place(const Operation& operation, const WireHeader& header) const {
   const At& at = operation.received;
@@ -180,8 +178,7 @@ void RingAllreduce::add(Operation& operation, std::span<const std::byte> payload
   forward(operation, &operation.received, false, count);
 }
 
-// --- out
-// ----------------------------------------------------------------------------------------------------------------
+// --- sending --------------------------------------------------------------------------------------------------------
 
 bool RingAllreduce::next(OutFrame* frame) {
   for (auto& [number, operation] : operations_) {

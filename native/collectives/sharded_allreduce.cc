@@ -90,8 +90,7 @@ void ShardedAllreduce::start() {
   for (size_t i = 0; i < others_.size(); ++i) host_.parts_for(others_[(self_ + i) % others_.size()]);
 }
 
-// --- the window
-// -------------------------------------------------------------------------------------------------------
+// --- the window -----------------------------------------------------------------------------------------------------
 
 // The part of the stream that has come back, by the share that is furthest behind.
 uint64_t ShardedAllreduce::returned() const {
@@ -123,8 +122,7 @@ void ShardedAllreduce::finish_sample(const Operation& operation, uint32_t owner,
   window_.sample(now - sample_.began_ns, delivered_ - sample_.delivered, sample_.held_up, now);
 }
 
-// --- out
-// ----------------------------------------------------------------------------------------------------------------
+// --- sending --------------------------------------------------------------------------------------------------------
 
 bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
   if (operations_.empty()) return false;
@@ -169,8 +167,7 @@ bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
   return false;
 }
 
-// --- in
-// -----------------------------------------------------------------------------------------------------------------
+// --- receiving ------------------------------------------------------------------------------------------------------
 
 ShardedAllreduce::Operation* ShardedAllreduce::find(uint64_t number) {
   if (operations_.empty() || number < operations_.front().number) return nullptr;

@@ -21,7 +21,7 @@ ShareOwner::ShareOwner(ChunkBufferPool& blocks, Host& host, uint32_t world, uint
       completed_(world),
       held_(world) {}
 
-// --- what comes -----------------------------------------------------------------------------------------------------
+// --- receiving ------------------------------------------------------------------------------------------------------
 
 ShareOwner::Place ShareOwner::find_or_make(uint32_t rank, uint64_t number, const Shape& shape, uint64_t share_bytes) {
   const auto [place, made] = operations_.try_emplace(number);
@@ -93,7 +93,7 @@ void ShareOwner::took(uint32_t rank, const WireHeader& part) {
   if (operation.received[rank] % chunk_ == 0 || operation.received[rank] == operation.share_bytes) advance(place);
 }
 
-// --- what goes ------------------------------------------------------------------------------------------------------
+// --- sending --------------------------------------------------------------------------------------------------------
 
 // Reduces every chunk that has arrived from all.
 void ShareOwner::advance(Place place) {
@@ -207,8 +207,7 @@ void ShareOwner::end(Place place, uint32_t rank) {
   operations_.erase(place);
 }
 
-// --- who is waited for
-// ------------------------------------------------------------------------------------------------
+// --- diagnosis ------------------------------------------------------------------------------------------------------
 
 std::vector<uint32_t> ShareOwner::least_advanced(uint64_t number, uint64_t* bytes, uint64_t* of) const {
   std::vector<uint32_t> ranks;

@@ -1,7 +1,7 @@
 // Share planner: which share of an array each member of a group should own, and how long the all-reduce then takes.
 //
-// Every share has one owner, who receives it from all workers, sums, and returns the sum to all of them. N workers with
-// links of b_i bytes a second, each way at once; M reducers with links of r_j; an array of K bytes. What a member
+// Every share has one owner, which receives it from all workers, sums, and returns the sum to all of them. N workers
+// with links of b_i bytes a second, each way at once; M reducers with links of r_j; an array of K bytes. What a member
 // moves, each way:
 //
 //   worker that owns the fraction x     K (1 + (N - 2) x)   sends the rest of its array, K (1 - x), and the sum of its
@@ -61,7 +61,7 @@ double tree_bytes(size_t workers, double bytes);
 double tree_seconds(size_t workers, double rate, double bytes);
 size_t tree_hops(size_t workers);
 
-// Every owner is one hop away, and so is the way back.
+// Every owner is one hop away, and so is the result.
 constexpr size_t kDirectHops = 2;
 
 // How many reducers of that rate the best shares, or dedicated ones, need to reach K / min b.

@@ -100,8 +100,7 @@ class Store {
   bool is_closed() const { return closed_; }
   bool unlink();
 
-  // --- rows: write.cc, priorities.cc, sample_counts.cc, evict.cc
-  // ------------------------------------------------------------------------------------
+  // --- rows: write.cc, priorities.cc, sample_counts.cc, evict.cc ----------------------------------------------------
 
   // Takes rows.size() blocks: free ones first, then victims of the remover. All or nothing. Throws full when too
   // many are being written.

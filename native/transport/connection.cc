@@ -244,7 +244,7 @@ void Connection::stop_sideband() {
 }
 
 std::string Connection::one_sided() const {
-  return sideband_ == nullptr ? "" : sideband_->way();
+  return sideband_ == nullptr ? "" : sideband_->access_path();
 }
 
 // --- the end ------------------------------------------------------------------------------------------------------

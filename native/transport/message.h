@@ -1,5 +1,5 @@
 // Messages: a small header, and big out-of-band buffers, each at a multiple of 64 bytes; and the limits of what one
-// side accepts from the other. transport.h defines who owns their memory.
+// side accepts from the other. transport.h defines the ownership of their memory.
 #pragma once
 
 #include <array>

@@ -51,7 +51,7 @@ typedef enum gt_dtype {
 
 typedef enum gt_op { GT_SUM = 0, GT_AVG, GT_MIN, GT_MAX } gt_op;
 
-/* What a call came to. gt_last_error() has the text: the member, the operation and the reason. */
+/* Result of a call. gt_last_error() has the text: the member, the operation and the reason. */
 typedef enum gt_status {
   GT_OK = 0,
   GT_RANK_LOST,    /* a rank died, hung up or left */

@@ -49,8 +49,7 @@ std::vector<double> random_shares(std::mt19937_64& random, size_t members) {
   return shares;
 }
 
-// --- arithmetic
-// -------------------------------------------------------------------------------------------------------
+// --- arithmetic -----------------------------------------------------------------------------------------------------
 
 template <typename T>
 T at(const Array& array, size_t i) {
@@ -150,8 +149,7 @@ TEST(shares_cover_the_array_without_gaps) {
   }
 }
 
-// --- all-reduce
-// -------------------------------------------------------------------------------------------------------
+// --- all-reduce -----------------------------------------------------------------------------------------------------
 
 void reduces_right(const Crew& crew, uint64_t seed, size_t operations) {
   const auto all = shapes(seed, operations);
@@ -256,8 +254,7 @@ TEST(the_ring_adds_up_in_its_documented_order) {
   }
 }
 
-// --- bytes
-// ------------------------------------------------------------------------------------------------------------
+// --- bytes ----------------------------------------------------------------------------------------------------------
 
 double bytes_per_rank(const Crew& crew, uint64_t count) {
   std::atomic<uint64_t> most{0};
@@ -288,8 +285,7 @@ TEST(a_rank_sends_k_to_reducers_and_the_rings_bytes_to_ranks) {
   }
 }
 
-// --- failure
-// ----------------------------------------------------------------------------------------------------------
+// --- failure --------------------------------------------------------------------------------------------------------
 
 TEST(ranks_that_disagree_all_receive_the_same_fault) {
   for (const bool ring : {false, true}) {

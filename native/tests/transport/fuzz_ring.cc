@@ -52,7 +52,7 @@ std::vector<Input> fuzz_seeds() {
 }  // namespace geartrain
 
 // u8 announcements, each a u8 of how many descriptors come with it and 24 bytes; u64 how far the ring is written; then
-// what stands in it.
+// its contents.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace geartrain;
   static const Descriptor segment = make_memory("fuzz segment", kSegmentBytes);

@@ -287,8 +287,8 @@ TEST(the_fastest_provider_that_works_is_chosen_and_the_others_are_explained) {
   Options unknown;
   unknown.transport = "pigeon";
   CHECK_THROWS(schema, connect(address, unknown, soon()));
-  for (const char* nonsense : {"", "id=", "tcp=1:2", "id=12;tcp=1:2", "hello"}) {
-    CHECK_THROWS(schema, Address::parse(nonsense));
+  for (const char* malformed : {"", "id=", "tcp=1:2", "id=12;tcp=1:2", "hello"}) {
+    CHECK_THROWS(schema, Address::parse(malformed));
   }
   // An address without an id, for places that are known before their listeners are.
   const std::string place = Address::parse(address).tcp.at(0);

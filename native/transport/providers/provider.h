@@ -35,7 +35,7 @@ std::pair<std::shared_ptr<Connection>, std::shared_ptr<Connection>> make_inproc(
 struct ShmOffer {
   char magic[8];
   uint64_t segment_bytes;
-  uint8_t nonce[32];  // also stands in the segment
+  uint8_t nonce[32];  // also in the segment
 };
 static_assert(sizeof(ShmOffer) == 48);
 constexpr size_t kShmOfferFds = 4;

@@ -352,7 +352,7 @@ class ShmConnection final : public Connection {
 
 }  // namespace
 
-// --- meeting --------------------------------------------------------------------------------------------------------
+// --- connecting -----------------------------------------------------------------------------------------------------
 
 Descriptor connect_unix(const std::string& name, Deadline deadline) {
   Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -410,7 +410,7 @@ std::shared_ptr<Connection> dial_shm(const Address& address, const Options& opti
   ShmReply reply{};
   read_exactly(socket.get(), std::as_writable_bytes(std::span(&reply, 1)), deadline);
   reply.reason[sizeof reply.reason - 1] = 0;
-  if (reply.viable == 0) fail(ErrorKind::not_viable, "the peer says: ", reply.reason);
+  if (reply.viable == 0) fail(ErrorKind::not_viable, "the peer answered: ", reply.reason);
   for (size_t i = 0; i < sizeof header.nonce; ++i) {
     if (header.answer[i] != static_cast<uint8_t>(~offer.nonce[i])) {
       fail(ErrorKind::not_viable, "the peer's answer does not show in the memory it was to share");

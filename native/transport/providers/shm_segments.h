@@ -1,8 +1,8 @@
 // Segments of big messages of a shm connection: the memory that one side leases, and the leases that it received.
 //
 // A segment is a sealed memfd in one of kSlots slots. It is announced over the Unix socket with its descriptor, before
-// a frame names it, and dropped the same way. `leased[slot]` (shm_control.h) defines who may access it. Each class has
-// one user at a time: the sender's under its turn, the receiver's under the read mutex.
+// a frame names it, and dropped the same way. `leased[slot]` (shm_control.h) defines which side may access it. Each
+// class has one user at a time: the sender's under its turn, the receiver's under the read mutex.
 #pragma once
 
 #include <array>

@@ -6,7 +6,7 @@
 // several flows to spread over its links and queues; what a core can copy stays the limit on loopback.
 //
 // Reading never blocks: what has arrived is kept, in the buffer or in its place in the message, until the rest is
-// there. So one thread can serve many peers, and a slow one delays nobody (inbox.h). Payloads are read straight into
+// there. So one thread can serve many peers, and a slow one delays no other (inbox.h). Payloads are read straight into
 // memory of their own.
 //
 // A host that disappeared is detected by the heartbeats of the sideband (sideband.h), which is the last lane;
@@ -293,7 +293,7 @@ class TcpConnection final : public Connection {
     in_message_ = true;
   }
 
-  // Takes what stands in the buffer.
+  // Takes what is in the buffer.
   bool is_whole() {
     while (buffered() != 0 && first_done_ != first_in_.bytes()) {
       struct iovec part{};

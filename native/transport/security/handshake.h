@@ -2,10 +2,10 @@
 //
 //   dialer                                    listener
 //   Hello      nonce, intent            --->
-//                                       <---  Challenge  who I am, nonce, whether a secret is needed
 //                                       <---  Challenge  listener's id, nonce, whether a secret is needed
 //   Proof      HMAC over both           --->             verified before the listener reveals anything
 //                                       <---  Verdict    accepted or the reason, a session's id, HMAC over all of it
+//
 // The HMACs cover every byte so far under a label for each side, so that none can be replayed or reflected. All
 // structures have a fixed size: what is longer, shorter or later than expected is refused and closed.
 //

@@ -35,6 +35,7 @@
 namespace geartrain {
 
 constexpr double kLeastPeerTimeoutS = 4 * kHeartbeatS;
+constexpr size_t kMostOpen = 64;  // requests of one side without an answer
 
 class Sideband final : public SidebandLine, public std::enable_shared_from_this<Sideband> {
  public:
@@ -56,7 +57,7 @@ class Sideband final : public SidebandLine, public std::enable_shared_from_this<
   Path read(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset, Deadline deadline);
   Path write(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline);
   // "cma", or "served" and why not the former; "" before that is known.
-  std::string way() const;
+  std::string access_path() const;
 
   // --- called by the thread ----------------------------------------------------------------------------------------
   int socket() const override { return socket_.get(); }
@@ -103,9 +104,9 @@ class Sideband final : public SidebandLine, public std::enable_shared_from_this<
     RegionHandle from;
   };
 
-  Access ask(Note note, Bytes memory, Deadline deadline);
-  void withdraw(const Note& note);
-  void wait_until_greeted(std::unique_lock<std::mutex>& lock, Deadline deadline);
+  Access send_request(Note note, Bytes memory, Deadline deadline);
+  void cancel_request(const Note& note);
+  void wait_for_greeting(std::unique_lock<std::mutex>& lock, Deadline deadline);
   void handle(const Note& note);
   void greeted(const Note& note);
   void requested(const Note& note);
@@ -120,7 +121,7 @@ class Sideband final : public SidebandLine, public std::enable_shared_from_this<
   void want_write(bool wanted);
   void end();
   [[noreturn]] static void malformed(const char* what);
-  void tell_lost(const std::string& reason);
+  void report_lost(const std::string& reason);
 
   const Stream socket_;
   const pid_t peer_;
