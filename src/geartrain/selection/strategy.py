@@ -14,7 +14,7 @@ native/selection/selection.h; priorities are fixed-point integers summed in 64 b
 | `Group` | whole groups of rows, such as all answers to one prompt |
 | `Mixture` | from several stores at once, in fixed shares |
 
-All of them leave out rows that are free, half-written, removed or spent, and take `Limits` on version, age and length.
+All of them leave out rows that are free, half-written, removed or exhausted, and take `Limits` on version, age and length.
 
 Example:
     >>> import numpy as np

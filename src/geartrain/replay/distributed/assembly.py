@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
+from geartrain.core.schema import round_up
 from geartrain.device.device import Device, open_device
 from geartrain.errors import ArgumentError, StoreClosedError
 from geartrain.replay.batch import Batch
@@ -403,7 +404,7 @@ def _scatter(mine: DeviceBox, inbox: torch.Tensor, layouts: Sequence[Arena], pla
 
 
 def _padded(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
+    return round_up(size, ALIGN)
 
 
 class NcclDock(GatherDock):

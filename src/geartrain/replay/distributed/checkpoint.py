@@ -47,9 +47,8 @@ from geartrain.errors import (
 )
 from geartrain.replay.distributed.rank_group import OneRank, Ranks
 from geartrain.replay.distributed.restore import SHARED_LIMITS, How, adopt_segment, saved_shard
-from geartrain.store.checkpoint_reader import (
+from geartrain.store.checkpoint_format import (
     STORED_NAMES,
-    Checkpoint,
     json_checksum,
     make_directory,
     renamed,
@@ -57,6 +56,7 @@ from geartrain.store.checkpoint_reader import (
     sync_directory,
     write_json,
 )
+from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.checkpoint_writer import Saved, save
 from geartrain.store.store import Store
 
@@ -430,6 +430,7 @@ class _Saver:
     shard: tuple[int, int] | None
     keep: int
     fields: dict[str, Field]
+    max_length: int
     limits: dict[str, Any]
     steps: _Steps
     token: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -457,7 +458,8 @@ def _look_before_saving(
     make_directory(root)
     limits = {limit: store.options[limit] for limit in SHARED_LIMITS}
     steps, _ = _scan(root)
-    return _Saver(store.native.describe()["store_id"], step, text, shard, keep, store.fields, limits, steps)
+    store_id, schema = store.native.describe()["store_id"], (store.fields, store.max_length)
+    return _Saver(store_id, step, text, shard, keep, *schema, limits, steps)
 
 
 def _shards_of(everyone: Sequence[_Saver]) -> list[list[int]]:
@@ -503,6 +505,11 @@ def _check_agreement(everyone: Sequence[_Saver], members: Sequence[Sequence[int]
                 f"the shards of ranks 0 and {rank} have their fields in another order: "
                 f"{', '.join(first.fields)} and {', '.join(one.fields)}"
             )
+        if one.max_length != first.max_length:
+            raise RanksDisagreeError(
+                f"the shards of ranks 0 and {rank} have other schemas: rows of at most {first.max_length} steps "
+                f"and of {one.max_length}"
+            )
         for limit, ours in first.limits.items():
             if one.limits[limit] != ours:
                 raise RanksDisagreeError(
@@ -535,6 +542,7 @@ def _write_shard(
     saved = save(
         store.native,
         store.fields,
+        store.max_length,
         store.options,
         target,
         base=_base_of(root, here, store.origin),
@@ -567,7 +575,7 @@ def _record(everyone: Sequence[_Saver], shards: list[dict[str, Any]], store: Sto
         "created": first.now,
         "world": len(everyone),
         "shards": shards,
-        "fields": schema_of(store.fields),
+        "fields": schema_of(store.fields, store.max_length),
         "limits": renamed(first.limits, STORED_NAMES),
         "state": None if first.state is None else json.loads(first.state),
     }

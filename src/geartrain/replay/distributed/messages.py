@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.core.schema import round_up
 from geartrain.replay.distributed.members import Consumer
 from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.fetch import Plan
@@ -125,7 +126,7 @@ def message_of(plan: Plan, n: int, message: Bytes | None = None) -> tuple[Bytes,
 
 
 def _padded(size: int) -> int:
-    return (size + 63) // 64 * 64
+    return round_up(size)
 
 
 class Served:

@@ -144,7 +144,7 @@ class Placement:
     Example:
         >>> import numpy as np
         >>> import geartrain as gt
-        >>> store = gt.Store.create("doc-placement", {"x": gt.Field((10, 2), "float32")}, capacity=4)
+        >>> store = gt.Store.create("doc-placement", {"x": gt.Field((2,), "float32")}, max_length=10, capacity=4)
         >>> with Placement(store) as placement:
         ...     mine = placement.mine(np.array([0.5, 0.1, 2.0]))
         ...     _ = store.insert({"x": np.zeros((len(mine), 10, 2), np.float32)})
@@ -204,7 +204,9 @@ class Placement:
         job: dict[str, Any] = {"by": self.by, "inputs": inputs, "targets": targets, "window": window}
         job["priority_fraction_bits"] = self.store.options["priority_fraction_bits"]
         for name, spec in self.store.fields.items():
-            job[f"field {name!r}"] = f"{spec.dtype} {spec.shape}{'' if spec.timed else ' without time'}"
+            job[f"field {name!r}"] = (
+                f"{spec.dtype} {spec.block_shape(self.store.max_length)}{' without time' if spec.per_row else ''}"
+            )
         fields = list(dict.fromkeys([*(inputs if place.is_head else ()), *(targets if place.is_tail else ())]))
         read = Plan(self.store, fields, window or 0, True, "numpy", 1)
         store_id = self.store.native.describe()["store_id"]
@@ -259,7 +261,7 @@ class Placement:
     def _free(self) -> int:
         """Rows that this shard takes before it evicts one."""
         counts = self.store.native.counters()
-        return max(0, min(counts["free"], self._max_rows - counts["committed"] - counts["growing"] - counts["writing"]))
+        return max(0, min(counts["free"], self._max_rows - counts["committed"] - counts["open"] - counts["writing"]))
 
     def report(self, replay: Any = None, *, batch_size: int | None = None) -> Report:
         """How rows lie and what that comes to for batches. Collective.
