@@ -19,7 +19,7 @@ import geartrain.replay.distributed.placement as placement
 from geartrain.errors import ArgumentError, FieldError, PeerLostError, RanksDisagreeError
 from geartrain.replay.distributed.placement import Moved, Placement
 from geartrain.replay.distributed.topology import Place
-from geartrain.selection.strategy import Fifo, Prioritized, Uniform
+from geartrain.selection import Fifo, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRanks, run_ranks
 
 STEPS = 6

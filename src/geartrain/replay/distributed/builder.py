@@ -47,17 +47,18 @@ from geartrain.replay.distributed.rank_group import Bytes, Message, Ranks, toget
 from geartrain.replay.distributed.topology import Place
 from geartrain.replay.fetch import Plan
 from geartrain.replay.sampler import MAX_ATTEMPTS, Sampler
+from geartrain.selection.mixture import Selection, quotas_of
 from geartrain.selection.sharded import (
     NO_ROW,
-    Chosen,
     Shard,
+    ShardedDraw,
     check_strategy,
-    draw_again,
     is_independent,
+    redraw_shards,
     select_shards,
     totals_of,
 )
-from geartrain.selection.strategy import Again, Fifo, Mixture, Prioritized, Strategy, at_step, check_beta
+from geartrain.selection.strategy import Draw, Redraw, importance_of
 
 # What each rank tells first; then, per store, six numbers (`_about_store`).
 HEAD = ("fingerprint", "step", "updates")
@@ -102,7 +103,7 @@ class RankedMaker:
     def __init__(
         self,
         samplers: list[Sampler],
-        selection: Strategy | Mixture,
+        selection: Selection,
         batch_size: int,
         ranks: Ranks,
         place: Place,
@@ -232,9 +233,7 @@ class RankedMaker:
 
     def _make(self, step: int, state: State, updates: list[Update]) -> Made:
         began_s, sent = time.perf_counter(), self.ranks.sent_bytes
-        quotas = (
-            self.selection.quotas(self.batch_size, step) if isinstance(self.selection, Mixture) else [self.batch_size]
-        )
+        quotas = quotas_of(self.selection, self.batch_size, step)
         for number, quota in enumerate(quotas):
             if quota and self.members.leads(number):
                 # The shard's limiter counts its even share: what will be drawn from it is not known yet.
@@ -305,7 +304,7 @@ class RankedMaker:
             counts.append(int(count[store.leaders].sum()))
             told = not changed and totals_of(part.strategy, part.candidates) is not None
             known.append(heads[store.leaders, at + 3 : at + 5].astype(np.uint64) if told else None)
-            if isinstance(part.strategy, Fifo):
+            if part.traits.cursor:
                 for rank, used in enumerate(after.tolist()):
                     if used:
                         name = f"after/{store.of_rank[rank]}"
@@ -328,7 +327,7 @@ class RankedMaker:
 
     def _choose(
         self, number: int, quota: int, step: int, state: State, totals: NDArray[np.uint64] | None
-    ) -> Chosen | None:
+    ) -> ShardedDraw | None:
         """Step 3, for one store."""
         if quota == 0:
             return None
@@ -343,10 +342,12 @@ class RankedMaker:
             part.limited,
             totals,
         )
-        chosen: Chosen = self._agreed(lambda: select_shards(part.strategy, shard, quota, step, state[number] or None))
+        chosen: ShardedDraw = self._agreed(
+            lambda: select_shards(part.strategy, shard, quota, step, state[number] or None)
+        )
         return self._count_samples(number, shard, chosen, step) if part.limited else chosen
 
-    def _count_samples(self, number: int, shard: Shard, chosen: Chosen, step: int) -> Chosen:
+    def _count_samples(self, number: int, shard: Shard, chosen: ShardedDraw, step: int) -> ShardedDraw:
         """Counts samples in a store that limits them, before the rows are read; draws that came too late are redrawn.
 
         The leader counts for its shard, and holds rows on their last sample until everybody has read them.
@@ -372,7 +373,7 @@ class RankedMaker:
                 return chosen
             part.note_lost(len(open_draws), attempt)
             chosen = self._agreed(
-                functools.partial(draw_again, part.strategy, shard, chosen, open_draws, attempt, step)
+                functools.partial(redraw_shards, part.strategy, shard, chosen, open_draws, attempt, step)
             )
         raise AssertionError("unreachable")
 
@@ -386,7 +387,7 @@ class RankedMaker:
 
     # --- who gets what --------------------------------------------------------------------------------------------
 
-    def _assign(self, chosen: Sequence[Chosen | None], quotas: Sequence[int]) -> Draws:
+    def _assign(self, chosen: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> Draws:
         """Step 4, for the draws of all stores one after the other."""
         part = np.repeat(np.arange(len(quotas)), quotas)
         stores = self.members.stores
@@ -426,7 +427,7 @@ class RankedMaker:
         self,
         step: int,
         state: State,
-        chosen: Sequence[Chosen | None],
+        chosen: Sequence[ShardedDraw | None],
         draws: Draws,
         boxes: Mapping[int, Box],
     ) -> list[float]:
@@ -518,10 +519,10 @@ class RankedMaker:
         servers = store.servers[shard]
         turn = (attempt - 1) * len(servers) + servers.index(self.ranks.rank) + 1
         mine = sampler.draw(
-            rows.n, step, {} if cursor is None else {"after": cursor}, Again(turn, numbers, rows.kept(lost))
+            rows.n, step, {} if cursor is None else {"after": cursor}, Redraw(turn, numbers, rows.kept(lost))
         )
         rows.replace(lost, mine)
-        if isinstance(sampler.strategy, Fifo):
+        if sampler.traits.cursor:
             self._after[number] = max(self._after[number], mine.state["after"])
 
     # --- moving ---------------------------------------------------------------------------------------------------
@@ -551,11 +552,7 @@ class RankedMaker:
         self, mine: Box | None, draws: Draws, lowest: Sequence[float], counts: Sequence[int], step: int
     ) -> NDArray[np.float64] | None:
         """Importance weights, scaled by the largest of the whole batch, wherever it is."""
-        betas = [
-            None if not isinstance(part.strategy, Prioritized) or part.strategy.beta is None else part.strategy.beta
-            for part in self.parts
-        ]
-        if all(beta is None for beta in betas):
+        if not any(part.traits.importance for part in self.parts):
             return None
         lowest_of_all = self.members.gather(np.array(lowest)).min(0)
         if mine is None:
@@ -563,14 +560,14 @@ class RankedMaker:
         importance_weights = np.ones(mine.n)
         assert self.members.me is not None
         its = np.flatnonzero(draws.replica == self.members.me.replica)
-        for number, (beta, count) in enumerate(zip(betas, counts, strict=True)):
+        for number, (part, count) in enumerate(zip(self.parts, counts, strict=True)):
             places = draws.place[its[draws.part[its] == number]]
-            if beta is not None and len(places):
-                probability = np.concatenate([mine.books["probability"][places], lowest_of_all[[number]]])
-                priorities = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -check_beta(
-                    at_step(beta, step)
+            if part.traits.importance and len(places):
+                books = mine.books[places]
+                draw = Draw(
+                    books["row"], books["generation"], books["probability"], lowest=float(lowest_of_all[number])
                 )
-                importance_weights[places] = priorities[:-1] / priorities[-1]
+                importance_weights[places] = importance_of(part.strategy, draw, count, step)
         return importance_weights
 
     def _hand_out(
@@ -584,9 +581,7 @@ class RankedMaker:
         if mine is None:
             mine = self.dock.begin(self._plans[0][me.fields], self.rows_per_replica)
         priorities = importance_weights if importance_weights is not None else np.empty(0)
-        if self.place.tp and any(
-            isinstance(part.strategy, Prioritized) and part.strategy.beta is not None for part in self.parts
-        ):
+        if self.place.tp and any(part.traits.importance for part in self.parts):
             priorities = np.empty(mine.n)
         self._pass_on(me, mine, priorities)
         books = mine.books

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from geartrain.replay.sampler import Sampler
-from geartrain.selection.strategy import Mixture, Strategy
+from geartrain.selection.mixture import Mixture, Selection
 
 
-def describe_job(parts: Sequence[Sampler], selection: Strategy | Mixture, batch_size: int) -> dict[str, Any]:
+def describe_job(parts: Sequence[Sampler], selection: Selection, batch_size: int) -> dict[str, Any]:
     """Everything that has to be alike on all ranks for them to draw the same batches, by its name."""
     job: dict[str, Any] = {
-        "seed": int(selection.seed),
+        "seed": int(selection.seed or 0),
         "strategy": describe_strategy(selection),
         "batch_size": int(batch_size),
     }
@@ -31,7 +31,7 @@ def describe_job(parts: Sequence[Sampler], selection: Strategy | Mixture, batch_
     return job
 
 
-def describe_strategy(selection: Strategy | Mixture) -> str:
+def describe_strategy(selection: Selection) -> str:
     """A strategy in words that two processes agree on: functions by their names."""
     if isinstance(selection, Mixture):
         shares = ", ".join(str(float(share)) for share in selection.shares)

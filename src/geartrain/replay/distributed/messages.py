@@ -22,8 +22,8 @@ import geartrain._native as _native
 from geartrain.replay.distributed.members import Consumer
 from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.fetch import Plan
-from geartrain.selection.sharded import NO_ROW, Chosen
-from geartrain.selection.strategy import Drawn
+from geartrain.selection.sharded import NO_ROW, ShardedDraw
+from geartrain.selection.strategy import Draw
 
 # What is known of a row of a batch besides its fields, as it travels.
 BOOK = np.dtype(
@@ -131,7 +131,7 @@ def _padded(size: int) -> int:
 class Served:
     """The draws of one store that this rank reads, and their rows so far."""
 
-    def __init__(self, chosen: Chosen, numbers: NDArray[np.intp]) -> None:
+    def __init__(self, chosen: ShardedDraw, numbers: NDArray[np.intp]) -> None:
         self.n = len(chosen.shard)
         self.numbers = numbers
         self.rows = chosen.rows[numbers]
@@ -147,7 +147,7 @@ class Served:
         others[self.numbers[lost]] = False
         return np.ascontiguousarray(self._shard_rows[others])
 
-    def replace(self, lost: NDArray[np.intp], drawn: Drawn) -> None:
+    def replace(self, lost: NDArray[np.intp], drawn: Draw) -> None:
         """Puts newly drawn rows of the shard in the place of lost ones."""
         self.rows[lost] = self._shard_rows[self.numbers[lost]] = drawn.rows
         self.generations[lost] = drawn.generations
