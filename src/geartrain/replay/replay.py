@@ -24,9 +24,9 @@ from geartrain.replay.builder import HostMaker, Made, State
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.device.builder import DeviceMaker
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
-from geartrain.replay.distributed.builder import RankedMaker
+from geartrain.replay.distributed.builder import DistributedBatchBuilder
 from geartrain.replay.distributed.priority_updates import Update
-from geartrain.replay.distributed.rank_group import NOTE_S, join, together
+from geartrain.replay.distributed.rank_group import NOTE_S, as_rank_group, run_on_all_ranks
 from geartrain.replay.distributed.topology import topology_of
 from geartrain.replay.fetch import As, Pad, Plan
 from geartrain.replay.prefetch import Prefetcher
@@ -58,7 +58,7 @@ class Replay:
         threads: threads that copy; up to 4 of the process's cores by default.
         timeout_s: longest wait for a batch, and for another rank.
         group: the ranks of a job that train together, each with the shard of its host as `store`: a process group of
-            `torch.distributed` (data parallel), or any `geartrain.replay.distributed.rank_group.Ranks`. Every rank makes the replay and asks
+            `torch.distributed` (data parallel), or any `geartrain.replay.distributed.rank_group.RankGroup`. Every rank makes the replay and asks
             for batches alike; each gets its part of one global batch (docs/ranks.md).
         mesh: the same with pipeline and tensor parallelism: a `DeviceMesh` with dimensions named among dp, pp and tp,
             a DeepSpeed grid or topology, or an object with the usual mpu methods.
@@ -136,7 +136,7 @@ class Replay:
         make = functools.partial(
             _samplers, stores, strategies, batch_size, fields, window, pad, output, threads, min_rows
         )
-        self._maker: HostMaker | DeviceMaker | RankedMaker
+        self._maker: HostMaker | DeviceMaker | DistributedBatchBuilder
         on_device = None if device is None else device if isinstance(device, DeviceOptions) else DeviceOptions(device)
         if on_device is not None and output != "torch":
             raise ArgumentError(f"batches on a device are torch tensors, found output={output!r}; they support DLPack")
@@ -147,16 +147,16 @@ class Replay:
             self._maker = HostMaker(make(), selection, batch_size)
         else:
             topology = topology_of(group, mesh)
-            ranks = join(group, topology.members, timeout_s)
+            ranks = as_rank_group(group, topology.members, timeout_s)
             try:
-                parts = together(ranks, make)
+                parts = run_on_all_ranks(ranks, make)
                 names = parts[0].plan.names
-                self._maker = RankedMaker(
+                self._maker = DistributedBatchBuilder(
                     parts,
                     selection,
                     batch_size,
                     ranks,
-                    topology.place,
+                    topology.position,
                     assignment,
                     names if inputs is None else inputs,
                     names if targets is None else targets,
@@ -169,7 +169,7 @@ class Replay:
                 if ranks is not group:
                     ranks.close()
                 raise
-            weakref.finalize(self, self._maker.dock.close)  # one that is dropped lets go of what it has pinned
+            weakref.finalize(self, self._maker.assembler.close)  # one that is dropped lets go of what it has pinned
         self._halt = threading.Event()  # ends a wait for the stores' rate limiters
         for part in self._maker.parts:
             part.patience_s = timeout_s
@@ -268,7 +268,7 @@ class Replay:
                 return made
 
             if on_device is None:
-                enter = maker.dock.enter if isinstance(maker, RankedMaker) else None
+                enter = maker.assembler.enter if isinstance(maker, DistributedBatchBuilder) else None
                 self._ahead = Prefetcher(make_next, "geartrain-prefetch", None, enter)
             else:
                 self._ahead = Prefetcher(make_next, "geartrain-prefetch", on_device.finish, on_device.enter)
@@ -287,7 +287,7 @@ class Replay:
 
     @property
     def _ranked(self) -> bool:
-        return isinstance(self._maker, RankedMaker)
+        return isinstance(self._maker, DistributedBatchBuilder)
 
     def __len__(self) -> int:
         """Batches per iteration. Raises TypeError for an endless replay."""
@@ -315,7 +315,7 @@ class Replay:
         values = np.broadcast_to(array, (len(rows),)) if array.ndim == 0 else array
         if values.shape != (len(rows),):
             raise ArgumentError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
-        if isinstance(self._maker, RankedMaker):
+        if isinstance(self._maker, DistributedBatchBuilder):
             self._maker.check_update(rows, values)
             self._updates.append(Update(rows, np.array(values)))
             return 0
@@ -340,7 +340,7 @@ class Replay:
             PeerLostError: a rank is gone.
         """
         self._restart()
-        if isinstance(self._maker, RankedMaker):
+        if isinstance(self._maker, DistributedBatchBuilder):
             self._maker.settle(self._step, self._updates)
             self._updates = []
 
@@ -379,7 +379,7 @@ class Replay:
         self._state = [dict(each) for each in state["state"]]
         for part, alpha in zip(self._maker.parts, state["exponents"], strict=True):
             part.alpha = float(alpha)
-        if isinstance(self._maker, RankedMaker):
+        if isinstance(self._maker, DistributedBatchBuilder):
             self._maker.rewind()
 
     def stats(self) -> dict[str, float]:
@@ -400,7 +400,7 @@ class Replay:
         bytes_per_batch = self._bytes / self._batches if self._batches else 0.0
         size = self.batch_size
         ranked: dict[str, float] = {}
-        if isinstance(self._maker, RankedMaker):
+        if isinstance(self._maker, DistributedBatchBuilder):
             size = self._maker.rows_per_replica
             ranked = dataclasses.asdict(self._maker.traffic)
             moved = ranked["local_bytes"] + ranked["received_bytes"]
@@ -424,8 +424,8 @@ class Replay:
 
         Empty for batches in host memory.
         """
-        if isinstance(self._maker, RankedMaker):
-            return self._maker.dock.describe()
+        if isinstance(self._maker, DistributedBatchBuilder):
+            return self._maker.assembler.describe()
         return self._maker.describe() if isinstance(self._maker, DeviceMaker) else []
 
     # --- leaving --------------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ class Replay:
             return
         self._restart()
         self._closed = True
-        if isinstance(self._maker, RankedMaker | DeviceMaker):
+        if isinstance(self._maker, DistributedBatchBuilder | DeviceMaker):
             self._maker.close()
 
     def _restart(self) -> None:
@@ -450,8 +450,8 @@ class Replay:
             self._finalizer = None
 
     def _give_up(self, reason: str) -> None:
-        if isinstance(self._maker, RankedMaker):
-            self._maker.leave(reason)
+        if isinstance(self._maker, DistributedBatchBuilder):
+            self._maker.abort(reason)
         if self._ahead is not None:
             _stop(self._ahead, self._halt, 0.0, False)
             self._ahead = None

@@ -1,0 +1,300 @@
+"""Batch assembly on a device, rows of other ranks received in host memory: staged, or gathered by the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.keys import Keys
+from geartrain.device.device import Device
+from geartrain.errors import StoreClosedError
+from geartrain.replay.batch import Batch
+from geartrain.replay.device import (
+    DeviceOptions,
+    Flight,
+    Handover,
+    Landed,
+    Landing,
+    Stage,
+    arranging,
+    gather_rows_of,
+    scatter_lines,
+)
+from geartrain.replay.device.layout import convert_rows
+from geartrain.replay.distributed.assembly_host import HostAssembler, raw_of
+from geartrain.replay.distributed.messages import RowLayout, RowMessage, padded
+from geartrain.replay.distributed.rank_group import Bytes
+from geartrain.replay.distributed.read import ReadResult, RowBuffer
+from geartrain.replay.fetch import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+    from geartrain.device.kernels.gather import GatherRows
+    from geartrain.device.kernels.gather_layout import Arena
+
+CLOSE_S = 60.0  # longest wait for the batch that is being built
+
+_log = logging.getLogger("geartrain.replay.distributed.assembly")
+
+
+class DeviceAssembler(HostAssembler):
+    """What assemblers on a device have in common.
+
+    Args:
+        device, stream: on which.
+        landings: of this rank's fields, one for each store; none where it gets no fields.
+        options: as `Replay` was given them.
+        why: this path was taken.
+    """
+
+    path = ""
+
+    def __init__(self, device: Device, stream: Any, landings: list[Landing], options: DeviceOptions, why: str) -> None:
+        self.device = device
+        self.stream = stream
+        self.landings = landings
+        self.options = options
+        self.why = why
+        self._handover = Handover(device)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def enter(self) -> None:
+        """See `BatchAssembler`."""
+        self.device.enter()
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """See `BatchAssembler`."""
+        with self._lock:
+            if self._closed:
+                raise StoreClosedError("this replay was closed")
+            self._handover.hold_back()
+            yield
+
+    def landed(self, landed: Landed) -> tuple[Batch, Callable[[], None]]:
+        """A batch in flight, and what the consumer's thread calls when it takes the batch."""
+        return landed.batch, self._handover.of(landed)
+
+    def empty_batch(self, plan: Plan, step: int) -> tuple[Batch, Callable[[], None]]:
+        """See `BatchAssembler`."""
+        (batch, deliver), empty = super().empty_batch(plan, step), self.device.empty
+        metadata: dict[str, Any] = {
+            name: empty(tuple(array.shape), array.dtype)
+            for name in ("mask", "start", "length", "version", "probability", "draw")
+            for array in [getattr(batch, name)]
+        }
+        return dataclasses.replace(batch, **metadata), deliver
+
+    def describe(self) -> list[dict[str, Any]]:
+        """See `BatchAssembler`."""
+        chosen = {"path": self.path, "why": self.why, "select": "host: over several ranks", "exchange": "host"}
+        return [{"store": one.plan.store.name, **one.describe(), **chosen} for one in self.landings]
+
+    def close(self) -> None:
+        """See `BatchAssembler`. Waits for the stream, and unpins."""
+        self._closed = True
+        if not self._lock.acquire(timeout=CLOSE_S):
+            _log.warning("the replay's thread is still building a batch after %s s; memory stays pinned", CLOSE_S)
+            return
+        try:
+            self._handover.clear()
+            for landing in self.landings:
+                landing.close()
+        finally:
+            self._lock.release()
+
+
+# --- staged ----------------------------------------------------------------------------------------------------
+
+
+class _StagedBuffer(RowBuffer):
+    """A batch in pinned memory."""
+
+    def __init__(self, plan: Plan, stage: Stage, n: int) -> None:
+        super().__init__(plan, n, stage.arrays)
+        self.stage = stage
+
+
+class StagedAssembler(DeviceAssembler):
+    """Batches that are assembled in pinned memory and copied to the device."""
+
+    path = "staged"
+
+    def batch_buffer(self, plan: Plan, n: int) -> RowBuffer:
+        """See `BatchAssembler`."""
+        return _StagedBuffer(plan, Stage(self.landings[0], n), n)
+
+    def batch(
+        self,
+        buffer: RowBuffer,
+        keys: Keys,
+        importance_weights: NDArray[np.float64] | None,
+        step: int,
+        its: NDArray[np.int64],
+    ) -> tuple[Batch, Callable[[], None]]:
+        """See `BatchAssembler`."""
+        assert isinstance(buffer, _StagedBuffer)
+        flight = buffer.stage.send(raw_of(buffer))
+        return self.landed(flight.land(keys, buffer.headers["probability"], importance_weights, step, its))
+
+
+# --- gathered --------------------------------------------------------------------------------------------------
+
+
+class DeviceRowBuffer(RowBuffer):
+    """Rows in device memory, padded, gathered by the device."""
+
+    def __init__(self, plan: Plan, n: int, flight: Flight, landings: list[Landing]) -> None:
+        super().__init__(plan, n, [])
+        self.flight = flight
+        self._landings = landings
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fields."""
+        plan = self.flight.plan
+        return sum(self.n * (plan.steps if field.timed else 1) * field.result_bytes for field in plan.fields)
+
+    def read(
+        self,
+        store: int,
+        plan: Plan,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        ends: NDArray[np.int32] | None,
+        places: NDArray[np.uint32],
+    ) -> Callable[[], ReadResult]:
+        """See `RowBuffer`. Launches the gather; the call of what is returned waits for it."""
+        flight, layout = self.flight, self.flight.layout
+        flight.gather(rows, generations, None, ends=ends, places=places, landing=self._landings[store])
+        flight.ask([flight.arena[at : at + size * self.n] for at, size in _metadata_at(layout)])
+        return functools.partial(self._result, ends, places)
+
+    def _result(self, ends: NDArray[np.int32] | None, places: NDArray[np.uint32]) -> ReadResult:
+        torn, starts, lengths, versions = self.flight.answer()
+        starts, lengths = starts.view(np.int32)[places], lengths.view(np.int32)[places]
+        steps = lengths if ends is None else np.minimum(lengths, np.maximum(ends, 0) + 1) - starts
+        return ReadResult(torn[places], lengths, starts, steps.astype(np.int32), versions.view(np.int64)[places])
+
+
+def _metadata_at(layout: Arena) -> list[tuple[int, int]]:
+    """Offsets of starts, lengths and versions, and their bytes a row."""
+    return [(layout.starts, 4), (layout.lengths, 4), (layout.versions, 8)]
+
+
+class GatherAssembler(DeviceAssembler):
+    """Batches whose local rows the device gathers; rows of other ranks come through pinned memory."""
+
+    path = "gather"
+
+    def __init__(self, device: Device, stream: Any, landings: list[Landing], options: DeviceOptions, why: str) -> None:
+        super().__init__(device, stream, landings, options, why)
+        # Of rows as they are received: raw and padded.
+        self._raw = gather_rows_of(landings[0].plan, {}, False) if landings else None
+        self._packed: GatherRows | None = None
+        if options.packed and landings:
+            self._packed = gather_rows_of(landings[0].plan, landings[0].options.convert, True)
+
+    def batch_buffer(self, plan: Plan, n: int) -> RowBuffer:
+        """See `BatchAssembler`."""
+        return DeviceRowBuffer(plan, n, Flight(self.landings[0], n), self.landings)
+
+    def _message_memory(self, plan: Plan, counts: Sequence[int]) -> Sequence[Bytes | None]:
+        """All messages in one pinned buffer, which `_scatter` copies to the device."""
+        sizes = [RowLayout.of(plan, n).nbytes for n in counts]
+        begins = np.cumsum([0, *(padded(size) for size in sizes)]).tolist()
+        self._buffer, self._begins = self.landings[0].bounce.take(begins[-1]), begins
+        memory: Bytes = self._buffer.numpy()
+        return [memory[at : at + size] for at, size in zip(begins, sizes, strict=False)]
+
+    def _scatter(self, mine: RowBuffer, received: Sequence[tuple[RowMessage, NDArray[np.int64]]]) -> None:
+        import torch
+
+        assert isinstance(mine, DeviceRowBuffer)
+        landing, device, raw = self.landings[0], self.device, self._raw
+        buffer, begins = self._buffer, self._begins
+        del self._buffer
+        assert raw is not None
+        with device.on(self.stream):
+            messages = device.empty((begins[-1],), torch.uint8)
+            device.copy(messages, buffer[: begins[-1]])
+            landing.bounce.give(buffer)
+        metadata = self._metadata(mine, [places for _, places in received])
+
+        def work() -> None:
+            first = 0
+            for begin, (_, at) in zip(begins, received, strict=False):
+                k = len(at)
+                these = slice(first, first + k)
+                for number, offset in enumerate(RowLayout.of(mine.plan, k).fields):
+                    field = raw.fields[number]
+                    line = field.result_bytes * (raw.steps if field.timed else 1)
+                    values = messages[begin + offset :][: k * line].view(k, line)
+                    converted = convert_rows(
+                        mine.flight.plan,
+                        number,
+                        values,
+                        metadata["mask"][these].view(torch.bool),
+                        landing.options.convert,
+                    )
+                    target = mine.flight.layout.fields[number]
+                    scatter_lines(mine.flight.arena, target, mine.n, metadata["places"][these], converted)
+                first += k
+            for name in ("mask", "starts", "lengths", "versions"):
+                lines = metadata[name].view(torch.uint8).view(len(metadata["places"]), -1)
+                target = getattr(mine.flight.layout, name)
+                scatter_lines(mine.flight.arena, target, mine.n, metadata["places"], lines)
+
+        with device.on(self.stream):
+            device.run(work)
+
+    def _metadata(self, mine: RowBuffer, places: Sequence[NDArray[np.int64]]) -> dict[str, torch.Tensor]:
+        """The metadata of the received rows, on the device."""
+        every = np.concatenate(places)
+        headers = mine.headers[every]
+        arrays: dict[str, NDArray[Any]] = {
+            "places": every,
+            "mask": mine.plan.mask(headers["start"], headers["steps"]).view(np.uint8),
+            "starts": headers["start"],
+            "lengths": headers["length"],
+            "versions": headers["version"],
+        }
+        return dict(zip(arrays, self.landings[0].upload(list(arrays.values())), strict=True))
+
+    def batch(
+        self,
+        buffer: RowBuffer,
+        keys: Keys,
+        importance_weights: NDArray[np.float64] | None,
+        step: int,
+        its: NDArray[np.int64],
+    ) -> tuple[Batch, Callable[[], None]]:
+        """See `BatchAssembler`."""
+        assert isinstance(buffer, DeviceRowBuffer)
+        flight, work = self.packed_flight(buffer)
+        if work is not None:
+            with self.device.on(self.stream):
+                self.device.run(work)
+        return self.landed(flight.land(keys, buffer.headers["probability"], importance_weights, step, its))
+
+    def packed_flight(self, buffer: DeviceRowBuffer) -> tuple[Flight, Callable[[], None] | None]:
+        """The flight of the finished batch, and the work that packs it; None where that is the buffer's own flight."""
+        unpacked = buffer.flight
+        if self._packed is None:
+            return unpacked, None
+        flight = Flight(self.landings[0], buffer.n, self._packed)
+        mask = buffer.plan.mask(buffer.headers["start"], buffer.headers["steps"])
+        return flight, arranging(flight, unpacked.arena, unpacked.plan, unpacked.layout, mask)
+
+
+__all__ = ["DeviceAssembler", "DeviceRowBuffer", "GatherAssembler", "StagedAssembler"]
