@@ -658,7 +658,7 @@ STRATEGIES = {
     "top-k": gt.selection.TopK(),
     "lifo": gt.selection.Lifo(),
     "fifo": gt.selection.Fifo(),
-    "group": gt.selection.Group("prompt", 2, seed=5),
+    "group": gt.selection.GroupSampling("prompt", 2, seed=5),
 }
 
 
@@ -686,7 +686,7 @@ def test_a_job_goes_on_with_the_same_global_batches_on_another_number_of_ranks(
     with stores_of(store_name, [50, 30, 57, 40]) as stores:
         uninterrupted = whole(run_ranks(4, lambda r: train(stores[r.rank], r, None, tmp_path)))
     for n in (4, 1, 2, 8):
-        together = "prompt" if n != 4 and isinstance(strategy, gt.selection.Group) else None
+        together = "prompt" if n != 4 and isinstance(strategy, gt.selection.GroupSampling) else None
         loaded = load_all(store_name, tmp_path, n, reshard=True, together=together)
         resumed = whole(run_ranks(n, lambda r, at=loaded: train(at[r.rank][0], r, at[r.rank][1], None)))
         assert resumed[:2] == uninterrupted[3:], n

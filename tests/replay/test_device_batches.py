@@ -21,7 +21,7 @@ import geartrain.replay.device as landing
 import geartrain.replay.device.gather_threshold as crossover
 from geartrain.errors import ArgumentError, PinError, StoreClosedError
 from geartrain.replay.device import Convert, DeviceOptions
-from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
+from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -69,7 +69,7 @@ def same(host: gt.Batch, landed: gt.Batch, convert: dict[str, Convert], packed: 
 
 STRATEGIES = [
     Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5), Prioritized(seed=3, replacement=False),
-    TopK(), Lifo(), Fifo(), Group("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
+    TopK(), Lifo(), Fifo(), GroupSampling("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import geartrain.replay.distributed.placement_moves as placement_moves
 from geartrain.errors import ArgumentError, FieldError, PeerLostError, RanksDisagreeError
 from geartrain.replay.distributed.placement import Placement, PlacementReport, RebalanceResult
 from geartrain.replay.distributed.topology import MeshPosition
-from geartrain.selection.strategy import Fifo, Prioritized, Uniform
+from geartrain.selection import Fifo, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 STEPS = 6

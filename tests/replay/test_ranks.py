@@ -18,7 +18,7 @@ from geartrain.errors import (
     RanksDisagreeError,
 )
 from geartrain.replay.distributed.topology import MeshPosition
-from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Linear, Mixture, Prioritized, TopK, Uniform
+from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Linear, Mixture, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 N, STEPS, B = 240, 10, 48
@@ -153,7 +153,7 @@ def test_any_number_of_ranks_makes_the_batches_of_one_process(
 
 def test_groups_stay_together_on_any_number_of_ranks(make_stores: Callable[..., list[gt.Store]]) -> None:
     (store,) = make_stores(1)
-    selection = Group(by="group", size=4, seed=2, prioritized=True)
+    selection = GroupSampling(by="group", size=4, seed=2, prioritized=True)
     with gt.Replay(store, selection, B, window=4, output="numpy", num_batches=3) as replay:
         expected = [as_record(batch) for batch in replay]
     for ranks in [1, 2, 3, 4]:
@@ -391,7 +391,7 @@ def test_limits_hold_their_promise_with_updates_and_shared_shards(make_stores: C
 
 
 def test_a_mixture_with_groups_fills_replicas_with_whole_groups(make_stores: Callable[..., list[gt.Store]]) -> None:
-    selection = Mixture([0.5, 0.5], [Uniform(seed=1), Group(by="group", size=4, seed=2)], seed=3)
+    selection = Mixture([0.5, 0.5], [Uniform(seed=1), GroupSampling(by="group", size=4, seed=2)], seed=3)
     for ranks in (1, 2, 3):
         stores = [list(pair) for pair in zip(make_stores(ranks), make_stores(ranks), strict=True)]
 

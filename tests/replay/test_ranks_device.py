@@ -17,7 +17,7 @@ import geartrain as gt
 from geartrain.errors import ArgumentError, PinError, RanksDisagreeError
 from geartrain.replay.device import Convert, DeviceOptions
 from geartrain.replay.distributed.topology import MeshPosition
-from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
+from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 torch = pytest.importorskip("torch")
@@ -128,7 +128,7 @@ def run_pairs(ranks: int, body: Callable[[tuple[ThreadRankGroup, ThreadRankGroup
 
 STRATEGIES = [
     Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5), Prioritized(seed=3, replacement=False),
-    TopK(), Lifo(), Fifo(), Group("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
+    TopK(), Lifo(), Fifo(), GroupSampling("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
 ]  # fmt: skip
 
 

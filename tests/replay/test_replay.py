@@ -22,7 +22,7 @@ from geartrain.errors import (
     StoreClosedError,
     WaitTimeoutError,
 )
-from geartrain.selection.strategy import Prioritized, Uniform
+from geartrain.selection import Prioritized, Uniform
 
 ROWS, STEPS = 200, 12
 
@@ -193,10 +193,10 @@ class Faulty:
         self.at_step = at_step
         self.fault = fault
 
-    def select(self, candidates, n, step, *, state=None, again=None):
+    def select(self, candidates, n, step, *, state=None, redraw=None):
         if step == self.at_step:
             self.fault()
-        return Uniform().select(candidates, n, step, state=state, again=again)
+        return Uniform().select(candidates, n, step, state=state, redraw=redraw)
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])

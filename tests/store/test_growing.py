@@ -7,7 +7,7 @@ import pytest
 
 import geartrain as gt
 from geartrain.errors import SchemaError, StaleKeyError, StoreFullError
-from geartrain.selection.strategy import Prioritized, Uniform
+from geartrain.selection import Prioritized, Uniform
 
 FIELDS = {"t": gt.Field((50, 1), "int32"), "id": gt.Field((), "int64")}
 

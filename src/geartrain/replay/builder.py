@@ -14,7 +14,7 @@ from geartrain.replay.batch import Batch
 from geartrain.replay.distributed.priority_updates import Update
 from geartrain.replay.fetch import Raw
 from geartrain.replay.sampler import Sampler
-from geartrain.selection.strategy import Mixture, Strategy
+from geartrain.selection.mixture import Selection, quotas_of
 
 # What every strategy has to know at its next step.
 State = list[dict[str, int]]
@@ -47,9 +47,10 @@ class Rows:
 class HostMaker:
     """Makes the batch of a given step in host memory."""
 
-    def __init__(self, parts: list[Sampler], selection: Strategy | Mixture, batch_size: int) -> None:
+    def __init__(self, parts: list[Sampler], selection: Selection, batch_size: int) -> None:
         self.parts = parts
         self.selection = selection
+        self.mixed = selection is not parts[0].strategy
         self.batch_size = batch_size
         self.make_s = 0.0
         self.made = 0
@@ -65,13 +66,11 @@ class HostMaker:
 
     def quotas(self, step: int) -> list[int]:
         """Rows from each store in the batch of a step."""
-        if isinstance(self.selection, Mixture):
-            return self.selection.quotas(self.batch_size, step)
-        return [self.batch_size]
+        return quotas_of(self.selection, self.batch_size, step)
 
     def rows(self, step: int, state: State, out: list[Any] | None = None) -> Rows:
         """The rows of a step, in `out` or in recycled memory."""
-        if not isinstance(self.selection, Mixture):
+        if not self.mixed:
             (part,) = self.parts
             sample = part.sample(self.batch_size, step, state[0], out)
             return Rows(sample.raw, sample.keys, sample.probability, sample.importance_weights, [sample.state])

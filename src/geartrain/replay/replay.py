@@ -31,7 +31,8 @@ from geartrain.replay.distributed.topology import topology_of
 from geartrain.replay.fetch import As, Pad, Plan
 from geartrain.replay.prefetch import Prefetcher
 from geartrain.replay.sampler import Sampler
-from geartrain.selection.strategy import Mixture, Strategy
+from geartrain.selection.mixture import Mixture, Selection
+from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
 
 
@@ -43,7 +44,7 @@ class Replay:
 
     Args:
         store: where the rows are; a list of stores for a `Mixture`.
-        selection: the strategy, e.g. `geartrain.selection.strategy.Prioritized(seed=0)`.
+        selection: the strategy, e.g. `geartrain.selection.Prioritized(seed=0)`.
         batch_size: rows per batch; over several ranks, of the global batch that they share out.
         fields: names of the fields wanted; all by default.
         window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
@@ -90,7 +91,7 @@ class Replay:
     def __init__(
         self,
         store: Store | Sequence[Store],
-        selection: Strategy | Mixture,
+        selection: Selection,
         batch_size: int,
         *,
         fields: Sequence[str] | None = None,
@@ -475,7 +476,7 @@ def _stop(ahead: Prefetcher[Any], halt: threading.Event, timeout_s: float, finis
         halt.clear()
 
 
-def _strategies(stores: list[Store], selection: Strategy | Mixture) -> list[Strategy]:
+def _strategies(stores: list[Store], selection: Selection) -> list[Strategy]:
     if isinstance(selection, Mixture):
         if len(selection.strategies) != len(stores):
             raise ArgumentError(f"a mixture of {len(selection.strategies)} needs as many stores, found {len(stores)}")

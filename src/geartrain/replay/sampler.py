@@ -13,7 +13,8 @@ import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, CorruptStoreError, NotEnoughRowsError, TurnoverError
 from geartrain.replay.fetch import Plan, Raw
-from geartrain.selection.strategy import Again, Candidates, Drawn, Prioritized, Strategy, at_step
+from geartrain.selection.schedule import at_step
+from geartrain.selection.strategy import Candidates, Draw, Redraw, Strategy, importance_of, seed_of, traits_of
 
 # A draw that loses its row this often in a row is drawing from a store that turns over faster than it can be read.
 MAX_ATTEMPTS = 64
@@ -34,9 +35,7 @@ class Sample:
 
 def alpha_at(strategy: Strategy, step: int) -> float:
     """The alpha that a strategy wants priorities to have at a step; raises `ArgumentError` unless it is above zero."""
-    if not isinstance(strategy, Prioritized):
-        return 1.0
-    alpha = at_step(strategy.alpha, step)
+    alpha = at_step(traits_of(strategy).alpha, step)
     if not 0 < alpha < float("inf"):
         raise ArgumentError(f"the alpha of priorities must be above zero and finite, found {alpha} at step {step}")
     return alpha
@@ -55,8 +54,9 @@ class Sampler:
         self.candidates = Candidates.of_store(store.native, store.column)
         self._expires = store.options["max_age_s"] is not None
         self.limited = store.options["max_times_sampled"] is not None
+        self.traits = traits_of(strategy)
         # Rows that stand or fall together (a group), and so are replaced together.
-        self.atom = int(getattr(strategy, "atom", 1))
+        self.atom = self.traits.atom
         # How long the store's rate limiter may make it wait, and what ends that early.
         self.patience_s = 60.0
         self.stopping: Callable[[], bool] | None = None
@@ -81,17 +81,12 @@ class Sampler:
                 break
             self.note_lost(lost.size, attempt)
             kept = np.delete(drawn.rows, lost)
-            again, fetched = self._draw_and_fetch(
-                n, step, drawn.state, Again(attempt, lost.astype(np.uint32), kept), None
+            other, fetched = self._draw_and_fetch(
+                n, step, drawn.state, Redraw(attempt, lost.astype(np.uint32), kept), None
             )
             raw.put(lost, fetched)
-            drawn.rows[lost] = again.rows
-            drawn.generations[lost] = again.generations
-            drawn.probability[lost] = again.probability
-            drawn = Drawn(drawn.rows, drawn.generations, drawn.probability, state=again.state)
-        importance_weights = None
-        if isinstance(self.strategy, Prioritized):
-            importance_weights = self.strategy.importance_weights(drawn.probability, count, step)
+            drawn = drawn.with_redrawn(lost, other)
+        importance_weights = importance_of(self.strategy, drawn, count, step)
         return Sample(Keys(drawn.rows, drawn.generations), raw, drawn.probability, importance_weights, drawn.state)
 
     # --- its steps, which drawing over several ranks takes one by one -----------------------------------------
@@ -136,17 +131,17 @@ class Sampler:
         whole = torn.reshape(-1, self.atom).any(1)
         return np.flatnonzero(np.repeat(whole, self.atom))
 
-    def draw(self, n: int, step: int, state: dict[str, int], again: Again | None) -> Drawn:
+    def draw(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
         """What the strategy chooses from this store, repaired first where its sums are at odds with its rows."""
         store = self.plan.store
-        drawn = self.strategy.select(self.candidates, n, step, state=state or None, again=again)
+        drawn = self.strategy.select(self.candidates, n, step, state=state or None, redraw=redraw)
         if drawn.failed:
             # Sums that disagree with their leaves: somebody died in the middle of an update. Repair, then redraw.
             store.reap()
-            drawn = self.strategy.select(self.candidates, n, step, state=state or None, again=again)
+            drawn = self.strategy.select(self.candidates, n, step, state=state or None, redraw=redraw)
             if drawn.failed:
                 store.native.rebuild()  # or somebody living is in the middle of one: this waits for them
-                drawn = self.strategy.select(self.candidates, n, step, state=state or None, again=again)
+                drawn = self.strategy.select(self.candidates, n, step, state=state or None, redraw=redraw)
             if drawn.failed:
                 raise CorruptStoreError(f"{drawn.failed} draws found no row; store.audit() tells what is wrong")
         return drawn
@@ -158,7 +153,7 @@ class Sampler:
         if not self.plan.window:
             return None
         lengths = self.plan.store.native.lengths(rows)
-        return _native.window_ends(self.strategy.seed, step, attempt, numbers, lengths)
+        return _native.window_ends(seed_of(self.strategy), step, attempt, numbers, lengths)
 
     def count_samples(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Counts the draws; False where somebody else drew the row's last allowed sample first."""
@@ -171,12 +166,12 @@ class Sampler:
             self.plan.store.native.release_spent(rows, generations)
 
     def _draw_and_fetch(
-        self, n: int, step: int, state: dict[str, int], again: Again | None, out: list[Any] | None
-    ) -> tuple[Drawn, Raw]:
-        drawn = self.draw(n, step, state, again)
+        self, n: int, step: int, state: dict[str, int], redraw: Redraw | None, out: list[Any] | None
+    ) -> tuple[Draw, Raw]:
+        drawn = self.draw(n, step, state, redraw)
         taken = self.count_samples(drawn.rows, drawn.generations)
-        numbers = np.arange(n, dtype=np.uint32) if again is None else again.numbers
-        ends = self.ends(step, 0 if again is None else again.attempt, numbers, drawn.rows)
+        numbers = np.arange(n, dtype=np.uint32) if redraw is None else redraw.numbers
+        ends = self.ends(step, 0 if redraw is None else redraw.attempt, numbers, drawn.rows)
         raw = self.plan.fetch(drawn.rows, drawn.generations, ends, out)
         if out is not None:
             raw = raw._replace(arrays=out)

@@ -27,7 +27,8 @@ from geartrain.replay.device import DeviceOptions, Flight, Handover, Landed, Lan
 from geartrain.replay.device.priority_mirror import Mirror, pays, why_not
 from geartrain.replay.distributed.priority_updates import Update
 from geartrain.replay.sampler import MAX_ATTEMPTS, Sampler
-from geartrain.selection.strategy import Again, Group, Lifo, Mixture, Prioritized, Strategy, TopK, Uniform
+from geartrain.selection.mixture import Selection
+from geartrain.selection.strategy import Draw, Redraw, importance_of, seed_of
 
 CLOSE_S = 60.0  # longest wait for the thread to finish what it is at
 
@@ -42,9 +43,7 @@ class _Part:
     at: int  # its first place in the batch
     n: int
     count: int  # selectable rows
-    rows: NDArray[np.uint32] | None = None  # None while only the device knows them
-    generations: NDArray[np.uint32] | None = None
-    probability: NDArray[np.float64] | None = None
+    draw: Draw | None = None  # None while only the device knows it
     taken: NDArray[np.bool_] | None = None  # False where somebody else had the row's last sample
     attempts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # that drew each window
     state: dict[str, int] = field(default_factory=dict)
@@ -74,9 +73,7 @@ class DeviceMaker:
         PinError, ArgumentError: what was asked for by name cannot be had.
     """
 
-    def __init__(
-        self, parts: list[Sampler], selection: Strategy | Mixture, batch_size: int, options: DeviceOptions
-    ) -> None:
+    def __init__(self, parts: list[Sampler], selection: Selection, batch_size: int, options: DeviceOptions) -> None:
         self.parts = parts
         self.selection = selection
         self.batch_size = batch_size
@@ -99,10 +96,9 @@ class DeviceMaker:
         except BaseException:
             self.close()
             raise
-        # Where a batch depends on the one before (a cursor, a limit on samples, or who knows: strategies of users), it
-        # is finished before the next one is started.
-        known = (Uniform, Prioritized, TopK, Lifo, Group)
-        self._alone = any(part.limited or type(part.strategy) not in known for part in parts)
+        # Where a batch may depend on the one before (a cursor, a limit on samples), it is finished before the next one
+        # is started.
+        self._alone = any(part.limited or part.traits.stateful for part in parts)
 
     def _settle_path(self) -> None:
         mixed = len(self.landings) > 1
@@ -134,7 +130,7 @@ class DeviceMaker:
                 made.append(None)
                 self.select.append(f"host: {reason or 'it was asked for'}")
                 continue
-            made.append(Mirror(landing, ordered=isinstance(part.strategy, TopK | Lifo)))
+            made.append(Mirror(landing, ordered=part.traits.order is not None))
             self.select.append("device")
         return made
 
@@ -246,62 +242,57 @@ class DeviceMaker:
         sampler.check_count(count)
         return _Part(number, at, n, count, state=state[number])
 
-    def _draw_and_gather(self, flight: Flight, part: _Part, step: int, again: Again | None, clear: bool) -> list[Any]:
+    def _draw_and_gather(self, flight: Flight, part: _Part, step: int, redraw: Redraw | None, clear: bool) -> list[Any]:
         """Chooses and launches a part, or what is to be replaced of it; returns tensors that the host must learn."""
         sampler, mirror, landing = self.parts[part.number], self._mirrors[part.number], self.landings[part.number]
         rows: Any
         generations: Any
         asked: list[Any] = []
         if mirror is not None:
-            rows, generations, probability = mirror.draw(sampler.strategy, part.n, step, again)
+            rows, generations, probability = mirror.draw(sampler.strategy, part.n, step, redraw)
             asked = [rows, generations, probability]
         else:
-            drawn = sampler.draw(part.n, step, part.state, again)
+            drawn = sampler.draw(part.n, step, part.state, redraw)
             part.state = drawn.state
-            self._note(part, again, drawn.rows, drawn.generations, drawn.probability)
+            self._note(part, redraw, drawn)
             rows, generations = drawn.rows, drawn.generations
-        if again is not None and landing.gather.packed:
-            self._gather_packed_again(flight, part, step, again, asked)
+        if redraw is not None and landing.gather.packed:
+            self._gather_packed_again(flight, part, step, redraw, asked)
             return []
-        numbers = None if again is None else again.numbers
+        numbers = None if redraw is None else redraw.numbers
         places = None
-        if again is not None or len(self.parts) > 1:
-            places = part.at + (np.arange(part.n, dtype=np.uint32) if again is None else again.numbers)
-        draw = (sampler.strategy.seed, step, 0 if again is None else again.attempt)
+        if redraw is not None or len(self.parts) > 1:
+            places = part.at + (np.arange(part.n, dtype=np.uint32) if redraw is None else redraw.numbers)
+        draw = (seed_of(sampler.strategy), step, 0 if redraw is None else redraw.attempt)
         flight.gather(rows, generations, draw, numbers=numbers, places=places, landing=landing, clear=clear)
         return asked
 
-    def _gather_packed_again(self, flight: Flight, part: _Part, step: int, again: Again, asked: list[Any]) -> None:
+    def _gather_packed_again(self, flight: Flight, part: _Part, step: int, redraw: Redraw, asked: list[Any]) -> None:
         """The whole batch once more: the new rows may be longer, and then everything behind them stands elsewhere."""
         sampler, landing = self.parts[part.number], self.landings[part.number]
         if asked:
             flight.ask(asked)
-            _, rows, generations, probability = flight.answer()
-            self._note(part, again, rows, generations, probability)
-        assert part.rows is not None
-        assert part.generations is not None
-        part.attempts[again.numbers] = again.attempt
+            self._note(part, redraw, _draw_of(*flight.answer()[1:]))
+        assert part.draw is not None
+        part.attempts[redraw.numbers] = redraw.attempt
         ends = np.zeros(part.n, np.int32)
         for attempt in np.unique(part.attempts):
             these = np.flatnonzero(part.attempts == attempt).astype(np.uint32)
-            found = sampler.ends(step, int(attempt), these, part.rows[these])
+            found = sampler.ends(step, int(attempt), these, part.draw.rows[these])
             if found is not None:
                 ends[these] = found
-        flight.gather(part.rows, part.generations, None, ends=ends if landing.gather.window else None)
+        flight.gather(part.draw.rows, part.draw.generations, None, ends=ends if landing.gather.window else None)
 
-    def _note(self, part: _Part, again: Again | None, rows: Any, generations: Any, probability: Any) -> None:
-        """Writes down what was drawn, and counts it in the store."""
-        rows, generations = rows.astype(np.uint32), generations.astype(np.uint32)
-        taken = self.parts[part.number].count_samples(rows, generations)
-        if again is None:
-            part.rows, part.generations, part.probability = rows.copy(), generations.copy(), probability.copy()
-            part.taken, part.attempts = taken.copy(), np.zeros(part.n, np.int64)
+    def _note(self, part: _Part, redraw: Redraw | None, draw: Draw) -> None:
+        """Records what was drawn, and counts it in the store."""
+        taken = self.parts[part.number].count_samples(draw.rows, draw.generations)
+        if redraw is None:
+            part.draw, part.taken, part.attempts = draw, taken.copy(), np.zeros(part.n, np.int64)
             return
-        for mine, new in (
-            (part.rows, rows), (part.generations, generations), (part.probability, probability), (part.taken, taken)
-        ):  # fmt: skip
-            assert mine is not None
-            mine[again.numbers] = new
+        assert part.draw is not None
+        assert part.taken is not None
+        part.draw = part.draw.with_redrawn(redraw.numbers, draw)
+        part.taken[redraw.numbers] = taken
 
     def _resolve(self, pending: Pending) -> tuple[Keys, Any, Any]:
         """Waits for the device, and replaces torn rows until there are none; returns keys and books."""
@@ -309,21 +300,18 @@ class DeviceMaker:
         unknown = [part for part in parts if self._mirrors[part.number] is not None]
         torn, *news = flight.answer()
         for i, part in enumerate(unknown):
-            self._note(part, None, *news[3 * i : 3 * i + 3])
+            self._note(part, None, _draw_of(*news[3 * i : 3 * i + 3]))
         for part in parts:
             self._release(part, slice(None))
             self._replace_lost(pending, part, torn[part.at : part.at + part.n])
-        keys = [Keys(part.rows, part.generations) for part in parts]  # type: ignore[arg-type]
-        importance_weights = []
-        for part in parts:
-            strategy = self.parts[part.number].strategy
-            priorities = None
-            if isinstance(strategy, Prioritized):
-                assert part.probability is not None
-                priorities = strategy.importance_weights(part.probability, part.count, pending.step)
-            importance_weights.append((priorities, part.n))
-        probability = np.concatenate([part.probability for part in parts if part.probability is not None])
-        if isinstance(self.selection, Mixture):
+        draws = [part.draw for part in parts if part.draw is not None]
+        keys = [Keys(draw.rows, draw.generations) for draw in draws]
+        importance_weights = [
+            (importance_of(self.parts[part.number].strategy, draw, part.count, pending.step), part.n)
+            for part, draw in zip(parts, draws, strict=True)
+        ]
+        probability = np.concatenate([draw.probability for draw in draws])
+        if self._host.mixed:
             joined = Keys.join([key.of_shard(part.number) for key, part in zip(keys, parts, strict=True)])
         else:
             (joined,) = keys
@@ -338,20 +326,19 @@ class DeviceMaker:
             if lost.size == 0:
                 return
             sampler.note_lost(lost.size, attempt)
-            assert part.rows is not None
-            again = Again(attempt, lost.astype(np.uint32), np.delete(part.rows, lost))
-            asked = self._draw_and_gather(flight, part, pending.step, again, True)
+            assert part.draw is not None
+            redraw = Redraw(attempt, lost.astype(np.uint32), np.delete(part.draw.rows, lost))
+            asked = self._draw_and_gather(flight, part, pending.step, redraw, True)
             flight.ask(asked)
             flags, *news = flight.answer()
             if news:
-                self._note(part, again, *news)
+                self._note(part, redraw, _draw_of(*news))
             self._release(part, lost)
             bad = flags[part.at : part.at + part.n] | ~part.taken
 
     def _release(self, part: _Part, which: Any) -> None:
-        assert part.rows is not None
-        assert part.generations is not None
-        self.parts[part.number].release(part.rows[which], part.generations[which])
+        assert part.draw is not None
+        self.parts[part.number].release(part.draw.rows[which], part.draw.generations[which])
 
     # --- figures and leaving -----------------------------------------------------------------------------------
 
@@ -374,6 +361,11 @@ class DeviceMaker:
                 landing.close()
         finally:
             self._lock.release()
+
+
+def _draw_of(rows: NDArray[Any], generations: NDArray[Any], probability: NDArray[np.float64]) -> Draw:
+    """A draw that the device made, which has no types of 32 bits without sign for all of it."""
+    return Draw(rows.astype(np.uint32), generations.astype(np.uint32), probability)
 
 
 def _give_back(admitted: list[tuple[Sampler, int]]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from geartrain.errors import NotEnoughRowsError
 from geartrain.replay.device import Landing
-from geartrain.selection.strategy import HEAVIEST, NEWEST, Again, Lifo, Prioritized, Strategy, TopK, Uniform
+from geartrain.selection.strategy import Redraw, Strategy, seed_of, traits_of
 
 # When the CPU chooses faster. Nanoseconds of a draw on the CPU: docs/benchmarks.md. The link's rate and the launches
 # are assumed (a PCIe 4.0 x16 link, a dozen launches); `geartrain bench selection --device cuda` measures the rest.
@@ -31,12 +31,8 @@ _CHANGES = ("inserted", "evicted", "expired", "spent", "deleted", "abandoned", "
 
 def why_not(strategy: Strategy) -> str | None:
     """What keeps a strategy's rows from being chosen on a device; None when they can be."""
-    kind = type(strategy)
-    if kind not in (Uniform, Prioritized, TopK, Lifo):
-        return f"{kind.__name__} chooses on the host"
-    if getattr(strategy, "limits", None) is not None:
-        return "limits on version, age or length are looked up on the host"
-    return None
+    reason = traits_of(strategy).why_host
+    return None if reason is None else f"{type(strategy).__name__} {reason}"
 
 
 def pays(rows: int, draws: int) -> bool:
@@ -73,7 +69,7 @@ class Mirror:
         self._settled = False
         self.refreshed = 0  # times
 
-    def draw(self, strategy: Any, n: int, step: int, again: Again | None) -> tuple[Any, Any, Any]:
+    def draw(self, strategy: Strategy, n: int, step: int, redraw: Redraw | None) -> tuple[Any, Any, Any]:
         """Rows (int64), generations (int64) and probabilities (float64) of a step, or of some draws again, all of them
         tensors on the device.
 
@@ -83,23 +79,21 @@ class Mirror:
         landing = self._landing
         with landing.device.on(landing.stream):
             candidates = self._current()
-            attempt = 0 if again is None else again.attempt
-            kept = np.empty(0, np.uint32) if again is None else again.kept
-            wanted = n if again is None else len(again.numbers)
-            if isinstance(strategy, TopK | Lifo):
-                order = HEAVIEST if isinstance(strategy, TopK) else NEWEST
-                rows, _, probability, found = candidates.first(order, wanted, 0, kept)
+            attempt = 0 if redraw is None else redraw.attempt
+            kept = np.empty(0, np.uint32) if redraw is None else redraw.kept
+            wanted = n if redraw is None else len(redraw.numbers)
+            traits, seed = traits_of(strategy), seed_of(strategy)
+            if traits.order is not None:
+                rows, _, probability, found = candidates.first(traits.order, wanted, 0, kept)
                 if found < wanted:
                     raise NotEnoughRowsError(f"{n} rows were asked for, {found + len(kept)} can be chosen")
-            elif strategy.replacement:
-                numbers = n if again is None else again.numbers
-                strata = n if strategy.stratified else 0
-                rows, _, probability, _ = candidates.draw(
-                    isinstance(strategy, Prioritized), strategy.seed, step, attempt, numbers, strata
-                )
+            elif traits.replacement:
+                numbers = n if redraw is None else redraw.numbers
+                strata = n if traits.stratified else 0
+                rows, _, probability, _ = candidates.draw(traits.by_priority, seed, step, attempt, numbers, strata)
             else:
                 rows, _, probability, _ = candidates.draw_distinct(
-                    isinstance(strategy, Prioritized), strategy.seed, step, attempt, wanted, kept
+                    traits.by_priority, seed, step, attempt, wanted, kept
                 )
             generations = (self._words()[rows] >> 32) & 0xFFFFFFFF
         return rows, generations, probability

@@ -46,8 +46,9 @@ from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, ShardRea
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.fetch import Plan
 from geartrain.replay.sampler import Sampler
-from geartrain.selection.sharded import Chosen, check_strategy
-from geartrain.selection.strategy import Mixture, Prioritized, Strategy, at_step, check_beta
+from geartrain.selection.mixture import Selection, quotas_of
+from geartrain.selection.sharded import ShardedDraw, check_strategy
+from geartrain.selection.strategy import Draw, importance_of
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class DistributedBatchBuilder:
     def __init__(
         self,
         samplers: list[Sampler],
-        selection: Strategy | Mixture,
+        selection: Selection,
         batch_size: int,
         group: RankGroup,
         position: MeshPosition,
@@ -113,6 +114,7 @@ class DistributedBatchBuilder:
         self.make_s = 0.0
         self.made = 0
         self._assignment: Assignment = assignment
+        self._has_importance = any(sampler.traits.importance for sampler in samplers)
         mine = [*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())]
         fields = tuple(dict.fromkeys(mine))
         plan = samplers[0].plan
@@ -218,9 +220,7 @@ class DistributedBatchBuilder:
 
     def _make(self, step: int, state: State, updates: list[Update]) -> Made:
         began_s, sent = time.perf_counter(), self.group.sent_bytes
-        quotas = (
-            self.selection.quotas(self.batch_size, step) if isinstance(self.selection, Mixture) else [self.batch_size]
-        )
+        quotas = quotas_of(self.selection, self.batch_size, step)
         for number, quota in enumerate(quotas):
             if quota and self.members.leads(number):
                 # The shard's rate limiter admits an even share: how many rows it will be drawn for is not known yet.
@@ -243,7 +243,7 @@ class DistributedBatchBuilder:
         self.traffic.exchange_s += ended_s - read_s
         return Made(batch, state, deliver)
 
-    def _assign(self, drawn: Sequence[Chosen | None], quotas: Sequence[int]) -> AssignedDraws:
+    def _assign(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> AssignedDraws:
         """Step 4, for the draws of all stores one after the other."""
         store = np.repeat(np.arange(len(quotas)), quotas)
         stores = self.members.stores
@@ -307,11 +307,7 @@ class DistributedBatchBuilder:
         step: int,
     ) -> NDArray[np.float64] | None:
         """Importance weights of this rank's rows, scaled by the largest of the global batch."""
-        betas = [
-            None if not isinstance(part.strategy, Prioritized) or part.strategy.beta is None else part.strategy.beta
-            for part in self.parts
-        ]
-        if all(beta is None for beta in betas):
+        if not self._has_importance:
             return None
         lowest_of_all = self.members.all_gather(np.array(lowest)).min(0)
         if mine is None:
@@ -319,14 +315,13 @@ class DistributedBatchBuilder:
         importance_weights = np.ones(mine.n)
         assert self.members.me is not None
         its = np.flatnonzero(draws.replica == self.members.me.replica)
-        for number, (beta, count) in enumerate(zip(betas, counts, strict=True)):
+        for number, (part, count) in enumerate(zip(self.parts, counts, strict=True)):
             places = draws.place[its[draws.store[its] == number]]
-            if beta is not None and len(places):
-                probability = np.concatenate([mine.headers["probability"][places], lowest_of_all[[number]]])
-                unscaled = (np.maximum(probability, np.finfo(np.float64).tiny) * count) ** -check_beta(
-                    at_step(beta, step)
-                )
-                importance_weights[places] = unscaled[:-1] / unscaled[-1]
+            if part.traits.importance and len(places):
+                rows = mine.headers[places]
+                lowest_here = float(lowest_of_all[number])
+                draw = Draw(rows["row"], rows["generation"], rows["probability"], lowest=lowest_here)
+                importance_weights[places] = importance_of(part.strategy, draw, count, step)
         return importance_weights
 
     def _finish(
@@ -344,9 +339,7 @@ class DistributedBatchBuilder:
         if mine is None:
             mine = self.assembler.batch_buffer(self._plans[0][me.fields], self.rows_per_replica)
         weights = importance_weights if importance_weights is not None else np.empty(0)
-        if self.position.tp and any(
-            isinstance(part.strategy, Prioritized) and part.strategy.beta is not None for part in self.parts
-        ):
+        if self.position.tp and self._has_importance:
             weights = np.empty(mine.n)
         self._copy_to_peers(me, mine, weights)
         headers = mine.headers

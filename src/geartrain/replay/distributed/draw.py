@@ -21,8 +21,15 @@ from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import rank_status
 from geartrain.replay.distributed.priority_updates import Update, send_updates
 from geartrain.replay.sampler import MAX_ATTEMPTS, Sampler
-from geartrain.selection.sharded import NO_ROW, Chosen, Shard, draw_again, is_independent, select_shards, totals_of
-from geartrain.selection.strategy import Fifo
+from geartrain.selection.sharded import (
+    NO_ROW,
+    Shard,
+    ShardedDraw,
+    is_independent,
+    redraw_shards,
+    select_shards,
+    totals_of,
+)
 
 T = TypeVar("T")
 
@@ -99,7 +106,7 @@ class ShardedSampler:
             by_totals = not changed and totals_of(sampler.strategy, sampler.candidates) is not None
             leaders = shards[store.leaders]
             totals.append(np.stack([leaders["total"], leaders["unlimited_total"]], 1) if by_totals else None)
-            if isinstance(sampler.strategy, Fifo):
+            if sampler.traits.cursor:
                 for rank, used in enumerate(shards["cursor"].tolist()):
                     if used:
                         name = f"after/{store.of_rank[rank]}"
@@ -151,7 +158,7 @@ class ShardedSampler:
 
     # --- step 3 -------------------------------------------------------------------------------------------------
 
-    def draw(self, number: int, quota: int, step: int, known: ShardTotals) -> Chosen | None:
+    def draw(self, number: int, quota: int, step: int, known: ShardTotals) -> ShardedDraw | None:
         """Step 3 for one store: `quota` rows from all its shards; None for no rows.
 
         Raises:
@@ -174,7 +181,7 @@ class ShardedSampler:
         drawn = common_errors(lambda: select_shards(sampler.strategy, shard, quota, step, state))
         return self._count_samples(number, shard, drawn, step) if sampler.limited else drawn
 
-    def _count_samples(self, number: int, shard: Shard, drawn: Chosen, step: int) -> Chosen:
+    def _count_samples(self, number: int, shard: Shard, drawn: ShardedDraw, step: int) -> ShardedDraw:
         """Counts samples in a store that limits them, before the rows are read; draws that came too late are redrawn.
 
         The leader counts for its shard, and holds rows on their last sample until all ranks have read them.
@@ -199,7 +206,9 @@ class ShardedSampler:
                 drawn.rows[pending] = NO_ROW  # the rank that reads them redraws them from its shard
                 return drawn
             sampler.note_lost(len(pending), attempt)
-            drawn = common_errors(functools.partial(draw_again, sampler.strategy, shard, drawn, pending, attempt, step))
+            drawn = common_errors(
+                functools.partial(redraw_shards, sampler.strategy, shard, drawn, pending, attempt, step)
+            )
         raise AssertionError("unreachable")
 
     # --- leaving ------------------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ import numpy as np
 
 from geartrain.replay.distributed.messages import PROTOCOL
 from geartrain.replay.sampler import Sampler
-from geartrain.selection.strategy import Mixture, Strategy
+from geartrain.selection.mixture import Mixture, Selection
 
 
-def describe_job(parts: Sequence[Sampler], selection: Strategy | Mixture, batch_size: int) -> dict[str, Any]:
+def describe_job(parts: Sequence[Sampler], selection: Selection, batch_size: int) -> dict[str, Any]:
     """The configuration that all ranks must have alike to draw the same batches, by name."""
     job: dict[str, Any] = {
         "protocol": PROTOCOL,
-        "seed": int(selection.seed),
+        "seed": int(selection.seed or 0),
         "strategy": describe_strategy(selection),
         "batch_size": int(batch_size),
     }
@@ -40,7 +40,7 @@ def fingerprint_of(job: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(job, sort_keys=True).encode())
 
 
-def describe_strategy(selection: Strategy | Mixture) -> str:
+def describe_strategy(selection: Selection) -> str:
     """A strategy as text that is equal in all processes with equal settings; functions are named."""
     if isinstance(selection, Mixture):
         shares = ", ".join(str(float(share)) for share in selection.shares)

@@ -25,8 +25,8 @@ from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import ROW_HEADER, RowMessage
 from geartrain.replay.fetch import Plan
 from geartrain.replay.sampler import Sampler
-from geartrain.selection.sharded import NO_ROW, Chosen, is_independent
-from geartrain.selection.strategy import Again, Drawn, Fifo
+from geartrain.selection.sharded import NO_ROW, ShardedDraw, is_independent
+from geartrain.selection.strategy import Draw, Redraw
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ShardRows:
         numbers: of the draws that this rank reads.
     """
 
-    def __init__(self, drawn: Chosen, numbers: NDArray[np.intp]) -> None:
+    def __init__(self, drawn: ShardedDraw, numbers: NDArray[np.intp]) -> None:
         self.n = len(drawn.shard)
         self.numbers = numbers
         self.rows = drawn.rows[numbers]
@@ -130,7 +130,7 @@ class ShardRows:
         others[self.numbers[lost]] = False
         return np.ascontiguousarray(self._shard_rows[others])
 
-    def replace(self, lost: NDArray[np.intp], redrawn: Drawn) -> None:
+    def replace(self, lost: NDArray[np.intp], redrawn: Draw) -> None:
         """Replaces lost rows by redrawn rows of the same shard."""
         self.rows[lost] = self._shard_rows[self.numbers[lost]] = redrawn.rows
         self.generations[lost] = redrawn.generations
@@ -238,7 +238,7 @@ class ShardReader:
         self,
         step: int,
         state: State,
-        drawn: Sequence[Chosen | None],
+        drawn: Sequence[ShardedDraw | None],
         draws: AssignedDraws,
         buffers: Mapping[int, RowBuffer],
     ) -> list[float]:
@@ -331,10 +331,10 @@ class ShardReader:
         ranks = store.ranks[shard]
         turn = (attempt - 1) * len(ranks) + ranks.index(rank) + 1
         redrawn = sampler.draw(
-            rows.n, step, {} if cursor is None else {"after": cursor}, Again(turn, numbers, rows.kept(lost))
+            rows.n, step, {} if cursor is None else {"after": cursor}, Redraw(turn, numbers, rows.kept(lost))
         )
         rows.replace(lost, redrawn)
-        if isinstance(sampler.strategy, Fifo):
+        if sampler.traits.cursor:
             self._cursors[number] = max(self._cursors[number], redrawn.state["after"])
 
 

@@ -21,7 +21,7 @@ import geartrain._native as _native
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.replay.fetch import fetch
-from geartrain.selection.strategy import Candidates
+from geartrain.selection import Candidates
 from geartrain.store.store import Store
 
 
@@ -184,7 +184,7 @@ def _measure_batch_us() -> float:
     """A batch of one tiny row, by a group of one: all that is done once for a batch, whatever its size."""
     from geartrain.replay.distributed.rank_group import SingleRank
     from geartrain.replay.replay import Replay
-    from geartrain.selection.strategy import Prioritized
+    from geartrain.selection import Prioritized
 
     with _some_rows(64, 1024) as store, Replay(store, Prioritized(), 1, group=SingleRank(), output="numpy") as replay:
         return median_s(replay.sample, 200) * 1e6
