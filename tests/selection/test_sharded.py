@@ -76,7 +76,7 @@ def global_batch(parts: Shards, strategy: object, n: int, step: int, state: dict
         store, _ = parts[rank.rank]
 
         def gather(mine: np.ndarray) -> np.ndarray:
-            every = rank.gather(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
+            every = rank.all_gather(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
             return every.reshape(-1).view(mine.dtype).reshape(len(parts), *mine.shape)
 
         candidates = Candidates.of_store(store.native, store.column)
@@ -195,7 +195,7 @@ def test_totals_are_all_that_independent_draws_say(cut: Callable[..., Shards]) -
     def gather_of(rank: object) -> Callable[[np.ndarray], np.ndarray]:
         def gather(mine: np.ndarray) -> np.ndarray:
             sent.append(mine.nbytes)
-            every = rank.gather(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
+            every = rank.all_gather(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
             return every.reshape(-1).view(mine.dtype).reshape(4, *mine.shape)
 
         return gather

@@ -45,7 +45,7 @@ from geartrain.errors import (
     RanksDisagreeError,
     WaitTimeoutError,
 )
-from geartrain.replay.distributed.rank_group import OneRank, Ranks
+from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
 from geartrain.replay.distributed.restore import SHARED_LIMITS, How, adopt_segment, saved_shard
 from geartrain.store.checkpoint_reader import (
     STORED_NAMES,
@@ -99,7 +99,7 @@ class Loaded:
 def save_checkpoint(
     store: Store,
     directory: str | os.PathLike[str],
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
     *,
     step: int | None = None,
     shard: tuple[int, int] | None = None,
@@ -135,7 +135,7 @@ def save_checkpoint(
         PeerLostError: a rank is gone.
     """
     began_s = time.monotonic()
-    ranks = OneRank() if ranks is None else ranks
+    ranks = SingleRank() if ranks is None else ranks
     root = Path(directory).absolute()
     asked = f"saving shards to {root}"
     all_here = _together(ranks, asked, lambda: _look_before_saving(store, root, step, shard, state, keep), timeout_s)
@@ -194,7 +194,7 @@ def save_checkpoint(
 def load_checkpoint(
     directory: str | os.PathLike[str],
     name: str | os.PathLike[str],
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
     *,
     shard: tuple[int, int] | None = None,
     step: int | None = None,
@@ -237,7 +237,7 @@ def load_checkpoint(
         PeerLostError: a rank is gone.
     """
     began_s = time.monotonic()
-    ranks = OneRank() if ranks is None else ranks
+    ranks = SingleRank() if ranks is None else ranks
     root = Path(directory).absolute()
     how = How(reshard, together, capacity, part, adopt)
     asked = f"looking for steps in {root}"
@@ -290,14 +290,16 @@ def load_checkpoint(
 
 
 def newest_step(
-    directory: str | os.PathLike[str], ranks: Ranks | None = None, *, timeout_s: float = 3600.0
+    directory: str | os.PathLike[str], ranks: RankGroup | None = None, *, timeout_s: float = 3600.0
 ) -> int | None:
     """The newest step that is complete on all ranks, the one `load_checkpoint` would load; None for a job that is new.
 
     Every rank calls it. Raises `PeerLostError` when a rank is gone.
     """
     root = Path(directory).absolute()
-    everyone = _together(OneRank() if ranks is None else ranks, f"looking at {root}", lambda: _scan(root)[0], timeout_s)
+    everyone = _together(
+        SingleRank() if ranks is None else ranks, f"looking at {root}", lambda: _scan(root)[0], timeout_s
+    )
     return max((step for step, _ in set.intersection(*map(set, everyone))), default=None)
 
 
@@ -329,7 +331,7 @@ def describe_steps(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 # --- acting together --------------------------------------------------------------------------------------------
 
 
-def _together(ranks: Ranks, doing: str, body: Callable[[], T], timeout_s: float) -> list[T]:
+def _together(ranks: RankGroup, doing: str, body: Callable[[], T], timeout_s: float) -> list[T]:
     """What `body` returned on each rank. When it raised on one, all raise."""
     outcome: list[tuple[Exception | None, Any]] = []
 
@@ -346,7 +348,7 @@ def _together(ranks: Ranks, doing: str, body: Callable[[], T], timeout_s: float)
         thread.join(POLL_S)
         error, result = outcome[0] if outcome else (None, None)
         failure = None if error is None else f"{type(error).__name__}: {error}"
-        told = ranks.gather_objects((bool(outcome), failure, result, time.monotonic() > deadline_s))
+        told = ranks.all_gather_object((bool(outcome), failure, result, time.monotonic() > deadline_s))
         slow = [rank for rank, (done, *_) in enumerate(told) if not done]
         if not slow:
             break

@@ -35,14 +35,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from geartrain.errors import ArgumentError
-from geartrain.replay.distributed.assignment import Reader, assign
-from geartrain.replay.distributed.builder import HEAD, PER_STORE
+from geartrain.replay.distributed.assignment import Replica, assign
+from geartrain.replay.distributed.messages import rank_status
 from geartrain.tools.plan.machine import Constants, median_s
 
 Arm = Literal["local_first", "ordered", "central"]
 ARMS: tuple[Arm, ...] = get_args(Arm)
-#: What a rank tells in the gather of a batch: geartrain/replay/distributed/builder.py, step 1.
-TOLD_BYTES = 8 * (len(HEAD) + PER_STORE)
+#: A rank's record in the all-gather that begins a batch: geartrain/replay/distributed/messages.py.
+STATUS_BYTES = rank_status(1).itemsize
 SIMULATED_BATCHES = 4000
 
 
@@ -111,7 +111,7 @@ class Prediction:
     moved_rows: float
     moved_bytes: float
     busiest_bytes: float
-    told_bytes: float
+    status_bytes: float
     batch_ms: float
     gb_per_s_rank: float
     samples_per_s: float
@@ -214,7 +214,7 @@ def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
         moved_rows=moved,
         moved_bytes=moved * r,
         busiest_bytes=busiest * r,
-        told_bytes=float((ranks - 1) * TOLD_BYTES),
+        status_bytes=float((ranks - 1) * STATUS_BYTES),
         batch_ms=batch_s * 1e3,
         gb_per_s_rank=per_rank * r / batch_s / 1e9,
         samples_per_s=batch / batch_s,
@@ -227,7 +227,7 @@ def _assign_s(hosts: int, gpus: int, batch: int, arm: Arm) -> float:
     """How long every rank takes to share the draws out: the real code, for so many ranks, on this machine."""
     shards = 1 if arm == "central" else hosts
     readers = [
-        Reader((rank,), (frozenset({rank // gpus}) if rank // gpus < shards else frozenset(),))
+        Replica((rank,), (frozenset({rank // gpus}) if rank // gpus < shards else frozenset(),))
         for rank in range(hosts * gpus)
     ]
     servers = [list(range(host * gpus, (host + 1) * gpus)) for host in range(shards)]
