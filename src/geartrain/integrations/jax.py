@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def as_jax(batch: Batch) -> dict[str, Any]:
-    """A batch's fields and books (`Batch.as_dict`) as JAX arrays over the same memory.
+    """A batch's fields and metadata (`Batch.as_dict`) as JAX arrays over the same memory.
 
     The memory stays the batch's for as long as an array over it lives. JAX waits on the GPU for the stream that the
     batch was taken on; the host does not wait. 64-bit books (`version`, `probability`, `importance`) need
@@ -29,6 +29,7 @@ def as_jax(batch: Batch) -> dict[str, Any]:
     except ImportError:
         raise MissingDependencyError("JAX arrays need jax: pip install 'geartrain[jax]'") from None
     arrays = {}
+    value: Any
     for name, value in batch.as_dict().items():
         if value.dtype.itemsize == 8 and not value.dtype.is_complex and not jax.config.jax_enable_x64:
             if name in batch.fields:

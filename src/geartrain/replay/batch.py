@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
+
+import numpy as np
 
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+# Of one kind in a batch: tensors, or with `Replay(output="numpy")` NumPy arrays.
+Array: TypeAlias = Union["torch.Tensor", "np.ndarray[Any, Any]"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,19 +43,19 @@ class Batch:
             no mask; None where windows are padded.
     """
 
-    fields: dict[str, Any]
+    fields: dict[str, Array]
     keys: Keys
-    mask: Any
-    start: Any
-    length: Any
-    version: Any
-    probability: Any = None
-    importance_weights: Any = None
+    mask: Array | None
+    start: Array
+    length: Array
+    version: Array
+    probability: Array | None = None
+    importance_weights: Array | None = None
     step: int | None = None
-    draw: Any = None
-    cu_seqlens: Any = None
+    draw: Array | None = None
+    cu_seqlens: Array | None = None
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Array:
         return self.fields[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -69,7 +77,7 @@ class Batch:
         """Bytes of the fields."""
         return sum(int(array.nbytes) for array in self.fields.values())
 
-    def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
+    def to(self, device: str | torch.device, *, non_blocking: bool = False) -> Batch:
         """The batch with its tensors on another device. Needs torch tensors."""
 
         def move(value: Any) -> Any:
@@ -96,8 +104,9 @@ class Batch:
         with it, and copy each new one into it before a replay. Keys and step stay those of the first; take them from
         `other`.
         """
-        for name, array in self.fields.items():
-            array.copy_(other.fields[name])
+        mine: Any
+        for name, mine in self.fields.items():
+            mine.copy_(other.fields[name])
         for name in METADATA:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine is not None:
@@ -114,7 +123,7 @@ class Batch:
         fields = {name: copy(array) for name, array in self.fields.items()}
         return Batch(fields, self.keys, step=self.step, **metadata)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Array]:
         """Fields and metadata in one plain dict, as data loaders like it.
 
         Raises:

@@ -132,7 +132,7 @@ class BatchTransfer:
         books = {name: book for name, book in books.items() if book is not None}
         books = dict(zip(books, target.upload(list(books.values())), strict=True))
         n, steps = layout.n, self.plan.steps
-        fields = {}
+        fields: dict[str, Any] = {}
         for spec, offset in zip(self.plan.fields, layout.fields, strict=True):
             schema = plan.store.fields[spec.name]
             dtype = torch_dtype(DTYPES[spec.result or schema.dtype])
