@@ -177,8 +177,8 @@ TO_CLOSE = {
     "geartrain.launch.actor_role",
 }
 NAMES_TO_PART = {
-    *("Work", "Group", "Asked", "Options", "Slot", "Described", "Segment", "Report", "Link", "Order", "Seen", "Place"),
-    *("Rows", "Pending", "Landing", "Reader", "Moved", "Plan", "Limits", "Region"),
+    *("Work", "Group", "Options", "Slot", "Described", "Segment", "Link"),
+    *("Rows", "Pending", "Landing", "Limits", "Region"),
 }
 
 

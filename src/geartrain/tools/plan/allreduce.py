@@ -84,7 +84,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AllReducePlan:
     """The best shares, what they take, and the others beside them.
 
     Attributes:
@@ -116,13 +116,13 @@ class Priced:
     cost: float
 
 
-def plan(network: Network) -> Plan:
+def plan(network: Network) -> AllReducePlan:
     """The best shares for this network, and everything said about it."""
     shares, _ = _native.plan_shares(network.workers, network.reducers, network.nbytes)
     moved = _native.moved_bytes(len(network.workers), len(network.reducers), shares, network.nbytes)
     costs = tuple(cost(network, name) for name in ALGORITHMS if name != "dedicated" or network.reducers)
     rate = min(network.reducers or network.workers)
-    return Plan(
+    return AllReducePlan(
         network=network,
         shares=tuple(shares),
         moved=tuple(moved),
@@ -159,7 +159,7 @@ def cost(network: Network, algorithm: str) -> Cost:
 def growing(network: Network, counts: Sequence[int]) -> list[list[Cost]]:
     """The table of the references: for each number of workers, what every algorithm takes.
 
-    All workers have the slowest one's link. `dedicated` gets as many reducers as it needs, of the rate that `Plan`
+    All workers have the slowest one's link. `dedicated` gets as many reducers as it needs, of the rate that `AllReducePlan`
     names; `hybrid` has those that are given.
     """
     slowest = min(network.workers)

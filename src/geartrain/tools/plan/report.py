@@ -26,7 +26,7 @@ FAR_OFF = 2.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClusterCase:
     """A cluster to be predicted."""
 
     name: str
@@ -35,7 +35,7 @@ class Asked:
     note: str = ""
 
 
-def known_clusters(constants: Constants | None = None) -> list[Asked]:
+def known_clusters(constants: Constants | None = None) -> list[ClusterCase]:
     """The GEAR paper's cluster, at its 1, 2 and 3 servers, and one of 1,024 GPUs."""
     server = (constants or DEFAULTS).of_host(SERVER_CORES, SERVER_COPY_GB_PER_S)
     asked = []
@@ -44,13 +44,15 @@ def known_clusters(constants: Constants | None = None) -> list[Asked]:
             hosts, 8, rows=6e6 * hosts, batch=1032 // (hosts * 8) * hosts * 8, row_bytes=100e3,
             link_gbit=SERVER_LINK_GBIT, memory_gb=SERVER_MEMORY_GB,
         )  # fmt: skip
-        asked.append(Asked(f"GEAR's cluster, {hosts} x 8 GPUs", cluster, server, f"the paper measured {measured} GB/s"))
+        asked.append(
+            ClusterCase(f"GEAR's cluster, {hosts} x 8 GPUs", cluster, server, f"the paper measured {measured} GB/s")
+        )
     thousand = Cluster(128, 8, rows=1e9, batch=8192, row_bytes=100e3, link_gbit=SERVER_LINK_GBIT, memory_gb=1000.0)
-    asked.append(Asked("1,024 GPUs: 128 x 8", thousand, server))
+    asked.append(ClusterCase("1,024 GPUs: 128 x 8", thousand, server))
     return asked
 
 
-def show(asked: Sequence[Asked], json_path: Path | None = None) -> None:
+def show(asked: Sequence[ClusterCase], json_path: Path | None = None) -> None:
     """Predicts and prints, a table a cluster, an arm a line; writes the same as JSON where asked."""
     console, table_of = rich_console()
     found: list[dict[str, Any]] = []
@@ -148,4 +150,4 @@ def rich_console() -> tuple[Any, Any]:
     return console, Table
 
 
-__all__ = ["GEAR_GB_PER_S", "Asked", "known_clusters", "show", "show_checked"]
+__all__ = ["GEAR_GB_PER_S", "ClusterCase", "known_clusters", "show", "show_checked"]
