@@ -159,8 +159,8 @@ def cost(network: Network, algorithm: str) -> Cost:
 def growing(network: Network, counts: Sequence[int]) -> list[list[Cost]]:
     """The table of the references: for each number of workers, what every algorithm takes.
 
-    All workers have the slowest one's link. `dedicated` gets as many reducers as it needs, of the rate that `AllReducePlan`
-    names; `hybrid` has those that are given.
+    All workers have the slowest one's link. `dedicated` gets as many reducers as it needs, of the rate that the
+    plan names; `hybrid` has those that are given.
     """
     slowest = min(network.workers)
     rate = min(network.reducers or network.workers)
