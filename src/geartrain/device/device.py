@@ -90,11 +90,11 @@ class Device(Protocol):
         ...
 
     def gather(self, plan: Any, *args: Any, **named: Any) -> None:
-        """`GatherRows.launch` on the current stream."""
+        """`GatherPlan.launch` on the current stream."""
         ...
 
     def count_steps(self, plan: Any, to: torch.Tensor, *args: Any, **named: Any) -> None:
-        """`GatherRows.count_steps` on the current stream, into `to`."""
+        """`GatherPlan.count_steps` on the current stream, into `to`."""
         ...
 
     def lend(self, tensor: torch.Tensor) -> None:

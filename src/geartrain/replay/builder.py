@@ -12,8 +12,8 @@ import numpy as np
 from geartrain.core.keys import Keys
 from geartrain.replay.batch import Batch
 from geartrain.replay.distributed.priority_updates import Update
-from geartrain.replay.fetch import Raw
-from geartrain.replay.sampler import Sampler
+from geartrain.replay.fetch import FetchedRows
+from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection, quotas_of
 
 # What every strategy has to know at its next step.
@@ -25,7 +25,7 @@ def nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Made:
+class BuiltBatch:
     """A batch, the strategies' state after it, and what the consumer's thread does as it takes the batch."""
 
     batch: Batch
@@ -37,17 +37,17 @@ class Made:
 class Rows:
     """The rows of a batch before they are anybody's: copied, with their books."""
 
-    raw: Raw
+    raw: FetchedRows
     keys: Keys
     probability: Any
     importance_weights: Any
     state: State
 
 
-class HostMaker:
+class HostBatchBuilder:
     """Makes the batch of a given step in host memory."""
 
-    def __init__(self, parts: list[Sampler], selection: Selection, batch_size: int) -> None:
+    def __init__(self, parts: list[StoreSampler], selection: Selection, batch_size: int) -> None:
         self.parts = parts
         self.selection = selection
         self.mixed = selection is not parts[0].strategy
@@ -55,14 +55,14 @@ class HostMaker:
         self.make_s = 0.0
         self.made = 0
 
-    def make(self, step: int, state: State, updates: list[Update]) -> Made:
+    def make(self, step: int, state: State, updates: list[Update]) -> BuiltBatch:
         """The batch of a step, and the strategies' state after it. One process sets priorities when they are given."""
         began_s = time.perf_counter()
         rows = self.rows(step, state)
         batch = self.parts[0].plan.batch(rows.raw, rows.keys, rows.probability, rows.importance_weights, step)
         self.make_s += time.perf_counter() - began_s
         self.made += 1
-        return Made(batch, rows.state)
+        return BuiltBatch(batch, rows.state)
 
     def quotas(self, step: int) -> list[int]:
         """Rows from each store in the batch of a step."""
@@ -85,7 +85,7 @@ class HostMaker:
         state = list(state)
         for number, sample in samples:
             state[number] = sample.state
-        raw = Raw.join(arrays, [sample.raw for _, sample in samples])
+        raw = FetchedRows.join(arrays, [sample.raw for _, sample in samples])
         keys = Keys.join([sample.keys.of_shard(number) for number, sample in samples])
         probability = np.concatenate([sample.probability for _, sample in samples])
         importance_weights = join_importance([(sample.importance_weights, len(sample.keys)) for _, sample in samples])
@@ -101,4 +101,4 @@ def join_importance(parts: list[tuple[Any, int]]) -> Any:
     )
 
 
-__all__ = ["HostMaker", "Made", "Rows", "State", "join_importance"]
+__all__ = ["HostBatchBuilder", "BuiltBatch", "Rows", "State", "join_importance"]

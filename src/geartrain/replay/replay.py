@@ -20,17 +20,17 @@ from numpy.typing import ArrayLike
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, StoreClosedError, WaitTimeoutError
 from geartrain.replay.batch import Batch
-from geartrain.replay.builder import HostMaker, Made, State
+from geartrain.replay.builder import HostBatchBuilder, BuiltBatch, State
 from geartrain.replay.device import DeviceOptions
-from geartrain.replay.device.builder import DeviceMaker
+from geartrain.replay.device.builder import DeviceBatchBuilder
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
 from geartrain.replay.distributed.builder import DistributedBatchBuilder
 from geartrain.replay.distributed.priority_updates import Update
 from geartrain.replay.distributed.rank_group import NOTE_S, as_rank_group, run_on_all_ranks
 from geartrain.replay.distributed.topology import topology_of
-from geartrain.replay.fetch import As, Pad, Plan
+from geartrain.replay.fetch import As, Pad, FetchPlan
 from geartrain.replay.prefetch import Prefetcher
-from geartrain.replay.sampler import Sampler
+from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Mixture, Selection
 from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
@@ -137,15 +137,15 @@ class Replay:
         make = functools.partial(
             _samplers, stores, strategies, batch_size, fields, window, pad, output, threads, min_rows
         )
-        self._maker: HostMaker | DeviceMaker | DistributedBatchBuilder
+        self._maker: HostBatchBuilder | DeviceBatchBuilder | DistributedBatchBuilder
         on_device = None if device is None else device if isinstance(device, DeviceOptions) else DeviceOptions(device)
         if on_device is not None and output != "torch":
             raise ArgumentError(f"batches on a device are torch tensors, found output={output!r}; they support DLPack")
         if on_device is not None and group is None and mesh is None:
-            self._maker = DeviceMaker(make(), selection, batch_size, on_device)
+            self._maker = DeviceBatchBuilder(make(), selection, batch_size, on_device)
             weakref.finalize(self, self._maker.close)
         elif group is None and mesh is None:
-            self._maker = HostMaker(make(), selection, batch_size)
+            self._maker = HostBatchBuilder(make(), selection, batch_size)
         else:
             topology = topology_of(group, mesh)
             ranks = as_rank_group(group, topology.members, timeout_s)
@@ -184,7 +184,7 @@ class Replay:
         self._asked = -1  # the last step that the thread has leave to make
         self._iteration = 0
         self._stop: int | None = None
-        self._ahead: Prefetcher[Made] | None = None
+        self._ahead: Prefetcher[BuiltBatch] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._closed = False
         self._batches = 0
@@ -249,17 +249,17 @@ class Replay:
         self._state = made.state
         return batch
 
-    def _make(self, step: int, state: State, updates: list[Update]) -> Made:
+    def _make(self, step: int, state: State, updates: list[Update]) -> BuiltBatch:
         return self._maker.make(step, state, updates)
 
-    def _ask(self, updates: list[Update]) -> Prefetcher[Made]:
+    def _ask(self, updates: list[Update]) -> Prefetcher[BuiltBatch]:
         """The thread that makes batches, with leave to make the one that is `prefetch` ahead of the next."""
         last = self._step + self._prefetch
         if self._stop is not None and self._step < self._stop:
             last = min(last, self._stop - 1)  # nobody will ask for more
         if self._ahead is None:
             step, state, maker = self._step, self._state, self._maker
-            on_device = maker if isinstance(maker, DeviceMaker) else None
+            on_device = maker if isinstance(maker, DeviceBatchBuilder) else None
             make: Callable[..., Any] = maker.make if on_device is None else on_device.start
 
             def make_next(updates: list[Update]) -> Any:
@@ -427,7 +427,7 @@ class Replay:
         """
         if isinstance(self._maker, DistributedBatchBuilder):
             return self._maker.assembler.describe()
-        return self._maker.describe() if isinstance(self._maker, DeviceMaker) else []
+        return self._maker.describe() if isinstance(self._maker, DeviceBatchBuilder) else []
 
     # --- leaving --------------------------------------------------------------------------------------------
 
@@ -437,7 +437,7 @@ class Replay:
             return
         self._restart()
         self._closed = True
-        if isinstance(self._maker, DistributedBatchBuilder | DeviceMaker):
+        if isinstance(self._maker, DistributedBatchBuilder | DeviceBatchBuilder):
             self._maker.close()
 
     def _restart(self) -> None:
@@ -498,10 +498,10 @@ def _samplers(
     output: As,
     threads: int | None,
     min_rows: int | None,
-) -> list[Sampler]:
-    parts: list[Sampler] = []
+) -> list[StoreSampler]:
+    parts: list[StoreSampler] = []
     for each, strategy in zip(stores, strategies, strict=True):
-        plan = Plan.make(each, fields, window, pad, output, threads)
+        plan = FetchPlan.make(each, fields, window, pad, output, threads)
         if parts and plan.schema() != parts[0].plan.schema():
             raise ArgumentError(
                 f"the fields of a mixture must be the same in all stores: {plan.schema()} in {each.name!r}, "
@@ -509,5 +509,5 @@ def _samplers(
             )
         limited = each.options["max_times_sampled"] is not None
         least = (batch_size if limited else 1) if min_rows is None else min_rows
-        parts.append(Sampler(plan, strategy, least))
+        parts.append(StoreSampler(plan, strategy, least))
     return parts

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, CorruptStoreError, NotEnoughRowsError, TurnoverError
-from geartrain.replay.fetch import Plan, Raw
+from geartrain.replay.fetch import FetchPlan, FetchedRows
 from geartrain.selection.schedule import at_step
 from geartrain.selection.strategy import Candidates, Draw, Redraw, Strategy, importance_of, seed_of, traits_of
 
@@ -27,7 +27,7 @@ class Sample:
     """Rows that were chosen and copied whole."""
 
     keys: Keys
-    raw: Raw
+    raw: FetchedRows
     probability: NDArray[np.float64]
     importance_weights: NDArray[np.float64] | None
     state: dict[str, int]
@@ -41,10 +41,10 @@ def alpha_at(strategy: Strategy, step: int) -> float:
     return alpha
 
 
-class Sampler:
+class StoreSampler:
     """Draws from one store by one strategy and fetches by one plan."""
 
-    def __init__(self, plan: Plan, strategy: Strategy, min_rows: int) -> None:
+    def __init__(self, plan: FetchPlan, strategy: Strategy, min_rows: int) -> None:
         self.plan = plan
         self.strategy = strategy
         self.min_rows = min_rows
@@ -167,7 +167,7 @@ class Sampler:
 
     def _draw_and_fetch(
         self, n: int, step: int, state: dict[str, int], redraw: Redraw | None, out: list[Any] | None
-    ) -> tuple[Draw, Raw]:
+    ) -> tuple[Draw, FetchedRows]:
         drawn = self.draw(n, step, state, redraw)
         taken = self.count_samples(drawn.rows, drawn.generations)
         numbers = np.arange(n, dtype=np.uint32) if redraw is None else redraw.numbers

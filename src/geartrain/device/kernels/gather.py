@@ -57,7 +57,7 @@ import triton
 
 from geartrain.device.kernels.checks import on_device_of
 from geartrain.device.kernels.gather_kernels import count_steps_kernel, gather_rows_kernel, read_lengths_kernel
-from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO, Arena, GatherField, Segment
+from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO, Arena, GatherField, SegmentLayout
 from geartrain.device.kernels.gather_order import order_for, warps_of
 from geartrain.device.kernels.philox import WINDOW_STREAM, counter_word
 from geartrain.errors import ArgumentError
@@ -70,7 +70,7 @@ ALIGNED = 128  # the link's longest request
 _LAST, _GIVEN, _DRAWN = 0, 1, 2  # how a window's last step is found
 
 
-class GatherRows:
+class GatherPlan:
     """One kind of batch: which fields, which windows, which layout; checked once, launched for every batch.
 
     Args:
@@ -85,7 +85,7 @@ class GatherRows:
     """
 
     def __init__(
-        self, segment: Segment, fields: Sequence[GatherField], window: int, pad_left: bool, packed: bool = False
+        self, segment: SegmentLayout, fields: Sequence[GatherField], window: int, pad_left: bool, packed: bool = False
     ) -> None:
         self.segment = segment
         self.fields = list(fields)
@@ -294,4 +294,4 @@ def _programs(arena: torch.Tensor) -> int:
     return 2 * torch.cuda.get_device_properties(arena.device).multi_processor_count
 
 
-__all__ = ["GatherRows"]
+__all__ = ["GatherPlan"]

@@ -85,7 +85,7 @@ class GatherField:
 
 
 @dataclass(frozen=True)
-class Segment:
+class SegmentLayout:
     """Where the books of a segment are: `_native.Store.layout`."""
 
     words: int
@@ -109,4 +109,4 @@ class Arena:
     nbytes: int
 
 
-__all__ = ["CONVERTED_FROM", "CONVERTED_TO", "GROUP", "Arena", "GatherField", "Segment"]
+__all__ = ["CONVERTED_FROM", "CONVERTED_TO", "GROUP", "Arena", "GatherField", "SegmentLayout"]

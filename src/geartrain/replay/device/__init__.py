@@ -16,33 +16,33 @@ stream by then is done.
 |---|---|
 | `options` | what `Replay(device=...)` is told: `DeviceOptions`, `Convert` |
 | `crossover` | up to which size of rows the GPU's own gather is taken |
-| `place` | `Landing`: one plan's segment, pinned or not, and which path it takes |
-| `flight` | `Flight`: one batch on its way; `Landed`; `Handover`: to the consumer's stream |
-| `stage` | `Stage`: a batch as the CPU makes it, in pinned memory |
+| `place` | `DeviceTarget`: one plan's segment, pinned or not, and which path it takes |
+| `transfer` | `BatchTransfer`: one batch on its way; `ReadyBatch`; `StreamHandoff`: to the consumer's stream |
+| `stage` | `StagingBuffer`: a batch as the CPU makes it, in pinned memory |
 | `arrange` | conversion, packing and scattering within device memory |
-| `bounce` | pinned buffers, used again |
+| `pool` | pinned buffers, used again |
 """
 
 from geartrain.replay.device.gather_threshold import CROSSOVER_BYTES
-from geartrain.replay.device.layout import arranging, scatter_lines
+from geartrain.replay.device.layout import arrangement, scatter_lines
 from geartrain.replay.device.options import Convert, DeviceOptions
-from geartrain.replay.device.pinned_pool import Bounce
-from geartrain.replay.device.staging import Stage
-from geartrain.replay.device.target import Landing, gather_rows_of
-from geartrain.replay.device.transfer import MOST_UNCONSUMED, Flight, Handover, Landed
+from geartrain.replay.device.pinned_pool import PinnedPool
+from geartrain.replay.device.staging import StagingBuffer
+from geartrain.replay.device.target import DeviceTarget, gather_plan_of
+from geartrain.replay.device.transfer import MOST_UNCONSUMED, BatchTransfer, StreamHandoff, ReadyBatch
 
 __all__ = [
     "CROSSOVER_BYTES",
     "MOST_UNCONSUMED",
-    "Bounce",
+    "PinnedPool",
     "Convert",
-    "Flight",
-    "Handover",
-    "Landed",
-    "Landing",
+    "BatchTransfer",
+    "StreamHandoff",
+    "ReadyBatch",
+    "DeviceTarget",
     "DeviceOptions",
-    "Stage",
-    "arranging",
-    "gather_rows_of",
+    "StagingBuffer",
+    "arrangement",
+    "gather_plan_of",
     "scatter_lines",
 ]

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from geartrain.core.keys import Keys
 from geartrain.device.device import Device, open_device
 from geartrain.errors import ArgumentError, StoreClosedError
-from geartrain.replay.builder import HostMaker, Made, State, join_importance
-from geartrain.replay.device import DeviceOptions, Flight, Handover, Landed, Landing, Stage
-from geartrain.replay.device.priority_mirror import Mirror, pays, why_not
+from geartrain.replay.builder import HostBatchBuilder, BuiltBatch, State, join_importance
+from geartrain.replay.device import DeviceOptions, BatchTransfer, StreamHandoff, ReadyBatch, DeviceTarget, StagingBuffer
+from geartrain.replay.device.priority_mirror import DevicePriorities, pays, why_not
 from geartrain.replay.distributed.priority_updates import Update
-from geartrain.replay.sampler import MAX_ATTEMPTS, Sampler
+from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.selection.strategy import Draw, Redraw, importance_of, seed_of
 
@@ -55,12 +55,12 @@ class Pending:
 
     step: int
     state: State
-    flight: Flight
+    transfer: BatchTransfer
     parts: list[_Part]
-    made: Made | None = None  # when it is finished already
+    made: BuiltBatch | None = None  # when it is finished already
 
 
-class DeviceMaker:
+class DeviceBatchBuilder:
     """Makes the batch of a given step on a device.
 
     Args:
@@ -73,7 +73,7 @@ class DeviceMaker:
         PinError, ArgumentError: what was asked for by name cannot be had.
     """
 
-    def __init__(self, parts: list[Sampler], selection: Selection, batch_size: int, options: DeviceOptions) -> None:
+    def __init__(self, parts: list[StoreSampler], selection: Selection, batch_size: int, options: DeviceOptions) -> None:
         self.parts = parts
         self.selection = selection
         self.batch_size = batch_size
@@ -83,14 +83,14 @@ class DeviceMaker:
         self.device: Device = open_device(options.device)
         self.device.enter()
         self.stream = self.device.new_stream()
-        self._host = HostMaker(parts, selection, batch_size)
-        self._handover = Handover(self.device)
+        self._host = HostBatchBuilder(parts, selection, batch_size)
+        self._handoff = StreamHandoff(self.device)
         self._lock = threading.Lock()  # against closing while the thread is at work
         self._closed = False
-        self.landings: list[Landing] = []
+        self.targets: list[DeviceTarget] = []
         try:
             for part in parts:
-                self.landings.append(Landing(self.device, self.stream, part.plan, options))
+                self.targets.append(DeviceTarget(self.device, self.stream, part.plan, options))
             self._settle_path()
             self._mirrors = self._make_mirrors()
         except BaseException:
@@ -101,23 +101,23 @@ class DeviceMaker:
         self._alone = any(part.limited or part.traits.stateful for part in parts)
 
     def _settle_path(self) -> None:
-        mixed = len(self.landings) > 1
-        staged = [one for one in self.landings if one.path == "staged"]
+        mixed = len(self.targets) > 1
+        staged = [one for one in self.targets if one.path == "staged"]
         if mixed and self.options.packed and not staged:
             if self.options.path == "gather":
                 raise ArgumentError("a mixture is gathered into padded windows only; use path='staged' or packed=False")
-            staged = self.landings[:1]
+            staged = self.targets[:1]
         self.path = "staged" if staged else "gather"
         if staged:
-            for one in self.landings:
+            for one in self.targets:
                 if one.path != "staged":
                     one.why = f"another store of the mixture is: {staged[0].why}" if mixed else one.why
                     one.path = "staged"
 
-    def _make_mirrors(self) -> list[Mirror | None]:
-        made: list[Mirror | None] = []
+    def _make_mirrors(self) -> list[DevicePriorities | None]:
+        made: list[DevicePriorities | None] = []
         self.select: list[str] = []
-        for part, landing in zip(self.parts, self.landings, strict=True):
+        for part, target in zip(self.parts, self.targets, strict=True):
             reason = why_not(part.strategy) or (None if self.path == "gather" else "batches are staged")
             reason = reason or (None if not part.limited else "samples are limited, and counted on the host")
             reason = reason or self.device.why_no_selection()
@@ -130,7 +130,7 @@ class DeviceMaker:
                 made.append(None)
                 self.select.append(f"host: {reason or 'it was asked for'}")
                 continue
-            made.append(Mirror(landing, ordered=part.traits.order is not None))
+            made.append(DevicePriorities(target, ordered=part.traits.order is not None))
             self.select.append("device")
         return made
 
@@ -140,7 +140,7 @@ class DeviceMaker:
 
     # --- a batch -----------------------------------------------------------------------------------------------
 
-    def make(self, step: int, state: State, updates: list[Update]) -> Made:
+    def make(self, step: int, state: State, updates: list[Update]) -> BuiltBatch:
         """Starts a batch and finishes it."""
         return self.finish(self.start(step, state, updates))
 
@@ -157,9 +157,9 @@ class DeviceMaker:
             _give_back(admitted)
             raise
 
-    def _admit(self, step: int) -> list[tuple[Sampler, int]]:
+    def _admit(self, step: int) -> list[tuple[StoreSampler, int]]:
         """Waits for the rate limiters of the stores, not holding what `close` waits for."""
-        admitted: list[tuple[Sampler, int]] = []
+        admitted: list[tuple[StoreSampler, int]] = []
         try:
             for sampler, quota in zip(self.parts, self._host.quotas(step), strict=True):
                 if quota:
@@ -172,7 +172,7 @@ class DeviceMaker:
 
     def _start(self, step: int, state: State) -> Pending:
         began_s = time.perf_counter()
-        self._handover.hold_back()
+        self._handoff.hold_back()
         pending = self._stage(step, state) if self.path == "staged" else self._launch(step, state)
         self.make_s += time.perf_counter() - began_s
         if self._alone and pending.made is None:
@@ -180,7 +180,7 @@ class DeviceMaker:
             pending.state = pending.made.state
         return pending
 
-    def finish(self, pending: Pending) -> Made:
+    def finish(self, pending: Pending) -> BuiltBatch:
         """The batch, once it is known to be whole."""
         if pending.made is not None:
             return pending.made
@@ -193,47 +193,47 @@ class DeviceMaker:
                 _give_back([(self.parts[part.number], part.n) for part in pending.parts])
                 raise
 
-    def _finish(self, pending: Pending) -> Made:
+    def _finish(self, pending: Pending) -> BuiltBatch:
         began_s = time.perf_counter()
         books = self._resolve(pending)
         state = list(pending.state)
         for part in pending.parts:
             state[part.number] = part.state
-        made = self._landed(pending.flight.land(*books, pending.step), state)
+        made = self._ready(pending.transfer.finish(*books, pending.step), state)
         self.make_s += time.perf_counter() - began_s
         return made
 
-    def _landed(self, landed: Landed, state: State) -> Made:
+    def _ready(self, ready: ReadyBatch, state: State) -> BuiltBatch:
         self.made += 1
-        return Made(landed.batch, state, self._handover.of(landed))
+        return BuiltBatch(ready.batch, state, self._handoff.of(ready))
 
     # --- staged ------------------------------------------------------------------------------------------------
 
     def _stage(self, step: int, state: State) -> Pending:
-        landing = self.landings[0]
-        stage = Stage(landing, self.batch_size)
+        target = self.targets[0]
+        stage = StagingBuffer(target, self.batch_size)
         rows = self._host.rows(step, state, stage.arrays)
-        flight = stage.send(rows.raw)
-        landed = flight.land(rows.keys, rows.probability, rows.importance_weights, step)
-        return Pending(step, rows.state, flight, [], self._landed(landed, rows.state))
+        transfer = stage.send(rows.raw)
+        ready = transfer.finish(rows.keys, rows.probability, rows.importance_weights, step)
+        return Pending(step, rows.state, transfer, [], self._ready(ready, rows.state))
 
     # --- gathered ----------------------------------------------------------------------------------------------
 
     def _launch(self, step: int, state: State) -> Pending:
-        flight = Flight(self.landings[0], self.batch_size)
+        transfer = BatchTransfer(self.targets[0], self.batch_size)
         parts, asked, at = [], [], 0
         for number, quota in enumerate(self._host.quotas(step)):
             if quota == 0:
                 continue
             part = self._part(number, at, quota, step, state)
-            asked += self._draw_and_gather(flight, part, step, None, at == 0)
+            asked += self._draw_and_gather(transfer, part, step, None, at == 0)
             parts.append(part)
             at += quota
-        flight.ask(asked)
+        transfer.read_back(asked)
         after = list(state)
         for part in parts:
             after[part.number] = part.state
-        return Pending(step, after, flight, parts)
+        return Pending(step, after, transfer, parts)
 
     def _part(self, number: int, at: int, n: int, step: int, state: State) -> _Part:
         sampler = self.parts[number]
@@ -242,9 +242,9 @@ class DeviceMaker:
         sampler.check_count(count)
         return _Part(number, at, n, count, state=state[number])
 
-    def _draw_and_gather(self, flight: Flight, part: _Part, step: int, redraw: Redraw | None, clear: bool) -> list[Any]:
+    def _draw_and_gather(self, transfer: BatchTransfer, part: _Part, step: int, redraw: Redraw | None, clear: bool) -> list[Any]:
         """Chooses and launches a part, or what is to be replaced of it; returns tensors that the host must learn."""
-        sampler, mirror, landing = self.parts[part.number], self._mirrors[part.number], self.landings[part.number]
+        sampler, mirror, target = self.parts[part.number], self._mirrors[part.number], self.targets[part.number]
         rows: Any
         generations: Any
         asked: list[Any] = []
@@ -256,23 +256,23 @@ class DeviceMaker:
             part.state = drawn.state
             self._note(part, redraw, drawn)
             rows, generations = drawn.rows, drawn.generations
-        if redraw is not None and landing.gather.packed:
-            self._gather_packed_again(flight, part, step, redraw, asked)
+        if redraw is not None and target.gather.packed:
+            self._gather_packed_again(transfer, part, step, redraw, asked)
             return []
         numbers = None if redraw is None else redraw.numbers
         places = None
         if redraw is not None or len(self.parts) > 1:
             places = part.at + (np.arange(part.n, dtype=np.uint32) if redraw is None else redraw.numbers)
         draw = (seed_of(sampler.strategy), step, 0 if redraw is None else redraw.attempt)
-        flight.gather(rows, generations, draw, numbers=numbers, places=places, landing=landing, clear=clear)
+        transfer.launch_gather(rows, generations, draw, numbers=numbers, places=places, target=target, clear=clear)
         return asked
 
-    def _gather_packed_again(self, flight: Flight, part: _Part, step: int, redraw: Redraw, asked: list[Any]) -> None:
+    def _gather_packed_again(self, transfer: BatchTransfer, part: _Part, step: int, redraw: Redraw, asked: list[Any]) -> None:
         """The whole batch once more: the new rows may be longer, and then everything behind them stands elsewhere."""
-        sampler, landing = self.parts[part.number], self.landings[part.number]
+        sampler, target = self.parts[part.number], self.targets[part.number]
         if asked:
-            flight.ask(asked)
-            self._note(part, redraw, _draw_of(*flight.answer()[1:]))
+            transfer.read_back(asked)
+            self._note(part, redraw, _draw_of(*transfer.wait_read_back()[1:]))
         assert part.draw is not None
         part.attempts[redraw.numbers] = redraw.attempt
         ends = np.zeros(part.n, np.int32)
@@ -281,7 +281,7 @@ class DeviceMaker:
             found = sampler.ends(step, int(attempt), these, part.draw.rows[these])
             if found is not None:
                 ends[these] = found
-        flight.gather(part.draw.rows, part.draw.generations, None, ends=ends if landing.gather.window else None)
+        transfer.launch_gather(part.draw.rows, part.draw.generations, None, ends=ends if target.gather.window else None)
 
     def _note(self, part: _Part, redraw: Redraw | None, draw: Draw) -> None:
         """Records what was drawn, and counts it in the store."""
@@ -296,9 +296,9 @@ class DeviceMaker:
 
     def _resolve(self, pending: Pending) -> tuple[Keys, Any, Any]:
         """Waits for the device, and replaces torn rows until there are none; returns keys and books."""
-        flight, parts = pending.flight, pending.parts
+        transfer, parts = pending.transfer, pending.parts
         unknown = [part for part in parts if self._mirrors[part.number] is not None]
-        torn, *news = flight.answer()
+        torn, *news = transfer.wait_read_back()
         for i, part in enumerate(unknown):
             self._note(part, None, _draw_of(*news[3 * i : 3 * i + 3]))
         for part in parts:
@@ -318,7 +318,7 @@ class DeviceMaker:
         return joined, probability, join_importance(importance_weights)
 
     def _replace_lost(self, pending: Pending, part: _Part, torn: NDArray[np.uint8]) -> None:
-        sampler, flight = self.parts[part.number], pending.flight
+        sampler, transfer = self.parts[part.number], pending.transfer
         assert part.taken is not None
         bad: NDArray[Any] = torn | ~part.taken
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -328,9 +328,9 @@ class DeviceMaker:
             sampler.note_lost(lost.size, attempt)
             assert part.draw is not None
             redraw = Redraw(attempt, lost.astype(np.uint32), np.delete(part.draw.rows, lost))
-            asked = self._draw_and_gather(flight, part, pending.step, redraw, True)
-            flight.ask(asked)
-            flags, *news = flight.answer()
+            asked = self._draw_and_gather(transfer, part, pending.step, redraw, True)
+            transfer.read_back(asked)
+            flags, *news = transfer.wait_read_back()
             if news:
                 self._note(part, redraw, _draw_of(*news))
             self._release(part, lost)
@@ -345,8 +345,8 @@ class DeviceMaker:
     def describe(self) -> list[dict[str, Any]]:
         """For each store: the path in use and why, and where rows are chosen."""
         return [
-            {"store": part.plan.store.name, **landing.describe(), "select": select}
-            for part, landing, select in zip(self.parts, self.landings, self.select, strict=True)
+            {"store": part.plan.store.name, **target.describe(), "select": select}
+            for part, target, select in zip(self.parts, self.targets, self.select, strict=True)
         ]
 
     def close(self) -> None:
@@ -356,9 +356,9 @@ class DeviceMaker:
             _log.warning("the replay's thread does not come back; what is pinned stays pinned")
             return
         try:
-            self._handover.clear()
-            for landing in self.landings:
-                landing.close()
+            self._handoff.clear()
+            for target in self.targets:
+                target.close()
         finally:
             self._lock.release()
 
@@ -368,9 +368,9 @@ def _draw_of(rows: NDArray[Any], generations: NDArray[Any], probability: NDArray
     return Draw(rows.astype(np.uint32), generations.astype(np.uint32), probability)
 
 
-def _give_back(admitted: list[tuple[Sampler, int]]) -> None:
+def _give_back(admitted: list[tuple[StoreSampler, int]]) -> None:
     for sampler, n in admitted:
         sampler.plan.store.limiter.give_back(samples=n)
 
 
-__all__ = ["DeviceMaker", "Pending"]
+__all__ = ["DeviceBatchBuilder", "Pending"]

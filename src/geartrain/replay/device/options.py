@@ -56,7 +56,7 @@ class DeviceOptions:
         packed: windows stand one behind the other, without padding, with `batch.cu_seqlens`.
         pin_limit_bytes: most pinned bytes on this host, all processes together; half of its memory by default.
         crossover_bytes: rows of more bytes are staged by "auto"; by default what was measured on this machine, or an
-            estimate (landing/crossover.py).
+            estimate (gather_threshold.py).
         exchange: over several ranks, how rows come that other ranks read: "host" sends them to pinned host memory over
             the replay's Gloo group and copies them from there, ahead; with "nccl" the GPU of the rank that has them
             gathers them ahead, and an all-to-all takes them from GPU to GPU when the batch is taken, on the stream that

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.errors import NotEnoughRowsError
-from geartrain.replay.device import Landing
+from geartrain.replay.device import DeviceTarget
 from geartrain.selection.strategy import Redraw, Strategy, seed_of, traits_of
 
 # When the CPU chooses faster. Nanoseconds of a draw on the CPU: docs/benchmarks.md. The link's rate and the launches
@@ -41,29 +41,29 @@ def pays(rows: int, draws: int) -> bool:
     return draws * CPU_DRAW_NS / 1e3 > copied_us + LAUNCHES_US
 
 
-class Mirror:
-    """What can be drawn from a landing's store, in device memory.
+class DevicePriorities:
+    """What can be drawn from a target's store, in device memory.
 
     Args:
-        landing: whose segment is pinned.
+        target: whose segment is pinned.
         ordered: keep the order of commits as well (48 bytes a row), which the ordered strategies and no others need.
     """
 
-    def __init__(self, landing: Landing, *, ordered: bool) -> None:
+    def __init__(self, target: DeviceTarget, *, ordered: bool) -> None:
         import torch
 
-        assert landing.segment is not None
-        self._landing = landing
-        layout = landing.plan.store.native.layout()
-        rows = self._rows = landing.plan.store.capacity
-        segment = landing.segment
+        assert target.segment is not None
+        self._target = target
+        layout = target.plan.store.native.layout()
+        rows = self._rows = target.plan.store.capacity
+        segment = target.segment
         self._parts = [segment[layout["words"] :][: 8 * rows], segment[layout["bits"] :][: -(-rows // 64) * 8]]
         if ordered:
             self._parts.append(segment[layout["status"] :][: layout["status_stride"] * rows])
         self._sequence_at = layout["sequence"] // 8
         self._stride = layout["status_stride"] // 8
-        with landing.device.on(landing.stream):
-            self._copies = [landing.device.empty((len(part),), torch.uint8) for part in self._parts]
+        with target.device.on(target.stream):
+            self._copies = [target.device.empty((len(part),), torch.uint8) for part in self._parts]
         self._candidates: Any = None
         self._seen: tuple[int, ...] | None = None
         self._settled = False
@@ -76,8 +76,8 @@ class Mirror:
         Raises:
             EmptyStoreError, NotEnoughRowsError: there is nothing, or not enough, to choose from.
         """
-        landing = self._landing
-        with landing.device.on(landing.stream):
+        target = self._target
+        with target.device.on(target.stream):
             candidates = self._current()
             attempt = 0 if redraw is None else redraw.attempt
             kept = np.empty(0, np.uint32) if redraw is None else redraw.kept
@@ -104,7 +104,7 @@ class Mirror:
         return self._copies[0].view(torch.int64)
 
     def _current(self) -> Any:
-        native = self._landing.plan.store.native
+        native = self._target.plan.store.native
         counters = native.counters()
         seen = (native.total_priority(), *(counters[name] for name in _CHANGES))
         # A counter may move just before its word does: what has changed is copied once more the next time.
@@ -121,7 +121,7 @@ class Mirror:
 
         self.refreshed += 1
         for copy, part in zip(self._copies, self._parts, strict=True):
-            self._landing.device.copy(copy, part)
+            self._target.device.copy(copy, part)
         words, bits, rows = self._words(), self._copies[1], self._rows
         priorities = words.view(torch.int32)[0::2].contiguous().view(torch.uint32)  # little endian: the low halves
         shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
@@ -133,4 +133,4 @@ class Mirror:
         self._candidates = DeviceCandidates(priorities, selectable, sequence)
 
 
-__all__ = ["Mirror", "pays", "why_not"]
+__all__ = ["DevicePriorities", "pays", "why_not"]

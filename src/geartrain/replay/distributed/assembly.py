@@ -27,13 +27,13 @@ from geartrain.core.keys import Keys
 from geartrain.device.device import Device, open_device
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
-from geartrain.replay.device import DeviceOptions, Landing
+from geartrain.replay.device import DeviceOptions, DeviceTarget
 from geartrain.replay.distributed.assembly_device import DeviceAssembler, GatherAssembler, StagedAssembler
 from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.assembly_nccl import NcclAssembler
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.read import RowBuffer
-from geartrain.replay.fetch import Plan
+from geartrain.replay.fetch import FetchPlan
 
 if TYPE_CHECKING:
     from geartrain.device.nccl import DeviceGroup
@@ -50,11 +50,11 @@ class BatchAssembler(Protocol):
         """Held while a batch is built; `close` waits for it. Raises `StoreClosedError` once closed."""
         ...
 
-    def batch_buffer(self, plan: Plan, n: int) -> RowBuffer:
+    def batch_buffer(self, plan: FetchPlan, n: int) -> RowBuffer:
         """A buffer for this rank's batch of n rows."""
         ...
 
-    def message_buffers(self, wanted: Sequence[tuple[int, Plan, int]]) -> dict[int, RowBuffer]:
+    def message_buffers(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> dict[int, RowBuffer]:
         """A buffer for each (rank, plan, rows) that this rank reads for, by rank."""
         ...
 
@@ -94,7 +94,7 @@ class BatchAssembler(Protocol):
         """
         ...
 
-    def empty_batch(self, plan: Plan, step: int) -> tuple[Batch, Callable[[], None]]:
+    def empty_batch(self, plan: FetchPlan, step: int) -> tuple[Batch, Callable[[], None]]:
         """The same for a rank that gets no fields."""
         ...
 
@@ -126,7 +126,7 @@ def check_options(options: DeviceOptions, names: Sequence[str], has_peers: bool)
 
 def open_assembler(
     options: DeviceOptions,
-    plans: list[dict[tuple[str, ...], Plan]],
+    plans: list[dict[tuple[str, ...], FetchPlan]],
     fields: tuple[str, ...],
     has_peers: bool,
     make_group: Callable[[Device], DeviceGroup] | None,
@@ -147,15 +147,15 @@ def open_assembler(
     device.enter()
     stream = device.new_stream()
     nccl = options.exchange == "nccl"
-    opened: list[Landing] = []
+    opened: list[DeviceTarget] = []
 
-    def landings(names: tuple[str, ...], path: Any) -> list[Landing]:
+    def targets(names: tuple[str, ...], path: Any) -> list[DeviceTarget]:
         convert = {name: into for name, into in options.convert.items() if name in names}
         # A batch is packed when it is complete; rows of other ranks may be longer or shorter.
         here = dataclasses.replace(options, convert=convert, path=path, packed=options.packed and path == "staged")
         made = []
         for of in plans:
-            made.append(Landing(device, stream, of[names], here))
+            made.append(DeviceTarget(device, stream, of[names], here))
             opened.append(made[-1])
         return made
 
@@ -163,19 +163,19 @@ def open_assembler(
         if nccl:
             if make_group is None:
                 raise ArgumentError("exchange='nccl' needs a process group of torch.distributed, or a mesh over one")
-            others = {names: landings(names, "gather") for names in plans[0]}
+            others = {names: targets(names, "gather") for names in plans[0]}
             return NcclAssembler(device, stream, others.get(fields, []), options, make_group(device), others)
         if not fields:
             return GatherAssembler(device, stream, [], options, "this rank reads nothing")
         path, why = ("staged", "tensor-parallel peers get copies of the batch") if has_peers else (options.path, "")
-        mine = landings(fields, path)
+        mine = targets(fields, path)
         staged = next((one for one in mine if one.path == "staged"), None)
         if staged is None:
             return GatherAssembler(device, stream, mine, options, mine[0].why)
         why = why or staged.why
         for one in mine:
             one.close()
-        return StagedAssembler(device, stream, landings(fields, "staged"), options, why)
+        return StagedAssembler(device, stream, targets(fields, "staged"), options, why)
     except BaseException:
         for one in opened:
             one.close()

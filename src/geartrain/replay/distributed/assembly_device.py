@@ -18,14 +18,14 @@ from geartrain.device.device import Device
 from geartrain.errors import StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.device import (
+    BatchTransfer,
     DeviceOptions,
-    Flight,
-    Handover,
-    Landed,
-    Landing,
-    Stage,
-    arranging,
-    gather_rows_of,
+    DeviceTarget,
+    ReadyBatch,
+    StagingBuffer,
+    StreamHandoff,
+    arrangement,
+    gather_plan_of,
     scatter_lines,
 )
 from geartrain.replay.device.layout import convert_rows
@@ -33,12 +33,12 @@ from geartrain.replay.distributed.assembly_host import HostAssembler, raw_of
 from geartrain.replay.distributed.messages import RowLayout, RowMessage, padded
 from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.read import ReadResult, RowBuffer
-from geartrain.replay.fetch import Plan
+from geartrain.replay.fetch import FetchPlan
 
 if TYPE_CHECKING:
     import torch
 
-    from geartrain.device.kernels.gather import GatherRows
+    from geartrain.device.kernels.gather import GatherPlan
     from geartrain.device.kernels.gather_layout import Arena
 
 CLOSE_S = 60.0  # longest wait for the batch that is being built
@@ -51,20 +51,22 @@ class DeviceAssembler(HostAssembler):
 
     Args:
         device, stream: on which.
-        landings: of this rank's fields, one for each store; none where it gets no fields.
+        targets: of this rank's fields, one for each store; none where it gets no fields.
         options: as `Replay` was given them.
         why: this path was taken.
     """
 
     path = ""
 
-    def __init__(self, device: Device, stream: Any, landings: list[Landing], options: DeviceOptions, why: str) -> None:
+    def __init__(
+        self, device: Device, stream: Any, targets: list[DeviceTarget], options: DeviceOptions, why: str
+    ) -> None:
         self.device = device
         self.stream = stream
-        self.landings = landings
+        self.targets = targets
         self.options = options
         self.why = why
-        self._handover = Handover(device)
+        self._handoff = StreamHandoff(device)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -78,14 +80,14 @@ class DeviceAssembler(HostAssembler):
         with self._lock:
             if self._closed:
                 raise StoreClosedError("this replay was closed")
-            self._handover.hold_back()
+            self._handoff.hold_back()
             yield
 
-    def landed(self, landed: Landed) -> tuple[Batch, Callable[[], None]]:
-        """A batch in flight, and what the consumer's thread calls when it takes the batch."""
-        return landed.batch, self._handover.of(landed)
+    def hand_off(self, ready: ReadyBatch) -> tuple[Batch, Callable[[], None]]:
+        """A batch in transfer, and what the consumer's thread calls when it takes the batch."""
+        return ready.batch, self._handoff.of(ready)
 
-    def empty_batch(self, plan: Plan, step: int) -> tuple[Batch, Callable[[], None]]:
+    def empty_batch(self, plan: FetchPlan, step: int) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
         (batch, deliver), empty = super().empty_batch(plan, step), self.device.empty
         metadata: dict[str, Any] = {
@@ -98,7 +100,7 @@ class DeviceAssembler(HostAssembler):
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchAssembler`."""
         chosen = {"path": self.path, "why": self.why, "select": "host: over several ranks", "exchange": "host"}
-        return [{"store": one.plan.store.name, **one.describe(), **chosen} for one in self.landings]
+        return [{"store": one.plan.store.name, **one.describe(), **chosen} for one in self.targets]
 
     def close(self) -> None:
         """See `BatchAssembler`. Waits for the stream, and unpins."""
@@ -107,9 +109,9 @@ class DeviceAssembler(HostAssembler):
             _log.warning("the replay's thread is still building a batch after %s s; memory stays pinned", CLOSE_S)
             return
         try:
-            self._handover.clear()
-            for landing in self.landings:
-                landing.close()
+            self._handoff.clear()
+            for target in self.targets:
+                target.close()
         finally:
             self._lock.release()
 
@@ -120,9 +122,9 @@ class DeviceAssembler(HostAssembler):
 class _StagedBuffer(RowBuffer):
     """A batch in pinned memory."""
 
-    def __init__(self, plan: Plan, stage: Stage, n: int) -> None:
-        super().__init__(plan, n, stage.arrays)
-        self.stage = stage
+    def __init__(self, plan: FetchPlan, staging: StagingBuffer, n: int) -> None:
+        super().__init__(plan, n, staging.arrays)
+        self.staging = staging
 
 
 class StagedAssembler(DeviceAssembler):
@@ -130,9 +132,9 @@ class StagedAssembler(DeviceAssembler):
 
     path = "staged"
 
-    def batch_buffer(self, plan: Plan, n: int) -> RowBuffer:
+    def batch_buffer(self, plan: FetchPlan, n: int) -> RowBuffer:
         """See `BatchAssembler`."""
-        return _StagedBuffer(plan, Stage(self.landings[0], n), n)
+        return _StagedBuffer(plan, StagingBuffer(self.targets[0], n), n)
 
     def batch(
         self,
@@ -144,8 +146,8 @@ class StagedAssembler(DeviceAssembler):
     ) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
         assert isinstance(buffer, _StagedBuffer)
-        flight = buffer.stage.send(raw_of(buffer))
-        return self.landed(flight.land(keys, buffer.headers["probability"], importance_weights, step, its))
+        transfer = buffer.staging.send(raw_of(buffer))
+        return self.hand_off(transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its))
 
 
 # --- gathered --------------------------------------------------------------------------------------------------
@@ -154,34 +156,34 @@ class StagedAssembler(DeviceAssembler):
 class DeviceRowBuffer(RowBuffer):
     """Rows in device memory, padded, gathered by the device."""
 
-    def __init__(self, plan: Plan, n: int, flight: Flight, landings: list[Landing]) -> None:
+    def __init__(self, plan: FetchPlan, n: int, transfer: BatchTransfer, targets: list[DeviceTarget]) -> None:
         super().__init__(plan, n, [])
-        self.flight = flight
-        self._landings = landings
+        self.transfer = transfer
+        self._targets = targets
 
     @property
     def nbytes(self) -> int:
         """Bytes of the fields."""
-        plan = self.flight.plan
+        plan = self.transfer.plan
         return sum(self.n * (plan.steps if field.timed else 1) * field.result_bytes for field in plan.fields)
 
     def read(
         self,
         store: int,
-        plan: Plan,
+        plan: FetchPlan,
         rows: NDArray[np.uint32],
         generations: NDArray[np.uint32],
         ends: NDArray[np.int32] | None,
         places: NDArray[np.uint32],
     ) -> Callable[[], ReadResult]:
         """See `RowBuffer`. Launches the gather; the call of what is returned waits for it."""
-        flight, layout = self.flight, self.flight.layout
-        flight.gather(rows, generations, None, ends=ends, places=places, landing=self._landings[store])
-        flight.ask([flight.arena[at : at + size * self.n] for at, size in _metadata_at(layout)])
+        transfer, layout = self.transfer, self.transfer.layout
+        transfer.launch_gather(rows, generations, None, ends=ends, places=places, target=self._targets[store])
+        transfer.read_back([transfer.arena[at : at + size * self.n] for at, size in _metadata_at(layout)])
         return functools.partial(self._result, ends, places)
 
     def _result(self, ends: NDArray[np.int32] | None, places: NDArray[np.uint32]) -> ReadResult:
-        torn, starts, lengths, versions = self.flight.answer()
+        torn, starts, lengths, versions = self.transfer.wait_read_back()
         starts, lengths = starts.view(np.int32)[places], lengths.view(np.int32)[places]
         steps = lengths if ends is None else np.minimum(lengths, np.maximum(ends, 0) + 1) - starts
         return ReadResult(torn[places], lengths, starts, steps.astype(np.int32), versions.view(np.int64)[places])
@@ -197,23 +199,25 @@ class GatherAssembler(DeviceAssembler):
 
     path = "gather"
 
-    def __init__(self, device: Device, stream: Any, landings: list[Landing], options: DeviceOptions, why: str) -> None:
-        super().__init__(device, stream, landings, options, why)
+    def __init__(
+        self, device: Device, stream: Any, targets: list[DeviceTarget], options: DeviceOptions, why: str
+    ) -> None:
+        super().__init__(device, stream, targets, options, why)
         # Of rows as they are received: raw and padded.
-        self._raw = gather_rows_of(landings[0].plan, {}, False) if landings else None
-        self._packed: GatherRows | None = None
-        if options.packed and landings:
-            self._packed = gather_rows_of(landings[0].plan, landings[0].options.convert, True)
+        self._raw = gather_plan_of(targets[0].plan, {}, False) if targets else None
+        self._packed: GatherPlan | None = None
+        if options.packed and targets:
+            self._packed = gather_plan_of(targets[0].plan, targets[0].options.convert, True)
 
-    def batch_buffer(self, plan: Plan, n: int) -> RowBuffer:
+    def batch_buffer(self, plan: FetchPlan, n: int) -> RowBuffer:
         """See `BatchAssembler`."""
-        return DeviceRowBuffer(plan, n, Flight(self.landings[0], n), self.landings)
+        return DeviceRowBuffer(plan, n, BatchTransfer(self.targets[0], n), self.targets)
 
-    def _message_memory(self, plan: Plan, counts: Sequence[int]) -> Sequence[Bytes | None]:
+    def _message_memory(self, plan: FetchPlan, counts: Sequence[int]) -> Sequence[Bytes | None]:
         """All messages in one pinned buffer, which `_scatter` copies to the device."""
         sizes = [RowLayout.of(plan, n).nbytes for n in counts]
         begins = np.cumsum([0, *(padded(size) for size in sizes)]).tolist()
-        self._buffer, self._begins = self.landings[0].bounce.take(begins[-1]), begins
+        self._buffer, self._begins = self.targets[0].pool.take(begins[-1]), begins
         memory: Bytes = self._buffer.numpy()
         return [memory[at : at + size] for at, size in zip(begins, sizes, strict=False)]
 
@@ -221,14 +225,14 @@ class GatherAssembler(DeviceAssembler):
         import torch
 
         assert isinstance(mine, DeviceRowBuffer)
-        landing, device, raw = self.landings[0], self.device, self._raw
+        target, device, raw = self.targets[0], self.device, self._raw
         buffer, begins = self._buffer, self._begins
         del self._buffer
         assert raw is not None
         with device.on(self.stream):
             messages = device.empty((begins[-1],), torch.uint8)
             device.copy(messages, buffer[: begins[-1]])
-            landing.bounce.give(buffer)
+            target.pool.give(buffer)
         metadata = self._metadata(mine, [places for _, places in received])
 
         def work() -> None:
@@ -241,19 +245,19 @@ class GatherAssembler(DeviceAssembler):
                     line = field.result_bytes * (raw.steps if field.timed else 1)
                     values = messages[begin + offset :][: k * line].view(k, line)
                     converted = convert_rows(
-                        mine.flight.plan,
+                        mine.transfer.plan,
                         number,
                         values,
                         metadata["mask"][these].view(torch.bool),
-                        landing.options.convert,
+                        target.options.convert,
                     )
-                    target = mine.flight.layout.fields[number]
-                    scatter_lines(mine.flight.arena, target, mine.n, metadata["places"][these], converted)
+                    into = mine.transfer.layout.fields[number]
+                    scatter_lines(mine.transfer.arena, into, mine.n, metadata["places"][these], converted)
                 first += k
             for name in ("mask", "starts", "lengths", "versions"):
                 lines = metadata[name].view(torch.uint8).view(len(metadata["places"]), -1)
-                target = getattr(mine.flight.layout, name)
-                scatter_lines(mine.flight.arena, target, mine.n, metadata["places"], lines)
+                into = getattr(mine.transfer.layout, name)
+                scatter_lines(mine.transfer.arena, into, mine.n, metadata["places"], lines)
 
         with device.on(self.stream):
             device.run(work)
@@ -269,7 +273,7 @@ class GatherAssembler(DeviceAssembler):
             "lengths": headers["length"],
             "versions": headers["version"],
         }
-        return dict(zip(arrays, self.landings[0].upload(list(arrays.values())), strict=True))
+        return dict(zip(arrays, self.targets[0].upload(list(arrays.values())), strict=True))
 
     def batch(
         self,
@@ -281,20 +285,20 @@ class GatherAssembler(DeviceAssembler):
     ) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
         assert isinstance(buffer, DeviceRowBuffer)
-        flight, work = self.packed_flight(buffer)
+        transfer, work = self.packed_transfer(buffer)
         if work is not None:
             with self.device.on(self.stream):
                 self.device.run(work)
-        return self.landed(flight.land(keys, buffer.headers["probability"], importance_weights, step, its))
+        return self.hand_off(transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its))
 
-    def packed_flight(self, buffer: DeviceRowBuffer) -> tuple[Flight, Callable[[], None] | None]:
-        """The flight of the finished batch, and the work that packs it; None where that is the buffer's own flight."""
-        unpacked = buffer.flight
+    def packed_transfer(self, buffer: DeviceRowBuffer) -> tuple[BatchTransfer, Callable[[], None] | None]:
+        """The transfer of the finished batch, and the work that packs it; None where it is the buffer's own."""
+        unpacked = buffer.transfer
         if self._packed is None:
             return unpacked, None
-        flight = Flight(self.landings[0], buffer.n, self._packed)
+        transfer = BatchTransfer(self.targets[0], buffer.n, self._packed)
         mask = buffer.plan.mask(buffer.headers["start"], buffer.headers["steps"])
-        return flight, arranging(flight, unpacked.arena, unpacked.plan, unpacked.layout, mask)
+        return transfer, arrangement(transfer, unpacked.arena, unpacked.plan, unpacked.layout, mask)
 
 
 __all__ = ["DeviceAssembler", "DeviceRowBuffer", "GatherAssembler", "StagedAssembler"]

@@ -16,7 +16,7 @@ from geartrain.replay.builder import nothing
 from geartrain.replay.distributed.messages import RowMessage
 from geartrain.replay.distributed.rank_group import Bytes, Message, RankGroup
 from geartrain.replay.distributed.read import RowBuffer
-from geartrain.replay.fetch import Plan, Raw
+from geartrain.replay.fetch import FetchedRows, FetchPlan
 
 # A rank that reads rows for this one, and their places in this rank's batch.
 Incoming = tuple[int, NDArray[np.int64]]
@@ -33,11 +33,11 @@ class HostAssembler:
         """See `BatchAssembler`."""
         yield
 
-    def batch_buffer(self, plan: Plan, n: int) -> RowBuffer:
+    def batch_buffer(self, plan: FetchPlan, n: int) -> RowBuffer:
         """See `BatchAssembler`."""
         return RowBuffer(plan, n, plan.empty(n))
 
-    def message_buffers(self, wanted: Sequence[tuple[int, Plan, int]]) -> dict[int, RowBuffer]:
+    def message_buffers(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> dict[int, RowBuffer]:
         """See `BatchAssembler`."""
         return {rank: RowBuffer(plan, n) for rank, plan, n in wanted}
 
@@ -67,7 +67,7 @@ class HostAssembler:
         self._scatter(mine, received)
         return sum(message.field_bytes for message in messages)
 
-    def _message_memory(self, plan: Plan, counts: Sequence[int]) -> Sequence[Bytes | None]:
+    def _message_memory(self, plan: FetchPlan, counts: Sequence[int]) -> Sequence[Bytes | None]:
         """Memory for messages of so many rows; None for recycled memory."""
         return [None for _ in counts]
 
@@ -91,11 +91,11 @@ class HostAssembler:
         batch = plan.batch(raw_of(buffer), keys, probability, importance_weights, step)
         return dataclasses.replace(batch, draw=plan.book(its)), nothing
 
-    def empty_batch(self, plan: Plan, step: int) -> tuple[Batch, Callable[[], None]]:
+    def empty_batch(self, plan: FetchPlan, step: int) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
         empty = plan.of_fields(())
         none = np.empty(0, np.int32)
-        raw = Raw([], np.empty(0, np.uint8), empty.mask(none, none), none, none, np.empty(0, np.int64), 0)
+        raw = FetchedRows([], np.empty(0, np.uint8), empty.mask(none, none), none, none, np.empty(0, np.int64), 0)
         batch = empty.batch(raw, Keys.empty(), np.empty(0), None, step)
         return dataclasses.replace(batch, draw=empty.book(np.empty(0, np.int64))), nothing
 
@@ -107,10 +107,10 @@ class HostAssembler:
         """See `BatchAssembler`."""
 
 
-def raw_of(buffer: RowBuffer) -> Raw:
+def raw_of(buffer: RowBuffer) -> FetchedRows:
     """The rows of a buffer as a fetch from one store returns them."""
     headers = buffer.headers
-    return Raw(
+    return FetchedRows(
         buffer.arrays,
         np.zeros(buffer.n, np.uint8),
         buffer.plan.mask(headers["start"], headers["steps"]),

@@ -13,13 +13,13 @@ from geartrain.core.keys import Keys
 from geartrain.device.device import Device
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import nothing
-from geartrain.replay.device import DeviceOptions, Flight, Landing, scatter_lines
+from geartrain.replay.device import BatchTransfer, DeviceOptions, DeviceTarget, scatter_lines
 from geartrain.replay.distributed.assembly_device import DeviceRowBuffer, GatherAssembler
 from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.messages import ROW_HEADER, flat_bytes
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.read import RowBuffer
-from geartrain.replay.fetch import Plan
+from geartrain.replay.fetch import FetchPlan
 
 if TYPE_CHECKING:
     import torch
@@ -36,38 +36,38 @@ class NcclAssembler(GatherAssembler):
 
     Args:
         group: of the ranks whose devices exchange memory.
-        others: for each set of fields that some rank gets, landings of them, one for each store.
+        others: for each set of fields that some rank gets, targets of them, one for each store.
     """
 
     def __init__(
         self,
         device: Device,
         stream: Any,
-        landings: list[Landing],
+        targets: list[DeviceTarget],
         options: DeviceOptions,
         group: DeviceGroup,
-        others: dict[tuple[str, ...], list[Landing]],
+        others: dict[tuple[str, ...], list[DeviceTarget]],
     ) -> None:
-        super().__init__(device, stream, landings, options, "exchange='nccl' sends what the GPU has gathered")
+        super().__init__(device, stream, targets, options, "exchange='nccl' sends what the GPU has gathered")
         self._group = group
         self._others = others
         self._outbox: torch.Tensor | None = None
         self._pending: Callable[[], None] = nothing  # the all-to-all of the batch that is being built
 
-    def message_buffers(self, wanted: Sequence[tuple[int, Plan, int]]) -> dict[int, RowBuffer]:
+    def message_buffers(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> dict[int, RowBuffer]:
         """See `BatchAssembler`. All of them in one device buffer, in the order in which the group sends."""
         import torch
 
         ordered = sorted(wanted, key=lambda each: self._group.order[each[0]])
-        landings = [self._others[tuple(plan.names)] for _, plan, _ in ordered]
-        layouts = [of[0].gather.arena(n) for of, (_, _, n) in zip(landings, ordered, strict=True)]
+        targets = [self._others[tuple(plan.names)] for _, plan, _ in ordered]
+        layouts = [of[0].gather.arena(n) for of, (_, _, n) in zip(targets, ordered, strict=True)]
         with self.device.on(self.stream):
             self._outbox = self.device.empty((sum(layout.nbytes for layout in layouts),), torch.uint8)
         buffers: dict[int, RowBuffer] = {}
         at = 0
-        for (rank, plan, n), of, layout in zip(ordered, landings, layouts, strict=True):
+        for (rank, plan, n), of, layout in zip(ordered, targets, layouts, strict=True):
             arena = self._outbox[at : at + layout.nbytes]
-            buffers[rank] = DeviceRowBuffer(plan, n, Flight(of[0], n, arena=arena), of)
+            buffers[rank] = DeviceRowBuffer(plan, n, BatchTransfer(of[0], n, arena=arena), of)
             at += layout.nbytes
         return buffers
 
@@ -92,7 +92,7 @@ class NcclAssembler(GatherAssembler):
         if idle:
             return 0
         sends = {
-            peer: each.flight.layout.nbytes for peer, each in outgoing.items() if isinstance(each, DeviceRowBuffer)
+            peer: each.transfer.layout.nbytes for peer, each in outgoing.items() if isinstance(each, DeviceRowBuffer)
         }
         places = None
         if incoming:
@@ -100,7 +100,7 @@ class NcclAssembler(GatherAssembler):
             for peer, at in incoming:
                 mine.headers[at] = received[peer]
             incoming = sorted(incoming, key=lambda each: self._group.order[each[0]])
-            (places,) = self.landings[0].upload([np.concatenate([at for _, at in incoming])])
+            (places,) = self.targets[0].upload([np.concatenate([at for _, at in incoming])])
         with self.device.on(self.stream):
             gathered = self.device.record()
         counts = [(peer, len(at)) for peer, at in incoming]
@@ -120,14 +120,14 @@ class NcclAssembler(GatherAssembler):
         import torch
 
         device = self.device
-        layouts = {} if mine is None else {peer: mine.flight.plan.arena(k) for peer, k in incoming}
+        layouts = {} if mine is None else {peer: mine.transfer.plan.arena(k) for peer, k in incoming}
         receives = {peer: layout.nbytes for peer, layout in layouts.items()}
         device.wait(gathered)
         device.lend(outbox)
         inbox = device.empty((sum(receives.values()),), torch.uint8)
         self._group.all_to_all(device, inbox, receives, outbox, sends)
         if mine is not None and places is not None:
-            device.lend(mine.flight.arena)
+            device.lend(mine.transfer.arena)
             device.lend(places)
             device.run(functools.partial(_scatter_arenas, mine, inbox, [*layouts.values()], places))
 
@@ -141,21 +141,21 @@ class NcclAssembler(GatherAssembler):
     ) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
         assert isinstance(buffer, DeviceRowBuffer)
-        flight, work = self.packed_flight(buffer)
-        landed = flight.land(keys, buffer.headers["probability"], importance_weights, step, its)
-        batch, hand_over = self.landed(landed)
+        transfer, work = self.packed_transfer(buffer)
+        ready = transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its)
+        batch, hand_over = self.hand_off(ready)
         all_to_all, self._pending = self._pending, nothing
 
         def deliver() -> None:
             hand_over()
             all_to_all()
             if work is not None:
-                self.device.lend(buffer.flight.arena)
+                self.device.lend(buffer.transfer.arena)
                 self.device.run(work)
 
         return batch, deliver
 
-    def empty_batch(self, plan: Plan, step: int) -> tuple[Batch, Callable[[], None]]:
+    def empty_batch(self, plan: FetchPlan, step: int) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`. This rank still takes part in the all-to-all."""
         all_to_all, self._pending = self._pending, nothing
         return super().empty_batch(plan, step)[0], all_to_all
@@ -166,14 +166,14 @@ class NcclAssembler(GatherAssembler):
 
     def close(self) -> None:
         """See `BatchAssembler`."""
-        for landings in self._others.values():
-            self.landings = [*self.landings, *(one for one in landings if one not in self.landings)]
+        for targets in self._others.values():
+            self.targets = [*self.targets, *(one for one in targets if one not in self.targets)]
         super().close()
 
 
 def _scatter_arenas(mine: DeviceRowBuffer, inbox: torch.Tensor, layouts: Sequence[Arena], places: torch.Tensor) -> None:
     """Copies received rows, which lie in one arena for each peer, to their places in this rank's arena."""
-    to, plan = mine.flight.layout, mine.flight.plan
+    to, plan = mine.transfer.layout, mine.transfer.plan
     sizes = [field.result_bytes * (plan.steps if field.timed else 1) for field in plan.fields]
     first = at = 0
     for layout in layouts:
@@ -183,7 +183,7 @@ def _scatter_arenas(mine: DeviceRowBuffer, inbox: torch.Tensor, layouts: Sequenc
             pieces.append((getattr(layout, name), getattr(to, name), size))
         for source, target, size in pieces:
             lines = inbox[at + source :][: k * size].view(k, size)
-            scatter_lines(mine.flight.arena, target, mine.n, places[first : first + k], lines)
+            scatter_lines(mine.transfer.arena, target, mine.n, places[first : first + k], lines)
         first += k
         at += layout.nbytes
 

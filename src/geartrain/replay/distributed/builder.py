@@ -31,7 +31,7 @@ from geartrain.core.keys import Keys
 from geartrain.device.nccl import DeviceGroup
 from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.replay.batch import Batch
-from geartrain.replay.builder import Made, State
+from geartrain.replay.builder import BuiltBatch, State
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
 from geartrain.replay.distributed.assembly_host import HostAssembler, Incoming
@@ -44,8 +44,8 @@ from geartrain.replay.distributed.priority_updates import Update
 from geartrain.replay.distributed.rank_group import Message, RankGroup, run_on_all_ranks
 from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, ShardReader
 from geartrain.replay.distributed.topology import MeshPosition
-from geartrain.replay.fetch import Plan
-from geartrain.replay.sampler import Sampler
+from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection, quotas_of
 from geartrain.selection.sharded import ShardedDraw, check_strategy
 from geartrain.selection.strategy import Draw, importance_of
@@ -90,7 +90,7 @@ class DistributedBatchBuilder:
 
     def __init__(
         self,
-        samplers: list[Sampler],
+        samplers: list[StoreSampler],
         selection: Selection,
         batch_size: int,
         group: RankGroup,
@@ -187,7 +187,7 @@ class DistributedBatchBuilder:
 
     # --- a batch ------------------------------------------------------------------------------------------------
 
-    def make(self, step: int, state: State, updates: list[Update]) -> Made:
+    def make(self, step: int, state: State, updates: list[Update]) -> BuiltBatch:
         """This rank's part of the batch of a step, and the strategies' state after it.
 
         Raises:
@@ -218,7 +218,7 @@ class DistributedBatchBuilder:
             self.abort(f"{type(error).__name__}: {error}")
             raise
 
-    def _make(self, step: int, state: State, updates: list[Update]) -> Made:
+    def _make(self, step: int, state: State, updates: list[Update]) -> BuiltBatch:
         began_s, sent = time.perf_counter(), self.group.sent_bytes
         quotas = quotas_of(self.selection, self.batch_size, step)
         for number, quota in enumerate(quotas):
@@ -241,7 +241,7 @@ class DistributedBatchBuilder:
         self.traffic.select_s += selected_s - began_s
         self.traffic.fetch_s += read_s - selected_s
         self.traffic.exchange_s += ended_s - read_s
-        return Made(batch, state, deliver)
+        return BuiltBatch(batch, state, deliver)
 
     def _assign(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> AssignedDraws:
         """Step 4, for the draws of all stores one after the other."""
@@ -264,7 +264,7 @@ class DistributedBatchBuilder:
         """Buffers for the rows that this rank reads, by the consumer's rank; and the one of its own batch."""
         rank = self.group.rank
         counts = np.bincount(draws.replica[draws.reader == rank], minlength=len(self.members.replicas))
-        outgoing: list[tuple[int, Plan, int]] = []
+        outgoing: list[tuple[int, FetchPlan, int]] = []
         mine: RowBuffer | None = None
         for consumer in self.members.consumers:
             if not consumer.fields:

@@ -20,7 +20,7 @@ from geartrain.replay.builder import State
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import rank_status
 from geartrain.replay.distributed.priority_updates import Update, send_updates
-from geartrain.replay.sampler import MAX_ATTEMPTS, Sampler
+from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.sharded import (
     NO_ROW,
     Shard,
@@ -75,7 +75,7 @@ class ShardedSampler:
         cursors: for each store, the last sequence number that a redraw on this rank has used, for FIFO; 0 for none.
     """
 
-    def __init__(self, samplers: Sequence[Sampler], members: Members, fingerprint: int) -> None:
+    def __init__(self, samplers: Sequence[StoreSampler], members: Members, fingerprint: int) -> None:
         self.samplers = samplers
         self.members = members
         self.cursors = [0 for _ in samplers]

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from geartrain.replay.distributed.messages import PROTOCOL
-from geartrain.replay.sampler import Sampler
+from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Mixture, Selection
 
 
-def describe_job(parts: Sequence[Sampler], selection: Selection, batch_size: int) -> dict[str, Any]:
+def describe_job(parts: Sequence[StoreSampler], selection: Selection, batch_size: int) -> dict[str, Any]:
     """The configuration that all ranks must have alike to draw the same batches, by name."""
     job: dict[str, Any] = {
         "protocol": PROTOCOL,

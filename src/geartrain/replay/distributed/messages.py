@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.replay.distributed.rank_group import Bytes
-from geartrain.replay.fetch import Plan
+from geartrain.replay.fetch import FetchPlan
 
 #: Version of the messages between ranks; ranks of different versions refuse each other.
 PROTOCOL = 2
@@ -74,7 +74,7 @@ class RowLayout(NamedTuple):
     nbytes: int
 
     @staticmethod
-    def of(plan: Plan, n: int, *, with_stored: bool = False) -> RowLayout:
+    def of(plan: FetchPlan, n: int, *, with_stored: bool = False) -> RowLayout:
         """The layout of a message of n rows."""
         fields, at = [], 0
         for name in plan.names:
@@ -100,7 +100,7 @@ class RowMessage:
         stored: view of (n,) `STORED_ROW`, or of none.
     """
 
-    def __init__(self, plan: Plan, n: int, data: Bytes | None = None, *, with_stored: bool = False) -> None:
+    def __init__(self, plan: FetchPlan, n: int, data: Bytes | None = None, *, with_stored: bool = False) -> None:
         layout = RowLayout.of(plan, n, with_stored=with_stored)
         self.data: Bytes = _native.pooled_bytes(layout.nbytes) if data is None else data
         self.arrays: list[NDArray[Any]] = []

@@ -16,7 +16,7 @@ from geartrain.replay.distributed.balance import heaviest_within, rounds_of
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import ROW_HEADER, STORED_ROW, RowMessage
 from geartrain.replay.distributed.rank_group import Message
-from geartrain.replay.fetch import Plan
+from geartrain.replay.fetch import FetchPlan
 from geartrain.store.store import Store
 
 # Largest row message, unless a single row is larger.
@@ -32,7 +32,7 @@ class RowMover:
         by_priority: whether amounts are priorities, or numbers of rows.
     """
 
-    def __init__(self, members: Members, plan: Plan, by_priority: bool) -> None:
+    def __init__(self, members: Members, plan: FetchPlan, by_priority: bool) -> None:
         self.members = members
         self.store: Store = plan.store
         self.row_bytes = sum(plan.row_bytes(name) for name in plan.names)

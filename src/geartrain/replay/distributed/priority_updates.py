@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from geartrain.core.keys import Keys
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes
-from geartrain.replay.sampler import Sampler
+from geartrain.replay.sampler import StoreSampler
 
 _LARGEST = np.finfo(np.float64).max
 
@@ -25,7 +25,7 @@ class Update:
     priorities: NDArray[np.float64]
 
 
-def send_updates(members: Members, samplers: Sequence[Sampler], updates: Sequence[Update]) -> None:
+def send_updates(members: Members, samplers: Sequence[StoreSampler], updates: Sequence[Update]) -> None:
     """Sends each update to the leader of its row's shard, and applies those that this rank receives. Collective."""
     records = _pack(members, updates)
     leader_of = np.concatenate([store.leaders for store in members.stores])

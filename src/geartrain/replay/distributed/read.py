@@ -23,8 +23,8 @@ from geartrain.replay.builder import State
 from geartrain.replay.distributed.draw import CommonError
 from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import ROW_HEADER, RowMessage
-from geartrain.replay.fetch import Plan
-from geartrain.replay.sampler import Sampler
+from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.sharded import NO_ROW, ShardedDraw, is_independent
 from geartrain.selection.strategy import Draw, Redraw
 
@@ -74,7 +74,7 @@ class RowBuffer:
         headers: (n,) `ROW_HEADER`.
     """
 
-    def __init__(self, plan: Plan, n: int, arrays: list[Any] | None = None) -> None:
+    def __init__(self, plan: FetchPlan, n: int, arrays: list[Any] | None = None) -> None:
         self.plan = plan
         self.n = n
         self.message: RowMessage | None = None
@@ -94,7 +94,7 @@ class RowBuffer:
     def read(
         self,
         store: int,
-        plan: Plan,
+        plan: FetchPlan,
         rows: NDArray[np.uint32],
         generations: NDArray[np.uint32],
         ends: NDArray[np.int32] | None,
@@ -171,7 +171,7 @@ class ReadRequest:
     def start(
         self,
         store: int,
-        plans: Mapping[tuple[str, ...], Plan],
+        plans: Mapping[tuple[str, ...], FetchPlan],
         rows: ShardRows,
         found: NDArray[np.intp],
         ends: NDArray[np.int32] | None,
@@ -222,9 +222,9 @@ class ShardReader:
 
     def __init__(
         self,
-        samplers: Sequence[Sampler],
+        samplers: Sequence[StoreSampler],
         members: Members,
-        plans: Sequence[Mapping[tuple[str, ...], Plan]],
+        plans: Sequence[Mapping[tuple[str, ...], FetchPlan]],
         cursors: list[int],
     ) -> None:
         self.samplers = samplers
