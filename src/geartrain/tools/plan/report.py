@@ -1,4 +1,4 @@
-"""Predictions as tables, and the clusters that are worth one."""
+"""Prediction reports: tables, JSON, and known clusters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAR_OFF = 2.0
 
 @dataclass(frozen=True)
 class ClusterCase:
-    """A cluster to be predicted."""
+    """A named cluster to be predicted, and the constants for it."""
 
     name: str
     cluster: Cluster
@@ -53,7 +53,7 @@ def known_clusters(constants: Constants | None = None) -> list[ClusterCase]:
 
 
 def show(asked: Sequence[ClusterCase], json_path: Path | None = None) -> None:
-    """Predicts and prints, a table a cluster, an arm a line; writes the same as JSON where asked."""
+    """Prints the predictions, a table a cluster, a line a configuration; writes them as JSON to `json_path`."""
     console, table_of = rich_console()
     found: list[dict[str, Any]] = []
     for one in asked:
@@ -79,7 +79,7 @@ def show(asked: Sequence[ClusterCase], json_path: Path | None = None) -> None:
 
 
 def show_checked(checked: Sequence[Checked]) -> bool:
-    """Predictions beside measurements; returns whether none of them is far off."""
+    """Prints predictions and measurements; returns whether all are within a factor of `FAR_OFF`."""
     console, table_of = rich_console()
     table = table_of(title="predicted and measured", title_justify="left")
     for name in ("case", "what"):
@@ -103,7 +103,7 @@ def show_checked(checked: Sequence[Checked]) -> bool:
 
 
 def number(value: float) -> str:
-    """Three digits that count."""
+    """A number with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
