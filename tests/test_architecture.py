@@ -177,8 +177,8 @@ TO_CLOSE = {
     "geartrain.launch.actor_role",
 }
 NAMES_TO_PART = {
-    *("Work", "Group", "Options", "Slot", "Described", "Segment", "Link"),
-    *("Rows", "Pending", "Landing", "Limits", "Region"),
+    *("Work", "Group", "Options", "Slot", "Described", "Link"),
+    *("Rows", "Limits", "Region"),
 }
 
 

@@ -27,9 +27,10 @@ from geartrain.replay.device.gather_threshold import CROSSOVER_BYTES
 from geartrain.replay.device.layout import arrangement, scatter_lines
 from geartrain.replay.device.options import Convert, DeviceOptions
 from geartrain.replay.device.pinned_pool import PinnedPool
+from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.staging import StagingBuffer
 from geartrain.replay.device.target import DeviceTarget, gather_plan_of
-from geartrain.replay.device.transfer import MOST_UNCONSUMED, BatchTransfer, StreamHandoff, ReadyBatch
+from geartrain.replay.device.transfer import MOST_UNCONSUMED, BatchTransfer, ReadyBatch, StreamHandoff
 
 __all__ = [
     "CROSSOVER_BYTES",
@@ -39,6 +40,7 @@ __all__ = [
     "BatchTransfer",
     "StreamHandoff",
     "ReadyBatch",
+    "DeviceSession",
     "DeviceTarget",
     "DeviceOptions",
     "StagingBuffer",

@@ -49,7 +49,9 @@ def gather_plan_of(plan: FetchPlan, convert: Mapping[str, Convert], packed: bool
                 into.dtype, into.scale, into.shift,
             )
         )  # fmt: skip
-    segment = SegmentLayout(layout["words"], layout["status"], layout["status_stride"], store.capacity, store.max_length)
+    segment = SegmentLayout(
+        layout["words"], layout["status"], layout["status_stride"], store.capacity, store.max_length
+    )
     return GatherPlan(segment, fields, plan.window, plan.pad_left, packed)
 
 

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
-from geartrain.device.device import Device, open_device
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
-from geartrain.replay.device import DeviceOptions, DeviceTarget
+from geartrain.replay.device import DeviceOptions, DeviceSession, DeviceTarget
+from geartrain.replay.device.options import Path
 from geartrain.replay.distributed.assembly_device import DeviceAssembler, GatherAssembler, StagedAssembler
 from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.assembly_nccl import NcclAssembler
@@ -36,6 +36,7 @@ from geartrain.replay.distributed.read import RowBuffer
 from geartrain.replay.fetch import FetchPlan
 
 if TYPE_CHECKING:
+    from geartrain.device.device import Device
     from geartrain.device.nccl import DeviceGroup
 
 
@@ -143,42 +144,39 @@ def open_assembler(
     Raises:
         PinError, ArgumentError: an option that was named explicitly is not viable here.
     """
-    device = open_device(options.device)
-    device.enter()
-    stream = device.new_stream()
-    nccl = options.exchange == "nccl"
-    opened: list[DeviceTarget] = []
+    session = DeviceSession(options.device)
 
-    def targets(names: tuple[str, ...], path: Any) -> list[DeviceTarget]:
+    def open_targets(names: tuple[str, ...], path: Path) -> list[DeviceTarget]:
         convert = {name: into for name, into in options.convert.items() if name in names}
         # A batch is packed when it is complete; rows of other ranks may be longer or shorter.
         here = dataclasses.replace(options, convert=convert, path=path, packed=options.packed and path == "staged")
-        made = []
+        opened = []
         for of in plans:
-            made.append(DeviceTarget(device, stream, of[names], here))
-            opened.append(made[-1])
-        return made
+            opened.append(DeviceTarget(session.device, session.stream, of[names], here))
+            session.targets.append(opened[-1])
+        return opened
 
     try:
-        if nccl:
+        if options.exchange == "nccl":
             if make_group is None:
                 raise ArgumentError("exchange='nccl' needs a process group of torch.distributed, or a mesh over one")
-            others = {names: targets(names, "gather") for names in plans[0]}
-            return NcclAssembler(device, stream, others.get(fields, []), options, make_group(device), others)
+            others = {names: open_targets(names, "gather") for names in plans[0]}
+            return NcclAssembler(session, others.get(fields, []), options, make_group(session.device), others)
         if not fields:
-            return GatherAssembler(device, stream, [], options, "this rank reads nothing")
-        path, why = ("staged", "tensor-parallel peers get copies of the batch") if has_peers else (options.path, "")
-        mine = targets(fields, path)
+            return GatherAssembler(session, [], options, "this rank reads nothing")
+        path: Path = "staged" if has_peers else options.path
+        why = "tensor-parallel peers get copies of the batch" if has_peers else ""
+        mine = open_targets(fields, path)
         staged = next((one for one in mine if one.path == "staged"), None)
         if staged is None:
-            return GatherAssembler(device, stream, mine, options, mine[0].why)
+            return GatherAssembler(session, mine, options, mine[0].why)
         why = why or staged.why
         for one in mine:
             one.close()
-        return StagedAssembler(device, stream, targets(fields, "staged"), options, why)
+        session.targets.clear()
+        return StagedAssembler(session, open_targets(fields, "staged"), options, why)
     except BaseException:
-        for one in opened:
-            one.close()
+        session.close()
         raise
 
 

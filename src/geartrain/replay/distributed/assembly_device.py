@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
-from geartrain.device.device import Device
-from geartrain.errors import StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.device import (
     BatchTransfer,
     DeviceOptions,
+    DeviceSession,
     DeviceTarget,
     ReadyBatch,
     StagingBuffer,
-    StreamHandoff,
     arrangement,
     gather_plan_of,
     scatter_lines,
@@ -41,16 +37,12 @@ if TYPE_CHECKING:
     from geartrain.device.kernels.gather import GatherPlan
     from geartrain.device.kernels.gather_layout import Arena
 
-CLOSE_S = 60.0  # longest wait for the batch that is being built
-
-_log = logging.getLogger("geartrain.replay.distributed.assembly")
-
 
 class DeviceAssembler(HostAssembler):
     """What assemblers on a device have in common.
 
     Args:
-        device, stream: on which.
+        session: on which device.
         targets: of this rank's fields, one for each store; none where it gets no fields.
         options: as `Replay` was given them.
         why: this path was taken.
@@ -58,34 +50,28 @@ class DeviceAssembler(HostAssembler):
 
     path = ""
 
-    def __init__(
-        self, device: Device, stream: Any, targets: list[DeviceTarget], options: DeviceOptions, why: str
-    ) -> None:
-        self.device = device
-        self.stream = stream
+    def __init__(self, session: DeviceSession, targets: list[DeviceTarget], options: DeviceOptions, why: str) -> None:
+        self.session = session
+        self.device = session.device
+        self.stream = session.stream
         self.targets = targets
         self.options = options
         self.why = why
-        self._handoff = StreamHandoff(device)
-        self._lock = threading.Lock()
-        self._closed = False
 
     def enter(self) -> None:
         """See `BatchAssembler`."""
-        self.device.enter()
+        self.session.enter()
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
         """See `BatchAssembler`."""
-        with self._lock:
-            if self._closed:
-                raise StoreClosedError("this replay was closed")
-            self._handoff.hold_back()
+        with self.session.at_work():
+            self.session.hold_back()
             yield
 
     def hand_off(self, ready: ReadyBatch) -> tuple[Batch, Callable[[], None]]:
         """A batch in transfer, and what the consumer's thread calls when it takes the batch."""
-        return ready.batch, self._handoff.of(ready)
+        return ready.batch, self.session.deliver(ready)
 
     def empty_batch(self, plan: FetchPlan, step: int) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
@@ -104,16 +90,7 @@ class DeviceAssembler(HostAssembler):
 
     def close(self) -> None:
         """See `BatchAssembler`. Waits for the stream, and unpins."""
-        self._closed = True
-        if not self._lock.acquire(timeout=CLOSE_S):
-            _log.warning("the replay's thread is still building a batch after %s s; memory stays pinned", CLOSE_S)
-            return
-        try:
-            self._handoff.clear()
-            for target in self.targets:
-                target.close()
-        finally:
-            self._lock.release()
+        self.session.close()
 
 
 # --- staged ----------------------------------------------------------------------------------------------------
@@ -122,9 +99,9 @@ class DeviceAssembler(HostAssembler):
 class _StagedBuffer(RowBuffer):
     """A batch in pinned memory."""
 
-    def __init__(self, plan: FetchPlan, staging: StagingBuffer, n: int) -> None:
-        super().__init__(plan, n, staging.arrays)
-        self.staging = staging
+    def __init__(self, plan: FetchPlan, stage: StagingBuffer, n: int) -> None:
+        super().__init__(plan, n, stage.arrays)
+        self.stage = stage
 
 
 class StagedAssembler(DeviceAssembler):
@@ -146,7 +123,7 @@ class StagedAssembler(DeviceAssembler):
     ) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
         assert isinstance(buffer, _StagedBuffer)
-        transfer = buffer.staging.send(raw_of(buffer))
+        transfer = buffer.stage.send(raw_of(buffer))
         return self.hand_off(transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its))
 
 
@@ -199,10 +176,8 @@ class GatherAssembler(DeviceAssembler):
 
     path = "gather"
 
-    def __init__(
-        self, device: Device, stream: Any, targets: list[DeviceTarget], options: DeviceOptions, why: str
-    ) -> None:
-        super().__init__(device, stream, targets, options, why)
+    def __init__(self, session: DeviceSession, targets: list[DeviceTarget], options: DeviceOptions, why: str) -> None:
+        super().__init__(session, targets, options, why)
         # Of rows as they are received: raw and padded.
         self._raw = gather_plan_of(targets[0].plan, {}, False) if targets else None
         self._packed: GatherPlan | None = None
@@ -251,13 +226,13 @@ class GatherAssembler(DeviceAssembler):
                         metadata["mask"][these].view(torch.bool),
                         target.options.convert,
                     )
-                    into = mine.transfer.layout.fields[number]
-                    scatter_lines(mine.transfer.arena, into, mine.n, metadata["places"][these], converted)
+                    to = mine.transfer.layout.fields[number]
+                    scatter_lines(mine.transfer.arena, to, mine.n, metadata["places"][these], converted)
                 first += k
             for name in ("mask", "starts", "lengths", "versions"):
                 lines = metadata[name].view(torch.uint8).view(len(metadata["places"]), -1)
-                into = getattr(mine.transfer.layout, name)
-                scatter_lines(mine.transfer.arena, into, mine.n, metadata["places"], lines)
+                to = getattr(mine.transfer.layout, name)
+                scatter_lines(mine.transfer.arena, to, mine.n, metadata["places"], lines)
 
         with device.on(self.stream):
             device.run(work)

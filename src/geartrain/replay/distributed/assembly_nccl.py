@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
-from geartrain.device.device import Device
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import nothing
-from geartrain.replay.device import BatchTransfer, DeviceOptions, DeviceTarget, scatter_lines
+from geartrain.replay.device import BatchTransfer, DeviceOptions, DeviceSession, DeviceTarget
+from geartrain.replay.device.layout import scatter_lines
 from geartrain.replay.distributed.assembly_device import DeviceRowBuffer, GatherAssembler
 from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.messages import ROW_HEADER, flat_bytes
@@ -41,14 +41,13 @@ class NcclAssembler(GatherAssembler):
 
     def __init__(
         self,
-        device: Device,
-        stream: Any,
+        session: DeviceSession,
         targets: list[DeviceTarget],
         options: DeviceOptions,
         group: DeviceGroup,
         others: dict[tuple[str, ...], list[DeviceTarget]],
     ) -> None:
-        super().__init__(device, stream, targets, options, "exchange='nccl' sends what the GPU has gathered")
+        super().__init__(session, targets, options, "exchange='nccl' sends what the GPU has gathered")
         self._group = group
         self._others = others
         self._outbox: torch.Tensor | None = None
@@ -164,12 +163,6 @@ class NcclAssembler(GatherAssembler):
         """See `BatchAssembler`."""
         return [{**each, "exchange": self._group.backend} for each in super().describe()]
 
-    def close(self) -> None:
-        """See `BatchAssembler`."""
-        for targets in self._others.values():
-            self.targets = [*self.targets, *(one for one in targets if one not in self.targets)]
-        super().close()
-
 
 def _scatter_arenas(mine: DeviceRowBuffer, inbox: torch.Tensor, layouts: Sequence[Arena], places: torch.Tensor) -> None:
     """Copies received rows, which lie in one arena for each peer, to their places in this rank's arena."""
@@ -181,9 +174,9 @@ def _scatter_arenas(mine: DeviceRowBuffer, inbox: torch.Tensor, layouts: Sequenc
         pieces = [*zip(layout.fields, to.fields, sizes, strict=True)]
         for name, size in (("mask", plan.steps), ("starts", 4), ("lengths", 4), ("versions", 8)):
             pieces.append((getattr(layout, name), getattr(to, name), size))
-        for source, target, size in pieces:
+        for source, to_at, size in pieces:
             lines = inbox[at + source :][: k * size].view(k, size)
-            scatter_lines(mine.transfer.arena, target, mine.n, places[first : first + k], lines)
+            scatter_lines(mine.transfer.arena, to_at, mine.n, places[first : first + k], lines)
         first += k
         at += layout.nbytes
 

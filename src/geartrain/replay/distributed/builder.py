@@ -18,6 +18,7 @@ raises `PeerLostError`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,16 +32,16 @@ from geartrain.core.keys import Keys
 from geartrain.device.nccl import DeviceGroup
 from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.replay.batch import Batch
-from geartrain.replay.builder import BuiltBatch, State
+from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_stats
+from geartrain.replay.config import ReplayConfig
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
 from geartrain.replay.distributed.assembly_host import HostAssembler, Incoming
-from geartrain.replay.distributed.assignment import Assignment, assign
+from geartrain.replay.distributed.assignment import assign
 from geartrain.replay.distributed.draw import CommonError, ShardedSampler
 from geartrain.replay.distributed.fingerprint import describe_job, fingerprint_of
 from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import flat_bytes
-from geartrain.replay.distributed.priority_updates import Update
 from geartrain.replay.distributed.rank_group import Message, RankGroup, run_on_all_ranks
 from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, ShardReader
 from geartrain.replay.distributed.topology import MeshPosition
@@ -72,53 +73,49 @@ class DistributedBatchBuilder:
     Args:
         samplers: of this rank's shards, one for each store; their plans name all fields that some rank reads.
         selection: the strategy, or the mixture.
-        batch_size: rows of the global batch.
+        config: of the replay; its batch is the global one.
         group: the rank group.
         position: this rank's position in the mesh.
-        assignment: "local_first" or "ordered".
-        inputs, targets: fields for the first and for the last pipeline stage.
-        job: further settings that all ranks must have alike.
-        options: of the device that batches are built on; host memory by default.
         members: global ranks of the job where the group is one of `torch.distributed`: the ranks that may exchange
             device memory.
-        timeout_s: of that exchange.
 
     Raises:
         RanksDisagreeError: the ranks differ in strategy, seed, schema or sizes.
         ArgumentError: the batch cannot be divided evenly.
     """
 
+    overlaps = False
+    collective = True
+
     def __init__(
         self,
         samplers: list[StoreSampler],
         selection: Selection,
-        batch_size: int,
+        config: ReplayConfig,
         group: RankGroup,
         position: MeshPosition,
-        assignment: Assignment,
-        inputs: Sequence[str],
-        targets: Sequence[str],
-        job: Mapping[str, Any],
-        options: DeviceOptions | None = None,
         members: Sequence[int] | None = None,
-        timeout_s: float = 60.0,
     ) -> None:
         for sampler in samplers:
             check_strategy(sampler.strategy)
-        self.parts = samplers
+        self.samplers = samplers
         self.selection = selection
-        self.batch_size = batch_size
+        self.batch_size = config.batch_size
         self.group = group
         self.position = position
         self.traffic = Traffic()
-        self.make_s = 0.0
-        self.made = 0
-        self._assignment: Assignment = assignment
+        self._make_s = 0.0
+        self._built = 0
+        self._assignment = config.assignment
         self._has_importance = any(sampler.traits.importance for sampler in samplers)
+        options, names = config.device, samplers[0].plan.names
+        inputs = names if config.inputs is None else config.inputs
+        targets = names if config.targets is None else config.targets
         mine = [*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())]
         fields = tuple(dict.fromkeys(mine))
         plan = samplers[0].plan
-        job = describe_job(samplers, selection, batch_size) | {"assignment": assignment} | dict(job)
+        job = describe_job(samplers, selection, config.batch_size)
+        job |= {name: getattr(config, name) for name in ("assignment", "prefetch", "num_batches")}
         job["exchange"] = "host" if options is None else options.exchange
         if options is not None and options.exchange == "nccl":
             # The consumer's batch holds what the reader's GPU has converted.
@@ -140,7 +137,7 @@ class DistributedBatchBuilder:
         self.assembler: BatchAssembler = HostAssembler()
 
         def open_mine() -> None:
-            self.assembler = self._open_assembler(fields, options, members, timeout_s)
+            self.assembler = self._open_assembler(fields, options, members, config.timeout_s)
 
         try:
             run_on_all_ranks(group, open_mine)
@@ -156,7 +153,7 @@ class DistributedBatchBuilder:
         if options is None:
             return HostAssembler()
         has_peers = any(consumer.peers for consumer in self.members.consumers)
-        check_options(options, self.parts[0].plan.names, has_peers)
+        check_options(options, self.samplers[0].plan.names, has_peers)
         make_group = None
         if members is not None:
             make_group = lambda device: DeviceGroup(device.collectives, members, timeout_s)  # noqa: E731
@@ -169,12 +166,12 @@ class DistributedBatchBuilder:
                 f"a global batch of {self.batch_size} rows cannot be divided evenly over {replicas} data-parallel "
                 f"replicas"
             )
-        self.rows_per_replica = self.batch_size // replicas
-        sizes = sorted({sampler.atom for sampler in self.parts})
+        self.rows = self.batch_size // replicas
+        sizes = sorted({sampler.atom for sampler in self.samplers})
         for size in sizes:
-            if self.rows_per_replica % size:
+            if self.rows % size:
                 raise ArgumentError(
-                    f"{self.rows_per_replica} rows a replica do not hold whole groups of {size}; choose a batch_size "
+                    f"{self.rows} rows a replica do not hold whole groups of {size}; choose a batch_size "
                     f"that is a multiple of {size * replicas}"
                 )
         for small, large in itertools.pairwise(sizes):
@@ -187,8 +184,12 @@ class DistributedBatchBuilder:
 
     # --- a batch ------------------------------------------------------------------------------------------------
 
-    def make(self, step: int, state: State, updates: list[Update]) -> BuiltBatch:
-        """This rank's part of the batch of a step, and the strategies' state after it.
+    def enter(self) -> None:
+        """See `BatchBuilder`."""
+        self.assembler.enter()
+
+    def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
+        """See `BatchBuilder`. This rank's part of the batch is finished when this returns.
 
         Raises:
             EmptyStoreError, NotEnoughRowsError: on all ranks alike; the replay can go on.
@@ -196,12 +197,16 @@ class DistributedBatchBuilder:
         """
         began_s = time.perf_counter()
         with self.assembler.at_work():
-            made = self._or_abort(lambda: self._make(step, state, updates))
-        self.make_s += time.perf_counter() - began_s
-        self.made += 1
-        return made
+            built = self._or_abort(lambda: self._build(step, state, updates))
+        self._make_s += time.perf_counter() - began_s
+        self._built += 1
+        return built
 
-    def settle(self, step: int, updates: list[Update]) -> None:
+    def finish(self, started: BuiltBatch) -> BuiltBatch:
+        """See `BatchBuilder`."""
+        return started
+
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """Steps 1 and 2 alone: applies the priority updates of all ranks. Raises `PeerLostError`."""
         self._or_abort(lambda: self._sampler.settle(step, updates))
 
@@ -218,13 +223,13 @@ class DistributedBatchBuilder:
             self.abort(f"{type(error).__name__}: {error}")
             raise
 
-    def _make(self, step: int, state: State, updates: list[Update]) -> BuiltBatch:
+    def _build(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
         began_s, sent = time.perf_counter(), self.group.sent_bytes
         quotas = quotas_of(self.selection, self.batch_size, step)
         for number, quota in enumerate(quotas):
             if quota and self.members.leads(number):
                 # The shard's rate limiter admits an even share: how many rows it will be drawn for is not known yet.
-                self.parts[number].admit(-(-quota // len(self.members.stores[number].ranks)))
+                self.samplers[number].admit(-(-quota // len(self.members.stores[number].ranks)))
         known = self._sampler.gather_totals(step, state, updates)
         drawn = [self._sampler.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
         state = [old if each is None else each.state for old, each in zip(known.state, drawn, strict=True)]
@@ -250,13 +255,13 @@ class DistributedBatchBuilder:
         shard = np.concatenate(
             [each.shard + of.first for each, of in zip(drawn, stores, strict=True) if each is not None]
         )
-        sizes = np.repeat([sampler.atom for sampler in self.parts], quotas)
+        sizes = np.repeat([sampler.atom for sampler in self.samplers], quotas)
         shard_ranks = [ranks for of in stores for ranks in of.ranks]
         assigned = assign(shard, self.members.replicas, shard_ranks, self._assignment, _atoms(store, sizes))
         # A replica's rows lie in its batch in the order of draws.
         order = np.argsort(assigned.replica, kind="stable")
         place = np.empty(len(store), np.int64)
-        place[order] = np.arange(len(store)) % self.rows_per_replica
+        place[order] = np.arange(len(store)) % self.rows
         first = np.concatenate([[0], np.cumsum(quotas)]).astype(np.int64)
         return AssignedDraws(store, shard, assigned.replica, assigned.reader, place, first)
 
@@ -271,7 +276,7 @@ class DistributedBatchBuilder:
                 continue
             plan = self._plans[0][consumer.fields]
             if consumer.rank == rank:
-                mine = self.assembler.batch_buffer(plan, self.rows_per_replica)
+                mine = self.assembler.batch_buffer(plan, self.rows)
             elif counts[consumer.replica]:
                 outgoing.append((consumer.rank, plan, int(counts[consumer.replica])))
         buffers = self.assembler.message_buffers(outgoing)
@@ -315,7 +320,7 @@ class DistributedBatchBuilder:
         importance_weights = np.ones(mine.n)
         assert self.members.me is not None
         its = np.flatnonzero(draws.replica == self.members.me.replica)
-        for number, (part, count) in enumerate(zip(self.parts, counts, strict=True)):
+        for number, (part, count) in enumerate(zip(self.samplers, counts, strict=True)):
             places = draws.place[its[draws.store[its] == number]]
             if part.traits.importance and len(places):
                 rows = mine.headers[places]
@@ -335,9 +340,9 @@ class DistributedBatchBuilder:
         me = self.members.me
         if me is None or not me.fields:
             self._copy_to_peers(None, None, None)
-            return self.assembler.empty_batch(self.parts[0].plan, step)
+            return self.assembler.empty_batch(self.samplers[0].plan, step)
         if mine is None:
-            mine = self.assembler.batch_buffer(self._plans[0][me.fields], self.rows_per_replica)
+            mine = self.assembler.batch_buffer(self._plans[0][me.fields], self.rows)
         weights = importance_weights if importance_weights is not None else np.empty(0)
         if self.position.tp and self._has_importance:
             weights = np.empty(mine.n)
@@ -365,12 +370,25 @@ class DistributedBatchBuilder:
 
     # --- priorities, state, leaving -------------------------------------------------------------------------------
 
-    def check_update(self, keys: Keys, priorities: NDArray[np.float64]) -> None:
-        """Raises `ArgumentError` for priorities that cannot be set."""
+    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
+        """See `BatchBuilder`. They go to the rows' shards with the next batch."""
+        keys, priorities = update.keys, update.priorities
         if not np.isfinite(priorities).all():
             raise ArgumentError(f"priority {np.flatnonzero(~np.isfinite(priorities))[0]} is not finite")
         if len(keys) and (keys.shard is None or int(keys.shard.max()) >= self.members.shards):
             raise ArgumentError("these keys name no shard of this replay; use the keys of its batches")
+        return None
+
+    def stats(self) -> dict[str, float]:
+        """See `BatchBuilder`: with this rank's `Traffic`, and the share of bytes read on its own host."""
+        traffic: dict[str, float] = dataclasses.asdict(self.traffic)
+        moved = traffic["local_bytes"] + traffic["received_bytes"]
+        traffic["local_share"] = traffic["local_bytes"] / moved if moved else 1.0
+        return build_stats(self._built, self._make_s, self.samplers) | traffic
+
+    def describe(self) -> list[dict[str, Any]]:
+        """See `BatchBuilder`."""
+        return self.assembler.describe()
 
     def rewind(self) -> None:
         """Forgets the redraws of later batches, before the state of an earlier one is loaded."""
@@ -378,7 +396,7 @@ class DistributedBatchBuilder:
 
     def abort(self, reason: str) -> None:
         """Leaves the group at once and tells the other ranks why; the segments stay in shared memory."""
-        for part in self.parts:
+        for part in self.samplers:
             part.plan.store.native.keep_segment()
         self.group.abort(reason)
 
@@ -398,4 +416,4 @@ def _atoms(store: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int
     return atoms
 
 
-__all__ = ["DistributedBatchBuilder", "Traffic", "Update"]
+__all__ = ["DistributedBatchBuilder", "Traffic"]

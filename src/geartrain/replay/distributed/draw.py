@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.errors import EmptyStoreError, RanksDisagreeError
-from geartrain.replay.builder import State
+from geartrain.replay.builder import PriorityUpdate, State
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import rank_status
-from geartrain.replay.distributed.priority_updates import Update, send_updates
+from geartrain.replay.distributed.priority_updates import send_updates
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.sharded import (
     NO_ROW,
@@ -86,7 +86,7 @@ class ShardedSampler:
 
     # --- steps 1 and 2 ------------------------------------------------------------------------------------------
 
-    def gather_totals(self, step: int, state: State, updates: list[Update]) -> ShardTotals:
+    def gather_totals(self, step: int, state: State, updates: list[PriorityUpdate]) -> ShardTotals:
         """Steps 1 and 2: no rank draws before all ranks are at this step and all priority updates are applied.
 
         Raises:
@@ -115,11 +115,11 @@ class ShardedSampler:
             common_errors(functools.partial(sampler.check_count, count))
         return ShardTotals(counts, state, totals)
 
-    def settle(self, step: int, updates: list[Update]) -> None:
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """Steps 1 and 2 without a draw: applies the priority updates of all ranks."""
         self._apply_updates(self._all_gather_status(step, updates), step, updates)
 
-    def _all_gather_status(self, step: int, updates: Sequence[Update]) -> NDArray[Any]:
+    def _all_gather_status(self, step: int, updates: Sequence[PriorityUpdate]) -> NDArray[Any]:
         mine = np.zeros(1, self._status)
         mine["fingerprint"], mine["step"] = self._fingerprint, step
         mine["updates"] = sum(len(update.keys) for update in updates)
@@ -146,12 +146,12 @@ class ShardedSampler:
                 )
         return status
 
-    def _apply_updates(self, status: NDArray[Any], step: int, updates: list[Update]) -> bool:
+    def _apply_updates(self, status: NDArray[Any], step: int, updates: list[PriorityUpdate]) -> bool:
         """Applies the priority updates of all ranks; returns whether there were any."""
         if not status["updates"].any():
             return False
         for number, sampler in enumerate(self.samplers):
-            sampler.follow_exponent(step, apply=self.members.leads(number))
+            sampler.follow_alpha(step, apply=self.members.leads(number))
         send_updates(self.members, self.samplers, updates)
         updates.clear()  # they are not sent again when this batch fails
         return True

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
+from geartrain.replay.builder import PriorityUpdate
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes
 from geartrain.replay.sampler import StoreSampler
@@ -17,15 +17,7 @@ from geartrain.replay.sampler import StoreSampler
 _LARGEST = np.finfo(np.float64).max
 
 
-@dataclass(frozen=True)
-class Update:
-    """Priorities (n,) that a consumer has given to rows of its batches."""
-
-    keys: Keys
-    priorities: NDArray[np.float64]
-
-
-def send_updates(members: Members, samplers: Sequence[StoreSampler], updates: Sequence[Update]) -> None:
+def send_updates(members: Members, samplers: Sequence[StoreSampler], updates: Sequence[PriorityUpdate]) -> None:
     """Sends each update to the leader of its row's shard, and applies those that this rank receives. Collective."""
     records = _pack(members, updates)
     leader_of = np.concatenate([store.leaders for store in members.stores])
@@ -52,7 +44,7 @@ def send_updates(members: Members, samplers: Sequence[StoreSampler], updates: Se
             sampler.plan.store.update_priorities(Keys(mine["row"], mine["generation"]), priorities)
 
 
-def _pack(members: Members, updates: Sequence[Update]) -> NDArray[Any]:
+def _pack(members: Members, updates: Sequence[PriorityUpdate]) -> NDArray[Any]:
     """The updates as records, in the order they were given."""
     records = np.zeros(sum(len(update.keys) for update in updates), PRIORITY_UPDATE)
     store_of = np.repeat(np.arange(len(members.stores)), [len(store.ranks) for store in members.stores])
@@ -72,4 +64,4 @@ def _shards(keys: Keys) -> NDArray[Any]:
     return keys.shard
 
 
-__all__ = ["Update", "send_updates"]
+__all__ = ["send_updates"]

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from geartrain.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Names of mesh dimensions in use. Dimensions that replicate the model and that shard it (FSDP, HSDP) are both data
 # parallel as far as batches go.
@@ -48,6 +51,29 @@ class Topology:
 
     members: list[int]
     position: MeshPosition
+
+
+class ModelParallelUnit(Protocol):
+    """The usual mpu methods, as Megatron, DeepSpeed's grid and others have them; those of pp and tp may be missing."""
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among its replicas."""
+        ...
+
+
+class ProcessTopology(Protocol):
+    """DeepSpeed's topology of processes: coordinates by rank."""
+
+    def get_coord(self, rank: int) -> Any:
+        """A rank's coordinates, by axis."""
+        ...
+
+    def get_dim(self, axis: str) -> int:
+        """Ranks along an axis."""
+        ...
+
+
+Mesh = Union["DeviceMesh", MeshPosition, ModelParallelUnit, ProcessTopology]
 
 
 def topology_of(group: Any, mesh: Any) -> Topology:
