@@ -177,8 +177,8 @@ TO_CLOSE = {
     "geartrain.launch.actor_role",
 }
 NAMES_TO_PART = {
-    *("Work", "Group", "Asked", "Options", "Slot", "Described", "Report", "Link", "Order", "Seen", "Place"),
-    *("Rows", "Reader", "Moved", "Limits", "Region"),
+    *("Work", "Group", "Options", "Slot", "Described", "Link"),
+    *("Rows", "Limits", "Region"),
 }
 
 

@@ -21,7 +21,9 @@ import geartrain as gt
 import geartrain.replay.distributed.checkpoint as shards
 import geartrain.store.checkpoint_writer as saving
 from geartrain.errors import CheckpointError, PeerLostError, RanksDisagreeError, StoreExistsError, WaitTimeoutError
-from geartrain.replay.distributed.checkpoint import describe_steps, load_checkpoint, newest_step, save_checkpoint
+from geartrain.replay.distributed.checkpoint import load_checkpoint, newest_step, save_checkpoint
+from geartrain.replay.distributed.checkpoint_requests import torchrun_shard
+from geartrain.replay.distributed.checkpoint_steps import describe_steps
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 FIELDS = {"x": gt.Field((4, 3), "float32"), "id": gt.Field((), "int64"), "prompt": gt.Field((), "int32")}
@@ -385,7 +387,7 @@ def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path
 
 
 def test_torchrun_says_which_shard_is_this_hosts() -> None:
-    of = shards._torchrun_shard
+    of = torchrun_shard
     assert of({}) == (0, 1)
     assert of({"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "2"}) == (2, 3)
     assert of({"GROUP_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) == (1, 2)
@@ -469,7 +471,7 @@ def test_a_rank_may_die_at_any_exchange_and_a_step_stays_restorable(
 
 @pytest.mark.parametrize("own_disks", [False, True])
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("phase", ["_write_shard", "_write_record", "_take_over", "_prune"])
+@pytest.mark.parametrize("phase", ["_write_shard", "write_record", "replace_record", "prune_steps"])
 def test_a_rank_may_die_before_it_does_what_the_others_have_done(
     store_name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, again: bool, own_disks: bool
 ) -> None:
@@ -493,7 +495,7 @@ def test_a_rank_may_die_before_it_does_what_the_others_have_done(
             return result
 
         doomed: set[threading.Thread] = set()
-        together = shards._together
+        run_phase = shards._run_phase
 
         def marking(ranks: Any, doing: str, body: Callable[[], Any], timeout_s: float) -> Any:
             def marked() -> Any:
@@ -501,16 +503,16 @@ def test_a_rank_may_die_before_it_does_what_the_others_have_done(
                     doomed.add(threading.current_thread())
                 return body()
 
-            return together(ranks, doing, marked, timeout_s)
+            return run_phase(ranks, doing, marked, timeout_s)
 
         monkeypatch.setattr(shards, phase, die)
-        monkeypatch.setattr(shards, "_together", marking)
+        monkeypatch.setattr(shards, "_run_phase", marking)
         with pytest.raises(PeerLostError):
             run_ranks(
                 group, lambda r: save_checkpoint(stores[r.rank], places[r.rank], r, step=1 if again else 2, keep=1)
             )
         monkeypatch.setattr(shards, phase, real)
-        monkeypatch.setattr(shards, "_together", together)
+        monkeypatch.setattr(shards, "_run_phase", run_phase)
         loaded = load_all(store_name, places, 2)
         assert population([store for store, _, _ in loaded]) in (before, after)
         close(loaded)

@@ -252,7 +252,7 @@ def test_priorities_that_are_none_are_refused(make_stores: Stores) -> None:
         assert made.deal([]).tolist() == [] and made.deal(np.zeros(10)).tolist() == [0] * 10
     with Placement(store, by="rows") as made:
         assert len(made.deal(np.full(3, 0.5))) == 3
-        with pytest.raises(ArgumentError, match="by='rows', where each is as likely"):
+        with pytest.raises(ArgumentError, match="by='rows', which all have the same priority"):
             made.deal([1.0, 2.0])
 
 
@@ -588,7 +588,7 @@ def test_what_makes_no_sense_is_refused_at_the_door(make_stores: Stores) -> None
         (ArgumentError, "lists of names", {"inputs": "obs"}),
         (ArgumentError, "at least one step, found window=0", {"window": 0}),
         (FieldError, "nothing", {"inputs": ["nothing"]}),
-        (ArgumentError, "replica 0 has no rank that reads anything", {"inputs": []}),
+        (ArgumentError, "no rank of replica 0 reads a field", {"inputs": []}),
         (ArgumentError, "a DeepSpeed grid, or an object with", {"mesh": object()}),
         (ArgumentError, "timeout_s must be", {"timeout_s": -1}),
     ):

@@ -67,7 +67,7 @@ def same(host: gt.Batch, landed: gt.Batch, convert: dict[str, Convert], packed: 
     assert host.keys == landed.keys
     assert host.step == landed.step
     assert list(host) == list(landed)
-    for name, found in host.items():
+    for name, found in host.fields.items():
         timed = name != "group"
         expected = convert[name].apply(found, host.mask if timed else None) if name in convert else found
         assert torch.equal(expected[host.mask] if packed and timed else expected, landed[name]), name

@@ -135,7 +135,7 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
     assert [(each.what, round(each.ratio, 2)) for each in checked] == [("moved", 1.0), ("samples", 1.0)]
     assert check(measured(moved_bytes=1e6))[0].ratio > 19, "a model that is wrong shows"
     assert check(measured(strategy="top-k")) == [], "no model, no check"
-    with pytest.raises(ArgumentError, match="no result of `geartrain bench ranks"):
+    with pytest.raises(ArgumentError, match="not a result of `geartrain bench ranks"):
         check({"bench": "store"})
 
 
@@ -169,7 +169,7 @@ def test_this_machine_can_be_measured() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"batch": 255}, "255 rows cannot be shared out equally to 4 ranks"),
+        ({"batch": 255}, "255 rows cannot be divided evenly over 4 ranks"),
         ({"hosts": 0}, "hosts must be at least 1"),
         ({"link_gbit": 0}, "link_gbit must be above zero"),
         ({"rows": math.inf}, "rows must be at least 1 and finite"),

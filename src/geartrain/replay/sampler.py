@@ -46,8 +46,8 @@ class Redrawable(Protocol):
         """(n,) nonzero for rows that were lost, as of the last redraw."""
         ...
 
-    def rows(self) -> NDArray[np.uint32]:
-        """(n,) of the batch, as of the last redraw."""
+    def kept(self, lost: NDArray[np.intp]) -> NDArray[np.uint32]:
+        """The other rows of the batch, which a redraw must not choose again where rows are drawn once."""
         ...
 
 
@@ -61,8 +61,8 @@ class _Sampled:
     def lost(self) -> NDArray[Any]:
         return self.fetched.torn
 
-    def rows(self) -> NDArray[np.uint32]:
-        return self.draw.rows
+    def kept(self, lost: NDArray[np.intp]) -> NDArray[np.uint32]:
+        return np.delete(self.draw.rows, lost)
 
 
 class StoreSampler:
@@ -142,7 +142,7 @@ class StoreSampler:
         while len(lost := self.with_atoms(batch.lost())):
             attempt += 1
             self.note_lost(len(lost), attempt)
-            yield Redraw(attempt, lost.astype(np.uint32), np.delete(batch.rows(), lost))
+            yield Redraw(attempt, lost.astype(np.uint32), batch.kept(lost))
 
     # --- its steps, which drawing over several ranks takes one by one -----------------------------------------
 

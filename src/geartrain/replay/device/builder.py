@@ -60,10 +60,10 @@ class _StoreRows:
         lost: NDArray[Any] = self.torn | ~self.taken
         return lost
 
-    def rows(self) -> NDArray[np.uint32]:
-        """Of the draw, which the host knows by now."""
+    def kept(self, lost: NDArray[np.intp]) -> NDArray[np.uint32]:
+        """The other rows of the draw, which the host knows by now."""
         assert self.draw is not None
-        return self.draw.rows
+        return np.delete(self.draw.rows, lost)
 
 
 @dataclass

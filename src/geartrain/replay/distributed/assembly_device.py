@@ -69,7 +69,7 @@ class DeviceAssembler(HostAssembler):
             self.session.hold_back()
             yield
 
-    def ready(self, ready: ReadyBatch) -> tuple[Batch, Callable[[], None]]:
+    def hand_off(self, ready: ReadyBatch) -> tuple[Batch, Callable[[], None]]:
         """A batch in transfer, and what the consumer's thread calls when it takes the batch."""
         return ready.batch, self.session.deliver(ready)
 
@@ -124,7 +124,7 @@ class StagedAssembler(DeviceAssembler):
         """See `BatchAssembler`."""
         assert isinstance(buffer, _StagedBuffer)
         transfer = buffer.stage.send(raw_of(buffer))
-        return self.ready(transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its))
+        return self.hand_off(transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its))
 
 
 # --- gathered --------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class DeviceRowBuffer(RowBuffer):
     def __init__(self, plan: FetchPlan, n: int, transfer: BatchTransfer, targets: list[DeviceTarget]) -> None:
         super().__init__(plan, n, [])
         self.transfer = transfer
-        self._landings = targets
+        self._targets = targets
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +155,7 @@ class DeviceRowBuffer(RowBuffer):
     ) -> Callable[[], ReadResult]:
         """See `RowBuffer`. Launches the gather; the call of what is returned waits for it."""
         transfer, layout = self.transfer, self.transfer.layout
-        transfer.launch_gather(rows, generations, None, ends=ends, places=places, target=self._landings[store])
+        transfer.launch_gather(rows, generations, None, ends=ends, places=places, target=self._targets[store])
         transfer.read_back([transfer.arena[at : at + size * self.n] for at, size in _metadata_at(layout)])
         return functools.partial(self._result, ends, places)
 
@@ -260,14 +260,14 @@ class GatherAssembler(DeviceAssembler):
     ) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
         assert isinstance(buffer, DeviceRowBuffer)
-        transfer, work = self.packed_flight(buffer)
+        transfer, work = self.packed_transfer(buffer)
         if work is not None:
             with self.device.on(self.stream):
                 self.device.run(work)
-        return self.ready(transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its))
+        return self.hand_off(transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its))
 
-    def packed_flight(self, buffer: DeviceRowBuffer) -> tuple[BatchTransfer, Callable[[], None] | None]:
-        """The transfer of the finished batch, and the work that packs it; None where that is the buffer's own transfer."""
+    def packed_transfer(self, buffer: DeviceRowBuffer) -> tuple[BatchTransfer, Callable[[], None] | None]:
+        """The transfer of the finished batch, and the work that packs it; None where it is the buffer's own."""
         unpacked = buffer.transfer
         if self._packed is None:
             return unpacked, None

@@ -140,9 +140,9 @@ class NcclAssembler(GatherAssembler):
     ) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
         assert isinstance(buffer, DeviceRowBuffer)
-        transfer, work = self.packed_flight(buffer)
+        transfer, work = self.packed_transfer(buffer)
         ready = transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its)
-        batch, hand_over = self.ready(ready)
+        batch, hand_over = self.hand_off(ready)
         all_to_all, self._pending = self._pending, nothing
 
         def deliver() -> None:

@@ -237,7 +237,7 @@ class Placement:
     # --- status --------------------------------------------------------------------------------------------
 
     def refresh(self) -> tuple[ShardStatus, ...]:
-        """All-gathers the status of the shards, which `deal` uses. The constructor, `report` and `rebalance` call it."""
+        """All-gathers the status of the shards, which `deal` uses. The constructor, `report`, `rebalance` call it."""
         native = self.store.native
         if self._leads and self.store.options["max_age_s"] is not None:
             self.store.expire()

@@ -107,22 +107,31 @@ class RowBuffer:
 
 
 class ShardRows:
-    """The draws of one store that this rank reads, and their current rows.
+    """The draws of one store that this rank reads, and their current rows. A `Redrawable` batch (sampler.py).
 
     Args:
         drawn: all draws of the store.
         numbers: of the draws that this rank reads.
+
+    Attributes:
+        rows, generations, probability: (k,) of the current rows.
+        torn: (k,) nonzero for rows that were lost in the last read.
     """
 
     def __init__(self, drawn: ShardedDraw, numbers: NDArray[np.intp]) -> None:
         self.n = len(drawn.shard)
         self.numbers = numbers
+        self.torn = np.zeros(len(numbers), np.uint8)
         self.rows = drawn.rows[numbers]
         self.generations = drawn.generations[numbers]
         self.probability = drawn.probability[numbers]
         self._shard_rows = drawn.rows
         self._known = drawn.rows != NO_ROW
         self._share = drawn.share
+
+    def lost(self) -> NDArray[np.uint8]:
+        """See `Redrawable`."""
+        return self.torn
 
     def kept(self, lost: NDArray[np.intp]) -> NDArray[np.uint32]:
         """The shard's other rows in this batch, those that other ranks read included."""
@@ -292,15 +301,14 @@ class ShardReader:
             if len(request.index)
         ]
         shard = store.first + store.of_rank[rank]
-        pending = np.arange(len(here))
-        attempt = 0
-        while len(pending):
+
+        def read(pending: NDArray[np.intp], attempt: int) -> None:
             found = pending[rows.rows[pending] != NO_ROW]
             keys = rows.rows[found], rows.generations[found]
-            torn = np.zeros(len(here), np.uint8)
-            torn[pending] = 1
+            rows.torn[:] = 0
+            rows.torn[pending] = 1
             counted = sampler.limited and attempt == 0  # by the shard's leader, as they were drawn
-            torn[found] = 0 if counted else ~sampler.count_samples(*keys)
+            rows.torn[found] = 0 if counted else ~sampler.count_samples(*keys)
             ends = None
             placed = sampler.ends(step, attempt, rows.numbers[found].astype(np.uint32), keys[0])
             if placed is not None:
@@ -308,30 +316,28 @@ class ShardReader:
                 ends[found] = placed
             started = [request.start(number, self._plans[number], rows, found, ends, shard) for request in requests]
             for finish in started:
-                torn[finish()] = 1
+                rows.torn[finish()] = 1
             if not counted:
                 sampler.release(*keys)
-            lost = sampler.with_atoms(torn)
-            if not len(lost):
-                return
-            attempt += 1
-            sampler.note_lost(len(lost), attempt)
-            self._redraw(number, rows, lost, attempt, step, state)
-            pending = lost
 
-    def _redraw(
-        self, number: int, rows: ShardRows, lost: NDArray[np.intp], attempt: int, step: int, state: dict[str, int]
-    ) -> None:
-        """Replaces lost rows by others of this rank's shard."""
+        read(np.arange(len(here)), 0)
+        for redraw in sampler.redraws(rows):
+            lost = redraw.numbers.astype(np.intp)
+            self._redraw(number, rows, redraw, step, state)
+            read(lost, redraw.attempt)
+
+    def _redraw(self, number: int, rows: ShardRows, redraw: Redraw, step: int, state: dict[str, int]) -> None:
+        """Replaces lost rows, which `redraw` numbers among those that this rank reads, by others of its shard."""
         sampler, store, rank = self.samplers[number], self.members.stores[number], self.members.group.rank
         shard = store.of_rank[rank]
         cursor = state.get(f"after/{shard}")
+        lost = redraw.numbers.astype(np.intp)
         numbers = rows.numbers[lost].astype(np.uint32)
         # Ranks that share a shard redraw under different attempts, so that they do not find the same rows.
         ranks = store.ranks[shard]
-        turn = (attempt - 1) * len(ranks) + ranks.index(rank) + 1
+        turn = (redraw.attempt - 1) * len(ranks) + ranks.index(rank) + 1
         redrawn = sampler.draw(
-            rows.n, step, {} if cursor is None else {"after": cursor}, Redraw(turn, numbers, rows.kept(lost))
+            rows.n, step, {} if cursor is None else {"after": cursor}, Redraw(turn, numbers, redraw.kept)
         )
         rows.replace(lost, redrawn)
         if sampler.traits.cursor:

@@ -239,7 +239,7 @@ def _measure_gloo() -> tuple[float, float]:
         try:
             words = [process.communicate(timeout=90) for process in started]
         except subprocess.TimeoutExpired:
-            raise ArgumentError("two ranks on this machine found no way to talk within 90 s") from None
+            raise ArgumentError("two ranks on this machine did not connect within 90 s") from None
         finally:
             for process in started:
                 process.kill()
