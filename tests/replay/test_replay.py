@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from deadlines import patience
 from torch.utils.data import DataLoader
 
 import geartrain as gt
@@ -279,7 +280,7 @@ def test_a_batch_that_takes_too_long_is_an_error_in_time_and_is_still_there_late
             began_s = time.monotonic()
             with pytest.raises(WaitTimeoutError, match=r"0\.1 s"):
                 replay.sample()
-            assert time.monotonic() - began_s < 5
+            assert time.monotonic() - began_s < patience(5)
         go.set()
         replay._timeout_s = 20
         assert replay.sample().step == 1
@@ -291,17 +292,17 @@ def test_closing_does_not_wait_for_ever_for_a_strategy_that_never_returns(store)
     replay.sample()
     began_s = time.monotonic()
     replay.close()
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < patience(5)
     left = prefetching()
     go.set()
     for thread in left:
-        thread.join(timeout=20)
+        thread.join(timeout=patience(20))
 
 
 def test_a_store_closed_under_a_prefetching_replay_is_an_error_and_not_a_crash(name):
     store = gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=9)
     store.insert({"x": np.zeros(9, np.int64)})
-    with gt.Replay(store, Uniform(), 4, prefetch=2, timeout_s=20) as replay:
+    with gt.Replay(store, Uniform(), 4, prefetch=2, timeout_s=patience(20)) as replay:
         replay.sample()
         store.close()
         with pytest.raises(StoreClosedError):
@@ -351,7 +352,7 @@ def test_a_forgotten_replay_is_collected_with_its_thread(store):
     (thread,) = prefetching()
     del replay
     gc.collect()
-    thread.join(timeout=20)
+    thread.join(timeout=patience(20))
     assert not thread.is_alive()
 
 
@@ -361,7 +362,7 @@ def test_a_replay_collected_on_its_own_prefetching_thread_ends_quietly(store, mo
     dropped = threading.Event()
 
     def drop() -> None:
-        dropped.wait(20)
+        dropped.wait(patience(20))
         holder.clear()  # the last reference goes on this thread
         gc.collect()
 
@@ -369,7 +370,7 @@ def test_a_replay_collected_on_its_own_prefetching_thread_ends_quietly(store, mo
     holder[0].sample()
     (thread,) = prefetching()
     dropped.set()
-    thread.join(timeout=20)
+    thread.join(timeout=patience(20))
     assert not thread.is_alive()
     assert not unraisable
 
@@ -390,9 +391,9 @@ def test_iterating_again_and_again_keeps_no_batch_of_the_iterations_before(store
 
 
 def test_a_forked_child_goes_on_with_the_same_batches_on_a_thread_of_its_own(store, fork):
-    with gt.Replay(store, Uniform(seed=6), 4, prefetch=3, timeout_s=20) as replay:
+    with gt.Replay(store, Uniform(seed=6), 4, prefetch=3, timeout_s=patience(20)) as replay:
         expected = batches(replay, 6)
-    with gt.Replay(store, Uniform(seed=6), 4, prefetch=3, timeout_s=20) as replay:
+    with gt.Replay(store, Uniform(seed=6), 4, prefetch=3, timeout_s=patience(20)) as replay:
         first = batches(replay, 2)
         child = fork(lambda: 0 if first + batches(replay, 4) == expected else 3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

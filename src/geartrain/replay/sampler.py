@@ -130,7 +130,10 @@ class StoreSampler:
             batch.fetched.put(redraw.numbers, fetched)
             batch.draw = batch.draw.with_redrawn(redraw.numbers, draw)
         weights = importance_of(self.strategy, batch.draw, count, step)
-        return replace(batch.draw, importance_weights=weights), batch.fetched
+        draw = batch.draw
+        return (
+            draw if weights is draw.importance_weights else replace(draw, importance_weights=weights)
+        ), batch.fetched
 
     def redraws(self, batch: Redrawable) -> Iterator[Redraw]:
         """What is to be drawn again, attempt after attempt, until no row of a batch is lost: the one redraw loop.
@@ -138,9 +141,10 @@ class StoreSampler:
         Raises:
             TurnoverError: rows are lost faster than they can be replaced.
         """
-        attempt = 0
-        while len(lost := self.with_atoms(batch.lost())):
-            attempt += 1
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            lost = self.with_atoms(batch.lost())
+            if lost.size == 0:
+                return
             self.note_lost(len(lost), attempt)
             yield Redraw(attempt, lost.astype(np.uint32), batch.kept(lost))
 
