@@ -22,7 +22,7 @@ import geartrain as gt
 import geartrain.device.kernels as kernels
 import geartrain.device.pinned_memory as pinning
 from geartrain.replay.device import Convert, DeviceOptions
-from geartrain.selection.strategy import Fifo, Group, Lifo, Mixture, Prioritized, TopK, Uniform
+from geartrain.selection import Fifo, GroupSampling, Lifo, Mixture, Prioritized, TopK, Uniform
 
 reason = kernels.why_not_viable()
 pytestmark = pytest.mark.skipif(
@@ -95,7 +95,7 @@ def same(a: gt.Batch, b: gt.Batch, convert: dict[str, Convert], packed: bool) ->
 
 STRATEGIES = [
     Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5), Prioritized(seed=3, replacement=False),
-    TopK(), Lifo(), Fifo(), Group("group", 4, seed=1),
+    TopK(), Lifo(), Fifo(), GroupSampling("group", 4, seed=1),
 ]  # fmt: skip
 
 

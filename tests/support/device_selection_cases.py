@@ -15,7 +15,7 @@ import torch
 
 import geartrain as gt
 from geartrain.replay.device import DeviceOptions
-from geartrain.selection.strategy import Lifo, Mixture, Prioritized, TopK, Uniform
+from geartrain.selection import Lifo, Mixture, Prioritized, TopK, Uniform
 from geartrain.tools.testing import SimulatedDevice
 
 

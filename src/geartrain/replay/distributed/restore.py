@@ -25,7 +25,7 @@ SHARED_LIMITS = ("remover", "max_times_sampled", "max_age_s", "priority_fraction
 
 
 @dataclass(frozen=True)
-class How:
+class LoadOptions:
     """How a step is to be loaded; see `load_checkpoint`."""
 
     reshard: bool
@@ -35,7 +35,7 @@ class How:
     adopt: bool
 
 
-def saved_shard(place: Path, record: dict[str, Any], k: int, n: int, how: How) -> SavedShard:
+def saved_shard(place: Path, record: dict[str, Any], k: int, n: int, how: LoadOptions) -> SavedShard:
     """Shard k of n of the step at `place`, as it was saved where there were as many.
 
     Raises:
@@ -86,7 +86,7 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
 class SavedShard(ABC):
     """One shard of a step: what to put into a store, and what an adopted one should have."""
 
-    def __init__(self, place: Path, record: dict[str, Any], k: int, n: int, how: How) -> None:
+    def __init__(self, place: Path, record: dict[str, Any], k: int, n: int, how: LoadOptions) -> None:
         self.place = place
         self._record = record
         self._shard = (k, n)
@@ -158,7 +158,7 @@ class _WholeShard(SavedShard):
 class _CutShard(SavedShard):
     """A shard of another number than were saved: a piece of all of them, one after the other."""
 
-    def __init__(self, place: Path, record: dict[str, Any], k: int, n: int, how: How) -> None:
+    def __init__(self, place: Path, record: dict[str, Any], k: int, n: int, how: LoadOptions) -> None:
         super().__init__(place, record, k, n, how)
         self._sources = [self._checkpoint(number) for number in range(len(record["shards"]))]
         self._tables = [source.records()[: source.rows] for source in self._sources]
@@ -297,4 +297,4 @@ def _cursor_names(entry: Mapping[str, int]) -> set[str]:
     return {key for key in entry if key == "after" or key.startswith("after/")}
 
 
-__all__ = ["SHARED_LIMITS", "How", "SavedShard", "adopt_segment", "saved_shard"]
+__all__ = ["SHARED_LIMITS", "LoadOptions", "SavedShard", "adopt_segment", "saved_shard"]

@@ -21,7 +21,7 @@ import geartrain._native as _native
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.replay.fetch import fetch
-from geartrain.selection.strategy import Candidates
+from geartrain.selection import Candidates
 from geartrain.store.store import Store
 
 
@@ -182,11 +182,11 @@ def _measure_descent_ns(rows: int) -> float:
 
 def _measure_batch_us() -> float:
     """A batch of one tiny row, by a group of one: all that is done once for a batch, whatever its size."""
-    from geartrain.replay.distributed.rank_group import OneRank
+    from geartrain.replay.distributed.rank_group import SingleRank
     from geartrain.replay.replay import Replay
-    from geartrain.selection.strategy import Prioritized
+    from geartrain.selection import Prioritized
 
-    with _some_rows(64, 1024) as store, Replay(store, Prioritized(), 1, group=OneRank(), output="numpy") as replay:
+    with _some_rows(64, 1024) as store, Replay(store, Prioritized(), 1, group=SingleRank(), output="numpy") as replay:
         return median_s(replay.sample, 200) * 1e6
 
 
@@ -195,11 +195,11 @@ _TALK = """
 import json, sys, time
 import numpy as np
 import torch, torch.distributed as dist
-from geartrain.replay.distributed.rank_group import TorchRanks
+from geartrain.replay.distributed.rank_group import TorchRankGroup
 torch.set_num_threads(1)
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
-ranks = TorchRanks([0, 1], timeout_s=30.0)
+ranks = TorchRankGroup([0, 1], timeout_s=30.0)
 word = np.zeros(8, np.uint8)
 def median(once, n):
     seconds = []
@@ -208,7 +208,7 @@ def median(once, n):
         once()
         seconds.append(time.perf_counter() - began_s)
     return sorted(seconds)[n // 2]
-rounds_s = [median(lambda: ranks.gather(word), 200) for _ in range(2)]
+rounds_s = [median(lambda: ranks.all_gather(word), 200) for _ in range(2)]
 out, into = np.ones(16 << 20, np.uint8), np.ones(16 << 20, np.uint8)
 both_s = [median(lambda: ranks.exchange([(1 - rank, out)], [(1 - rank, into)]), 8) for _ in range(2)]
 ranks.close()
@@ -239,7 +239,7 @@ def _measure_gloo() -> tuple[float, float]:
         try:
             words = [process.communicate(timeout=90) for process in started]
         except subprocess.TimeoutExpired:
-            raise ArgumentError("two ranks on this machine found no way to talk within 90 s") from None
+            raise ArgumentError("two ranks on this machine did not connect within 90 s") from None
         finally:
             for process in started:
                 process.kill()
