@@ -349,8 +349,8 @@ def test_another_schema_is_named_by_field_and_ranks(store_name: Any, tmp_path: P
 def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path) -> None:
     with stores_of(store_name, [20]) as (store,):
         for options, said in (
-            ({}, "a step is a number"),
-            ({"step": -1}, "a step is a number"),
+            ({}, "a step is a whole number"),
+            ({"step": -1}, "a step is a whole number"),
             ({"step": 1, "keep": 0}, "at least one step must be kept"),
             ({"state": {"step": 1, "x": object()}}, "what JSON knows"),
         ):
