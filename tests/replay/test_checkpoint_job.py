@@ -352,7 +352,7 @@ def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path
             ({}, "a step is a whole number"),
             ({"step": -1}, "a step is a whole number"),
             ({"step": 1, "keep": 0}, "at least one step must be kept"),
-            ({"state": {"step": 1, "x": object()}}, "what JSON knows"),
+            ({"state": {"step": 1, "x": object()}}, "must be JSON"),
         ):
             with pytest.raises(CheckpointError, match=said):
                 save_checkpoint(store, tmp_path, **options)  # type: ignore[arg-type]
