@@ -363,7 +363,7 @@ def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path
         for options, said in (
             ({"shard": (2, 2)}, "a shard is"),
             ({"shard": (1, 2)}, "no rank asks for shard 0"),
-            ({"capacity": 5}, "only mean something with reshard"),
+            ({"capacity": 5}, "need reshard"),
             ({"max_rows": 5}, "limits come from the checkpoint"),
             ({"reshard": True, "shard": (0, 1), "step": 3}, "step 3 is not complete"),
         ):
