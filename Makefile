@@ -1,10 +1,10 @@
-# make demo | test | bench | results | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
+# make demo | test | test-all | test-long | bench | results | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
 NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
-.PHONY: setup demo test bench results check docs native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test test-all test-long bench results check docs native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -16,10 +16,17 @@ setup: .venv/installed
 demo: setup
 	$(BIN)/python examples/offline_gato_hopper.py
 
-# Files of tests at a time: most of a test is waiting. WORKERS=0: one after the other, slower, and deadlines are longest.
-WORKERS ?= 2
-test: setup
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+# Tests at a time, of which many wait. WORKERS=0: one after the other.
+WORKERS ?= 3
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
+test: setup  # at least one case of every promise: five minutes on two idle cores
+	$(PYTEST)
+
+test-all: setup  # the other cases that continuous integration has time for
+	$(PYTEST) -m 'slow and not long'
+
+test-long: setup  # soak tests, minutes each, one after the other
+	$(BIN)/pytest -m 'long'
 
 bench: setup
 	@mkdir -p runs
@@ -38,12 +45,12 @@ check: setup native-check
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cc,$(NATIVE)) $(TESTS)
-	$(BIN)/pytest -m slow
+	$(MAKE) test-all test-long
 
 native-check: setup
 	@for kind in thread address; do \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/$$kind -G Ninja -DGEARTRAIN_TESTS=ON -DGEARTRAIN_SANITIZE=$$kind > /dev/null && \
-	  $(BIN)/cmake --build build/$$kind && $(BIN)/ctest --test-dir build/$$kind --output-on-failure || exit 1; done
+	  $(BIN)/cmake --build build/$$kind && $(BIN)/ctest -j2 --test-dir build/$$kind --output-on-failure || exit 1; done
 
 gpu-bundle: setup  # what a GPU machine without an index needs: carry build/gpu-bundle there, then make gpu-check
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/gpu/check.py --bundle

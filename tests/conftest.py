@@ -1,18 +1,24 @@
-"""Names for stores, and the proof that no test leaves a segment behind."""
+"""Names for stores, the proof that no test leaves a segment behind, deadlines that wait longer on a busy machine."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import certificates
+import deadlines
 import pytest
 from kernel_worker import Interpreter
 
 from geartrain.transport.tls import TLS
+
+# A shell that starts the tests in the background has them ignore an interrupt, and so what they start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHM = Path("/dev/shm")
 _numbers = itertools.count()
@@ -45,6 +51,23 @@ class Names:
                 path.unlink()
         found = {path.name.removeprefix("geartrain.") for path in left}
         return sorted(found - self._forgiven)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """The time after which a test is taken for one that hangs, and what its processes wait, follow the load."""
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+    item.add_marker(pytest.mark.timeout(deadlines.patience(limit_s)), append=False)
+    before = os.environ.get(deadlines.VARIABLE)
+    os.environ[deadlines.VARIABLE] = f"{deadlines.factor():.2f}"
+    try:
+        return (yield)
+    finally:
+        if before is None:
+            del os.environ[deadlines.VARIABLE]
+        else:
+            os.environ[deadlines.VARIABLE] = before
 
 
 @pytest.fixture

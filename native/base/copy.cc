@@ -11,6 +11,8 @@
 #include <immintrin.h>
 #endif
 
+#include "base/threads.h"
+
 namespace geartrain {
 namespace {
 
@@ -152,6 +154,20 @@ bool set_copy_kernel(const char* name) {
     }
   }
   return false;
+}
+
+void copy_large(std::byte* to, const std::byte* from, uint64_t bytes) {
+  constexpr uint64_t kPiece = uint64_t{4} << 20;
+  if (bytes < 2 * kPiece) {
+    if (bytes != 0) std::memcpy(to, from, bytes);
+    return;
+  }
+  static const unsigned threads = std::min(available_cores(), 4u);
+  const bool stream = bytes >= stream_from();
+  parallel_for(bytes, kPiece, threads, [&](size_t first, size_t last) {
+    copy_block(to + first, from + first, last - first, stream);
+    if (stream) stream_fence();
+  });
 }
 
 }  // namespace geartrain

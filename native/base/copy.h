@@ -25,4 +25,7 @@ const char* copy_kernel();
 // Forces one of them, for tests and benchmarks; false when this machine does not have it.
 bool set_copy_kernel(const char* name);
 
+// A copy that uses several cores and goes around the cache where that is faster.
+void copy_large(std::byte* to, const std::byte* from, uint64_t bytes);
+
 }  // namespace geartrain

@@ -17,7 +17,7 @@ constexpr uint64_t kLongestSleepNs = 1'000'000'000;
 
 }  // namespace
 
-Loop::Loop(const char* name) : forks_(forks()) {
+EventLoop::EventLoop(const char* name) : forks_(forks()) {
   epoll_ = Descriptor(::epoll_create1(EPOLL_CLOEXEC));
   wake_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !wake_) fail(ErrorKind::os, "cannot make an epoll or an eventfd: ", std::strerror(errno));
@@ -25,11 +25,11 @@ Loop::Loop(const char* name) : forks_(forks()) {
   thread_ = std::make_unique<std::thread>([this, name] { run(name); });
 }
 
-Loop::~Loop() {
+EventLoop::~EventLoop() {
   stop();
 }
 
-bool Loop::post(std::function<void()> task) {
+bool EventLoop::post(std::function<void()> task) {
   if (forks_ != forks()) {
     fail(ErrorKind::hung_up, "this group belongs to the process that this one was forked from; make one here");
   }
@@ -46,7 +46,7 @@ bool Loop::post(std::function<void()> task) {
   return true;
 }
 
-void Loop::stop() {
+void EventLoop::stop() {
   if (thread_ == nullptr) return;
   if (forks_ != forks()) {
     static_cast<void>(thread_.release());  // a forked child never had it
@@ -63,7 +63,7 @@ void Loop::stop() {
   thread_.reset();
 }
 
-void Loop::watch(int fd, uint32_t events, Handler* handler) {
+void EventLoop::watch(int fd, uint32_t events, Handler* handler) {
   struct epoll_event event{};
   event.events = events;
   event.data.ptr = handler;
@@ -72,19 +72,19 @@ void Loop::watch(int fd, uint32_t events, Handler* handler) {
   }
 }
 
-void Loop::change(int fd, uint32_t events, Handler* handler) {
+void EventLoop::change(int fd, uint32_t events, Handler* handler) {
   struct epoll_event event{};
   event.events = events;
   event.data.ptr = handler;
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
 
-void Loop::unwatch(int fd) {
+void EventLoop::unwatch(int fd) {
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
 }
 
 // True when the loop is to end.
-bool Loop::run_tasks() {
+bool EventLoop::run_tasks() {
   if (!posted_.exchange(false)) return false;
   std::vector<std::function<void()>> tasks;
   bool stopping;
@@ -97,7 +97,7 @@ bool Loop::run_tasks() {
   return stopping;
 }
 
-void Loop::run(const char* name) {
+void EventLoop::run(const char* name) {
   id_.store(std::this_thread::get_id());
   ::pthread_setname_np(::pthread_self(), name);
   struct epoll_event events[64];

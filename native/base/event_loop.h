@@ -1,7 +1,7 @@
 // One thread that waits for many sockets: the event loop of a Group or a Reducer, and the only thread that touches
 // their links.
 //
-//   Loop loop("geartrain group");
+//   EventLoop loop("geartrain group");
 //   loop.post([&] { loop.watch(fd, EPOLLIN, &handler); });   // any thread; runs on the loop's
 //
 // It sleeps in epoll_wait, or not at all: rings in shared memory (Pollable) are looked at before every sleep. A sleeper
@@ -24,7 +24,7 @@
 
 namespace geartrain {
 
-class Loop {
+class EventLoop {
  public:
   class Handler {
    public:
@@ -40,10 +40,10 @@ class Loop {
     virtual void announce_wake() = 0;
   };
 
-  explicit Loop(const char* name);
-  ~Loop();  // stops
-  Loop(const Loop&) = delete;
-  Loop& operator=(const Loop&) = delete;
+  explicit EventLoop(const char* name);
+  ~EventLoop();  // stops
+  EventLoop(const EventLoop&) = delete;
+  EventLoop& operator=(const EventLoop&) = delete;
 
   // Any thread. False when the loop has stopped: the task was dropped.
   bool post(std::function<void()> task);

@@ -22,14 +22,14 @@ constexpr size_t kJoinFds = 2;          // the rings' memory, and the dialer's e
 // --- the listening side ---------------------------------------------------------------------------------------------
 
 // Somebody who has proved to know the secret and has yet to say what for.
-class Door::Newcomer final : public Loop::Handler {
+class Acceptor::Newcomer final : public EventLoop::Handler {
  public:
-  Newcomer(Door& door, Descriptor socket, bool local)
-      : door(door), socket(std::move(socket)), local(local), deadline(Deadline::after(kJoinTimeoutS)) {}
+  Newcomer(Acceptor& acceptor, Descriptor socket, bool local)
+      : acceptor(acceptor), socket(std::move(socket)), local(local), deadline(Deadline::after(kJoinTimeoutS)) {}
   void ready(uint32_t) override {
-    if (!gone) door.step(*this);
+    if (!gone) acceptor.step(*this);
   }
-  Door& door;
+  Acceptor& acceptor;
   Descriptor socket;
   const bool local;
   Deadline deadline;
@@ -39,7 +39,8 @@ class Door::Newcomer final : public Loop::Handler {
   bool gone = false;
 };
 
-Door::Door(Loop& loop, const DoorOptions& options, Host& host) : loop_(loop), options_(options), host_(host) {
+Acceptor::Acceptor(EventLoop& loop, const AcceptorOptions& options, Host& host)
+    : loop_(loop), options_(options), host_(host) {
   ListenerOptions listening;
   listening.options.secret = options.secret;
   listening.options.limits.max_pending = 256;
@@ -62,15 +63,15 @@ Door::Door(Loop& loop, const DoorOptions& options, Host& host) : loop_(loop), op
   listener_ = std::make_unique<Listener>(listening);
 }
 
-Door::~Door() {
+Acceptor::~Acceptor() {
   close();
 }
 
-void Door::close() {
+void Acceptor::close() {
   listener_->close();
 }
 
-void Door::drop(Newcomer& newcomer, bool refused) {
+void Acceptor::drop(Newcomer& newcomer, bool refused) {
   if (refused) ++refused_;
   newcomer.gone = true;
   if (newcomer.socket) loop_.unwatch(newcomer.socket.get());
@@ -81,7 +82,7 @@ void Door::drop(Newcomer& newcomer, bool refused) {
 }
 
 // Reads the Join, and lets in or refuses. The newcomer may be dropped afterwards.
-void Door::step(Newcomer& newcomer) {
+void Acceptor::step(Newcomer& newcomer) {
   std::unique_ptr<Link> link;
   Join said{};
   try {
@@ -132,7 +133,7 @@ void Door::step(Newcomer& newcomer) {
   host_.enter(said, std::move(link));
 }
 
-void Door::retry() {
+void Acceptor::retry() {
   std::vector<Newcomer*> complete;
   for (const auto& newcomer : newcomers_) {
     if (newcomer->filled == sizeof(Join)) complete.push_back(newcomer.get());
@@ -140,7 +141,7 @@ void Door::retry() {
   for (Newcomer* const newcomer : complete) step(*newcomer);
 }
 
-uint64_t Door::due() {
+uint64_t Acceptor::due() {
   uint64_t least = ~uint64_t{0};
   for (auto place = newcomers_.begin(); place != newcomers_.end();) {
     Newcomer& newcomer = **place++;
@@ -159,7 +160,7 @@ uint64_t Door::due() {
 namespace {
 
 // Says who one is and hears the answer, on a socket that was greeted.
-Dialled introduce(Descriptor socket, Join join, const Loop& loop, bool rings, Deadline deadline) {
+Dialled introduce(Descriptor socket, Join join, const EventLoop& loop, bool rings, Deadline deadline) {
   Dialled out;
   RingMemory memory;
   std::vector<int> sent;
@@ -188,7 +189,7 @@ Dialled introduce(Descriptor socket, Join join, const Loop& loop, bool rings, De
 }
 
 Dialled dial_unix(const std::string& name, const Address& address, const Options& options, const Join& join,
-                  const Loop& loop, Deadline deadline) {
+                  const EventLoop& loop, Deadline deadline) {
   Descriptor socket = connect_unix(name, deadline);
   greet(socket.get(), Intent::raw, address, options, deadline);
   return introduce(std::move(socket), join, loop, true, deadline);
@@ -196,7 +197,7 @@ Dialled dial_unix(const std::string& name, const Address& address, const Options
 
 }  // namespace
 
-Dialled dial(const std::string& place, const std::string& secret, Join join, const Loop& loop, bool shm,
+Dialled dial(const std::string& place, const std::string& secret, Join join, const EventLoop& loop, bool shm,
              Deadline deadline) {
   Address address;
   if (place.find('=') == std::string::npos) {

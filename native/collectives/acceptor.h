@@ -17,7 +17,7 @@
 
 namespace geartrain {
 
-struct DoorOptions {
+struct AcceptorOptions {
   std::string host = "127.0.0.1";  // to listen on
   uint16_t port = 0;
   std::vector<std::string> advertise;
@@ -26,7 +26,7 @@ struct DoorOptions {
   uint64_t max_window_bytes = uint64_t{16} << 20;
 };
 
-class Door {
+class Acceptor {
  public:
   class Host {
    public:
@@ -37,9 +37,9 @@ class Door {
     virtual void enter(const Join& join, std::unique_ptr<Link> link) = 0;
   };
 
-  Door(Loop& loop, const DoorOptions& options, Host& host);
+  Acceptor(EventLoop& loop, const AcceptorOptions& options, Host& host);
   // After the loop has stopped.
-  ~Door();
+  ~Acceptor();
   // Takes nobody any more. Any thread but the loop's.
   void close();
   const std::string& address() const { return listener_->address(); }
@@ -55,8 +55,8 @@ class Door {
   void step(Newcomer& newcomer);
   void drop(Newcomer& newcomer, bool refused);
 
-  Loop& loop_;
-  const DoorOptions options_;
+  EventLoop& loop_;
+  const AcceptorOptions options_;
   Host& host_;
   std::list<std::unique_ptr<Newcomer>> newcomers_;  // the loop's
   std::atomic<uint64_t> refused_{0};
@@ -70,7 +70,7 @@ struct Dialled {
 
 // Waits, on the caller's thread. `place` is a listener's address, or host:port of a reducer. Throws untrusted,
 // timed_out, not_viable, peer_lost, frame; with the other side's reason where it gave one.
-Dialled dial(const std::string& place, const std::string& secret, Join join, const Loop& loop, bool shm,
+Dialled dial(const std::string& place, const std::string& secret, Join join, const EventLoop& loop, bool shm,
              Deadline deadline);
 
 }  // namespace geartrain

@@ -11,35 +11,35 @@
 
 namespace geartrain {
 
-class BlockPool;
+class ChunkBufferPool;
 
-struct Block {
+struct ChunkBuffer {
   alignas(64) std::byte data[kChunkBytes];
-  BlockPool* pool;
+  ChunkBufferPool* pool;
   uint32_t users;
 };
 
 // Keeps at most `kept` free blocks warm; the rest goes back to the system. Outlives its blocks.
-class BlockPool {
+class ChunkBufferPool {
  public:
-  explicit BlockPool(size_t kept = 512) : kept_(kept) {}
-  BlockPool(const BlockPool&) = delete;
-  BlockPool& operator=(const BlockPool&) = delete;
-  ~BlockPool() {
-    for (Block* block : free_) delete block;
+  explicit ChunkBufferPool(size_t kept = 512) : kept_(kept) {}
+  ChunkBufferPool(const ChunkBufferPool&) = delete;
+  ChunkBufferPool& operator=(const ChunkBufferPool&) = delete;
+  ~ChunkBufferPool() {
+    for (ChunkBuffer* block : free_) delete block;
   }
   uint64_t in_use() const { return in_use_; }
 
  private:
-  friend class BlockRef;
-  Block* take() {
+  friend class ChunkBufferRef;
+  ChunkBuffer* take() {
     ++in_use_;
-    if (free_.empty()) return new Block;
-    Block* const block = free_.back();
+    if (free_.empty()) return new ChunkBuffer;
+    ChunkBuffer* const block = free_.back();
     free_.pop_back();
     return block;
   }
-  void give(Block* block) {
+  void give(ChunkBuffer* block) {
     --in_use_;
     if (free_.size() < kept_) {
       free_.push_back(block);
@@ -49,32 +49,32 @@ class BlockPool {
   }
   const size_t kept_;
   uint64_t in_use_ = 0;
-  std::vector<Block*> free_;
+  std::vector<ChunkBuffer*> free_;
 };
 
-class BlockRef {
+class ChunkBufferRef {
  public:
-  BlockRef() = default;
-  explicit BlockRef(BlockPool& pool) : block_(pool.take()) {
+  ChunkBufferRef() = default;
+  explicit ChunkBufferRef(ChunkBufferPool& pool) : block_(pool.take()) {
     block_->pool = &pool;
     block_->users = 1;
   }
-  BlockRef(const BlockRef& other) : block_(other.block_) {
+  ChunkBufferRef(const ChunkBufferRef& other) : block_(other.block_) {
     if (block_ != nullptr) ++block_->users;
   }
-  BlockRef(BlockRef&& other) noexcept : block_(std::exchange(other.block_, nullptr)) {}
-  BlockRef& operator=(BlockRef other) noexcept {
+  ChunkBufferRef(ChunkBufferRef&& other) noexcept : block_(std::exchange(other.block_, nullptr)) {}
+  ChunkBufferRef& operator=(ChunkBufferRef other) noexcept {
     std::swap(block_, other.block_);
     return *this;
   }
-  ~BlockRef() {
+  ~ChunkBufferRef() {
     if (block_ != nullptr && --block_->users == 0) block_->pool->give(block_);
   }
   std::byte* data() const { return block_->data; }
   explicit operator bool() const { return block_ != nullptr; }
 
  private:
-  Block* block_ = nullptr;
+  ChunkBuffer* block_ = nullptr;
 };
 
 }  // namespace geartrain

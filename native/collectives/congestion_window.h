@@ -20,9 +20,9 @@
 
 namespace geartrain {
 
-class Window {
+class CongestionWindow {
  public:
-  Window(uint64_t least, uint64_t most) : least_(std::min(least, most)), most_(most), bytes_(least_) {}
+  CongestionWindow(uint64_t least, uint64_t most) : least_(std::min(least, most)), most_(most), bytes_(least_) {}
 
   uint64_t bytes() const { return bytes_; }
   uint64_t least_delay_ns() const { return std::min(delays_[0], delays_[1]); }

@@ -18,7 +18,7 @@ bool is_data(const WireHeader& header) {
 
 }  // namespace
 
-Peer::Peer(Loop& loop, std::unique_ptr<Link> link, uint32_t member, Side& side)
+Peer::Peer(EventLoop& loop, std::unique_ptr<Link> link, uint32_t member, Side& side)
     : loop_(loop), link_(std::move(link)), member_(member), side_(side) {
   parts_.reserve(5);
   loop_.watch(link_->socket(), EPOLLIN | EPOLLRDHUP, this);

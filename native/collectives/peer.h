@@ -6,7 +6,7 @@
 //
 // Receiving asks the side where a payload is to go before it is read, so that numbers are read right into the array.
 //
-// One thread, the loop's. A peer is destroyed through Loop::discard.
+// One thread, the loop's. A peer is destroyed through EventLoop::discard.
 #pragma once
 
 #include <array>
@@ -26,10 +26,10 @@ namespace geartrain {
 struct OutFrame {
   WireHeader header{};
   const std::byte* data = nullptr;
-  BlockRef hold;
+  ChunkBufferRef hold;
 };
 
-class Peer final : public Loop::Handler, public Loop::Pollable {
+class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
  public:
   class Side {
    public:
@@ -46,7 +46,7 @@ class Peer final : public Loop::Handler, public Loop::Pollable {
   };
 
   // `member` is the side's own number for it.
-  Peer(Loop& loop, std::unique_ptr<Link> link, uint32_t member, Side& side);
+  Peer(EventLoop& loop, std::unique_ptr<Link> link, uint32_t member, Side& side);
   ~Peer() override { close(); }
 
   void say(FrameKind kind, uint64_t operation, uint64_t offset = 0, std::span<const std::byte> payload = {});
@@ -78,7 +78,7 @@ class Peer final : public Loop::Handler, public Loop::Pollable {
   void arm(bool writable);
   void lose(const std::string& why);
 
-  Loop& loop_;
+  EventLoop& loop_;
   const std::unique_ptr<Link> link_;
   const uint32_t member_;
   Side& side_;

@@ -150,8 +150,9 @@ std::string text_from(std::span<const char> field);
 // The values' bytes behind what a message already holds.
 template <typename T>
 void append(std::vector<std::byte>* to, const T* values, size_t n) {
-  const auto bytes = std::as_bytes(std::span(values, n));
-  to->insert(to->end(), bytes.begin(), bytes.end());
+  const size_t before = to->size();
+  to->resize(before + n * sizeof(T));
+  if (n != 0) std::memcpy(to->data() + before, values, n * sizeof(T));
 }
 
 inline WireHeader frame_of(FrameKind kind, uint64_t operation, uint64_t offset, uint64_t bytes) {

@@ -229,11 +229,11 @@ void reduce_plain(const Kernel& with, Op op, Dtype dtype, std::span<const std::b
   const Combine combine = combine_of(with, op, dtype);
   const size_t size = bytes_of(dtype);
   // `out` may be an input that comes late in the order: then the block is made beside it.
-  const bool aside = inputs.size() > 2 && std::find(inputs.begin() + 2, inputs.end(), out) != inputs.end();
+  const bool sideband = inputs.size() > 2 && std::find(inputs.begin() + 2, inputs.end(), out) != inputs.end();
   alignas(64) std::byte own[kBlock * sizeof(double)];
   for (size_t at = 0; at < count; at += kBlock) {
     const size_t n = std::min(kBlock, count - at);
-    std::byte* const block = aside ? own : out + at * size;
+    std::byte* const block = sideband ? own : out + at * size;
     if (inputs.size() == 1) {
       if (block != inputs[0] + at * size) std::memmove(block, inputs[0] + at * size, n * size);
     } else {
@@ -241,7 +241,7 @@ void reduce_plain(const Kernel& with, Op op, Dtype dtype, std::span<const std::b
     }
     for (size_t i = 2; i < inputs.size(); ++i) combine(block, inputs[i] + at * size, block, n);
     if (op == Op::avg) (dtype == Dtype::float32 ? with.divide32 : with.divide64)(block, n, divisor);
-    if (aside) std::memcpy(out + at * size, block, n * size);
+    if (sideband) std::memcpy(out + at * size, block, n * size);
   }
 }
 

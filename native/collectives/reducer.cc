@@ -11,26 +11,26 @@
 #include "transport/security/handshake.h"
 
 namespace geartrain {
-class Reducer::Body final : public Door::Host {
+class Reducer::Body final : public Acceptor::Host {
  public:
   explicit Body(const ReducerOptions& options) : options_(options), loop_("geartrain reduce") {
-    DoorOptions door;
-    door.host = options.host;
-    door.port = options.port;
-    door.advertise = {options.host};
-    door.secret = options.secret;
-    door.shm = options.shm;
-    door.max_window_bytes = options.max_window_bytes;
-    door_ = std::make_unique<Door>(loop_, door, *this);
-    address_ = Address::parse(door_->address()).tcp.front();
+    AcceptorOptions acceptor;
+    acceptor.host = options.host;
+    acceptor.port = options.port;
+    acceptor.advertise = {options.host};
+    acceptor.secret = options.secret;
+    acceptor.shm = options.shm;
+    acceptor.max_window_bytes = options.max_window_bytes;
+    acceptor_ = std::make_unique<Acceptor>(loop_, acceptor, *this);
+    address_ = Address::parse(acceptor_->address()).tcp.front();
     loop_.post([this] { loop_.on_time([this] { return on_time(); }); });
   }
 
   ~Body() override {
-    door_->close();
+    acceptor_->close();
     loop_.stop();
     groups_.clear();
-    door_.reset();
+    acceptor_.reset();
   }
 
   const std::string& address() const { return address_; }
@@ -44,9 +44,9 @@ class Reducer::Body final : public Door::Host {
         out.ranks += group->ranks();
         add_counts(*group, &out);
       }
-      out.memory_bytes = blocks_.in_use() * sizeof(Block);
+      out.memory_bytes = blocks_.in_use() * sizeof(ChunkBuffer);
     });
-    out.refused = door_->refused();
+    out.refused = acceptor_->refused();
     return out;
   }
 
@@ -72,7 +72,7 @@ class Reducer::Body final : public Door::Host {
     deadline = Deadline::after(1);
     wait_until(
         [&] { return std::all_of(groups_.begin(), groups_.end(), [](const auto& g) { return g.second->drained(); }); });
-    door_->close();
+    acceptor_->close();
     loop_.stop();
   }
 
@@ -100,7 +100,7 @@ class Reducer::Body final : public Door::Host {
     over.wait(lock, [&] { return done; });
   }
 
-  static void add_counts(const Served& group, ReducerCounts* out) {
+  static void add_counts(const ReducerSession& group, ReducerCounts* out) {
     out->operations += group.owner().operations();
     out->reduced_bytes += group.owner().reduced_bytes();
     out->bytes_received += group.bytes_received();
@@ -128,7 +128,7 @@ class Reducer::Body final : public Door::Host {
   void enter(const Join& join, std::unique_ptr<Link> link) override {
     auto& group = groups_[id_of(join)];
     if (group == nullptr) {
-      group = std::make_unique<Served>(loop_, blocks_, join, options_.max_window_bytes, address_);
+      group = std::make_unique<ReducerSession>(loop_, blocks_, join, options_.max_window_bytes, address_);
       ++past_.groups_served;
     }
     group->add(join.rank, std::move(link));
@@ -137,7 +137,7 @@ class Reducer::Body final : public Door::Host {
   // Groups whose ranks have all gone are forgotten.
   uint64_t on_time() {
     for (auto place = groups_.begin(); place != groups_.end();) {
-      Served& group = *place->second;
+      ReducerSession& group = *place->second;
       if (group.ranks() != 0) {
         ++place;
         continue;
@@ -146,17 +146,17 @@ class Reducer::Body final : public Door::Host {
       past_.groups_failed += group.over();
       place = groups_.erase(place);
     }
-    return door_->due();
+    return acceptor_->due();
   }
 
   const ReducerOptions options_;
   std::string address_;
-  BlockPool blocks_{4096};
-  std::map<GroupId, std::unique_ptr<Served>> groups_;
+  ChunkBufferPool blocks_{4096};
+  std::map<GroupId, std::unique_ptr<ReducerSession>> groups_;
   ReducerCounts past_;
   bool closing_ = false;
-  Loop loop_;
-  std::unique_ptr<Door> door_;
+  EventLoop loop_;
+  std::unique_ptr<Acceptor> acceptor_;
 };
 
 Reducer::Reducer(const ReducerOptions& options) : body_(std::make_unique<Body>(options)) {}

@@ -5,36 +5,37 @@
 
 namespace geartrain {
 
-Served::Served(Loop& loop, BlockPool& blocks, const Join& join, uint64_t window_bytes, std::string where)
+ReducerSession::ReducerSession(EventLoop& loop, ChunkBufferPool& blocks, const Join& join, uint64_t window_bytes,
+                               std::string where)
     : first(join),
       where_(std::move(where)),
       loop_(loop),
       peers_(join.world),
       left_at_(join.world, ~uint64_t{0}),
       nowhere_(kChunkBytes),
-      owner_(blocks, *this, join.world, Owner::kNobody, chunk_bytes(join.owners), window_bytes) {}
+      owner_(blocks, *this, join.world, ShareOwner::kNobody, chunk_bytes(join.owners), window_bytes) {}
 
-uint32_t Served::ranks() const {
+uint32_t ReducerSession::ranks() const {
   return static_cast<uint32_t>(std::count_if(peers_.begin(), peers_.end(), [](const auto& p) { return p != nullptr; }));
 }
 
-bool Served::drained() const {
+bool ReducerSession::drained() const {
   return std::all_of(peers_.begin(), peers_.end(), [](const auto& p) { return p == nullptr || p->drained(); });
 }
 
-void Served::add(uint32_t rank, std::unique_ptr<Link> link) {
+void ReducerSession::add(uint32_t rank, std::unique_ptr<Link> link) {
   peers_[rank] = std::make_unique<Peer>(loop_, std::move(link), rank, *this);
   peers_[rank]->kick();
   if (over()) tell(*peers_[rank]);
 }
 
-uint64_t Served::bytes_received() const {
+uint64_t ReducerSession::bytes_received() const {
   uint64_t bytes = received_;
   for (const auto& peer : peers_) bytes += peer != nullptr ? peer->bytes_received() : 0;
   return bytes;
 }
 
-uint64_t Served::bytes_sent() const {
+uint64_t ReducerSession::bytes_sent() const {
   uint64_t bytes = sent_;
   for (const auto& peer : peers_) bytes += peer != nullptr ? peer->bytes_sent() : 0;
   return bytes;
@@ -43,13 +44,13 @@ uint64_t Served::bytes_sent() const {
 // --- frames
 // -------------------------------------------------------------------------------------------------------------
 
-std::span<std::byte> Served::room(Peer& peer, const WireHeader& header) {
+std::span<std::byte> ReducerSession::room(Peer& peer, const WireHeader& header) {
   if (over()) return nowhere_;
   if (static_cast<FrameKind>(header.kind) != FrameKind::part) fail(ErrorKind::frame, "it sent data of the wrong kind");
   return owner_.room(peer.member(), header);
 }
 
-void Served::took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) {
+void ReducerSession::took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) {
   const auto kind = static_cast<FrameKind>(header.kind);
   if (kind == FrameKind::bye) {
     left_at_[peer.member()] = header.operation;
@@ -82,14 +83,14 @@ void Served::took(Peer& peer, const WireHeader& header, std::span<std::byte> pay
   }
 }
 
-void Served::results_for(uint32_t rank) {
+void ReducerSession::results_for(uint32_t rank) {
   if (peers_[rank] != nullptr) peers_[rank]->kick();
 }
 
 // --- the end
 // ------------------------------------------------------------------------------------------------------------
 
-void Served::lost(Peer& peer, const std::string& why) {
+void ReducerSession::lost(Peer& peer, const std::string& why) {
   const uint32_t rank = peer.member();
   received_ += peer.bytes_received();
   sent_ += peer.bytes_sent();
@@ -109,24 +110,24 @@ void Served::lost(Peer& peer, const std::string& why) {
   end({FaultKind::rank_lost, text.str(), {rank}});
 }
 
-void Served::disagree(const std::string& text, std::vector<uint32_t> ranks) {
+void ReducerSession::disagree(const std::string& text, std::vector<uint32_t> ranks) {
   end({FaultKind::disagree, text, std::move(ranks)});
 }
 
-Fault Served::left_fault(uint32_t rank, uint64_t operation) {
+Fault ReducerSession::left_fault(uint32_t rank, uint64_t operation) {
   return {FaultKind::rank_lost,
           "rank " + std::to_string(rank) + " has left the group, and operation " + std::to_string(operation) +
               " waits for it",
           {rank}};
 }
 
-void Served::tell(Peer& peer) {
+void ReducerSession::tell(Peer& peer) {
   peer.blank();
   peer.say(FrameKind::fault, 0, 0, bytes_of(fault_));
   peer.kick();
 }
 
-void Served::end(const Fault& fault) {
+void ReducerSession::end(const Fault& fault) {
   if (over()) return;
   fault_ = fault;
   for (const auto& peer : peers_) {

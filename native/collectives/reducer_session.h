@@ -13,10 +13,10 @@
 
 namespace geartrain {
 
-class Served final : public Peer::Side, public Owner::Host {
+class ReducerSession final : public Peer::Side, public ShareOwner::Host {
  public:
   // `first` is the first rank's Join, with which the others must agree; `where` the reducer's address.
-  Served(Loop& loop, BlockPool& blocks, const Join& first, uint64_t window_bytes, std::string where);
+  ReducerSession(EventLoop& loop, ChunkBufferPool& blocks, const Join& first, uint64_t window_bytes, std::string where);
 
   bool has(uint32_t rank) const { return peers_[rank] != nullptr; }
   uint32_t ranks() const;
@@ -28,7 +28,7 @@ class Served final : public Peer::Side, public Owner::Host {
 
   uint64_t bytes_received() const;
   uint64_t bytes_sent() const;
-  const Owner& owner() const { return owner_; }
+  const ShareOwner& owner() const { return owner_; }
 
   std::span<std::byte> room(Peer& peer, const WireHeader& header) override;
   void took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) override;
@@ -46,11 +46,11 @@ class Served final : public Peer::Side, public Owner::Host {
   void end(const Fault& fault);
 
   const std::string where_;
-  Loop& loop_;
+  EventLoop& loop_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank
   std::vector<uint64_t> left_at_;             // by rank: the first operation that it does not take part in
   std::vector<std::byte> nowhere_;            // for what comes when all is over
-  Owner owner_;
+  ShareOwner owner_;
   Fault fault_;
   uint64_t received_ = 0, sent_ = 0;  // of ranks that are gone
 };

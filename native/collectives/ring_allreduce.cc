@@ -12,19 +12,19 @@ constexpr size_t kMostOpen = 65536;
 
 }  // namespace
 
-Ring::Ring(BlockPool& blocks, Host& host, uint32_t rank, uint32_t world)
+RingAllreduce::RingAllreduce(ChunkBufferPool& blocks, Host& host, uint32_t rank, uint32_t world)
     : blocks_(blocks), host_(host), rank_(rank), world_(world) {}
 
-uint32_t Ring::piece(uint32_t step, bool sending) const {
+uint32_t RingAllreduce::piece(uint32_t step, bool sending) const {
   return (rank_ + 2 * world_ - step - (sending ? 0 : 1)) % world_;
 }
 
-uint64_t Ring::elements(const Operation& operation, uint32_t step, bool sending) const {
+uint64_t RingAllreduce::elements(const Operation& operation, uint32_t step, bool sending) const {
   const uint32_t p = piece(step, sending);
   return operation.starts[p + 1] - operation.starts[p];
 }
 
-void Ring::forward(const Operation& operation, At* at, bool sending, uint64_t count) const {
+void RingAllreduce::forward(const Operation& operation, At* at, bool sending, uint64_t count) const {
   at->element += count;
   at->bytes += count * bytes_of(operation.work->shape.wire);
   while (at->step < steps() && at->element == elements(operation, at->step, sending)) {
@@ -36,7 +36,7 @@ void Ring::forward(const Operation& operation, At* at, bool sending, uint64_t co
 // --- an operation begins
 // ----------------------------------------------------------------------------------------------
 
-void Ring::compare(uint64_t number, const Shape& mine) {
+void RingAllreduce::compare(uint64_t number, const Shape& mine) {
   const auto found = theirs_.find(number);
   if (found == theirs_.end() || found->second == mine) return;
   const uint32_t previous = (rank_ + world_ - 1) % world_;
@@ -44,7 +44,7 @@ void Ring::compare(uint64_t number, const Shape& mine) {
                  {std::min(rank_, previous), std::max(rank_, previous)});
 }
 
-void Ring::begin(const std::shared_ptr<Work>& work) {
+void RingAllreduce::begin(const std::shared_ptr<Work>& work) {
   const Shape& shape = work->shape;
   if (work->in != work->out && shape.count != 0) std::memcpy(work->out, work->in, shape.count * bytes_of(shape.dtype));
   next_number_ = work->number + 1;
@@ -81,7 +81,7 @@ void Ring::begin(const std::shared_ptr<Work>& work) {
   if (place != operations_.end() && shape.count == 0 && theirs_.contains(number)) finish(place);
 }
 
-void Ring::open(uint64_t number, const Open& open) {
+void RingAllreduce::open(uint64_t number, const Open& open) {
   const Shape shape = shape_from(open);
   if (theirs_.size() >= kMostOpen || !theirs_.emplace(number, shape).second) {
     fail(ErrorKind::frame, "it opened operation ", number, " twice, or too many");
@@ -100,7 +100,7 @@ void Ring::open(uint64_t number, const Open& open) {
 // --- in
 // -----------------------------------------------------------------------------------------------------------------
 
-void Ring::check_place(const Operation& operation, const WireHeader& header) const {
+void RingAllreduce::check_place(const Operation& operation, const WireHeader& header) const {
   const At& at = operation.received;
   const uint64_t size = bytes_of(operation.work->shape.wire);
   const bool over = at.step == steps();
@@ -111,7 +111,7 @@ void Ring::check_place(const Operation& operation, const WireHeader& header) con
   }
 }
 
-std::span<std::byte> Ring::room(const WireHeader& header) {
+std::span<std::byte> RingAllreduce::room(const WireHeader& header) {
   const auto place = operations_.find(header.operation);
   if (place != operations_.end()) {
     check_place(place->second, header);
@@ -120,11 +120,11 @@ std::span<std::byte> Ring::room(const WireHeader& header) {
   } else if (early_bytes_ + header.bytes > kMostEarlyBytes) {
     return {};
   }
-  arriving_ = BlockRef(blocks_);
+  arriving_ = ChunkBufferRef(blocks_);
   return {arriving_.data(), header.bytes};
 }
 
-void Ring::took(const WireHeader& header, std::span<const std::byte> payload) {
+void RingAllreduce::took(const WireHeader& header, std::span<const std::byte> payload) {
   const auto place = operations_.find(header.operation);
   if (place == operations_.end()) {
     early_bytes_ += header.bytes;
@@ -142,7 +142,7 @@ void Ring::took(const WireHeader& header, std::span<const std::byte> payload) {
   }
 }
 
-void Ring::finish(std::map<uint64_t, Operation>::iterator place) {
+void RingAllreduce::finish(std::map<uint64_t, Operation>::iterator place) {
   const std::shared_ptr<Work> work = place->second.work;
   theirs_.erase(place->first);
   operations_.erase(place);
@@ -150,7 +150,7 @@ void Ring::finish(std::map<uint64_t, Operation>::iterator place) {
 }
 
 // One chunk: in the first half it is added to one's own numbers, in the second half it is the result.
-void Ring::add(Operation& operation, std::span<const std::byte> payload) {
+void RingAllreduce::add(Operation& operation, std::span<const std::byte> payload) {
   const Shape& shape = operation.work->shape;
   const At at = operation.received;
   const uint64_t count = payload.size() / bytes_of(shape.wire);
@@ -183,7 +183,7 @@ void Ring::add(Operation& operation, std::span<const std::byte> payload) {
 // --- out
 // ----------------------------------------------------------------------------------------------------------------
 
-bool Ring::next(OutFrame* frame) {
+bool RingAllreduce::next(OutFrame* frame) {
   for (auto& [number, operation] : operations_) {
     At& at = operation.sent;
     if (at.step == steps()) continue;
@@ -204,7 +204,7 @@ bool Ring::next(OutFrame* frame) {
     frame->data = operation.work->out + (operation.starts[p] + at.element) * bytes_of(shape.dtype);
     // A copy: this piece may be overwritten by the result while the kernel has yet to take it, and is the caller's
     // once the operation is over.
-    frame->hold = BlockRef(blocks_);
+    frame->hold = ChunkBufferRef(blocks_);
     convert(shape.dtype, frame->data, shape.wire, frame->hold.data(), count);
     frame->data = frame->hold.data();
     forward(operation, &at, true, count);

@@ -34,7 +34,7 @@
 
 namespace geartrain {
 
-class Ring {
+class RingAllreduce {
  public:
   class Host {
    public:
@@ -45,7 +45,7 @@ class Ring {
     virtual void disagree(const std::string& text, std::vector<uint32_t> ranks) = 0;
     virtual void completed(const std::shared_ptr<Work>& work) = 0;
   };
-  Ring(BlockPool& blocks, Host& host, uint32_t rank, uint32_t world);
+  RingAllreduce(ChunkBufferPool& blocks, Host& host, uint32_t rank, uint32_t world);
 
   void begin(const std::shared_ptr<Work>& work);
   // From the previous rank. Throws frame.
@@ -74,7 +74,7 @@ class Ring {
   };
   struct Early {
     WireHeader header;
-    BlockRef block;
+    ChunkBufferRef block;
   };
 
   uint32_t steps() const { return 2 * (world_ - 1); }
@@ -86,7 +86,7 @@ class Ring {
   void finish(std::map<uint64_t, Operation>::iterator place);
   void compare(uint64_t number, const Shape& mine);
 
-  BlockPool& blocks_;
+  ChunkBufferPool& blocks_;
   Host& host_;
   const uint32_t rank_, world_;
   uint64_t next_number_ = 0;
@@ -94,7 +94,7 @@ class Ring {
   std::map<uint64_t, Shape> theirs_;  // of the previous rank, for operations that are not over here
   std::deque<Early> early_;           // of operations that have not begun here
   uint64_t early_bytes_ = 0;
-  BlockRef arriving_;
+  ChunkBufferRef arriving_;
 };
 
 }  // namespace geartrain

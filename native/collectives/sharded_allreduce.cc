@@ -47,7 +47,8 @@ std::vector<uint64_t> divide_array(uint64_t count, Dtype wire, std::span<const d
   return starts;
 }
 
-Shares::Shares(BlockPool& blocks, Host& host, std::vector<double> shares, uint32_t self, uint64_t window_bytes)
+ShardedAllreduce::ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vector<double> shares, uint32_t self,
+                                   uint64_t window_bytes)
     : blocks_(blocks),
       host_(host),
       shares_(std::move(shares)),
@@ -61,7 +62,7 @@ Shares::Shares(BlockPool& blocks, Host& host, std::vector<double> shares, uint32
   }
 }
 
-std::pair<uint64_t, uint64_t> Shares::begin(const std::shared_ptr<Work>& work) {
+std::pair<uint64_t, uint64_t> ShardedAllreduce::begin(const std::shared_ptr<Work>& work) {
   const Shape& shape = work->shape;
   const std::vector<uint64_t> starts = divide_array(shape.count, shape.wire, shares_, work->number);
   Operation& operation = operations_.emplace_back();
@@ -85,7 +86,7 @@ std::pair<uint64_t, uint64_t> Shares::begin(const std::shared_ptr<Work>& work) {
   return {starts[self_], starts[self_ + 1]};
 }
 
-void Shares::start() {
+void ShardedAllreduce::start() {
   for (size_t i = 0; i < others_.size(); ++i) host_.parts_for(others_[(self_ + i) % others_.size()]);
 }
 
@@ -93,7 +94,7 @@ void Shares::start() {
 // -------------------------------------------------------------------------------------------------------
 
 // How much of the stream has come back, by the share that is behind.
-uint64_t Shares::returned() const {
+uint64_t ShardedAllreduce::returned() const {
   if (operations_.empty()) return stream_;
   const Operation& oldest = operations_.front();
   double least = 1;
@@ -104,7 +105,7 @@ uint64_t Shares::returned() const {
 }
 
 // How much of a part may have been sent by now.
-uint64_t Shares::limit(const Operation& operation, const Part& part) const {
+uint64_t ShardedAllreduce::limit(const Operation& operation, const Part& part) const {
   const uint64_t until = returned() + window_.bytes();
   if (until <= operation.base && operation.bytes != 0) return 0;
   if (until >= operation.base + operation.bytes) return part.bytes;
@@ -114,7 +115,7 @@ uint64_t Shares::limit(const Operation& operation, const Part& part) const {
   return std::min(part.bytes, (bytes / chunk_ + 1) * chunk_);
 }
 
-void Shares::finish_sample(const Operation& operation, uint32_t owner, uint64_t got) {
+void ShardedAllreduce::finish_sample(const Operation& operation, uint32_t owner, uint64_t got) {
   if (!sample_.running || sample_.operation != operation.number || sample_.owner != owner || got < sample_.until)
     return;
   sample_.running = false;
@@ -125,7 +126,7 @@ void Shares::finish_sample(const Operation& operation, uint32_t owner, uint64_t 
 // --- out
 // ----------------------------------------------------------------------------------------------------------------
 
-bool Shares::next(uint32_t owner, OutFrame* frame) {
+bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
   if (operations_.empty()) return false;
   const uint64_t oldest = operations_.front().number;
   size_t& first = unsent_[owner];
@@ -155,7 +156,7 @@ bool Shares::next(uint32_t owner, OutFrame* frame) {
     const uint64_t element = part.first + part.sent / bytes_of(shape.wire);
     frame->data = operation.work->in + element * bytes_of(shape.dtype);
     if (shape.wire != shape.dtype) {
-      frame->hold = BlockRef(blocks_);
+      frame->hold = ChunkBufferRef(blocks_);
       convert(shape.dtype, frame->data, shape.wire, frame->hold.data(), bytes / bytes_of(shape.wire));
       frame->data = frame->hold.data();
     }
@@ -171,13 +172,13 @@ bool Shares::next(uint32_t owner, OutFrame* frame) {
 // --- in
 // -----------------------------------------------------------------------------------------------------------------
 
-Shares::Operation* Shares::find(uint64_t number) {
+ShardedAllreduce::Operation* ShardedAllreduce::find(uint64_t number) {
   if (operations_.empty() || number < operations_.front().number) return nullptr;
   const uint64_t at = number - operations_.front().number;
   return at < operations_.size() ? &operations_[at] : nullptr;
 }
 
-std::span<std::byte> Shares::room(uint32_t owner, const WireHeader& result) {
+std::span<std::byte> ShardedAllreduce::room(uint32_t owner, const WireHeader& result) {
   Operation* const operation = find(result.operation);
   if (operation == nullptr || !operation->parts[owner].opened || operation->parts[owner].done) {
     fail(ErrorKind::frame, "it sent a result of operation ", result.operation, ", which nobody waits for");
@@ -190,13 +191,13 @@ std::span<std::byte> Shares::room(uint32_t owner, const WireHeader& result) {
          " was next");
   }
   if (shape.wire != shape.dtype) {
-    if (!staging_) staging_ = BlockRef(blocks_);
+    if (!staging_) staging_ = ChunkBufferRef(blocks_);
     return {staging_.data(), result.bytes};
   }
   return {operation->work->out + part.first * bytes_of(shape.dtype) + part.got, result.bytes};
 }
 
-void Shares::took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload) {
+void ShardedAllreduce::took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload) {
   Operation& operation = *find(result.operation);
   const Shape& shape = operation.work->shape;
   if (shape.wire != shape.dtype) {
@@ -208,7 +209,7 @@ void Shares::took(uint32_t owner, const WireHeader& result, std::span<std::byte>
   gained(operation, owner, payload.size());
 }
 
-void Shares::deliver(uint64_t number, uint64_t offset, std::span<const std::byte> result) {
+void ShardedAllreduce::deliver(uint64_t number, uint64_t offset, std::span<const std::byte> result) {
   Operation& operation = *find(number);
   const Shape& shape = operation.work->shape;
   const uint64_t element = operation.parts[self_].first + offset / bytes_of(shape.wire);
@@ -217,7 +218,7 @@ void Shares::deliver(uint64_t number, uint64_t offset, std::span<const std::byte
   gained(operation, self_, result.size());
 }
 
-void Shares::gained(Operation& operation, uint32_t owner, uint64_t bytes) {
+void ShardedAllreduce::gained(Operation& operation, uint32_t owner, uint64_t bytes) {
   Part& part = operation.parts[owner];
   part.got += bytes;
   delivered_ += bytes;
@@ -233,7 +234,7 @@ void Shares::gained(Operation& operation, uint32_t owner, uint64_t bytes) {
   start();
 }
 
-std::vector<uint32_t> Shares::incomplete(uint64_t number) const {
+std::vector<uint32_t> ShardedAllreduce::incomplete(uint64_t number) const {
   std::vector<uint32_t> owners;
   for (const Operation& operation : operations_) {
     if (operation.number != number) continue;
@@ -244,7 +245,7 @@ std::vector<uint32_t> Shares::incomplete(uint64_t number) const {
   return owners;
 }
 
-bool Shares::owes(uint32_t owner, uint64_t* number, uint64_t* bytes, uint64_t* of) const {
+bool ShardedAllreduce::owes(uint32_t owner, uint64_t* number, uint64_t* bytes, uint64_t* of) const {
   for (const Operation& operation : operations_) {
     const Part& part = operation.parts[owner];
     if (!part.used || part.done || operation.left == 0) continue;

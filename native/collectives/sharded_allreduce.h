@@ -37,7 +37,7 @@ constexpr uint64_t kWholeBytes = 16 << 10;  // arrays up to this size are not di
 // 16 elements; an array of at most kWholeBytes belongs to one of those who have a share, by the operation's number.
 std::vector<uint64_t> divide_array(uint64_t count, Dtype wire, std::span<const double> shares, uint64_t operation);
 
-class Shares {
+class ShardedAllreduce {
  public:
   class Host {
    public:
@@ -47,7 +47,8 @@ class Shares {
     virtual void parts_for(uint32_t owner) = 0;  // next() may have something for it
     virtual void completed(const std::shared_ptr<Work>& work) = 0;
   };
-  Shares(BlockPool& blocks, Host& host, std::vector<double> shares, uint32_t self, uint64_t window_bytes);
+  ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vector<double> shares, uint32_t self,
+                   uint64_t window_bytes);
 
   // Begins an operation and returns its own share: [first, last) of the elements, which the caller gives to its owner.
   std::pair<uint64_t, uint64_t> begin(const std::shared_ptr<Work>& work);
@@ -66,7 +67,7 @@ class Shares {
   // How many operations are complete here, from the first one on without a gap; and on all ranks, as owners say.
   uint64_t completed() const { return operations_.empty() ? begun_ : operations_.front().number; }
   uint32_t settled() const { return settled_; }
-  Window& window() { return window_; }
+  CongestionWindow& window() { return window_; }
   void clear() { operations_.clear(); }
 
  private:
@@ -90,12 +91,12 @@ class Shares {
   void gained(Operation& operation, uint32_t owner, uint64_t bytes);
   void finish_sample(const Operation& operation, uint32_t owner, uint64_t got);
 
-  BlockPool& blocks_;
+  ChunkBufferPool& blocks_;
   Host& host_;
   const std::vector<double> shares_;
   const uint32_t self_;
   const uint64_t chunk_;
-  Window window_;
+  CongestionWindow window_;
   std::deque<Operation> operations_;
   std::vector<uint32_t> others_;  // who own something, but for oneself
   std::vector<size_t> unsent_;    // by owner: number of the first operation that may have something for it
@@ -103,7 +104,7 @@ class Shares {
   uint64_t begun_ = 0;
   uint32_t settled_ = 0;
   uint64_t delivered_ = 0;  // bytes of results so far
-  BlockRef staging_;        // where a result of another type arrives
+  ChunkBufferRef staging_;  // where a result of another type arrives
 
   // One chunk at a time is watched on its way.
   struct Sample {

@@ -9,7 +9,8 @@ constexpr size_t kMostOperations = 65536;  // begun by somebody and not over
 
 }  // namespace
 
-Owner::Owner(BlockPool& blocks, Host& host, uint32_t world, uint32_t self, uint64_t chunk, uint64_t window_bytes)
+ShareOwner::ShareOwner(ChunkBufferPool& blocks, Host& host, uint32_t world, uint32_t self, uint64_t chunk,
+                       uint64_t window_bytes)
     : blocks_(blocks),
       host_(host),
       world_(world),
@@ -22,7 +23,7 @@ Owner::Owner(BlockPool& blocks, Host& host, uint32_t world, uint32_t self, uint6
 
 // --- what comes -----------------------------------------------------------------------------------------------------
 
-Owner::Place Owner::find_or_make(uint32_t rank, uint64_t number, const Shape& shape, uint64_t share_bytes) {
+ShareOwner::Place ShareOwner::find_or_make(uint32_t rank, uint64_t number, const Shape& shape, uint64_t share_bytes) {
   const auto [place, made] = operations_.try_emplace(number);
   Operation& operation = place->second;
   if (made) {
@@ -44,7 +45,7 @@ Owner::Place Owner::find_or_make(uint32_t rank, uint64_t number, const Shape& sh
   return place;
 }
 
-void Owner::open(uint32_t rank, uint64_t number, const Open& open) {
+void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
   const Shape shape = shape_from(open);
   if (number < next_open_[rank]) fail(ErrorKind::frame, "it opened operation ", number, " twice");
   if (open.share_bytes > shape.wire_bytes() || open.share_bytes % bytes_of(shape.wire) != 0) {
@@ -57,8 +58,8 @@ void Owner::open(uint32_t rank, uint64_t number, const Open& open) {
   if (place != operations_.end()) advance(place);
 }
 
-void Owner::open_local(uint64_t number, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
-                       uint64_t completed) {
+void ShareOwner::open_local(uint64_t number, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
+                            uint64_t completed) {
   completed_[self_] = static_cast<uint32_t>(completed);
   const Place place = find_or_make(self_, number, shape, share_bytes);
   if (place == operations_.end()) return;
@@ -67,7 +68,7 @@ void Owner::open_local(uint64_t number, const Shape& shape, uint64_t share_bytes
   advance(place);
 }
 
-std::span<std::byte> Owner::room(uint32_t rank, const WireHeader& part) {
+std::span<std::byte> ShareOwner::room(uint32_t rank, const WireHeader& part) {
   const auto place = operations_.find(part.operation);
   if (place == operations_.end() || !place->second.opened[rank]) {
     fail(ErrorKind::frame, "it sent a part of operation ", part.operation, ", which it has not opened");
@@ -84,7 +85,7 @@ std::span<std::byte> Owner::room(uint32_t rank, const WireHeader& part) {
   return {operation.inputs[rank].back().data() + at % chunk_, part.bytes};
 }
 
-void Owner::took(uint32_t rank, const WireHeader& part) {
+void ShareOwner::took(uint32_t rank, const WireHeader& part) {
   const auto place = operations_.find(part.operation);
   Operation& operation = place->second;
   operation.received[rank] += part.bytes;
@@ -95,7 +96,7 @@ void Owner::took(uint32_t rank, const WireHeader& part) {
 // --- what goes ------------------------------------------------------------------------------------------------------
 
 // Reduces every chunk that has come from all.
-void Owner::advance(Place place) {
+void ShareOwner::advance(Place place) {
   Operation& operation = place->second;
   if (operation.open_count < world_) return;
   const uint64_t number = place->first, size = operation.share_bytes;
@@ -121,10 +122,10 @@ void Owner::advance(Place place) {
   }
 }
 
-void Owner::reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes) {
+void ShareOwner::reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes) {
   const Shape& shape = operation.shape;
   const uint64_t at = operation.reduced, count = bytes / bytes_of(shape.wire);
-  BlockRef own;
+  ChunkBufferRef own;
   std::vector<const std::byte*> inputs(world_);
   for (uint32_t rank = 0; rank < world_; ++rank) {
     if (rank != self_) {
@@ -133,11 +134,11 @@ void Owner::reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes) 
     }
     inputs[rank] = operation.local + at / bytes_of(shape.wire) * bytes_of(shape.dtype);
     if (shape.wire == shape.dtype) continue;
-    own = BlockRef(blocks_);  // one's own numbers are rounded as everybody's
+    own = ChunkBufferRef(blocks_);  // one's own numbers are rounded as everybody's
     convert(shape.dtype, inputs[rank], shape.wire, own.data(), count);
     inputs[rank] = own.data();
   }
-  BlockRef result(blocks_);
+  ChunkBufferRef result(blocks_);
   reduce(shape.op, shape.wire, inputs, result.data(), count);
   for (uint32_t rank = 0; rank < world_; ++rank) {
     if (rank == self_) continue;
@@ -155,7 +156,7 @@ void Owner::reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes) 
   if (self_ != kNobody) host_.deliver(number, at, {result.data(), bytes});
 }
 
-bool Owner::next(uint32_t rank, OutFrame* frame) {
+bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
   for (auto place = operations_.begin(); place != operations_.end(); ++place) {
     Operation& operation = place->second;
     if (operation.ended[rank]) continue;
@@ -169,7 +170,7 @@ bool Owner::next(uint32_t rank, OutFrame* frame) {
     }
     if (at == operation.reduced) continue;
     const uint64_t bytes = std::min(chunk_, operation.share_bytes - at);
-    BlockRef& block = operation.results[(at - operation.results_from) / chunk_];
+    ChunkBufferRef& block = operation.results[(at - operation.results_from) / chunk_];
     *frame = {frame_of(FrameKind::result, place->first, at, bytes), block.data(), block};
     frame->header.settled = settled();
     operation.sent[rank] += bytes;
@@ -183,11 +184,11 @@ bool Owner::next(uint32_t rank, OutFrame* frame) {
   return false;
 }
 
-uint32_t Owner::settled() const {
+uint32_t ShareOwner::settled() const {
   return *std::min_element(completed_.begin(), completed_.end());
 }
 
-void Owner::forget_sent(Operation& operation) {
+void ShareOwner::forget_sent(Operation& operation) {
   uint64_t least = operation.reduced;
   for (uint32_t rank = 0; rank < world_; ++rank) {
     if (rank != self_) least = std::min(least, operation.sent[rank]);
@@ -198,7 +199,7 @@ void Owner::forget_sent(Operation& operation) {
   }
 }
 
-void Owner::end(Place place, uint32_t rank) {
+void ShareOwner::end(Place place, uint32_t rank) {
   Operation& operation = place->second;
   operation.ended[rank] = true;
   if (++operation.end_count < world_) return;
@@ -209,7 +210,7 @@ void Owner::end(Place place, uint32_t rank) {
 // --- who is waited for
 // ------------------------------------------------------------------------------------------------
 
-std::vector<uint32_t> Owner::least_advanced(uint64_t number, uint64_t* bytes, uint64_t* of) const {
+std::vector<uint32_t> ShareOwner::least_advanced(uint64_t number, uint64_t* bytes, uint64_t* of) const {
   std::vector<uint32_t> ranks;
   const auto place = operations_.find(number);
   *bytes = *of = 0;
@@ -234,7 +235,7 @@ std::vector<uint32_t> Owner::least_advanced(uint64_t number, uint64_t* bytes, ui
   return ranks;
 }
 
-bool Owner::involves(uint32_t rank, uint64_t* number, uint64_t* bytes, uint64_t* of) const {
+bool ShareOwner::involves(uint32_t rank, uint64_t* number, uint64_t* bytes, uint64_t* of) const {
   for (const auto& [at, operation] : operations_) {
     if (operation.ended[rank] || (!operation.opened[rank] && operation.open_count == 0)) continue;
     *number = at;

@@ -21,7 +21,7 @@
 
 namespace geartrain {
 
-class Owner {
+class ShareOwner {
  public:
   class Host {
    public:
@@ -32,7 +32,7 @@ class Owner {
   };
   // `self` is the owner's own rank, or kNobody. `window_bytes` is what a rank may have here and not yet reduced.
   static constexpr uint32_t kNobody = ~0u;
-  Owner(BlockPool& blocks, Host& host, uint32_t world, uint32_t self, uint64_t chunk, uint64_t window_bytes);
+  ShareOwner(ChunkBufferPool& blocks, Host& host, uint32_t world, uint32_t self, uint64_t chunk, uint64_t window_bytes);
 
   // From a rank. Each throws frame when it is not what may come next from it.
   void open(uint32_t rank, uint64_t operation, const Open& open);
@@ -65,12 +65,12 @@ class Owner {
     uint32_t first_rank = 0;   // whose shape it is
     std::vector<bool> opened;  // by rank
     uint32_t open_count = 0;
-    std::vector<uint64_t> received;            // by rank: bytes, from the start of the share
-    std::vector<std::deque<BlockRef>> inputs;  // by rank: chunks from `reduced` on
+    std::vector<uint64_t> received;                  // by rank: bytes, from the start of the share
+    std::vector<std::deque<ChunkBufferRef>> inputs;  // by rank: chunks from `reduced` on
     const std::byte* local = nullptr;
     uint64_t reduced = 0;
-    bool empty_done = false;       // an empty share: everybody has opened it
-    std::deque<BlockRef> results;  // chunks from `results_from` on
+    bool empty_done = false;             // an empty share: everybody has opened it
+    std::deque<ChunkBufferRef> results;  // chunks from `results_from` on
     uint64_t results_from = 0;
     std::vector<uint64_t> sent;  // by rank: bytes of results taken by next()
     std::vector<bool> ended;     // by rank: the last result was taken
@@ -85,7 +85,7 @@ class Owner {
   void forget_sent(Operation& operation);
   uint64_t held(uint32_t rank) const { return held_[rank]; }
 
-  BlockPool& blocks_;
+  ChunkBufferPool& blocks_;
   Host& host_;
   const uint32_t world_, self_;
   const uint64_t chunk_, window_bytes_;

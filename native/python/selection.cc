@@ -13,15 +13,15 @@
 namespace geartrain {
 namespace {
 
-// Rows with their weights and selectable bits: a store's own, or made from an array.
+// Rows with their priorities and selectable bits: a store's own, or made from an array.
 class Candidates {
  public:
   explicit Candidates(const Store& store)
-      : mapping_(store.mapping()), from_{store.weight_tree(), store.bit_tree(), store.words(), store.status()} {}
+      : mapping_(store.mapping()), from_{store.priority_tree(), store.bit_tree(), store.words(), store.status()} {}
 
-  // A copy of fixed-point weights; every row is selectable and has generation 1.
-  explicit Candidates(const In<uint32_t>& weights) {
-    const uint64_t n = weights.size();
+  // A copy of fixed-point priorities; every row is selectable and has generation 1.
+  explicit Candidates(const In<uint32_t>& priorities) {
+    const uint64_t n = priorities.size();
     if (n == 0 || n > kMaxRows) fail(ErrorKind::schema, "1 to ", kMaxRows, " rows can be drawn from, found ", n);
     const uint64_t bit_words = (n + 63) / 64;
     words_ = Words(padded_leaves(n));
@@ -31,14 +31,14 @@ class Candidates {
     auto* words = words_.get();
     auto* bits = bits_.get();
     for (uint64_t row = 0; row < n; ++row) {
-      words[row].store(make_word(1, weights.data()[row]), std::memory_order_relaxed);
+      words[row].store(make_word(1, priorities.data()[row]), std::memory_order_relaxed);
       bits[row / 64].store(bits[row / 64].load(std::memory_order_relaxed) | uint64_t{1} << (row % 64),
                            std::memory_order_relaxed);
     }
-    from_.weights = WeightTree(words, nodes_.get(), n);
+    from_.priorities = PriorityTree(words, nodes_.get(), n);
     from_.bits = BitTree(bits, bit_nodes_.get(), bit_words);
     from_.words = words;
-    from_.weights.rebuild();
+    from_.priorities.rebuild();
     from_.bits.rebuild();
   }
   Candidates(const Candidates&) = delete;
@@ -87,7 +87,7 @@ nb::tuple chosen(size_t n, Choose choose) {
 nb::tuple draw_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round,
                     const In<uint32_t>& numbers, uint32_t strata, const std::optional<LimitTuple>& limits) {
   const DrawPlan plan{
-      {seed, step, kRowStream}, by_priority ? By::weight : By::row, round, strata, limits_of(from, limits)};
+      {seed, step, kRowStream}, by_priority ? By::priority : By::row, round, strata, limits_of(from, limits)};
   if (strata != 0) {
     for (uint32_t number : view(numbers)) {
       if (number >= strata) fail(ErrorKind::schema, "draw ", number, " is none of ", strata, " strata");
@@ -96,11 +96,11 @@ nb::tuple draw_rows(const Candidates& from, bool by_priority, uint64_t seed, uin
   return chosen(numbers.size(), [&](const Draws& out) { return draw(from.population(), plan, view(numbers), out); });
 }
 
-nb::tuple distinct_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round, size_t n,
-                        const In<uint32_t>& excluded, const std::optional<LimitTuple>& limits) {
+nb::tuple distinct_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round,
+                        size_t n, const In<uint32_t>& excluded, const std::optional<LimitTuple>& limits) {
   check_known(from, view(excluded));
   const DrawPlan plan{
-      {seed, step, kDistinctStream}, by_priority ? By::weight : By::row, round, 0, limits_of(from, limits)};
+      {seed, step, kDistinctStream}, by_priority ? By::priority : By::row, round, 0, limits_of(from, limits)};
   return chosen(n, [&](const Draws& out) {
     draw_distinct(from.population(), plan, view(excluded), out);
     return 0;
@@ -117,36 +117,37 @@ nb::tuple first(const Candidates& from, int order, size_t n, uint64_t after, con
   });
 }
 
-// The same as (rows, generations, sequences, weights), of those that were found: the numbers they were ranked by.
+// The same as (rows, generations, sequences, priorities), of those that were found: the numbers they were ranked by.
 nb::tuple first_ranked(const Candidates& from, int order, size_t n, uint64_t after, const In<uint32_t>& excluded,
                        const std::optional<LimitTuple>& limits) {
   check_known(from, view(excluded));
   const Limits limit = limits_of(from, limits);
-  std::vector<uint32_t> rows(n), generations(n), weights(n);
+  std::vector<uint32_t> rows(n), generations(n), priorities(n);
   std::vector<uint64_t> sequences(n);
   std::vector<double> probability(n);
   {
     nb::gil_scoped_release unlocked;
     const size_t found = first_rows(from.population(), static_cast<Order>(order), after, limit, view(excluded),
-                                    {rows, generations, probability}, sequences, weights);
-    rows.resize(found), generations.resize(found), weights.resize(found), sequences.resize(found);
+                                    {rows, generations, probability}, sequences, priorities);
+    rows.resize(found), generations.resize(found), priorities.resize(found), sequences.resize(found);
   }
   return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(sequences)),
-                        to_numpy(std::move(weights)));
+                        to_numpy(std::move(priorities)));
 }
 
-// Returns (rows, generations, weights, number not found).
+// Returns (rows, generations, priorities, number not found).
 nb::tuple found(const Population& from, By by, const In<uint64_t>& targets) {
   const size_t n = targets.size();
   PooledMemory memory(3 * PooledMemory::padded(4 * n));
   const auto part = [&] { return std::span<uint32_t>(reinterpret_cast<uint32_t*>(memory.take(4 * n)), n); };
-  const std::span<uint32_t> rows = part(), generations = part(), weights = part();
+  const std::span<uint32_t> rows = part(), generations = part(), priorities = part();
   uint64_t missing = 0;
   {
     nb::gil_scoped_release unlocked;
-    missing = find_rows(from, by, view(targets), rows, generations, weights);
+    missing = find_rows(from, by, view(targets), rows, generations, priorities);
   }
-  return nb::make_tuple(memory.array(rows, {n}), memory.array(generations, {n}), memory.array(weights, {n}), missing);
+  return nb::make_tuple(memory.array(rows, {n}), memory.array(generations, {n}), memory.array(priorities, {n}),
+                        missing);
 }
 
 // A copy of the rows that limits allow, without some, out of which rows can be taken one by one.
@@ -157,25 +158,25 @@ class AllowedRows {
       : limits_(limits_of(from, limits)) {
     check_known(from, view(excluded));
     nb::gil_scoped_release unlocked;
-    allowed_.emplace(from.population(), by_priority ? By::weight : By::row, limits_, view(excluded));
+    allowed_.emplace(from.population(), by_priority ? By::priority : By::row, limits_, view(excluded));
   }
   const Allowed& get() const { return *allowed_; }
 
-  // (rows, generations, weights) of all that are left and have a weight, in the order of their numbers.
-  nb::tuple weights() const {
-    std::vector<uint32_t> rows, generations, weights;
+  // (rows, generations, priorities) of all that are left and have a priority, in the order of their numbers.
+  nb::tuple priorities() const {
+    std::vector<uint32_t> rows, generations, priorities;
     const Population left = allowed_->population();
     for (uint64_t row = 0; row < left.rows(); ++row) {
       const uint64_t word = left.words[row].load(std::memory_order_relaxed);
-      if (weight_of(word) == 0) continue;
+      if (priority_of(word) == 0) continue;
       rows.push_back(static_cast<uint32_t>(row));
       generations.push_back(generation_of(word));
-      weights.push_back(weight_of(word));
+      priorities.push_back(priority_of(word));
     }
-    return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(weights)));
+    return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(priorities)));
   }
 
-  // (row, generation, weight) of the row that the target falls into, which is then gone.
+  // (row, generation, priority) of the row that the target falls into, which is then gone.
   nb::tuple take(uint64_t target) {
     if (target >= allowed_->total()) fail(ErrorKind::schema, "target ", target, " is beyond the total");
     uint32_t row = 0, generation = 0;
@@ -198,14 +199,14 @@ nb::object targets(uint64_t seed, uint64_t step, bool distinct, uint32_t attempt
   return to_numpy(std::move(out));
 }
 
-// Fixed-point weights of some rows.
-nb::object weights_of(const Candidates& from, const In<uint32_t>& rows) {
+// Fixed-point priorities of some rows.
+nb::object priorities_of(const Candidates& from, const In<uint32_t>& rows) {
   check_known(from, view(rows));
-  std::vector<uint32_t> weights(rows.size());
-  for (size_t i = 0; i < weights.size(); ++i) {
-    weights[i] = weight_of(from.population().words[rows.data()[i]].load(std::memory_order_relaxed));
+  std::vector<uint32_t> priorities(rows.size());
+  for (size_t i = 0; i < priorities.size(); ++i) {
+    priorities[i] = priority_of(from.population().words[rows.data()[i]].load(std::memory_order_relaxed));
   }
-  return to_numpy(std::move(weights));
+  return to_numpy(std::move(priorities));
 }
 
 // The order of commits of some rows; of bare arrays their row numbers, from 1.
@@ -234,9 +235,9 @@ void bind_selection(nb::module_& module) {
   nb::class_<Candidates>(module, "Candidates")
       .def(nb::init<const Store&>())
       .def(nb::init<const In<uint32_t>&>(), nb::arg("priorities").noconvert())  // floats would be cut to integers
-      .def("total_priority", [](const Candidates& c) { return c.population().weights.total(); })
+      .def("total_priority", [](const Candidates& c) { return c.population().priorities.total(); })
       .def("count", [](const Candidates& c) { return c.population().bits.total(); })
-      .def("priorities", &weights_of)
+      .def("priorities", &priorities_of)
       .def("sequences", &sequences_of)
       .def("draw", &draw_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
            nb::arg("numbers"), nb::arg("strata") = 0, nb::arg("limits").none() = nb::none())
@@ -247,7 +248,7 @@ void bind_selection(nb::module_& module) {
       .def("first_ranked", &first_ranked, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
            nb::arg("limits").none() = nb::none())
       .def("find", [](const Candidates& c, bool by_priority, const In<uint64_t>& targets) {
-        return found(c.population(), by_priority ? By::weight : By::row, targets);
+        return found(c.population(), by_priority ? By::priority : By::row, targets);
       });
   nb::class_<AllowedRows>(module, "AllowedRows")
       .def(nb::init<const Candidates&, bool, const std::optional<LimitTuple>&, const In<uint32_t>&>(),
@@ -255,8 +256,8 @@ void bind_selection(nb::module_& module) {
       .def("total", [](const AllowedRows& a) { return a.get().total(); })
       .def("count", [](const AllowedRows& a) { return a.get().rows(); })
       .def("find", [](const AllowedRows& a,
-                      const In<uint64_t>& targets) { return found(a.get().population(), By::weight, targets); })
-      .def("priorities", &AllowedRows::weights)
+                      const In<uint64_t>& targets) { return found(a.get().population(), By::priority, targets); })
+      .def("priorities", &AllowedRows::priorities)
       .def("take", &AllowedRows::take);
   module.def("draw_targets", &targets);
   module.attr("LAST_ATTEMPT") = kRefusals;

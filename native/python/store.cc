@@ -37,7 +37,7 @@ std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTu
   options.remover = static_cast<Remover>(remover);
   options.max_times_sampled = max_times_sampled;
   options.max_age_ns = max_age_ns;
-  options.weight_fraction_bits = priority_fraction_bits;
+  options.priority_fraction_bits = priority_fraction_bits;
   options.persist = persist;
   options.reserve = reserve;
   options.lock_timeout_s = timeout_s;
@@ -58,7 +58,7 @@ nb::dict describe(const Store& store) {
   out["max_length"] = h.max_length;
   out["max_age_ns"] = h.max_age_ns;
   out["max_times_sampled"] = h.max_times_sampled;
-  out["priority_fraction_bits"] = h.weight_fraction_bits;
+  out["priority_fraction_bits"] = h.priority_fraction_bits;
   out["remover"] = h.remover;
   out["persist"] = h.persist != 0;
   out["nbytes"] = h.segment_bytes;
@@ -79,9 +79,20 @@ nb::dict describe(const Store& store) {
 }
 
 // The names of Counters' members, in their order.
-constexpr const char* kCounterNames[] = {
-    "inserted", "evicted", "expired",    "spent",           "deleted",           "abandoned",          "reclaimed",
-    "sampled",  "torn",    "stale_keys", "priorities_updated", "priorities_saturated", "priorities_rounded_up", "repairs"};
+constexpr const char* kCounterNames[] = {"inserted",
+                                         "evicted",
+                                         "expired",
+                                         "spent",
+                                         "deleted",
+                                         "abandoned",
+                                         "reclaimed",
+                                         "sampled",
+                                         "torn",
+                                         "stale_keys",
+                                         "priorities_updated",
+                                         "priorities_saturated",
+                                         "priorities_rounded_up",
+                                         "repairs"};
 static_assert(sizeof(kCounterNames) / sizeof(kCounterNames[0]) == kCounterCount);
 
 std::atomic<uint64_t>* counter_array(const Store& store) {
@@ -174,27 +185,27 @@ uint32_t allocate_one(Store& store) {
   return row;
 }
 
-uint32_t commit_one(Store& store, uint32_t row, uint32_t length, double weight, int64_t version) {
+uint32_t commit_one(Store& store, uint32_t row, uint32_t length, double priority, int64_t version) {
   uint32_t generation = 0;
   Unlocked unlocked;
-  store.commit({&row, 1}, {{&length, 1}, {&weight, 1}, {&version, 1}}, {&generation, 1});
+  store.commit({&row, 1}, {{&length, 1}, {&priority, 1}, {&version, 1}}, {&generation, 1});
   return generation;
 }
 
 nb::object commit(Store& store, const In<uint32_t>& rows, const std::optional<In<uint32_t>>& lengths,
-                  const std::optional<In<double>>& weights, const std::optional<In<int64_t>>& versions) {
+                  const std::optional<In<double>>& priorities, const std::optional<In<int64_t>>& versions) {
   std::vector<uint32_t> generations(rows.size());
   {
     Unlocked unlocked;
-    store.commit(view(rows), {view(lengths), view(weights), view(versions)}, generations);
+    store.commit(view(rows), {view(lengths), view(priorities), view(versions)}, generations);
   }
   return to_numpy(std::move(generations));
 }
 
-uint32_t publish_one(Store& store, uint32_t row, uint32_t length, double weight, int64_t version) {
+uint32_t publish_one(Store& store, uint32_t row, uint32_t length, double priority, int64_t version) {
   uint32_t generation = 0;
   Unlocked unlocked;
-  store.publish({&row, 1}, {{&length, 1}, {&weight, 1}, {&version, 1}}, {&generation, 1});
+  store.publish({&row, 1}, {{&length, 1}, {&priority, 1}, {&version, 1}}, {&generation, 1});
   return generation;
 }
 
@@ -215,7 +226,7 @@ void limit(Store& store, bool enabled, double samples_per_insert, uint64_t min_s
 }
 
 nb::dict limiter(const Store& store) {
-  const Limiter& found = store.control().limiter;
+  const RateLimiter& found = store.control().limiter;
   nb::dict out;
   out["enabled"] = found.enabled.load() != 0;
   out["samples_per_insert"] = found.samples_per_insert.load();
@@ -230,7 +241,7 @@ nb::dict limiter(const Store& store) {
 
 // Copies n rows in. `sources` are (field number, array of n blocks or of n rows of fewer steps).
 nb::tuple insert(Store& store, size_t n, const std::vector<std::pair<uint32_t, AnyConstArray>>& sources,
-                 const std::optional<In<uint32_t>>& lengths, const std::optional<In<double>>& weights,
+                 const std::optional<In<uint32_t>>& lengths, const std::optional<In<double>>& priorities,
                  const std::optional<In<int64_t>>& versions, unsigned threads) {
   std::vector<InsertField> fields;
   for (const auto& [field, array] : sources) {
@@ -239,7 +250,7 @@ nb::tuple insert(Store& store, size_t n, const std::vector<std::pair<uint32_t, A
   std::vector<uint32_t> rows(n), generations(n);
   {
     Unlocked unlocked;
-    store.check_values(n, {view(lengths), view(weights), view(versions)});  // before a row is evicted for nothing
+    store.check_values(n, {view(lengths), view(priorities), view(versions)});  // before a row is evicted for nothing
     const uint64_t piece = std::clamp<uint64_t>(store.header().max_rows / 2, 1, kInsertPiece);
     const auto part = [](auto span, size_t at, size_t count) { return span.empty() ? span : span.subspan(at, count); };
     for (size_t at = 0; at < n; at += piece) {
@@ -247,7 +258,7 @@ nb::tuple insert(Store& store, size_t n, const std::vector<std::pair<uint32_t, A
       std::vector<InsertField> shifted = fields;
       for (InsertField& field : shifted) field.data += at * field.row_bytes;
       insert_piece(store, std::span(rows).subspan(at, count), std::span(generations).subspan(at, count), shifted,
-                   {part(view(lengths), at, count), part(view(weights), at, count), part(view(versions), at, count)},
+                   {part(view(lengths), at, count), part(view(priorities), at, count), part(view(versions), at, count)},
                    threads);
     }
   }
@@ -261,9 +272,9 @@ void check_pairs(const In<uint32_t>& rows, const In<uint32_t>& generations) {
 }
 
 uint64_t update_priorities(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
-                        const In<double>& weights) {
+                           const In<double>& priorities) {
   Unlocked unlocked;
-  return store.update_weights(view(rows), view(generations), view(weights));
+  return store.update_priorities(view(rows), view(generations), view(priorities));
 }
 
 uint64_t remove(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
@@ -302,7 +313,7 @@ nb::dict infos(const Store& store, const In<uint32_t>& rows) {
   const size_t n = rows.size();
   std::vector<uint64_t> sequence(n), inserted_at_ns(n);
   std::vector<int64_t> version(n);
-  std::vector<uint32_t> generation(n), weight(n), length(n), times_sampled(n);
+  std::vector<uint32_t> generation(n), priority(n), length(n), times_sampled(n);
   std::vector<uint8_t> state(n);
   for (size_t i = 0; i < n; ++i) {
     if (rows.data()[i] >= store.header().capacity) {
@@ -313,7 +324,7 @@ nb::dict infos(const Store& store, const In<uint32_t>& rows) {
     version[i] = info.version;
     inserted_at_ns[i] = info.inserted_at_ns;
     generation[i] = info.generation;
-    weight[i] = info.weight;
+    priority[i] = info.priority;
     length[i] = info.length;
     times_sampled[i] = info.times_sampled;
     state[i] = static_cast<uint8_t>(info.state);
@@ -323,7 +334,7 @@ nb::dict infos(const Store& store, const In<uint32_t>& rows) {
   out["version"] = to_numpy(std::move(version));
   out["inserted_at_ns"] = to_numpy(std::move(inserted_at_ns));
   out["generation"] = to_numpy(std::move(generation));
-  out["priority"] = to_numpy(std::move(weight));
+  out["priority"] = to_numpy(std::move(priority));
   out["length"] = to_numpy(std::move(length));
   out["times_sampled"] = to_numpy(std::move(times_sampled));
   out["state"] = to_numpy(std::move(state));
@@ -339,17 +350,17 @@ nb::object lengths(const Store& store, const In<uint32_t>& rows) {
   return to_numpy(std::move(out));
 }
 
-void restore(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations, const In<uint32_t>& weights,
+void restore(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations, const In<uint32_t>& priorities,
              const In<uint32_t>& lengths, const In<uint32_t>& times_sampled, const In<uint64_t>& sequences,
              const In<uint64_t>& inserted_at_ns, const In<int64_t>& versions, uint64_t next_sequence) {
   const size_t n = rows.size();
-  for (size_t size : {generations.size(), weights.size(), lengths.size(), times_sampled.size(), sequences.size(),
+  for (size_t size : {generations.size(), priorities.size(), lengths.size(), times_sampled.size(), sequences.size(),
                       inserted_at_ns.size(), versions.size()}) {
     if (size != n) fail(ErrorKind::schema, "the columns of a row table differ in length");
   }
   std::vector<RestoredRow> restored(n);
   for (size_t i = 0; i < n; ++i) {
-    restored[i] = {rows.data()[i],          generations.data()[i], weights.data()[i],        lengths.data()[i],
+    restored[i] = {rows.data()[i],          generations.data()[i], priorities.data()[i],     lengths.data()[i],
                    times_sampled.data()[i], sequences.data()[i],   inserted_at_ns.data()[i], versions.data()[i]};
   }
   Unlocked unlocked;
@@ -418,7 +429,7 @@ void bind_store(nb::module_& module) {
       .def("raise_priorities",
            [](Store& s, double power) {
              Unlocked u;
-             s.raise_weights(power);
+             s.raise_priorities(power);
            })
       .def("keep_segment", &Store::keep_segment)
       .def("set_times_sampled",
@@ -446,7 +457,7 @@ void bind_store(nb::module_& module) {
       .def("lengths", &lengths)
       .def("live_clients", &Store::live_clients)
       .def("committed_count", &Store::committed_count)
-      .def("total_priority", [](const Store& s) { return s.weight_tree().total(); })
+      .def("total_priority", [](const Store& s) { return s.priority_tree().total(); })
       .def("next_sequence", [](const Store& s) { return s.control().next_sequence; })
       .def("reap",
            [](Store& s) {

@@ -175,13 +175,13 @@ nb::object next_event(Inbox& inbox, double timeout_s) {
   return nb::make_tuple(event.id, nb::cast(arrived.release(), nb::rv_policy::take_ownership), event.standing_by);
 }
 
-Arrived* wait_for_answer(Calls& calls, uint64_t tag, double timeout_s) {
+Arrived* wait_for_answer(PendingCalls& calls, uint64_t tag, double timeout_s) {
   auto arrived = std::make_unique<Arrived>();
   patiently_or_throw(timeout_s, [&](Deadline slice) { calls.wait(tag, &arrived->message, slice); });
   return arrived.release();
 }
 
-Arrived* call(Calls& calls, uint32_t kind, const Parcel& parcel, double timeout_s) {
+Arrived* call(PendingCalls& calls, uint32_t kind, const Parcel& parcel, double timeout_s) {
   auto arrived = std::make_unique<Arrived>();
   const Deadline deadline = Deadline::after(timeout_s);
   uint64_t tag = 0;
@@ -250,31 +250,31 @@ void bind_transport(nb::module_& module) {
       .def("receive", &next_event)
       .def("close", &Inbox::close, nb::call_guard<nb::gil_scoped_release>());
 
-  nb::class_<Calls>(module, "Calls")
+  nb::class_<PendingCalls>(module, "Calls")
       .def(nb::init<std::shared_ptr<Connection>, size_t>())
       .def("start",
-           [](Calls& calls, uint32_t kind, const Parcel& parcel, bool loose, double timeout_s) {
+           [](PendingCalls& calls, uint32_t kind, const Parcel& parcel, bool loose, double timeout_s) {
              nb::gil_scoped_release unlocked;
              return calls.start(kind, parcel.header, parcel.buffers(), loose, Deadline::after(timeout_s));
            })
       .def("wait", &wait_for_answer)
       .def("call", &call)
-      .def("ready", &Calls::ready)
-      .def("loosen", &Calls::loosen)
-      .def("forget", &Calls::forget)
+      .def("ready", &PendingCalls::ready)
+      .def("loosen", &PendingCalls::loosen)
+      .def("forget", &PendingCalls::forget)
       .def("next_loose",
-           [](Calls& calls, double timeout_s) {
+           [](PendingCalls& calls, double timeout_s) {
              auto arrived = std::make_unique<Arrived>();
              patiently_or_throw(timeout_s, [&](Deadline slice) { calls.next_loose(&arrived->message, slice); });
              return arrived.release();
            })
       .def("tell",
-           [](Calls& calls, uint64_t tag, uint32_t kind, const Parcel& parcel, double timeout_s) {
+           [](PendingCalls& calls, uint64_t tag, uint32_t kind, const Parcel& parcel, double timeout_s) {
              nb::gil_scoped_release unlocked;
              calls.tell(tag, kind, parcel.header, Deadline::after(timeout_s));
            })
-      .def_prop_ro("open", &Calls::open)
-      .def_prop_ro("connection", &Calls::shared_connection);
+      .def_prop_ro("open", &PendingCalls::open)
+      .def_prop_ro("connection", &PendingCalls::shared_connection);
 
   module.def("connect", &connect_to);
   module.def("tls_not_viable", &tls_not_viable);

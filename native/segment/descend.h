@@ -19,7 +19,7 @@ struct Search {
   uint64_t residual;
 };
 
-// What the words of a level count: all of a sum, the low 32 bits (row weights), or the set bits (row bitmaps).
+// What the words of a level count: all of a sum, the low 32 bits (row priorities), or the set bits (row bitmaps).
 enum class Count : uint8_t { sum, low_half, bits };
 
 // Moves each of n searches from its node to one of the node's sixteen children, which start at level[16 * node];

@@ -10,7 +10,7 @@ namespace {
 
 // Tries until it may, or the time is over.
 template <typename Try>
-bool wait_until(Limiter& limiter, std::atomic<uint64_t>& waited_ns, double timeout_s, Try&& attempt) {
+bool wait_until(RateLimiter& limiter, std::atomic<uint64_t>& waited_ns, double timeout_s, Try&& attempt) {
   if (attempt()) return true;
   const uint64_t began = monotonic_ns();
   const auto timeout_ns = static_cast<uint64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9);
@@ -27,14 +27,14 @@ bool wait_until(Limiter& limiter, std::atomic<uint64_t>& waited_ns, double timeo
 }
 
 // How far inserts are ahead of the middle of what is allowed, in draws.
-double lead(const Limiter& limiter, double inserts, double samples) {
+double lead(const RateLimiter& limiter, double inserts, double samples) {
   const double ratio = limiter.samples_per_insert.load();
   return ratio * inserts - samples - ratio * static_cast<double>(limiter.min_size.load());
 }
 
 }  // namespace
 
-void set_limiter(Limiter& limiter, const LimiterSettings& settings, bool afresh) {
+void set_limiter(RateLimiter& limiter, const RateLimiterSettings& settings, bool afresh) {
   limiter.samples_per_insert.store(settings.samples_per_insert);
   limiter.error_buffer.store(settings.error_buffer);
   limiter.min_size.store(settings.min_size);
@@ -46,7 +46,7 @@ void set_limiter(Limiter& limiter, const LimiterSettings& settings, bool afresh)
   announce(limiter);
 }
 
-bool admit_inserts(Limiter& limiter, uint64_t n, double timeout_s) {
+bool admit_inserts(RateLimiter& limiter, uint64_t n, double timeout_s) {
   if (limiter.enabled.load(std::memory_order_relaxed) == 0) return true;
   const bool admitted = wait_until(limiter, limiter.insert_wait_ns, timeout_s, [&] {
     uint64_t inserts = limiter.inserts.load();
@@ -64,7 +64,7 @@ bool admit_inserts(Limiter& limiter, uint64_t n, double timeout_s) {
   return admitted;
 }
 
-bool admit_samples(Limiter& limiter, uint64_t n, const std::atomic<uint64_t>& selectable, double timeout_s) {
+bool admit_samples(RateLimiter& limiter, uint64_t n, const std::atomic<uint64_t>& selectable, double timeout_s) {
   if (limiter.enabled.load(std::memory_order_relaxed) == 0) return true;
   const bool admitted = wait_until(limiter, limiter.sample_wait_ns, timeout_s, [&] {
     uint64_t samples = limiter.samples.load();
@@ -82,7 +82,7 @@ bool admit_samples(Limiter& limiter, uint64_t n, const std::atomic<uint64_t>& se
   return admitted;
 }
 
-void give_back(Limiter& limiter, uint64_t inserts, uint64_t samples) {
+void give_back(RateLimiter& limiter, uint64_t inserts, uint64_t samples) {
   if (limiter.enabled.load() == 0) return;
   const auto less = [](std::atomic<uint64_t>& count, uint64_t n) {
     uint64_t old = count.load();
@@ -94,7 +94,7 @@ void give_back(Limiter& limiter, uint64_t inserts, uint64_t samples) {
   announce(limiter);
 }
 
-void announce(Limiter& limiter) {
+void announce(RateLimiter& limiter) {
   limiter.changes.fetch_add(1);
   if (limiter.waiting.load() != 0) futex_wake(limiter.changes);
 }

@@ -19,14 +19,14 @@
 
 namespace geartrain {
 
-struct LimiterSettings {
+struct RateLimiterSettings {
   bool enabled = false;
   double samples_per_insert = 0;  // 0: only the minimum counts, and inserts never wait
   uint64_t min_size = 1;
   double error_buffer = 0;
 };
 
-struct Limiter {
+struct RateLimiter {
   std::atomic<uint32_t> changes;  // the futex
   std::atomic<uint32_t> waiting;  // threads asleep, and those that were killed asleep
   std::atomic<uint32_t> enabled;
@@ -37,18 +37,18 @@ struct Limiter {
   std::atomic<uint64_t> insert_wait_ns, sample_wait_ns;
 };
 static_assert(std::atomic<double>::is_always_lock_free);
-static_assert(sizeof(Limiter) == 72);
+static_assert(sizeof(RateLimiter) == 72);
 
 // Any thread of any process, any time: whoever waits looks again. Counts start at zero when `afresh`.
-void set_limiter(Limiter& limiter, const LimiterSettings& settings, bool afresh);
+void set_limiter(RateLimiter& limiter, const RateLimiterSettings& settings, bool afresh);
 
 // Whether n rows may be inserted (drawn), and counted as such; sleeps up to timeout_s for it. `selectable` is how many
 // rows can be drawn now, and is looked at again on every change. False when it was not to be: count nothing.
-bool admit_inserts(Limiter& limiter, uint64_t n, double timeout_s);
-bool admit_samples(Limiter& limiter, uint64_t n, const std::atomic<uint64_t>& selectable, double timeout_s);
+bool admit_inserts(RateLimiter& limiter, uint64_t n, double timeout_s);
+bool admit_samples(RateLimiter& limiter, uint64_t n, const std::atomic<uint64_t>& selectable, double timeout_s);
 // Takes back what was admitted and did not happen.
-void give_back(Limiter& limiter, uint64_t inserts, uint64_t samples);
+void give_back(RateLimiter& limiter, uint64_t inserts, uint64_t samples);
 // After a commit: who waits for rows can look again.
-void announce(Limiter& limiter);
+void announce(RateLimiter& limiter);
 
 }  // namespace geartrain

@@ -68,8 +68,8 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
   if (options.max_rows > options.capacity) {
     fail(ErrorKind::schema, "max_rows is ", options.max_rows, ", more than the capacity of ", options.capacity);
   }
-  if (options.weight_fraction_bits > 32) {
-    fail(ErrorKind::schema, "priority_fraction_bits is 0 to 32, found ", options.weight_fraction_bits);
+  if (options.priority_fraction_bits > 32) {
+    fail(ErrorKind::schema, "priority_fraction_bits is 0 to 32, found ", options.priority_fraction_bits);
   }
   if (fields.empty() || fields.size() > kMaxFields) {
     fail(ErrorKind::schema, "a store has 1 to ", kMaxFields, " fields, found ", fields.size());
@@ -82,7 +82,7 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
   header.max_rows = options.max_rows == 0 ? options.capacity : options.max_rows;
   header.max_age_ns = options.max_age_ns;
   header.max_times_sampled = options.max_times_sampled;
-  header.weight_fraction_bits = options.weight_fraction_bits;
+  header.priority_fraction_bits = options.priority_fraction_bits;
   header.remover = static_cast<uint32_t>(options.remover);
   header.persist = options.persist;
   header.max_clients = kMaxClients;
@@ -99,10 +99,10 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
   const uint64_t bit_words = (rows + 63) / 64;
   place(kStatusRegion, rows * sizeof(RowStatus));
   place(kWordsRegion, padded_leaves(rows) * 8);
-  place(kWeightNodesRegion, TreeShape::of(rows).nodes * 8);
+  place(kPriorityNodesRegion, TreeShape::of(rows).nodes * 8);
   place(kBitsRegion, padded_leaves(bit_words) * 8);
   place(kBitNodesRegion, TreeShape::of(bit_words).nodes * 8);
-  place(kHeapRegion, options.remover == Remover::lowest_weight ? rows * 4 : 0);
+  place(kHeapRegion, options.remover == Remover::lowest_priority ? rows * 4 : 0);
 
   const uint64_t columns_start = end;
   records->clear();

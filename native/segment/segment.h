@@ -5,12 +5,12 @@
 //          8192    FieldRecord    [64]  the schema
 //          16384   Client         [256] the processes that are attached
 //   regions[...]   (64-byte aligned, offsets in the header)
-//     status       RowStatus [capacity]           what is known of a row, but for its weight
-//     words        u64 [capacity, padded to 16]   generation << 32 | weight, the truth about a row
-//     weight_nodes u64 [...]                      inner nodes of the sum tree over the words' weights
+//     status       RowStatus [capacity]           what is known of a row, but for its priority
+//     words        u64 [capacity, padded to 16]   generation << 32 | priority, the truth about a row
+//     priority_nodes u64 [...]                      inner nodes of the sum tree over the words' priorities
 //     bits         u64 [capacity / 64, padded]    one bit a row: selectable
 //     bit_nodes    u64 [...]                      inner nodes of the tree that counts the bits
-//     heap         u32 [capacity]                 lowest weight first; only with that remover
+//     heap         u32 [capacity]                 lowest priority first; only with that remover
 //     columns                                     one array per field, a block per row, blocks 64-byte aligned
 //
 // A row's life, and its generation g (32 bits, wraps):
@@ -18,7 +18,7 @@
 //   free (g even) --allocate--> writing (g even) --commit--> committed (g+1, odd) --evict, delete--> free (g+2)
 //                                   | abandon, or its writer died        | its last allowed sample was drawn
 //                                   v                                    v
-//                                 free (g even)                        spent (g+1, odd, weight 0) --> free (g+2)
+//                                 free (g even)                        spent (g+1, odd, priority 0) --> free (g+2)
 //
 //   writing --publish--> growing (g+1, odd) --seal, or its writer died--> committed (g+1, odd)
 //
@@ -26,7 +26,7 @@
 // length only grows, and is stored after the steps it speaks of. Nobody can remove it; it comes to its place in the
 // order of commits when it is sealed.
 //
-// One 64-bit word carries both generation and weight, so "change the weight if the key still holds" is one
+// One 64-bit word carries both generation and priority, so "change the priority if the key still holds" is one
 // compare-and-swap and a stale key cannot touch a new row. A key is (row, odd generation).
 //
 // What is true and what is derived. True: the words; in the status table state, owner, sequence and the user's
@@ -34,9 +34,9 @@
 // list, the clients' held lists, the heap, both trees, the bits, the counts. A commit becomes true with the one
 // store of its odd word; whatever a killed process had done before that is undone.
 //
-// Who may write. Everything but the words' weights and the weight nodes: the holder of Control::mutex (robust:
-// the kernel hands it on when its holder dies). Weights: any attached process, by compare-and-swap, registered in
-// its Client::weight_writers meanwhile, so that a rebuild can wait until nobody is in the middle. Readers take no
+// Who may write. Everything but the words' priorities and the priority nodes: the holder of Control::mutex (robust:
+// the kernel hands it on when its holder dies). Priorities: any attached process, by compare-and-swap, registered in
+// its Client::priority_writers meanwhile, so that a rebuild can wait until nobody is in the middle. Readers take no
 // lock: they read the word, copy the block, and read the word again (fetch.cc).
 //
 // Room for rows without padding waste: a later format keeps blocks in pages that a row links together. Such a
@@ -67,13 +67,13 @@ constexpr uint32_t kNoClient = 0xffffffffu;
 constexpr uint64_t kBlockAlignment = 64;
 constexpr uint64_t kKnownFeatures = 0;  // bits of required_features this build understands
 
-enum class Remover : uint32_t { fifo = 0, lifo = 1, lowest_weight = 2 };
+enum class Remover : uint32_t { fifo = 0, lifo = 1, lowest_priority = 2 };
 enum class RowState : uint8_t { free = 0, writing = 1, committed = 2, spent = 3, growing = 4 };
 
 enum RegionId : uint32_t {
   kStatusRegion,
   kWordsRegion,
-  kWeightNodesRegion,
+  kPriorityNodesRegion,
   kBitsRegion,
   kBitNodesRegion,
   kHeapRegion,
@@ -101,11 +101,11 @@ struct Header {
   uint32_t max_clients;
   uint32_t fanout;
   uint32_t remover;
-  uint32_t max_times_sampled;     // 0: no limit
-  uint32_t weight_fraction_bits;  // a stored weight is round(weight * 2^bits)
-  uint32_t persist;               // the name stays when the last process leaves
-  uint64_t created_ns;            // wall clock
-  uint64_t store_id;              // random, to tell this store from an earlier one of the same name
+  uint32_t max_times_sampled;       // 0: no limit
+  uint32_t priority_fraction_bits;  // a stored priority is round(priority * 2^bits)
+  uint32_t persist;                 // the name stays when the last process leaves
+  uint64_t created_ns;              // wall clock
+  uint64_t store_id;                // random, to tell this store from an earlier one of the same name
   Region regions[kRegionCount];
 };
 static_assert(sizeof(Header) == 112 + 16 * kRegionCount);
@@ -132,7 +132,7 @@ struct alignas(64) Client {
   uint64_t joined_ns;
   uint32_t held;  // first of the rows it is writing, extending or reading for the last time, linked by next
   uint32_t held_count;
-  std::atomic<uint32_t> weight_writers;  // threads in the middle of an update of weights
+  std::atomic<uint32_t> priority_writers;  // threads in the middle of an update of priorities
 };
 static_assert(sizeof(Client) == 64);
 
@@ -148,17 +148,17 @@ struct Counters {
   std::atomic<uint64_t> sampled;     // draws counted against rows
   std::atomic<uint64_t> torn;        // copies thrown away because the row changed meanwhile
   std::atomic<uint64_t> stale_keys;  // updates and deletions of rows that were gone
-  std::atomic<uint64_t> weights_updated;
-  std::atomic<uint64_t> weights_saturated;   // too large for 32 bits, stored as the largest
-  std::atomic<uint64_t> weights_rounded_up;  // positive but below the resolution, stored as the smallest
-  std::atomic<uint64_t> repairs;             // rebuilds after a death inside the lock
+  std::atomic<uint64_t> priorities_updated;
+  std::atomic<uint64_t> priorities_saturated;   // too large for 32 bits, stored as the largest
+  std::atomic<uint64_t> priorities_rounded_up;  // positive but below the resolution, stored as the smallest
+  std::atomic<uint64_t> repairs;                // rebuilds after a death inside the lock
 };
 constexpr int kCounterCount = sizeof(Counters) / sizeof(uint64_t);
 
 struct Control {
   pthread_mutex_t mutex;  // robust, process-shared
   char mutex_padding[64 - sizeof(pthread_mutex_t)];
-  std::atomic<uint32_t> rebuilding;  // weight writers stay out
+  std::atomic<uint32_t> rebuilding;  // priority writers stay out
   uint32_t closed;                   // the name is gone; nobody may join
   uint32_t clean;                    // the last process left in good order
   uint32_t free_head, free_tail;     // the free-index queue, linked by RowStatus::next
@@ -169,7 +169,7 @@ struct Control {
   uint64_t next_sequence;
   uint64_t last_reap_ns;
   Counters counters;
-  Limiter limiter;
+  RateLimiter limiter;
 };
 static_assert(sizeof(pthread_mutex_t) <= 64);
 static_assert(sizeof(Control) <= 4096);
@@ -200,11 +200,11 @@ static_assert(kClientsOffset == 16384 && kRegionsOffset == 32768);
 constexpr uint32_t generation_of(uint64_t word) {
   return static_cast<uint32_t>(word >> 32);
 }
-constexpr uint32_t weight_of(uint64_t word) {
+constexpr uint32_t priority_of(uint64_t word) {
   return static_cast<uint32_t>(word);
 }
-constexpr uint64_t make_word(uint32_t generation, uint32_t weight) {
-  return static_cast<uint64_t>(generation) << 32 | weight;
+constexpr uint64_t make_word(uint32_t generation, uint32_t priority) {
+  return static_cast<uint64_t>(generation) << 32 | priority;
 }
 constexpr bool is_committed(uint64_t word) {
   return (generation_of(word) & 1) != 0;
@@ -224,7 +224,7 @@ struct StoreOptions {
   uint64_t max_rows = 0;  // 0: as many as the capacity
   uint64_t max_age_ns = 0;
   uint32_t max_times_sampled = 0;
-  uint32_t weight_fraction_bits = 16;
+  uint32_t priority_fraction_bits = 16;
   Remover remover = Remover::fifo;
   bool persist = false;
   bool reserve = true;

@@ -13,7 +13,7 @@
 // The inner nodes are derived: rebuild() makes them from the leaves, audit() compares. Neither may run while
 // others update (store.cc keeps them out).
 //
-// `Leaf` says what a leaf word counts: its low 32 bits (row weights) or its set bits (row bitmaps).
+// `Leaf` says what a leaf word counts: its low 32 bits (row priorities) or its set bits (row bitmaps).
 #pragma once
 
 #include <algorithm>
@@ -32,8 +32,8 @@ namespace geartrain {
 
 constexpr int kMaxLevels = 10;  // 16^9 leaves and more: beyond any segment
 
-// A row's word: generation above, fixed-point weight below (segment.h says more).
-struct WeightLeaf {
+// A row's word: generation above, fixed-point priority below (segment.h says more).
+struct PriorityLeaf {
   static constexpr Count kCount = Count::low_half;
   static uint64_t count(uint64_t word) { return word & 0xffffffffu; }
 };
@@ -221,7 +221,7 @@ class SumTree {
   Word* nodes_ = nullptr;
 };
 
-using WeightTree = SumTree<WeightLeaf>;
+using PriorityTree = SumTree<PriorityLeaf>;
 using BitTree = SumTree<BitLeaf>;
 
 }  // namespace geartrain

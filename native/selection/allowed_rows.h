@@ -19,7 +19,7 @@ class Allowed {
   uint64_t total() const { return tree_.total(); }
   uint64_t rows() const { return rows_; }
 
-  // The allowed rows as a population to draw from by weight; rows taken out of it are gone from there as well.
+  // The allowed rows as a population to draw from by priority; rows taken out of it are gone from there as well.
   Population population() const { return {tree_, {}, words_.get(), nullptr}; }
 
   // Writes the row that `target`, below total(), falls into.
@@ -31,7 +31,7 @@ class Allowed {
   uint64_t rows_ = 0;
   double whole_;  // of the population, for probabilities
   Words words_, nodes_;
-  WeightTree tree_;
+  PriorityTree tree_;
 };
 
 // Row numbers that were seen, by open addressing.

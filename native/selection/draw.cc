@@ -15,13 +15,13 @@ namespace {
 // Enough draws at once to keep the memory system busy; more no longer helps.
 constexpr size_t kInFlight = 64;
 
-struct ByWeight {
+struct ByPriority {
   const Population& from;
-  const WeightTree& tree = from.weights;
+  const PriorityTree& tree = from.priorities;
 
-  uint32_t row_of(const WeightTree::Found& found) const { return static_cast<uint32_t>(found.node); }
-  double share(uint64_t word) const { return weight_of(word); }
-  bool has(uint64_t word) const { return is_committed(word) && weight_of(word) != 0; }
+  uint32_t row_of(const PriorityTree::Found& found) const { return static_cast<uint32_t>(found.node); }
+  double share(uint64_t word) const { return priority_of(word); }
+  bool has(uint64_t word) const { return is_committed(word) && priority_of(word) != 0; }
 };
 
 struct ByRow {
@@ -53,7 +53,7 @@ uint64_t target_of(const DrawPlan& plan, uint32_t draw, uint32_t attempt, uint64
 
 template <typename Kind>
 uint64_t find_by(const Kind& kind, std::span<const uint64_t> targets, std::span<uint32_t> rows,
-                 std::span<uint32_t> generations, std::span<uint32_t> weights) {
+                 std::span<uint32_t> generations, std::span<uint32_t> priorities) {
   Search found[kInFlight];
   uint64_t missing = 0;
   for (size_t first = 0; first < targets.size(); first += kInFlight) {
@@ -64,12 +64,12 @@ uint64_t find_by(const Kind& kind, std::span<const uint64_t> targets, std::span<
       const uint64_t word = rows[i] == kNoRow ? 0 : kind.from.words[rows[i]].load(std::memory_order_acquire);
       if (!kind.has(word)) {
         rows[i] = kNoRow;
-        generations[i] = weights[i] = 0;
+        generations[i] = priorities[i] = 0;
         ++missing;
         continue;
       }
       generations[i] = generation_of(word);
-      weights[i] = static_cast<uint32_t>(kind.share(word));
+      priorities[i] = static_cast<uint32_t>(kind.share(word));
     }
   }
   return missing;
@@ -152,8 +152,8 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
 }  // namespace
 
 uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out) {
-  const uint64_t failed =
-      plan.by == By::weight ? draw_by(ByWeight{from}, plan, numbers, out) : draw_by(ByRow{from}, plan, numbers, out);
+  const uint64_t failed = plan.by == By::priority ? draw_by(ByPriority{from}, plan, numbers, out)
+                                                  : draw_by(ByRow{from}, plan, numbers, out);
   if (failed == 0 || plan.limits.none()) return failed;
   // Limits that let few rows through: draw those that are left from a copy of just these rows.
   const Allowed allowed(from, plan.by, plan.limits, {});
@@ -172,9 +172,9 @@ void draw_targets(const DrawKey& key, uint32_t attempt, uint32_t strata, uint64_
 }
 
 uint64_t find_rows(const Population& from, By by, std::span<const uint64_t> targets, std::span<uint32_t> rows,
-                   std::span<uint32_t> generations, std::span<uint32_t> weights) {
-  return by == By::weight ? find_by(ByWeight{from}, targets, rows, generations, weights)
-                          : find_by(ByRow{from}, targets, rows, generations, weights);
+                   std::span<uint32_t> generations, std::span<uint32_t> priorities) {
+  return by == By::priority ? find_by(ByPriority{from}, targets, rows, generations, priorities)
+                            : find_by(ByRow{from}, targets, rows, generations, priorities);
 }
 
 uint32_t select_bit(uint64_t word, uint32_t rank) {

@@ -10,7 +10,7 @@
 namespace geartrain {
 namespace {
 
-// Calls visit(row, word) for every selectable row that the limits allow.
+// PendingCalls visit(row, word) for every selectable row that the limits allow.
 template <typename Visit>
 void for_each_row(const Population& from, const Limits& limits, Visit visit) {
   const uint64_t words = from.bits.shape().leaves;
@@ -30,42 +30,42 @@ void for_each_row(const Population& from, const Limits& limits, Visit visit) {
 void fail_empty(const DrawPlan& plan) {
   if (!plan.limits.none()) fail(ErrorKind::empty, "no selectable row meets the limits on version, age and length");
   fail(ErrorKind::empty,
-       plan.by == By::weight ? "no selectable row has a priority above zero" : "the store has no selectable row");
+       plan.by == By::priority ? "no selectable row has a priority above zero" : "the store has no selectable row");
 }
 
 Allowed::Allowed(const Population& from, By by, const Limits& limits, std::span<const uint32_t> excluded)
     : from_(from),
-      whole_(static_cast<double>(by == By::weight ? from.weights.total() : from.bits.total())),
+      whole_(static_cast<double>(by == By::priority ? from.priorities.total() : from.bits.total())),
       words_(padded_leaves(from.rows())),
       nodes_(TreeShape::of(from.rows()).nodes) {
-  tree_ = WeightTree(words_.get(), nodes_.get(), from.rows());
+  tree_ = PriorityTree(words_.get(), nodes_.get(), from.rows());
   for_each_row(from, limits, [&](uint32_t row, uint64_t word) {
-    const uint32_t weight = by == By::weight ? weight_of(word) : 1;
-    words_.get()[row].store(make_word(generation_of(word), weight), std::memory_order_relaxed);
-    rows_ += weight != 0;
+    const uint32_t priority = by == By::priority ? priority_of(word) : 1;
+    words_.get()[row].store(make_word(generation_of(word), priority), std::memory_order_relaxed);
+    rows_ += priority != 0;
   });
   for (uint32_t row : excluded) {
     const uint64_t word = words_.get()[row].load(std::memory_order_relaxed);
-    rows_ -= weight_of(word) != 0;
+    rows_ -= priority_of(word) != 0;
     words_.get()[row].store(make_word(generation_of(word), 0), std::memory_order_relaxed);
   }
   tree_.rebuild();
 }
 
 uint32_t Allowed::take(uint64_t target, size_t i, const Draws& out) const {
-  WeightTree::Found found{};
+  PriorityTree::Found found{};
   tree_.find(&target, 1, &found);
   const uint64_t word = words_.get()[found.node].load(std::memory_order_relaxed);
   out.rows[i] = static_cast<uint32_t>(found.node);
   out.generations[i] = generation_of(word);
-  out.probability[i] = weight_of(word) / whole_;
+  out.probability[i] = priority_of(word) / whole_;
   return out.rows[i];
 }
 
 void Allowed::remove(uint32_t row) {
   const uint64_t word = words_.get()[row].load(std::memory_order_relaxed);
   words_.get()[row].store(make_word(generation_of(word), 0), std::memory_order_relaxed);
-  tree_.add(row, uint64_t{0} - weight_of(word));
+  tree_.add(row, uint64_t{0} - priority_of(word));
   --rows_;
 }
 
@@ -132,11 +132,11 @@ void draw_distinct(const Population& from, const DrawPlan& plan, std::span<const
 
 size_t first_rows(const Population& from, Order order, uint64_t after, const Limits& limits,
                   std::span<const uint32_t> excluded, const Draws& out, std::span<uint64_t> sequences,
-                  std::span<uint32_t> weights) {
+                  std::span<uint32_t> priorities) {
   struct Ranked {
     uint64_t rank;  // smallest first
     uint64_t sequence;
-    uint32_t row, generation, weight;
+    uint32_t row, generation, priority;
     bool operator<(const Ranked& other) const {
       return rank != other.rank ? rank < other.rank : sequence < other.sequence;
     }
@@ -159,9 +159,9 @@ size_t first_rows(const Population& from, Order order, uint64_t after, const Lim
         from.status == nullptr ? row + uint64_t{1} : from.status[row].sequence.load(std::memory_order_relaxed);
     const uint64_t rank = order == Order::oldest   ? sequence
                           : order == Order::newest ? ~sequence
-                                                   : ~uint64_t{weight_of(word)};
+                                                   : ~uint64_t{priority_of(word)};
     if (rank > worst || sequence <= after) return;
-    best.push_back({rank, sequence, row, generation_of(word), weight_of(word)});
+    best.push_back({rank, sequence, row, generation_of(word), priority_of(word)});
     if (best.size() == keep) prune();
   });
   if (!excluded.empty()) {
@@ -176,7 +176,7 @@ size_t first_rows(const Population& from, Order order, uint64_t after, const Lim
     out.generations[i] = best[i].generation;
     out.probability[i] = 1.0;
     if (!sequences.empty()) sequences[i] = best[i].sequence;
-    if (!weights.empty()) weights[i] = best[i].weight;
+    if (!priorities.empty()) priorities[i] = best[i].priority;
   }
   for (size_t i = found; i < wanted; ++i) {  // not meant, but not left to chance either
     out.rows[i] = out.generations[i] = 0;

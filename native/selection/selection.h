@@ -6,14 +6,14 @@
 // at.
 //
 // What a draw is, exactly (every other implementation follows this to the bit):
-//   total    = the sum of the weights (by weight) or the number of selectable rows (by row)
+//   total    = the sum of the priorities (by priority) or the number of selectable rows (by row)
 //   bits     = 128 bits from Philox(seed, step, stream, draw, attempt); below(x) = floor(bits * x / 2^128)
 //   plain    target = below(total)
 //   strata   n draws share the total: first = floor(draw * total / n), last = floor((draw + 1) * total / n),
 //            target = first + below(max(last - first, 1)), at most total - 1
 //   distinct draws 0, 1, 2, ... of kDistinctStream are made like plain ones; each that finds a row not yet chosen
 //            chooses it. This is drawing without replacement, one row after the other, each in proportion to its
-//            weight among those left. After 4 n + 64 draws the rest are drawn from a copy without the chosen rows;
+//            priority among those left. After 4 n + 64 draws the rest are drawn from a copy without the chosen rows;
 //            their numbers go on from there, under the round's last attempt.
 //   the row is the one whose share of the running sum, in order of row numbers, holds the target
 //
@@ -34,14 +34,14 @@
 namespace geartrain {
 
 // What rows are chosen from. Without `status` (bare arrays) the sequence of a row is its number, and no limit but
-// the row's own weight can be set.
+// the row's own priority can be set.
 struct Population {
-  WeightTree weights;
+  PriorityTree priorities;
   BitTree bits;
   const std::atomic<uint64_t>* words = nullptr;
   const RowStatus* status = nullptr;
 
-  uint64_t rows() const { return weights.shape().leaves; }
+  uint64_t rows() const { return priorities.shape().leaves; }
 };
 
 // Rows that do not meet these are not chosen.
@@ -60,7 +60,7 @@ struct Limits {
   }
 };
 
-enum class By : uint8_t { weight, row };
+enum class By : uint8_t { priority, row };
 
 struct Draws {
   std::span<uint32_t> rows;
@@ -70,7 +70,7 @@ struct Draws {
 
 struct DrawPlan {
   DrawKey key;
-  By by = By::weight;
+  By by = By::priority;
   uint32_t round = 0;   // 0, and one more each time the caller draws again for the same numbers (a torn row)
   uint32_t strata = 0;  // 0: plain draws; n: the n draws of the batch share the total
   Limits limits;
@@ -88,23 +88,23 @@ uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint
 void draw_distinct(const Population& from, const DrawPlan& plan, std::span<const uint32_t> excluded, const Draws& out);
 
 // The first rows in some order, none of `excluded`; sequences up to and including `after` are passed over. Equal
-// weights: the older first. Returns how many were found, fewer than out.rows.size() when there are no more. A pass
-// over the population. The probabilities are 1; sequences and fixed-point weights, where asked for, are those that the
-// rows were ranked by.
+// priorities: the older first. Returns how many were found, fewer than out.rows.size() when there are no more. A pass
+// over the population. The probabilities are 1; sequences and fixed-point priorities, where asked for, are those that
+// the rows were ranked by.
 enum class Order : uint8_t { oldest, newest, heaviest };
 size_t first_rows(const Population& from, Order order, uint64_t after, const Limits& limits,
                   std::span<const uint32_t> excluded, const Draws& out, std::span<uint64_t> sequences = {},
-                  std::span<uint32_t> weights = {});
+                  std::span<uint32_t> priorities = {});
 
 // The numbers that plain draws (or, of kDistinctStream, distinct ones) aim at in a population of that total, which may
 // lie in several pieces (shards): whoever holds the piece that a target falls into finds the row.
 void draw_targets(const DrawKey& key, uint32_t attempt, uint32_t strata, uint64_t total,
                   std::span<const uint32_t> numbers, std::span<uint64_t> targets);
 
-// The rows that targets fall into, as of now, with their weights (1 by row); kNoRow where the population changed on
+// The rows that targets fall into, as of now, with their priorities (1 by row); kNoRow where the population changed on
 // the way. Targets are below the total. Returns how many were not found.
 uint64_t find_rows(const Population& from, By by, std::span<const uint64_t> targets, std::span<uint32_t> rows,
-                   std::span<uint32_t> generations, std::span<uint32_t> weights);
+                   std::span<uint32_t> generations, std::span<uint32_t> priorities);
 
 // For each draw, the last step of its window: uniform over [0, length).
 void draw_window_ends(const DrawKey& key, uint32_t round, std::span<const uint32_t> numbers,

@@ -1,6 +1,6 @@
-// The lowest_weight remover's order: a binary min-heap of rows by (weight, age), kept in the segment.
+// The lowest_priority remover's order: a binary min-heap of rows by (priority, age), kept in the segment.
 //
-// Row status holds each row's slot, so that a changed weight moves one row in O(log n). Under the segment's lock
+// Row status holds each row's slot, so that a changed priority moves one row in O(log n). Under the segment's lock
 // throughout; rebuilt from the words when a process dies in the middle.
 #pragma once
 
@@ -30,7 +30,7 @@ class Heap {
     moved(last);
   }
 
-  // Puts a row back in order after its weight changed.
+  // Puts a row back in order after its priority changed.
   void moved(uint32_t row) {
     up(status_[row].heap_slot);
     down(status_[row].heap_slot);
@@ -50,7 +50,7 @@ class Heap {
 
  private:
   std::pair<uint32_t, uint64_t> key(uint32_t row) const {
-    return {weight_of(words_[row].load(std::memory_order_relaxed)), status_[row].sequence};
+    return {priority_of(words_[row].load(std::memory_order_relaxed)), status_[row].sequence};
   }
   void place(uint32_t slot, uint32_t row) {
     rows_[slot] = row;

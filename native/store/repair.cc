@@ -43,7 +43,7 @@ uint32_t Store::reap_locked() {
   bool sums_in_doubt = false;
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
     if (client(slot).in_use == 0 || slot == client_slot_ || client_lives(mapping_->fd(), slot)) continue;
-    sums_in_doubt |= client(slot).weight_writers.load() != 0;
+    sums_in_doubt |= client(slot).priority_writers.load() != 0;
     reclaim(slot);
     ++dead;
   }
@@ -73,14 +73,14 @@ void Store::reclaim(uint32_t slot) {
   }
   gone.in_use = 0;
   gone.pid = 0;
-  gone.weight_writers.store(0);
+  gone.priority_writers.store(0);
 }
 
-void Store::wait_for_weight_writers() const {
+void Store::wait_for_priority_writers() const {
   const uint64_t deadline = monotonic_ns() + static_cast<uint64_t>(lock_timeout_s_ * 1e9);
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
     Client& other = client(slot);
-    while (other.in_use != 0 && other.weight_writers.load(std::memory_order_seq_cst) != 0) {
+    while (other.in_use != 0 && other.priority_writers.load(std::memory_order_seq_cst) != 0) {
       if (slot != client_slot_ && !client_lives(mapping_->fd(), slot)) break;  // died in the middle
       if (monotonic_ns() > deadline) {
         fail(ErrorKind::lock_timeout, "process ", other.pid, " has been updating priorities for ", lock_timeout_s_,
@@ -94,8 +94,8 @@ void Store::wait_for_weight_writers() const {
 
 void Store::rebuild_trees_locked() {
   control().rebuilding.store(1, std::memory_order_seq_cst);
-  wait_for_weight_writers();
-  weight_tree_.rebuild();
+  wait_for_priority_writers();
+  priority_tree_.rebuild();
   bit_tree_.rebuild();
   control().rebuilding.store(0, std::memory_order_seq_cst);
 }
@@ -103,7 +103,7 @@ void Store::rebuild_trees_locked() {
 void Store::rebuild_locked() {
   Control& c = control();
   c.rebuilding.store(1, std::memory_order_seq_cst);
-  wait_for_weight_writers();
+  wait_for_priority_writers();
 
   std::array<bool, kMaxClients> alive{};
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
@@ -112,7 +112,7 @@ void Store::rebuild_locked() {
     some.in_use = alive[slot];
     some.held = kNoRow;
     some.held_count = 0;
-    if (!alive[slot]) some.weight_writers.store(0);
+    if (!alive[slot]) some.priority_writers.store(0);
   }
   c.free_head = c.free_tail = c.order_head = c.order_tail = kNoRow;
   c.free_count = c.writing_count = c.spent_count = c.growing_count = 0;
@@ -162,12 +162,12 @@ void Store::rebuild_locked() {
     c.next_sequence = std::max(c.next_sequence, sequence + 1);
   }
   c.committed_count.store(committed.size() + growing, kRelaxed);
-  if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) {
+  if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) {
     Heap heap(*this);
     heap.clear();
     for (const auto& [sequence, row] : committed) heap.push(row);
   }
-  weight_tree_.rebuild();
+  priority_tree_.rebuild();
   bit_tree_.rebuild();
   c.rebuilding.store(0, std::memory_order_seq_cst);
 }
@@ -180,9 +180,9 @@ std::vector<std::string> Store::audit() {
   const auto wrong = [&](const auto&... parts) {
     if (problems.size() < 20) problems.push_back(sentence(parts...));
   };
-  // Weight writers stay out while their sums are compared.
+  // Priority writers stay out while their sums are compared.
   c.rebuilding.store(1, std::memory_order_seq_cst);
-  wait_for_weight_writers();
+  wait_for_priority_writers();
 
   const uint64_t rows = header().capacity;
   std::vector<uint8_t> seen(rows, 0);
@@ -245,11 +245,12 @@ std::vector<std::string> Store::audit() {
     const RowState state = status()[row].state;
     if (bit != (state == RowState::committed || state == RowState::growing))
       wrong("row ", row, " has a wrong selectable bit");
-    if (!bit && weight_of(words()[row].load(kRelaxed)) != 0) wrong("row ", row, " has a priority but cannot be selected");
+    if (!bit && priority_of(words()[row].load(kRelaxed)) != 0)
+      wrong("row ", row, " has a priority but cannot be selected");
   }
-  if (weight_tree_.audit() != 0) wrong(weight_tree_.audit(), " sums of priorities are off");
+  if (priority_tree_.audit() != 0) wrong(priority_tree_.audit(), " sums of priorities are off");
   if (bit_tree_.audit() != 0) wrong(bit_tree_.audit(), " counts of selectable rows are off");
-  if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) {
+  if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) {
     const uint64_t misplaced = Heap(*this).audit();
     if (misplaced != 0) wrong(misplaced, " rows are misplaced in the heap");
     if (c.heap_count != committed) wrong("the heap has ", c.heap_count, " rows, ", committed, " are committed");
@@ -292,11 +293,11 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence) {
     s.length.store(from.length, kRelaxed);
     s.times_sampled.store(from.times_sampled, kRelaxed);
     s.state = RowState::committed;
-    words()[from.row].store(make_word(from.generation, from.weight), std::memory_order_release);
-    sums.weights.add(from.row, from.weight);
+    words()[from.row].store(make_word(from.generation, from.priority), std::memory_order_release);
+    sums.priorities.add(from.row, from.priority);
     set_bit(sums, from.row, true);
     link_order(from.row);
-    if (header().remover == static_cast<uint32_t>(Remover::lowest_weight)) Heap(*this).push(from.row);
+    if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(from.row);
     c.committed_count.fetch_add(1, kRelaxed);
   }
   c.next_sequence = next_sequence;

@@ -1,4 +1,5 @@
-// Making, joining and leaving a store, and its lock. Rows are in rows.cc, repair in repair.cc.
+// Making, joining and leaving a store, and its lock. Rows are in write.cc, priorities.cc, sample_counts.cc, evict.cc
+// and lists.cc, repair in repair.cc.
 
 #include "store/store.h"
 #include "store/client_lock.h"
@@ -159,10 +160,10 @@ std::unique_ptr<Store> Store::attach(const std::string& name, const AttachOption
 
 void Store::bind_trees() {
   const uint64_t rows = header().capacity;
-  weight_tree_ = WeightTree(words(), region<std::atomic<uint64_t>>(kWeightNodesRegion), rows);
+  priority_tree_ = PriorityTree(words(), region<std::atomic<uint64_t>>(kPriorityNodesRegion), rows);
   bit_tree_ = BitTree(region<std::atomic<uint64_t>>(kBitsRegion), region<std::atomic<uint64_t>>(kBitNodesRegion),
                       (rows + 63) / 64);
-  weight_scale_ = std::ldexp(1.0, static_cast<int>(header().weight_fraction_bits));
+  priority_scale_ = std::ldexp(1.0, static_cast<int>(header().priority_fraction_bits));
 }
 
 Store::~Store() {
@@ -235,7 +236,7 @@ void Store::join() {
     mine.joined_ns = wall_ns();
     mine.held = kNoRow;
     mine.held_count = 0;
-    mine.weight_writers.store(0);
+    mine.priority_writers.store(0);
     mine.in_use = 1;
     client_slot_ = slot;
     return;
@@ -301,7 +302,7 @@ RowInfo Store::info(uint32_t row) const {
           s.version.load(std::memory_order_relaxed),
           s.inserted_at_ns,
           generation_of(word),
-          weight_of(word),
+          priority_of(word),
           s.length.load(std::memory_order_relaxed),
           s.times_sampled.load(std::memory_order_relaxed),
           s.state};

@@ -9,8 +9,9 @@
 // seal() at its end.
 //
 // Processes and threads. Any number of both may use one segment at once; every call here is thread-safe except
-// close(). Calls that change rows take the segment's lock for a few hundred nanoseconds per row. update_weights
-// takes no lock (but with the lowest_weight remover, whose order it changes, and with max_times_sampled).
+// close(). PendingCalls that change rows take the segment's lock for a few hundred nanoseconds per row.
+// update_priorities takes no lock (but with the lowest_priority remover, whose order it changes, and with
+// max_times_sampled).
 //
 // Death. The lock is robust: the next process to take it after its holder died rebuilds what the dead one left
 // half done. Rows a dead process was writing come back when the next one notices: on joining, on running out of
@@ -39,6 +40,10 @@ namespace geartrain {
 
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
+inline void count(std::atomic<uint64_t>& counter, uint64_t n = 1) {
+  if (n != 0) counter.fetch_add(n, kRelaxed);
+}
+
 // How to join a segment that is already there.
 struct AttachOptions {
   bool adopt = false;      // join although the processes that used it died
@@ -46,10 +51,10 @@ struct AttachOptions {
   double lock_timeout_s = 10.0;
 };
 
-// What to store with committed rows. Empty spans mean: max_length, weight 1, version 0.
+// What to store with committed rows. Empty spans mean: max_length, priority 1, version 0.
 struct CommitValues {
   std::span<const uint32_t> lengths;
-  std::span<const double> weights;
+  std::span<const double> priorities;
   std::span<const int64_t> versions;
 };
 
@@ -59,7 +64,7 @@ struct RowInfo {
   int64_t version;
   uint64_t inserted_at_ns;
   uint32_t generation;
-  uint32_t weight;  // fixed point
+  uint32_t priority;  // fixed point
   uint32_t length;
   uint32_t times_sampled;
   RowState state;
@@ -67,7 +72,7 @@ struct RowInfo {
 
 // A row as a checkpoint keeps it.
 struct RestoredRow {
-  uint32_t row, generation, weight, length, times_sampled;
+  uint32_t row, generation, priority, length, times_sampled;
   uint64_t sequence, inserted_at_ns;
   int64_t version;
 };
@@ -94,14 +99,15 @@ class Store {
   bool is_closed() const { return closed_; }
   bool unlink();
 
-  // --- rows: rows.cc ------------------------------------------------------------------------------------
+  // --- rows: write.cc, priorities.cc, sample_counts.cc, evict.cc
+  // ------------------------------------------------------------------------------------
 
   // Takes rows.size() blocks: free ones first, then victims of the remover. All or nothing. Throws full when so
   // many are not to be had because they are being written.
   void allocate(std::span<uint32_t> rows);
 
   // Makes rows that this process allocated selectable. Everything is checked before anything is changed.
-  // Returns their odd generations. Throws schema (length, weight), stale_key (not this process's row).
+  // Returns their odd generations. Throws schema (length, priority), stale_key (not this process's row).
   void commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
 
   // As commit, but the rows stay this process's to extend. Their fields without time must not be changed any more, nor
@@ -121,12 +127,12 @@ class Store {
   // lock_timeout as ever, but the rows are not lost: the next allocate gives them back.
   void abandon(std::span<const uint32_t> rows);
 
-  // Sets weights by key; keys whose row is gone are counted and skipped. Returns how many were.
-  uint64_t update_weights(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
-                          std::span<const double> weights);
+  // Sets priorities by key; keys whose row is gone are counted and skipped. Returns how many were.
+  uint64_t update_priorities(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                             std::span<const double> priorities);
 
-  // Raises all weights to a power; a pass over the words, without the lock but with the lowest_weight remover.
-  void raise_weights(double power);
+  // Raises all priorities to a power; a pass over the words, without the lock but with the lowest_priority remover.
+  void raise_priorities(double power);
   // Sets how often rows were sampled, by key, as a checkpoint had it; keys whose row is gone are skipped.
   void set_times_sampled(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                          std::span<const uint32_t> counts);
@@ -167,7 +173,7 @@ class Store {
   std::atomic<uint64_t>* words() const { return region<std::atomic<uint64_t>>(kWordsRegion); }
   RowStatus* status() const { return region<RowStatus>(kStatusRegion); }
   uint32_t* heap_rows() const { return region<uint32_t>(kHeapRegion); }
-  const WeightTree& weight_tree() const { return weight_tree_; }
+  const PriorityTree& priority_tree() const { return priority_tree_; }
   const BitTree& bit_tree() const { return bit_tree_; }
   Client& client(uint32_t slot) const { return clients()[slot]; }
   const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
@@ -217,8 +223,8 @@ class Store {
   // Under the lock. Rows' changes reach the trees through Sums, a node at a time; it is made after the Guard, so that
   // the sums are whole again before the lock is let go.
   struct Sums {
-    explicit Sums(const Store& store) : weights(store.weight_tree_), bits(store.bit_tree_) {}
-    WeightTree::Adder weights;
+    explicit Sums(const Store& store) : priorities(store.priority_tree_), bits(store.bit_tree_) {}
+    PriorityTree::Adder priorities;
     BitTree::Adder bits;
   };
   void give_up_locked();  // rows whose abandon timed out
@@ -241,19 +247,19 @@ class Store {
   void check_the_cap(size_t rows) const;
   void make_room_at_the_cap(Sums& sums);
   uint64_t removable_count() const { return committed_count() - control().growing_count; }
-  void set_weight_locked(uint32_t row, uint32_t weight);
+  void set_priority_locked(uint32_t row, uint32_t priority);
   uint32_t reap_locked();
   void reclaim(uint32_t slot);
   void rebuild_locked();
   void rebuild_trees_locked();
-  void wait_for_weight_writers() const;
-  uint32_t fixed_point(double weight);
-  void validate_weights(std::span<const double> weights) const;
+  void wait_for_priority_writers() const;
+  uint32_t fixed_point(double priority);
+  void validate_priorities(std::span<const double> priorities) const;
 
-  friend class WeightWriter;
+  friend class PriorityWriter;
 
   std::shared_ptr<Mapping> mapping_;
-  WeightTree weight_tree_;
+  PriorityTree priority_tree_;
   BitTree bit_tree_;
   std::atomic<uint32_t> client_slot_{kNoClient};
   std::atomic<uint64_t> fork_epoch_{0};
@@ -263,7 +269,7 @@ class Store {
   bool read_only_ = false;
   bool closed_ = false;
   std::atomic<bool> keep_{false};
-  double weight_scale_ = 1.0;  // 2^weight_fraction_bits
+  double priority_scale_ = 1.0;  // 2^priority_fraction_bits
 };
 
 }  // namespace geartrain

@@ -1,5 +1,7 @@
 // What all connections share: turns, waiting, reading ahead, and the end.
 
+#include "transport/connection.h"
+
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -9,19 +11,13 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "base/buffer_pool.h"
-#include "base/copy.h"
 #include "base/threads.h"
 #include "transport/providers/frame.h"
-#include "transport/providers/provider.h"
 #include "transport/sideband/memory_region.h"
 #include "transport/sideband/sideband.h"
 
 namespace geartrain {
 namespace {
-
-// Below this, memory comes from the allocator; above, from the pool of warm buffers.
-constexpr uint64_t kPooledFrom = uint64_t{64} << 10;
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -32,42 +28,6 @@ void pause_briefly() {
 }
 
 }  // namespace
-
-void make_room(Message* message, uint64_t header_bytes, std::span<const uint64_t> buffer_bytes) {
-  uint64_t total = padded(header_bytes);
-  for (const uint64_t bytes : buffer_bytes) total += padded(bytes);
-  std::byte* at = nullptr;
-  if (total < kPooledFrom) {
-    at = static_cast<std::byte*>(std::aligned_alloc(64, std::max<uint64_t>(total, 64)));
-    if (at == nullptr) fail(ErrorKind::no_space, "no memory for a message of ", total, " bytes");
-    message->owner = std::shared_ptr<void>(at, [](void* memory) { std::free(memory); });
-  } else {
-    at = static_cast<std::byte*>(take_buffer(total));
-    message->owner = std::shared_ptr<void>(at, [](void* memory) { give_buffer(memory); });
-  }
-  message->header = {at, header_bytes};
-  at += padded(header_bytes);
-  message->buffers.clear();
-  message->buffers.reserve(buffer_bytes.size());
-  for (const uint64_t bytes : buffer_bytes) {
-    message->buffers.emplace_back(at, bytes);
-    at += padded(bytes);
-  }
-}
-
-void copy_large(std::byte* to, const std::byte* from, uint64_t bytes) {
-  constexpr uint64_t kPiece = uint64_t{4} << 20;
-  if (bytes < 2 * kPiece) {
-    if (bytes != 0) std::memcpy(to, from, bytes);
-    return;
-  }
-  static const unsigned threads = std::min(available_cores(), 4u);
-  const bool stream = bytes >= stream_from();
-  parallel_for(bytes, kPiece, threads, [&](size_t first, size_t last) {
-    copy_block(to + first, from + first, last - first, stream);
-    if (stream) stream_fence();
-  });
-}
 
 // --- turns --------------------------------------------------------------------------------------------------------
 
@@ -258,33 +218,33 @@ void Connection::write(Bytes handle, Bytes from, uint64_t offset, Deadline deadl
 
 Path Connection::read_region(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset,
                              Deadline deadline) {
-  if (aside_ == nullptr) fail(ErrorKind::not_viable, "this connection has no line for it");
-  return aside_->read(handle, into, offset, deadline);
+  if (sideband_ == nullptr) fail(ErrorKind::not_viable, "this connection has no line for it");
+  return sideband_->read(handle, into, offset, deadline);
 }
 
 Path Connection::write_region(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline) {
-  if (aside_ == nullptr) fail(ErrorKind::not_viable, "this connection has no line for it");
-  return aside_->write(handle, from, offset, deadline);
+  if (sideband_ == nullptr) fail(ErrorKind::not_viable, "this connection has no line for it");
+  return sideband_->write(handle, from, offset, deadline);
 }
 
-void Connection::start_aside(Stream socket, int peer, const std::string& why) {
-  Aside::Setup setup;
+void Connection::start_sideband(Stream socket, int peer, const std::string& why) {
+  Sideband::Setup setup;
   setup.socket = std::move(socket);
   setup.peer = options_.cross_memory ? peer : 0;
   setup.out_of_reach = options_.cross_memory ? why : "it was not to be tried";
   setup.peer_timeout_s = options_.peer_timeout_s;
   setup.regions = regions_;
   setup.lost = [this](const std::string& reason) { lose("the peer over " + describe() + " " + reason); };
-  aside_ = std::make_shared<Aside>(std::move(setup));
-  aside_->start();
+  sideband_ = std::make_shared<Sideband>(std::move(setup));
+  sideband_->start();
 }
 
-void Connection::stop_aside() {
-  if (aside_ != nullptr) aside_->stop();
+void Connection::stop_sideband() {
+  if (sideband_ != nullptr) sideband_->stop();
 }
 
 std::string Connection::one_sided() const {
-  return aside_ == nullptr ? "" : aside_->way();
+  return sideband_ == nullptr ? "" : sideband_->way();
 }
 
 // --- the end ------------------------------------------------------------------------------------------------------
@@ -302,7 +262,7 @@ void Connection::lose(const std::string& reason) {
   }
   if (lost_.exchange(true)) return;
   hang_up();
-  if (aside_ != nullptr) aside_->hang_up();
+  if (sideband_ != nullptr) sideband_->hang_up();
 }
 
 void Connection::fail_lost() const {

@@ -6,7 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "transport/transport.h"
+#include "base/deadline.h"
+#include "base/descriptor.h"
+#include "transport/message.h"
 
 namespace geartrain {
 

@@ -198,7 +198,7 @@ class ActorDiedError(JobError):
     """More actors died than may be started again; the message says what the last one died of."""
 
 
-class PartDiedError(JobError):
+class ProcessDiedError(JobError):
     """A process of a job died and may not be started again; the message has its last lines and where its log is."""
 
 

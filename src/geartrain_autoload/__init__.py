@@ -1,14 +1,14 @@
-"""All-reduce by geartrain in programs that do not mention it: `GEARTRAIN_ALLREDUCE=1 torchrun train.py`.
+"""Entry point that makes geartrain the default torch.distributed backend: `GEARTRAIN_ALLREDUCE=1 torchrun train.py`.
 
 torch calls `autoload` at the end of `import torch` (entry point group "torch.backends"). Without the variable it reads
 the environment and returns. With it, `init_process_group()`, `init_process_group("gloo")` and
-`init_process_group("cpu:gloo")` make a group of the backend "geartrain" (geartrain/collectives/torch_backend/process_group.py); every
-other backend is left as it is.
+`init_process_group("cpu:gloo")` make a group of the backend "geartrain"
+(geartrain/collectives/torch_backend/process_group.py); every other backend is left as it is.
 
-This module stands outside of the package, and imports nothing at its top but the standard library, because `import
-geartrain` would load NumPy and the native library into every program that uses torch. An error that leaves `autoload`
-would make `import torch` fail, so none does: it becomes a warning. What is wrong with the installation beyond that is
-told by `init_process_group`, as an error: a rank that quietly took Gloo would leave the others waiting.
+This module is outside of the package, and imports nothing at its top but the standard library, because `import
+geartrain` would load NumPy and the native library into every program that uses torch. An exception from `autoload`
+would make `import torch` fail, so it becomes a warning. Other faults of the installation are errors of
+`init_process_group`: a rank that silently fell back to Gloo would make the others wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REPLACED = ("undefined", "gloo", "cpu:gloo")
 
 
 def autoload() -> None:
-    """Called by `import torch`; does something only where the variable is set, and not to 0. Never raises."""
+    """Called by `import torch`; has an effect only where the variable is set, and not to 0. Never raises."""
     if os.environ.get(VARIABLE, "0") in ("", "0"):
         return
     try:
@@ -44,13 +44,15 @@ def _wrap_init_process_group() -> None:
         raise RuntimeError("this build of torch has no torch.distributed")
     if find_spec("geartrain") is None:
         raise RuntimeError("the package geartrain is not installed here")
-    # With no backend named, torch makes up its own mind late and insists on the type GLOO, so that a default for the
-    # device "cpu" does not suffice: the name has to be there when init_process_group is called.
+    # Without a backend's name torch picks one late and requires the type GLOO, so that a default for the device "cpu"
+    # does not suffice: the name has to be given when init_process_group is called.
     original = dist.init_process_group
     if getattr(original, "_geartrain", False):
         return
     wrapper = _wrapper(original)
-    for name, module in list(sys.modules.items()):  # distributed_c10d, and who imported it from there: device_mesh
+    for name, module in list(
+        sys.modules.items()
+    ):  # distributed_c10d, and modules that imported it from there: device_mesh
         if name.startswith("torch.distributed") and getattr(module, "init_process_group", None) is original:
             module.init_process_group = wrapper  # type: ignore[attr-defined]
 
@@ -68,7 +70,7 @@ def _wrapper(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _register() -> None:
-    """Makes the backend known to torch, by importing it."""
+    """Registers the backend, by importing it."""
     try:
         import geartrain.collectives.torch_backend.process_group  # noqa: F401
     except Exception as error:

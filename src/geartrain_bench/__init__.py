@@ -1,45 +1,47 @@
-"""Benchmarks, one file per claim. Each prints its floor, its peers and the command that made its numbers.
+"""Benchmarks, a folder a claim. Each prints its lower bound, other systems and the command that made its numbers.
 
-A bench is a module with `main(*, quick, json_path, plot_path, peers) -> BenchResult`, started by
-`geartrain bench NAME` or `python -m geartrain_bench.NAME`.
+In each folder `bench.py` has `main(*, quick, json_path, plot_path, baselines) -> BenchResult`, started by
+`geartrain bench NAME` or `python -m geartrain_bench.FOLDER.bench`; what runs in another process is `worker.py`, and other
+systems are `*_baseline.py`.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from geartrain.errors import ArgumentError
 from geartrain_bench.harness.timing import BenchResult
 
-#: What `geartrain bench` knows: name -> module.
+
+class Bench(NamedTuple):
+    """Where a benchmark's functions are, as "module:function"; `takes_arguments`: `main` takes a list of words."""
+
+    cpu: str
+    cuda: str | None = None
+    takes_arguments: bool = False
+
+
+#: What `geartrain bench` knows.
 BENCHES = {
-    "store": "geartrain_bench.store.bench",
-    "selection": "geartrain_bench.selection.bench",
-    "ranks": "geartrain_bench.distributed_replay.bench",
-    "p2p": "geartrain_bench.messages.bench",
-    "fetch": "geartrain_bench.fetch.bench",
-    "rpc-rl": "geartrain_bench.rpc_rl.bench",
-    "di-engine": "geartrain_bench.di_engine.bench",
-    "online": "geartrain_bench.online_rl.bench",
-    "allreduce": "geartrain_bench.allreduce.bench",
-}
-#: Benches whose `main` takes further arguments, as a list of words.
-WITH_ARGUMENTS = ("rpc-rl", "allreduce")
-#: The same on a GPU, where there is such a bench.
-GPU_BENCHES = {
-    "selection": "geartrain_bench.selection.gpu",
-    "fetch": "geartrain_bench.fetch.bench",
-    "p2p": "geartrain_bench.messages.gpu",
+    "store": Bench("store.bench:main"),
+    "selection": Bench("selection.bench:main", cuda="selection.gpu:main"),
+    "ranks": Bench("distributed_replay.bench:main"),
+    "p2p": Bench("messages.bench:main", cuda="messages.gpu:main"),
+    "fetch": Bench("fetch.bench:main_cpu", cuda="fetch.bench:main"),
+    "rpc-rl": Bench("rpc_rl.bench:main", takes_arguments=True),
+    "di-engine": Bench("di_engine.bench:main"),
+    "online": Bench("online_rl.bench:main"),
+    "allreduce": Bench("allreduce.bench:main", takes_arguments=True),
 }
 
 
 class Main(Protocol):
-    """How a bench is started.
+    """How a benchmark is started.
 
-    `quick` ends within a minute on two cores. `peers` maps a peer's name to the Python interpreter of the
-    environment that it is installed in. Those in `WITH_ARGUMENTS` take `arguments` as well.
+    `quick` ends within a minute on two cores. `baselines` maps another system's name to the Python interpreter of the
+    environment that it is installed in. Where the table says so, `main` takes `arguments` as well.
     """
 
     def __call__(
@@ -48,7 +50,7 @@ class Main(Protocol):
         quick: bool = False,
         json_path: Path | None = None,
         plot_path: Path | None = None,
-        peers: dict[str, str] | None = None,
+        baselines: dict[str, str] | None = None,
         **options: Any,
     ) -> BenchResult:
         """Measures, prints, writes the files asked for, and returns the result."""
@@ -56,14 +58,16 @@ class Main(Protocol):
 
 
 def load(name: str, device: str = "cpu") -> Main:
-    """The `main` of a bench on "cpu" or "cuda". Raises `ArgumentError` when there is none."""
+    """The `main` of a benchmark on "cpu" or "cuda". Raises `ArgumentError` when there is none."""
     if device not in ("cpu", "cuda"):
         raise ArgumentError(f"a bench runs on cpu or cuda, found {device!r}")
-    benches = BENCHES if device == "cpu" else GPU_BENCHES
-    if name not in benches:
-        raise ArgumentError(f"there is no bench {name!r} on {device}; there are {', '.join(benches)}")
-    module = import_module(benches[name])
-    return cast(Main, module.main_cpu if name == "fetch" and device == "cpu" else module.main)
+    here = {known: bench.cpu if device == "cpu" else bench.cuda for known, bench in BENCHES.items()}
+    place = here.get(name)
+    if place is None:
+        able = ", ".join(known for known, found in here.items() if found is not None)
+        raise ArgumentError(f"there is no bench {name!r} on {device}; there are {able}")
+    module, _, function = place.partition(":")
+    return cast(Main, getattr(import_module(f"geartrain_bench.{module}"), function))
 
 
-__all__ = ["BENCHES", "GPU_BENCHES", "WITH_ARGUMENTS", "BenchResult", "Main", "load"]
+__all__ = ["BENCHES", "Bench", "BenchResult", "Main", "load"]

@@ -10,11 +10,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from counting import LENGTH, Counting, Numbers
+from deadlines import patience
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import geartrain as gt
 from geartrain import actors, rpc, weights
-from geartrain.actors import Actor, LocalPolicy, Recorder, RemotePolicy, environments_of, recorded_fields
+from geartrain.actors import Actor, EpisodeRecorder, LocalPolicy, RemotePolicy, environments_of, recorded_fields
 from geartrain.errors import ArgumentError, FieldError
 from geartrain.selection import Uniform
 
@@ -204,7 +205,7 @@ def test_closing_keeps_the_steps_of_an_episode_that_was_going_on(store_name):
         actor.run(steps=6)
         actor.close()
         assert sorted(store.status()["length"].tolist()) == [4, 4]
-        recorder = Recorder(store)
+        recorder = EpisodeRecorder(store)
         recorder.begin({"observation": np.zeros(2)})
         assert recorder.cut() is None  # nothing was done yet
         assert store.stats()["writing"] == 0
@@ -214,17 +215,17 @@ def test_what_does_not_fit_is_said_at_the_first_step(store_name):
     environments = environments_of([Counting()])
     fields = recorded_fields(environments.fields(10), 10)
     with gt.Store.create(store_name(), fields, capacity=4) as store:
-        with pytest.raises(FieldError, match="gives 'twice'"):
+        with pytest.raises(FieldError, match="returns 'twice'"):
             Actor(environments, Numbers(), store).run(steps=1)
         with pytest.raises(FieldError, match=r"shape \(1, 2\)"):
             Actor(environments, Numbers((2,)), store).run(steps=1)
-        with pytest.raises(ArgumentError, match="say when to stop"):
+        with pytest.raises(ArgumentError, match="run needs an end"):
             Actor(environments, Numbers(), store).run()
         with pytest.raises(ArgumentError, match="overlap"):
-            Recorder(store, overlap=9)
+            EpisodeRecorder(store, overlap=9)
     with gt.Store.create(store_name(), {"reward": gt.Field((3,), "float32")}, capacity=4) as store:
         with pytest.raises(FieldError, match="lacks terminated, last"):
-            Recorder(store)
+            EpisodeRecorder(store)
     with pytest.raises(ArgumentError, match="found int"):
         environments_of(7)
 
@@ -292,7 +293,7 @@ def test_a_killed_actor_leaves_only_whole_steps_and_no_block_is_lost(store_name)
             process = context.Process(target=_act_forever, args=(store.name,))
             process.start()
             inserted = store.stats()["inserted"]
-            until_s = time.monotonic() + 60
+            until_s = time.monotonic() + patience(60)
             while store.stats()["inserted"] < inserted + 5 and time.monotonic() < until_s:
                 time.sleep(0.01)
             process.kill()

@@ -24,6 +24,12 @@ def test_a_name_without_a_family_is_an_error_that_lists_them():
 
 
 @pytest.mark.parametrize("family", environments.FAMILIES)
+def test_each_family_has_its_module(family):
+    module = importlib.import_module(f"geartrain.actors.envs.{environments.module_of(family)}")
+    assert callable(module.make)
+
+
+@pytest.mark.parametrize("family", environments.FAMILIES)
 def test_what_is_missing_is_an_error_with_the_line_that_installs_it(family, monkeypatch):
     monkeypatch.setitem(sys.modules, environments.FAMILIES[family], None)  # an import of it fails
     with pytest.raises(MissingDependencyError, match=rf"pip install 'geartrain\[{family}\]'"):

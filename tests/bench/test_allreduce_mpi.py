@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import patience
 
 ROOT = Path(__file__).parents[2]
 python = os.environ.get("GEARTRAIN_MPI_PYTHON") or (sys.executable if importlib.util.find_spec("mpi4py") else None)
@@ -27,7 +28,7 @@ def test_an_mpi_program_gets_mpis_integers_and_sums_in_rank_order() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patience(100),
         check=False,
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]

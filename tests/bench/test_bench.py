@@ -16,7 +16,7 @@ import geartrain_bench.harness.timing as harness
 import geartrain_bench.store.bench as store
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
-from geartrain_bench.harness.baselines import PeerError, PeerProcess
+from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Clock, Lap, Row, System
 
 ROW_KEYS = ["case", "system", "metric", "unit", "p50", "p75", "p90", "p95", "ratio_to_floor"]
@@ -39,7 +39,7 @@ def tiny() -> BenchResult:
 
 
 def result_of(rows: list[Row]) -> BenchResult:
-    result = harness.new_result("store", quick=True, peers=["cpprb"], packages=["numpy"])
+    result = harness.new_result("store", quick=True, baselines=["cpprb"], packages=["numpy"])
     result.rows = rows
     return result
 
@@ -86,9 +86,9 @@ def test_disturbed_laps_are_left_out_of_all_systems_or_of_none() -> None:
     both = {"a": [calm] * 8 + [disturbed], "b": [disturbed] * 2 + [calm] * 7}
     kept, noisy = harness.quiet(both)
     assert (len(kept["a"]), len(kept["b"]), noisy) == (8, 7, [])
-    one = {"a": [calm] * 8 + [disturbed], "b": [disturbed] * 9, "peer": [disturbed] * 2 + [calm] * 7}
-    kept, noisy = harness.quiet(one, alone=["peer"])
-    assert (len(kept["a"]), len(kept["b"]), len(kept["peer"]), noisy) == (9, 9, 7, ["a", "b"])
+    one = {"a": [calm] * 8 + [disturbed], "b": [disturbed] * 9, "baseline": [disturbed] * 2 + [calm] * 7}
+    kept, noisy = harness.quiet(one, alone=["baseline"])
+    assert (len(kept["a"]), len(kept["b"]), len(kept["baseline"]), noisy) == (9, 9, 7, ["a", "b"])
 
 
 def test_the_budget_is_shared_over_the_cases_that_are_left() -> None:
@@ -105,7 +105,7 @@ def test_the_json_has_the_promised_keys_and_names_its_command(tmp_path: Path) ->
     report.write_json(result_of(rows), tmp_path / "sub" / "result.json")
     written = json.loads((tmp_path / "sub" / "result.json").read_text())
     assert list(written)[:5] == ["bench", "command", "machine", "versions", "rows"]
-    assert written["command"] == "geartrain bench store --quick --peer-python cpprb=/path/to/python"
+    assert written["command"] == "geartrain bench store --quick --baseline-python cpprb=/path/to/python"
     assert list(written["rows"][0]) == ROW_KEYS
     assert {"cpu", "cores", "memory_gb", "kernel", "load_average_before"} <= set(written["machine"])
     assert {"python", "geartrain", "numpy"} <= set(written["versions"])
@@ -118,11 +118,11 @@ def test_an_unknown_bench_is_refused_by_name() -> None:
 
 
 def test_peers_come_from_words_and_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEARTRAIN_PEER_PYTHON_TORCHRL_THP", "/a/python")
-    monkeypatch.setenv("GEARTRAIN_PEER_PYTHON_CPPRB", "/b/python")
-    assert report.parse_peers(["cpprb=/c/python"]) == {"torchrl-thp": "/a/python", "cpprb": "/c/python"}
+    monkeypatch.setenv("GEARTRAIN_BASELINE_PYTHON_TORCHRL_THP", "/a/python")
+    monkeypatch.setenv("GEARTRAIN_BASELINE_PYTHON_CPPRB", "/b/python")
+    assert report.parse_baselines(["cpprb=/c/python"]) == {"torchrl-thp": "/a/python", "cpprb": "/c/python"}
     with pytest.raises(ArgumentError, match="NAME=/path/to/python"):
-        report.parse_peers(["cpprb"])
+        report.parse_baselines(["cpprb"])
 
 
 # --- the store's bench ------------------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ def test_the_store_bench_says_what_a_row_costs_beside_its_bytes(tiny: BenchResul
 
 
 def test_peers_that_did_not_run_are_named_with_the_reason(tiny: BenchResult) -> None:
-    assert set(store.ALL_PEERS) <= set(tiny.peers_missing)
-    assert "--peer-python cpprb=" in tiny.peers_missing["cpprb"]
+    assert set(store.ALL_BASELINES) <= set(tiny.baselines_missing)
+    assert "--baseline-python cpprb=" in tiny.baselines_missing["cpprb"]
 
 
 def test_the_store_bench_leaves_no_segment_behind(tiny: BenchResult) -> None:
@@ -178,21 +178,21 @@ def test_a_result_becomes_a_table_and_a_plot(
 
 
 def test_a_peer_that_is_not_installed_is_an_error_that_says_so() -> None:
-    with pytest.raises(PeerError, match="No module named"):
-        PeerProcess("reverb", sys.executable, 4, {"x": Field((2, 2), "float32")})
+    with pytest.raises(BaselineError, match="No module named"):
+        BaselineProcess("reverb", sys.executable, 4, {"x": Field((2, 2), "float32")})
 
 
 def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(PeerError, match="does not start"):
-        PeerProcess("cpprb", "/nowhere/python", 4, {"x": Field((2, 2), "float32")})
+    with pytest.raises(BaselineError, match="does not start"):
+        BaselineProcess("cpprb", "/nowhere/python", 4, {"x": Field((2, 2), "float32")})
 
 
 def test_a_peer_that_never_answers_is_an_error_not_a_hang(tmp_path: Path) -> None:
     silent = tmp_path / "python"
     silent.write_text("#!/bin/sh\nsleep 60\n")
     silent.chmod(0o755)
-    with pytest.raises(PeerError, match=r"no answer within 0\.2 s"):
-        PeerProcess("cpprb", str(silent), 4, {"x": Field((2, 2), "float32")}, setup_s=0.2)
+    with pytest.raises(BaselineError, match=r"no answer within 0\.2 s"):
+        BaselineProcess("cpprb", str(silent), 4, {"x": Field((2, 2), "float32")}, setup_s=0.2)
 
 
 def test_a_failing_peer_does_not_end_the_bench() -> None:
@@ -205,6 +205,6 @@ def test_a_failing_peer_does_not_end_the_bench() -> None:
         single_rows=5,
     )
     result = store.run(plan, {"cpprb": "/nowhere/python", "elsewhere": sys.executable})
-    assert "does not start" in result.peers_missing["cpprb"]
-    assert "unknown to this bench" in result.peers_missing["elsewhere"]
+    assert "does not start" in result.baselines_missing["cpprb"]
+    assert "unknown to this bench" in result.baselines_missing["elsewhere"]
     assert any(row.system == "geartrain" for row in result.rows)

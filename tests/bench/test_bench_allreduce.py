@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 pytest.importorskip("torch")
 
@@ -21,7 +22,7 @@ from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.mpi_jobs import run as run_mpi
 from geartrain_bench.allreduce.rounds import Together, contribution, timed_rounds, total
 from geartrain_bench.allreduce.testbed import Arm, Bed, dedicated, gloo, hybrid, ring, workers
-from geartrain_bench.harness.baselines import PeerError
+from geartrain_bench.harness.baselines import BaselineError
 
 no_hosts = Hosts.viable()
 needs_hosts = pytest.mark.skipif(no_hosts is not None, reason=str(no_hosts))
@@ -50,7 +51,7 @@ def rounds_of_two(tmp_path: Path, reduce: Any, **what: Any) -> tuple[list[Any], 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(patience(30))
     return found, errors
 
 
@@ -136,12 +137,12 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_mpi_that_is_not_there_or_fails_says_so(tmp_path: Path) -> None:
-    with pytest.raises(PeerError, match="there is no"):
+    with pytest.raises(BaselineError, match="there is no"):
         run_mpi("mpich", str(tmp_path / "python"), 2, {4096: (1, 1)}, None)
     mpiexec = tmp_path / "mpiexec"
     mpiexec.write_text("#!/bin/sh\necho no fabric >&2; exit 3\n")
     mpiexec.chmod(0o755)
-    with pytest.raises(PeerError, match="2 ranks of mpich ended with 3: no fabric"):
+    with pytest.raises(BaselineError, match="2 ranks of mpich ended with 3: no fabric"):
         run_mpi("mpich", str(tmp_path / "python"), 2, {4096: (1, 1)}, None)
 
 
@@ -151,7 +152,7 @@ def test_loopback_measures_every_arm_beside_a_memcpy(tmp_path: Path) -> None:
     arms = {case["arm"] for case in result.cases}
     assert {"gloo", "geartrain workers", "geartrain workers, tcp", "geartrain ring", "geartrain dedicated"} <= arms
     assert all(case["p50_s"] > 0 and case["floor_s"] > 0 for case in result.cases)
-    assert set(result.peers_missing) == {"mpich", "openmpi", "other"}
+    assert set(result.baselines_missing) == {"mpich", "openmpi", "other"}
     json.dumps(result.as_json())
     allreduce_plot.plot(result, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -161,7 +162,7 @@ def test_loopback_measures_every_arm_beside_a_memcpy(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_failed_rank_is_named_and_the_bed_goes_on() -> None:
     with Hosts(2, rate_mbit=200) as hosts, Bed(hosts, 2, 0) as bed:
-        with pytest.raises(PeerError, match=r"rank \d: ArgumentError"):
+        with pytest.raises(BaselineError, match=r"rank \d: ArgumentError"):
             with bed.group(Arm("wrong", "geartrain", options={"algorithm": "bus"}), 2):
                 pass
         bed.restart()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
+from deadlines import patience
 
 pytest.importorskip("torch")
 
@@ -20,7 +21,7 @@ import geartrain_bench.distributed_replay.report as ranks_report
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.tools.testing.cluster import Hosts
-from geartrain_bench.harness.baselines import PeerError
+from geartrain_bench.harness.baselines import BaselineError
 from geartrain_bench.harness.fleet import Fleet
 
 no_hosts = Hosts.viable()
@@ -102,32 +103,32 @@ def test_nothing_stays_behind(result: ranks.RanksResult) -> None:
 
 
 def test_peers_that_did_not_run_are_named_with_the_reason(result: ranks.RanksResult) -> None:
-    missing = result.peers_missing
-    assert ("--peer-python reverb=" in missing["reverb"]) if no_hosts is None else (missing["hosts"] == no_hosts)
+    missing = result.baselines_missing
+    assert ("--baseline-python reverb=" in missing["reverb"]) if no_hosts is None else (missing["hosts"] == no_hosts)
 
 
 def test_the_bench_is_known_by_its_name() -> None:
     assert bench.load("ranks") is ranks.main
     assert ranks.FULL.scaling is not None and ranks.FULL.scaling.batches == (32, 64, 128, 256, 512, 1024)
-    assert harness.new_result("ranks", quick=True, peers=[], packages=()).command == "geartrain bench ranks --quick"
+    assert harness.new_result("ranks", quick=True, baselines=[], packages=()).command == "geartrain bench ranks --quick"
 
 
 def test_a_rank_that_fails_ends_the_bench_with_its_own_words() -> None:
     with Fleet.here(1) as fleet:
-        with pytest.raises(PeerError, match="rank 0: KeyError: 'no such store'"):
+        with pytest.raises(BaselineError, match="rank 0: KeyError: 'no such store'"):
             fleet.ask([0], do="floor", store="no such store", rows=1, calls=1)
-        with pytest.raises(PeerError, match="rank 0 ended"):
+        with pytest.raises(BaselineError, match="rank 0 ended"):
             fleet.ask([0], do="leave")
 
 
 def test_a_process_that_never_answers_is_an_error_not_a_hang() -> None:
     with Fleet.here(1, ["sh", "-c", "read one; read another"]) as fleet:
-        with pytest.raises(PeerError, match=r"ranks \[0\] gave no answer .* in 0\.2 s"):
+        with pytest.raises(BaselineError, match=r"ranks \[0\] gave no answer .* in 0\.2 s"):
             fleet.ask([0], timeout_s=0.2, do="leave")
 
 
 def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(PeerError, match="rank 0 does not start"):
+    with pytest.raises(BaselineError, match="rank 0 does not start"):
         Fleet.here(1, ["/nowhere/python"])
 
 
@@ -143,9 +144,7 @@ def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
 )
 def test_bad_input_is_one_line_and_no_traceback(args: list[str], said: str) -> None:
     pytest.importorskip("typer")
-    done = subprocess.run(
-        [sys.executable, "-m", "geartrain", *args], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = preloaded.run([sys.executable, "-m", "geartrain", *args], timeout=patience(60))
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
@@ -153,14 +152,8 @@ def test_plan_predicts_a_cluster_and_writes_what_it_predicted(tmp_path: Path) ->
     pytest.importorskip("typer")
     words = "plan ranks --hosts 3 --gpus 8 --rows 1e9 --batch 1032 --row-bytes 100e3 --link-gbit 200 --memory-gb 1000"
     path = tmp_path / "plan.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "geartrain", *words.split(), "--json", str(path)],
-        env={**os.environ, "COLUMNS": "140"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-m", "geartrain", *words.split(), "--json", str(path)]
+    done = preloaded.run(command, env={**os.environ, "COLUMNS": "140"}, timeout=patience(60))
     assert done.returncode == 0, done.stderr
     assert "3 x 8 ranks" in done.stdout and "33 times the hosts' memory" in done.stdout
     (cluster,) = json.loads(path.read_text())["clusters"]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import certificates
+import preloaded
 import pytest
+from deadlines import patience
 from p2p_gpu_worker import NoGpus
 
 import geartrain_bench.messages.gpu as p2p_gpu
 import geartrain_bench.messages.report as p2p_report
 from geartrain.errors import GeartrainError
 from geartrain_bench import load
-from geartrain_bench.harness.child_process import PeerError
-from geartrain_bench.harness.report import parse_peers
+from geartrain_bench.harness.child_process import BaselineError
+from geartrain_bench.harness.report import parse_baselines
 from geartrain_bench.messages.baseline_client import SYSTEMS, Foreign
 from geartrain_bench.messages.bench import Plan, run
 
@@ -30,7 +31,7 @@ def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pyt
         for variable, value in certificates.environment(loopback).items():
             monkeypatch.setenv(variable, value)
         systems.add("geartrain tcp, TLS")
-    result = run(Plan((1_280, 1_310_720), 1, 6.0, 1.0), {"pigeon": "/usr/bin/python"})
+    result = run(Plan((1_280, 1_310_720), 1, 2.0, 0.3), {"pigeon": "/usr/bin/python"})
     for metric, cases in (("call", 2), ("one way, and a word back", 2), ("throughput", 2)):
         rows = [row for row in result.rows if row.metric == metric]
         assert len({row.case for row in rows}) == cases
@@ -39,7 +40,7 @@ def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pyt
     in_flight = {row.system for row in result.rows if row.case == "64 in flight"}
     assert in_flight == (systems | {"geartrain shm, spinning"}) - {"raw unix", "raw tcp"}
     assert "geartrain shm, copied" in {row.system for row in result.rows if row.metric == "throughput"}
-    assert "pigeon" in result.peers_missing
+    assert "pigeon" in result.baselines_missing
     assert load("p2p")
     tables = p2p_report.overview(result)
     columns, shown = tables["one way, and a word back: p50, ms"]
@@ -54,10 +55,10 @@ def test_the_columns_of_gpus_have_both_systems_and_their_floor(tmp_path: Path) -
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
     command = [sys.executable, str(Path(__file__).parents[1] / "support" / "p2p_gpu_worker.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = preloaded.run(command, timeout=patience(110))
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "p2p.json").read_text())
-    assert not result["peers_missing"]
+    assert not result["baselines_missing"]
     for case in ("0.02048 MB", "1.311 MB"):
         rows = {r["system"]: r for r in result["rows"] if r["case"] == case and r["metric"] == "throughput"}
         assert rows.keys() == {"geartrain shm", "TensorPipe", "copy"}
@@ -83,23 +84,23 @@ def test_a_peer_that_does_not_work_is_named_and_the_others_are_measured(tmp_path
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'no such luck' >&2; exit 3\n")
     broken.chmod(0o755)
-    with pytest.raises(PeerError, match=r"it has ended.*no such luck"):
+    with pytest.raises(BaselineError, match=r"it has ended.*no such luck"):
         Foreign(str(broken), "zmq ipc")
-    with pytest.raises(PeerError, match="does not start"):
+    with pytest.raises(BaselineError, match="does not start"):
         Foreign(str(tmp_path / "nothing"), "zmq ipc")
     without = Path(sys.executable)
     for package in SYSTEMS:
         if importlib.util.find_spec(package) is None:
-            with pytest.raises(PeerError, match="No module named"):
+            with pytest.raises(BaselineError, match="No module named"):
                 Foreign(str(without), next(iter(SYSTEMS[package].values())))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", list(SYSTEMS))
 def test_other_systems_are_measured_where_they_are_installed(package: str) -> None:
-    python = parse_peers([]).get(package) or (sys.executable if importlib.util.find_spec(package) else None)
+    python = parse_baselines([]).get(package) or (sys.executable if importlib.util.find_spec(package) else None)
     if python is None:
-        pytest.skip(f"GEARTRAIN_PEER_PYTHON_{package.upper()} names no interpreter")
+        pytest.skip(f"GEARTRAIN_BASELINE_PYTHON_{package.upper()} names no interpreter")
     for system in SYSTEMS[package].values():
         with Foreign(python, system) as peer:
             assert peer.lap("echo", 10).seconds > 0

@@ -42,7 +42,7 @@ def test_a_learner_and_actors_are_measured_while_both_work():
         assert one["rows"] > 0
         assert 0 < one["updates"] < 100  # it sleeps 10 ms an update
         assert 0 <= one["wait"] < 1
-    result = new_result("online", quick=True, peers=(), packages=())
+    result = new_result("online", quick=True, baselines=(), packages=())
     online._add_rates(result, "a case", "geartrain", slices, 1 / slices[0]["steps"], ASKED)
     assert [row.metric for row in result.rows] == [online.STEPS, online.ROWS, online.UPDATES, online.WAITS]
     assert result.rows[2].ratio_to_floor < 1  # no faster than a learner that never waits
@@ -55,7 +55,7 @@ def test_every_observer_tells_how_long_its_actions_took(tmp_path):
     assert 0 < min(took_s) < max(took_s) < 30
     alone_s = online_worker.policy_alone_s(50)
     assert len(alone_s) == 45
-    result = new_result("online", quick=True, peers=(), packages=())
+    result = new_result("online", quick=True, baselines=(), packages=())
     result.rows.append(online.time_row("2 observers", "geartrain", online.ACTION, "us", took_s, alone_s[0]))
     pytest.importorskip("matplotlib")
     online._plot(result, tmp_path / "online.png")
@@ -63,28 +63,29 @@ def test_every_observer_tells_how_long_its_actions_took(tmp_path):
 
 
 def test_a_peer_that_cannot_run_is_named_with_its_reason(tmp_path):
-    result = new_result("online", quick=True, peers=(), packages=())
-    assert online._peer(result, "torchrl", {}, {**ASKED, "loop": "train"}, LATER_S) is None
-    assert "--peer-python torchrl" in result.peers_missing["torchrl"]
+    result = new_result("online", quick=True, baselines=(), packages=())
+    assert online._baseline(result, "torchrl", {}, {**ASKED, "loop": "train"}, LATER_S) is None
+    assert "--baseline-python torchrl" in result.baselines_missing["torchrl"]
     wrong = tmp_path / "python"
     wrong.write_text("#!/bin/sh\necho no such thing >&2\nexit 1\n")
     wrong.chmod(0o755)
-    assert online._peer(result, "torchrl", {"torchrl": str(wrong)}, {**ASKED, "loop": "train"}, LATER_S) is None
-    assert result.peers_missing["torchrl, train"] == "it ended: no such thing"
+    assert online._baseline(result, "torchrl", {"torchrl": str(wrong)}, {**ASKED, "loop": "train"}, LATER_S) is None
+    assert result.baselines_missing["torchrl, train"] == "it ended: no such thing"
     try:
         import torchrl  # noqa: F401
     except ImportError:
         assert (
-            online._peer(result, "torchrl", {"torchrl": sys.executable}, {**ASKED, "loop": "collect"}, LATER_S) is None
+            online._baseline(result, "torchrl", {"torchrl": sys.executable}, {**ASKED, "loop": "collect"}, LATER_S)
+            is None
         )
-        assert "No module named" in result.peers_missing["torchrl, collect"]
-    assert online._peer(result, "torchrl", {"torchrl": str(wrong)}, {**ASKED, "loop": "train"}, 0.0) is None
-    assert result.peers_missing["torchrl, train"] == "no time was left of the 235 s for all of it"
-    with pytest.raises(ArgumentError, match="the peers of this bench are torchrl, reverb"):
-        online.main(quick=True, peers={"nobody": "python"})
+        assert "No module named" in result.baselines_missing["torchrl, collect"]
+    assert online._baseline(result, "torchrl", {"torchrl": str(wrong)}, {**ASKED, "loop": "train"}, 0.0) is None
+    assert result.baselines_missing["torchrl, train"] == "no time was left of the 235 s for all of it"
+    with pytest.raises(ArgumentError, match="the baselines of this bench are torchrl, reverb"):
+        online.main(quick=True, baselines={"nobody": "python"})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_quick_form_ends_with_all_its_tables(tmp_path):
     result = online.main(quick=True, json_path=tmp_path / "online.json", plot_path=tmp_path / "online.png")
     systems = {(row.metric, row.system) for row in result.rows}

@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain_bench as bench
 from geartrain.errors import ArgumentError, PeerLostError
@@ -153,14 +154,11 @@ def test_the_command_prints_a_table_and_writes_a_report_for_each_backend_and_a_p
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
     words = ["bench", "rpc-rl", "--quick", "--backend", "both", *SMALL, "--world_size=3,4", "--plot", "a.png"]
-    done = subprocess.run(
+    done = preloaded.run(
         [sys.executable, "-m", "geartrain", *words, "--json", "all.json", "--output_file_path", "out.json"],
         cwd=tmp_path,
         env={**os.environ, "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+        timeout=patience(100),
     )
     assert done.returncode == 0, done.stderr
     for name, backend in (("out.json", "geartrain"), ("out.torch.json", "torch")):
@@ -186,19 +184,12 @@ def test_a_second_list_and_arguments_of_others_are_refused_in_one_line(tmp_path:
     pytest.importorskip("typer")
 
     def said(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "geartrain", "bench", *words],
-            cwd=tmp_path,
-            env={**os.environ, "NO_COLOR": "1"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        command = [sys.executable, "-m", "geartrain", "bench", *words]
+        done = preloaded.run(command, cwd=tmp_path, env={**os.environ, "NO_COLOR": "1"}, timeout=patience(60))
         assert done.returncode == 1
         return done.stderr.strip()
 
     assert said("rpc-rl", "--world-size", "10,20", "--batch=t,f") == "error: Only 1 x axis graph variable allowed"
     assert said("store", "--world-size", "10") == "error: the bench 'store' takes no --world-size 10"
-    assert "no --peer-python" in said("rpc-rl", "--peer-python", "torch=/a/python")
+    assert "no --baseline-python" in said("rpc-rl", "--baseline-python", "torch=/a/python")
     assert bench.load("rpc-rl") is rpc_rl.main

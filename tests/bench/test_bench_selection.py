@@ -14,7 +14,7 @@ import pytest
 import geartrain_bench as bench
 import geartrain_bench.harness.baseline_worker as peer_worker
 import geartrain_bench.selection.bench as selection
-from geartrain_bench.harness.baselines import PeerError, PeerProcess
+from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.selection.bench import SelectionResult
 
 TINY = selection.Plan(
@@ -112,10 +112,10 @@ def test_sizes_are_written_shortly() -> None:
 
 
 def test_peers_that_did_not_run_are_named_with_the_reason(tiny: SelectionResult) -> None:
-    assert set(selection.ALL_PEERS) <= set(tiny.peers_missing)
+    assert set(selection.ALL_BASELINES) <= set(tiny.baselines_missing)
     result = selection.run(APART, {"cpprb": "/nowhere/python", "elsewhere": sys.executable})
-    assert "does not start" in result.peers_missing["cpprb"]
-    assert "unknown to this bench" in result.peers_missing["elsewhere"]
+    assert "does not start" in result.baselines_missing["cpprb"]
+    assert "unknown to this bench" in result.baselines_missing["elsewhere"]
 
 
 def test_no_segment_is_left_behind(tiny: SelectionResult) -> None:
@@ -147,7 +147,7 @@ def test_the_plot_has_a_line_per_system_over_all_sizes(tiny: SelectionResult) ->
 # --- peers ------------------------------------------------------------------------------------------------------
 
 
-class Exact(peer_worker.PriorityPeer):
+class Exact(peer_worker.PriorityBaseline):
     """A peer without a library: cumsum and searchsorted."""
 
     def make(self) -> None:
@@ -174,5 +174,5 @@ def test_a_priority_peer_fills_draws_changes_and_counts() -> None:
 
 
 def test_a_priority_peer_that_is_not_installed_is_an_error_that_says_so() -> None:
-    with pytest.raises(PeerError, match="No module named"):
-        PeerProcess("tianshou", sys.executable, 4, {}, kind="priorities")
+    with pytest.raises(BaselineError, match="No module named"):
+        BaselineProcess("tianshou", sys.executable, 4, {}, kind="priorities")

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 
+import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain.device.kernels as kernels
 
@@ -27,7 +29,7 @@ def test_every_case_of_the_gpu_bench_has_its_floor_and_finite_numbers() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=patience(110),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -42,11 +44,7 @@ def test_every_case_of_the_gpu_bench_has_its_floor_and_finite_numbers() -> None:
 
 @pytest.mark.skipif(kernels.why_not_viable() is None, reason="there is a GPU")
 def test_without_a_gpu_the_bench_says_so_in_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "geartrain", "bench", "selection", "--device", "cuda"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    done = preloaded.run(
+        [sys.executable, "-m", "geartrain", "bench", "selection", "--device", "cuda"], timeout=patience(60)
     )
     assert done.returncode == 1 and done.stderr.startswith("error: selection cannot be timed on a GPU here")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from collectives_crew import MemoryStore, run_ranks
+from deadlines import patience
 
 from geartrain.collectives import Group, Reducer
 from geartrain.errors import (
@@ -201,21 +202,23 @@ def test_ranks_with_different_shares_are_told_so() -> None:
 
     def rank(number: int) -> None:
         try:
-            Group(number, 2, store=store, shares=[0.5, 0.5] if number else [0.4, 0.6], timeout_s=10)
+            Group(number, 2, store=store, shares=[0.5, 0.5] if number else [0.4, 0.6], timeout_s=patience(10))
         except BaseException as error:
             raised.append(error)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     [thread.start() for thread in threads]
-    [thread.join(30) for thread in threads]
+    [thread.join(patience(30)) for thread in threads]
     assert [type(error) for error in raised] == [RanksDisagreeError] * 2
     assert "0.6" in str(raised[0])
 
 
 def test_groups_of_several_names_and_epochs_live_on_one_store() -> None:
+    store = MemoryStore()
+
     def body(rank: int, group: Group) -> float:
         again = [
-            Group(rank, 2, store=group._store, name=name, epoch=epoch, timeout_s=20)
+            Group(rank, 2, store=store, name=name, epoch=epoch, timeout_s=patience(20))
             for name, epoch in (("default", 1), ("other", 0))
         ]
         total = sum(float(g.all_reduce(np.ones(100, np.float32))[0]) for g in (*again, group))
@@ -223,15 +226,17 @@ def test_groups_of_several_names_and_epochs_live_on_one_store() -> None:
             g.close()
         return total
 
-    assert run_ranks(2, body) == [6.0, 6.0]
+    assert run_ranks(2, body, store=store) == [6.0, 6.0]
 
 
 def test_a_reducer_with_a_secret_takes_only_those_who_know_it() -> None:
     with Reducer(secret="swordfish") as reducer:
         for secret in (None, "trout"):
             with pytest.raises(UntrustedPeerError):
-                Group(0, 1, reducers=[reducer.address], shares=[0, 1], secret=secret, timeout_s=5)
-        with Group(0, 1, reducers=[reducer.address], shares=[0, 1], secret=b"swordfish", timeout_s=5) as group:
+                Group(0, 1, reducers=[reducer.address], shares=[0, 1], secret=secret, timeout_s=patience(5))
+        with Group(
+            0, 1, reducers=[reducer.address], shares=[0, 1], secret=b"swordfish", timeout_s=patience(5)
+        ) as group:
             assert group.all_reduce(np.ones(10, np.float32)).sum() == 10
         assert reducer.metrics()["refused"] >= 2
     with pytest.raises(UntrustedPeerError):
@@ -251,7 +256,7 @@ def test_garbage_and_silence_at_a_reducers_port_disturb_nobody() -> None:
         return True
 
     assert run_ranks(2, body, reducers=[reducer.address], shares=[0, 0, 1], transport="tcp") == [True, True]
-    until = time.monotonic() + 10
+    until = time.monotonic() + patience(10)
     while reducer.metrics()["refused"] < 10 and time.monotonic() < until:
         time.sleep(0.05)
     assert reducer.metrics()["refused"] >= 10
@@ -288,13 +293,13 @@ def test_a_rank_that_stays_away_is_named_by_all_others_at_the_deadline(options: 
     def body(rank: int, group: Group) -> None:
         try:
             if rank != 1:
-                group.all_reduce(np.ones(100_000, np.float32), timeout_s=2.0)
+                group.all_reduce(np.ones(100_000, np.float32), timeout_s=patience(2.0))
         finally:
-            others.wait(30)
+            others.wait(patience(30))
 
     began = time.monotonic()
     results = run_ranks(3, body, **options)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < patience(15)
     for rank in (0, 2):
         assert isinstance(results[rank], CollectiveTimeoutError)
         assert results[rank].ranks == (1,)

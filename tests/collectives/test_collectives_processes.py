@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
+from deadlines import patience
 
 from geartrain.collectives import include_path, library_path
 from geartrain.errors import MissingDependencyError
@@ -26,8 +28,8 @@ class Process:
     """A child, and the lines that it says."""
 
     def __init__(self, *command: str, **environment: str) -> None:
-        self.child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        self.child = preloaded.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
         )
 
     def line(self) -> str:
@@ -41,7 +43,7 @@ class Process:
 
     def last(self) -> dict[str, Any]:
         """What it says last."""
-        out, err = self.child.communicate(timeout=60)
+        out, err = self.child.communicate(timeout=patience(60))
         assert out, err
         return json.loads(out.strip().splitlines()[-1])
 
@@ -99,14 +101,14 @@ def test_a_killed_rank_is_an_error_on_all_others_by_name(
         assert said["error"] == "RankLostError"
         assert said["ranks"] == [2]
         assert "rank 2 went away" in said["text"]
-        assert said["at"] - killed_at < 10
+        assert said["at"] - killed_at < patience(10)
 
 
 @pytest.mark.parametrize("algorithm", ["shares", "ring"])
 def test_a_stopped_rank_is_named_by_all_others_at_the_deadline(
     processes: list[Process], tmp_path: Path, algorithm: str
 ) -> None:
-    ranks = start(processes, tmp_path, 4, steps=1_000_000, op_timeout_s=3.0, algorithm=algorithm)
+    ranks = start(processes, tmp_path, 4, steps=1_000_000, op_timeout_s=patience(3.0), algorithm=algorithm)
     for rank in ranks:
         while rank.say()["step"] < 3:
             pass
@@ -144,7 +146,9 @@ def test_a_killed_reducer_is_named_and_without_it_the_work_goes_on(processes: li
 
 def test_a_stopped_reducer_is_named_at_the_deadline(processes: list[Process], tmp_path: Path) -> None:
     stopped, address = reducer_process(processes)
-    ranks = start(processes, tmp_path, 2, steps=1_000_000, op_timeout_s=3.0, reducers=[address], shares=[0, 0, 1])
+    ranks = start(
+        processes, tmp_path, 2, steps=1_000_000, op_timeout_s=patience(3.0), reducers=[address], shares=[0, 0, 1]
+    )
     for rank in ranks:
         while rank.say()["step"] < 3:
             pass
@@ -175,7 +179,7 @@ def test_the_reducer_command_wants_a_secret_beyond_loopback_and_stops_when_told(
         [sys.executable, "-m", "geartrain", "reducer", "--bind", "0.0.0.0:0"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
         check=False,
     )
     assert refused.returncode == 1
@@ -187,7 +191,7 @@ def test_the_reducer_command_wants_a_secret_beyond_loopback_and_stops_when_told(
         assert rank.last()["done"]
     assert "ranks" in process.line()
     process.child.send_signal(signal.SIGTERM)
-    out, err = process.child.communicate(timeout=30)
+    out, err = process.child.communicate(timeout=patience(30))
     assert process.child.returncode == 0, err
     assert "reducer stops" in out
 
@@ -199,7 +203,7 @@ def test_the_reducer_command_serves_metrics(processes: list[Process]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     reducer_process(processes, "--metrics-port", str(port))
-    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read().decode()
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=patience(20)).read().decode()
     assert "geartrain_reducer_groups_served_total 0.0" in text
     assert "geartrain_reducer_memory_bytes 0.0" in text
 
@@ -213,7 +217,7 @@ def test_a_program_in_c_reduces_with_the_shipped_header_and_library(tmp_path: Pa
     except MissingDependencyError as error:
         pytest.skip(str(error))
     program = tmp_path / "program"
-    source = HERE.parent / "native" / "test" / "allreduce_in_c.c"
+    source = HERE.parents[1] / "native" / "tests" / "collectives" / "allreduce_in_c.c"
     subprocess.run(
         [
             compiler,
@@ -229,5 +233,5 @@ def test_a_program_in_c_reduces_with_the_shipped_header_and_library(tmp_path: Pa
         ],
         check=True,
     )
-    done = subprocess.run([str(program), "4"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([str(program), "4"], capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.returncode == 0, done.stdout + done.stderr

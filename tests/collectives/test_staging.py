@@ -1,128 +1,27 @@
-"""All-reduce of a GPU's tensors, on streams that are told of here: nothing is right that an event does not make so."""
+"""Staging of GPU tensors for all-reduce, on a simulated device: nothing is right that an event does not make so."""
 
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from deadlines import patience
 
 torch = pytest.importorskip("torch")
 
 from geartrain.collectives.torch_backend.staging import Staging  # noqa: E402
 from geartrain.errors import ConnectionClosedError, PeerLostError, WaitTimeoutError  # noqa: E402
+from geartrain.tools.testing import SimulatedDevice  # noqa: E402
 
 CHUNK = 64  # bytes
 
 
-class Event:
-    """CUDA's: waiting for it means waiting for what it was recorded after, at the time of the call."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.mark: Mark | None = None
-
-    def record(self, stream: Stream) -> None:
-        with self.device.lock:
-            self.mark = Mark(stream)
-            stream.add(self.mark)
-
-    def synchronize(self) -> None:
-        with self.device.lock:
-            if self.mark is not None:
-                self.device.host_waits.append((threading.current_thread().name, self.mark.stream.name))
-                self.mark.stream.run_until(self.mark)
-
-
-class Mark:
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.reached = False
-
-
-class Stream:
-    """A queue of copies, marks, and waits for marks of other streams."""
-
-    def __init__(self, device: Device, name: str) -> None:
-        self.device, self.name = device, name
-        self.queue: list[Any] = []
-
-    def wait_event(self, event: Event) -> None:
-        with self.device.lock:
-            if event.mark is not None and self.device.obeys_waits:
-                self.add(("wait", event.mark))
-
-    def add(self, item: Any) -> None:
-        with self.device.lock:
-            self.queue.append(item)
-            self.device.move()
-
-    def run_until(self, mark: Mark) -> None:
-        while not mark.reached:
-            self.run_one()
-
-    def run_one(self) -> None:
-        item = self.queue.pop(0)
-        if isinstance(item, Mark):
-            item.reached = True
-        elif isinstance(item, tuple):
-            item[1].stream.run_until(item[1])
-        else:
-            item()
-
-
-class Device:
-    """Does its work late (only when somebody waits for it), at once, or at random."""
-
-    def __init__(self, pace: str, obeys_waits: bool = True, seed: int = 0) -> None:
-        self.pace, self.obeys_waits = pace, obeys_waits
-        self.random = random.Random(seed)
-        self.lock = threading.RLock()
-        self.streams: list[Stream] = []
-        self.callers = self.stream("caller")
-        self.here = threading.local()
-        self.host_waits: list[tuple[str, str]] = []
-        self.kept: list[tuple[int, str]] = []
-
-    def move(self) -> None:
-        chance = {"late": 0.0, "at once": 1.0, "random": 0.4}[self.pace]
-        for stream in self.random.sample(self.streams, len(self.streams)):
-            while stream.queue and self.random.random() < chance:
-                stream.run_one()
-
-    def current(self) -> Stream:
-        return getattr(self.here, "stream", self.callers)
-
-    def stream(self, name: str | None = None) -> Stream:
-        stream = Stream(self, name or f"side {len(self.streams)}")
-        self.streams.append(stream)
-        return stream
-
-    def event(self) -> Event:
-        return Event(self)
-
-    @contextlib.contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before = self.current()
-        self.here.stream = stream
-        yield
-        self.here.stream = before
-
-    def pinned(self, count: int) -> torch.Tensor:
-        return torch.full((count,), 255, dtype=torch.uint8)
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        self.do(lambda: to.copy_(source))
-
-    def do(self, work: Callable[[], Any]) -> None:
-        self.current().add(work)
-
-    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        self.kept.append((tensor.data_ptr(), stream.name))
+# Of work that runs before the host waits for it.
+PACES = {"late": 0.0, "at once": 1.0, "random": 0.4}
 
 
 class Network:
@@ -153,7 +52,7 @@ class Reduction:
 
 
 @contextlib.contextmanager
-def staging(device: Device, **options: Any) -> Iterator[Staging]:
+def staging(device: SimulatedDevice, **options: Any) -> Iterator[Staging]:
     aborted: list[str] = []
     one = Staging(device, aborted.append, chunk_bytes=CHUNK, **options)
     one.aborted = aborted
@@ -161,22 +60,22 @@ def staging(device: Device, **options: Any) -> Iterator[Staging]:
     one.close(5)
 
 
-def train(device: Device, one: Staging, network: Network, sizes: list[int], dtype: Any = torch.float32) -> list[Any]:
+def train(
+    device: SimulatedDevice, one: Staging, network: Network, sizes: list[int], dtype: Any = torch.float32
+) -> list[Any]:
     """What a backward pass does: makes gradients late, submits each, waits, and uses them; returns what was used."""
     gradients = [torch.zeros(size, dtype=dtype) for size in sizes]
     jobs = []
     for i, gradient in enumerate(gradients):
-        device.do(lambda g=gradient, i=i: g.copy_(torch.arange(g.numel()) % 50 + i))
+        device.run(lambda g=gradient, i=i: g.copy_(torch.arange(g.numel()) % 50 + i))
         jobs.append(one.submit(gradient, network.reduce))
     used = []
     for job, gradient in zip(jobs, gradients, strict=True):
-        job.wait(5)
+        job.wait(patience(5))
         one.join(job)
-        device.do(lambda g=gradient: used.append(g.clone()))
-    end = device.event()
-    end.record(device.callers)
-    device.host_waits_before_end = list(device.host_waits)
-    end.synchronize()
+        device.run(lambda g=gradient: used.append(g.clone()))
+    device.waits_of_staging = list(device.host_waits)
+    device.sync(device.record())
     return used
 
 
@@ -187,11 +86,11 @@ def expected(sizes: list[int], dtype: Any = torch.float32) -> list[Any]:
 SIZES = [16, 5, 1, 33, 160, 17]
 
 
-@pytest.mark.parametrize("pace", ["late", "at once", "random"])
+@pytest.mark.parametrize("pace", PACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_results_are_right_however_late_or_early_the_device_works(pace: str, dtype: Any) -> None:
     for seed in range(10):
-        device, network = Device(pace, seed=seed), Network()
+        device, network = SimulatedDevice(seed, chance=PACES[pace]), Network()
         with staging(device) as one:
             used = train(device, one, network, SIZES, dtype)
         for got, wanted in zip(used, expected(SIZES, dtype), strict=True):
@@ -200,40 +99,39 @@ def test_results_are_right_however_late_or_early_the_device_works(pace: str, dty
 
 def test_without_the_events_results_would_be_wrong() -> None:
     # What the test above is worth: the same on a device that ignores what its streams are told to wait for.
-    device, network = Device("late", obeys_waits=False), Network()
+    device, network = SimulatedDevice(chance=0, obeys_waits=False), Network()
     with staging(device) as one:
         used = train(device, one, network, SIZES)
     assert not all(torch.equal(a, b) for a, b in zip(used, expected(SIZES), strict=True))
 
 
 def test_no_host_thread_waits_for_the_callers_stream() -> None:
-    device, network = Device("late"), Network()
+    device, network = SimulatedDevice(chance=0), Network()
     with staging(device) as one:
         train(device, one, network, SIZES)
-    assert device.host_waits_before_end
-    assert {(thread, stream) for thread, stream in device.host_waits_before_end} == {("geartrain-staging", "side 1")}
+    assert set(device.waits_of_staging) == {("geartrain-staging", "stream 1")}
 
 
 def test_submitting_waits_for_nothing() -> None:
-    device, network = Device("late"), Network()
+    device, network = SimulatedDevice(chance=0), Network()
     gate = threading.Event()
 
     def slow(host: torch.Tensor) -> Any:
-        assert gate.wait(5)
+        assert gate.wait(patience(5))
         return network.reduce(host)
 
     with staging(device) as one:
         before = time.monotonic()
         jobs = [one.submit(torch.ones(400), slow) for _ in range(20)]
-        assert time.monotonic() - before < 1
+        assert time.monotonic() - before < patience(1)
         assert not any(job.finished.is_set() for job in jobs)
         gate.set()
         for job in jobs:
-            job.wait(5)
+            job.wait(patience(5))
 
 
 def test_chunks_go_in_order_and_depend_on_the_tensor_alone() -> None:
-    device, network = Device("random"), Network()
+    device, network = SimulatedDevice(chance=PACES["random"]), Network()
     with staging(device) as one:
         train(device, one, network, SIZES)
     assert [chunk.numel() for chunk in network.sent] == [16, 5, 1, 16, 16, 1, *[16] * 10, 16, 1]
@@ -242,45 +140,43 @@ def test_chunks_go_in_order_and_depend_on_the_tensor_alone() -> None:
 
 def test_several_chunks_are_on_the_network_at_once_and_no_more_than_the_depth() -> None:
     for depth in (1, 3):
-        device, network = Device("random"), Network()
+        device, network = SimulatedDevice(chance=PACES["random"]), Network()
         with staging(device, depth=depth) as one:
             train(device, one, network, [16] * 12)
         assert network.most == depth
 
 
 def test_memory_stays_until_the_side_streams_are_done_with_it() -> None:
-    device, network = Device("late"), Network()
+    device, network = SimulatedDevice(chance=0), Network()
     gradient = torch.ones(40)
     with staging(device) as one:
-        one.submit(gradient, network.reduce).wait(5)
-    assert {stream for address, stream in device.kept if address == gradient.data_ptr()} == {"side 1", "side 2"}
+        one.submit(gradient, network.reduce).wait(patience(5))
+    assert {stream for address, stream in device.used_by if address == gradient.data_ptr()} == {"stream 1", "stream 2"}
 
 
 def test_more_work_follows_the_result_before_the_caller_goes_on() -> None:
-    device, network = Device("late"), Network()
+    device, network = SimulatedDevice(chance=0), Network()
     flat, strided = torch.ones(40), torch.zeros(40, 2)[:, 0]
     with staging(device) as one:
         job = one.submit(flat, network.reduce, after=lambda: device.copy(strided, flat))
-        job.wait(5)
+        job.wait(patience(5))
         one.join(job)
         seen: list[float] = []
-        device.do(lambda: seen.append(float(strided.sum())))
-        end = device.event()
-        end.record(device.callers)
-        end.synchronize()
+        device.run(lambda: seen.append(float(strided.sum())))
+        device.sync(device.record())
     assert seen == [80.0]
 
 
 @pytest.mark.parametrize("error_at", [0, 3, 9])
 def test_a_lost_peer_fails_the_tensor_and_ends_the_group(error_at: int) -> None:
-    device, network = Device("random"), Network()
+    device, network = SimulatedDevice(chance=PACES["random"]), Network()
     network.error_at = error_at
     with staging(device) as one:
         jobs = [one.submit(torch.ones(64), network.reduce) for _ in range(5)]
         failed = 0
         for job in jobs:
             try:
-                job.wait(5)
+                job.wait(patience(5))
             except PeerLostError as error:
                 failed += 1
                 assert "rank 1 went away" in str(error)
@@ -290,11 +186,11 @@ def test_a_lost_peer_fails_the_tensor_and_ends_the_group(error_at: int) -> None:
 
 
 def test_a_wait_has_a_deadline_and_a_closed_stage_takes_nothing() -> None:
-    device, network = Device("late"), Network()
+    device, network = SimulatedDevice(chance=0), Network()
     gate = threading.Event()
 
     def slow(host: torch.Tensor) -> Any:
-        assert gate.wait(5)
+        assert gate.wait(patience(5))
         return network.reduce(host)
 
     with staging(device) as one:
@@ -302,6 +198,6 @@ def test_a_wait_has_a_deadline_and_a_closed_stage_takes_nothing() -> None:
         with pytest.raises(WaitTimeoutError, match="not done within"):
             job.wait(0.05)
         gate.set()
-        job.wait(5)
+        job.wait(patience(5))
     with pytest.raises(ConnectionClosedError):
         one.submit(torch.ones(4), network.reduce)

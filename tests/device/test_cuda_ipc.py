@@ -1,4 +1,4 @@
-"""From GPU to GPU through lent slots, on memory that behaves like GPUs': nothing is read early, kept, or lost."""
+"""CUDA IPC transfers through leased slots, on simulated devices: nothing is read early, kept, or lost."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_gpu import FakeDriver
 
 import geartrain.device.cuda_ipc as cuda_ipc
 from geartrain.core.schema import DTYPES
-from geartrain.device.cuda_ipc import BLOCK, Receiver, Sender, Slot
+from geartrain.device.cuda_ipc import BLOCK, IpcReceiver, IpcSender, IpcSlot
 from geartrain.errors import BusyError, MessageError, TransportError
+from geartrain.tools.testing import SimulatedRuntime
 
 
 class Pair:
-    """Two ends with a driver each, as in two processes."""
+    """Two ends with a runtime each, as in two processes."""
 
     def __init__(self, folder: Path, delay_s: float = 0.0, **limits: int) -> None:
-        self.mine, self.theirs = FakeDriver(folder, delay_s=delay_s), FakeDriver(folder, delay_s=delay_s)
-        self.sender, self.receiver = Sender(self.mine), Receiver(self.theirs, **limits)
+        self.mine, self.theirs = SimulatedRuntime(folder, delay_s=delay_s), SimulatedRuntime(folder, delay_s=delay_s)
+        self.sender, self.receiver = IpcSender(self.mine), IpcReceiver(self.theirs, **limits)
 
     def send(self, tensors: list[Any], device: int = 0) -> list[Any]:
         return self.take(*self.push(tensors, device))
 
-    def push(self, tensors: list[Any], device: int = 0) -> tuple[Slot, bytes, list[Any]]:
+    def push(self, tensors: list[Any], device: int = 0) -> tuple[IpcSlot, bytes, list[Any]]:
         offsets, end = cuda_ipc.layout([tensor.nbytes for tensor in tensors])
-        slot = self.receiver.room(end, device)
+        slot = self.receiver.lease(end, device)
         token = self.sender.push(tensors[0].device if tensors else 0, slot.descriptor, tensors)
         return slot, token, [(DTYPES[t.dtype].code, t.shape, at) for t, at in zip(tensors, offsets, strict=True)]
 
-    def take(self, slot: Slot, token: bytes, forms: list[Any]) -> list[Any]:
+    def take(self, slot: IpcSlot, token: bytes, forms: list[Any]) -> list[Any]:
         return self.receiver.take(slot, token, forms)
 
     def memory(self) -> int:
@@ -64,29 +64,29 @@ def test_nothing_is_read_before_it_is_there_nor_written_before_it_was_read(tmp_p
     assert pair.mine.opened == 1
 
 
-def test_slots_are_lent_again_when_they_fit_and_their_number_is_bounded(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, max_lent_bytes=8 * BLOCK, max_warm_bytes=3 * BLOCK)
-    big, small = pair.receiver.room(3 * BLOCK, 0), pair.receiver.room(1, 0)
-    with pytest.raises(BusyError, match="lent to this peer already"):
-        pair.receiver.room(5 * BLOCK, 0)
-    other = pair.receiver.room(1, 1)  # of another device
-    assert pair.receiver.lent_bytes == 5 * BLOCK
+def test_slots_are_leased_again_when_they_fit_and_their_number_is_bounded(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, max_leased_bytes=8 * BLOCK, max_idle_bytes=3 * BLOCK)
+    big, small = pair.receiver.lease(3 * BLOCK, 0), pair.receiver.lease(1, 0)
+    with pytest.raises(BusyError, match="leased to this peer already"):
+        pair.receiver.lease(5 * BLOCK, 0)
+    other = pair.receiver.lease(1, 1)  # of another device
+    assert pair.receiver.leased_bytes == 5 * BLOCK
     token = pair.sender.push(0, small.descriptor, [])
     pair.take(small, token, [])
-    assert pair.receiver.room(100, 0) is small
+    assert pair.receiver.lease(100, 0) is small
     pair.take(small, token, [])
     pair.take(big, pair.sender.push(0, big.descriptor, []), [])
-    assert pair.receiver.warm_bytes <= 3 * BLOCK
+    assert pair.receiver.idle_bytes <= 3 * BLOCK
     pair.take(other, pair.sender.push(0, other.descriptor, []), [])
-    assert pair.receiver.lent_bytes == 0
+    assert pair.receiver.leased_bytes == 0
 
 
-def test_a_slot_whose_sender_gave_up_is_not_lent_again(tmp_path: Path) -> None:
+def test_a_slot_whose_sender_gave_up_is_not_leased_again(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     slot, _, _ = pair.push([pair.mine.tensor(0, np.ones(5))])
     pair.receiver.abandon(slot)
     pair.receiver.abandon(slot)  # twice is once
-    again = pair.receiver.room(5, 0)
+    again = pair.receiver.lease(5, 0)
     assert again is not slot
     assert pair.memory() == 2  # CUDA wants it closed first
     pair.take(again, pair.sender.push(0, again.descriptor, []), [])
@@ -103,7 +103,7 @@ def test_the_end_of_either_gives_all_memory_back(tmp_path: Path) -> None:
     pair.receiver.close()
     assert pair.memory() == 0
     with pytest.raises(TransportError, match="has ended"):
-        pair.receiver.room(1, 0)
+        pair.receiver.lease(1, 0)
 
 
 def test_events_outlive_the_connection_and_are_used_again(tmp_path: Path) -> None:
@@ -120,11 +120,11 @@ def test_events_outlive_the_connection_and_are_used_again(tmp_path: Path) -> Non
 def test_memory_that_cannot_be_opened_is_a_named_error(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    receiver = Receiver(FakeDriver(tmp_path / "a"))
-    mine = FakeDriver(tmp_path / "b")
-    slot = receiver.room(10, 0)
+    receiver = IpcReceiver(SimulatedRuntime(tmp_path / "a"))
+    mine = SimulatedRuntime(tmp_path / "b")
+    slot = receiver.lease(10, 0)
     with pytest.raises(TransportError, match="cudaIpcOpenMemHandle on cuda:1: No such file"):
-        Sender(mine).push(1, slot.descriptor, [mine.tensor(1, np.ones(1))])
+        IpcSender(mine).push(1, slot.descriptor, [mine.tensor(1, np.ones(1))])
     assert mine.opened == 0
 
 
@@ -132,28 +132,28 @@ def test_no_memory_is_a_named_error_and_costs_nothing(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     pair.theirs.max_bytes = BLOCK
     with pytest.raises(TransportError, match="out of memory"):
-        pair.receiver.room(2 * BLOCK, 0)
-    assert pair.receiver.lent_bytes == pair.memory() == 0
+        pair.receiver.lease(2 * BLOCK, 0)
+    assert pair.receiver.leased_bytes == pair.memory() == 0
 
 
 def test_what_cannot_be_in_a_slot_is_refused(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
-    slot = pair.receiver.room(1, 0)
+    slot = pair.receiver.lease(1, 0)
     with pytest.raises(MessageError, match="do not fit"):
         pair.sender.push(0, slot.descriptor, [pair.mine.tensor(0, np.ones(BLOCK))])
     token = pair.sender.push(0, slot.descriptor, [])
     for forms in ([(12, (BLOCK,), 0)], [(12, (1,), -4)], [(12, (1,), slot.nbytes)]):
-        one = pair.receiver.room(1, 0)
+        one = pair.receiver.lease(1, 0)
         with pytest.raises(MessageError, match="not in a slot"):
             pair.take(one, token, forms)
     with pytest.raises(TransportError, match="event cannot be opened"):
         pair.take(slot, b"nonsense", [])
-    assert pair.receiver.lent_bytes == 0
+    assert pair.receiver.leased_bytes == 0
 
 
 def test_many_slots_do_not_stay_open_for_ever(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, max_warm_bytes=0)
-    pair.sender = Sender(pair.mine, max_open=4)
+    pair = Pair(tmp_path, max_idle_bytes=0)
+    pair.sender = IpcSender(pair.mine, max_open=4)
     for i in range(12):
         (tensor,) = pair.send([pair.mine.tensor(0, np.full(3, i))])
         assert (tensor.numpy() == i).all()
@@ -162,27 +162,29 @@ def test_many_slots_do_not_stay_open_for_ever(tmp_path: Path) -> None:
 
 
 def test_nothing_is_freed_that_the_sender_has_open(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, max_warm_bytes=0)
-    freed = pair.theirs.free
-
-    def free(device: int, address: int) -> None:
-        handle = pair.theirs.export(device, address)
-        assert handle not in open_now.values()
-        freed(device, address)
-
+    pair = Pair(tmp_path, max_idle_bytes=0)
     open_now: dict[int, bytes] = {}
-    opens, closes = pair.mine.open, pair.mine.close
 
-    def open_(device: int, handle: bytes) -> int:
-        address = opens(device, handle)
-        open_now[address] = handle
-        return address
+    def watch(mine: Any, theirs: Any) -> None:
+        freed, opens, closes = theirs.free, mine.open, mine.close
 
-    def close(device: int, address: int) -> None:
-        del open_now[address]
-        closes(device, address)
+        def free(address: int) -> None:
+            assert theirs.export(address) not in open_now.values()
+            freed(address)
 
-    pair.theirs.free, pair.mine.open, pair.mine.close = free, open_, close  # type: ignore[method-assign]
+        def open_(handle: bytes) -> int:
+            address = opens(handle)
+            open_now[address] = handle
+            return int(address)
+
+        def close(address: int) -> None:
+            del open_now[address]
+            closes(address)
+
+        theirs.free, mine.open, mine.close = free, open_, close
+
+    for index in range(2):
+        watch(pair.mine.device(index), pair.theirs.device(index))
     for i in range(8):
         pair.send([pair.mine.tensor(0, np.ones(3))], device=i % 2)
         slot, _, _ = pair.push([pair.mine.tensor(1, np.ones(3))])

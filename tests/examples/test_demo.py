@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 
@@ -142,7 +143,7 @@ def test_a_missing_package_is_one_line_with_the_cure(tmp_path):
         env=broken,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
         check=False,
     )
     assert done.returncode == 1
@@ -166,7 +167,9 @@ def test_the_script_runs_end_to_end_and_repeats_itself(simulator, tmp_path):
     results = []
     for out in (tmp_path / "first", tmp_path / "second"):
         command = [sys.executable, str(SCRIPT), "--quick", "--steps=5", "--episodes=4", "--seed=3"]
-        done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [*command, "--out", str(out)], capture_output=True, text=True, timeout=patience(120), check=False
+        )
         assert done.returncode == 0, done.stderr
         assert (out / "learning_curve.png").stat().st_size > 10_000
         for promised in ("expert return", "model return", "GB/s", "samples/s", "waiting for data"):
@@ -187,13 +190,13 @@ def test_an_interrupted_run_leaves_no_segment_behind(simulator, tmp_path, stop, 
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     mine = f"hopper-demo-{running.pid}"
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + patience(60)
         while not any(mine in name for name in demo_segments()) and time.monotonic() < until:
             time.sleep(0.05)
         assert any(mine in name for name in demo_segments()), "the run never made its store"
         time.sleep(after_s)  # 0.2 s: collectors are starting; 6 s: they are writing.
         running.send_signal(stop)
-        _, errors = running.communicate(timeout=30)
+        _, errors = running.communicate(timeout=patience(30))
     finally:
         running.kill()
     assert running.returncode == 128 + stop

@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain as gt
-from geartrain.actors import Recorder, Stepped, recorded_fields
+from geartrain.actors import EpisodeRecorder, StepResult, recorded_fields
 
 torch = pytest.importorskip("torch", reason="the examples train torch models")
 pytest.importorskip("rich", reason="the examples draw progress bars with rich")
@@ -46,9 +48,10 @@ def run(example, tmp_path, *options, timeout_s=110):
     """Runs an example; its curve. Nothing of it may stay in shared memory."""
     curve, picture = tmp_path / "curve.json", tmp_path / "curve.png"
     command = [sys.executable, f"examples/{example}", "--tiny", *options, "--curve", str(curve), "--plot", str(picture)]
-    done = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
-    _, errors = done.communicate(timeout=timeout_s)
-    assert done.returncode == 0, errors.decode()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = preloaded.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+    _, errors = done.communicate(timeout=patience(timeout_s))
+    assert done.returncode == 0, errors
     assert not [path.name for path in Path("/dev/shm").iterdir() if path.name.endswith(f"-{done.pid}")]
     assert picture.stat().st_size > 5000
     return json.loads(curve.read_text())
@@ -105,7 +108,7 @@ def test_advantages_are_those_of_a_slow_loop(mat, store_name):
     episodes = [(12, True), (5, False), (1, True), (7, True), (3, False)]
     wanted = []
     with gt.Store.create(store_name(), recorded_fields(fields, steps, value=value_field), capacity=20) as store:
-        recorder = Recorder(store)
+        recorder = EpisodeRecorder(store)
         for length, terminated in episodes:
             seen = rng.normal(size=(length + 1, 2, 3)).astype("float32")
             values = team.encode(torch.from_numpy(seen))[1].detach().numpy()
@@ -161,7 +164,7 @@ class Agree:
         last = self._look()
         self._begin(over)
         no = np.zeros(self.n, bool)
-        return Stepped(last, right.astype("float32"), over, no, self._look(), ~no)
+        return StepResult(last, right.astype("float32"), over, no, self._look(), ~no)
 
     def fields(self, max_steps):
         return {
@@ -209,7 +212,7 @@ def test_the_team_learns_to_agree_through_the_store(mat, store_name):
 @pytest.mark.timeout(300)
 def test_battles_are_learned_from_end_to_end(tmp_path):
     pytest.importorskip("jaxmarl", reason="SMAX is an extra: pip install 'geartrain[smax]'")
-    found = run("online_mat_smax.py", tmp_path, timeout_s=280)
+    found = run("online_mat_smax.py", tmp_path, timeout_s=patience(280))
     assert found["result"]["environment_steps"] >= 600
     assert 0 <= found["result"]["greedy"] <= 1
     assert found["result"]["versions"] == len(found["points"]) - 1 > 1
@@ -229,7 +232,7 @@ def test_a_missing_simulator_is_one_line_with_the_cure(tmp_path, example, packag
     (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package}')")
     broken = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, str(ROOT / "examples" / example), "--tiny"]
-    done = subprocess.run(command, env=broken, capture_output=True, text=True, timeout=60, check=False)
+    done = preloaded.run(command, env=broken, timeout=patience(60))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "pip install 'geartrain[" in done.stderr
@@ -249,7 +252,7 @@ def test_goals_in_hindsight_are_what_the_same_episode_achieved_later(sac, store_
         "reward": gt.Field((steps,), "float32"),
     }
     with gt.Store.create(store_name(), recorded_fields(fields, steps), capacity=20) as store:
-        recorder = Recorder(store)
+        recorder = EpisodeRecorder(store)
         places = np.cumsum(rng.normal(0, 0.03, (20, steps, 3)), 1)
         for episode in range(20):
             length = sac.EPISODE if episode % 3 else 9

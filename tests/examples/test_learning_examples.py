@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 
@@ -27,12 +28,9 @@ def run(command, tmp_path, timeout_s=110):
     """Runs an example; what its curve says. Nothing of it may stay in shared memory."""
     curve = tmp_path / "curve.json"
     before = set(Path("/dev/shm").iterdir())
-    done = subprocess.run(
+    done = preloaded.run(
         [*command, "--curve", str(curve), "--plot", str(tmp_path / "curve.png")],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+        timeout=patience(timeout_s),
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -123,7 +121,7 @@ class Tables(torch.nn.Module):
 def test_dqn_targets_are_those_of_a_slow_loop(store_name):
     """Episodes over several rows: every n-step target, stack and end is what the episode itself says."""
     import online_dqn_atari as dqn
-    from geartrain.actors import Recorder, recorded_fields
+    from geartrain.actors import EpisodeRecorder, recorded_fields
 
     fields = {
         "observation.frame": gt.Field((dqn.ROW, 1, 1), "uint8"),
@@ -150,7 +148,7 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name):
 
     expected = {int(frames[t]): wanted(t) - float(values(online, t)[actions[t]]) for t in range(length)}
     with gt.Store.create(store_name(), recorded_fields(fields, dqn.ROW), capacity=10) as store:
-        recorder = Recorder(store, overlap=dqn.WINDOW - 1)
+        recorder = EpisodeRecorder(store, overlap=dqn.WINDOW - 1)
 
         def seen(t):
             return {"observation.frame": frames[t].reshape(1, 1), "observation.age": np.int32(t)}
@@ -183,13 +181,10 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name):
 
 def test_two_stages_and_two_replicas_learn_what_one_process_learns(tmp_path, store_name):
     pytest.importorskip("torch.distributed.pipelining", reason="needs torch 2.4")
-    worker = [str(ROOT / "tests" / "pipeline_gato_worker.py"), str(tmp_path), store_name()]
-    done = subprocess.run(
+    worker = [str(ROOT / "tests" / "support" / "pipeline_gato_worker.py"), str(tmp_path), store_name()]
+    done = preloaded.run(
         [*TORCHRUN, "--nproc-per-node", "2", *worker],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
+        timeout=patience(110),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

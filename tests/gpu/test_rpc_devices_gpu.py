@@ -17,8 +17,8 @@ import pytest
 import geartrain.device.cuda_ipc as cuda_ipc
 import geartrain.transport.nixl as nixl
 from geartrain import rpc
-from geartrain.device.cuda_ipc import Receiver
-from geartrain.device.cuda_runtime import CudaDriver
+from geartrain.device.cuda_ipc import IpcReceiver
+from geartrain.device.cuda_runtime import CudaRuntime
 from geartrain.errors import DeviceError, PeerLostError, RemoteError, TransportError
 
 torch = pytest.importorskip("torch")
@@ -196,10 +196,9 @@ def test_nixl_carries_gpu_memory(start: Callable[..., Any]) -> None:
 
 
 def test_slots_are_real_memory_that_comes_back() -> None:
-    driver = CudaDriver()
     free_before, _ = torch.cuda.mem_get_info(0)
-    receiver = Receiver(driver)
-    slots = [receiver.room(256 << 20, 0) for _ in range(4)]
+    receiver = IpcReceiver(CudaRuntime())
+    slots = [receiver.lease(256 << 20, 0) for _ in range(4)]
     assert torch.cuda.mem_get_info(0)[0] <= free_before - (1 << 30)
     assert len({slot.descriptor[2] for slot in slots}) == 4
     receiver.close()

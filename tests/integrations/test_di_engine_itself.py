@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import patience
 
 PYTHON = os.environ.get("GEARTRAIN_DI_PYTHON", "")
 WORKER = Path(__file__).parents[1] / "support" / "di_engine_worker.py"
@@ -45,14 +46,14 @@ def started(arguments: list[str], log: Path, **environment: str) -> Iterator[sub
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
+            process.wait(patience(30))
 
 
 def run(case: str, directory: Path, **runner: Any) -> dict[int, dict[str, Any]]:
     """What each node found."""
     log = directory / "log"
     with started([str(WORKER), case, str(directory), json.dumps({"n_parallel_workers": 2, **runner})], log) as process:
-        assert process.wait(180) == 0, log.read_text()[-4000:]
+        assert process.wait(patience(180)) == 0, log.read_text()[-4000:]
     return found_in(directory)
 
 
@@ -97,16 +98,16 @@ def test_a_worker_killed_in_a_transfer_is_noticed_and_the_others_go_on_and_end(t
     arguments = [[str(WORKER), "killed", str(tmp_path), json.dumps({**runner, "node_ids": [i]})] for i in range(3)]
     logs = [tmp_path / f"log-{i}" for i in range(3)]
     with started(arguments[0], logs[0]) as one, started(arguments[1], logs[1]) as two, started(arguments[2], logs[2]):
-        ends = time.monotonic() + 120
+        ends = time.monotonic() + patience(120)
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert time.monotonic() < ends, logs[0].read_text()[-4000:]
             time.sleep(0.05)
         time.sleep(1.0)
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
         killed = time.monotonic()
-        assert one.wait(60) == 0, logs[0].read_text()[-4000:]
-        assert two.wait(60) == 0, logs[1].read_text()[-4000:]
-        assert time.monotonic() - killed < 30
+        assert one.wait(patience(60)) == 0, logs[0].read_text()[-4000:]
+        assert two.wait(patience(60)) == 0, logs[1].read_text()[-4000:]
+        assert time.monotonic() - killed < patience(30)
     found = found_in(tmp_path)
     assert found[0]["lost"] == found[1]["lost"] == [2]
     assert (found[0]["words"], found[1]["words"]) == ([1], [0])
@@ -114,7 +115,7 @@ def test_a_worker_killed_in_a_transfer_is_noticed_and_the_others_go_on_and_end(t
 
 def test_ditask_knows_the_options_and_refuses_what_is_not_there(tmp_path: Path) -> None:
     door = [PYTHON, "-m", "geartrain.integrations.di_engine", "ditask"]
-    shown = subprocess.run([*door, "--help"], capture_output=True, text=True, timeout=100, check=True).stdout
+    shown = subprocess.run([*door, "--help"], capture_output=True, text=True, timeout=patience(100), check=True).stdout
     for option in ("--mq-type", "--init-method", "--local-cuda-devices", "--cuda-device-map", "torchrpc:cuda"):
         assert option in shown
     main = tmp_path / "main_of_nothing.py"
@@ -131,7 +132,7 @@ def test_ditask_knows_the_options_and_refuses_what_is_not_there(tmp_path: Path) 
             [*door, *place, "--ports", "0", *given],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=patience(100),
             check=False,
             env=environment,
         )
@@ -139,7 +140,7 @@ def test_ditask_knows_the_options_and_refuses_what_is_not_there(tmp_path: Path) 
         assert said in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dqn_learns_with_learner_evaluator_and_collector_as_commands_of_their_own(tmp_path: Path) -> None:
     curve = tmp_path / "curve.json"
     given = ["-c", DITASK, "--package", str(EXAMPLES), "--main", "di_engine_dqn.main", "--mq-type", "torchrpc"]
@@ -152,7 +153,7 @@ def test_dqn_learns_with_learner_evaluator_and_collector_as_commands_of_their_ow
     best = 0.0
     with started(commands[0], logs[0], **environment) as learner, started(commands[1], logs[1], **environment):
         with started(commands[2], logs[2], **environment):
-            ends = time.monotonic() + 330
+            ends = time.monotonic() + patience(330)
             while best < 100 and time.monotonic() < ends:
                 assert learner.poll() in (None, 0), logs[0].read_text()[-4000:]
                 time.sleep(0.5)

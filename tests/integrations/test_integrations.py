@@ -119,7 +119,7 @@ def test_episodes_without_a_step_are_left_out_and_counted(tmp_path: Path) -> Non
 
 
 def test_a_store_that_is_too_small_is_an_error_and_not_an_eviction() -> None:
-    with pytest.raises(SourceError, match="episode 2: the store is full, it takes 2 rows"):
+    with pytest.raises(SourceError, match=r"episode 2: the store is full \(2 rows\)"):
         import_dataset(Toy([3, 3, 3]), store_name(), capacity=2, progress=False)
 
 
@@ -148,7 +148,7 @@ def test_an_import_does_not_touch_a_store_that_is_there_already() -> None:
 
 def test_a_place_where_no_store_can_be_is_refused_before_the_data_is_read(tmp_path: Path) -> None:
     source = Toy([4, 2])
-    with pytest.raises(StoreMissingError, match="is no folder"):
+    with pytest.raises(StoreMissingError, match="is no directory"):
         import_dataset(source, tmp_path / "none" / "store", progress=False)
     with imported(Toy([1])) as store, pytest.raises(StoreExistsError):
         import_dataset(source, store.name, progress=False)
@@ -214,7 +214,7 @@ def test_nested_values_are_flattened_with_dots() -> None:
 
 def test_a_path_of_no_known_format_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    for path, state in ((tmp_path, "is of no format"), (tmp_path / "none", "is not there")):
+    for path, state in ((tmp_path, "has no known format"), (tmp_path / "none", "does not exist")):
         with pytest.raises(SourceError) as caught:
             open_source(path)
         message = str(caught.value)

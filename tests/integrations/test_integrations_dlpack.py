@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.errors import MissingDependencyError, SchemaError
+from geartrain.errors import ArgumentError, MissingDependencyError
 
 torch = pytest.importorskip("torch")
 
@@ -65,5 +65,5 @@ def test_cupy_takes_no_batch_of_the_host(replay: gt.Replay) -> None:
     pytest.importorskip("cupy")
     from geartrain.integrations.cupy import as_cupy
 
-    with pytest.raises(SchemaError, match="host memory"):
+    with pytest.raises(ArgumentError, match="host memory"):
         as_cupy(replay.sample())

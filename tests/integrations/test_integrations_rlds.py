@@ -154,7 +154,7 @@ def test_several_splits_must_be_told_apart(tmp_path: Path) -> None:
     records, expected = plain()
     folder(tmp_path, PLAIN, records[:3])
     folder(tmp_path, PLAIN, records[3:], split="val")
-    with pytest.raises(SourceError, match="has several splits: say split= one of train, val, or 'all'"):
+    with pytest.raises(SourceError, match="has several splits: choose split= from train, val, or 'all'"):
         open_source(tmp_path)
     with pytest.raises(SourceError, match="has no split 'test'"):
         open_source(tmp_path, split="test")

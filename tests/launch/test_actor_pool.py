@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -10,12 +11,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 from counting import Counting, Numbers
+from deadlines import patience
 
 import geartrain as gt
+import geartrain.core.counters as counters
 from geartrain.actors import environments_of, recorded_fields
-from geartrain.core.counters import Board
+from geartrain.core.counters import SharedCounters
 from geartrain.errors import ActorDiedError, ArgumentError, GeartrainError, StoreExistsError, StoreMissingError
 from geartrain.launch import ActorPool
 
@@ -46,7 +50,7 @@ def store(store_name):
 
 
 def wait_for(condition, timeout_s=60.0):
-    until_s = time.monotonic() + timeout_s
+    until_s = time.monotonic() + patience(timeout_s)
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.01)
@@ -60,12 +64,12 @@ def test_a_pool_acts_until_it_is_stopped(store):
         assert stats["restarts"] == 0
         assert stats["oldest_version"] == stats["newest_version"] == 3
         assert stats["policy_share"] + stats["environment_share"] + stats["store_share"] == pytest.approx(1.0)
-        path = pool._board.path
+        path = pool.counters.path
         assert path.exists()
     assert not path.exists()
     counts = store.stats()
     assert counts["writing"] == counts["growing"] == 0
-    assert counts["inserted"] == pool._board.column("rows").sum()  # what was going on was kept, and counted
+    assert counts["inserted"] == pool.counters.column("rows").sum()  # what was going on was kept, and counted
     assert store.audit() == []
 
 
@@ -75,7 +79,7 @@ def test_actors_that_the_limiter_holds_up_stop_with_the_pool(store):
         wait_for(lambda: store.limiter.state().insert_wait_s > 0 or pool.stats()["rows"] >= 8)
         time.sleep(0.3)  # every stream has come to a row that is not let in
         began_s = time.monotonic()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < patience(10)
     state, counts = store.limiter.state(), store.stats()
     assert state.inserts == counts["inserted"] == len(store)  # what waited was given back, and not counted
     assert counts["writing"] == 0
@@ -85,11 +89,11 @@ def test_actors_that_the_limiter_holds_up_stop_with_the_pool(store):
 def test_an_actor_that_is_killed_is_started_again_and_its_rows_come_back(store):
     with ActorPool(store, environments, policy, 2, max_restarts=3) as pool:
         for round_ in range(3):
-            wait_for(lambda: (pool._board.column("beat_s") > 0).all() and pool.stats()["alive"] == 2)
-            victim = int(pool._board.column("pid")[round_ % 2])
+            wait_for(lambda: (pool.counters.column("beat_s") > 0).all() and pool.stats()["alive"] == 2)
+            victim = int(pool.counters.column("pid")[round_ % 2])
             os.kill(victim, signal.SIGKILL)
             wait_for(lambda round_=round_, victim=victim: pool.stats()["restarts"] == round_ + 1)
-            wait_for(lambda victim=victim: victim not in pool._board.column("pid"))
+            wait_for(lambda victim=victim: victim not in pool.counters.column("pid"))
         before = pool.stats()["steps"]
         wait_for(lambda: pool.stats()["steps"] > before + 100)
         pool.check()
@@ -100,7 +104,7 @@ def test_an_actor_that_is_killed_is_started_again_and_its_rows_come_back(store):
 def test_one_death_too_many_is_an_error_that_says_what_it_was(store):
     pool = ActorPool(store, environments, policy, 1, max_restarts=0)
     wait_for(lambda: pool.stats()["steps"] > 0)
-    os.kill(int(pool._board.column("pid")[0]), signal.SIGKILL)
+    os.kill(int(pool.counters.column("pid")[0]), signal.SIGKILL)
     wait_for(lambda: pool._failed is not None)
     with pytest.raises(ActorDiedError, match="actor 0 was killed by SIGKILL"):
         pool.check()
@@ -110,6 +114,61 @@ def test_one_death_too_many_is_an_error_that_says_what_it_was(store):
             wait_for(lambda: pool._failed is not None)
     with pytest.raises(ArgumentError, match="at least one"):
         ActorPool(store, environments, policy, 0)
+
+
+def test_an_exit_status_that_something_else_has_taken_does_not_end_the_supervision(store):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children by itself, and nobody learns how
+    try:
+        with ActorPool(store, environments, policy, 1, max_restarts=1) as pool:
+            for restarts in (1, 2):
+                wait_for(lambda: pool.stats()["alive"] == 1 and pool.stats()["steps"] > 0)
+                victim = int(pool.counters.column("pid")[0])
+                os.kill(victim, signal.SIGKILL)
+                wait_for(lambda restarts=restarts: pool.stats()["restarts"] == restarts)
+            with pytest.raises(ActorDiedError, match="actor 0 ended, with an exit code that something else"):
+                pool.check()
+            pool.stop()
+            pool._failed = None  # told
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert store.audit() == []
+
+
+def test_functions_of_a_script_act_in_its_pool(store_name, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import functools
+import geartrain as gt
+import geartrain.core.counters as counters
+from counting import Counting
+from geartrain.actors import RandomPolicy, environments_of, recorded_fields
+from geartrain.launch import ActorPool
+
+def environments(length, context):
+    return [Counting(length)]
+
+def policy(context):
+    return RandomPolicy(Counting.action_space, seed=context.seed)
+
+if __name__ == "__main__":
+    fields = recorded_fields(environments_of([Counting()]).fields(8), 8)
+    with gt.Store.create({store_name()!r}, fields, capacity=9) as store:
+        with ActorPool(store, functools.partial(environments, 5), policy, 1) as pool:
+            while pool.stats()["rows"] < 2:
+                pool.check()
+        print(store.status()["length"][:2].tolist())
+"""
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    made = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=120, check=False)
+    assert (made.stdout, made.stderr) == ("[6, 6]\n", "")
+
+
+def test_what_cannot_be_pickled_is_refused_by_the_constructor(store):
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        ActorPool(store, lambda context: [Counting()], policy, 1)
+    assert [name for name in counters.names() if name.startswith("actors-")] == []
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="torch has one thread anyway")
@@ -128,28 +187,29 @@ def test_actors_die_with_the_process_that_made_them(store):
     code = f"""
 import time
 import geartrain as gt
+import geartrain.core.counters as counters
 from geartrain.launch import ActorPool
 from test_actor_pool import environments, policy, wait_for
 if __name__ == "__main__":
     store = gt.Store.open({store.name!r})
     pool = ActorPool(store, environments, policy, 2)
-    wait_for(lambda: (pool._board.column("beat_s") > 0).all())
-    print(pool._board.path, *(int(pid) for pid in pool._board.column("pid")), flush=True)
+    wait_for(lambda: (pool.counters.column("beat_s") > 0).all())
+    print(pool.counters.path, *(int(pid) for pid in pool.counters.column("pid")), flush=True)
     time.sleep(100)
 """
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
-    made = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1] / 'support'}"}
+    made = preloaded.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
     assert made.stdout is not None
-    board, *words = made.stdout.readline().split()
+    path, *words = made.stdout.readline().split()
     pids = [int(word) for word in words]
     assert len(pids) == 2
     made.kill()
     made.wait()
     wait_for(lambda: not any(_runs(pid) for pid in pids), 20)
     wait_for(lambda: store.reap() >= 0 and store.stats()["writing"] == 0, 20)  # once their last threads are gone
-    assert Path(board).exists()  # nobody was left to remove it
-    with Board.create(f"{store.name}-next", 1, ("steps",)):
-        assert not Path(board).exists()  # the next one did
+    assert Path(path).exists()  # nobody was left to remove it
+    with SharedCounters.create(f"{store.name}-next", 1, ("steps",)):
+        assert not Path(path).exists()  # the next one did
 
 
 def _runs(pid):
@@ -162,24 +222,24 @@ def _runs(pid):
 
 def test_a_board_is_seen_by_all_and_refuses_what_is_none(store_name, tmp_path):
     name = store_name()
-    with Board.create(name, 3, ("steps", "loss")) as board:
-        board.slot(2)["loss"] = 0.5
-        other = Board.open(name)
+    with SharedCounters.create(name, 3, ("steps", "loss")) as made:
+        made.slot(2)["loss"] = 0.5
+        other = SharedCounters.open(name)
         other.slot(0)["steps"] += 7
-        assert board.column("steps").tolist() == [7, 0, 0]
+        assert made.column("steps").tolist() == [7, 0, 0]
         assert dict(other.slot(2)) == {"steps": 0.0, "loss": 0.5}
         with pytest.raises(StoreExistsError):
-            Board.create(name, 1, ("a",))
+            SharedCounters.create(name, 1, ("a",))
         with pytest.raises(ArgumentError, match="slots 0 to 2"):
-            board.slot(3)
-        board.path.write_bytes(b"garbage" * 1000)
-        with pytest.raises(GeartrainError, match="is not a board"):
-            Board.open(name)
+            made.slot(3)
+        made.path.write_bytes(b"garbage" * 1000)
+        with pytest.raises(GeartrainError, match="has no counters of this build"):
+            SharedCounters.open(name)
     with pytest.raises(StoreMissingError):
-        Board.open(name)
+        SharedCounters.open(name)
     for wrong in ("", "a/b", ".hidden"):
         with pytest.raises(ArgumentError):
-            Board.create(wrong, 1, ("a",))
+            SharedCounters.create(wrong, 1, ("a",))
     with pytest.raises(ArgumentError):
-        Board.create(name, 1, ("a", "a"))
-    assert np.isfinite(board.column("steps")).all()
+        SharedCounters.create(name, 1, ("a", "a"))
+    assert np.isfinite(made.column("steps")).all()

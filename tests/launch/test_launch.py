@@ -11,23 +11,26 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import launched
 import numpy as np
+import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain as gt
-import geartrain.core.counters as board
+import geartrain.core.counters as counters
 from geartrain import launch
 from geartrain.errors import (
     ArgumentError,
     JobTimeoutError,
-    PartDiedError,
+    ProcessDiedError,
     StoreExistsError,
     StoreMissingError,
 )
-from geartrain.launch.hosts import place_of
+from geartrain.launch.hosts import host_position
 
 TESTS = Path(__file__).parents[1] / "support"
 LINGER = launch.Role("linger", launched.linger)
@@ -75,25 +78,60 @@ def test_learners_an_agent_and_actors_work_together_until_the_learners_are_done(
     assert summary.outcome == "finished"
     assert summary.restarts == {"learner": 0, "agent": 0, "actor": 0}
     for rank in range(2):
-        learner = summary.parts[f"learner-{rank}"]
+        learner = summary.processes[f"learner-{rank}"]
         assert (learner["exit_code"], learner["steps"], learner["version"]) == (0, 80, 80)
-        assert learner["figures"]["loss"] == pytest.approx(1 / 80)
+        assert learner["metrics"]["loss"] == pytest.approx(1 / 80)
         assert learner["samples"] == 80 * 8
     for number in range(2):
-        actor = summary.parts[f"actor-{number}"]
+        actor = summary.processes[f"actor-{number}"]
         assert actor["exit_code"] == 0
         assert actor["version"] > 0, "it never acted with a version that was published meanwhile"
-        assert actor["figures"]["return"] == 21  # 0 + 1 + ... + 6
-    assert sum(summary.parts[f"actor-{i}"]["rows"] for i in range(2)) == summary.store["inserted"]
-    assert summary.parts["agent-0"]["steps"] > 0
+        assert actor["metrics"]["return"] == 21  # 0 + 1 + ... + 6
+    assert sum(summary.processes[f"actor-{i}"]["rows"] for i in range(2)) == summary.store["inserted"]
+    assert summary.processes["agent-0"]["steps"] > 0
     assert json.loads((tmp_path / "logs" / "summary.json").read_text())["outcome"] == "finished"
     assert "learned 80 steps" in text(tmp_path, "learner-1")
     lines = capfd.readouterr().out
     assert re.search(r"learner 2/2, .*samples/s, waits \d+%, version \d+, loss", lines), lines
     with pytest.raises(StoreMissingError):
         gt.Store.open(made.name)  # the job went well: nothing of it stays
-    assert f"launch-{made.name}" not in board.names()
+    assert f"launch-{made.name}" not in counters.names()
     assert nobody_is_left(str(tmp_path)) is None
+
+
+def scrape(context):
+    context.report(steps=3, version=2, loss=0.25)
+    text = ""
+    log = context.folder / "launch.log"
+    while "metrics for Prometheus" not in text:
+        text = log.read_text()
+        time.sleep(0.02)
+    port = re.search(r"Prometheus on port (\d+)", text)[1]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as reply:
+        print(reply.read().decode())
+
+
+def test_metrics_are_served_to_prometheus(job, tmp_path):
+    pytest.importorskip("prometheus_client", reason="an extra: pip install 'geartrain[metrics]'")
+    run(job(launch.learners(scrape)), tmp_path, metrics_port=0)
+    said = text(tmp_path, "learner-0").splitlines()
+    for line in (
+        'geartrain_job_steps_total{process="learner-0"} 3.0',
+        'geartrain_job_wait_seconds_total{process="learner-0"} 0.0',
+        'geartrain_job_version{process="learner-0"} 2.0',
+        'geartrain_job_metric{name="loss",process="learner-0"} 0.25',
+    ):
+        assert line in said
+
+
+def test_a_job_goes_well_where_exit_codes_of_children_are_ignored(job, tmp_path):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        summary = run(job(launch.learners(launched.tell_environment)), tmp_path)
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert summary.processes["learner-0"]["exit_code"] == 0
 
 
 def test_ranks_are_told_what_torchrun_tells_them(job, tmp_path):
@@ -109,7 +147,7 @@ def test_ranks_are_told_what_torchrun_tells_them(job, tmp_path):
 
 
 def test_a_command_is_a_part_as_well_and_needs_to_know_nothing_of_it(job, tmp_path):
-    code = "from geartrain import launch; p = launch.part(); p.report(steps=7, loss=2.5); print(p.name, p.rank)"
+    code = "from geartrain import launch; p = launch.context(); p.report(steps=7, loss=2.5); print(p.name, p.rank)"
     summary = run(
         job(
             launch.learners([sys.executable, "-c", code], 1, env={"MINE": "1"}),
@@ -117,11 +155,11 @@ def test_a_command_is_a_part_as_well_and_needs_to_know_nothing_of_it(job, tmp_pa
         ),
         tmp_path,
     )
-    assert summary.parts["learner-0"]["steps"] == 7
-    assert summary.parts["learner-0"]["figures"] == {"loss": 2.5}
+    assert summary.processes["learner-0"]["steps"] == 7
+    assert summary.processes["learner-0"]["metrics"] == {"loss": 2.5}
     assert text(tmp_path, "learner-0") == "learner-0 0\n"
-    assert summary.parts["plain-0"]["exit_code"] == -signal.SIGTERM
-    with pytest.raises(PartDiedError, match="nothing-like-it: No such file"):
+    assert summary.processes["plain-0"]["exit_code"] == -signal.SIGTERM
+    with pytest.raises(ProcessDiedError, match="nothing-like-it: No such file"):
         run(job(launch.learners(["nothing-like-it"])), tmp_path / "again")
 
 
@@ -132,22 +170,24 @@ def test_a_job_without_learners_is_over_when_its_actors_are(job, tmp_path):
         keep_store="always",
     )
     summary = run(made, tmp_path)
-    assert [summary.parts[f"actor-{i}"]["steps"] for i in range(2)] == [100, 100]
+    assert [summary.processes[f"actor-{i}"]["steps"] for i in range(2)] == [100, 100]
     with gt.Store.open(made.name, adopt=True) as store:
         assert len(store) == summary.store["inserted"]
         assert store.audit() == []
 
 
-def make_store(part):
-    with part.store(launched.FIELDS, capacity=100):
-        launched.wait_for_rows(part, gt.Store.open(part.job), 28)
+def make_store(context):
+    with context.store(launched.FIELDS, capacity=100):
+        launched.wait_for_rows(context, gt.Store.open(context.job), 28)
 
 
 # --- a job that does not ----------------------------------------------------------------------------------------------
 
 
 def test_a_part_that_fails_ends_the_job_and_its_last_lines_are_told(job, tmp_path):
-    with pytest.raises(PartDiedError, match=r"(?s)learner-1 failed with exit code 1; .*ValueError: on purpose") as told:
+    with pytest.raises(
+        ProcessDiedError, match=r"(?s)learner-1 failed with exit code 1; .*ValueError: on purpose"
+    ) as told:
         run(job(launch.learners(fail_second, 2), LINGER, stop_s=4), tmp_path)
     assert "I am learner-1, and I fail" in str(told.value)
     assert str(tmp_path / "logs" / "learner-1.log") in str(told.value)
@@ -158,26 +198,26 @@ def test_a_part_that_fails_ends_the_job_and_its_last_lines_are_told(job, tmp_pat
     assert nobody_is_left(str(tmp_path)) is None
 
 
-def fail_second(part):
-    return launched.fail(part) if part.rank == 1 else launched.linger(part)
+def fail_second(context):
+    return launched.fail(context) if context.rank == 1 else launched.linger(context)
 
 
 def test_an_agent_that_returns_is_started_again_up_to_its_limit(job, tmp_path):
-    with pytest.raises(PartDiedError, match="agent-0 ended without being told to, after 2 restarts"):
+    with pytest.raises(ProcessDiedError, match="agent-0 ended without being told to, after 2 restarts"):
         run(job(launch.agents(return_at_once, max_restarts=2), LINGER), tmp_path)
     assert text(tmp_path, "agent-0").count("here") == 3
     assert "agent-0 is started again (2)" in text(tmp_path, "agent-0")
 
 
-def return_at_once(part):
-    print("here", part.restart)
+def return_at_once(context):
+    print("here", context.restart)
 
 
 def test_a_time_limit_is_an_error_and_nobody_outlives_it(job, tmp_path):
     began_s = time.monotonic()
     with pytest.raises(JobTimeoutError, match=r"was not over within 5 s"):
         run(job(launch.learners(launched.stuck), LINGER, timeout_s=5, stop_s=3), tmp_path)
-    assert time.monotonic() - began_s < 12
+    assert time.monotonic() - began_s < patience(12)
     assert nobody_is_left(str(tmp_path)) is None
     assert "told to go" in text(tmp_path, "linger-0")
 
@@ -187,20 +227,20 @@ def test_who_does_not_listen_is_killed(job, tmp_path, capfd):
     with pytest.raises(JobTimeoutError):
         run(job(deaf, timeout_s=4, stop_s=1), tmp_path)
     assert "learner-0 is killed: it did not end within 1" in capfd.readouterr().out
-    assert nobody_is_left(str(tmp_path)) is None  # with what it had started
+    wait_for(lambda: nobody_is_left(str(tmp_path)) is None)  # with what it had started, once that is reaped
 
 
 def test_a_process_that_reports_nothing_is_killed_and_started_again(job, tmp_path):
     mute = launch.Role("mute", stuck_once, max_restarts=1, silent_s=4)
     summary = run(job(mute), tmp_path)
     assert summary.restarts == {"mute": 1}
-    with pytest.raises(PartDiedError, match="mute-0 was killed, for it had reported nothing for 2 s"):
+    with pytest.raises(ProcessDiedError, match="mute-0 was killed, for it had reported nothing for 2 s"):
         run(job(launch.Role("mute", launched.stuck, silent_s=2)), tmp_path / "again")
 
 
-def stuck_once(part):
-    if part.restart == 0:
-        launched.stuck(part)
+def stuck_once(context):
+    if context.restart == 0:
+        launched.stuck(context)
 
 
 def test_ranks_die_together_and_come_back_together(job, tmp_path):
@@ -211,24 +251,23 @@ def test_ranks_die_together_and_come_back_together(job, tmp_path):
     assert len(set(ports[0])) == 2  # they met anew
 
 
-def die_once(part):
+def die_once(context):
     print("port", os.environ["MASTER_PORT"], flush=True)
-    if part.restart == 0:
-        if part.rank == 1:
+    if context.restart == 0:
+        if context.rank == 1:
             time.sleep(1)  # both have said it
             os.kill(os.getpid(), signal.SIGKILL)
-        launched.stuck(part)
+        launched.stuck(context)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def started(job_file, tmp_path, *options):
-    return subprocess.Popen(
+    return preloaded.Popen(
         [sys.executable, "-m", "geartrain", "launch", str(job_file), "--folder", str(tmp_path / "logs"), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         cwd=TESTS,
         env={**os.environ, "NO_COLOR": "1", "COLUMNS": "100"},
         start_new_session=True,
@@ -242,7 +281,7 @@ def toml(tmp_path, name, more="", learner='run = "launched:linger"'):
 
 
 def wait_for(condition, timeout_s=30.0):
-    until_s = time.monotonic() + timeout_s
+    until_s = time.monotonic() + patience(timeout_s)
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.02)
@@ -253,11 +292,11 @@ def test_ctrl_c_ends_all_of_a_job(store_name, tmp_path, number, code):
     pytest.importorskip("typer")
     name = store_name()
     launcher = started(toml(tmp_path, name, learner='run = "launched:linger"\nprocesses = 2'), tmp_path)
-    wait_for(lambda: f"launch-{name}" in board.names() and board.describe(f"launch-{name}").totals["steps"] == 2)
-    with pytest.raises(StoreExistsError, match="exists already"):
+    wait_for(lambda: f"launch-{name}" in counters.names() and counters.describe(f"launch-{name}").totals["steps"] == 2)
+    with pytest.raises(StoreExistsError, match="exist already"):
         launch.run(launch.Job(name, [LINGER]), folder=tmp_path / "second", live=False)  # one of a name
     os.killpg(launcher.pid, number)  # as a terminal does
-    out, error = launcher.communicate(timeout=30)
+    out, error = launcher.communicate(timeout=patience(30))
     assert launcher.returncode == code, error
     assert f"error: stopped by {number.name}" in error
     assert f"{name} interrupted after" in out
@@ -271,12 +310,12 @@ def test_a_second_ctrl_c_waits_for_nobody(store_name, tmp_path):
     name = store_name()
     path = toml(tmp_path, name, "stop_s = 100", 'run = "launched:linger"\nargs = {deaf = true}')
     launcher = started(path, tmp_path)
-    wait_for(lambda: f"launch-{name}" in board.names() and board.describe(f"launch-{name}").totals["steps"] == 1)
+    wait_for(lambda: f"launch-{name}" in counters.names() and counters.describe(f"launch-{name}").totals["steps"] == 1)
     os.killpg(launcher.pid, signal.SIGINT)
     time.sleep(1)
     assert launcher.poll() is None  # the first one asks, and waits
     os.killpg(launcher.pid, signal.SIGINT)
-    out, _ = launcher.communicate(timeout=20)
+    out, _ = launcher.communicate(timeout=patience(20))
     assert launcher.returncode == 130
     assert "learner-0 is killed" in out
     assert nobody_is_left(str(tmp_path)) is None
@@ -285,23 +324,23 @@ def test_a_second_ctrl_c_waits_for_nobody(store_name, tmp_path):
 def test_what_a_failure_leaves_is_adopted_or_begun_afresh(job, tmp_path, capfd):
     made = job(launch.learners(fill_and_fail))
     for folder, options, found in (("a", {}, 0), ("b", {}, 5), ("c", {"fresh": True}, 0)):
-        with pytest.raises(PartDiedError, match="on purpose"):
+        with pytest.raises(ProcessDiedError, match="on purpose"):
             run(made, tmp_path / folder, **options)
         assert f"found {found}\n" in text(tmp_path / folder, "learner-0")
         assert f"the store {made.name!r} stays with {found + 5} rows" in capfd.readouterr().out
     with gt.Store.open(made.name, adopt=True), pytest.raises(StoreExistsError, match="living process"):
         run(made, tmp_path / "d", fresh=True)
-    with pytest.raises(PartDiedError):
+    with pytest.raises(ProcessDiedError):
         run(dataclasses.replace(made, keep_store="never"), tmp_path / "e")
     with pytest.raises(StoreMissingError):
         gt.Store.peek(made.name)
 
 
-def fill_and_fail(part):
-    with part.store({"x": gt.Field((1,), "float32")}, capacity=100) as store:
+def fill_and_fail(context):
+    with context.store({"x": gt.Field((1,), "float32")}, capacity=100) as store:
         print("found", len(store), flush=True)
         store.insert({"x": np.zeros((5, 1), np.float32)})
-        launched.fail(part, 0.5)
+        launched.fail(context, 0.5)
 
 
 def test_processes_die_with_a_launcher_that_is_killed_and_its_name_is_free_again(store_name, tmp_path):
@@ -310,17 +349,16 @@ def test_processes_die_with_a_launcher_that_is_killed_and_its_name_is_free_again
     learner = 'run = ["sleep", "1000"]'
     more = '[role.deaf]\nrun = "launched:linger"\nargs = {deaf = true}'
     launcher = started(toml(tmp_path, name, more, learner), tmp_path)
-    wait_for(lambda: f"launch-{name}" in board.names() and board.describe(f"launch-{name}").totals["steps"] == 1)
+    wait_for(lambda: f"launch-{name}" in counters.names() and counters.describe(f"launch-{name}").totals["steps"] == 1)
     launcher.kill()
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=patience(30))
     wait_for(lambda: nobody_is_left(str(tmp_path)) is None, 10)
-    assert board.describe(f"launch-{name}").in_use is False
-    shown = subprocess.run(
-        [sys.executable, "-m", "geartrain", "inspect", f"launch-{name}"], capture_output=True, text=True, check=True
-    )
+    assert counters.describe(f"launch-{name}").in_use is False
+    shown = preloaded.run([sys.executable, "-m", "geartrain", "inspect", f"launch-{name}"], timeout=patience(60))
     assert "left behind" in shown.stdout
-    subprocess.run([sys.executable, "-m", "geartrain", "remove", f"launch-{name}"], check=True, capture_output=True)
-    assert f"launch-{name}" not in board.names()
+    gone = preloaded.run([sys.executable, "-m", "geartrain", "remove", f"launch-{name}"], timeout=patience(60))
+    assert gone.returncode == 0, gone.stderr
+    assert f"launch-{name}" not in counters.names()
 
 
 def test_exit_codes_tell_what_happened(store_name, tmp_path):
@@ -333,7 +371,7 @@ def test_exit_codes_tell_what_happened(store_name, tmp_path):
     ):
         path = toml(tmp_path, store_name(), learner=learner)
         launcher = started(path, tmp_path, *options)
-        _, error = launcher.communicate(timeout=60)
+        _, error = launcher.communicate(timeout=patience(60))
         codes[learner.split(":")[1][:-1]] = (launcher.returncode, error.partition("\n")[0])
     assert codes["tell_environment"][0] == 0
     assert codes["fail"] == (1, "error: learner-0 failed with exit code 1; its last lines:")
@@ -347,8 +385,8 @@ def test_a_script_that_describes_its_job_can_be_launched_and_can_launch_itself(t
 import sys
 from geartrain import launch
 
-def learn(part, steps):
-    part.report(steps=steps)
+def learn(context, steps):
+    context.report(steps=steps)
     print("learnt", steps, __name__)
 
 job = launch.Job({store_name()!r}, [launch.learners(learn, args={{"steps": 3}})], timeout_s=30)
@@ -357,12 +395,12 @@ if __name__ == "__main__":
     launch.run(job, folder=sys.argv[1])
 """
     )
-    first = subprocess.run([sys.executable, str(script), str(tmp_path / "a")], cwd="/", check=False)
+    first = preloaded.run([sys.executable, str(script), str(tmp_path / "a")], cwd="/", timeout=patience(60))
     assert first.returncode == 0
     assert (tmp_path / "a" / "learner-0.log").read_text() == "learnt 3 own\n"
     pytest.importorskip("typer")
     again = [sys.executable, "-m", "geartrain", "launch", str(script), "--folder", str(tmp_path / "b")]
-    assert subprocess.run(again, cwd="/", check=False).returncode == 0
+    assert preloaded.run(again, cwd="/", timeout=patience(60)).returncode == 0
     assert (tmp_path / "b" / "learner-0.log").read_text() == "learnt 3 own\n"
 
 
@@ -445,7 +483,7 @@ def test_targets_that_nobody_finds_are_refused(tmp_path):
         with pytest.raises(ArgumentError, match=complaint):
             launch.load(wrong)
     with pytest.raises(ArgumentError, match="must find the function by its name"):
-        launch.learners(lambda part: None)
+        launch.learners(lambda context: None)
     with pytest.raises(ArgumentError, match="what JSON can hold"):
         launch.learners(launched.learn, args={"x": object()})
 
@@ -459,47 +497,51 @@ def test_a_place_is_what_torchrun_or_slurm_says():
         "MASTER_PORT": "29500",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    assert place_of(torchrun) == launch.Place(1, 3, "host0", 29500, 29501, True)
+    assert host_position(torchrun) == launch.HostPosition(1, 3, "host0", 29500, 29501, True)
     slurm = {
         "SLURM_PROCID": "2",
         "SLURM_NTASKS": "4",
         "SLURM_STEP_NODELIST": "gpu[03-06]",
         "SLURM_JOB_ID": "1007",
     }
-    assert place_of(slurm) == launch.Place(2, 4, "gpu03", 29514, 29515)
-    assert place_of({}) == launch.Place()
-    assert place_of({}, hosts=2, host=1, master="a:7") == launch.Place(1, 2, "a", 7, 8)
+    assert host_position(slurm) == launch.HostPosition(2, 4, "gpu03", 29514, 29515)
+    assert host_position({}) == launch.HostPosition()
+    assert host_position({}, hosts=2, host=1, master="a:7") == launch.HostPosition(1, 2, "a", 7, 8)
     with pytest.raises(ArgumentError, match="--nproc-per-node 1"):
-        place_of({**torchrun, "LOCAL_WORLD_SIZE": "4"})
-    with pytest.raises(ArgumentError, match="say all of"):
-        place_of({}, hosts=2, host=1)
+        host_position({**torchrun, "LOCAL_WORLD_SIZE": "4"})
+    with pytest.raises(ArgumentError, match="go together"):
+        host_position({}, hosts=2, host=1)
     with pytest.raises(ArgumentError, match="numbered from 0"):
-        place_of({}, hosts=2, host=2, master="a:7")
+        host_position({}, hosts=2, host=2, master="a:7")
     with pytest.raises(ArgumentError, match="needs a secret"):
         os.environ.pop("GEARTRAIN_SECRET", None)
-        launch.run(launch.Job("x", [LINGER]), place=place_of({}, hosts=2, host=0, master="127.0.0.1:7"), live=False)
+        launch.run(
+            launch.Job("x", [LINGER]), position=host_position({}, hosts=2, host=0, master="127.0.0.1:7"), live=False
+        )
 
 
 def test_the_table_shows_what_there_is(job, tmp_path):
     rich = pytest.importorskip("rich.console")
-    from geartrain.launch.display import View, table_of
-    from geartrain.launch.metrics import Seen
-    from geartrain.launch.process import Process
+    from geartrain.launch.display import JobView, table_of
+    from geartrain.launch.job_process import JobProcess
+    from geartrain.launch.metrics import ProcessMetrics
 
     made = job(launch.learners(launched.learn), launch.actors(launched.environments, launched.local_policy, 2))
     processes = [
-        Process(made, role, local, 0, launch.Place(), tmp_path)
+        JobProcess(made, role, local, 0, launch.HostPosition(), tmp_path)
         for role in made.roles
         for local in range(role.processes)
     ]
     zero = dict.fromkeys(("steps", "samples", "rows", "wait_s"), 0.0)
     seen = [
-        Seen({**zero, "steps": 9}, {**zero, "steps": 12.5, "samples": 3200, "wait_s": 0.25}, 41, {"loss": 0.125}),
-        Seen({**zero, "steps": 9}, {**zero, "steps": 700, "rows": 30, "wait_s": 0.1}, 39, {"return": 20.0}),
-        Seen({**zero, "steps": 9}, {**zero, "steps": 500, "rows": 20, "wait_s": 0.3}, 40, {"return": 22.0}),
+        ProcessMetrics(
+            {**zero, "steps": 9}, {**zero, "steps": 12.5, "samples": 3200, "wait_s": 0.25}, 41, {"loss": 0.125}
+        ),
+        ProcessMetrics({**zero, "steps": 9}, {**zero, "steps": 700, "rows": 30, "wait_s": 0.1}, 39, {"return": 20.0}),
+        ProcessMetrics({**zero, "steps": 9}, {**zero, "steps": 500, "rows": 20, "wait_s": 0.3}, 40, {"return": 22.0}),
     ]
     console = rich.Console(width=100, record=True, file=io.StringIO())
-    console.print(table_of("mine", View(61.0, processes, seen, {"actor": 1}, 41, None)))
+    console.print(table_of("mine", JobView(61.0, processes, seen, {"actor": 1}, 41, None)))
     shown = [line.split() for line in console.export_text().splitlines()]
     assert shown[0] == ["mine,", "1:01,", "weights", "41"]
     assert ["learner", "0/1", "12.5", "3,200", "25%", "41", "loss", "0.125"] in shown

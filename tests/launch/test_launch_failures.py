@@ -15,13 +15,15 @@ import time
 from pathlib import Path
 
 import launched
+import preloaded
 import pytest
 import tagged
+from deadlines import patience
 
 import geartrain as gt
 from geartrain import launch
-from geartrain.core.counters import Board
-from geartrain.errors import GeartrainError, PartDiedError
+from geartrain.core.counters import SharedCounters
+from geartrain.errors import GeartrainError, ProcessDiedError
 
 TESTS = Path(__file__).parents[1] / "support"
 
@@ -40,7 +42,7 @@ class Killer(threading.Thread):
         victim = self._random.choice([i for i, name in enumerate(slots) if name.startswith(self._role)])
         while not self._over.wait(0.01):
             try:
-                column = Board.open(f"launch-{self._job.name}").column
+                column = SharedCounters.open(f"launch-{self._job.name}").column
                 if column("beat_s").any() and column("pid")[victim]:
                     break
             except GeartrainError:
@@ -55,7 +57,7 @@ class Killer(threading.Thread):
 
     def __exit__(self, *exc):
         self._over.set()
-        self.join(10)
+        self.join(patience(10))
 
 
 def run_and_kill(job, role, seed, folder):
@@ -76,7 +78,7 @@ def counting_job(name, **options):
             launch.agents(launched.serve),
             launch.actors(launched.environments, launched.remote_policy, 2),
         ],
-        timeout_s=90,
+        timeout_s=patience(90),
         stop_s=4,
         directory=str(TESTS),
         **options,
@@ -91,7 +93,7 @@ def tagged_job(name, steps=150, **options):
             launch.learners(launched.learn_tagged, 2, args={"steps": steps}),
             launch.Role("inserter", launched.insert, 2, kind="actor", max_restarts=3),
         ],
-        timeout_s=90,
+        timeout_s=patience(90),
         stop_s=4,
         directory=str(TESTS),
         **options,
@@ -105,7 +107,7 @@ def check_going_on(role, seed, name, tmp_path, make):
     assert isinstance(ended, launch.Summary), ended
     assert killed, "the job was over before anybody was killed"
     assert ended.restarts[role] == 1
-    assert ended.parts[killed]["restarts"] == 1
+    assert ended.processes[killed]["restarts"] == 1
     with gt.Store.open(name, adopt=True) as store:
         assert store.audit() == []
         counts = store.stats()
@@ -116,7 +118,7 @@ def check_going_on(role, seed, name, tmp_path, make):
 def check_rank_lost(seed, name, tmp_path):
     """A rank's death is a named error; the store is there for the next start, with the rows it had, all whole."""
     ended, killed = run_and_kill(tagged_job(name, steps=100_000), "learner", seed, tmp_path / "first")
-    assert isinstance(ended, PartDiedError), ended
+    assert isinstance(ended, ProcessDiedError), ended
     assert f"{killed} was killed by SIGKILL" in str(ended)
     rows = 0
     left = Path(f"/dev/shm/geartrain.{name}")
@@ -137,14 +139,17 @@ def check_launcher_killed(seed, name, tmp_path):
         "import sys; from geartrain import launch; import test_launch_failures as t; "
         "launch.run(t.tagged_job(sys.argv[1], steps=100_000), folder=sys.argv[2], live=False)"
     )
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", code, name, str(tmp_path / "first")], cwd=TESTS, stdout=subprocess.DEVNULL
+    launcher = preloaded.Popen(
+        [sys.executable, "-c", code, name, str(tmp_path / "first")],
+        cwd=TESTS,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
     )
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + patience(60)
     while True:  # until the learners draw
         assert time.monotonic() < until_s
         try:
-            if Board.open(f"launch-{name}").column("samples").any():
+            if SharedCounters.open(f"launch-{name}").column("samples").any():
                 break
         except GeartrainError:
             pass
@@ -189,7 +194,7 @@ def test_a_killed_launcher_takes_all_with_it_but_the_rows(store_name, tmp_path):
     check_launcher_killed(5, store_name(), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("role", ["actor", "agent", "inserter", "learner", "launcher"])
 def test_the_same_many_times(role, store_name, tmp_path):

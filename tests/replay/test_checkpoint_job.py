@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 import geartrain.replay.distributed.checkpoint as shards
@@ -405,7 +406,7 @@ def test_a_slow_shard_is_waited_for_and_a_stuck_one_is_not(
 
     def held(store: Any, *args: Any, **options: Any) -> Any:
         if store is slow:
-            assert gate.wait(20)
+            assert gate.wait(patience(20))
         return real(store, *args, **options)
 
     monkeypatch.setattr(shards, "save", held)
@@ -420,11 +421,11 @@ def test_a_slow_shard_is_waited_for_and_a_stuck_one_is_not(
         began_s = time.monotonic()
         with pytest.raises(WaitTimeoutError, match=r"rank 1 was not ready within 0\.3 s"):
             save_all(stores, tmp_path, step=2, timeout_s=0.3)
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < patience(5)
         gate.set()
         for thread in threading.enumerate():
             if thread.name == "geartrain-shards":
-                thread.join(10)
+                thread.join(patience(10))
         loaded = load_all(store_name, tmp_path, 2)
         assert [report.step for _, _, report in loaded] == [1, 1]
         close(loaded)
@@ -487,7 +488,7 @@ def test_a_rank_may_die_before_it_does_what_the_others_have_done(
 
         def die(*args: Any, **options: Any) -> Any:
             if threading.current_thread() in doomed:
-                assert first_is_done.wait(20)
+                assert first_is_done.wait(patience(20))
                 group[1].abort("it was killed")
                 raise PeerLostError("killed")
             result = real(*args, **options)
@@ -558,7 +559,7 @@ def test_killed_at_any_instant_the_last_step_can_be_restored(
         save_all(stores, places, step=1)
         for _ in range(12):
             child = fork(lambda last=last: _save_from(last, [s.name for s in stores], places))
-            time.sleep(float(rng.uniform(0.02, 0.2)))  # the instant of death is what is drawn here
+            time.sleep(patience(float(rng.uniform(0.02, 0.2))))  # the instant of death is what is drawn here
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             loaded = load_all(store_name, places, 2)
@@ -920,7 +921,7 @@ def test_processes_save_in_parallel_over_gloo_and_other_processes_load(
         def run(rank: int) -> None:
             meeting = dist.FileStore(str(tmp_path / f"meeting-{number}"), size)
             dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size)
-            ranks = TorchRankGroup(range(size), timeout_s=20.0)
+            ranks = TorchRankGroup(range(size), timeout_s=patience(20.0))
             body(ranks, rank)
             ranks.close()
             dist.destroy_process_group()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import patience
 from engine_worker import EXAMPLES, Engines, Rank
 
 import geartrain.tools.doctor as doctor
@@ -188,7 +189,7 @@ def test_torchrun_restarts_a_killed_job_and_leaves_nothing_behind(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=patience(100),
         check=False,
     )
     assert done.returncode == 0, done.stdout
@@ -233,7 +234,7 @@ def test_torchrun_trains_over_two_hosts(
             )
             for i in range(2)
         ]
-        said = "".join(agent.communicate(timeout=100)[0] for agent in agents)
+        said = "".join(agent.communicate(timeout=patience(100))[0] for agent in agents)
         assert not any(agent.returncode for agent in agents), said
     if engine == "ddp":
         assert f"going on from step 8: {EPISODES // 2} of {EPISODES // 2} rows were still in memory" in said

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 import geartrain.replay.distributed.balance as dealing
 import geartrain.replay.distributed.placement_moves as placement_moves
+from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, FieldError, PeerLostError, RanksDisagreeError
 from geartrain.replay.distributed.placement import Placement, PlacementReport, RebalanceResult
 from geartrain.replay.distributed.topology import MeshPosition
@@ -48,12 +50,12 @@ def make_stores(store_name: Callable[[], str]) -> Iterator[Stores]:
         store.close()
 
 
-def insert(store: gt.Store, numbers: np.ndarray, priorities: np.ndarray) -> gt.Keys:
+def insert(store: gt.Store, numbers: np.ndarray, priorities: np.ndarray) -> Keys:
     """Rows that are functions of their numbers."""
     import torch
 
     if not len(numbers):
-        return gt.Keys.empty()
+        return Keys.empty()
     steps = numbers[:, None] * 10.0 + np.arange(STEPS)
     return store.insert(
         {
@@ -434,7 +436,7 @@ def test_rows_that_change_on_the_way_are_neither_torn_nor_there_twice(
     real = placement_moves.RowMover._pack
 
     def pack(self: placement_moves.RowMover, keys: np.ndarray) -> Any:
-        gone = gt.Keys(keys[:7, 0], keys[:7, 1])
+        gone = Keys(keys[:7, 0], keys[:7, 1])
         assert self.store.delete(gone) == 0  # somebody removes rows that were chosen
         return real(self, keys)
 
@@ -474,7 +476,7 @@ def test_a_rank_that_is_killed_in_the_middle_loses_no_row(
         stores = make_stores(200, 200, 200)
         fill(stores, 150, [1.0, 0.0, 0.0])
         before = population(stores)
-        group = ThreadRankGroup.make(3, timeout_s=10)
+        group = ThreadRankGroup.make(3, timeout_s=patience(10))
         group[victim].die_at = die_at
         whole = []
 
@@ -618,7 +620,7 @@ def test_processes_of_a_group_rebalance_over_gloo(
         def body() -> None:
             meet = f"file://{tmp_path}/meet"
             dist.init_process_group("gloo", meet, timedelta(seconds=30), world_size=2, rank=number)
-            with Placement(stores[number], group=dist.group.WORLD, timeout_s=30) as made:
+            with Placement(stores[number], group=dist.group.WORLD, timeout_s=patience(30)) as made:
                 report = made.report(batch_size=64)
                 moved = made.rebalance()
                 assert moved.shares_before == tuple(shard.share for shard in report.shards)

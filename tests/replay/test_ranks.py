@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 from geartrain.errors import (
@@ -598,7 +599,7 @@ def test_rows_that_join_a_shard_are_drawn_from_the_next_batch_on(make_stores: Ca
 
 def test_a_rank_that_vanishes_is_a_named_error_on_all_others(make_stores: Callable[..., list[gt.Store]]) -> None:
     stores = make_stores(4)
-    group = ThreadRankGroup.make(4, timeout_s=5)
+    group = ThreadRankGroup.make(4, timeout_s=patience(5))
     group[2].die_at = 40
     seen = []
 
@@ -638,7 +639,7 @@ def test_too_few_rows_are_the_same_error_on_all_ranks_and_not_the_end(
     make_stores: Callable[..., list[gt.Store]],
 ) -> None:
     stores = make_stores(2)
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=patience(20))
 
     def body(rank: ThreadRankGroup) -> None:
         with gt.Replay(stores[rank.rank], Fifo(), 160, group=rank) as replay:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tagged
+from deadlines import patience
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, PinError, RanksDisagreeError
@@ -127,7 +128,8 @@ def run_pairs(ranks: int, body: Callable[[tuple[ThreadRankGroup, ThreadRankGroup
 
 
 STRATEGIES = [
-    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5), Prioritized(seed=3, replacement=False),
+    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5),
+    Prioritized(seed=3, replacement=False),
     TopK(), Lifo(), Fifo(), GroupSampling("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
 ]  # fmt: skip
 
@@ -327,7 +329,7 @@ def test_a_rank_that_cannot_pin_is_an_error_on_all_and_at_once(make_shards: Call
             gt.Replay(store, Uniform(seed=1), 8, group=rank, device=DeviceOptions(device, path="gather"))
         assert not device.registered
 
-    run_ranks(2, body, timeout_s=10)
+    run_ranks(2, body, timeout_s=patience(10))
 
 
 def test_some_ranks_may_be_without_a_device(make_shards: Callable[..., list[str]]) -> None:

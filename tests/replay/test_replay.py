@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from deadlines import patience
 from torch.utils.data import DataLoader
 
 import geartrain as gt
@@ -226,6 +227,51 @@ def test_an_empty_store_is_an_error_and_not_a_wait(name, prefetch):
             assert len(replay.sample().keys) == 4
 
 
+def test_too_few_rows_are_waited_for_where_another_process_may_insert_some(name):
+    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=9) as store, gt.Store.open(name) as actors:
+        with gt.Replay(store, Uniform(seed=0), 4, prefetch=0, min_rows=3, timeout_s=60) as replay:
+            inserted = threading.Timer(0.3, lambda: actors.insert({"x": np.zeros(3, np.int64)}))
+            inserted.start()
+            assert len(replay.sample().keys) == 4
+            inserted.join()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_wait_for_rows_ends_in_time_and_says_what_is_missing(name, prefetch):
+    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=9) as store, gt.Store.open(name):
+        store.insert({"x": np.zeros(2, np.int64)})
+        store.limiter.set(samples_per_insert=8, min_size_to_sample=1, error_buffer=100)
+        with gt.Replay(store, Uniform(seed=0), 4, prefetch=prefetch, min_rows=3, timeout_s=0.2) as replay:
+            with pytest.raises(WaitTimeoutError) as caught:
+                replay.sample()
+    for said in ("2 selectable rows of 3 wanted", "8 samples per insert", "waiting for rows"):
+        assert said in str(caught.value)
+
+
+def test_closing_ends_a_wait_for_rows(name):
+    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=9) as store, gt.Store.open(name):
+        replay = gt.Replay(store, Uniform(seed=0), 4, prefetch=1, min_rows=3, timeout_s=1000)
+        closing = threading.Timer(0.2, replay.close)
+        closing.start()
+        with pytest.raises((gt.errors.CallCancelledError, StoreClosedError)):
+            replay.sample()
+        closing.join()
+
+
+def test_a_field_named_like_a_batchs_own_entry_is_refused_in_a_dict(name):
+    from geartrain.replay.iterable_dataset import ReplayDataset
+
+    with gt.Store.create(name, {"mask": gt.Field((), "int64"), "x": gt.Field((), "int64")}, capacity=9) as store:
+        store.insert({"mask": np.arange(4), "x": np.arange(4)})
+        with gt.Replay(store, Uniform(seed=0), 4, prefetch=0) as replay:
+            batch = replay.sample()
+            assert batch["mask"].shape == (4,)
+            with pytest.raises(ArgumentError, match="fields named 'mask' cannot"):
+                batch.as_dict()
+            with pytest.raises(ArgumentError, match="fields named 'mask' cannot"):
+                ReplayDataset(replay)
+
+
 def test_a_batch_that_takes_too_long_is_an_error_in_time_and_is_still_there_later(store):
     go = threading.Event()
     with gt.Replay(store, Faulty(1, go.wait), 4, prefetch=2, timeout_s=0.1) as replay:
@@ -234,7 +280,7 @@ def test_a_batch_that_takes_too_long_is_an_error_in_time_and_is_still_there_late
             began_s = time.monotonic()
             with pytest.raises(WaitTimeoutError, match=r"0\.1 s"):
                 replay.sample()
-            assert time.monotonic() - began_s < 5
+            assert time.monotonic() - began_s < patience(5)
         go.set()
         replay._timeout_s = 20
         assert replay.sample().step == 1
@@ -246,17 +292,17 @@ def test_closing_does_not_wait_for_ever_for_a_strategy_that_never_returns(store)
     replay.sample()
     began_s = time.monotonic()
     replay.close()
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < patience(5)
     left = prefetching()
     go.set()
     for thread in left:
-        thread.join(timeout=20)
+        thread.join(timeout=patience(20))
 
 
 def test_a_store_closed_under_a_prefetching_replay_is_an_error_and_not_a_crash(name):
     store = gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=9)
     store.insert({"x": np.zeros(9, np.int64)})
-    with gt.Replay(store, Uniform(), 4, prefetch=2, timeout_s=20) as replay:
+    with gt.Replay(store, Uniform(), 4, prefetch=2, timeout_s=patience(20)) as replay:
         replay.sample()
         store.close()
         with pytest.raises(StoreClosedError):
@@ -306,7 +352,7 @@ def test_a_forgotten_replay_is_collected_with_its_thread(store):
     (thread,) = prefetching()
     del replay
     gc.collect()
-    thread.join(timeout=20)
+    thread.join(timeout=patience(20))
     assert not thread.is_alive()
 
 
@@ -316,7 +362,7 @@ def test_a_replay_collected_on_its_own_prefetching_thread_ends_quietly(store, mo
     dropped = threading.Event()
 
     def drop() -> None:
-        dropped.wait(20)
+        dropped.wait(patience(20))
         holder.clear()  # the last reference goes on this thread
         gc.collect()
 
@@ -324,7 +370,7 @@ def test_a_replay_collected_on_its_own_prefetching_thread_ends_quietly(store, mo
     holder[0].sample()
     (thread,) = prefetching()
     dropped.set()
-    thread.join(timeout=20)
+    thread.join(timeout=patience(20))
     assert not thread.is_alive()
     assert not unraisable
 
@@ -345,9 +391,9 @@ def test_iterating_again_and_again_keeps_no_batch_of_the_iterations_before(store
 
 
 def test_a_forked_child_goes_on_with_the_same_batches_on_a_thread_of_its_own(store, fork):
-    with gt.Replay(store, Uniform(seed=6), 4, prefetch=3, timeout_s=20) as replay:
+    with gt.Replay(store, Uniform(seed=6), 4, prefetch=3, timeout_s=patience(20)) as replay:
         expected = batches(replay, 6)
-    with gt.Replay(store, Uniform(seed=6), 4, prefetch=3, timeout_s=20) as replay:
+    with gt.Replay(store, Uniform(seed=6), 4, prefetch=3, timeout_s=patience(20)) as replay:
         first = batches(replay, 2)
         child = fork(lambda: 0 if first + batches(replay, 4) == expected else 3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,6 +1,6 @@
 """Tensors on GPUs in calls and results: where they arrive, which way they took, and what is left when a side dies.
 
-The GPUs are fake (fake_gpu.py); everything above the driver is real, and between processes. tests/gpu has real ones.
+The GPUs are simulated; everything above the runtime is real, and between processes. tests/gpu has real ones.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
-from fake_gpu import FakeDriver, FakeTensor
+from deadlines import patience
 
 from geartrain import rpc
 from geartrain.errors import (
@@ -32,7 +33,8 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.rpc.tensors.pytree import put_back, take_out
-from geartrain.transport.connection import Limits
+from geartrain.tools.testing import SimulatedRuntime, SimulatedTensor
+from geartrain.transport.connection import MessageLimits
 
 torch = pytest.importorskip("torch")
 WORKER = Path(__file__).parents[1] / "support" / "devices_worker.py"
@@ -42,13 +44,13 @@ class Peer:
     """A peer in a process of its own, which can pretend to be another machine."""
 
     def __init__(self, folder: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(folder), "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        self.process = preloaded.Popen(
+            [sys.executable, str(WORKER), str(folder), "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
         self.folder = folder
-        self.control = rpc.Node("control", peers={"peer": self.address}, driver=FakeDriver(folder, 0))
+        self.control = rpc.Node("control", peers={"peer": self.address}, driver=SimulatedRuntime(folder, 0))
 
     def be(self, count: int = 2, folder: Path | None = None, delay_s: float = 0.0, why: str | None = None) -> str:
         self.control.call("peer", "be", count, str(folder or self.folder), delay_s, why)
@@ -80,7 +82,7 @@ class World:
         return self.own[-1]
 
     def node(self, address: str, count: int = 2, *, delay_s: float = 0.0, **options: Any) -> rpc.Node:
-        driver = FakeDriver(self.folder, count, delay_s=delay_s, why=options.pop("why", None))
+        driver = SimulatedRuntime(self.folder, count, delay_s=delay_s, why=options.pop("why", None))
         self.nodes.append(rpc.Node("me", peers={"peer": address}, driver=driver, **options))
         return self.nodes[-1]
 
@@ -103,14 +105,14 @@ def world(shared: Peer) -> Iterator[World]:
     one.close()
 
 
-def tensor(node: rpc.Node, device: int, array: Any) -> FakeTensor:
+def tensor(node: rpc.Node, device: int, array: Any) -> SimulatedTensor:
     driver = node.devices.driver
-    assert isinstance(driver, FakeDriver)
+    assert isinstance(driver, SimulatedRuntime)
     return driver.tensor(device, array)
 
 
 def wait_until(true: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + patience(5)
     while not true():
         assert time.monotonic() < until_s, what
         time.sleep(0.01)
@@ -121,7 +123,7 @@ def test_a_tensor_goes_to_a_gpu_and_its_result_comes_back_to_one(world: World) -
     for size in (0, 1, 5000, 3_000_000):
         given = tensor(node, 1, np.arange(size, dtype=np.float32))
         result = node.call("peer", "twice", given)
-        assert isinstance(result, FakeTensor)
+        assert isinstance(result, SimulatedTensor)
         assert result.device == 1
         np.testing.assert_array_equal(result.numpy(), 2 * np.arange(size, dtype=np.float32))
     described = node.connections()["peer"]
@@ -176,7 +178,7 @@ def test_results_that_are_awaited_are_ready_for_any_stream(world: World) -> None
         done.set()
 
     node.call_async("peer", "twice", tensor(node, 0, np.full(1000, 4.0))).add_done_callback(look)
-    assert done.wait(10)
+    assert done.wait(patience(10))
     assert (seen[0] == 8).all()
 
 
@@ -277,7 +279,7 @@ def test_a_way_that_was_asked_for_is_taken_or_refused_with_the_reason(world: Wor
 
 
 def test_what_finds_no_room_goes_through_the_host(world: World) -> None:
-    node = world.node(world.peer(), limits=Limits(max_segment_bytes=3 << 20))  # for results
+    node = world.node(world.peer(), limits=MessageLimits(max_segment_bytes=3 << 20))  # for results
     for size in (10, 10, 1 << 20, 10):
         assert (node.call("peer", "twice", tensor(node, 0, np.full(size, 3))).numpy() == 6).all()
     assert node.counts()["peer"]["tensors"]["host"] >= 8 << 20
@@ -339,7 +341,7 @@ def test_a_dead_peer_is_an_error_and_everything_of_its_is_closed(world: World) -
         future.result()
     with pytest.raises(GeartrainError):
         node.call("peer", "twice", tensor(node, 0, np.ones(10)), timeout_s=2)
-    assert time.monotonic() - began_s < 8
+    assert time.monotonic() - began_s < patience(8)
     wait_until(lambda: driver.opened == driver.allocated == 0, "what was opened is closed, what was lent is freed")
 
 
@@ -348,19 +350,19 @@ def test_a_dead_caller_gives_the_memory_back_that_was_lent_to_it(world: World) -
     code = f"""
 import sys; sys.path.insert(0, {str(WORKER.parent)!r})
 import numpy as np
-from fake_gpu import FakeDriver
+from geartrain.tools.testing import SimulatedRuntime
 from geartrain import rpc
-driver = FakeDriver({str(world.folder)!r})
+driver = SimulatedRuntime({str(world.folder)!r})
 node = rpc.Node("dies", peers={{"peer": {peer.address!r}}}, driver=driver)
 for _ in range(2):
     node.call("peer", "twice", driver.tensor(0, np.ones(10)))
-peer = node._peer("peer", 5)
+peer = node.client("peer", timeout_s=5)
 for _ in range(3):
-    peer.tensors._ask("room", "cuda_ipc", 1, 100, until_s=1e9)  # and never pushes
+    peer.tensors.ask("lease", "cuda_ipc", 1, 100, until_s=1e9)  # and never pushes
 print("ready", flush=True)
 input()
 """
-    dies = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    dies = preloaded.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert dies.stdout is not None
     assert dies.stdout.readline() == "ready\n"
     before = peer.memory()
@@ -379,17 +381,17 @@ def test_a_stopped_peer_is_a_deadline(world: World) -> None:
     began_s = time.monotonic()
     with pytest.raises(WaitTimeoutError):
         node.call("peer", "twice", tensor(node, 0, np.ones(10)), timeout_s=0.5)
-    assert time.monotonic() - began_s < 3
+    assert time.monotonic() - began_s < patience(3)
     peer.process.send_signal(signal.SIGCONT)
     assert (node.call("peer", "twice", tensor(node, 0, np.ones(10))).numpy() == 2).all()
 
 
 def test_messages_that_say_of_tensors_what_cannot_be_are_refused(world: World) -> None:
-    from geartrain.rpc.protocol import BESIDE, CALL
+    from geartrain.rpc.protocol import CALL, OUT_OF_BAND
     from geartrain.transport.codec import encode
 
     node = world.node(world.peer())
-    peer = node._peer("peer", 5)
+    peer = node.client("peer", timeout_s=5)
     form = (12, (4,), 0, "tensor")
     for groups in (
         5,
@@ -400,7 +402,7 @@ def test_messages_that_say_of_tensors_what_cannot_be_are_refused(world: World) -
         [("cuda_ipc", 0, 0, b"", [((1, -1), form)])],
         [("smoke", 0, 0, b"", [((1, 0), (12, (-4,), 0, "tensor"))])],
     ):
-        message = peer.calls.call(CALL | BESIDE, encode((("where", (None,), {}), groups)), 5.0)
+        message = peer.calls.call(CALL | OUT_OF_BAND, encode((("where", (None,), {}), groups)), 5.0)
         with pytest.raises(RemoteError):
             peer.value_of(message)
     assert node.call("peer", "where", 1) == ["int"]
@@ -436,8 +438,8 @@ def test_leaves_are_taken_out_and_put_back_anywhere() -> None:
 def test_calls_without_tensors_know_nothing_of_this(world: World) -> None:
     node = world.node(world.peer())
     assert node.call("peer", "twice", np.ones(10)).sum() == 20
-    peer = node._peer("peer", 5)
-    assert peer.tensors._ways is None
+    peer = node.client("peer", timeout_s=5)
+    assert not peer.tensors.negotiated
     assert node.connections()["peer"] == peer.connection.describe()
     with contextlib.suppress(GeartrainError):
         node.close()

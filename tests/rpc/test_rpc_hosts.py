@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from deadlines import patience
 
 from geartrain.tools.testing.cluster import Hosts
 
@@ -115,4 +116,4 @@ def test_a_host_that_vanishes_fails_its_calls_in_time_and_is_reached_again_when_
     hosts.plug(2)
     go_on(client)
     assert line(client) == "11"
-    assert client.wait(20) == 0
+    assert client.wait(patience(20)) == 0

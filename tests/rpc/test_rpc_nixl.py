@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain.transport.nixl as nixl
 from geartrain import rpc
 from geartrain.errors import BusyError, GeartrainError, PeerLostError, TransportError, WaitTimeoutError
-from geartrain.rpc.tensors.registered_memory import Landings
-from geartrain.transport.connection import Limits
+from geartrain.rpc.tensors.registered_memory import RegisteredMemoryPool
+from geartrain.transport.connection import MessageLimits
 
 WORKER = Path(__file__).parents[1] / "support" / "devices_worker.py"
 here = pytest.mark.skipif(not nixl.installed(), reason=f"nixl is not installed: {nixl.INSTALL}")
@@ -34,7 +35,7 @@ class Peer:
         self.node = self.another(**options)
 
     def another(self, **options: Any) -> rpc.Node:
-        return rpc.Node("me", peers={"peer": self.address}, transport="nixl", timeout_s=90, **options)
+        return rpc.Node("me", peers={"peer": self.address}, transport="nixl", timeout_s=patience(90), **options)
 
     def close(self) -> None:
         self.node.close()
@@ -85,8 +86,8 @@ def test_what_was_received_stays_as_it_was(peer: Peer) -> None:
 
 @here
 def test_more_than_is_lent_is_refused_and_nothing_is_left(peer: Peer) -> None:
-    small = peer.another(limits=Limits(max_segment_bytes=1 << 20))
-    with pytest.raises(BusyError, match="lent to this peer already"):
+    small = peer.another(limits=MessageLimits(max_segment_bytes=1 << 20))
+    with pytest.raises(BusyError, match="leased to this peer already"):
         small.call("peer", "ranges", 1 << 20)
     assert small.call("peer", "memory")["held"] == 0
     assert (small.call("peer", "twice", np.full(50_000, 1)) == 2).all()
@@ -102,7 +103,7 @@ def test_a_peer_that_dies_or_stops_is_a_named_error(tmp_path: Path) -> None:
     began_s = time.monotonic()
     with pytest.raises(WaitTimeoutError):
         peer.node.call("peer", "twice", array, timeout_s=0.5)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < patience(5)
     peer.process.send_signal(signal.SIGCONT)
     assert (peer.node.call("peer", "twice", array) == 2).all()
     peer.process.kill()
@@ -125,23 +126,23 @@ def test_a_peer_without_nixl_is_refused_with_its_reason(tmp_path: Path, monkeypa
 
 
 @here
-def test_landings_are_used_again_and_abandoned_ones_never() -> None:
-    pool = Landings(max_warm_bytes=1 << 20)
-    first = pool.room(100_000)
+def test_registered_buffers_are_used_again_and_abandoned_ones_never() -> None:
+    pool = RegisteredMemoryPool(max_warm_bytes=1 << 20)
+    first = pool.lease(100_000)
     array = first.array()
     address = array.ctypes.data
     view = array[5:]
     del array
     gc.collect()
-    other = pool.room(100_000)
+    other = pool.lease(100_000)
     assert other.array().ctypes.data != address  # the view still holds it
     del view
-    assert pool.room(100_000).array().ctypes.data == address
-    lost = pool.room(300_000)
+    assert pool.lease(100_000).array().ctypes.data == address
+    lost = pool.lease(300_000)
     at = lost.region.address
     lost.abandon()
-    rooms = [pool.room(300_000) for _ in range(3)]
-    assert at not in [room.region.address for room in rooms]
+    buffers = [pool.lease(300_000) for _ in range(3)]
+    assert at not in [buffer.region.address for buffer in buffers]
     assert pool.abandoned == 1
     pool.close()
 

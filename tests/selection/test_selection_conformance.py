@@ -37,7 +37,8 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-DEVICES = ["interpreter", pytest.param("cuda", marks=pytest.mark.skipif(not has_cuda(), reason="no CUDA device"))]
+NEEDS_CUDA = [pytest.mark.skipif(not has_cuda(), reason="no CUDA device")]
+DEVICES = ["interpreter", pytest.param("cuda", marks=NEEDS_CUDA)]
 
 
 @pytest.fixture(params=["native", *DEVICES])
@@ -135,9 +136,9 @@ def one_case(rng: np.random.Generator, make: Make, most: int, whole: bool) -> No
 @pytest.mark.parametrize("seed", range(4))
 def test_random_populations_draws_and_seeds(make: Make, seed: int) -> None:
     rng = np.random.default_rng([1, seed])
-    for _ in range(400 if make is _native.Candidates else 5):
+    for _ in range(400 if make is _native.Candidates else 3):
         one_case(rng, make, 80, whole=False)
-    for _ in range(20 if make is _native.Candidates else 2):
+    for _ in range(20 if make is _native.Candidates else 1):
         one_case(rng, make, 3000, whole=False)
 
 
@@ -149,9 +150,19 @@ def test_random_populations_with_unselectable_rows_and_sequences(make_on_device:
         one_case(rng, make_on_device, 3000, whole=True)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param("native", marks=pytest.mark.slow),
+        *(
+            pytest.param(getattr(p, "values", [p])[0], marks=[*getattr(p, "marks", []), pytest.mark.long])
+            for p in DEVICES
+        ),
+    ],
+    indirect=True,
+)
 def test_many_more_random_populations(make: Make, seed: int) -> None:
     rng = np.random.default_rng([3, seed])
     for _ in range(10_000 if make is _native.Candidates else 400):
@@ -160,7 +171,7 @@ def test_many_more_random_populations(make: Make, seed: int) -> None:
         one_case(rng, make, 100_000, whole=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_many_more_with_unselectable_rows(make_on_device: Make) -> None:
     rng = np.random.default_rng(4)

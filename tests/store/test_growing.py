@@ -4,6 +4,7 @@ import multiprocessing
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 from geartrain.errors import SchemaError, StaleKeyError, StoreFullError
@@ -146,7 +147,7 @@ def _grow_and_die(name):
 def test_the_steps_of_a_killed_writer_stay(store):
     process = multiprocessing.get_context("spawn").Process(target=_grow_and_die, args=(store.name,))
     process.start()
-    process.join(60)
+    process.join(patience(60))
     assert process.exitcode == -9
     store.reap()
     assert store.stats()["growing"] == 0

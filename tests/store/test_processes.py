@@ -17,6 +17,7 @@ import time
 import numpy as np
 import pytest
 import tagged
+from deadlines import patience
 
 import geartrain as gt
 import geartrain._native as _native
@@ -162,7 +163,7 @@ def test_a_row_overwritten_while_it_is_read_is_drawn_again_and_never_returned(na
     _torn_row_stress(name, fork, 4, writers=2, readers=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_no_torn_row_is_returned_in_a_minute_of_many_processes(name, fork):
     _torn_row_stress(name, fork, 60, writers=4, readers=4)
@@ -240,7 +241,7 @@ def test_processes_killed_at_random_instants_lose_no_block_and_no_committed_row(
     _kill_at_random(name, fork, 14, seed=list(KINDS).index(kind) * 1000, **KINDS[kind])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hundreds_of_kills_lose_no_block_and_no_committed_row(kind, name, fork):
@@ -321,7 +322,7 @@ def test_a_stopped_lock_holder_is_an_error_in_bounded_time_and_everything_goes_o
             began = time.monotonic()
             with pytest.raises(LockTimeoutError, match=r"0\.2 s"):
                 refused()
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < patience(2)
         with pytest.raises(LockTimeoutError):
             open_row.commit()
         # What needs no lock goes on: reading, drawing and priorities.
@@ -465,7 +466,7 @@ def test_the_rows_of_a_killed_parent_come_back_while_its_child_lives(name, fork)
         assert store.reap() == 1
         assert store.stats()["reclaimed"] == 5
         os.kill(child, signal.SIGKILL)
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + patience(20)
         while store.native.live_clients() > 1 and time.monotonic() < deadline_s:
             time.sleep(0.001)  # it is another process's child, so there is nothing to wait on
         assert_sound(store)

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, WaitTimeoutError
@@ -61,13 +62,13 @@ def test_nothing_is_drawn_before_the_minimum_can_be_selected(store):
 def test_a_replay_that_is_ahead_goes_on_when_rows_come(store):
     store.limiter.set(samples_per_insert=4, min_size_to_sample=2, error_buffer=8)
     insert(store, 2)
-    with gt.Replay(store, Uniform(seed=0), batch_size=4, prefetch=1, timeout_s=20, output="numpy") as replay:
+    with gt.Replay(store, Uniform(seed=0), batch_size=4, prefetch=1, timeout_s=patience(20), output="numpy") as replay:
         replay.sample()
         writer = threading.Thread(target=lambda: [insert(store) for _ in range(20)])
         writer.start()
         for _ in range(20):
             replay.sample()
-        writer.join(20)
+        writer.join(patience(20))
         assert not writer.is_alive()
     state = store.limiter.state()
     assert abs(state.lead) <= 8
@@ -75,7 +76,7 @@ def test_a_replay_that_is_ahead_goes_on_when_rows_come(store):
 
 def test_closing_a_replay_ends_its_wait(store):
     store.limiter.set(min_size_to_sample=100)
-    replay = gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=1, timeout_s=60)
+    replay = gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=1, timeout_s=patience(60))
     told = []
 
     def wait():
@@ -89,7 +90,7 @@ def test_closing_a_replay_ends_its_wait(store):
     time.sleep(0.1)
     began_s = time.monotonic()
     replay.close()
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < patience(5)
 
 
 def test_a_draw_that_failed_is_not_counted(store):
@@ -125,13 +126,13 @@ def test_limits_can_be_changed_while_somebody_waits(store):
     time.sleep(0.1)
     assert not done
     store.limiter.set(samples_per_insert=1, min_size_to_sample=1, error_buffer=100)
-    waiter.join(5)
+    waiter.join(patience(5))
     assert done
     assert store.limiter.state().inserts == 4  # the counts go on when only the buffer changes
     waiter = threading.Thread(target=lambda: done.append(store.limiter.admit_samples(100, 30)))
     waiter.start()
     store.limiter.off()
-    waiter.join(5)
+    waiter.join(patience(5))
     assert len(done) == 2
 
 
@@ -168,7 +169,13 @@ def test_ranks_wait_for_their_own_shards(store_name):
 
     def body(rank):
         with gt.Replay(
-            stores[rank.rank], Uniform(seed=0), batch_size=8, prefetch=0, group=rank, timeout_s=20, output="numpy"
+            stores[rank.rank],
+            Uniform(seed=0),
+            batch_size=8,
+            prefetch=0,
+            group=rank,
+            timeout_s=patience(20),
+            output="numpy",
         ) as replay:
             for _ in range(3):
                 replay.sample()
@@ -198,7 +205,9 @@ def test_processes_keep_to_one_ratio_and_a_killed_one_holds_up_nobody(store):
     for writer in writers:
         writer.start()
     try:
-        with gt.Replay(store, Uniform(seed=0), batch_size=8, prefetch=0, timeout_s=60, output="numpy") as replay:
+        with gt.Replay(
+            store, Uniform(seed=0), batch_size=8, prefetch=0, timeout_s=patience(60), output="numpy"
+        ) as replay:
             for number in range(200):
                 replay.sample()
                 if number == 100:

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from deadlines import patience
 
 import geartrain as gt
 from geartrain.core.schema import DTYPES
@@ -239,7 +240,7 @@ def test_rows_expire_by_age_when_rows_are_inserted_or_drawn(name):
 
 
 def _until(happens, timeout_s: float = 20) -> None:
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + patience(timeout_s)
     while not happens():
         assert time.monotonic() < deadline_s, "it never happened"
 

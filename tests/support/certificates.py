@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from deadlines import patience
+
 from geartrain import _native
 from geartrain.transport.tls import TLS, VARIABLES
 
@@ -36,7 +38,7 @@ class Authority:
     def _make(self, file: str, *more: str) -> None:
         out = ("-keyout", str(self.folder / f"{file}.key"), "-out", str(self.folder / f"{file}.pem"))
         command = ["openssl", "req", "-x509", "-config", "/dev/null", "-subj", f"/CN={file}", *_KEY, *out, *more]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        subprocess.run(command, check=True, capture_output=True, timeout=patience(60))
 
 
 def environment(tls: TLS) -> dict[str, str]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from deadlines import patience
+
 from geartrain.collectives import Group
 
 
@@ -36,12 +38,12 @@ class MemoryStore:
 
 def run_ranks(world_size: int, body: Callable[[int, Group], Any], **options: Any) -> list[Any]:
     """What `body(rank, group)` returned on each rank, or the exception it raised."""
-    store = MemoryStore()
+    options = {"store": MemoryStore(), "timeout_s": 30.0, **options}
     results: list[Any] = [None] * world_size
 
     def rank(number: int) -> None:
         try:
-            group = Group(number, world_size, store=store, **{"timeout_s": 30.0, **options})
+            group = Group(number, world_size, **options)
             try:
                 results[number] = body(number, group)
             finally:
@@ -53,6 +55,6 @@ def run_ranks(world_size: int, body: Callable[[int, Group], Any], **options: Any
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(patience(90))
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     return results

@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from geartrain.device.kernels.gather_order import warps_of
 
-MODULES = ("weighted_draw", "distinct_draw", "first_rows", "scatter_update", "gather_kernels", "philox")
+MODULES = ("weighted_draw", "distinct_draw", "top_rows", "scatter_update", "gather_kernels", "philox")
 
 # What pointers point to, by the names of arguments.
 POINTERS = {

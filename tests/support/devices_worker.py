@@ -1,28 +1,27 @@
-"""A peer with fake GPUs (or none): `devices_worker.py FOLDER COUNT [TRANSPORT]` prints its address."""
+"""A peer with simulated GPUs (or none): `devices_worker.py FOLDER COUNT [TRANSPORT]` prints its address."""
 
 from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fake_gpu import FakeDriver, FakeTensor
 
 from geartrain import rpc
+from geartrain.tools.testing import SimulatedRuntime, SimulatedTensor
 
 weights: list[Any] = []
 
 
 @rpc.function
 def twice(tensor: Any) -> Any:
-    return tensor.times(2) if isinstance(tensor, FakeTensor) else tensor * 2
+    return tensor.times(2) if isinstance(tensor, SimulatedTensor) else tensor * 2
 
 
 @rpc.function
 def where(*tensors: Any) -> list[str]:
-    return [f"cuda:{t.device}" if isinstance(t, FakeTensor) else f"{type(t).__name__}" for t in tensors]
+    return [f"cuda:{t.device}" if isinstance(t, SimulatedTensor) else f"{type(t).__name__}" for t in tensors]
 
 
 @rpc.function
@@ -65,8 +64,8 @@ def ranges(n: int) -> list[np.ndarray]:
 def be(count: int, folder: str, delay_s: float, why: str | None) -> None:
     """Another machine."""
     driver = node.devices.driver
-    assert isinstance(driver, FakeDriver)
-    driver._count, driver.folder, driver.delay_s, driver._why = count, Path(folder), delay_s, why
+    assert isinstance(driver, SimulatedRuntime)
+    driver.become(folder, count, delay_s, why)
 
 
 @rpc.function(concurrent=True)
@@ -75,8 +74,8 @@ def memory() -> dict[str, int]:
     return {
         "allocated": getattr(drivers, "allocated", 0),
         "opened": getattr(drivers, "opened", 0),
-        "held": sum(caller.tensors.held for caller in node.server._callers.values()),
-        "lent": sum(caller.tensors.ways.lent for caller in node.server._callers.values()),
+        "held": sum(session.tensors.held for session in node.server.sessions),
+        "lent": sum(session.tensors.channels.leased for session in node.server.sessions),
     }
 
 
@@ -92,7 +91,7 @@ def call_back(peer: str, address: str, tensor: Any) -> Any:
 
 
 if __name__ == "__main__":
-    driver = FakeDriver(sys.argv[1], int(sys.argv[2]))
+    driver = SimulatedRuntime(sys.argv[1], int(sys.argv[2]))
     node = rpc.Node("peer", driver=driver, transport=sys.argv[3] if len(sys.argv) > 3 else None)
     print(node.address, flush=True)
     sys.stdin.read()

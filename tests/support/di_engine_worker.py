@@ -88,7 +88,7 @@ def events(directory: str) -> None:
         model=[type(others["model"]).__name__, sorted(others["model"])],
         once=once,
         after_off=len(back) - meanwhile,
-        way=parallel._mq._bus.node.connections()[next(iter(parallel._mq._bus._links))].split()[0],
+        way=next(iter(parallel._mq._bus.node.connections().values())).split()[0],
         ran=type(parallel._mq).__name__,
     )
     parallel.emit("done")

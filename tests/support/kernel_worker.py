@@ -13,6 +13,8 @@ import subprocess
 import sys
 from typing import Any
 
+from deadlines import patience
+
 
 class Interpreter:
     """The other process, started when it is first needed."""
@@ -51,7 +53,7 @@ class Interpreter:
     def close(self) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=patience(30))
 
 
 class RemoteCandidates:

@@ -40,49 +40,49 @@ def local_policy(context):
 
 
 def remote_policy(context):
-    return context.part.policy("act")
+    return context.job.policy("act")
 
 
-def serve(part):
+def serve(context):
     """Answers with the step, and the version of the newest weights."""
-    reader = part.reader()
+    reader = context.reader()
 
     @rpc.batched(max_size=4, max_wait_us=500, stack=True)
     def act(observations):
         steps = observations[:, 1].astype(np.int64)
         version = reader.version or 0
-        part.report(steps=rpc.batch_stats(act).calls, version=version)
+        context.report(steps=rpc.batch_stats(act).calls, version=version)
         return {"action": steps, "twice": 2.0 * steps, "version": np.full(len(steps), version)}
 
-    part.node()
-    while not part.stopping:
-        part.report()
+    context.node()
+    while not context.stopping:
+        context.report()
         time.sleep(0.02)
 
 
-def learn(part, steps=60, batch_size=8, pause_s=0.0, least=20):
+def learn(context, steps=60, batch_size=8, pause_s=0.0, least=20):
     """Draws batches and checks each; publishes a version a step. Every rank does it alone."""
-    store = part.store(FIELDS, capacity=400)
-    publisher = part.publisher() if part.rank == 0 else None
-    wait_for_rows(part, store, least)
-    with part.watch(gt.Replay(store, gt.selection.Uniform(seed=part.rank), batch_size, output="numpy")) as replay:
+    store = context.store(FIELDS, capacity=400)
+    publisher = context.publisher() if context.rank == 0 else None
+    wait_for_rows(context, store, least)
+    with context.watch(gt.Replay(store, gt.selection.Uniform(seed=context.rank), batch_size, output="numpy")) as replay:
         for step in range(1, steps + 1):
-            if part.stopping:
+            if context.stopping:
                 break
             batch = replay.sample()
             check(batch)
             if publisher is not None:
-                publisher.publish(1000 * part.restart + step, {"w": np.full(3, step, np.float32)})
-            part.report(steps=step, version=step, loss=1.0 / step)
+                publisher.publish(1000 * context.restart + step, {"w": np.full(3, step, np.float32)})
+            context.report(steps=step, version=step, loss=1.0 / step)
             time.sleep(pause_s)
-    print(f"learned {step} steps on {len(store)} rows, restart {part.restart}")
+    print(f"learned {step} steps on {len(store)} rows, restart {context.restart}")
 
 
-def wait_for_rows(part, store, least):
+def wait_for_rows(context, store, least):
     until_s = time.monotonic() + 60
-    while len(store) < least and not part.stopping:
+    while len(store) < least and not context.stopping:
         assert time.monotonic() < until_s, "no rows came"
-        part.report()
+        context.report()
         time.sleep(0.01)
 
 
@@ -100,18 +100,18 @@ def check(batch):
     assert (episode == np.take_along_axis(episode, first[:, None], 1))[batch.mask].all()
 
 
-def insert(part, rows=None):
+def insert(context, rows=None):
     """An actor that inserts rows which check themselves."""
-    store = part.store()
-    tags = np.random.default_rng([part.number, part.restart])
+    store = context.store()
+    tags = np.random.default_rng([context.number, context.restart])
     done = 0
-    while not part.stopping and (rows is None or done < rows):
+    while not context.stopping and (rows is None or done < rows):
         tagged.insert(store, tags.integers(0, 2**62, 4).astype(np.uint64))
         done += 4
-        part.report(rows=done, steps=done)
+        context.report(rows=done, steps=done)
 
 
-def learn_tagged(part, steps=200, batch_size=16):
+def learn_tagged(context, steps=200, batch_size=16):
     """A rank of a group: one global batch of self-checking rows, added up over the ranks each step."""
     import torch
     import torch.distributed as dist
@@ -119,18 +119,18 @@ def learn_tagged(part, steps=200, batch_size=16):
     from geartrain.errors import EmptyStoreError
 
     torch.set_num_threads(1)
-    store = part.store(tagged.FIELDS, capacity=64)
+    store = context.store(tagged.FIELDS, capacity=64)
     print(f"found {len(store)} rows", flush=True)
-    wait_for_rows(part, store, 16)
+    wait_for_rows(context, store, 16)
     dist.init_process_group("gloo")
     replay = gt.Replay(store, gt.selection.Uniform(seed=1), batch_size, output="numpy", group=dist.group.WORLD)
-    part.watch(replay)
+    context.watch(replay)
     for step in range(1, steps + 1):
         batch = replay.sample()
         assert tagged.mixed(batch) == [], "a half-written row was selected"
-        stopping = torch.tensor([int(part.stopping)])
+        stopping = torch.tensor([int(context.stopping)])
         dist.all_reduce(stopping)
-        part.report(steps=step, version=step)
+        context.report(steps=step, version=step)
         if stopping.item():
             break
     replay.close()
@@ -138,28 +138,28 @@ def learn_tagged(part, steps=200, batch_size=16):
     assert EmptyStoreError
 
 
-def fail(part, after_s=0.0):
-    print(f"I am {part.name}, and I fail")
+def fail(context, after_s=0.0):
+    print(f"I am {context.name}, and I fail")
     time.sleep(after_s)
     raise ValueError("on purpose")
 
 
-def linger(part, deaf=False):
+def linger(context, deaf=False):
     """Stays until it is told to go, or longer."""
-    part.report(steps=1)
-    while deaf or not part.stopping:
+    context.report(steps=1)
+    while deaf or not context.stopping:
         time.sleep(0.02)
     print("told to go")
 
 
-def stuck(part):
-    part.report(steps=1)
+def stuck(context):
+    context.report(steps=1)
     time.sleep(600)
 
 
-def tell_environment(part):
+def tell_environment(context):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    print(part.name, {name: os.environ.get(name) for name in names}, part.rank, part.world_size)
+    print(context.name, {name: os.environ.get(name) for name in names}, context.rank, context.world_size)
 
 
 job = launch.Job(
@@ -171,5 +171,5 @@ job = launch.Job(
 if __name__ == "__main__":
     try:
         launch.run(job, folder=sys.argv[1])
-    except launch.PartDiedError as error:
+    except launch.ProcessDiedError as error:
         sys.exit(str(error))

@@ -6,6 +6,7 @@ process_group_worker.py                        forks ranks as lines on stdin ask
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 import warnings
 from contextlib import suppress
 from datetime import timedelta
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from preloaded import end
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -406,6 +409,7 @@ SCENARIOS = (everything_else, ddp, mesh, hsdp, victim, leave, reformed, agree, r
 
 def launch() -> None:
     """Forks ranks: {"scenarios", "size", "folder", "env"} a line; tells pids, and how each has ended."""
+    gc.freeze()
     print(json.dumps({"ready": True}), flush=True)
     while True:
         with suppress(ChildProcessError):
@@ -424,8 +428,14 @@ def launch() -> None:
                 for name, to in (("out", 1), ("err", 2)):
                     os.dup2(os.open(f"{job['folder']}/{rank}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), to)
                 os.environ.update(job["env"], RANK=str(rank), WORLD_SIZE=str(job["size"]), MEET=f"{job['folder']}/meet")
-                main(job["scenarios"])
-                return
+                try:
+                    main(job["scenarios"])
+                except BaseException:
+                    traceback.print_exc()
+                    end(1)
+                if "forget" in job["scenarios"]:
+                    return  # how an interpreter ends with a group that nobody has destroyed is part of that one
+                end(0)
             pids.append(pid)
         print(json.dumps({"pids": pids}), flush=True)
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 from geartrain import weights
@@ -22,13 +24,10 @@ pytest.importorskip("typer")
 
 
 def geartrain(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return preloaded.run(
         [sys.executable, "-m", "geartrain", *args],
         env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        timeout=patience(60),
     )
 
 
@@ -37,7 +36,9 @@ def make(name: str, **options: Any) -> gt.Store:
         name, {"obs": gt.Field((10, 2), "float32"), "id": gt.Field((), "int64")}, capacity=8, **options
     )
     store.insert(
-        {"obs": np.zeros((5, 10, 2), "float32"), "id": np.arange(5)}, priorities=[0, 0.001, 1, 10, 100], versions=range(5)
+        {"obs": np.zeros((5, 10, 2), "float32"), "id": np.arange(5)},
+        priorities=[0, 0.001, 1, 10, 100],
+        versions=range(5),
     )
     return store
 
@@ -53,10 +54,10 @@ def test_inspect_shows_schema_rows_bytes_and_weights(store_name: Any) -> None:
         shown = geartrain("inspect", store.name).stdout
         assert "5 of 8 rows" in shown and "50 steps" in shown and "1 processes attached" in shown
         assert "obs" in shown and "(10, 2)" in shown and "float32" in shown
-        assert "1 rows have weight 0" in shown and "█" in shown
+        assert "1 rows have priority 0" in shown and "█" in shown
         about = json.loads(geartrain("inspect", store.name, "--json").stdout)
         assert about["rows"] == 5 and about["steps"] == 50 and about["versions"] == [0, 4]
-        assert sum(about["weights"]["rows"]) == 4 and about["weights"]["zero"] == 1
+        assert sum(about["priorities"]["rows"]) == 4 and about["priorities"]["zero"] == 1
         assert store.name in geartrain("inspect").stdout
         assert "every row is accounted for" in geartrain("inspect", store.name, "--audit").stdout
         assert len(store) == 5, "looking changes nothing"
@@ -129,25 +130,24 @@ def test_doctor_says_what_is_viable_and_why_not() -> None:
 
 def test_without_its_packages_the_command_says_how_to_install_them(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
-    done = geartrain("doctor", PYTHONPATH=str(tmp_path))
+    command = [sys.executable, "-m", "geartrain", "doctor"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.returncode == 1 and "pip install 'geartrain[cli]'" in done.stderr
 
 
 @pytest.fixture
 def listening() -> Iterator[str]:
     """The address that `geartrain doctor --listen` printed, in a process of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "geartrain", "doctor", "--listen"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+    process = preloaded.Popen(
+        [sys.executable, "-m", "geartrain", "doctor", "--listen"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     assert process.stdout is not None
     try:
         yield process.stdout.readline().strip()
     finally:
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(patience(10)) == 0
         process.stdout.close()
 
 
@@ -197,7 +197,7 @@ def test_inspect_and_remove_know_weights(names: Any) -> None:
         assert name in [entry["name"] for entry in json.loads(geartrain("inspect", "--json").stdout)]
         refused = geartrain("remove", name)
         assert refused.returncode == 1 and "--force" in refused.stderr
-    killed = subprocess.run(
+    killed = preloaded.run(
         [
             sys.executable,
             "-c",
@@ -205,7 +205,7 @@ def test_inspect_and_remove_know_weights(names: Any) -> None:
             "kept = weights.Publisher(sys.argv[1])\nkept.publish(7, {'w': np.ones(3)})\nos.kill(os.getpid(), 9)",
             name,
         ],
-        check=False,
+        timeout=patience(60),
     )
     assert killed.returncode == -signal.SIGKILL
     assert json.loads(geartrain("inspect", name, "--json").stdout)["in_use"] is False
@@ -217,14 +217,14 @@ def test_inspect_and_remove_know_weights(names: Any) -> None:
 def test_a_board_of_a_killed_maker_is_shown_as_left_behind_and_can_be_removed(name: str) -> None:
     code = f"""
 import os, signal
-from geartrain.core.counters import Board
-board = Board.create({name!r}, 2, ("steps", "version"))
-board.slot(0)["steps"] = 40
-board.slot(1)["steps"] = 2
+from geartrain.core.counters import SharedCounters
+counters = SharedCounters.create({name!r}, 2, ("steps", "version"))
+counters.slot(0)["steps"] = 40
+counters.slot(1)["steps"] = 2
 print("made", flush=True)
 signal.pause()
 """
-    maker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    maker = preloaded.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert maker.stdout is not None
     assert maker.stdout.readline() == "made\n"
     listed = geartrain("inspect")
@@ -236,5 +236,5 @@ signal.pause()
     assert about["in_use"] is False
     assert about["totals"] == {"steps": 42.0, "version": 0.0}
     assert "left behind" in geartrain("inspect", name).stdout
-    assert geartrain("remove", name).stdout == f"removed the board {name}\n"
+    assert geartrain("remove", name).stdout == f"removed the counters {name}\n"
     assert geartrain("remove", name).returncode == 1

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import patience
 
 from geartrain.tools.testing.cluster import Hosts, HostsError
 
@@ -63,7 +64,7 @@ def send(n: int, source: socket.socket, sink: socket.socket) -> float:
         assert got, "the connection broke"
         left -= got
     seconds = time.perf_counter() - began_s
-    sender.join(10)
+    sender.join(patience(10))
     return seconds
 
 
@@ -94,7 +95,7 @@ def test_both_directions_of_a_link_are_slow_on_their_own(hosts: Hosts) -> None:
         other = threading.Thread(target=send, args=(n, other_source, other_sink))
         other.start()
         send(n, source, sink)
-        other.join(30)
+        other.join(patience(30))
         seconds = time.perf_counter() - began_s
     assert 2 * n * 8 / seconds / 1e6 < 400 * 1.15, "two hosts together send no faster than the third can receive"
 
@@ -137,7 +138,7 @@ def test_a_process_gets_the_environment_that_torch_needs(hosts: Hosts) -> None:
     process = hosts.popen(
         1, [sys.executable, "-c", ECHO.format(name="MINE")], env={"MINE": "x"}, stdout=subprocess.PIPE, text=True
     )
-    assert process.communicate(timeout=20)[0].strip() == "x"
+    assert process.communicate(timeout=patience(20))[0].strip() == "x"
     assert hosts.run(1, [sys.executable, "-c", ECHO.format(name="GLOO_SOCKET_IFNAME")]).strip() == "eth0"
     assert hosts.run(1, [sys.executable, "-c", ECHO.format(name="MASTER_ADDR")]).strip() == hosts.address(0)
 
@@ -228,10 +229,12 @@ def test_what_a_killed_maker_of_switched_hosts_left_is_removed() -> None:
         "print(made.name, made._switch._process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=patience(60), check=False
+    )
     left, switch = done.stdout.split()
     assert left in Hosts.remove_stale() and traces(left) == []
-    ends_s = time.monotonic() + 20
+    ends_s = time.monotonic() + patience(20)
     while Path(f"/proc/{switch}").exists() and time.monotonic() < ends_s:
         time.sleep(0.02)
     assert not Path(f"/proc/{switch}").exists()
@@ -265,7 +268,9 @@ def test_what_a_killed_maker_left_is_removed_and_the_living_are_spared(hosts: Ho
         "print(made.name, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=patience(60), check=False
+    )
     left = done.stdout.strip()
     assert done.returncode == -signal.SIGKILL and traces(left), done.stderr
     assert left in Hosts.remove_stale()
@@ -338,7 +343,7 @@ def test_torchrun_starts_a_job_over_two_hosts(hosts: Hosts, rendezvous: str, pro
         hosts.popen(i, arguments(i), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for i in range(2)
     ]
     for agent in agents:
-        said = agent.communicate(timeout=100)[0]
+        said = agent.communicate(timeout=patience(100))[0]
         assert agent.returncode == 0, said
     world = 2 * processes
     total = sum(range(world))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from deadlines import patience
 
 from geartrain.tools.testing.network_switch import Switch, SwitchError, address_of
 
@@ -71,7 +72,7 @@ def test_frames_between_sites_take_the_delay_and_stay_in_order() -> None:
         for number in range(20):
             ports[0].send(frame(2, number))
         assert [receive(ports[2]) for _ in range(20)] == [frame(2, number) for number in range(20)]
-        assert 0.05 <= time.monotonic() - began_s < 2
+        assert 0.05 <= time.monotonic() - began_s < patience(2)
         near_s = []
         for _ in range(5):
             began_s = time.monotonic()
@@ -88,7 +89,7 @@ def test_a_link_passes_a_burst_and_then_its_rate() -> None:
             ports[0].send(frame(1, number, 1000))
         assert [receive(ports[1]) for _ in range(120)] == [frame(1, number, 1000) for number in range(120)]
         # 120 KB at 1 MB/s, 20 KB of them at once. A busy machine is later, never earlier.
-        assert 0.0999 <= time.monotonic() - began_s < 1.0
+        assert 0.0999 <= time.monotonic() - began_s < patience(1.0)
 
 
 def test_what_finds_the_queue_full_is_dropped_and_counted() -> None:
@@ -153,7 +154,7 @@ def test_the_switch_ends_with_its_maker() -> None:
     assert maker.stdout is not None
     handle = os.pidfd_open(int(maker.stdout.readline()))
     try:
-        maker.communicate("now\n", timeout=20)
+        maker.communicate("now\n", timeout=patience(20))
         assert maker.returncode == -signal.SIGKILL
         assert select.select([handle], [], [], 20)[0], "the switch still runs"
     finally:

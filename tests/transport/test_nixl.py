@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain.transport.connection as transport
 import geartrain.transport.nixl as nixl
@@ -53,13 +54,13 @@ while True:
 class Peer:
     def __init__(self, listener: Listener) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", PEER, listener.address, str(BIG)])
-        self.connection: Connection = listener.accept(timeout_s=90)
-        self.link = nixl.attach(self.connection, timeout_s=90)
-        self.descriptor = self.connection.receive(timeout_s=30).header
+        self.connection: Connection = listener.accept(timeout_s=patience(90))
+        self.link = nixl.attach(self.connection, timeout_s=patience(90))
+        self.descriptor = self.connection.receive(timeout_s=patience(30)).header
 
     def ask(self, what: str, tag: int = 0, buffers: tuple[np.ndarray, ...] = ()) -> bytes:
         self.connection.send(what.encode(), buffers, tag=tag)
-        return self.connection.receive(timeout_s=30).header
+        return self.connection.receive(timeout_s=patience(30)).header
 
     def end(self) -> None:
         self.link.close()
@@ -172,8 +173,8 @@ def test_a_killed_peer_is_lost_within_the_deadline(peers: Callable[[], Peer]) ->
     began_s = time.monotonic()
     with pytest.raises(PeerLostError):
         for _ in range(1000):
-            peer.link.write(mine, peer.descriptor, timeout_s=5)
-    assert time.monotonic() - began_s < 6
+            peer.link.write(mine, peer.descriptor, timeout_s=patience(5))
+    assert time.monotonic() - began_s < patience(6)
     with pytest.raises(ConnectionClosedError, match="has ended"):
         peer.link.write(mine, peer.descriptor)
     mine[:] = 0  # nobody holds it
@@ -192,7 +193,7 @@ def test_a_stopped_peer_is_a_deadline_at_most(peers: Callable[[], Peer]) -> None
             peer.link.write(np.ones(BIG, np.uint8), peer.descriptor, timeout_s=0.5)
     except WaitTimeoutError:  # over TCP; through shared memory it takes part without knowing
         assert peer.link.ended
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < patience(20)
 
 
 @here
@@ -200,7 +201,7 @@ def test_a_side_that_cannot_says_why_to_the_other() -> None:
     with transport.listen() as listener, transport.connect(listener.address) as mine, listener.accept() as theirs:
         theirs.send(b"!nixl is not viable: no luck")
         with pytest.raises(TransportError, match="for the peer: nixl is not viable: no luck"):
-            nixl.attach(mine, timeout_s=5)
+            nixl.attach(mine, timeout_s=patience(5))
 
 
 @here
@@ -211,7 +212,7 @@ def test_a_peer_that_cannot_reach_the_memory_is_found_out() -> None:
         theirs.send(b"." + its.hello)
         theirs.send(b".proved")
         with pytest.raises(TransportError, match="not this side's nonce"):
-            nixl.attach(mine, timeout_s=5)
+            nixl.attach(mine, timeout_s=patience(5))
 
 
 @here
@@ -252,7 +253,7 @@ def test_all_of_this_holds_over_tcp() -> None:
         env=os.environ | {"UCX_TLS": "tcp"},
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=patience(380),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import certificates
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain.transport.connection as transport
 from geartrain import rpc
@@ -128,7 +129,9 @@ def test_without_openssl_tls_says_so_and_all_else_works(
     library: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GEARTRAIN_LIBSSL", library)
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=patience(60), check=False
+    )
     first, second = done.stdout.splitlines()
     assert why in first
     assert second == "tcp True"
@@ -155,7 +158,9 @@ def test_a_process_that_ends_with_open_connections_ends_well(loopback: TLS, monk
     for variable, value in certificates.environment(loopback).items():
         monkeypatch.setenv(variable, value)
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=patience(60), check=False
+        )
         assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 
 import certificates
 import numpy as np
+import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain.transport.connection as transport
 from geartrain.errors import (
@@ -28,7 +30,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.transport.codec import decode, encode
-from geartrain.transport.connection import Connection, Limits, Listener
+from geartrain.transport.connection import Connection, Listener, MessageLimits
 
 PEER = """
 import sys
@@ -43,7 +45,7 @@ except PeerLostError:
     pass
 """
 
-Start = Callable[..., tuple[Connection, subprocess.Popen[bytes]]]
+Start = Callable[..., tuple[Connection, subprocess.Popen[str]]]
 
 
 WAYS = ["shm", "tcp", "tcp+tls"]  # between processes
@@ -72,10 +74,10 @@ def listener() -> Iterator[Listener]:
 @pytest.fixture
 def echo(listener: Listener) -> Iterator[Start]:
     """A process that sends back what it gets; returns the connection to it, and the process."""
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[subprocess.Popen[str]] = []
 
-    def start(name: str) -> tuple[Connection, subprocess.Popen[bytes]]:
-        running.append(subprocess.Popen([sys.executable, "-c", PEER, listener.address, provider(name)]))
+    def start(name: str) -> tuple[Connection, subprocess.Popen[str]]:
+        running.append(preloaded.Popen([sys.executable, "-c", PEER, listener.address, provider(name)]))
         return listener.accept(), running[-1]
 
     yield start
@@ -139,9 +141,9 @@ def test_a_killed_peer_is_lost_and_what_it_sent_stays(echo: Start, name: str) ->
     began_s = time.monotonic()
     with pytest.raises(PeerLostError):
         while True:
-            connection.send(b"", [array], timeout_s=5)
-            connection.receive(timeout_s=5)
-    assert time.monotonic() - began_s < 3
+            connection.send(b"", [array], timeout_s=patience(5))
+            connection.receive(timeout_s=patience(5))
+    assert time.monotonic() - began_s < patience(3)
     assert (kept.buffers[0].view(np.int64) == array).all()
 
 
@@ -155,7 +157,7 @@ def test_a_stopped_peer_is_a_deadline_and_bounds_what_is_queued(echo: Start, nam
     with pytest.raises(WaitTimeoutError):
         for _ in range(10_000):
             connection.send(b"x" * 20_000, timeout_s=0.3)
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < patience(10)
 
 
 EXPOSER = """
@@ -214,12 +216,12 @@ connection.receive()
 @pytest.fixture
 def run(listener: Listener) -> Iterator[Start]:
     """A process that runs a program with the listener's address; returns the connection to it, and the process."""
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[subprocess.Popen[str]] = []
 
-    def start(program: str, *args: object) -> tuple[Connection, subprocess.Popen[bytes]]:
+    def start(program: str, *args: object) -> tuple[Connection, subprocess.Popen[str]]:
         line = [sys.executable, "-c", program, listener.address, *(provider(str(one)) for one in args)]
-        running.append(subprocess.Popen(line, stderr=subprocess.DEVNULL))
-        return listener.accept(timeout_s=240), running[-1]
+        running.append(preloaded.Popen(line, stderr=subprocess.DEVNULL))
+        return listener.accept(timeout_s=patience(240)), running[-1]
 
     yield start
     for process in running:
@@ -287,15 +289,15 @@ def test_a_region_is_closed_with_its_last_reference_and_lets_go_of_its_memory(li
 @pytest.mark.parametrize("name", WAYS)
 def test_a_stopped_peer_is_lost_though_nobody_waits_for_it(name: str) -> None:
     with transport.listen(peer_timeout_s=2.0) as listener:
-        process = subprocess.Popen([sys.executable, "-c", PEER, listener.address, provider(name)])
+        process = preloaded.Popen([sys.executable, "-c", PEER, listener.address, provider(name)])
         try:
             connection = listener.accept()
             process.send_signal(signal.SIGSTOP)
-            until_s = time.monotonic() + 8
+            until_s = time.monotonic() + patience(8)
             while not connection.native.lost and time.monotonic() < until_s:
                 time.sleep(0.05)
             with pytest.raises(PeerLostError, match="no sign of life"):
-                connection.receive(timeout_s=1)
+                connection.receive(timeout_s=patience(1))
         finally:
             process.kill()
             process.wait()
@@ -306,12 +308,12 @@ def test_a_stopped_peer_is_lost_though_nobody_waits_for_it(name: str) -> None:
 @pytest.mark.parametrize("what", ["files", "memory"])
 def test_no_memory_for_a_big_message_is_a_named_error_and_the_connection_goes_on(run: Start, what: str) -> None:
     connection, _ = run(TIGHT, what)
-    assert connection.receive(timeout_s=60).header == b"before"
-    assert b"cannot" in connection.receive(timeout_s=60).header
-    assert connection.receive(timeout_s=60).buffers[0].tobytes() == b"small"
+    assert connection.receive(timeout_s=patience(60)).header == b"before"
+    assert b"cannot" in connection.receive(timeout_s=patience(60)).header
+    assert connection.receive(timeout_s=patience(60)).buffers[0].tobytes() == b"small"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("program", [SOURCE, SINK])
 @pytest.mark.parametrize("name", WAYS)
@@ -322,19 +324,19 @@ def test_a_peer_killed_in_the_middle_of_a_gigabyte_leaves_nothing_behind(run: St
     warm.receive()
     before = _in_use()
 
-    def transfer(connection: Connection, after_s: float, process: subprocess.Popen[bytes]) -> None:
+    def transfer(connection: Connection, after_s: float, process: subprocess.Popen[str]) -> None:
         threading.Timer(after_s, process.kill).start()
         with pytest.raises(PeerLostError):
             while True:
                 if program is SOURCE:
-                    connection.receive(timeout_s=30)
+                    connection.receive(timeout_s=patience(30))
                 else:
-                    connection.send(b"", [array], timeout_s=30)
+                    connection.send(b"", [array], timeout_s=patience(30))
 
     for after_s in (0.1, 0.6):
         connection, process = run(program, name, 1 << 30)
         if program is SOURCE:
-            connection.receive(timeout_s=240)
+            connection.receive(timeout_s=patience(240))
         began_s = time.monotonic()
         transfer(connection, after_s, process)
         assert time.monotonic() - began_s < after_s + 30
@@ -353,7 +355,7 @@ def test_a_wait_can_be_interrupted() -> None:
         timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            listener.accept(timeout_s=30)
+            listener.accept(timeout_s=patience(30))
 
 
 @pytest.mark.parametrize("name", ["inproc", *WAYS])
@@ -375,7 +377,7 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(
 
 
 def test_limits_and_secrets_are_kept() -> None:
-    with transport.listen(secret=b"s", limits=Limits(max_message_bytes=1000)) as listener:
+    with transport.listen(secret=b"s", limits=MessageLimits(max_message_bytes=1000)) as listener:
         for wrong in (b"", b"other"):
             with pytest.raises(UntrustedPeerError):
                 transport.connect(listener.address, secret=wrong)
@@ -387,19 +389,19 @@ def test_limits_and_secrets_are_kept() -> None:
                 if name != "inproc":
                     large.send(b"", [bytes(2000)])
                     with pytest.raises(MessageError, match="the limit is 1000"):
-                        theirs.receive(timeout_s=5)
+                        theirs.receive(timeout_s=patience(5))
                 else:
                     with pytest.raises(MessageError, match="1000 bytes"):
                         theirs.send(b"", [bytes(2000)])
     with pytest.raises(UntrustedPeerError, match="give a secret"):
         transport.listen("0.0.0.0")
     with pytest.raises(ArgumentError, match="16384 buffers"):
-        transport.listen(limits=Limits(max_buffers=1 << 20))
+        transport.listen(limits=MessageLimits(max_buffers=1 << 20))
 
 
 def test_a_browser_at_the_door_is_sent_away(listener: Listener) -> None:
     host, port = listener.address.rpartition("tcp=")[2].split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as stranger:
+    with socket.create_connection((host, int(port)), timeout=patience(5)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10)
         with contextlib.suppress(ConnectionResetError):  # when what it said is not all read
             assert stranger.recv(100) == b""

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
+from deadlines import patience
 
 import geartrain.core.futex as futex
 import geartrain.weights.server as serving
@@ -28,7 +30,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.weights import segment as segments
-from geartrain.weights.segment import Segment
+from geartrain.weights.segment import WeightsSegment
 
 SHM = Path("/dev/shm")
 
@@ -63,8 +65,8 @@ def run(code: str, *args: object) -> subprocess.Popen[str]:
         "def filled(v, n=1000): return {'a': np.full(n, v, np.int64), 'b.weight': np.full((n, 3), v, np.float32)}\n"
         "def say(*what): print(*what, flush=True)\n"
     )
-    return subprocess.Popen(
-        [sys.executable, "-c", head + code, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    return preloaded.Popen(
+        [sys.executable, "-c", head + code, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
 
 
@@ -227,7 +229,7 @@ def test_readers_never_see_a_mix(host: Path) -> None:
 def test_a_reader_that_was_overtaken_does_not_take_another_version_for_its_own(host: Path) -> None:
     with weights.Publisher("p", directory=host, buffers=2) as publisher:
         publisher.publish(1, filled(1))
-        here = Segment.open("p", host)
+        here = WeightsSegment.open("p", host)
         head = here.head()
         assert head is not None
         mapped = here.map(head)
@@ -252,30 +254,30 @@ def test_when_readers_hold_all_buffers_the_publisher_says_so(host: Path) -> None
         assert (held["a"] == 1).all()
         assert reader.latest().version == 2
         del held
-        publisher.publish(3, filled(3), timeout_s=5)
+        publisher.publish(3, filled(3), timeout_s=patience(5))
         assert reader.latest().version == 3
 
 
 def test_a_waiting_publisher_goes_on_when_a_snapshot_is_let_go(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from geartrain.weights import writer
 
-    monkeypatch.setattr(writer, "_LOOK_AGAIN_S", 60.0)  # so that only being woken helps
+    monkeypatch.setattr(writer, "_CHECK_EVERY_S", 60.0)  # so that only being woken helps
     with weights.Publisher("p", directory=host, buffers=2) as publisher, weights.Reader("p", directory=host) as reader:
         publisher.publish(1, filled(1))
         held = [reader.latest()]
         publisher.publish(2, filled(2))
-        waits, real = threading.Event(), Segment.wait_released
+        waits, real = threading.Event(), WeightsSegment.wait_released
 
-        def wait_released(self: Segment, seen: int, timeout_s: float) -> None:
+        def wait_released(self: WeightsSegment, seen: int, timeout_s: float) -> None:
             waits.set()
             real(self, seen, timeout_s)
 
-        monkeypatch.setattr(Segment, "wait_released", wait_released)
+        monkeypatch.setattr(WeightsSegment, "wait_released", wait_released)
         thread = threading.Thread(target=publisher.publish, args=(3, filled(3)))
         thread.start()
-        assert waits.wait(10)
+        assert waits.wait(patience(10))
         held.clear()
-        thread.join(10)
+        thread.join(patience(10))
         assert not thread.is_alive()
         assert reader.version == 3
 
@@ -292,7 +294,7 @@ def test_a_killed_reader_holds_nothing(host: Path) -> None:
         with pytest.raises(weights.BuffersHeldError):
             publisher.publish(3, filled(3), timeout_s=0.05)
         kill(child)
-        publisher.publish(3, filled(3), timeout_s=10)
+        publisher.publish(3, filled(3), timeout_s=patience(10))
 
 
 def test_a_forked_childs_snapshot_is_held_until_both_let_go(host: Path, fork: Callable[..., int]) -> None:
@@ -318,7 +320,7 @@ def test_a_forked_childs_snapshot_is_held_until_both_let_go(host: Path, fork: Ca
             publisher.publish(3, filled(3), timeout_s=0.05)
         os.write(go[1], b"x")
         assert os.waitpid(child, 0)[1] == 0
-        publisher.publish(3, filled(3), timeout_s=10)
+        publisher.publish(3, filled(3), timeout_s=patience(10))
         reader.close()
     for pipe in (*ready, *go):
         os.close(pipe)
@@ -349,7 +351,7 @@ def test_a_waiting_reader_has_a_deadline_and_says_what_is_there(host: Path) -> N
             reader.latest(timeout_s=0.02)
         with weights.Publisher("p", directory=host) as publisher:
             publisher.publish(1, filled(1))
-            with pytest.raises(WaitTimeoutError, match=r"newest version is 1, and 2 was asked for.*is alive"):
+            with pytest.raises(WaitTimeoutError, match=r"newest version is 1, and 2 was requested.*is alive"):
                 reader.latest(at_least=2, timeout_s=0.02)
 
 
@@ -364,13 +366,15 @@ def test_a_waiting_reader_sleeps_and_is_woken(host: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(futex, "wait", wait)
     found: list[int] = []
     with weights.Reader("p", directory=host) as reader:  # before there is a publisher
-        thread = threading.Thread(target=lambda: found.append(reader.latest(at_least=5, timeout_s=60).version))
+        thread = threading.Thread(
+            target=lambda: found.append(reader.latest(at_least=5, timeout_s=patience(60)).version)
+        )
         thread.start()
-        assert asleep.wait(10)
+        assert asleep.wait(patience(10))
         with weights.Publisher("p", directory=host) as publisher:
             for version in (1, 5):
                 publisher.publish(version, filled(version))
-            thread.join(10)
+            thread.join(patience(10))
         assert found == [5]
     assert len(sleeps) <= 3  # once before each version, and not every few milliseconds
 
@@ -394,14 +398,14 @@ def test_closing_wakes_who_waits(host: Path) -> None:
 
     def read() -> None:
         try:
-            reader.latest(timeout_s=60)
+            reader.latest(timeout_s=patience(60))
         except GeartrainError as error:
             errors.append(type(error))
 
     thread = threading.Thread(target=read)
     thread.start()
     reader.close()
-    thread.join(10)
+    thread.join(patience(10))
     assert errors == [StoreClosedError]
 
 
@@ -422,7 +426,7 @@ def test_a_publisher_killed_in_the_middle_leaves_the_version_before(host: Path) 
         kill(child)
         for _ in range(2):
             assert {int(v) for a in reader.latest().values() for v in np.unique(a)} == {2}
-        with pytest.raises(WaitTimeoutError, match="no publisher of it lives"):
+        with pytest.raises(WaitTimeoutError, match="no publisher of it is alive"):
             reader.latest(at_least=3, timeout_s=0.02)
         with weights.Publisher("p", directory=host) as again:  # carries on with the same memory
             inode = (host / "geartrain-weights.p").stat().st_ino
@@ -438,12 +442,12 @@ def test_a_publisher_killed_at_any_step_of_a_commit_leaves_a_whole_version(host:
         "from geartrain.weights import segment\n"
         "p = weights.Publisher('p', directory=sys.argv[1])\n"
         "for v in (1, 2, 3): p.publish(v, filled(v))\n"
-        "S, put, wake = segment.Segment, segment.Segment._put, segment.Segment.wake_readers\n"
+        "S, put, wake = segment.WeightsSegment, segment.WeightsSegment._put, segment.WeightsSegment.wake_readers\n"
         "def dying_put(self, record, at):\n"
         "    if not int(record['sequence']): return put(self, record, at)\n"  # the claim
         "    wanted = segment.SLOT if sys.argv[2] == 'slot' else segment.HEAD\n"
         "    if record.dtype == wanted:\n"
-        "        half = segment._sealed(record)[: record.dtype.itemsize // 2]\n"
+        "        half = segment.seal(record)[: record.dtype.itemsize // 2]\n"
         "        self._bytes[at : at + len(half)] = np.frombuffer(half, np.uint8)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    put(self, record, at)\n"
@@ -484,11 +488,11 @@ def test_a_waiting_reader_follows_to_the_file_of_a_new_publisher(host: Path) -> 
     with weights.Reader("p", directory=host) as reader:
         with weights.Publisher("p", directory=host) as publisher:
             publisher.publish(1, filled(1))
-        thread = threading.Thread(target=lambda: found.append(list(reader.latest(at_least=2, timeout_s=60))))
+        thread = threading.Thread(target=lambda: found.append(list(reader.latest(at_least=2, timeout_s=patience(60)))))
         thread.start()
         with weights.Publisher("p", directory=host) as publisher:
             publisher.publish(2, {"c": np.ones(3)})
-            thread.join(10)
+            thread.join(patience(10))
     assert found == [["c"]]
 
 
@@ -535,7 +539,7 @@ def test_the_last_reader_removes_what_a_killed_publisher_left(host: Path) -> Non
 
 def test_a_file_that_is_something_else_is_refused(host: Path) -> None:
     path = host / "geartrain-weights.p"
-    for content, why in ((b"", "too small"), (b"x" * 8192, "no weights of geartrain's")):
+    for content, why in ((b"", "too small"), (b"x" * 8192, "no segment of weights")):
         path.write_bytes(content)
         with pytest.raises(IncompatibleStoreError, match=why):
             weights.Reader("p", directory=host)
@@ -589,7 +593,7 @@ def test_the_records_of_a_segment_keep_their_bytes() -> None:
 
 @pytest.fixture
 def trainer() -> Iterator[rpc.Node]:
-    with rpc.Node("trainer", timeout_s=10) as node:
+    with rpc.Node("trainer", timeout_s=patience(10)) as node:
         yield node
 
 
@@ -603,7 +607,7 @@ def test_a_version_crosses_to_another_host_once(host: Path, other_host: Path, tr
             for version in (1, 2, 3):
                 publisher.publish(version, filled(version, 300_000))
                 for reader in [*readers, beside]:
-                    found = reader.latest(at_least=version, timeout_s=20)
+                    found = reader.latest(at_least=version, timeout_s=patience(20))
                     assert {int(v) for a in found.values() for v in np.unique(a)} == {version}
             assert [reader.is_relay for reader in readers].count(True) == 1
             assert not beside.is_relay
@@ -628,11 +632,11 @@ def test_a_relay_that_stops_or_dies_holds_a_version_for_a_while_only(
                 publisher.publish(3, filled(3), timeout_s=0.05)
             with monkeypatch.context() as patched:
                 patched.setattr(serving, "PIN_S", 0.0)
-                publisher.publish(3, filled(3), timeout_s=10)
+                publisher.publish(3, filled(3), timeout_s=patience(10))
             assert node.call("trainer", serving.DONE, "p", found["sequence"]) is False
             found = node.call("trainer", serving.NEWER, "p", b"", 0, 1.0)
             publisher.publish(4, filled(4))
-        publisher.publish(5, filled(5), timeout_s=10)  # the node has hung up
+        publisher.publish(5, filled(5), timeout_s=patience(10))  # the node has hung up
 
 
 def test_a_relay_is_a_source_for_others(host: Path, other_host: Path, trainer: rpc.Node) -> None:
@@ -645,9 +649,9 @@ def test_a_relay_is_a_source_for_others(host: Path, other_host: Path, trainer: r
         weights.Reader("p", node=far, source="near", directory=third_host) as second,
     ):
         publisher.publish(1, filled(1))
-        assert (second.latest(at_least=1, timeout_s=20)["a"] == 1).all()
+        assert (second.latest(at_least=1, timeout_s=patience(20))["a"] == 1).all()
         publisher.publish(2, filled(2))
-        assert (second.latest(at_least=2, timeout_s=20)["a"] == 2).all()
+        assert (second.latest(at_least=2, timeout_s=patience(20))["a"] == 2).all()
         assert first.is_relay
         assert second.is_relay
 
@@ -670,7 +674,7 @@ def test_another_process_relays_when_the_relay_is_killed(host: Path, other_host:
                 kill(child)
                 assert (reader.latest()["a"] == 1).all()
                 publisher.publish(2, filled(2))
-                assert reader.latest(at_least=2, timeout_s=20).version == 2
+                assert reader.latest(at_least=2, timeout_s=patience(20)).version == 2
                 assert reader.is_relay
 
 
@@ -690,7 +694,7 @@ def test_a_trainer_killed_in_the_middle_of_a_transfer_leaves_the_version_before(
     )
     first = run(code, host, 1)
     peers = {"trainer": heard(first)}
-    with rpc.Node("actor", peers=peers, timeout_s=5) as node:
+    with rpc.Node("actor", peers=peers, timeout_s=patience(5)) as node:
         with weights.Reader("p", node=node, source="trainer", directory=other_host) as reader:
             assert reader.latest().version == 1
             assert first.stdin is not None
@@ -703,7 +707,7 @@ def test_a_trainer_killed_in_the_middle_of_a_transfer_leaves_the_version_before(
             kill(first)
             second = run(code, host, 7)
             node.directory.known["trainer"] = heard(second)
-            until_s = time.monotonic() + 20
+            until_s = time.monotonic() + patience(20)
             while (reader.latest()["a"] != 7).any():  # its version is 1 again
                 assert time.monotonic() < until_s
                 time.sleep(0.01)

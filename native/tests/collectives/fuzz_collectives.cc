@@ -50,13 +50,13 @@ std::unique_ptr<Link> link_of(std::span<const uint8_t> input) {
   return std::make_unique<FuzzLink>(Descriptor(pair[0]), input);
 }
 
-Loop& quiet_loop() {
-  static Loop loop("fuzz");
+EventLoop& quiet_loop() {
+  static EventLoop loop("fuzz");
   return loop;
 }
 
 // A rank with one operation under way, whose other owner is the fuzzer.
-class Rank final : public Peer::Side, public Shares::Host {
+class Rank final : public Peer::Side, public ShardedAllreduce::Host {
  public:
   explicit Rank(std::span<const uint8_t> input) : array_(kCount * 4), shares_(blocks_, *this, {0.5, 0.5}, 0, 1 << 20) {
     const Shape shape{kCount, Dtype::float32, Dtype::float32, Op::sum, 0};
@@ -87,19 +87,19 @@ class Rank final : public Peer::Side, public Shares::Host {
 
  private:
   std::vector<std::byte> array_;
-  BlockPool blocks_;
-  Shares shares_;
+  ChunkBufferPool blocks_;
+  ShardedAllreduce shares_;
   std::unique_ptr<Peer> peer_;
 };
 
 void serve(Reader reader) {
-  BlockPool blocks;
+  ChunkBufferPool blocks;
   Join join{};
   join.world = 2;
   join.owners = 1;
   join.member = 2;
   const auto first = reader.take(reader.take<uint16_t>());
-  Served group(quiet_loop(), blocks, join, 256 << 10, "127.0.0.1:1");
+  ReducerSession group(quiet_loop(), blocks, join, 256 << 10, "127.0.0.1:1");
   group.add(0, link_of(first));
   group.add(1, link_of(reader.rest()));
   // Both in turns, until both are gone.

@@ -57,14 +57,14 @@ inline void run_ranks(const Crew& crew, const std::function<void(uint32_t rank, 
     threads.emplace_back([&, rank] {
       try {
         try {
-          groups[rank]->connect(addresses, Deadline::after(60));
+          groups[rank]->connect(addresses, soon(60));
         } catch (...) {
           connected.arrive_and_drop();
           throw;
         }
         connected.arrive_and_wait();
         body(rank, *groups[rank]);
-        if (groups[rank] != nullptr) groups[rank]->close(Deadline::after(20));
+        if (groups[rank] != nullptr) groups[rank]->close(soon(20));
       } catch (const std::exception& error) {
         testing::failed("rank", static_cast<int>(rank), "threw ", error.what());
       }

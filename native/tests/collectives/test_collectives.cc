@@ -4,6 +4,8 @@
 #include <cmath>
 #include <map>
 
+#include "collectives/reduce_kernels.h"
+#include "collectives/sharded_allreduce.h"
 #include "tests/collectives/ranks.h"
 
 namespace geartrain {
@@ -14,7 +16,7 @@ std::shared_ptr<Work> start(Group& group, const Shape& shape, Array* array, doub
 }
 
 void finish(Work& work) {
-  CHECK(work.wait(Deadline::after(90)));
+  CHECK(work.wait(soon(90)));
   if (work.fault().kind != FaultKind::none) testing::failed(__FILE__, __LINE__, "failed: ", work.fault().text);
 }
 
@@ -296,13 +298,13 @@ TEST(ranks_that_disagree_all_hear_who_and_how) {
       Shape shape{30'000, Dtype::float64, Dtype::float64, Op::sum, 0};
       if (rank == 1) shape.count = 29'999;
       const auto work = start(group, shape, &array, 20);
-      CHECK(work->wait(Deadline::after(30)));
+      CHECK(work->wait(soon(30)));
       CHECK(work->fault().kind == FaultKind::disagree);
       CHECK(work->fault().text.find("29999") != std::string::npos);
       CHECK(work->fault().text.find("30000") != std::string::npos);
       CHECK(work->fault().text.find("rank 1") != std::string::npos);
       const auto next = start(group, shape, &array, 20);
-      CHECK(next->wait(Deadline::after(5)) && next->fault().kind == FaultKind::disagree);
+      CHECK(next->wait(soon(5)) && next->fault().kind == FaultKind::disagree);
     });
   }
 }
@@ -321,7 +323,7 @@ TEST(a_rank_that_does_not_come_is_named_at_the_deadline) {
         }
         Array array = numbers(rank, Dtype::float32, 100'000);
         const auto work = start(group, {100'000, Dtype::float32, Dtype::float32, Op::sum, 0}, &array, 3);
-        CHECK(work->wait(Deadline::after(30)));
+        CHECK(work->wait(soon(30)));
         CHECK(work->fault().kind == FaultKind::timed_out);
         CHECK(work->fault().members == std::vector<uint32_t>{2});
         --waiting;
@@ -336,7 +338,7 @@ TEST(a_rank_that_leaves_is_named_by_those_who_go_on) {
     finish(*start(group, {1000, Dtype::float32, Dtype::float32, Op::sum, 0}, &array));
     if (rank == 0) return;  // and closes
     const auto work = start(group, {1000, Dtype::float32, Dtype::float32, Op::sum, 0}, &array, 20);
-    CHECK(work->wait(Deadline::after(10)));
+    CHECK(work->wait(soon(10)));
     CHECK(work->fault().kind == FaultKind::rank_lost);
     CHECK(work->fault().text.find("rank 0") != std::string::npos);
   });
@@ -356,7 +358,7 @@ TEST(a_reducer_that_stops_is_named) {
         for (++begun; begun < 2;) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         if (rank == 0) reducers[1]->close(Deadline::after(0));
         const auto work = start(group, shape, &array, 20);
-        CHECK(work->wait(Deadline::after(10)));
+        CHECK(work->wait(soon(10)));
         CHECK(work->fault().kind == FaultKind::reducer_lost);
         CHECK(work->fault().text.find(address) != std::string::npos);
       },
@@ -371,7 +373,7 @@ TEST(an_abort_ends_the_group_everywhere_with_its_reason) {
       return;
     }
     const auto work = start(group, {100'000, Dtype::float32, Dtype::float32, Op::sum, 0}, &array, 20);
-    CHECK(work->wait(Deadline::after(10)));
+    CHECK(work->wait(soon(10)));
     CHECK(work->fault().text.find("out of cheese") != std::string::npos);
   });
 }
@@ -390,7 +392,7 @@ TEST(one_reducer_serves_many_groups_and_one_bad_group_hurts_no_other) {
               Array array = numbers(rank + 7 * i, Dtype::float32, 20'000);
               if (crew == 0 && i == 3 && rank == 1) shape.count = 19'000;
               const auto work = start(group, shape, &array, 20);
-              CHECK(work->wait(Deadline::after(30)));
+              CHECK(work->wait(soon(30)));
               if (crew == 0 && i >= 3) {
                 CHECK(work->fault().kind == FaultKind::disagree);
               } else {
@@ -446,15 +448,15 @@ TEST(a_stranger_is_kept_out_and_counted) {
   asks.shares = {0, 1};
   asks.secret = "the wrong one";
   Group group(asks);
-  CHECK_THROWS(untrusted, group.connect({group.address()}, Deadline::after(5)));
+  CHECK_THROWS(untrusted, group.connect({group.address()}, soon(5)));
   CHECK(reducers[0]->counts().refused >= 1);
   asks.secret = "the right one";
   Group right(asks);
-  right.connect({right.address()}, Deadline::after(5));
+  right.connect({right.address()}, soon(5));
   Array array = numbers(1, Dtype::float32, 100'000), same = array;
   finish(*start(right, {100'000, Dtype::float32, Dtype::float32, Op::sum, 0}, &array));
   CHECK(array == same);
-  right.close(Deadline::after(5));
+  right.close(soon(5));
   CHECK_THROWS(untrusted, Reducer(ReducerOptions{.host = "0.0.0.0"}));
 }
 

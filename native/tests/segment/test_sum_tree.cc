@@ -27,13 +27,13 @@ struct TreeMemory {
 
   std::unique_ptr<std::atomic<uint64_t>[], void (*)(void*)> leaf_words,
       nodes;
-  WeightTree tree;
+  PriorityTree tree;
 };
 
 // What find must say, by adding up one leaf after the other.
-WeightTree::Found slow_find(const WeightTree& tree, uint64_t target) {
+PriorityTree::Found slow_find(const PriorityTree& tree, uint64_t target) {
   for (uint64_t leaf = 0; leaf < tree.shape().leaves; ++leaf) {
-    const uint64_t count = WeightLeaf::count(tree.leaves()[leaf].load());
+    const uint64_t count = PriorityLeaf::count(tree.leaves()[leaf].load());
     if (target < count) return {leaf, target};
     target -= count;
   }
@@ -45,8 +45,8 @@ TEST(a_target_falls_into_the_leaf_that_a_linear_scan_finds) {
   for (uint64_t leaves : {1, 2, 15, 16, 17, 255, 256, 257, 4095, 4096, 4097, 5000}) {
     TreeMemory memory(leaves);
     for (uint64_t i = 0; i < leaves; ++i) {
-      const uint32_t weight = random() % 3 == 0 ? 0 : static_cast<uint32_t>(random() % 1000);
-      memory.leaf_words[i] = make_word(static_cast<uint32_t>(random()), weight);
+      const uint32_t priority = random() % 3 == 0 ? 0 : static_cast<uint32_t>(random() % 1000);
+      memory.leaf_words[i] = make_word(static_cast<uint32_t>(random()), priority);
     }
     memory.leaf_words[random() % leaves] = make_word(1, 5);
     memory.tree.rebuild();
@@ -54,7 +54,7 @@ TEST(a_target_falls_into_the_leaf_that_a_linear_scan_finds) {
     const uint64_t total = memory.tree.total();
     std::vector<uint64_t> targets{0, total - 1};
     for (int i = 0; i < 400; ++i) targets.push_back(random() % total);
-    std::vector<WeightTree::Found> found(targets.size());
+    std::vector<PriorityTree::Found> found(targets.size());
     memory.tree.find(targets.data(), targets.size(), found.data());
     for (size_t i = 0; i < targets.size(); ++i) {
       const auto expected = slow_find(memory.tree, targets[i]);
@@ -72,7 +72,7 @@ TEST(a_target_beyond_the_total_is_never_inside_a_leaf) {
     memory.tree.rebuild();
     for (uint64_t beyond : {uint64_t{0}, uint64_t{1}, uint64_t{1} << 40, ~uint64_t{0} - memory.tree.total()}) {
       const uint64_t target = memory.tree.total() + beyond;
-      WeightTree::Found found;
+      PriorityTree::Found found;
       memory.tree.find(&target, 1, &found);
       CHECK(found.node < leaves);
       CHECK(!memory.tree.inside(found));
@@ -80,7 +80,7 @@ TEST(a_target_beyond_the_total_is_never_inside_a_leaf) {
   }
 }
 
-TEST(the_largest_weights_add_up_without_loss) {
+TEST(the_largest_priorities_add_up_without_loss) {
   constexpr uint64_t kLeaves = 70'000;
   TreeMemory memory(kLeaves);
   for (uint64_t i = 0; i < kLeaves; ++i) memory.leaf_words[i] = make_word(3, 0xffffffffu);
@@ -88,7 +88,7 @@ TEST(the_largest_weights_add_up_without_loss) {
   CHECK_EQ(memory.tree.total(), kLeaves * 0xffffffffu);
   for (uint64_t leaf : {uint64_t{0}, uint64_t{17}, kLeaves - 1}) {
     const uint64_t targets[2] = {leaf * 0xffffffffu, (leaf + 1) * 0xffffffffu - 1};
-    WeightTree::Found found[2];
+    PriorityTree::Found found[2];
     memory.tree.find(targets, 2, found);
     CHECK_EQ(found[0].node, leaf);
     CHECK_EQ(found[1].node, leaf);
@@ -108,9 +108,9 @@ TEST(updates_from_many_threads_leave_every_sum_exact) {
       std::mt19937 random(t);
       for (int i = 0; i < kUpdates; ++i) {
         const uint64_t leaf = random() % kLeaves;
-        const uint32_t weight = random() % 1000;
-        const uint64_t old = memory.leaf_words[leaf].exchange(make_word(1, weight));
-        memory.tree.add(leaf, uint64_t{weight} - weight_of(old));
+        const uint32_t priority = random() % 1000;
+        const uint64_t old = memory.leaf_words[leaf].exchange(make_word(1, priority));
+        memory.tree.add(leaf, uint64_t{priority} - priority_of(old));
       }
       --writers;
     });
@@ -119,7 +119,7 @@ TEST(updates_from_many_threads_leave_every_sum_exact) {
   uint64_t inside = 0;
   do {  // a reader beside them stays in bounds, whatever the sums say meanwhile
     uint64_t targets[16];
-    WeightTree::Found found[16];
+    PriorityTree::Found found[16];
     for (uint64_t& target : targets) target = random() % (memory.tree.total() | 1);
     memory.tree.find(targets, 16, found);
     for (const auto& each : found) {
@@ -131,7 +131,7 @@ TEST(updates_from_many_threads_leave_every_sum_exact) {
   CHECK(inside > 0);
   CHECK_EQ(memory.tree.audit(), uint64_t{0});
   uint64_t expected = 0;
-  for (uint64_t i = 0; i < kLeaves; ++i) expected += weight_of(memory.leaf_words[i]);
+  for (uint64_t i = 0; i < kLeaves; ++i) expected += priority_of(memory.leaf_words[i]);
   CHECK_EQ(memory.tree.total(), expected);
 }
 

@@ -55,16 +55,16 @@ std::unique_ptr<Store> store_of(uint64_t capacity, const std::string& name = tes
 }
 
 Population population(const Store& store) {
-  return {store.weight_tree(), store.bit_tree(), store.words(), store.status()};
+  return {store.priority_tree(), store.bit_tree(), store.words(), store.status()};
 }
 
 TEST(a_draw_depends_on_its_number_alone_not_on_its_company) {
   auto store = store_of(1000);
   std::vector<uint32_t> rows(1000), generations(1000);
   store->allocate(rows);
-  std::vector<double> weights(1000);
-  for (size_t i = 0; i < 1000; ++i) weights[i] = static_cast<double>(i % 7);
-  store->commit(rows, {{}, weights, {}}, generations);
+  std::vector<double> priorities(1000);
+  for (size_t i = 0; i < 1000; ++i) priorities[i] = static_cast<double>(i % 7);
+  store->commit(rows, {{}, priorities, {}}, generations);
   const DrawKey key{123, 45, kRowStream};
   std::vector<uint32_t> numbers(100), all(100), some(100), generation(100);
   std::vector<double> probability(100);
@@ -72,7 +72,7 @@ TEST(a_draw_depends_on_its_number_alone_not_on_its_company) {
   for (bool uniform : {false, true}) {
     const auto draw = [&](std::span<const uint32_t> which, std::span<uint32_t> out) {
       const Draws draws{out, std::span(generation).first(which.size()), std::span(probability).first(which.size())};
-      return geartrain::draw(population(*store), {key, uniform ? By::row : By::weight}, which, draws);
+      return geartrain::draw(population(*store), {key, uniform ? By::row : By::priority}, which, draws);
     };
     CHECK_EQ(draw(numbers, all), uint64_t{0});
     for (size_t i = 0; i < 100; i += 3) {
@@ -83,19 +83,19 @@ TEST(a_draw_depends_on_its_number_alone_not_on_its_company) {
   }
 }
 
-TEST(rows_drawn_while_others_insert_delete_and_reweigh_were_selectable_and_never_weightless) {
+TEST(rows_drawn_while_others_insert_delete_and_reweigh_were_selectable_and_never_priorityless) {
   constexpr uint32_t kRows = 64;
   auto store = store_of(kRows);
   std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
-  // Rows committed with weight 0 keep it: nobody may draw one by weight.
+  // Rows committed with priority 0 keep it: nobody may draw one by priority.
   threads.emplace_back([&] {
     for (uint32_t i = 0; !stop; ++i) {
       uint32_t row = 0, generation = 0;
       store->allocate({&row, 1});
-      const double weight = i % 4 == 0 ? 0.0 : 1.0 + i % 3;
+      const double priority = i % 4 == 0 ? 0.0 : 1.0 + i % 3;
       const int64_t version = i % 4 == 0;
-      store->commit({&row, 1}, {{}, {&weight, 1}, {&version, 1}}, {&generation, 1});
+      store->commit({&row, 1}, {{}, {&priority, 1}, {&version, 1}}, {&generation, 1});
     }
   });
   threads.emplace_back([&] {
@@ -104,27 +104,28 @@ TEST(rows_drawn_while_others_insert_delete_and_reweigh_were_selectable_and_never
       const uint32_t row = random() % kRows;
       const uint64_t word = store->words()[row].load();
       const uint32_t generation = generation_of(word);
-      const double weight = 1 + random() % 9;
-      if (is_committed(word) && weight_of(word) != 0) store->update_weights({&row, 1}, {&generation, 1}, {&weight, 1});
+      const double priority = 1 + random() % 9;
+      if (is_committed(word) && priority_of(word) != 0)
+        store->update_priorities({&row, 1}, {&generation, 1}, {&priority, 1});
     }
   });
   std::vector<uint32_t> numbers(64), rows(64), generations(64);
   std::vector<double> probability(64);
   for (uint32_t i = 0; i < 64; ++i) numbers[i] = i;
-  uint64_t drawn = 0, weightless = 0;
+  uint64_t drawn = 0, priorityless = 0;
   for (uint64_t step = 0; drawn < 200'000 && step < 100'000; ++step) {
     const DrawKey key{7, step, kRowStream};
     const Draws out{rows, generations, probability};
     try {
       const bool uniform = step % 2 == 0;
-      draw(population(*store), {key, uniform ? By::row : By::weight}, numbers, out);
+      draw(population(*store), {key, uniform ? By::row : By::priority}, numbers, out);
       for (size_t i = 0; i < rows.size(); ++i) {
         if (rows[i] == kNoRow) continue;
         CHECK(rows[i] < kRows);
         CHECK((generations[i] & 1) != 0);
-        const int64_t was_weightless = store->status()[rows[i]].version.load(std::memory_order_relaxed);
+        const int64_t was_priorityless = store->status()[rows[i]].version.load(std::memory_order_relaxed);
         const bool same = generation_of(store->words()[rows[i]].load()) == generations[i];
-        if (!uniform && same && was_weightless != 0) ++weightless;
+        if (!uniform && same && was_priorityless != 0) ++priorityless;
         ++drawn;
       }
     } catch (const Error& error) {
@@ -134,7 +135,7 @@ TEST(rows_drawn_while_others_insert_delete_and_reweigh_were_selectable_and_never
   stop = true;
   for (auto& thread : threads) thread.join();
   CHECK(drawn >= 100'000);
-  CHECK_EQ(weightless, uint64_t{0});
+  CHECK_EQ(priorityless, uint64_t{0});
   CHECK(store->audit().empty());
 }
 
@@ -143,7 +144,7 @@ TEST(nothing_to_draw_is_an_error_and_names_no_row) {
   uint32_t number = 0, row = 0, generation = 0;
   double probability = 0;
   const Draws out{{&row, 1}, {&generation, 1}, {&probability, 1}};
-  for (By by : {By::weight, By::row}) {
+  for (By by : {By::priority, By::row}) {
     const DrawPlan plan{{}, by};
     CHECK_THROWS(empty, draw(population(*store), plan, {&number, 1}, out));
     CHECK_THROWS(not_enough, draw_distinct(population(*store), plan, {}, out));
@@ -158,15 +159,15 @@ TEST(every_form_of_the_descent_finds_the_same_leaves) {
     auto store = store_of(rows);
     std::vector<uint32_t> all(rows), generations(rows);
     store->allocate(all);
-    std::vector<double> weights(rows);
-    for (double& weight : weights)
-      weight = std::ldexp(static_cast<double>(random() % 1000), static_cast<int>(random() % 6));
-    weights[random() % rows] = 1;
-    store->commit(all, {{}, weights, {}}, generations);
+    std::vector<double> priorities(rows);
+    for (double& priority : priorities)
+      priority = std::ldexp(static_cast<double>(random() % 1000), static_cast<int>(random() % 6));
+    priorities[random() % rows] = 1;
+    store->commit(all, {{}, priorities, {}}, generations);
     std::vector<uint32_t> numbers(300), found(300), expected(300), generation(300);
     std::vector<double> probability(300);
     for (uint32_t i = 0; i < 300; ++i) numbers[i] = i;
-    for (By by : {By::weight, By::row}) {
+    for (By by : {By::priority, By::row}) {
       const DrawPlan plan{{static_cast<uint64_t>(round), 1, kRowStream}, by};
       CHECK(set_descend_kernel("portable"));
       draw(population(*store), plan, numbers, {expected, generation, probability});
@@ -183,9 +184,9 @@ TEST(large_batches_are_the_same_draws_as_small_ones) {
   auto store = store_of(3000);
   std::vector<uint32_t> all(3000), generations(3000);
   store->allocate(all);
-  std::vector<double> weights(3000);
-  for (size_t i = 0; i < weights.size(); ++i) weights[i] = static_cast<double>(i % 11);
-  store->commit(all, {{}, weights, {}}, generations);
+  std::vector<double> priorities(3000);
+  for (size_t i = 0; i < priorities.size(); ++i) priorities[i] = static_cast<double>(i % 11);
+  store->commit(all, {{}, priorities, {}}, generations);
   constexpr size_t kMany = 50'000;  // beyond the size from which targets are sorted
   std::vector<uint32_t> numbers(kMany), many(kMany), one(100), generation(kMany);
   std::vector<double> probability(kMany);
@@ -205,20 +206,20 @@ TEST(targets_found_piece_by_piece_are_the_draws_of_the_whole) {
   auto whole = store_of(kRows), left = store_of(kCut), right = store_of(kRows - kCut);
   const auto fill = [](Store& store, uint64_t first) {
     std::vector<uint32_t> rows(store.header().capacity), generations(rows.size());
-    std::vector<double> weights(rows.size());
+    std::vector<double> priorities(rows.size());
     store.allocate(rows);
-    for (size_t i = 0; i < rows.size(); ++i) weights[i] = static_cast<double>((first + i) % 7);
-    store.commit(rows, {{}, weights, {}}, generations);
+    for (size_t i = 0; i < rows.size(); ++i) priorities[i] = static_cast<double>((first + i) % 7);
+    store.commit(rows, {{}, priorities, {}}, generations);
   };
   fill(*whole, 0), fill(*left, 0), fill(*right, kCut);
-  std::vector<uint32_t> numbers(300), rows(300), generations(300), row(1), generation(1), weight(1);
+  std::vector<uint32_t> numbers(300), rows(300), generations(300), row(1), generation(1), priority(1);
   std::vector<uint64_t> targets(300);
   std::vector<double> probability(300);
   for (uint32_t i = 0; i < 300; ++i) numbers[i] = i;
-  for (By by : {By::weight, By::row}) {
+  for (By by : {By::priority, By::row}) {
     for (uint32_t strata : {0u, 300u}) {
       const auto total_of = [&](Store& store) {
-        return by == By::weight ? store.weight_tree().total() : store.bit_tree().total();
+        return by == By::priority ? store.priority_tree().total() : store.bit_tree().total();
       };
       const uint64_t total = total_of(*whole), before = total_of(*left);
       CHECK_EQ(before + total_of(*right), total);
@@ -228,14 +229,15 @@ TEST(targets_found_piece_by_piece_are_the_draws_of_the_whole) {
       for (size_t i = 0; i < 300; ++i) {
         const bool first = targets[i] < before;
         const uint64_t target = targets[i] - (first ? 0 : before);
-        CHECK_EQ(find_rows(population(first ? *left : *right), by, {&target, 1}, row, generation, weight), uint64_t{0});
+        CHECK_EQ(find_rows(population(first ? *left : *right), by, {&target, 1}, row, generation, priority),
+                 uint64_t{0});
         CHECK_EQ(row[0] + (first ? 0 : kCut), uint64_t{rows[i]});
-        CHECK_EQ(weight[0], by == By::weight ? static_cast<uint32_t>((rows[i] % 7) << 16) : 1u);
+        CHECK_EQ(priority[0], by == By::priority ? static_cast<uint32_t>((rows[i] % 7) << 16) : 1u);
       }
       // A total that is no longer true: the row is missing, not another one.
       const uint64_t beyond[2] = {0, total};
-      std::vector<uint32_t> two(2), twos(2), weights(2);
-      CHECK_EQ(find_rows(population(*whole), by, beyond, two, twos, weights), uint64_t{1});
+      std::vector<uint32_t> two(2), twos(2), priorities(2);
+      CHECK_EQ(find_rows(population(*whole), by, beyond, two, twos, priorities), uint64_t{1});
       CHECK(two[0] != kNoRow && two[1] == kNoRow);
     }
   }

@@ -173,7 +173,7 @@ StoreOptions options_of(Remover remover = Remover::fifo, uint32_t max_times_samp
 
 std::vector<Scenario> scenarios() {
   static std::vector<uint32_t> rows(3), generations(3);
-  static const std::vector<double> weights{7, 0, 9};
+  static const std::vector<double> priorities{7, 0, 9};
   static const std::vector<int64_t> versions_of_tags{500, 501, 502};
   static std::vector<uint8_t> taken(3);
   const auto allocate = [](Store& store, const Keys&) -> std::function<void()> {
@@ -184,11 +184,11 @@ std::vector<Scenario> scenarios() {
     static std::vector<uint32_t> lengths;
     store.allocate(rows);
     lengths = fill_tagged(store, rows, tags);
-    return [&store] { store.commit(rows, {lengths, weights, versions_of_tags}, generations); };
+    return [&store] { store.commit(rows, {lengths, priorities, versions_of_tags}, generations); };
   };
   const auto update = [](Store& store, const Keys& keys) -> std::function<void()> {
     const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
-    return [=, &store] { store.update_weights(some_rows.first(3), some_generations.first(3), weights); };
+    return [=, &store] { store.update_priorities(some_rows.first(3), some_generations.first(3), priorities); };
   };
   const auto remove = [](Store& store, const Keys& keys) -> std::function<void()> {
     const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
@@ -212,7 +212,7 @@ std::vector<Scenario> scenarios() {
     static std::vector<uint32_t> lengths;
     store.allocate(rows);
     lengths = fill_tagged(store, rows, tags);
-    return [&store] { store.publish(rows, {lengths, weights, versions_of_tags}, generations); };
+    return [&store] { store.publish(rows, {lengths, priorities, versions_of_tags}, generations); };
   };
   const auto seal = [publish](Store& store, const Keys& keys) -> std::function<void()> {
     publish(store, keys)();
@@ -235,7 +235,7 @@ std::vector<Scenario> scenarios() {
       second->close();
     };
   };
-  // A process died while it held blocks and was changing weights: its heir dies while taking them back.
+  // A process died while it held blocks and was changing priorities: its heir dies while taking them back.
   const auto reap = [](Store& store, const Keys&) -> std::function<void()> {
     const pid_t dying = ::fork();
     if (dying == 0) {
@@ -244,7 +244,7 @@ std::vector<Scenario> scenarios() {
       std::vector<uint32_t> slots;
       for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
         if (store.client(slot).in_use != 0 && store.client(slot).pid == ::getpid())
-          store.client(slot).weight_writers = 1;
+          store.client(slot).priority_writers = 1;
       }
       ::_exit(0);
     }
@@ -260,25 +260,25 @@ std::vector<Scenario> scenarios() {
       {"allocate free rows", options_of(), 4, {}, allocate},
       {"allocate, evicting the oldest", options_of(), 20, oldest, allocate},
       {"allocate, evicting the newest", options_of(Remover::lifo), 20, newest, allocate},
-      {"allocate, evicting the lightest", options_of(Remover::lowest_weight), 20, oldest, allocate},
+      {"allocate, evicting the lightest", options_of(Remover::lowest_priority), 20, oldest, allocate},
       {"commit", options_of(), 4, {}, commit},
       {"commit at the cap", options_of(Remover::fifo, 0, 10), 10, oldest, commit},
-      {"commit at the cap, evicting the lightest", options_of(Remover::lowest_weight, 0, 10), 10, oldest, commit},
+      {"commit at the cap, evicting the lightest", options_of(Remover::lowest_priority, 0, 10), 10, oldest, commit},
       {"publish", options_of(), 4, {}, publish},
       {"publish at the cap", options_of(Remover::lifo, 0, 10), 10, {8, 9, 10}, publish},
       {"seal", options_of(), 4, {}, seal},
-      {"seal into a heap", options_of(Remover::lowest_weight), 4, {}, seal},
+      {"seal into a heap", options_of(Remover::lowest_priority), 4, {}, seal},
       {"abandon", options_of(), 4, {}, abandon},
       {"update weights without the lock", options_of(), 18, {}, update},
-      {"update weights in a heap", options_of(Remover::lowest_weight), 18, {}, update},
+      {"update weights in a heap", options_of(Remover::lowest_priority), 18, {}, update},
       {"update weights of rows sampled a few times", options_of(Remover::fifo, 2), 18, {}, update},
       {"delete", options_of(), 18, {1, 2}, remove},
-      {"delete from a heap", options_of(Remover::lowest_weight), 18, {1, 2}, remove},
+      {"delete from a heap", options_of(Remover::lowest_priority), 18, {1, 2}, remove},
       {"count last samples", options_of(Remover::fifo, 1), 18, oldest, sample},
-      {"count last samples in a heap", options_of(Remover::lowest_weight, 1), 18, oldest, sample},
+      {"count last samples in a heap", options_of(Remover::lowest_priority, 1), 18, oldest, sample},
       {"release spent rows", options_of(Remover::fifo, 1), 18, oldest, release},
       {"expire", aging, 4, all, expire},
-      {"rebuild", options_of(Remover::lowest_weight), 5, {}, rebuild},
+      {"rebuild", options_of(Remover::lowest_priority), 5, {}, rebuild},
       {"join and leave", options_of(), 4, {}, join_and_leave},
       {"reap", options_of(), 4, {}, reap},
   };

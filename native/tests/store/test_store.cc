@@ -124,10 +124,10 @@ class Busy {
   }
   void reweigh() {
     uint32_t rows[8], generations[8];
-    double weights[8];
+    double priorities[8];
     const size_t n = some_keys(rows, generations, 8);
-    for (double& weight : weights) weight = static_cast<double>(random_() % 1000) / 7;
-    store_.update_weights({rows, n}, {generations, n}, {weights, n});
+    for (double& priority : priorities) priority = static_cast<double>(random_() % 1000) / 7;
+    store_.update_priorities({rows, n}, {generations, n}, {priorities, n});
   }
   void sample() {
     uint32_t rows[4], generations[4];
@@ -154,7 +154,7 @@ class Busy {
 // Every combination of what changes how rows leave.
 std::vector<StoreOptions> all_kinds() {
   std::vector<StoreOptions> kinds;
-  for (Remover remover : {Remover::fifo, Remover::lifo, Remover::lowest_weight}) {
+  for (Remover remover : {Remover::fifo, Remover::lifo, Remover::lowest_priority}) {
     for (uint32_t samples : {0u, 1u, 3u}) {
       StoreOptions options = options_of(24);
       options.remover = remover;
@@ -221,8 +221,8 @@ TEST(updates_that_race_with_evictions_leave_the_sums_exact) {
       updaters.emplace_back([&, row] {
         for (uint32_t i = 0; !stop; ++i) {
           const uint32_t generation = generation_of(store->words()[row].load());
-          const double weight = i % 3;
-          if ((generation & 1) != 0) store->update_weights({&row, 1}, {&generation, 1}, {&weight, 1});
+          const double priority = i % 3;
+          if ((generation & 1) != 0) store->update_priorities({&row, 1}, {&generation, 1}, {&priority, 1});
         }
       });
     }
@@ -231,10 +231,10 @@ TEST(updates_that_race_with_evictions_leave_the_sums_exact) {
     while (monotonic_ns() < deadline) {
       for (int i = 0; i < 2000; ++i) {
         uint32_t row = 0, generation = 0;
-        const double weight = 0;
+        const double priority = 0;
         uint8_t taken = 0;
         store->allocate({&row, 1});
-        store->commit({&row, 1}, {{}, {&weight, 1}, {}}, {&generation, 1});
+        store->commit({&row, 1}, {{}, {&priority, 1}, {}}, {&generation, 1});
         store->count_samples({&row, 1}, {&generation, 1}, {&taken, 1});
         store->release_spent({&row, 1}, {&generation, 1});
       }
@@ -318,19 +318,19 @@ TEST(nothing_is_changed_when_one_value_of_a_call_is_refused) {
   uint32_t rows[2], generations[2];
   store->allocate(rows);
   const uint32_t bad_lengths[2] = {1, kTaggedSteps + 1};
-  const double bad_weights[2] = {1, -1}, good_weights[2] = {2, 3};
+  const double bad_priorities[2] = {1, -1}, good_priorities[2] = {2, 3};
   CHECK_THROWS(schema, store->commit(rows, {bad_lengths, {}, {}}, generations));
-  CHECK_THROWS(schema, store->commit(rows, {{}, bad_weights, {}}, generations));
+  CHECK_THROWS(schema, store->commit(rows, {{}, bad_priorities, {}}, generations));
   const uint32_t twice[2] = {rows[0], rows[0]};
   CHECK_THROWS(schema, store->commit(twice, {}, generations));
   CHECK_EQ(store->committed_count(), uint64_t{0});
-  store->commit(rows, {{}, good_weights, {}}, generations);
-  const uint64_t total = store->weight_tree().total();
-  CHECK_THROWS(schema, store->update_weights(rows, generations, bad_weights));
+  store->commit(rows, {{}, good_priorities, {}}, generations);
+  const uint64_t total = store->priority_tree().total();
+  CHECK_THROWS(schema, store->update_priorities(rows, generations, bad_priorities));
   const uint32_t beyond[2] = {rows[0], 4};
-  CHECK_THROWS(schema, store->update_weights(beyond, generations, good_weights));
+  CHECK_THROWS(schema, store->update_priorities(beyond, generations, good_priorities));
   CHECK_THROWS(schema, store->remove(beyond, generations));
-  CHECK_EQ(store->weight_tree().total(), total);
+  CHECK_EQ(store->priority_tree().total(), total);
   CHECK_EQ(store->committed_count(), uint64_t{2});
   check_sound(*store);
 }
@@ -390,8 +390,8 @@ TEST(a_growing_row_is_its_writers_alone) {
   CHECK_THROWS(stale_key, store->abandon(rows));
   CHECK_THROWS(schema, store->extend(rows[0], 4));
   CHECK_THROWS(schema, store->extend(rows[0], kTaggedSteps + 1));
-  const double weights[2] = {3, 4};
-  CHECK_EQ(store->update_weights(rows, generations, weights), uint64_t{0});
+  const double priorities[2] = {3, 4};
+  CHECK_EQ(store->update_priorities(rows, generations, priorities), uint64_t{0});
   store->extend(rows[0], 6);
   CHECK_EQ(store->info(rows[0]).length, 6u);
   store->rebuild();  // as after a death
@@ -441,7 +441,7 @@ TEST(an_audit_finds_what_does_not_add_up) {
   unsound_after([&] { store->words()[row] += 1; });
   unsound_after([&] { store->bit_tree().leaves()[0] = 0; });
   unsound_after([&] { store->status()[store->control().order_head].next = store->control().order_head; });
-  unsound_after([&] { store->weight_tree().nodes()[0] += 3; });
+  unsound_after([&] { store->priority_tree().nodes()[0] += 3; });
   CHECK_EQ(store->committed_count(), uint64_t{1});
 }
 

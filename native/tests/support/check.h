@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
+#include "base/deadline.h"
 #include "base/errors.h"
 
 // ThreadSanitizer neither follows a fork out of a process with threads nor sees two mappings of one file as one memory.
@@ -29,6 +31,22 @@ constexpr bool kAddressSanitizer = false;
 #endif
 
 namespace testing {
+
+// How much longer than on an idle machine, and without a sanitizer, everything may take: a slow machine is slow, and
+// no failure. GEARTRAIN_TEST_PATIENCE=4 allows four times as long.
+inline double patience() {
+  static const double factor = [] {
+    const char* given = std::getenv("GEARTRAIN_TEST_PATIENCE");
+    const double asked = given == nullptr ? 1.0 : std::strtod(given, nullptr);
+    return (asked > 0 ? asked : 1.0) * (kThreadSanitizer ? 6.0 : kAddressSanitizer ? 3.0 : 1.0);
+  }();
+  return factor;
+}
+
+// Whether less than so many seconds have passed since then, with patience.
+inline bool within(uint64_t began_ns, double seconds) {
+  return static_cast<double>(geartrain::monotonic_ns() - began_ns) < seconds * patience() * 1e9;
+}
 
 struct Test {
   const char* name;
@@ -77,6 +95,15 @@ inline int run_all(int argc, char** argv) {
 }
 
 }  // namespace testing
+
+namespace geartrain {
+
+// A deadline that a test does not expect to pass.
+inline Deadline soon(double seconds = 20) {
+  return Deadline::after(seconds * testing::patience());
+}
+
+}  // namespace geartrain
 
 #define TEST(name)                                                  \
   static void name();                                               \

@@ -64,17 +64,17 @@ inline void grow_tagged(Store& store, uint32_t row, uint64_t tag, uint32_t from,
 }
 
 inline void commit_tagged(Store& store, std::span<const uint32_t> rows, std::span<const uint64_t> tags,
-                          std::span<uint32_t> generations, double weight = 1) {
+                          std::span<uint32_t> generations, double priority = 1) {
   const std::vector<uint32_t> lengths = fill_tagged(store, rows, tags);
-  const std::vector<double> weights(rows.size(), weight);
+  const std::vector<double> priorities(rows.size(), priority);
   const std::vector<int64_t> versions(tags.begin(), tags.end());
-  store.commit(rows, {lengths, weights, versions}, generations);
+  store.commit(rows, {lengths, priorities, versions}, generations);
 }
 
 inline void insert_tagged(Store& store, std::span<const uint64_t> tags, std::span<uint32_t> rows,
-                          std::span<uint32_t> generations, double weight = 1) {
+                          std::span<uint32_t> generations, double priority = 1) {
   store.allocate(rows);
-  commit_tagged(store, rows, tags, generations, weight);
+  commit_tagged(store, rows, tags, generations, priority);
 }
 
 // The rows of the keys (whole, or windows ending at `ends`), checked: counts those that were fetched, torn and mixed.

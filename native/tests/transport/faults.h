@@ -36,10 +36,38 @@ inline uint64_t resident_mib() {
   return resident * 4096 / kMiB;
 }
 
+// Returns when all other threads of this process sleep.
+//
+// The C library's allocator can be forked at any moment, AddressSanitizer's (of GCC 12) cannot: a child that was forked
+// while another thread had the lock of a size class waits for ever in its next allocation of that size. A thread that
+// sleeps has none of those locks, and nothing here wakes up more often than twice a second.
+inline void wait_until_others_sleep() {
+  const auto self = std::to_string(::gettid());
+  for (bool busy = true; busy;) {
+    busy = false;
+    DIR* directory = ::opendir("/proc/self/task");
+    while (const struct dirent* entry = ::readdir(directory)) {
+      if (entry->d_name[0] == '.' || self == entry->d_name) continue;
+      std::FILE* file = std::fopen(("/proc/self/task/" + std::string(entry->d_name) + "/stat").c_str(), "r");
+      if (file == nullptr) continue;  // it has ended
+      char state = 'S';
+      if (std::fscanf(file, "%*d (%*[^)]) %c", &state) == 1 && state != 'S') busy = true;
+      std::fclose(file);
+    }
+    ::closedir(directory);
+    if (busy) ::usleep(200);
+  }
+}
+
+inline pid_t fork_safely() {
+  if (kAddressSanitizer) wait_until_others_sleep();
+  return ::fork();
+}
+
 // A process of its own, that runs `body` and ends; killed when the test is done with it.
 class Child {
  public:
-  explicit Child(const std::function<void()>& body) : pid_(::fork()) {
+  explicit Child(const std::function<void()>& body) : pid_(fork_safely()) {
     if (pid_ != 0) return;
     int code = 0;
     try {
@@ -92,14 +120,14 @@ inline Descriptor raw_unix(const std::string& address) {
 // A connection whose dialer's end is two bare sockets that have made their greetings, and say what they are told to.
 struct Liar {
   Listener listener;
-  Descriptor socket, aside;
+  Descriptor socket, sideband;
   std::shared_ptr<Connection> victim;
 
   explicit Liar(const ListenerOptions& options = {}) : listener(options) {
     socket = raw_tcp(listener.address());
     const Session session = greet(socket.get(), Intent::stream, Address::parse(listener.address()), {}, soon());
-    aside = raw_tcp(listener.address());
-    greet(aside.get(), Intent::lane, Address::parse(listener.address()), {}, soon(), 0, &session.id);
+    sideband = raw_tcp(listener.address());
+    greet(sideband.get(), Intent::lane, Address::parse(listener.address()), {}, soon(), 0, &session.id);
     victim = listener.accept(soon());
   }
   void say(Bytes bytes) const { write_exactly(socket.get(), bytes, soon()); }

@@ -10,6 +10,7 @@
 #include "transport/providers/provider.h"
 #include "transport/security/handshake.h"
 #include "transport/sideband/memory_region.h"
+#include "transport/transport.h"
 
 namespace geartrain {
 namespace {

@@ -54,13 +54,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   int ends[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) return 0;
   Descriptor theirs(ends[1]);
-  Aside::Setup setup;
+  Sideband::Setup setup;
   setup.socket = Descriptor(ends[0]);
   setup.peer = ::getpid();
   setup.peer_timeout_s = 2;
   setup.regions = std::make_shared<ExposedRegions>();
   const auto a = setup.regions->add(readable, false), b = setup.regions->add(writable, true);
-  const auto aside = std::make_shared<Aside>(std::move(setup));
+  const auto sideband = std::make_shared<Sideband>(std::move(setup));
   Input input(data, data + size);
   for (size_t at = 0; at + sizeof(Note) <= input.size(); at += 16) {
     for (const auto& [letter, region] : {std::pair{'a', a}, {'b', b}}) {
@@ -71,14 +71,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   [[maybe_unused]] const ssize_t sent = ::send(ends[1], input.data(), input.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
   for (int i = 0; i < 40; ++i) {
-    aside->on_ready();
-    while (aside->has_work()) aside->work();
-    if (i % 16 == 0) aside->tick();
+    sideband->on_ready();
+    while (sideband->has_work()) sideband->work();
+    if (i % 16 == 0) sideband->tick();
     std::byte answers[65536];
     if (::recv(ends[1], answers, sizeof answers, MSG_DONTWAIT) <= 0 && i > 2) break;
   }
   theirs.reset();
-  aside->on_ready();
+  sideband->on_ready();
   a->close();
   b->close();
   if (readable != before) std::abort();  // it was for reading only

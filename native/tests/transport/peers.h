@@ -34,6 +34,9 @@ inline std::string provider_of(const std::string& transport) {
 inline Options over(const std::string& transport, Options options = {}) {
   if (transport == "tcp+tls") options.tls = Authority::of_tests().context();
   options.transport = provider_of(transport);
+  if (options.limits.handshake_timeout_s == MessageLimits{}.handshake_timeout_s) {
+    options.limits.handshake_timeout_s *= testing::patience();
+  }
   return options;
 }
 
@@ -43,10 +46,6 @@ inline ListenerOptions listening(const std::string& transport, Options options =
   made.options = over(transport, std::move(options));
   made.options.transport.clear();
   return made;
-}
-
-inline Deadline soon(double seconds = 20) {
-  return Deadline::after(seconds);
 }
 
 // A listener, a connection to it, and its other end.

@@ -53,7 +53,7 @@ TEST(a_peer_killed_in_the_middle_of_big_messages_is_an_error_and_its_memory_come
         }
       }
       CHECK(lost);
-      CHECK(monotonic_ns() - began_ns < 3'000'000'000u);
+      CHECK(testing::within(began_ns, 3));
       CHECK(expected.is(message));  // what was received stays
     }
     CHECK_EQ(open_files(), files);
@@ -106,7 +106,7 @@ TEST(a_stopped_peer_is_a_deadline_and_goes_on_when_it_goes_on) {
       }
     });
     const auto connection = listener.accept(soon());
-    Calls calls(connection);
+    PendingCalls calls(connection);
     Message answer;
     const Parcel parcel(1, 100, {});
     calls.wait(calls.start(0, parcel.header, {}, false, soon()), &answer, soon());
@@ -123,7 +123,7 @@ TEST(a_forked_child_may_not_use_its_parents_connections_and_does_not_keep_them_o
   if (kThreadSanitizer) return;
   for (const char* transport : transports()) {
     Pair pair = connected(transport);
-    Calls calls(pair.one);
+    PendingCalls calls(pair.one);
     Inbox inbox;
     inbox.add(1, pair.other);
     Parcel(1, 5, {kMiB}).send(*pair.one, 1, soon());

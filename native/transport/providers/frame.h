@@ -9,7 +9,8 @@
 #include <bit>
 #include <cstring>
 
-#include "transport/transport.h"
+#include "base/errors.h"
+#include "transport/message.h"
 
 namespace geartrain {
 
@@ -78,10 +79,6 @@ inline void check_sizes(const FrameHeader& frame, std::span<const uint64_t> size
     left -= size;
   }
   if (left != 0) fail(ErrorKind::frame, "the peer sent buffers that are smaller than their sum");
-}
-
-constexpr uint64_t padded(uint64_t bytes) {
-  return (bytes + 63) / 64 * 64;
 }
 
 }  // namespace geartrain

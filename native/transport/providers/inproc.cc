@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstring>
 
+#include "base/copy.h"
 #include "transport/providers/provider.h"
 #include "transport/sideband/memory_region.h"
 

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "transport/connection.h"
 #include "transport/security/handshake.h"
-#include "transport/transport.h"
 
 namespace geartrain {
 
@@ -18,6 +18,9 @@ std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& opti
 std::string inproc_not_viable();
 std::string shm_not_viable();
 std::string tcp_not_viable();
+
+// What is asked for can be had; else throws schema.
+void check_options(const Options& options);
 
 // --- the listener's side ------------------------------------------------------------------------------------------
 
@@ -58,8 +61,5 @@ std::shared_ptr<Connection> take_tcp(Stream socket, std::vector<Stream> lanes, c
 Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline);
 // The same, by a name in the abstract namespace.
 Descriptor connect_unix(const std::string& name, Deadline deadline);
-
-// A copy that uses several cores and goes around the cache where that is faster.
-void copy_large(std::byte* to, const std::byte* from, uint64_t bytes);
 
 }  // namespace geartrain

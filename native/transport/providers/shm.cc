@@ -28,6 +28,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/copy.h"
 #include "transport/memfd.h"
 #include "transport/providers/frame.h"
 #include "transport/providers/provider.h"
@@ -66,7 +67,7 @@ struct Lease {
 
 class ShmConnection final : public Connection {
  public:
-  ShmConnection(Descriptor socket, std::shared_ptr<Control> control, Descriptor wake, Descriptor aside,
+  ShmConnection(Descriptor socket, std::shared_ptr<Control> control, Descriptor wake, Descriptor sideband,
                 const Session& session, const Options& options)
       : Connection(options, session.name(), session.authenticated),
         socket_(std::move(socket)),
@@ -79,9 +80,10 @@ class ShmConnection final : public Connection {
     struct ucred who{};
     socklen_t size = sizeof who;
     const bool known = ::getsockopt(socket_.get(), SOL_SOCKET, SO_PEERCRED, &who, &size) == 0;
-    start_aside(std::move(aside), known ? who.pid : 0, "the peer's process is not in sight: another pid namespace");
+    start_sideband(std::move(sideband), known ? who.pid : 0,
+                   "the peer's process is not in sight: another pid namespace");
   }
-  ~ShmConnection() override { stop_aside(); }
+  ~ShmConnection() override { stop_sideband(); }
 
   const char* transport() const override { return "shm"; }
   std::string describe() const override { return "shm " + name(); }
@@ -401,7 +403,7 @@ std::shared_ptr<Connection> dial_shm(const Address& address, const Options& opti
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, line) != 0) {
     fail(ErrorKind::os, "cannot make a pair of sockets: ", std::strerror(errno));
   }
-  Descriptor aside(line[0]);
+  Descriptor sideband(line[0]);
   const Descriptor aside_there(line[1]);
   const int fds[kShmOfferFds] = {memory.get(), mine.get(), control->peer_wake.get(), aside_there.get()};
   send_with_fds(socket.get(), std::as_bytes(std::span(&offer, 1)), fds, deadline);
@@ -414,7 +416,7 @@ std::shared_ptr<Connection> dial_shm(const Address& address, const Options& opti
       fail(ErrorKind::not_viable, "the peer's answer does not show in the memory it was to share");
     }
   }
-  return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(mine), std::move(aside),
+  return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(mine), std::move(sideband),
                                          session, options);
 }
 

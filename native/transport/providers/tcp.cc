@@ -119,9 +119,9 @@ class TcpConnection final : public Connection {
     if (aside_socket_) prepare(aside_socket_.get());
     for (const Stream& lane : lanes_) prepare(lane.get());
     ends_ = end_name(socket_.get(), false) + " - " + end_name(socket_.get(), true);
-    if (aside_socket_) start_aside(std::move(aside_socket_), 0, "the peer is reached over TCP");
+    if (aside_socket_) start_sideband(std::move(aside_socket_), 0, "the peer is reached over TCP");
   }
-  ~TcpConnection() override { stop_aside(); }
+  ~TcpConnection() override { stop_sideband(); }
 
   const char* transport() const override { return "tcp"; }
   std::string describe() const override {

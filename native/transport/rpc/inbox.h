@@ -20,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "transport/transport.h"
+#include "transport/connection.h"
 
 namespace geartrain {
 

@@ -4,7 +4,8 @@
 
 namespace geartrain {
 
-uint64_t Calls::start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, bool loose, Deadline deadline) {
+uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, bool loose,
+                             Deadline deadline) {
   uint64_t tag = 0;
   {
     std::unique_lock lock(mutex_);
@@ -28,11 +29,11 @@ uint64_t Calls::start(uint32_t kind, Bytes header, std::span<const Bytes> buffer
   return tag;
 }
 
-void Calls::tell(uint64_t tag, uint32_t kind, Bytes header, Deadline deadline) {
+void PendingCalls::tell(uint64_t tag, uint32_t kind, Bytes header, Deadline deadline) {
   connection_->send({tag, kind, header, {}}, deadline);
 }
 
-void Calls::wait(uint64_t tag, Message* answer, Deadline deadline) {
+void PendingCalls::wait(uint64_t tag, Message* answer, Deadline deadline) {
   std::unique_lock lock(mutex_);
   auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.loose)
@@ -57,7 +58,7 @@ void Calls::wait(uint64_t tag, Message* answer, Deadline deadline) {
   questions_.erase(tag);
 }
 
-void Calls::next_loose(Message* answer, Deadline deadline) {
+void PendingCalls::next_loose(Message* answer, Deadline deadline) {
   std::unique_lock lock(mutex_);
   while (loose_open_ == 0 && !failed_) {
     const uint64_t left_ns = deadline.left_ns();
@@ -75,8 +76,8 @@ void Calls::next_loose(Message* answer, Deadline deadline) {
 
 // One of the waiting threads reads for all of them; the others sleep until their answer is there, or it is their turn.
 template <typename Done>
-void Calls::read_until(std::unique_lock<std::mutex>& lock, std::condition_variable* waiter, Deadline deadline,
-                       Done&& done) {
+void PendingCalls::read_until(std::unique_lock<std::mutex>& lock, std::condition_variable* waiter, Deadline deadline,
+                              Done&& done) {
   while (!done()) {
     if (failed_) fail(failed_kind_, reason_);
     if (reading_) {
@@ -113,7 +114,7 @@ void Calls::read_until(std::unique_lock<std::mutex>& lock, std::condition_variab
   wake_another();
 }
 
-void Calls::deliver(Message&& message) {
+void PendingCalls::deliver(Message&& message) {
   const auto found = questions_.find(message.tag);
   if (found == questions_.end() || found->second.answered || found->second.forgotten) return;  // or never asked
   Question& question = found->second;
@@ -128,17 +129,17 @@ void Calls::deliver(Message&& message) {
   }
 }
 
-void Calls::wake_another() {
+void PendingCalls::wake_another() {
   if (!reading_ && !waiters_.empty()) waiters_.front()->notify_one();
 }
 
-bool Calls::ready(uint64_t tag) const {
+bool PendingCalls::ready(uint64_t tag) const {
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
   return failed_ || (found != questions_.end() && found->second.answered);
 }
 
-void Calls::loosen(uint64_t tag) {
+void PendingCalls::loosen(uint64_t tag) {
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.waiter != nullptr) {
@@ -151,7 +152,7 @@ void Calls::loosen(uint64_t tag) {
   loose_.notify_one();
 }
 
-void Calls::forget(uint64_t tag) {
+void PendingCalls::forget(uint64_t tag) {
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.forgotten) return;
@@ -168,7 +169,7 @@ void Calls::forget(uint64_t tag) {
   questions_.erase(found);
 }
 
-size_t Calls::open() const {
+size_t PendingCalls::open() const {
   std::lock_guard lock(mutex_);
   return questions_.size();
 }

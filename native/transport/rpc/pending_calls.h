@@ -6,14 +6,14 @@
 
 #include <unordered_map>
 
-#include "transport/transport.h"
+#include "transport/connection.h"
 
 namespace geartrain {
 
-class Calls {
+class PendingCalls {
  public:
   // At most `max_open` questions wait for answers at a time.
-  explicit Calls(std::shared_ptr<Connection> connection, size_t max_open = 1024)
+  explicit PendingCalls(std::shared_ptr<Connection> connection, size_t max_open = 1024)
       : connection_(std::move(connection)), max_open_(max_open) {}
 
   // Sends the question, once there is room for it, and returns its tag. The answer to a `loose` one is handed out by

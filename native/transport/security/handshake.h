@@ -15,9 +15,11 @@
 
 #include <optional>
 
+#include "base/deadline.h"
 #include "base/sha256.h"
+#include "transport/address.h"
+#include "transport/options.h"
 #include "transport/security/stream.h"
-#include "transport/transport.h"
 
 namespace geartrain {
 

@@ -19,7 +19,7 @@ constexpr size_t kMostNotes = 1024;                  // that a peer does not tak
 
 }  // namespace
 
-Aside::Aside(Setup setup)
+Sideband::Sideband(Setup setup)
     : socket_(std::move(setup.socket)),
       peer_(setup.peer),
       peer_timeout_s_(setup.peer_timeout_s),
@@ -34,7 +34,7 @@ Aside::Aside(Setup setup)
   }
 }
 
-void Aside::start() {
+void Sideband::start() {
   SidebandThread::of_process().add(shared_from_this());
   std::lock_guard lock(mutex_);
   Note note{};
@@ -47,7 +47,7 @@ void Aside::start() {
   SidebandThread::of_process().wake();
 }
 
-void Aside::stop() {
+void Sideband::stop() {
   if (forks_ != forks()) return;
   {
     std::lock_guard lock(lost_mutex_);
@@ -57,13 +57,13 @@ void Aside::stop() {
   SidebandThread::of_process().remove(this);
 }
 
-void Aside::hang_up() const {
+void Sideband::hang_up() const {
   if (forks_ == forks()) ::shutdown(socket_.get(), SHUT_RDWR);
 }
 
 // --- asking ---------------------------------------------------------------------------------------------------------
 
-Path Aside::read(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset, Deadline deadline) {
+Path Sideband::read(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset, Deadline deadline) {
   check_access(allowed(handle, offset, into.size(), false));
   bool reachable = false;
   {
@@ -92,7 +92,7 @@ Path Aside::read(const RegionHandle& handle, std::span<std::byte> into, uint64_t
   return Path::served;
 }
 
-Path Aside::write(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline) {
+Path Sideband::write(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline) {
   check_access(allowed(handle, offset, from.size(), true));
   Note note{};
   note.offset = offset;
@@ -119,14 +119,14 @@ Path Aside::write(const RegionHandle& handle, Bytes from, uint64_t offset, Deadl
   return Path::served;
 }
 
-void Aside::wait_until_greeted(std::unique_lock<std::mutex>& lock, Deadline deadline) {
+void Sideband::wait_until_greeted(std::unique_lock<std::mutex>& lock, Deadline deadline) {
   while (!ended_ && !(greeted_ && told_reach_)) {
     if (deadline.passed()) fail(ErrorKind::timed_out, "the peer's transport said nothing before the deadline");
     greeting_.wait_for(lock, std::chrono::nanoseconds(deadline.left_ns()));
   }
 }
 
-Access Aside::ask(Note note, Bytes memory, Deadline deadline) {
+Access Sideband::ask(Note note, Bytes memory, Deadline deadline) {
   const std::span<std::byte> bytes(const_cast<std::byte*>(memory.data()), memory.size());
   const bool incoming = note.word == static_cast<uint32_t>(Word::get);
   Request request{std::make_shared<ExposedRegion>(bytes, incoming), incoming, false, Access::ok, {}};
@@ -161,7 +161,7 @@ Access Aside::ask(Note note, Bytes memory, Deadline deadline) {
   fail(ErrorKind::timed_out, "the peer's transport had not done it all before the deadline");
 }
 
-void Aside::withdraw(const Note& note) {
+void Sideband::withdraw(const Note& note) {
   std::erase_if(transfers_, [&](const Transfer& t) { return t.word == Word::load && t.number == note.number; });
   const size_t waiting =
       std::erase_if(notes_, [&](const Note& other) { return other.word == note.word && other.number == note.number; });
@@ -169,7 +169,7 @@ void Aside::withdraw(const Note& note) {
   flush();
 }
 
-std::string Aside::way() const {
+std::string Sideband::way() const {
   std::lock_guard lock(mutex_);
   if (!greeted_) return "";
   return out_of_reach_.empty() ? "cma" : "served: " + out_of_reach_;
@@ -177,7 +177,7 @@ std::string Aside::way() const {
 
 // --- what comes -----------------------------------------------------------------------------------------------------
 
-void Aside::on_ready() {
+void Sideband::on_ready() {
   std::lock_guard lock(mutex_);
   unread_.store(false, std::memory_order_relaxed);
   uint64_t budget = kBudget;
@@ -211,7 +211,7 @@ void Aside::on_ready() {
 }
 
 // False when nothing more has come.
-bool Aside::read_payload(uint64_t* budget) {
+bool Sideband::read_payload(uint64_t* budget) {
   ssize_t got = 0;
   int error = 0;
   bool used = false;
@@ -253,7 +253,7 @@ bool Aside::read_payload(uint64_t* budget) {
   return true;
 }
 
-void Aside::handle(const Note& note) {
+void Sideband::handle(const Note& note) {
   if (notes_.size() >= kMostNotes) nonsense("requests, and takes no answers");
   switch (static_cast<Word>(note.word)) {
     case Word::beat:
@@ -291,7 +291,7 @@ void Aside::handle(const Note& note) {
   nonsense("what is not a note");
 }
 
-void Aside::greeted(const Note& note) {
+void Sideband::greeted(const Note& note) {
   if (peer_ != 0 && !greeted_) {
     ExposedId found{};
     if (note.data == 0) {
@@ -307,7 +307,7 @@ void Aside::greeted(const Note& note) {
   say(Word::reach, 0, out_of_reach_.empty() ? Access::ok : Access::out_of_reach);
 }
 
-void Aside::requested(const Note& note) {
+void Sideband::requested(const Note& note) {
   if (puts_.size() + transfers_.size() + takes_.size() > 2 * kMostOpen) nonsense("more requests than it may");
   const bool writing = static_cast<Word>(note.word) != Word::get;
   const auto region = regions_->find(note.region);
@@ -333,7 +333,7 @@ void Aside::requested(const Note& note) {
 }
 
 // Bytes follow: for a read of ours, or for a region of ours. Those that nobody wants are read and thrown away.
-void Aside::arriving(const Note& note) {
+void Sideband::arriving(const Note& note) {
   if (note.bytes == 0 || note.bytes > kChunk) nonsense("a chunk of a size that cannot be");
   payload_left_ = note.bytes;
   payload_at_ = note.offset;
@@ -355,7 +355,7 @@ void Aside::arriving(const Note& note) {
 }
 
 // A piece at a time, so that the beat goes on and regions can be closed.
-void Aside::work() {
+void Sideband::work() {
   if (unread_.load(std::memory_order_relaxed)) on_ready();
   Take take;
   {
@@ -384,7 +384,7 @@ void Aside::work() {
 
 // --- what leaves ----------------------------------------------------------------------------------------------------
 
-void Aside::say(Word word, uint64_t number, Access access) {
+void Sideband::say(Word word, uint64_t number, Access access) {
   Note note{};
   note.word = static_cast<uint32_t>(word);
   note.number = number;
@@ -392,8 +392,8 @@ void Aside::say(Word word, uint64_t number, Access access) {
   notes_.push_back(note);
 }
 
-// As much as the socket takes, and the budget allows; the attendant goes on when there is room again.
-void Aside::flush() {
+// As much as the socket takes, and the budget allows; the thread goes on when there is room again.
+void Sideband::flush() {
   uint64_t chunks = kBudget / kChunk;
   while (!ended_) {
     if (out_sent_ != out_.size()) {
@@ -420,7 +420,7 @@ void Aside::flush() {
 }
 
 // The next chunk of whoever waits longest.
-void Aside::begin_chunk() {
+void Sideband::begin_chunk() {
   chunk_ = std::move(transfers_.front());
   transfers_.pop_front();
   chunk_spoilt_ = chunk_.region->closed();
@@ -437,7 +437,7 @@ void Aside::begin_chunk() {
 }
 
 // False when the socket took nothing. A chunk was promised: what its region no longer gives goes as zeros.
-bool Aside::send_payload() {
+bool Sideband::send_payload() {
   ssize_t n = 0;
   int error = 0;
   const bool used = chunk_.region->use(chunk_.offset + chunk_.sent, chunk_left_, [&](std::span<std::byte> from) {
@@ -458,7 +458,7 @@ bool Aside::send_payload() {
   return true;
 }
 
-void Aside::end_chunk() {
+void Sideband::end_chunk() {
   const bool last = chunk_spoilt_ || chunk_.sent == chunk_.bytes;
   if (!last) {
     transfers_.push_back(std::move(chunk_));
@@ -469,7 +469,7 @@ void Aside::end_chunk() {
 }
 
 // After a send that sent nothing: whether to try again now.
-bool Aside::again() {
+bool Sideband::again() {
   if (errno == EINTR) return true;
   if (errno == EAGAIN) {
     want_write(true);
@@ -479,7 +479,7 @@ bool Aside::again() {
   return false;
 }
 
-void Aside::want_write(bool wanted) {
+void Sideband::want_write(bool wanted) {
   if (wanted == wants_write_) return;
   wants_write_ = wanted;
   SidebandThread::of_process().watch(this, wanted);
@@ -487,7 +487,7 @@ void Aside::want_write(bool wanted) {
 
 // --- life and death -------------------------------------------------------------------------------------------------
 
-void Aside::tick() {
+void Sideband::tick() {
   std::lock_guard lock(mutex_);
   if (ended_) return;  // the connection itself tells of that
   // Counted in beats of our own: a process that was stopped itself does not blame its peers.
@@ -503,7 +503,7 @@ void Aside::tick() {
   flush();
 }
 
-void Aside::end() {
+void Sideband::end() {
   if (ended_) return;
   ended_ = true;
   SidebandThread::of_process().remove(this);
@@ -518,11 +518,11 @@ void Aside::end() {
   payload_for_.reset();
 }
 
-void Aside::nonsense(const char* what) {
+void Sideband::nonsense(const char* what) {
   fail(ErrorKind::frame, "sent ", what, " beside the connection");
 }
 
-void Aside::tell_lost(const std::string& reason) {
+void Sideband::tell_lost(const std::string& reason) {
   std::lock_guard lock(lost_mutex_);
   if (lost_) lost_(reason);
 }

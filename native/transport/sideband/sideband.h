@@ -26,16 +26,17 @@
 #include <string>
 #include <unordered_map>
 
+#include "base/deadline.h"
+#include "transport/message.h"
 #include "transport/security/stream.h"
 #include "transport/sideband/memory_region.h"
 #include "transport/sideband/sideband_thread.h"
-#include "transport/transport.h"
 
 namespace geartrain {
 
 constexpr double kLeastPeerTimeoutS = 4 * kBeatS;
 
-class Aside final : public SidebandLine, public std::enable_shared_from_this<Aside> {
+class Sideband final : public SidebandLine, public std::enable_shared_from_this<Sideband> {
  public:
   struct Setup {
     Stream socket;   // does not block
@@ -45,7 +46,7 @@ class Aside final : public SidebandLine, public std::enable_shared_from_this<Asi
     std::shared_ptr<ExposedRegions> regions;
     std::function<void(const std::string&)> lost;  // the peer is silent, or talks nonsense; never after stop()
   };
-  explicit Aside(Setup setup);
+  explicit Sideband(Setup setup);
   // Has the process's thread serve it, until stop().
   void start();
   void stop();

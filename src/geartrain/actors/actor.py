@@ -1,4 +1,4 @@
-"""The loop of an actor: observe, ask the policy, step, and write down what happened."""
+"""Actor: rollout loop that steps environments with a policy and records the episodes in a store."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.actors.envs.adapters import Arrays, Environments, environments_of, named
+from geartrain.actors.envs.adapters import Arrays, StepResult, VectorEnv, environments_of, named
 from geartrain.actors.policy import Policy
-from geartrain.actors.recorder import Recorder
-from geartrain.errors import ArgumentError, CallCancelledError, FieldError
+from geartrain.actors.recorder import EpisodeRecorder, check_fields
+from geartrain.errors import ArgumentError, CallCancelledError
 from geartrain.store.store import Store
 
 
@@ -25,9 +25,9 @@ class ActorStats:
 
     Attributes:
         steps, episodes, rows: since it began; a step of one environment counts as one.
-        policy_s, environment_s, store_s: seconds spent asking for actions, stepping, and writing rows (waiting for the
-            rate limiter included).
-        returns: of the last episodes; the mean over the agents where there are several.
+        policy_s, environment_s, store_s: seconds spent in the policy, in the environments, and in the store (waits for
+            the rate limiter included).
+        returns: of the last 100 episodes; the mean over the agents where there are several.
         version: of the model that acted last.
     """
 
@@ -45,11 +45,11 @@ class Actor:
     """Steps environments with a policy and records them in a store.
 
     Args:
-        environments: whatever `environments_of` takes.
+        environments: a `VectorEnv`, or whatever `environments_of` adapts.
         policy: anything with `act(observation) -> (actions, extras)` and a `version`.
         store: with the fields of the environments (see `recorded_fields`), and one for each extra.
         seed: of the environments' episodes; environment i gets seed + i.
-        publish_every, overlap, priority: as for `Recorder`.
+        publish_every, overlap, priority: as for `EpisodeRecorder`.
 
     Example:
         >>> import gymnasium as gym
@@ -76,18 +76,18 @@ class Actor:
         overlap: int = 0,
         priority: float = 1.0,
     ) -> None:
-        self.environments: Environments = environments_of(environments)
+        self.environments: VectorEnv = environments_of(environments)
         self.policy = policy
         self.store = store
         self.stats = ActorStats()
         self._seed = seed
         self._recorders = [
-            Recorder(store, publish_every=publish_every, overlap=overlap, priority=priority)
+            EpisodeRecorder(store, publish_every=publish_every, overlap=overlap, priority=priority)
             for _ in range(self.environments.n)
         ]
         self._returns = np.zeros(self.environments.n)
         self._observation: Arrays | None = None
-        self._fresh = np.ones(self.environments.n, bool)  # an episode begins with what is observed now
+        self._begins = np.ones(self.environments.n, bool)  # an episode begins with the current observation
         self._checked = False
 
     def run(
@@ -97,16 +97,16 @@ class Actor:
         episodes: int | None = None,
         until: Callable[[], bool] | None = None,
     ) -> ActorStats:
-        """Acts until so many more steps (of all environments together) or episodes, or until `until()` says so.
+        """Acts for so many more steps (of all environments together) or episodes, or until `until()` is true.
 
-        Whoever stops an actor can run it on: nothing is lost in between. `close` ends the episodes.
+        Episodes continue in the next call; `close` ends them.
 
         Raises:
             FieldError: the policy's extras and the store's fields do not agree.
-            WaitTimeoutError: the store's rate limiter held it up for too long.
+            WaitTimeoutError: the store's rate limiter blocked an insert for too long.
         """
         if steps is None and episodes is None and until is None:
-            raise ArgumentError("say when to stop: steps=, episodes= or until=")
+            raise ArgumentError("run needs an end: steps=, episodes= or until=")
         stats = self.stats
         last_step = None if steps is None else stats.steps + steps
         last_episode = None if episodes is None else stats.episodes + episodes
@@ -128,7 +128,8 @@ class Actor:
         version = self.policy.version  # of the model that chose these actions
         values = {**named("action", actions), **extras}
         if not self._checked:
-            self._check(values)
+            check_fields(self.store, values, self.environments.n)
+            self._checked = True
         asked_s = time.perf_counter()
         stepped = self.environments.step(actions)
         stepped_s = time.perf_counter()
@@ -143,9 +144,9 @@ class Actor:
         stats.store_s += time.perf_counter() - stepped_s
 
     def close(self) -> None:
-        """Ends the episodes where they are, keeping their steps, and the environments. The store stays open.
+        """Ends the episodes where they are, keeping their steps, and closes the environments. The store stays open.
 
-        A row that the store's limiter does not let in, and that is not to wait (`limiter.stopping`), is given back.
+        A row that the store's rate limiter blocks while `limiter.stopping` is true is abandoned.
         """
         for recorder in self._recorders:
             with contextlib.suppress(CallCancelledError):
@@ -153,47 +154,24 @@ class Actor:
         self.stats.rows = sum(recorder.rows for recorder in self._recorders)
         self.environments.close()
 
-    def _record(self, observation: Arrays, values: dict[str, NDArray[Any]], stepped: Any, version: int) -> None:
-        seen, led_to = named("observation", observation), named("observation", stepped.observation)
+    def _record(self, observation: Arrays, values: dict[str, NDArray[Any]], stepped: StepResult, version: int) -> None:
+        before, after = named("observation", observation), named("observation", stepped.observation)
+        values = {**values, "reward": stepped.reward}
         rewards = stepped.reward.reshape(self.environments.n, -1).mean(1)
         for number, recorder in enumerate(self._recorders):
             if not stepped.valid[number]:
                 continue
-            if self._fresh[number]:
-                recorder.begin({name: array[number] for name, array in seen.items()}, version)
+            if self._begins[number]:
+                recorder.begin(before, version, index=number)
                 self._returns[number] = 0.0
-                self._fresh[number] = False
-            step = {name: array[number] for name, array in values.items()}
-            step["reward"] = stepped.reward[number]
+                self._begins[number] = False
             terminated, truncated = bool(stepped.terminated[number]), bool(stepped.truncated[number])
-            recorder.step(
-                step,
-                {name: array[number] for name, array in led_to.items()},
-                terminated=terminated,
-                truncated=truncated,
-                version=version,
-            )
+            recorder.step(values, after, terminated=terminated, truncated=truncated, version=version, index=number)
             self._returns[number] += rewards[number]
             if terminated or truncated:
-                self._fresh[number] = True
+                self._begins[number] = True
                 self.stats.episodes += 1
                 self.stats.returns.append(float(self._returns[number]))
-
-    def _check(self, values: dict[str, NDArray[Any]]) -> None:
-        """The policy's values and the store's fields must be of one name and shape, found out at the first step."""
-        fields = self.store.fields
-        for name, array in values.items():
-            if name not in fields:
-                raise FieldError(
-                    f"the policy gives {name!r}, and the store {self.store.name!r} has no such field; it has "
-                    f"{', '.join(fields)}"
-                )
-            if array.shape != (self.environments.n, *fields[name].step_shape):
-                raise FieldError(
-                    f"the policy gives {name!r} with shape {array.shape} for {self.environments.n} environments; the "
-                    f"store keeps {fields[name].step_shape} a step"
-                )
-        self._checked = True
 
 
 __all__ = ["Actor", "ActorStats"]

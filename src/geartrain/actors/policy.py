@@ -1,4 +1,4 @@
-"""What an actor asks for actions: a function of its own with weights that follow a trainer's, or an agent elsewhere."""
+"""Policies of actors: random, local with weights that follow a trainer's, or remote by RPC to an agent."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from geartrain.errors import ArgumentError, PeerLostError, TransportError, WaitT
 if TYPE_CHECKING:
     from geartrain.rpc import Node
 
-#: Actions, and what else the store is to keep of the step: log probabilities, values.
+#: Actions, and extras to record with the step: log probabilities, values.
 Acted = tuple[Arrays, dict[str, NDArray[Any]]]
-#: A lost agent is asked again so often.
+#: Pause between calls to an agent that was lost.
 _RETRY_EVERY_S = 0.1
 
 
@@ -33,7 +33,7 @@ class Policy(Protocol):
 
 
 class RandomPolicy:
-    """Actions drawn from the action space, as at the beginning of a run."""
+    """Actions sampled from the action space, as at the beginning of a run."""
 
     version = 0
 
@@ -47,13 +47,13 @@ class RandomPolicy:
 
 
 class LocalPolicy:
-    """A model in the actor's own process, which takes the trainer's newest weights now and then.
+    """A model in the actor's own process, which loads the trainer's newest weights.
 
     Args:
         act: `act(model, observation)` gives the actions, or (actions, extras).
         model: a torch module, or anything with `load_state_dict`.
         reader: of the weights (`geartrain.weights.Reader`). None for a model that stays as it is.
-        refresh_every: look for a newer version every so many calls. A look at what is there costs a microsecond.
+        refresh_every: check for a newer version every so many calls. A check costs a microsecond.
         timeout_s: longest wait for the first version.
     """
 
@@ -81,7 +81,7 @@ class LocalPolicy:
         if self._reader is not None and self._calls % self._every == 0:
             newest = self._reader.version
             if newest is not None and newest != self.version:
-                with suppress(WaitTimeoutError):  # being replaced at this moment: the next look finds it
+                with suppress(WaitTimeoutError):  # it is being replaced: the next check finds it
                     self._load(self._reader.latest(timeout_s=0.0))
         return acted(self._act(self._model, observation))
 
@@ -91,17 +91,18 @@ class LocalPolicy:
 
 
 class RemotePolicy:
-    """An agent that many actors ask, by `geartrain.rpc`; `@rpc.batched` there makes one call of many.
+    """Remote inference: calls an agent by `geartrain.rpc`; `@rpc.batched` there turns calls of many actors into one.
 
     The agent's function takes an observation of one environment, or a dict of them, and returns the action, or a dict
-    with "action", the extras by name, and "version" if it has one. The n environments of an actor ask at the same time.
+    with "action", the extras by name, and "version" if it has one. The n environments of an actor call at the same
+    time.
 
     Args:
         node: this process's node.
         peer: the agent's name.
         function: its name there.
-        timeout_s: longest wait for an answer.
-        retry_s: ask again for so long when the agent is lost, for one that is started again under its name. 0 raises
+        timeout_s: longest wait for a reply.
+        retry_s: how long to retry when the agent is lost, until it is started again under its name. 0 raises
             `PeerLostError` at once.
     """
 
@@ -117,7 +118,7 @@ class RemotePolicy:
             try:
                 answers = self._ask(observation)
                 break
-            except (PeerLostError, TransportError):  # TransportError: its address is that of the one before
+            except (PeerLostError, TransportError):  # TransportError: the address is that of the lost process
                 if time.monotonic() >= until_s:
                     raise
                 time.sleep(_RETRY_EVERY_S)
@@ -127,7 +128,7 @@ class RemotePolicy:
         if "version" in columns:
             self.version = int(columns.pop("version").min())
         if "action" not in columns:
-            raise ArgumentError(f"{self._peer}'s {self._function} answered {sorted(answers[0])}, and no action")
+            raise ArgumentError(f"{self._peer}'s {self._function} returned {sorted(answers[0])}, without an action")
         return columns.pop("action"), columns
 
     def _ask(self, observation: Arrays) -> list[Any]:
@@ -139,7 +140,7 @@ class RemotePolicy:
 
 
 def acted(result: Any) -> Acted:
-    """What a user's function returned, as arrays."""
+    """Actions and extras of a user's function, as arrays."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
         actions, extras = result
     else:

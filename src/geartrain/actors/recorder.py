@@ -1,12 +1,12 @@
-"""Steps of an episode, written straight into a store's rows as they happen.
+"""Episode recorder: writes the steps of an episode into rows of a store, in place, as they happen.
 
-A row holds a piece of one episode. Step t of it has the observation that was acted on, the action, the reward that the
-action brought, and whether it ended the episode (`terminated`). The step behind the last action has the observation
-that it led to and nothing else; it is marked `last`. So a row of n actions has n + 1 steps, an observation stands once
-however many windows, frame stacks and n-step targets use it, and no window ever reaches into another episode.
+A row holds one episode, or a piece of it. Step t of it has the observation that was acted on, the action, the reward
+that the action brought, and whether it ended the episode (`terminated`). The step after the last action has the
+observation that it led to and nothing else; it is marked `last`. So a row of n actions has n + 1 steps, an observation
+is stored once however many windows, frame stacks and n-step targets use it, and no window crosses episodes.
 
-An episode that is longer than a row goes on in the next one, which repeats `overlap` steps, so that stacks and targets
-across the seam are not lost.
+An episode that is longer than a row continues in the next one, which repeats `overlap` steps, so that stacks and
+targets across the boundary are not lost.
 """
 
 from __future__ import annotations
@@ -23,34 +23,61 @@ from geartrain.errors import FieldError, SchemaError
 from geartrain.store.row import Row
 from geartrain.store.store import Store
 
-#: Fields that a recorder fills by itself where the store has them.
-OWN_FIELDS = ("terminated", "last", "step_version", "episode_return")
+#: Fields that a recorder fills by itself and needs; and those that it fills where the store has them.
+REQUIRED_FIELDS = {"terminated": "bool", "last": "bool"}
+OPTIONAL_FIELDS = ("step_version", "episode_return")
 
 
 def recorded_fields(fields: Mapping[str, Field], max_steps: int, **extras: Field) -> dict[str, Field]:
-    """The fields of a store that a `Recorder` writes to.
+    """The fields of a store that an `EpisodeRecorder` writes to.
 
     Args:
-        fields: an environment's: observation, action, reward (`Environments.fields`).
+        fields: of the environments: observation, action, reward (`VectorEnv.fields`).
         max_steps: steps of a row.
-        extras: what the policy tells of each step beside its action, such as log_prob=Field((max_steps,), "float32").
+        extras: what the policy returns with each action, such as log_prob=Field((max_steps,), "float32").
     """
     return {
         **fields,
-        "terminated": Field((max_steps,), "bool"),
-        "last": Field((max_steps,), "bool"),
+        **{name: Field((max_steps,), dtype) for name, dtype in REQUIRED_FIELDS.items()},
         **extras,
     }
 
 
-class Recorder:
-    """One stream of episodes. Not for several threads.
+def check_fields(store: Store, values: Mapping[str, NDArray[Any]] | None = None, n: int = 1) -> None:
+    """Checks that a store can record: it has the fields of `recorded_fields`, and those of a policy's values.
+
+    Args:
+        values: actions and extras of the policy for one step of n environments, (n, ...), by field.
+        n: number of environments.
+
+    Raises:
+        FieldError: a field is missing, or its steps have another shape.
+    """
+    fields = store.fields
+    missing = [name for name in (*REQUIRED_FIELDS, "reward") if name not in fields]
+    if missing:
+        raise FieldError(f"the store {store.name!r} lacks {', '.join(missing)}: use recorded_fields to make its fields")
+    for name, array in (values or {}).items():
+        if name not in fields:
+            raise FieldError(
+                f"the policy returns {name!r}, and the store {store.name!r} has no such field; it has "
+                f"{', '.join(fields)}"
+            )
+        if array.shape != (n, *fields[name].step_shape):
+            raise FieldError(
+                f"the policy returns {name!r} with shape {array.shape} for {n} environments; the store has "
+                f"{fields[name].step_shape} a step"
+            )
+
+
+class EpisodeRecorder:
+    """Records the episodes of one environment, one after the other. Not thread-safe.
 
     Args:
         store: with the fields of `recorded_fields`; `step_version` (int64, timed: the model's version at each step)
             and `episode_return` (float32, not timed: of the steps in this row) are filled where the store has them.
-        publish_every: let the row be selected while the episode goes on: every so many steps. Only whole rows by
-            default.
+        publish_every: publish an unfinished row every so many steps, so that it can be sampled while its episode goes
+            on. By default only finished rows can be.
         overlap: steps that the next row of a long episode repeats.
         priority: of new rows.
     """
@@ -58,9 +85,7 @@ class Recorder:
     def __init__(
         self, store: Store, *, publish_every: int | None = None, overlap: int = 0, priority: float = 1.0
     ) -> None:
-        missing = [name for name in ("terminated", "last", "reward") if name not in store.fields]
-        if missing:
-            raise FieldError(f"the store {store.name!r} lacks {', '.join(missing)}: make its fields by recorded_fields")
+        check_fields(store)
         if not 0 <= overlap < store.max_length - 1:
             raise SchemaError(f"overlap must be below the {store.max_length - 1} actions of a row, found {overlap}")
         if publish_every is not None and publish_every < 1:
@@ -77,50 +102,58 @@ class Recorder:
         self._published = 0
         self._return = 0.0
 
-    def begin(self, observation: Mapping[str, NDArray[Any]], version: int = 0) -> None:
-        """The first observation of an episode, by field. An episode that was not ended is kept as it is."""
+    def begin(self, observation: Mapping[str, Any], version: int = 0, *, index: int | None = None) -> None:
+        """Begins an episode. One that was not ended is kept as it is.
+
+        Args:
+            observation: the first one, by field.
+            version: of the model that acts.
+            index: the arrays are of n environments, and this is one of them.
+        """
         self.cut()
         self._open(version)
-        self._observe(0, observation)
+        self._write_observation(0, observation, index)
 
     def step(
         self,
         values: Mapping[str, Any],
-        observation: Mapping[str, NDArray[Any]],
+        observation: Mapping[str, Any],
         *,
         terminated: bool,
         truncated: bool,
         version: int = 0,
+        index: int | None = None,
     ) -> Keys | None:
-        """One step: what was done and got, and what it led to. Returns the row's key when that completes a row.
+        """Records one step. Returns the row's key when that completes a row.
 
         Args:
             values: action, reward and the policy's extras, by field.
             observation: after the step, by field; in full, also at the end of an episode.
-            terminated, truncated: the episode is over by its rules, or was cut off.
+            terminated, truncated: the episode has ended by its rules, or was cut off.
             version: of the model that chose the action.
+            index: the arrays of `values` and `observation` are of n environments, and this is one of them.
         """
         if self._row is None:
-            raise SchemaError("begin(observation) starts an episode")
+            raise SchemaError("no episode was begun: call begin(observation) first")
         at = self._steps
         for name, value in values.items():
-            self._blocks[name][at] = value
+            self._blocks[name][at] = value if index is None else value[index]
         self._blocks["terminated"][at] = terminated
         self._blocks["last"][at] = False
         if "step_version" in self._blocks:
             self._blocks["step_version"][at] = version
-        self._return += float(np.mean(values["reward"]))
+        self._return += float(np.mean(self._blocks["reward"][at]))
         self._steps = at + 1
-        self._observe(at + 1, observation)
+        self._write_observation(at + 1, observation, index)
         if terminated or truncated:
             return self._close()
         if self._steps + 1 == self.store.max_length:
-            return self._turn(version)
-        self._tell()
+            return self._continue(version)
+        self._publish()
         return None
 
     def cut(self) -> Keys | None:
-        """Ends the episode here, as when the actor stops; steps that were taken stay."""
+        """Ends the episode here, as when the actor stops; its steps are kept."""
         if self._row is not None and self._steps == 0:
             self._row.abandon()
             self._row = None
@@ -135,17 +168,17 @@ class Recorder:
         self._steps = self._published = 0
         self._return = 0.0
 
-    def _observe(self, at: int, observation: Mapping[str, NDArray[Any]]) -> None:
-        """Writes an observation, with nothing beside it yet."""
+    def _write_observation(self, at: int, observation: Mapping[str, Any], index: int | None) -> None:
+        """Writes step `at`: the observation, and zeros for what its action will bring."""
         for name in self._timed:
             if name in observation:
-                self._blocks[name][at] = observation[name]
+                self._blocks[name][at] = observation[name] if index is None else observation[name][index]
             else:
                 self._blocks[name][at] = 0
         self._blocks["last"][at] = True
 
-    def _tell(self) -> None:
-        """Lets the row be selected as far as it goes: up to the last step that has an action."""
+    def _publish(self) -> None:
+        """Publishes the row up to the last step that has an action, if it is time to."""
         if self._publish_every is None or self._steps - self._published < self._publish_every:
             return
         assert self._row is not None
@@ -168,8 +201,8 @@ class Recorder:
         self.rows += 1
         return row.commit()
 
-    def _turn(self, version: int) -> Keys:
-        """The row is full: the episode goes on in the next one."""
+    def _continue(self, version: int) -> Keys:
+        """Commits a full row and continues the episode in the next one."""
         first, end = self._steps - self._overlap, self._steps + 1
         kept = {name: self._blocks[name][first:end].copy() for name in self._timed}  # once committed it may be evicted
         key = self._close()
@@ -180,4 +213,4 @@ class Recorder:
         return key
 
 
-__all__ = ["OWN_FIELDS", "Recorder", "recorded_fields"]
+__all__ = ["OPTIONAL_FIELDS", "REQUIRED_FIELDS", "EpisodeRecorder", "check_fields", "recorded_fields"]

@@ -1,38 +1,20 @@
-"""Where an array's numbers are, whatever library it comes from."""
+"""Host buffers: address, element count and dtype of an array of any library."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import geartrain._native as _native
+from geartrain.core.schema import DTYPES
 from geartrain.errors import ArgumentError
 
-#: Numbers of the native layer (native/collectives/reduce_kernels.h).
-DTYPES = {
-    "float32": 0,
-    "float64": 1,
-    "bfloat16": 2,
-    "float16": 3,
-    "int8": 4,
-    "int16": 5,
-    "int32": 6,
-    "int64": 7,
-    "uint8": 8,
-}
+#: Dtypes that are reduced, in the order of their numbers in the native layer (native/collectives/reduce_kernels.h).
+REDUCED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int8", "int16", "int32", "int64", "uint8")
+DTYPE_CODES = {name: code for code, name in enumerate(REDUCED_DTYPES)}
+ITEM_SIZES = {name: DTYPES[name].itemsize for name in REDUCED_DTYPES}
 OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3}
-SIZES = {
-    "float32": 4,
-    "float64": 8,
-    "bfloat16": 2,
-    "float16": 2,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-}
 
-# DLPack's type codes: signed, unsigned and floating point numbers, and bfloat16.
+# By DLPack's type code (signed, unsigned, floating point, bfloat16) and bits.
 _BY_DLPACK = {
     (0, 8): "int8",
     (0, 16): "int16",
@@ -46,16 +28,16 @@ _BY_DLPACK = {
 }
 
 
-class Memory(NamedTuple):
-    """Numbers in memory: where, how many, of what type."""
+class HostBuffer(NamedTuple):
+    """A contiguous array in host memory."""
 
     address: int
     elements: int
     dtype: str
 
 
-def memory_of(array: Any) -> Memory:
-    """The memory of a C-contiguous array in host memory that may be written.
+def buffer_of(array: Any) -> HostBuffer:
+    """The buffer of a C-contiguous, writable array in host memory.
 
     Torch tensors (also those that require gradients), NumPy arrays (bfloat16 by `ml_dtypes` too), and whatever else
     has the buffer protocol or DLPack. Nothing is copied.
@@ -64,7 +46,7 @@ def memory_of(array: Any) -> Memory:
         ArgumentError: not contiguous, not writable, not in host memory, or of a dtype that is not reduced.
     """
     if hasattr(array, "data_ptr") and hasattr(array, "is_contiguous"):
-        return _memory_of_tensor(array)
+        return _buffer_of_tensor(array)
     dtype = getattr(array, "dtype", None)
     name = getattr(dtype, "name", None)
     flags = getattr(array, "flags", None)
@@ -73,7 +55,7 @@ def memory_of(array: Any) -> Memory:
             raise ArgumentError(
                 f"an array to reduce is C-contiguous and writable, found {flags.c_contiguous=} {flags.writeable=}"
             )
-        return Memory(array.ctypes.data, array.size, _checked(name))
+        return HostBuffer(array.ctypes.data, array.size, _reduced_dtype(name))
     try:
         address, count, code, bits = _native.array_memory(array)
     except TypeError:
@@ -84,22 +66,22 @@ def memory_of(array: Any) -> Memory:
     found = _BY_DLPACK.get((code, bits))
     if found is None:
         raise ArgumentError(
-            f"no dtype of DLPack code {code} with {bits} bits is reduced; there are {', '.join(DTYPES)}"
+            f"arrays of DLPack code {code} with {bits} bits are not reduced; there are {', '.join(REDUCED_DTYPES)}"
         )
-    return Memory(address, count, found)
+    return HostBuffer(address, count, found)
 
 
-def _memory_of_tensor(tensor: Any) -> Memory:
+def _buffer_of_tensor(tensor: Any) -> HostBuffer:
     if tensor.device.type != "cpu":
         raise ArgumentError(f"a tensor to reduce is on the CPU, found one on {tensor.device}")
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"a tensor to reduce is contiguous, found strides {tensor.stride()} of shape {tuple(tensor.shape)}"
         )
-    return Memory(tensor.data_ptr(), tensor.numel(), _checked(str(tensor.dtype).removeprefix("torch.")))
+    return HostBuffer(tensor.data_ptr(), tensor.numel(), _reduced_dtype(str(tensor.dtype).removeprefix("torch.")))
 
 
-def _checked(name: str) -> str:
-    if name not in DTYPES:
-        raise ArgumentError(f"arrays of {name} are not reduced; there are {', '.join(DTYPES)}")
+def _reduced_dtype(name: str) -> str:
+    if name not in DTYPE_CODES:
+        raise ArgumentError(f"arrays of {name} are not reduced; there are {', '.join(REDUCED_DTYPES)}")
     return name

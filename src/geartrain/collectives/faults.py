@@ -1,4 +1,4 @@
-"""What the native layer says of a group's end, as errors with names in them."""
+"""Faults of the native layer as named errors."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from geartrain.errors import (
     ReducerLostError,
 )
 
+REDUCER_LOST, TIMED_OUT = 2, 3
+
 # By the native FaultKind (native/collectives/protocol.h).
 _CLASSES: dict[int, type[GeartrainError]] = {
     1: RankLostError,
-    2: ReducerLostError,
-    3: CollectiveTimeoutError,
+    REDUCER_LOST: ReducerLostError,
+    TIMED_OUT: CollectiveTimeoutError,
     4: RanksDisagreeError,
     5: MessageError,
     6: CollectiveClosedError,
     7: CollectiveClosedError,
 }
 
+#: Kind, text, and the members it is about: ranks, then reducers.
 Fault = tuple[int, str, list[int]]
 
 
 def error_of(fault: Fault, name: str, world_size: int, reducers: Sequence[str]) -> GeartrainError:
-    """The error of a fault; its `ranks` and `reducers` say whom it is about."""
+    """The error of a fault; its `ranks` and `reducers` name the members it is about."""
     kind, text, members = fault
     error = _CLASSES[kind](f"group {name!r}: {text}")
     found = {

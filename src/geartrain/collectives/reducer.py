@@ -1,4 +1,4 @@
-"""A reducer within this process; `geartrain reducer` runs one as a process of its own."""
+"""Reducer: an owner of shares that is not a rank, in this process; `geartrain reducer` runs one as a process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from geartrain.errors import ArgumentError
 
 
 class Reducer:
-    """Owns shares of other processes' arrays: receives them, adds them up in the order of the ranks, returns the sum.
+    """Owns shares of ranks' arrays: receives them, sums them in rank order, returns the results.
 
-    Serves any number of groups at once, on one thread of its own. It holds a window of every rank, never whole
+    Serves any number of groups at once, on one thread of its own. It buffers a window of every rank, never whole
     arrays: `max_window_bytes` for each rank at most.
 
         reducer = Reducer("127.0.0.1:0")
@@ -34,8 +34,8 @@ class Reducer:
             bind: host:port; port 0 is any free one. Anything but loopback needs a secret.
             secret: ranks must prove that they know it. Nothing is encrypted.
             transport: "auto" shares memory with ranks of this host, "tcp" does not.
-            max_window_bytes: how far ahead of the results a rank may run.
-            max_groups: beyond this many at once, new groups are refused.
+            max_window_bytes: how far ahead of its results a rank may send.
+            max_groups: more groups at once are refused.
 
         Raises:
             UntrustedPeerError: no secret, and not loopback.
@@ -57,7 +57,7 @@ class Reducer:
 
     @property
     def address(self) -> str:
-        """host:port, as groups are given it."""
+        """host:port, for `Group(reducers=)`."""
         return self._native.address
 
     def metrics(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Reducer:
         return self._native.counts()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Takes no new groups, waits for those at work to leave, then tells the rest that it stops."""
+        """Refuses new groups, waits for those in use to leave, then ends the rest with an error."""
         self._native.close(timeout_s)
 
     def __enter__(self) -> Reducer:

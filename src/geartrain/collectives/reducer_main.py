@@ -1,4 +1,4 @@
-"""`geartrain reducer`: a reducer as a process of its own, until it is told to stop."""
+"""`geartrain reducer`: a reducer as a process, with a log line of counters and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from geartrain.errors import GeartrainError, MissingDependencyError
 
 SECRET_VARIABLE = "GEARTRAIN_SECRET"
 
-# What each of a reducer's counters is, for who reads them; those that only grow are counters, the others gauges.
+# Help texts of a reducer's counters; those not among GAUGES only grow.
 METRICS = {
-    "groups": "groups that have a rank here now",
+    "groups": "groups that have a rank connected now",
     "ranks": "ranks that are connected now",
     "memory_bytes": "memory of chunks in use now",
     "groups_served": "groups since the start",
     "groups_failed": "groups that ended with a fault",
-    "operations": "operations of which this reducer's share is done",
+    "operations": "operations whose share of this reducer is complete",
     "bytes_received": "bytes of frames, headers and all",
     "bytes_sent": "bytes of frames, headers and all",
-    "reduced_bytes": "bytes that were added up, of all ranks",
-    "refused": "connections that were turned away",
+    "reduced_bytes": "bytes that were summed, of all ranks",
+    "refused": "connections that were refused",
 }
 GAUGES = ("groups", "ranks", "memory_bytes")
 
@@ -34,11 +34,11 @@ GAUGES = ("groups", "ranks", "memory_bytes")
 def serve(
     bind: str, secret_file: Path | None, metrics_port: int | None, window_bytes: int, every_s: float, grace_s: float
 ) -> None:
-    """Runs a reducer until SIGTERM or SIGINT. Prints its address first, then a line of figures now and then.
+    """Runs a reducer until SIGTERM or SIGINT. Prints its address, then a line of counters at most every `every_s`.
 
     Raises:
         UntrustedPeerError: no secret, and not loopback.
-        MissingDependencyError: metrics were asked for, and prometheus-client is not installed.
+        MissingDependencyError: `metrics_port` without prometheus-client.
     """
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -61,7 +61,7 @@ def serve(
 
 
 def line(before: dict[str, Any], now: dict[str, Any], seconds: float) -> str:
-    """The figures of a span of time, for people."""
+    """A line of counters over a span of time."""
     gbit = {key: (now[key] - before[key]) * 8e-9 / max(seconds, 1e-9) for key in ("bytes_received", "bytes_sent")}
     return (
         f"{now['groups']} groups, {now['ranks']} ranks, {now['operations'] - before['operations']} operations, "
@@ -71,7 +71,7 @@ def line(before: dict[str, Any], now: dict[str, Any], seconds: float) -> str:
 
 
 def read_secret(path: Path | None) -> bytes | None:
-    """The secret in a file, without white space around it; or that of the environment."""
+    """The secret in a file, stripped of white space; without a file, that of the environment."""
     if path is None:
         return os.environ.get(SECRET_VARIABLE, "").encode() or None
     try:
@@ -84,7 +84,7 @@ def read_secret(path: Path | None) -> bytes | None:
 
 
 def serve_metrics(reducer: Reducer, host: str, port: int) -> None:
-    """Serves a reducer's counters over HTTP, as text that Prometheus reads."""
+    """Serves a reducer's counters over HTTP in Prometheus' text format."""
     try:
         from prometheus_client import CollectorRegistry, start_http_server
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

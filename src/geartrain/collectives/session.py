@@ -1,252 +1,223 @@
-"""One life of a group: its native half, the operations under way in it, and how another one takes them over.
+"""Session: one epoch of a group, its operations in progress, and their continuation in the next epoch.
 
-When a reducer is lost, a session is over, but no step of training is: every array that waits still has its input,
-since results go into it only when they are complete, and every result that some rank has and others lack is kept there
-until all have said that they have it (native/collectives/protocol.h: settled). The ranks meet again under the next
-epoch, tell each other what is complete where, hand over what some lack, and repeat the rest in the old order.
+Losing a reducer ends a session, but no training step: every waiting array still has its input, because results are
+copied into it only when complete, and every result that some rank has and others lack is kept until all ranks have
+acknowledged it (native/collectives/protocol.h: settled). The ranks bootstrap again under the next epoch, all-gather
+which operations are complete where, broadcast the results that some ranks lack, and issue the rest again in the old
+order.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import geartrain._native as _native
-from geartrain.collectives.bootstrap import meet, tell_all
-from geartrain.collectives.buffers import DTYPES, OPS, SIZES
-from geartrain.collectives.faults import Fault, error_of
-from geartrain.errors import ArgumentError, GeartrainError, PeerLostError
+from geartrain.collectives.bootstrap import all_gather_text, exchange_addresses
+from geartrain.collectives.buffers import DTYPE_CODES, OPS
+from geartrain.collectives.faults import REDUCER_LOST, TIMED_OUT, Fault, error_of
+from geartrain.collectives.shares import Owners
+from geartrain.collectives.work import Issue, Work
+from geartrain.errors import CollectiveTimeoutError, GeartrainError, PeerLostError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from geartrain.collectives.group import Group, Work
-
-_REDUCER_LOST, _TIMED_OUT = 2, 3
-_POOLED = 64  # free buffers for results that are kept warm
+_MOST_FREE = 64  # result buffers that are kept for reuse
+_BROADCAST_TIMEOUT_S = 60.0
 
 
-class Asked:
-    """What a caller wants reduced."""
+@dataclass(frozen=True)
+class GroupConfig:
+    """What stays the same over all epochs of a group.
 
-    def __init__(self, address: int, count: int, dtype: str, wire: str, op: str, timeout_s: float, keep: Any) -> None:
-        self.address = address
-        self.count = count
-        self.dtype = dtype
-        self.wire = wire
-        self.op = op
-        self.timeout_s = timeout_s
-        self.keep = keep
-        self.nbytes = count * SIZES[dtype]
-        self.lock = threading.Lock()
+    Attributes:
+        store: where ranks exchange addresses; None for a group of one.
+        algorithm: "shares" or "ring".
+        reissues: whether operations continue in the next session after a reducer was lost, so that their inputs and
+            results have to be kept.
+        native: options of the native group, but for its name, reducers and shares.
+    """
 
-
-class Issue:
-    """An operation of one session: where its result is, when it did not go into the array at once."""
-
-    def __init__(
-        self, session: Session, number: int, native: _native.CollectiveWork, result: NDArray[np.uint8] | None
-    ) -> None:
-        self.session = session
-        self.number = number
-        self.native = native
-        self.result = result
-
-    def complete(self) -> bool:
-        """Whether its result is here."""
-        return self.native.done() and self.native.fault() is None
+    name: str
+    rank: int
+    world_size: int
+    store: Any
+    algorithm: str
+    reissues: bool
+    native: Mapping[str, Any]
 
 
 class Session:
-    """A group between two of its epochs."""
+    """One epoch of a group. Returns from its constructor when all members are connected.
 
-    def __init__(
-        self, group: Group, epoch: int, reducers: tuple[str, ...], shares: tuple[float, ...], until_s: float
-    ) -> None:
-        """Meets the other ranks."""
-        self.group = group
+    Args:
+        config: of the group.
+        epoch: its number.
+        owners: the reducers and the shares.
+        until_s: deadline (`time.monotonic`) of the bootstrap.
+
+    Raises:
+        WaitTimeoutError, RanksDisagreeError, UntrustedPeerError: as `Group`.
+    """
+
+    def __init__(self, config: GroupConfig, epoch: int, owners: Owners, until_s: float) -> None:
+        self.config = config
         self.epoch = epoch
-        self.reducers = reducers
-        self.shares = shares
+        self.owners = owners
+        self._keeps_input = config.reissues and bool(owners.reducers)
         self._next = 0
-        self._kept: deque[tuple[Issue, Work]] = deque()  # what is under way, or may be needed by another rank
+        self._kept: deque[tuple[Issue, Work]] = deque()  # in progress, or still needed by another rank
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
-        options = dict(group._options, name=f"{group.name}/{epoch}", reducers=list(reducers), shares=list(shares))
+        reducers, shares = owners.reducers, owners.shares
+        options = dict(config.native, name=f"{config.name}/{epoch}", reducers=list(reducers), shares=list(shares))
         self.native = _native.CollectiveGroup.make(options)
         settings = {
-            "world_size": group.world_size,
-            "algorithm": group.algorithm,
+            "world_size": config.world_size,
+            "algorithm": config.algorithm,
             "reducers": reducers,
             "shares": shares,
         }
         try:
-            addresses = meet(
-                group._store, group.name, epoch, group.rank, group.world_size, self.native.address, settings, until_s
+            addresses = exchange_addresses(
+                config.store,
+                config.name,
+                epoch,
+                config.rank,
+                config.world_size,
+                self.native.address,
+                settings,
+                until_s,
             )
             self.native.connect(addresses, max(until_s - time.monotonic(), 0.1))
         except BaseException as error:
-            fault = self.native.fault()  # somebody ended it before this rank had met all
+            fault = self.native.fault()  # another member ended it before this rank had connected to all
             self.native.close(0.0)
             if fault is not None and isinstance(error, PeerLostError):
                 raise self.error_of(fault) from None
             raise
 
-    def issue(self, work: Work, keeps_input: bool) -> None:
-        """Begins an operation: into the array, or beside it so that its input stays."""
-        self._forget()
-        asked = work._asked
-        result = self._buffer(asked.nbytes) if keeps_input else None
+    def issue(self, work: Work) -> None:
+        """Begins an operation: in place, or into a buffer where its input has to stay."""
+        self._release_settled()
+        result = self._buffer(work.nbytes) if self._keeps_input else None
         native = self.native.all_reduce(
-            asked.address,
-            asked.address if result is None else result.ctypes.data,
-            asked.count,
-            DTYPES[asked.dtype],
-            DTYPES[asked.wire],
-            OPS[asked.op],
-            asked.timeout_s,
+            work.address,
+            work.address if result is None else result.ctypes.data,
+            work.count,
+            DTYPE_CODES[work.dtype],
+            DTYPE_CODES[work.wire_dtype],
+            OPS[work.op],
+            work.timeout_s,
         )
-        work._issue = Issue(self, self._next, native, result)
+        work.issue = issue = Issue(self, self._next, native, result)
         self._next += 1
-        # Whoever drops the work must not take the array away from under it.
-        self._kept.append((work._issue, work))
+        # The array stays alive even if the caller drops the work.
+        self._kept.append((issue, work))
 
     def error_of(self, fault: Fault) -> GeartrainError:
-        """A native fault of this session, as the error that it is raised as."""
-        return error_of(fault, self.group.name, self.group.world_size, self.reducers)
+        """A native fault of this session as the error to raise."""
+        return error_of(fault, self.config.name, self.config.world_size, self.owners.reducers)
 
     def lost_reducers(self, fault: Fault) -> tuple[str, ...]:
-        """The reducers that a fault is about, if it is about nobody else."""
+        """The reducers that a fault is about; empty if it names a rank, or no member."""
         kind, _, members = fault
-        if kind not in (_REDUCER_LOST, _TIMED_OUT) or not members:
+        world_size = self.config.world_size
+        if kind not in (REDUCER_LOST, TIMED_OUT) or not members:
             return ()
-        if any(member < self.group.world_size for member in members):
+        if any(member < world_size for member in members):
             return ()
-        return tuple(self.reducers[member - self.group.world_size] for member in members)
+        return tuple(self.owners.reducers[member - world_size] for member in members)
 
     def close(self, timeout_s: float) -> None:
-        """Leaves."""
+        """Leaves, after sending what other members still need, for up to `timeout_s`."""
         self.native.close(timeout_s)
         self._kept.clear()
         self._free.clear()
 
-    # --- results that are kept ----------------------------------------------------------------------------------------
+    # --- kept results -------------------------------------------------------------------------------------------------
 
     def _buffer(self, nbytes: int) -> NDArray[np.uint8]:
         free = self._free.get(nbytes)
         return free.pop() if free else np.empty(max(nbytes, 1), np.uint8)
 
-    def _forget(self) -> None:
-        """Lets go of operations that are over: of their results once all ranks have them."""
+    def _release_settled(self) -> None:
+        """Releases operations that have ended; those with a kept result once all ranks have acknowledged theirs."""
         settled = self.native.settled
         while self._kept and self._kept[0][1].done():
             issue, _ = self._kept[0]
-            if issue.result is not None and issue.number >= settled and issue.complete():
+            result = issue.result
+            if result is not None and issue.number >= settled and issue.succeeded():
                 return
             self._kept.popleft()
-            if issue.result is not None and sum(map(len, self._free.values())) < _POOLED:
-                self._free.setdefault(self._kept_bytes(issue), []).append(issue.result)
-
-    @staticmethod
-    def _kept_bytes(issue: Issue) -> int:
-        assert issue.result is not None
-        return issue.result.nbytes
+            if result is not None and sum(map(len, self._free.values())) < _MOST_FREE:
+                self._free.setdefault(result.nbytes, []).append(result)
 
 
-def reformed(old: Session, lost: tuple[str, ...], rates: Sequence[float] | None, until_s: float) -> Session:
-    """The session that takes over from one that is over, or is to be: on all ranks, without the reducers that any of
-    them has lost."""
-    group = old.group
+def next_session(old: Session, lost: tuple[str, ...], until_s: float) -> Session:
+    """The session of the next epoch, on all ranks, without the reducers that any rank has lost.
+
+    Ends the old session; its operations in progress are completed or issued again, if the group reissues.
+    """
+    config = old.config
     old.native.close(0.0)
-    complete = [issue.number for issue, _ in old._kept if issue.complete()]
-    # Whatever is not kept any more is complete on all ranks.
+    complete = [issue.number for issue, _ in old._kept if issue.succeeded()]
+    # Operations that are no longer kept are complete on all ranks.
     first = old._kept[0][0].number if old._kept else old._next
     mine = {"lost": sorted(lost), "first": first, "complete": complete, "next": old._next}
     states = [
         json.loads(state)
-        for state in tell_all(
-            group._store, group.name, f"{old.epoch + 1}/state", group.rank, group.world_size, json.dumps(mine), until_s
+        for state in all_gather_text(
+            config.store,
+            config.name,
+            f"{old.epoch + 1}/state",
+            config.rank,
+            config.world_size,
+            json.dumps(mine),
+            until_s,
         )
     ]
-    gone = {reducer for state in states for reducer in state["lost"]}
-    kept = [i for i, reducer in enumerate(old.reducers) if reducer not in gone]
-    reducers = tuple(old.reducers[i] for i in kept)
-    new = Session(group, old.epoch + 1, reducers, _shares_without(old, kept, rates), until_s)
-    if not group._reforms:
-        return new  # arrays of what was under way are neither input nor result any more: that has failed
+    owners = old.owners.without({reducer for state in states for reducer in state["lost"]}, config.algorithm)
+    new = Session(config, old.epoch + 1, owners, until_s)
+    if not config.reissues:
+        return new  # without kept inputs, operations in progress have failed
     by_number = {issue.number: (issue, work) for issue, work in old._kept}
     for number in range(min(state["first"] for state in states), max(state["next"] for state in states)):
         holders = [rank for rank, state in enumerate(states) if number < state["first"] or number in state["complete"]]
         if len(holders) == len(states):
             continue
         if holders:
-            _hand_over(new, by_number.get(number), min(r for r in holders if number in states[r]["complete"]))
+            _broadcast(new, by_number.get(number), min(r for r in holders if number in states[r]["complete"]))
         elif number in by_number:
-            new.issue(by_number[number][1], keeps_input=bool(reducers))
+            new.issue(by_number[number][1])
     return new
 
 
-def _hand_over(new: Session, kept: tuple[Issue, Work] | None, holder: int) -> None:
-    """One rank's result to those who lack it: the sum of its bytes and everybody else's zeros."""
-    assert kept is not None  # whatever is complete somewhere was begun everywhere, and is kept until it is everywhere
+def _broadcast(new: Session, kept: tuple[Issue, Work] | None, source: int) -> None:
+    """One rank's result to the ranks that lack it: an all-reduce of its bytes and zeros from all other ranks."""
+    assert kept is not None  # complete on one rank means begun on all, and kept until complete on all
     issue, work = kept
-    nbytes = work._asked.nbytes
-    has = issue.complete()
-    # Without a buffer of its own the result is in the array.
-    assert issue.result is not None
-    if has:
-        work._land(issue)
-    buffer = issue.result.copy() if has and new.group.rank == holder else np.zeros(max(nbytes, 1), np.uint8)
-    address = buffer.ctypes.data
-    passed = new.native.all_reduce(address, address, nbytes, DTYPES["uint8"], DTYPES["uint8"], OPS["sum"], 60.0)
+    nbytes = work.nbytes
+    complete = issue.succeeded()
+    assert issue.result is not None  # sessions that reissue keep results in buffers
+    if complete:
+        work.complete(issue)
+    has_bytes = complete and new.config.rank == source
+    buffer = issue.result.copy() if has_bytes else np.zeros(max(nbytes, 1), np.uint8)
+    address, code = buffer.ctypes.data, DTYPE_CODES["uint8"]
+    sent = new.native.all_reduce(address, address, nbytes, code, code, OPS["sum"], _BROADCAST_TIMEOUT_S)
     new._next += 1
-    if not passed.wait(65.0):
-        raise ArgumentError("a result was not handed over")
-    fault = passed.fault()
+    if not sent.wait(_BROADCAST_TIMEOUT_S + 5.0):
+        raise CollectiveTimeoutError(f"group {new.config.name!r}: the broadcast of a kept result did not end")
+    fault = sent.fault()
     if fault is not None:
         raise new.error_of(fault)
-    if not has:
+    if not complete:
         issue.result[:] = buffer
-        work._land(issue)
-
-
-def _shares_without(old: Session, kept: list[int], rates: Sequence[float] | None) -> tuple[float, ...]:
-    """The shares of those who are left: planned anew from their rates, or the old ones made larger."""
-    size = old.group.world_size
-    if rates is not None:
-        left = [*rates[:size], *(rates[size + i] for i in kept)]
-        return pick_shares("auto", size, len(kept), left, old.group.algorithm)
-    shares = [*old.shares[:size], *(old.shares[size + i] for i in kept)]
-    total = sum(shares)
-    if total <= 0:
-        return pick_shares("equal", size, len(kept), None, old.group.algorithm)
-    return tuple(share / total for share in shares)
-
-
-def pick_shares(
-    shares: str | Sequence[float], world_size: int, reducers: int, rates: Sequence[float] | None, algorithm: str
-) -> tuple[float, ...]:
-    """The shares of ranks and reducers: as given, equal on the ranks, or the best for the rates of their links."""
-    if algorithm == "ring" and (reducers or not isinstance(shares, str)):
-        raise ArgumentError("a ring has neither reducers nor shares")
-    if isinstance(shares, str):
-        if shares not in ("auto", "equal"):
-            raise ArgumentError(f'shares is "auto", "equal" or a sequence of numbers, found {shares!r}')
-        if shares == "equal" or algorithm == "ring":
-            return (*(1.0 / world_size,) * world_size, *(0.0,) * reducers)
-        given_rates = [1e9] * (world_size + reducers) if rates is None else [float(rate) for rate in rates]
-        if len(given_rates) != world_size + reducers:
-            raise ArgumentError(
-                f"{world_size} ranks and {reducers} reducers have so many rates, found {len(given_rates)}"
-            )
-        # How large the array is changes the time, not the shares.
-        return tuple(_native.plan_shares(given_rates[:world_size], given_rates[world_size:], 1e9)[0])
-    given = tuple(float(share) for share in shares)
-    if len(given) != world_size + reducers:
-        raise ArgumentError(f"shares are of {world_size} ranks and {reducers} reducers, found {len(given)}")
-    return given
+        work.complete(issue)

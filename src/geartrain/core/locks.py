@@ -1,7 +1,7 @@
 """File locks that the kernel drops when their owner dies: on single bytes, owned by an open file.
 
-native/base/file_lock.h is the manual. An open file's locks go with its last descriptor, whichever process has that: a forked child's copy keeps them. They
-cannot be mistaken for another process's, as pids can.
+native/base/file_lock.h is the manual. An open file's locks go with its last descriptor, whichever process has that: a
+forked child's copy keeps them. They cannot be mistaken for another process's, as pids can.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Accelerators: streams and events, CUDA IPC memory, pinned host memory, NCCL, and the Triton kernels."""
+"""Accelerators: streams and events, CUDA IPC, pinned host memory, NCCL, and the Triton kernels."""

@@ -1,4 +1,4 @@
-"""A CUDA device that batches land on: `geartrain.device.device.Device` by torch."""
+"""CUDA device: `geartrain.device.device.Device` by torch.cuda."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CudaDevice:
                 raise PinError(f"cudaHostUnregister: error {code}")
 
     def device_pointer(self, address: int) -> int:
-        """Where the device sees registered memory: the same address wherever there is unified addressing."""
+        """The device's address of registered memory; the host's wherever there is unified addressing."""
         pointer = ctypes.c_uint64()
         code = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(pointer), ctypes.c_void_p(address), 0)
         if code:
@@ -65,20 +65,22 @@ class CudaDevice:
         return pointer.value
 
     def _forget_error(self) -> None:
-        # The runtime keeps the error of a failed call for the next one that asks, which would be some innocent launch.
+        # The runtime keeps the error of a failed call, and reports it at the next launch.
         with suppress(RuntimeError):
             self._torch.empty(1, device=self.device).zero_()
 
     def enter(self) -> None:
-        """Makes this the thread's device, and its calls harmless to a graph that another thread captures."""
+        """Makes this the thread's device, and allows its calls while another thread captures a graph."""
         self._torch.cuda.set_device(self.device)
-        # While some thread captures a graph, calls such as cudaMalloc and cudaEventQuery are refused to every thread
-        # in the default mode, and break the capture. What happens here concerns no capture: mode "relaxed" says so.
+        # While any thread captures a graph, the default mode refuses calls such as cudaMalloc and cudaEventQuery to
+        # every thread, and breaks the capture. Work of this thread is never part of one: mode "relaxed".
+        if self._torch.version.hip is not None:
+            return  # torch for ROCm, which has no libcuda
         mode = ctypes.c_int(2)
         _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def new_stream(self) -> Any:
-        """A stream beside the default one."""
+        """A stream other than the default one."""
         return self._cuda.Stream(self.device)
 
     def current_stream(self) -> Any:
@@ -89,9 +91,13 @@ class CudaDevice:
         """torch.cuda.stream."""
         return cast(AbstractContextManager[Any], self._torch.cuda.stream(stream))
 
-    def record(self) -> Any:
-        """An event that lets the host sleep while it waits."""
-        event = self._cuda.Event(blocking=True)
+    def new_event(self) -> Any:
+        """Without timing; cudaEventSynchronize spins where CUDA finds that worth it."""
+        return self._cuda.Event()
+
+    def record(self, event: Any = None) -> Any:
+        """cudaEventRecord. A new event lets the host sleep while it waits."""
+        event = self._cuda.Event(blocking=True) if event is None else event
         event.record(self.current_stream())
         return event
 
@@ -116,7 +122,7 @@ class CudaDevice:
         return self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
 
     def host_view(self, memory: NDArray[np.uint8]) -> torch.Tensor:
-        """A tensor over the memory. Triton asks the driver where the device sees it."""
+        """A tensor over the memory. Triton asks the driver for the device's address of it."""
         from geartrain.core.schema import writable_tensor
 
         return writable_tensor(memory)
@@ -126,7 +132,7 @@ class CudaDevice:
         to.copy_(source, non_blocking=True)
 
     def run(self, work: Callable[[], object]) -> None:
-        """At once: torch gives it to the current stream."""
+        """Runs it at once: torch queues its work on the current stream."""
         work()
 
     def gather(self, plan: Any, *args: Any, **named: Any) -> None:
@@ -137,12 +143,12 @@ class CudaDevice:
         """The Triton kernel, and torch's running sum."""
         to.copy_(plan.count_steps(*args, **named))
 
-    def lend(self, tensor: torch.Tensor) -> None:
-        """record_stream."""
+    def record_stream(self, tensor: torch.Tensor) -> None:
+        """Known to torch's caching allocator."""
         tensor.record_stream(self.current_stream())
 
     def why_no_selection(self) -> str | None:
-        """What Triton lacks."""
+        """The reason that Triton's kernels cannot run."""
         return kernels.why_not_viable()
 
 

@@ -1,11 +1,10 @@
-"""Device memory from rank to rank, over a process group of torch's: NCCL's all-to-all on the current stream.
+"""All-to-all of device memory between ranks, by a torch process group: NCCL on the consumer's current stream.
 
-The group is one of its own, the same for all replays of a job. NCCL leaves it to the program that two communicators of
-one GPU are not at work at the same time, nor from several threads, nor in different orders on different ranks: a
-collective that holds multiprocessors of one rank while it waits for another, where something else holds them, waits
-forever. So the exchange is not the preparing thread's. The consumer's thread queues it as it takes a batch, on the
-stream that the model's work is on, behind the collectives that this stream has waited for
-(docs/decisions/013-nccl-on-the-consumers-stream.md).
+All replays of a job share one group. NCCL requires that a program does not use two communicators of one GPU at the same
+time, nor from several threads, nor in different orders on different ranks: a collective that occupies multiprocessors
+of one rank while it waits for another rank, where other work occupies them, waits forever. So the prefetching thread
+does not run the exchange. The consumer's thread queues it as it takes a batch, on the stream of the model's work,
+behind the collectives that this stream has waited for (docs/decisions/013-nccl-on-the-consumers-stream.md).
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class DeviceGroup:
-    """The ranks of a replay, for memory of their devices. All of them make it at the same point.
+    """The ranks of a replay, for exchanges of device memory. All of them make it at the same point.
 
     Args:
         backend: of torch.distributed; "nccl" for CUDA devices.
         members: their global ranks, in the replay's order.
-        timeout_s: after which a collective that hangs is given up; torch then ends the process. That of the first
-            replay holds for all.
+        timeout_s: after which torch's watchdog ends the process of a hanging collective. That of the first replay
+            holds for all.
 
     Raises:
-        ArgumentError: there is no such backend here, or the job's group leaves no room for a group of some ranks.
+        ArgumentError: this torch lacks the backend, or the job's group allows no group of some of its ranks.
     """
 
     def __init__(self, backend: str, members: Sequence[int], timeout_s: float) -> None:
@@ -49,7 +48,7 @@ class DeviceGroup:
             )
         self.backend = backend
         self._group = _group(backend, tuple(members), timeout_s)
-        #: By rank of the replay, its number in the group, in which buffers are laid out.
+        #: The rank in the group of each rank of the replay; buffers are laid out in that order.
         self.order = [dist.get_group_rank(self._group, member) for member in members]
 
     def all_to_all(
@@ -60,17 +59,17 @@ class DeviceGroup:
         source: torch.Tensor,
         sends: Mapping[int, int],
     ) -> None:
-        """Queues it on the current stream. Every rank calls it, in the same order with the job's other collectives.
+        """Queues the exchange on the current stream. All ranks call it, in one order with the job's other collectives.
 
-        A rank that dies is seen by torch's own watchdog, which ends the process after `timeout_s`, or, where the
-        backend says so at once, by PeerLostError.
+        A rank that dies is noticed by torch's watchdog, which ends the process after `timeout_s`, or raises
+        PeerLostError where the backend reports it at once.
 
         Args:
-            device: whose stream.
-            to: (bytes,) uint8, in which what comes lies in the order of `order`.
+            device: whose current stream.
+            to: (bytes,) uint8, the received bytes by sender, in the order of `order`.
             receives: bytes from each rank of the replay that sends any.
-            source: (bytes,) uint8, in the same order.
-            sends: bytes for each rank of the replay that gets any.
+            source: (bytes,) uint8, the bytes to send by receiver, in the same order.
+            sends: bytes for each rank of the replay that receives any.
         """
         import torch.distributed as dist
 
@@ -80,7 +79,7 @@ class DeviceGroup:
             try:
                 dist.all_to_all_single(to, source, received, sent, group=group)
             except RuntimeError as error:
-                raise PeerLostError(f"rows did not come from device to device: {error}") from error
+                raise PeerLostError(f"the all-to-all of device memory failed: {error}") from error
 
         device.run(work)
 
@@ -91,8 +90,8 @@ class DeviceGroup:
         return listed
 
 
-# Groups last as long as the job: a communicator takes memory and seconds, and all replays of the job may use the same
-# one, since batches are taken in one order on all ranks. By the job's own group, backend and members.
+# Groups live as long as the job: a communicator takes memory and seconds, and all replays of the job may use the same
+# one, since batches are taken in one order on all ranks. By the job's default group, backend and members.
 _made: dict[tuple[int, str, tuple[int, ...]], Any] = {}
 
 

@@ -1,17 +1,17 @@
-"""Segments pinned for GPUs where they are, within a limit that all processes of the host keep together.
+"""Pinned memory: shared segments registered with a GPU in place (cudaHostRegister), within one limit for the host.
 
-CUDA registers memory per process: each process that lets a GPU read a segment registers its own mapping of it, which
-takes time by the gigabyte (page tables) and no memory. The pages underneath are the host's, and pinned once or eight
-times they are the same pages. So registrations belong to processes, and the limit belongs to the host: it counts each
-segment once, however many processes have it registered, and stops being counted when the last of them is gone.
+CUDA registers memory per process: each process whose GPU reads a segment registers its own mapping of it, which takes
+time proportional to its size (page tables) and no memory. The pages are the host's, the same ones whether pinned once
+or eight times. So registrations belong to processes, and the limit to the host: it counts each segment once, however
+many processes have it registered, until the last of them is gone.
 
-The ledger is a directory in /dev/shm, a file for each registration, named after the segment's inode:
+The ledger is a directory in /dev/shm with a file for each registration, named after the segment's inode:
 
     <device>-<inode>.<pid>.<number>    JSON: bytes, limit_bytes, path; locked by the process as long as it lives
 
-The kernel drops the lock when its process dies, however it dies; whoever looks next removes such files. The limit in
-force is the least that any living registration was made under. Half of the memory that this process may use unless
-GEARTRAIN_PIN_LIMIT_GB or an argument says otherwise.
+The kernel releases the lock when its process dies; the next reader of the ledger removes such files. The limit in force
+is the smallest of the limits of all live registrations. The default is half of the memory that this process may use;
+GEARTRAIN_PIN_LIMIT_GB or an argument overrides it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MappedSegment(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         ...
 
     @property
@@ -65,13 +65,13 @@ class MappedSegment(Protocol):
 
     @property
     def native(self) -> _native.Store:
-        """What has the memory."""
+        """The native store that maps it."""
         ...
 
 
 @dataclass(frozen=True)
 class Pinned:
-    """A segment that is registered by some living process."""
+    """The registration of a segment by a live process."""
 
     segment: str
     nbytes: int
@@ -81,7 +81,7 @@ class Pinned:
 
 
 def default_limit() -> int:
-    """Bytes that may be pinned on this host unless somebody says less."""
+    """The default limit of pinned bytes on this host."""
     asked = os.environ.get(LIMIT_VARIABLE)
     if asked is not None:
         try:
@@ -95,17 +95,17 @@ def default_limit() -> int:
 
 
 class Ledger:
-    """Who on this host has pinned what.
+    """Registrations of all processes of this host.
 
     Args:
-        directory: where it is kept; one a host.
+        directory: of its files; one a host.
     """
 
     def __init__(self, directory: Path = LEDGER) -> None:
         self.directory = directory
 
     def entries(self) -> list[Pinned]:
-        """All registrations of living processes."""
+        """All registrations of live processes."""
         with self._guarded():
             return self._living()
 
@@ -114,10 +114,10 @@ class Ledger:
         return _total(self.entries())
 
     def enter(self, store: MappedSegment, limit_bytes: int) -> int:
-        """Notes that this process is about to register a store's segment; returns the descriptor that keeps the note.
+        """Adds an entry before this process registers a store's segment; the descriptor that keeps the entry.
 
         Raises:
-            PinError: it would go beyond the limit.
+            PinError: the limit would be exceeded.
         """
         about = store.path.stat() if store.path.exists() else None
         segment = f"{about.st_dev}-{about.st_ino}" if about else f"unlinked-{store.native.describe()['store_id']:x}"
@@ -141,7 +141,7 @@ class Ledger:
             return descriptor
 
     def leave(self, descriptor: int) -> None:
-        """Takes a note back."""
+        """Removes an entry."""
         with self._guarded(), contextlib.suppress(FileNotFoundError):
             Path(f"/proc/self/fd/{descriptor}").readlink().unlink()
         os.close(descriptor)
@@ -156,7 +156,7 @@ class Ledger:
                         segment, pid, _ = path.name.split(".")
                         found.append(Pinned(segment, note["nbytes"], note["limit_bytes"], note["path"], int(pid)))
                     else:
-                        path.unlink()  # its process died
+                        path.unlink()  # its process has died
             except (OSError, ValueError):
                 continue
         return found
@@ -178,7 +178,7 @@ def _total(entries: list[Pinned]) -> int:
 
 
 class Pins:
-    """The segments that this process has registered: each once, for as long as somebody uses it.
+    """The segments that this process has registered: each once, as long as it has users.
 
     Args:
         ledger: of the host.
@@ -194,7 +194,7 @@ class Pins:
         """The store's segment, readable by the device until the pin is released.
 
         Raises:
-            PinError: the limit of the host, RLIMIT_MEMLOCK or the driver is in the way; says which and what to do.
+            PinError: the host's limit, RLIMIT_MEMLOCK or the driver forbids it; names which, and the remedy.
         """
         memory = store.native.segment()
         address = memory.ctypes.data
@@ -220,7 +220,7 @@ class Pins:
         return Pin(self, address, memory)
 
     def release(self, address: int) -> None:
-        """One user fewer; the last unregisters."""
+        """Removes one user; the last one unregisters the segment."""
         with self._lock:
             held = self._held.get(address)
             if held is None or self._pid != os.getpid():
@@ -251,7 +251,7 @@ class Pin:
         self.memory = memory
 
     def release(self) -> None:
-        """Ends it. Whatever the device did with the memory must be over."""
+        """Ends this use. The device's work on the memory must be complete."""
         pins, self._pins = self._pins, None
         if pins is not None:
             pins.release(self._address)
@@ -277,7 +277,7 @@ _pins: Pins | None = None
 
 
 def pins() -> Pins:
-    """Those of this process."""
+    """The registrations of this process."""
     global _pins
     if _pins is None:
         _pins = Pins()
@@ -285,7 +285,7 @@ def pins() -> Pins:
 
 
 def about() -> dict[str, Any]:
-    """What is pinned on this host and the limit, for people."""
+    """Pinned bytes and segments of this host, and the limit."""
     entries = Ledger().entries()
     limit = min([default_limit(), *(one.limit_bytes for one in entries)])
     return {"pinned_bytes": _total(entries), "limit_bytes": limit, "segments": len({one.segment for one in entries})}

@@ -1,21 +1,18 @@
-"""Importers: datasets in other people's formats become stores of raw columns.
+"""Integrations: dataset importers, JAX and CuPy arrays, and a message queue for DI-engine.
 
-`import_dataset(source, into)` is what most people want; `ingest` fills a store of one's own, and
-`open_source` gives the episodes alone. One file per format, each with one optional dependency that is
-imported on use.
-
-Two are of other kinds: `environments` are simulators for actors, and `di_engine` puts geartrain's transports under
-DI-engine.
+`import_dataset(source, into)` imports a dataset of another format into a new store; `ingest` fills an existing store,
+and `open_source` gives the episodes alone. One file per format, each with one optional dependency that is imported on
+use.
 """
 
 from geartrain.integrations.datasets.episode import Episode, Extent, Source
-from geartrain.integrations.datasets.importer import FORMATS, Report, import_dataset, ingest, open_source
+from geartrain.integrations.datasets.importer import FORMATS, ImportReport, import_dataset, ingest, open_source
 
 __all__ = [
     "Episode",
     "Extent",
     "FORMATS",
-    "Report",
+    "ImportReport",
     "Source",
     "import_dataset",
     "ingest",

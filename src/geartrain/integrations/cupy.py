@@ -1,4 +1,4 @@
-"""Batches on a GPU as CuPy arrays, without a copy: through DLPack."""
+"""CuPy arrays of batches on a GPU, without a copy: through DLPack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def as_cupy(batch: Batch) -> dict[str, Any]:
-    """A batch's fields and books (`Batch.as_dict`) as CuPy arrays over the same memory.
+    """A batch's fields and metadata (`Batch.as_dict`) as CuPy arrays over the same memory.
 
     The memory stays the batch's for as long as an array over it lives. CuPy's current stream waits for the one that the
     batch was taken on. CuPy has no bfloat16: convert to float16 or float32 on the way.
@@ -27,6 +27,7 @@ def as_cupy(batch: Batch) -> dict[str, Any]:
     except ImportError:
         raise MissingDependencyError("CuPy arrays need cupy: pip install cupy-cuda12x, or as fits your CUDA") from None
     arrays = {}
+    value: Any
     for name, value in batch.as_dict().items():
         if not value.is_cuda:
             raise ArgumentError(f"{name!r} is in host memory; CuPy takes batches of Replay(device='cuda')")

@@ -1,4 +1,4 @@
-"""Batches as JAX arrays, without a copy: through DLPack, on the CPU or on the GPU that the batch landed on."""
+"""JAX arrays of batches, without a copy: through DLPack, in the memory of the batch, host or GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def as_jax(batch: Batch) -> dict[str, Any]:
-    """A batch's fields and books (`Batch.as_dict`) as JAX arrays over the same memory.
+    """A batch's fields and metadata (`Batch.as_dict`) as JAX arrays over the same memory.
 
     The memory stays the batch's for as long as an array over it lives. JAX waits on the GPU for the stream that the
-    batch was taken on; the host does not wait. 64-bit books (`version`, `probability`, `importance`) need
+    batch was taken on; the host does not wait. 64-bit metadata (`version`, `probability`, `importance`) need
     jax_enable_x64 and are left out without it: they would be cut to 32 bits by a copy.
 
     Raises:
@@ -29,10 +29,11 @@ def as_jax(batch: Batch) -> dict[str, Any]:
     except ImportError:
         raise MissingDependencyError("JAX arrays need jax: pip install 'geartrain[jax]'") from None
     arrays = {}
+    value: Any
     for name, value in batch.as_dict().items():
         if value.dtype.itemsize == 8 and not value.dtype.is_complex and not jax.config.jax_enable_x64:
             if name in batch.fields:
-                arrays[name] = jax.numpy.asarray(value.cpu().numpy())  # 32 bits are all that JAX takes
+                arrays[name] = jax.numpy.asarray(value.cpu().numpy())  # JAX converts to 32 bits
             continue
         arrays[name] = jax.dlpack.from_dlpack(value.contiguous())
     return arrays

@@ -1,53 +1,115 @@
-"""An actor under `geartrain launch`: steps environments into the job's store until the job is over."""
+"""Actor processes: one actor's run, for `geartrain launch` (`actors`) and for `ActorPool`."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
-from geartrain.actors import Actor
+from geartrain.actors.actor import Actor
+from geartrain.actors.policy import Policy
 from geartrain.errors import CallCancelledError
-from geartrain.launch.actor_pool import ActorContext
-from geartrain.launch.context import Part
+from geartrain.launch.context import Context
 from geartrain.launch.job import find
+from geartrain.launch.metrics import Reporter
+from geartrain.store.store import Store
 
-#: A seed that is this far from those of the processes that never died.
-_RESTART_SEED = 1_000_003
+#: Between the seeds of neighbouring actors, which leaves room for the environments of each; and between restarts.
+_ACTOR_SEEDS, _RESTART_SEEDS = 1000, 1_000_003
+
+
+@dataclass(frozen=True)
+class ActorContext:
+    """Identity and seed of an actor's process.
+
+    Attributes:
+        number, actors: which of how many it is.
+        seed: of its episodes, and for anything random of its policy (`actor_seed`).
+        restart: how often it was started again.
+        environments: the environments, for a policy that wants to know their spaces.
+        job: under `geartrain launch`, this process's `launch.Context`; None in an `ActorPool`.
+    """
+
+    number: int
+    actors: int
+    seed: int
+    restart: int
+    environments: Any = None
+    job: Any = None
+
+
+def actor_seed(seed: int, number: int, restart: int) -> int:
+    """Seed of actor `number` after `restart` restarts, different from those of all others: environment i adds i."""
+    return seed + _ACTOR_SEEDS * number + _RESTART_SEEDS * restart
+
+
+def run_actor(
+    context: ActorContext,
+    make_environments: Callable[[ActorContext], Any],
+    make_policy: Callable[[ActorContext], Policy],
+    open_store: Callable[[], Store],
+    reporter: Reporter,
+    stopping: Callable[[], bool],
+    *,
+    steps: int | None = None,
+    **options: Any,
+) -> None:
+    """Steps environments into a store until `stopping()`, and reports after each step.
+
+    Args:
+        context: number and seed of this actor.
+        make_environments, make_policy: called with the context, the second one with the environments in it.
+        open_store: attaches to the store.
+        reporter: counters of this process.
+        stopping: whether to end; also ends a wait for the store's rate limiter.
+        steps: at most so many.
+        options: for `Actor`.
+    """
+    environments = make_environments(context)
+    policy = make_policy(replace(context, environments=environments))
+    with open_store() as store:
+        actor = Actor(environments, policy, store, seed=context.seed, **options)
+        stats = actor.stats
+
+        def report() -> bool:
+            for name in ("steps", "rows", "episodes", "policy_s", "environment_s", "store_s"):
+                reporter.count(name, getattr(stats, name))
+            reporter.count("wait_s", stats.policy_s + stats.store_s)
+            reporter.version(stats.version)
+            if stats.returns:
+                reporter.metric("return", sum(stats.returns) / len(stats.returns))
+            reporter.heartbeat()
+            return stopping()
+
+        store.limiter.stopping = stopping  # there may be no learner left to sample what holds an insert up
+        with contextlib.suppress(CallCancelledError):
+            actor.run(until=report, steps=steps)
+        actor.close()
+        report()
 
 
 def act(
-    part: Part,
+    context: Context,
     *,
     environments: str,
     policy: str,
     seed: int = 0,
-    publish_every: int | None = None,
-    overlap: int = 0,
-    priority: float = 1.0,
     steps: int | None = None,
+    **options: Any,
 ) -> None:
-    """See `launch.actors`."""
-    own_seed = seed + 1000 * part.number + _RESTART_SEED * part.restart
-    context = ActorContext(part.number, part.processes, own_seed, part.restart, part=part)
-    made = find(environments)(context)
-    acting = find(policy)(replace(context, environments=made))
-    with part.store() as store:
-        actor = Actor(made, acting, store, seed=own_seed, publish_every=publish_every, overlap=overlap, priority=priority)
-        stats = actor.stats
-        teller = part._teller
+    """What the processes of `launch.actors` run; see there."""
+    number, restart = context.number, context.restart
+    run_actor(
+        ActorContext(number, context.processes, actor_seed(seed, number, restart), restart, job=context),
+        find(environments),
+        find(policy),
+        context.store,
+        context.reporter,
+        lambda: context.stopping,
+        steps=steps,
+        **options,
+    )
 
-        def told() -> bool:
-            for name in ("steps", "rows", "episodes", "policy_s", "environment_s", "store_s"):
-                teller.count(name, getattr(stats, name))
-            teller.count("wait_s", stats.policy_s + stats.store_s)
-            teller.version(stats.version)
-            if stats.returns:
-                teller.figure("return", sum(stats.returns) / len(stats.returns))
-            teller.beat()
-            return part.stopping
 
-        store.limiter.stopping = lambda: part.stopping  # nobody may be left who would draw what it holds up
-        with contextlib.suppress(CallCancelledError):
-            actor.run(until=told, steps=steps)
-        actor.close()
-        told()
+__all__ = ["ActorContext", "act", "actor_seed", "run_actor"]

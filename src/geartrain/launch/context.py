@@ -1,4 +1,4 @@
-"""A process's view of the job it is part of; outside of a launch, of a job of one process."""
+"""Context of a job's process: rank, store, weights, RPC node, reports. Outside of a launch, of a job of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from geartrain.core.counters import Board
+from geartrain.core.counters import SharedCounters
 from geartrain.core.schema import Field
 from geartrain.errors import (
     ArgumentError,
@@ -25,7 +25,7 @@ from geartrain.errors import (
     UnknownPeerError,
     WaitTimeoutError,
 )
-from geartrain.launch.metrics import Teller
+from geartrain.launch.metrics import Reporter
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from geartrain.actors.policy import RemotePolicy
     from geartrain.rpc import Node
 
-#: Where a process finds its order.
-ORDER = "GEARTRAIN_PART"
-#: The node of the launcher on host 0, where peers of a job find each other.
+#: Environment variable with the `ProcessSpec` of a process.
+SPEC = "GEARTRAIN_PROCESS"
+#: Name of the coordinator's node on host 0, which keeps the addresses of the job's nodes.
 LAUNCHER = "geartrain.launch"
-#: A store that is not there yet is looked for so often.
-_LOOK_EVERY_S = 0.05
+#: Pause between attempts to open a store that does not exist yet.
+_RETRY_EVERY_S = 0.05
 
 
 @dataclass
-class Order:
-    """What the launcher tells a process, as JSON in its environment."""
+class ProcessSpec:
+    """What the launcher passes to a process, as JSON in its environment."""
 
     job: str
     role: str
@@ -57,43 +57,44 @@ class Order:
     run: Any
     args: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, list[Any]] = field(default_factory=dict)  # name -> processes on a host, "all" or "first"
-    board: str = ""
+    counters: str = ""
     slot: int = 0
     folder: str = ""
-    launcher: str = ""  # its node's address
+    launcher: str = ""  # address of the coordinator's node
     parent: int = 0
     path: list[str] = field(default_factory=list)
 
 
-class Part:
-    """What a process of a job knows and says. `launch.part()` gives it; functions get it as first argument.
+class Context:
+    """A process's access to its job. `launch.context()` returns it; functions of a role get it as first argument.
 
     Attributes:
         job: the job's name, which is also its store's and its weights'.
-        role, number, processes: which of how many of that role, over all hosts.
+        role, number, processes: name of its role, and which of how many processes of that role it is, over all hosts.
         name: "ROLE-NUMBER", which is also its node's.
         host, hosts: which of how many.
         rank, world_size: of a learner; 0 of 1 for others.
         restart: how often it was started again.
-        folder: of the job's logs, for what the process writes; None outside of a launch.
+        folder: of the job's logs, for files of the process; None outside of a launch.
+        reporter: its counters; `report` writes to them.
     """
 
-    def __init__(self, order: Order | None = None) -> None:
-        alone = order is None
-        order = order or Order("alone", "alone", "other", 0, 1, 0, 0, 1, 0, None)
-        self._order = order
-        self.job, self.role, self.number, self.processes = order.job, order.role, order.number, order.processes
-        self.name = f"{order.role}-{order.number}"
-        self.host, self.hosts, self.restart = order.host, order.hosts, order.restart
+    def __init__(self, spec: ProcessSpec | None = None) -> None:
+        alone = spec is None
+        spec = spec or ProcessSpec("alone", "alone", "other", 0, 1, 0, 0, 1, 0, None)
+        self._spec = spec
+        self.job, self.role, self.number, self.processes = spec.job, spec.role, spec.number, spec.processes
+        self.name = f"{spec.role}-{spec.number}"
+        self.host, self.hosts, self.restart = spec.host, spec.hosts, spec.restart
         self.rank, self.world_size = 0, 1
-        if order.kind == "learner":
-            self.rank, self.world_size = order.number, order.processes
+        if spec.kind == "learner":
+            self.rank, self.world_size = spec.number, spec.processes
         elif alone:
             self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.folder = Path(order.folder) if order.folder else None
-        slot = None if alone else Board.open(order.board).slot(order.slot)
-        names = None if self.folder is None else self.folder / f".{self.name}.figures.json"
-        self._teller = Teller(slot, names)
+        self.folder = Path(spec.folder) if spec.folder else None
+        slot = None if alone else SharedCounters.open(spec.counters).slot(spec.slot)
+        names = None if self.folder is None else self.folder / f".{self.name}.metrics.json"
+        self.reporter = Reporter(slot, names)
         self._replays: list[Any] = []
         self._node: Node | None = None
         self._signalled = 0
@@ -101,12 +102,12 @@ class Part:
 
     @property
     def stopping(self) -> bool:
-        """Whether the job ends: return soon. Looking costs a microsecond.
+        """Whether the job is ending and the function should return soon. Costs a microsecond.
 
-        Ranks that train together may see it at different steps: they agree first (an all-reduce of this flag), or one
-        of them waits for the others until it is killed.
+        Ranks that train together may see it at different steps: all-reduce it, or one of them waits for the others
+        until it is killed.
         """
-        return self._signalled > 0 or self._teller.told_to_stop
+        return self._signalled > 0 or self.reporter.stop_requested
 
     def report(
         self,
@@ -117,15 +118,15 @@ class Part:
         episodes: int | None = None,
         wait_s: float | None = None,
         version: int | None = None,
-        **figures: float,
+        **metrics: float,
     ) -> None:
-        """Tells how far this process is. It costs microseconds: call it every step.
+        """Reports progress of this process, which also counts as a heartbeat. Costs microseconds: call it every step.
 
         Args:
             steps, samples, rows, episodes: totals of this process since it was started.
-            wait_s: seconds it has waited for others, in total.
-            version: of the weights that it trained last, or acts with.
-            figures: anything else to show: losses, returns; 16 at most.
+            wait_s: total seconds that it has waited for other processes.
+            version: of the weights that it has trained last, or acts with.
+            metrics: other numbers to show: losses, returns; 16 names at most.
         """
         for replay in self._replays:
             stats = replay.stats()
@@ -134,19 +135,19 @@ class Part:
         counts = {"steps": steps, "samples": samples, "rows": rows, "episodes": episodes, "wait_s": wait_s}
         for name, value in counts.items():
             if value is not None:
-                self._teller.count(name, value)
+                self.reporter.count(name, value)
         if version is not None:
-            self._teller.version(version)
-        for name, value in figures.items():
-            self._teller.figure(name, float(value))
-        self._teller.beat()
+            self.reporter.version(version)
+        for name, value in metrics.items():
+            self.reporter.metric(name, float(value))
+        self.reporter.heartbeat()
 
     def watch(self, replay: Any) -> Any:
-        """Has `report` tell of this replay's samples and waits as well; returns it."""
+        """Has `report` include this replay's samples and waits; returns it."""
         self._replays.append(replay)
         return replay
 
-    # --- what the processes of a job share ------------------------------------------------------------------------
+    # --- store, weights and nodes of the job ------------------------------------------------------------------------
 
     def store(
         self, fields: Mapping[str, Field] | None = None, *, name: str = "", timeout_s: float = 60.0, **options: Any
@@ -154,20 +155,20 @@ class Part:
         """The job's store on this host.
 
         Args:
-            fields: those of the store: it is made if there is none, and its rows are adopted if a job that died has
-                left it. Without them this waits for somebody else to make it.
+            fields: of the store: it is created if there is none, and its rows are adopted if a job that died has left
+                it. Without them this waits for another process to create it.
             name: of another store; the job's name by default.
             timeout_s: how long to wait for it.
             options: for `Store.create`.
 
         Raises:
-            WaitTimeoutError: nobody made it in time.
+            WaitTimeoutError: no process created it in time.
             IncompatibleStoreError: a store of that name has other fields; `geartrain remove NAME`, or --fresh.
         """
         if fields is not None:
             return Store.open(name or self.job, fields, create="missing", adopt=True, timeout_s=timeout_s, **options)
         if options:
-            raise ArgumentError(f"{', '.join(options)} only mean something with fields")
+            raise ArgumentError(f"{', '.join(options)}: options of a store go together with fields, which create it")
         until_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -175,14 +176,15 @@ class Part:
             except (StoreMissingError, StaleStoreError) as error:
                 if time.monotonic() > until_s:
                     raise WaitTimeoutError(
-                        f"{self.name}: nobody has made the store {name or self.job!r} within {timeout_s:g} s: {error}"
+                        f"{self.name}: no process has created the store {name or self.job!r} within {timeout_s:g} s: "
+                        f"{error}"
                     ) from None
                 if self.stopping:
                     raise SystemExit(0) from None
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_RETRY_EVERY_S)
 
     def publisher(self, **options: Any) -> weights.Publisher:
-        """The job's weights, to publish them (`weights.Publisher`): for one process of the job."""
+        """A publisher of the job's weights (`weights.Publisher`): for one process of the job."""
         import geartrain.weights as weights
 
         if self.hosts > 1:
@@ -190,7 +192,7 @@ class Part:
         return weights.Publisher(self.job, **options)
 
     def reader(self, source: str = "learner-0", **options: Any) -> weights.Reader:
-        """The job's weights, to follow them (`weights.Reader`). `source` is who publishes, for other hosts."""
+        """A reader of the job's weights (`weights.Reader`). `source` is the process that publishes, for other hosts."""
         import geartrain.weights as weights
 
         if self.hosts > 1:
@@ -198,7 +200,7 @@ class Part:
         return weights.Reader(self.job, **options)
 
     def node(self, **options: Any) -> Node:
-        """This process's `rpc.Node`, which the job's other processes call by this part's name; made at the first call.
+        """This process's `rpc.Node`, which the job's other processes call by this process's name; created at first use.
 
         Args:
             options: for `Node`.
@@ -207,37 +209,36 @@ class Part:
 
         with self._lock:
             if self._node is None:
-                order = self._order
                 options.setdefault("secret", os.environ.get("GEARTRAIN_SECRET", "").encode())
-                if order.hosts > 1:
+                if self._spec.hosts > 1:
                     options.setdefault("host", "0.0.0.0")
-                peers = {LAUNCHER: order.launcher} if order.launcher else {}
+                peers = {LAUNCHER: self._spec.launcher} if self._spec.launcher else {}
                 node = Node(self.name, peers=peers, **options)
-                if order.launcher:
-                    node.directory.store = Names(node)
+                if self._spec.launcher:
+                    node.directory.store = CoordinatorStore(node)
                     node.directory.put(node.name, node.address)
                 self._node = node
             return self._node
 
     def policy(self, function: str, *, agent: str = "agent", timeout_s: float = 30.0) -> RemotePolicy:
-        """A policy that asks an agent of this host, or of the first if there are only those.
+        """A policy that calls an agent of this host, or of host 0 where the role runs there only.
 
-        An agent that dies is asked again once it is back, within `timeout_s`.
+        A call to an agent that dies is retried until it is back, within `timeout_s`.
 
         Args:
-            function: of the agent, by `rpc.batched` or `rpc.function`.
-            agent: the role's name. Processes take its agents in turns.
-            timeout_s: longest wait for an answer.
+            function: its name there (`rpc.batched` or `rpc.function`).
+            agent: the role's name; processes are distributed over its agents round-robin.
+            timeout_s: longest wait for a reply.
         """
         from geartrain.actors.policy import RemotePolicy
 
-        if agent not in self._order.roles:
-            raise ArgumentError(f"the job has no role {agent!r}; it has {', '.join(self._order.roles)}")
-        processes, hosts = self._order.roles[agent]
+        if agent not in self._spec.roles:
+            raise ArgumentError(f"the job has no role {agent!r}; it has {', '.join(self._spec.roles)}")
+        processes, hosts = self._spec.roles[agent]
         first = 0 if hosts == "first" else self.host * processes
         return RemotePolicy(
             self.node(),
-            f"{agent}-{first + self._order.local % processes}",
+            f"{agent}-{first + self._spec.local % processes}",
             function,
             timeout_s=timeout_s,
             retry_s=timeout_s,
@@ -246,7 +247,7 @@ class Part:
     # --- signals --------------------------------------------------------------------------------------------------
 
     def on_signals(self) -> None:
-        """SIGTERM asks for an end (`stopping`), a second one raises SystemExit; Ctrl-C is the launcher's affair."""
+        """Handles signals: SIGTERM sets `stopping`, a second one raises SystemExit; Ctrl-C is left to the launcher."""
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -256,11 +257,11 @@ class Part:
             raise SystemExit(0)
 
     def __repr__(self) -> str:
-        return f"<Part {self.name} of {self.job!r}, {self.number + 1} of {self.processes}>"
+        return f"<Context {self.name} of {self.job!r}, {self.number + 1} of {self.processes}>"
 
 
-class Names:
-    """The names of a job's peers, kept by the launcher of host 0: a store of the kind that `rpc` takes."""
+class CoordinatorStore:
+    """Addresses of a job's nodes, kept by the coordinator on host 0, with the interface of a c10d store."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -273,7 +274,7 @@ class Names:
         """As torch's."""
         found = self._node.call(LAUNCHER, "geartrain.launch.get", key, 0.0)
         if found is None:
-            raise UnknownPeerError(f"{key} is gone")
+            raise UnknownPeerError(f"{key} is not registered any more")
         return str(found)
 
     def check(self, keys: list[str]) -> bool:
@@ -289,34 +290,34 @@ class Names:
                 raise RuntimeError(f"timeout: {key} is not there")
 
     def delete_key(self, key: str) -> None:
-        """As torch's. The launcher forgets processes that have ended by itself, and may be gone already."""
+        """As torch's. The launcher removes processes that have ended by itself, and may have ended before."""
         with contextlib.suppress(GeartrainError):
             self._node.call(LAUNCHER, "geartrain.launch.drop", key, timeout_s=1.0)
 
 
-_part: Part | None = None
+_context: Context | None = None
 
 
-def part() -> Part:
-    """This process's part. Outside of a launch: one of its own, of the job "alone", whose reports go nowhere.
+def context() -> Context:
+    """This process's context. Outside of a launch: that of the job "alone", whose reports go nowhere.
 
     So a script runs by itself, and under `geartrain launch` as a command of a role.
 
     Example:
         >>> from geartrain import launch
-        >>> part = launch.part()
-        >>> part.name, part.rank, part.stopping
+        >>> context = launch.context()
+        >>> context.name, context.rank, context.stopping
         ('alone-0', 0, False)
-        >>> part.report(steps=1, loss=0.5)
+        >>> context.report(steps=1, loss=0.5)
     """
-    global _part
-    if _part is None:
-        told = os.environ.get(ORDER)
-        _part = Part(Order(**json.loads(told)) if told else None)
-        if told and threading.current_thread() is threading.main_thread():
-            _part.on_signals()
-            _part.report()
-    return _part
+    global _context
+    if _context is None:
+        spec = os.environ.get(SPEC)
+        _context = Context(ProcessSpec(**json.loads(spec)) if spec else None)
+        if spec and threading.current_thread() is threading.main_thread():
+            _context.on_signals()
+            _context.report()
+    return _context
 
 
-__all__ = ["LAUNCHER", "ORDER", "Names", "Order", "Part", "part"]
+__all__ = ["LAUNCHER", "SPEC", "Context", "CoordinatorStore", "ProcessSpec", "context"]

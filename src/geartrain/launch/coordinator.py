@@ -1,12 +1,12 @@
-"""Where the processes of a job find each other, and how the launchers of several hosts tell each other how it goes.
+"""Coordination of a job's launchers: name service for its nodes, join, and the end of the job on all hosts.
 
-The launcher of host 0 has a node that all know the address of. It keeps the names of the job's peers. The launchers of
-the other hosts join it; when the job is over anywhere, it is over everywhere:
+The launcher of host 0 has an RPC node with a known address, which keeps the addresses of the job's other nodes. The
+launchers of the other hosts join it; when the job ends on one host, it ends on all:
 
-    host i -> host 0   join(host, what it starts)      done(host)      over(outcome, text)
+    host i -> host 0   join(host, fingerprint)      done(host)      over(outcome, text)
     host 0 -> host i   over(outcome, text)
 
-A launcher that is lost is known by the end of its connection, or by its silence.
+A lost launcher is detected by the end of its connection, or by missing heartbeats.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from typing import Any
 import geartrain.rpc as rpc
 from geartrain.errors import ArgumentError, GeartrainError, PeerLostError, RanksDisagreeError, WaitTimeoutError
 from geartrain.launch.context import LAUNCHER
-from geartrain.launch.process import Place
+from geartrain.launch.hosts import HostPosition
 
-#: How long the launchers of the other hosts have to appear.
+#: How long the launchers of the other hosts have to join.
 JOIN_S = 300.0
-_ANSWER_S = 30.0
+_REPLY_S = 30.0
 
-#: What others told: what, which host, outcome, text.
+#: Message of another launcher: kind (done, over, lost), host, outcome, text.
 Event = tuple[str, int, str, str]
 
 
-class Link:
-    """A launcher's node. Events of other hosts come from `events`, and `wake` is called with each.
+class Coordinator:
+    """A launcher's RPC node. Events of other hosts are put into `events`, and `wake` is called with each.
 
     Raises:
         ArgumentError: several hosts without a secret.
-        WaitTimeoutError: host 0 was not to be reached. RanksDisagreeError: it starts another job.
+        WaitTimeoutError: host 0 could not be reached. RanksDisagreeError: it runs another job.
     """
 
-    def __init__(self, place: Place, fingerprint: str, wake: Callable[[], object]) -> None:
-        self.place, self.fingerprint = place, fingerprint
+    def __init__(self, position: HostPosition, fingerprint: str, wake: Callable[[], object]) -> None:
+        self.position, self.fingerprint = position, fingerprint
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.joined = {place.host}
+        self.joined = {position.host}
         self.names: dict[str, str] = {}
         self.changed = threading.Condition()
         self._wake = wake
         self._closed = False
         self.secret = os.environ.get("GEARTRAIN_SECRET", "")
-        if place.hosts > 1 and not self.secret:
+        if position.hosts > 1 and not self.secret:
             raise ArgumentError("a job on several hosts needs a secret: the same GEARTRAIN_SECRET on all of them")
-        self.secret = self.secret or secrets.token_hex(16)  # only this job's processes know it
+        self.secret = self.secret or secrets.token_hex(16)  # known to this job's processes only
         options: dict[str, Any] = {"secret": self.secret.encode(), "max_threads": 1024}
-        if place.hosts > 1:
-            options |= {"host": "0.0.0.0", "port": place.link_port if place.host == 0 else 0}
-        self.master = f"id=any;tcp={place.master_addr}:{place.link_port}"
-        peers = {} if place.host == 0 else {LAUNCHER: self.master}
-        self.node = rpc.Node(LAUNCHER if place.host == 0 else f"{LAUNCHER}.{place.host}", peers=peers, **options)
-        _links[self.node] = self
+        if position.hosts > 1:
+            options |= {"host": "0.0.0.0", "port": position.coordinator_port if position.host == 0 else 0}
+        self.master = f"id=any;tcp={position.master_addr}:{position.coordinator_port}"
+        peers = {} if position.host == 0 else {LAUNCHER: self.master}
+        self.node = rpc.Node(LAUNCHER if position.host == 0 else f"{LAUNCHER}.{position.host}", peers=peers, **options)
+        _coordinators[self.node] = self
         self.node.on_peer_lost(self._lost)
-        #: Where this host's processes find the names.
-        self.address = self.node.address if place.host == 0 else self.master
-        if place.host > 0:
+        #: Of the name service, for this host's processes.
+        self.address = self.node.address if position.host == 0 else self.master
+        if position.host > 0:
             try:
                 self._join()
             except BaseException:
@@ -78,36 +78,38 @@ class Link:
                 complaint = self.node.call(
                     LAUNCHER,
                     "geartrain.launch.join",
-                    self.place.host,
-                    self.place.hosts,
+                    self.position.host,
+                    self.position.hosts,
                     self.fingerprint,
                     self.node.address,
-                    timeout_s=_ANSWER_S,
+                    timeout_s=_REPLY_S,
                 )
                 break
-            except (GeartrainError, OSError) as error:  # it is not there yet
+            except (GeartrainError, OSError) as error:  # it has not started yet
                 if time.monotonic() > until_s:
                     raise WaitTimeoutError(
-                        f"the launcher of host 0 was not reached at {self.place.master_addr}:{self.place.link_port} "
-                        f"within {JOIN_S:g} s: {error}"
+                        f"the launcher of host 0 was not reached at {self.position.master_addr}:"
+                        f"{self.position.coordinator_port} within {JOIN_S:g} s: {error}"
                     ) from None
                 time.sleep(0.2)
         if complaint:
             raise RanksDisagreeError(complaint)
 
-    def tell(self, what: str, outcome: str = "", text: str = "") -> None:
-        """Tells host 0; from host 0 all others. Those that do not answer are on their way out, or will be noticed."""
-        others = range(1, self.place.hosts) if self.place.host == 0 else [0]
+    def broadcast(self, kind: str, outcome: str = "", text: str = "") -> None:
+        """Sends an event to host 0, and from host 0 to all others. Launchers that do not reply are ending, or lost."""
+        others = range(1, self.position.hosts) if self.position.host == 0 else [0]
         for host in others:
             peer = LAUNCHER if host == 0 else f"{LAUNCHER}.{host}"
             if host == 0 or host in self.joined:
                 with contextlib.suppress(GeartrainError, OSError):
-                    self.node.call(peer, "geartrain.launch.tell", what, self.place.host, outcome, text, timeout_s=5.0)
+                    self.node.call(
+                        peer, "geartrain.launch.event", kind, self.position.host, outcome, text, timeout_s=5.0
+                    )
 
-    def forget(self, name: str) -> None:
-        """A process has ended: who looks for it waits for the next one of its name."""
+    def unregister(self, name: str) -> None:
+        """Removes the address of a process that has ended: lookups wait until it is started again."""
         key = f"geartrain/rpc/{name}"
-        if self.place.host == 0:
+        if self.position.host == 0:
             with self.changed:
                 self.names.pop(key, None)
         else:
@@ -115,75 +117,75 @@ class Link:
                 self.node.call(LAUNCHER, "geartrain.launch.drop", key, timeout_s=5.0)
 
     def close(self) -> None:
-        """Leaves."""
+        """Closes the node."""
         self._closed = True
-        _links.pop(self.node, None)
+        _coordinators.pop(self.node, None)
         self.node.close()
 
     def put_event(self, *event: Any) -> None:
-        """From any thread."""
+        """Queues an event; from any thread."""
         if not self._closed:
             self.events.put(event)  # type: ignore[arg-type]
             self._wake()
 
     def _lost(self, name: str, reason: str) -> None:
         host = 0 if name == LAUNCHER else int(name[len(LAUNCHER) + 1 :]) if name.startswith(f"{LAUNCHER}.") else -1
-        if host >= 0 and host != self.place.host:
+        if host >= 0 and host != self.position.host:
             self.put_event("lost", host, "", reason)
 
 
-_links: weakref.WeakKeyDictionary[Any, Link] = weakref.WeakKeyDictionary()
+_coordinators: weakref.WeakKeyDictionary[Any, Coordinator] = weakref.WeakKeyDictionary()
 
 
-def _link(caller: rpc.Caller) -> Link:
-    link = _links.get(caller.node)
-    if link is None:
-        raise PeerLostError("this launcher is not there any more")
-    return link
+def _coordinator(caller: rpc.Caller) -> Coordinator:
+    coordinator = _coordinators.get(caller.node)
+    if coordinator is None:
+        raise PeerLostError("this launcher has ended")
+    return coordinator
 
 
 @rpc.function(name="geartrain.launch.put", concurrent=True, with_caller=True)
 def _put(caller: rpc.Caller, key: str, value: str) -> None:
-    link = _link(caller)
-    with link.changed:
-        link.names[key] = value
-        link.changed.notify_all()
+    coordinator = _coordinator(caller)
+    with coordinator.changed:
+        coordinator.names[key] = value
+        coordinator.changed.notify_all()
 
 
 @rpc.function(name="geartrain.launch.get", concurrent=True, with_caller=True)
 def _get(caller: rpc.Caller, key: str, wait_s: float) -> str | None:
-    link = _link(caller)
-    with link.changed:
-        link.changed.wait_for(lambda: key in link.names or link._closed, wait_s)
-        return link.names.get(key)
+    coordinator = _coordinator(caller)
+    with coordinator.changed:
+        coordinator.changed.wait_for(lambda: key in coordinator.names or coordinator._closed, wait_s)
+        return coordinator.names.get(key)
 
 
 @rpc.function(name="geartrain.launch.drop", concurrent=True, with_caller=True)
 def _drop(caller: rpc.Caller, key: str) -> None:
-    link = _link(caller)
-    with link.changed:
-        link.names.pop(key, None)
+    coordinator = _coordinator(caller)
+    with coordinator.changed:
+        coordinator.names.pop(key, None)
 
 
 @rpc.function(name="geartrain.launch.join", with_caller=True)
 def _joined(caller: rpc.Caller, host: int, hosts: int, fingerprint: str, address: str) -> str:
-    link = _link(caller)
-    if hosts != link.place.hosts or not 0 < host < hosts:
-        return f"host 0 starts a job on {link.place.hosts} hosts, and this is host {host} of {hosts}"
-    if fingerprint != link.fingerprint:
-        return f"the descriptions of hosts 0 and {host} differ: {link.fingerprint} there, {fingerprint} here"
-    if host in link.joined:
-        return f"there is a host {host} already"
-    link.joined.add(host)
-    with link.changed:
-        link.names[f"geartrain/rpc/{LAUNCHER}.{host}"] = address
-    link.node.directory.known[f"{LAUNCHER}.{host}"] = address
+    coordinator = _coordinator(caller)
+    if hosts != coordinator.position.hosts or not 0 < host < hosts:
+        return f"host 0 runs a job on {coordinator.position.hosts} hosts, and this is host {host} of {hosts}"
+    if fingerprint != coordinator.fingerprint:
+        return f"the descriptions of hosts 0 and {host} differ: {coordinator.fingerprint} there, {fingerprint} here"
+    if host in coordinator.joined:
+        return f"host {host} has joined already"
+    coordinator.joined.add(host)
+    with coordinator.changed:
+        coordinator.names[f"geartrain/rpc/{LAUNCHER}.{host}"] = address
+    coordinator.node.directory.known[f"{LAUNCHER}.{host}"] = address
     return ""
 
 
-@rpc.function(name="geartrain.launch.tell", with_caller=True)
-def _told(caller: rpc.Caller, what: str, host: int, outcome: str, text: str) -> None:
-    _link(caller).put_event(what, host, outcome, text)
+@rpc.function(name="geartrain.launch.event", with_caller=True)
+def _receive(caller: rpc.Caller, kind: str, host: int, outcome: str, text: str) -> None:
+    _coordinator(caller).put_event(kind, host, outcome, text)
 
 
-__all__ = ["JOIN_S", "Event", "Link"]
+__all__ = ["JOIN_S", "Coordinator", "Event"]

@@ -1,9 +1,9 @@
-"""How a job looks while it runs: one live table on a terminal, a line now and then elsewhere; launch.log has the lines.
+"""Display of a running job: a live table on a terminal, periodic lines elsewhere; launch.log has the lines.
 
-process   alive restarts  steps/s  rows/s  samples/s  waits  version behind  figures
+process   alive restarts  steps/s  rows/s  samples/s  waits  version behind  metrics
 
 waits     share of the time spent waiting: a learner's for batches, an actor's for actions and for the rate limiter
-behind    how many versions the newest published weights are ahead of the oldest that acts
+behind    versions between the newest published weights and the oldest in use by the role
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from geartrain.launch.metrics import Seen
-from geartrain.launch.process import Process
+from geartrain.launch.job_process import JobProcess
+from geartrain.launch.metrics import ProcessMetrics
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -27,20 +27,20 @@ _LIVE_EVERY_S = 0.5
 
 
 @dataclass
-class View:
-    """What there is to show."""
+class JobView:
+    """What the display shows."""
 
     elapsed_s: float
-    processes: list[Process]
-    seen: list[Seen]
+    processes: list[JobProcess]
+    metrics: list[ProcessMetrics]
     restarts: dict[str, int]
     version: int | None  # the newest published
     store: Store | None
 
 
 @dataclass
-class Line:
-    """A role, or one rank of the learners, in words."""
+class RoleLine:
+    """One role in the display."""
 
     name: str
     alive: str
@@ -51,55 +51,55 @@ class Line:
     waits: float | None
     version: int | None
     behind: int | None
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
-def lines_of(view: View) -> list[Line]:
-    """A line for each role: rates summed, shares and figures averaged over its processes."""
+def lines_of(view: JobView) -> list[RoleLine]:
+    """A line for each role: rates summed, shares and metrics averaged over its processes."""
     lines = []
     for name in dict.fromkeys(each.role.name for each in view.processes):
-        mine = [(p, s) for p, s in zip(view.processes, view.seen, strict=True) if p.role.name == name]
+        mine = [(p, s) for p, s in zip(view.processes, view.metrics, strict=True) if p.role.name == name]
         kind = mine[0][0].role.kind
         running = [(p, s) for p, s in mine if p.running] or mine
-        versions = [seen.version for _, seen in mine if seen.version is not None]
+        versions = [found.version for _, found in mine if found.version is not None]
         oldest = min(versions) if versions and (view.version is not None or any(versions)) else None
-        figures: dict[str, list[float]] = {}
-        for _, seen in running:
-            for figure, value in seen.own.items():
-                figures.setdefault(figure, []).append(value)
-        worked = any(seen.counts["steps"] for _, seen in mine)
+        metrics: dict[str, list[float]] = {}
+        for _, found in running:
+            for metric, value in found.metrics.items():
+                metrics.setdefault(metric, []).append(value)
+        worked = any(found.counts["steps"] for _, found in mine)
         lines.append(
-            Line(
+            RoleLine(
                 name,
                 f"{sum(p.running for p, _ in mine)}/{len(mine)}",
                 view.restarts.get(name, 0),
-                sum(seen.rates["steps"] for _, seen in mine),
-                sum(seen.rates["rows"] for _, seen in mine),
-                sum(seen.rates["samples"] for _, seen in mine),
-                sum(min(seen.rates["wait_s"], 1.0) for _, seen in running) / len(running) if worked else None,
+                sum(found.rates["steps"] for _, found in mine),
+                sum(found.rates["rows"] for _, found in mine),
+                sum(found.rates["samples"] for _, found in mine),
+                sum(min(found.rates["wait_s"], 1.0) for _, found in running) / len(running) if worked else None,
                 oldest,
                 view.version - oldest
                 if kind != "learner" and oldest is not None and view.version is not None
                 else None,
-                {figure: sum(values) / len(values) for figure, values in figures.items()},
+                {metric: sum(values) / len(values) for metric, values in metrics.items()},
             )
         )
     return lines
 
 
-class Shown:
-    """Lines, every `every_s` seconds; also what the live table builds on. A context manager."""
+class Display:
+    """Lines, every `every_s` seconds; base of the live table. A context manager."""
 
     def __init__(self, job: str, every_s: float, prefix: str) -> None:
         self.job, self._every_s, self._prefix = job, every_s, prefix
         self._next_s = 0.0
         self._log: Any = None
 
-    def into(self, folder: Path) -> None:
+    def open_log(self, folder: Path) -> None:
         """Writes the lines to launch.log as well."""
         self._log = (folder / "launch.log").open("a", buffering=1)
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> Display:
         return self
 
     def __exit__(
@@ -117,21 +117,21 @@ class Shown:
         return not first
 
     def say(self, text: str) -> None:
-        """Something has happened."""
+        """Shows an event."""
         text = f"{time.strftime('%H:%M:%S')} {self._prefix}{text}"
         if self._log is not None and not self._log.closed:
             self._log.write(text + "\n")
         self._print(text)
 
-    def draw(self, view: View) -> None:
-        """How it stands now."""
-        parts = [_worded(line) for line in lines_of(view)]
+    def draw(self, view: JobView) -> None:
+        """Shows the current state."""
+        words = [_line_text(line) for line in lines_of(view)]
         if view.store is not None:
-            parts.append(f"store {len(view.store):,} rows")
-        self.say(f"{view.elapsed_s:.0f} s | " + " | ".join(parts))
+            words.append(f"store {len(view.store):,} rows")
+        self.say(f"{view.elapsed_s:.0f} s | " + " | ".join(words))
 
     def last(self, summary: Summary) -> None:
-        """It is over."""
+        """Shows the outcome."""
         self.say(f"{self.job} {summary.outcome} after {summary.elapsed_s:.1f} s; logs in {summary.folder}")
 
     def _print(self, text: str) -> None:
@@ -139,8 +139,8 @@ class Shown:
         sys.stdout.flush()
 
 
-class LiveTable(Shown):
-    """One table that is drawn again and again, with what happens above it."""
+class LiveTable(Display):
+    """One table that is redrawn in place, with events above it."""
 
     def __init__(self, job: str, prefix: str, console: Any = None) -> None:
         super().__init__(job, _LIVE_EVERY_S, prefix)
@@ -155,16 +155,16 @@ class LiveTable(Shown):
         self._live.stop()
         super().__exit__(*error)
 
-    def draw(self, view: View) -> None:
-        """As `Shown.draw`."""
+    def draw(self, view: JobView) -> None:
+        """As `Display.draw`."""
         self._live.update(table_of(self.job, view), refresh=True)
 
     def _print(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def table_of(job: str, view: View) -> Any:
-    """The table, of rich."""
+def table_of(job: str, view: JobView) -> Any:
+    """The table (of the package rich)."""
     minutes, seconds = divmod(int(view.elapsed_s), 60)
     title = f"{job}, {minutes}:{seconds:02d}"
     if view.version is not None:
@@ -183,23 +183,23 @@ def table_of(job: str, view: View) -> Any:
         "waits": ["" if line.waits is None else f"{line.waits:.0%}" for line in lines],
         "version": ["" if line.version is None else f"{line.version:,}" for line in lines],
         "behind": ["" if line.behind is None else f"{line.behind:,}" for line in lines],
-        "figures": ["  ".join(f"{name} {value:.4g}" for name, value in line.figures.items()) for line in lines],
+        "metrics": ["  ".join(f"{name} {value:.4g}" for name, value in line.metrics.items()) for line in lines],
     }
     shown = {name: words for name, words in columns.items() if name != "restarts" or any(words)}
     for name in shown:
-        table.add_column(name, justify="left" if name in ("role", "figures") else "right", no_wrap=name != "figures")
+        table.add_column(name, justify="left" if name in ("role", "metrics") else "right", no_wrap=name != "metrics")
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
     if view.store is not None:
         store = view.store
-        told = f"store: {len(store):,} of {store.capacity:,} rows"
+        caption = f"store: {len(store):,} of {store.capacity:,} rows"
         if store.limiter.state().enabled:
-            told += f"; {store.limiter.state()}"
-        table.caption = told
+            caption += f"; {store.limiter.state()}"
+        table.caption = caption
     return table
 
 
-def _worded(line: Line) -> str:
+def _line_text(line: RoleLine) -> str:
     words = [f"{line.name} {line.alive}"]
     for value, unit in ((line.steps_per_s, "steps/s"), (line.rows_per_s, "rows/s"), (line.samples_per_s, "samples/s")):
         if value:
@@ -208,7 +208,7 @@ def _worded(line: Line) -> str:
         words.append(f"waits {line.waits:.0%}")
     if line.version is not None:
         words.append(f"version {line.version:,}" + (f" ({line.behind:,} behind)" if line.behind else ""))
-    words += [f"{name} {value:.4g}" for name, value in line.figures.items()]
+    words += [f"{name} {value:.4g}" for name, value in line.metrics.items()]
     return ", ".join(words)
 
 
@@ -216,7 +216,7 @@ def _rate(value: float) -> str:
     return "" if not value else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def show_for(job: str, live: bool | None, every_s: float, prefix: str) -> Shown:
+def make_display(job: str, live: bool | None, every_s: float, prefix: str) -> Display:
     """A table where there is a terminal and rich, or lines; `live` forces either."""
     if live is None:
         live = sys.stdout.isatty()
@@ -225,7 +225,7 @@ def show_for(job: str, live: bool | None, every_s: float, prefix: str) -> Shown:
                 importlib.import_module("rich.live")
             except ModuleNotFoundError:
                 live = False
-    return LiveTable(job, prefix) if live else Shown(job, every_s, prefix)
+    return LiveTable(job, prefix) if live else Display(job, every_s, prefix)
 
 
-__all__ = ["Line", "LiveTable", "Shown", "View", "lines_of", "show_for", "table_of"]
+__all__ = ["Display", "JobView", "LiveTable", "RoleLine", "lines_of", "make_display", "table_of"]

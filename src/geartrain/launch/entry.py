@@ -1,39 +1,34 @@
-"""The first thing a process of a job does: `python -m geartrain.launch.entry`, with its order in the environment."""
+"""Entry point of a job's process: `python -m geartrain.launch.entry`, with its `ProcessSpec` in the environment."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import signal
 import sys
 import traceback
 
-_PR_SET_PDEATHSIG = 1
+from geartrain.core.processes import die_with_parent
 
 
 def main() -> None:
-    """Runs the function that the order names, or becomes the command."""
-    order = json.loads(os.environ["GEARTRAIN_PART"])
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also of the command that it becomes
-    if os.getppid() != order["parent"]:  # the launcher was gone before
-        os._exit(1)
-    if not isinstance(order["run"], str):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignored signals stay so; Ctrl-C is the launcher's affair
+    """Runs the function that the specification names, or becomes the command."""
+    spec = json.loads(os.environ["GEARTRAIN_PROCESS"])
+    die_with_parent(spec["parent"])  # holds for the command that this process becomes, too
+    if not isinstance(spec["run"], str):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignored signals stay so; interrupts are the launcher's affair
         try:
-            os.execvp(order["run"][0], order["run"])
+            os.execvp(spec["run"][0], spec["run"])
         except OSError as error:
-            sys.exit(f"{order['run'][0]}: {error.strerror}")
-    sys.path[:0] = [entry for entry in order["path"] if entry not in sys.path]
-    from geartrain.launch.context import part
+            sys.exit(f"{spec['run'][0]}: {error.strerror}")
+    sys.path[:0] = [entry for entry in spec["path"] if entry not in sys.path]
+    from geartrain.launch.context import context
     from geartrain.launch.job import find
 
-    mine = part()
-    function = find(order["run"])
+    own = context()
+    function = find(spec["run"])
     try:
-        function(mine, **order["args"])
+        function(own, **spec["args"])
     except Exception as error:
         trace = error.__traceback__
         traceback.print_exception(error.with_traceback(trace and trace.tb_next))  # from the function on

@@ -1,42 +1,61 @@
-"""Which of how many hosts this is: what torchrun or Slurm says in the environment, or what was asked for."""
+"""Host discovery: position of this launcher among the hosts of a job, from torchrun, Slurm or arguments."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from geartrain.errors import ArgumentError
-from geartrain.launch.process import Place
 
-#: Where ranks meet when nobody says; with Slurm a number from the job's id is added, for jobs that share a host.
+#: The ranks' rendezvous port by default; with Slurm a number from the job's id is added, for jobs that share a host.
 PORT = 29_500
 
 
-def place_of(
+@dataclass(frozen=True)
+class HostPosition:
+    """Position of a launcher among the hosts of a job, and the addresses of its rendezvous.
+
+    Attributes:
+        host, hosts: which of how many.
+        master_addr, master_port: rendezvous of the ranks; port 0 is a free one, on one host.
+        coordinator_port: of the launchers' coordinator on host 0; master_port + 1 by default.
+        agent_store: the ranks use torchrun's store, which listens at master_port already.
+    """
+
+    host: int = 0
+    hosts: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    coordinator_port: int = 0
+    agent_store: bool = False
+
+
+def host_position(
     environment: Mapping[str, str],
     *,
     hosts: int | None = None,
     host: int | None = None,
     master: str | None = None,
-    link_port: int | None = None,
-) -> Place:
-    """This launcher's place.
+    coordinator_port: int | None = None,
+) -> HostPosition:
+    """This launcher's position.
 
     Args:
         environment: with torchrun's variables (one launcher a host: `--nproc-per-node 1`), or Slurm's (one task a
             host), or neither: one host.
         hosts, host: how many, and which this is, instead.
-        master: "host:port" of host 0, where the ranks meet; needed with `hosts`.
-        link_port: where the launchers meet on host 0; the ranks' port and one by default.
+        master: "host:port" of host 0 for the ranks' rendezvous; needed with `hosts`.
+        coordinator_port: of the launchers' coordinator on host 0; the ranks' port and one by default.
 
     Raises:
-        ArgumentError: what is said does not go together.
+        ArgumentError: the arguments or variables contradict each other.
     """
     if hosts is not None or host is not None or master is not None:
         if hosts is None or host is None or (hosts > 1 and master is None):
-            raise ArgumentError("say all of hosts, host (from 0) and master (host:port of host 0)")
+            raise ArgumentError("hosts, host (from 0) and master (host:port of host 0) go together: give all three")
         address, port = _split(master) if master else ("127.0.0.1", 0)
-        return _checked(Place(host, hosts, address, port, link_port or port + 1))
+        return _checked(HostPosition(host, hosts, address, port, coordinator_port or port + 1))
     if "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment:
         if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
             raise ArgumentError(
@@ -45,12 +64,12 @@ def place_of(
             )
         port = int(environment["MASTER_PORT"])
         return _checked(
-            Place(
+            HostPosition(
                 int(environment["RANK"]),
                 int(environment["WORLD_SIZE"]),
                 environment["MASTER_ADDR"],
                 port if environment["WORLD_SIZE"] != "1" else 0,
-                link_port or port + 1,
+                coordinator_port or port + 1,
                 environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment["WORLD_SIZE"] != "1",
             )
         )
@@ -64,8 +83,10 @@ def place_of(
             )
         port = int(environment.get("MASTER_PORT", PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000 * 2))
         address = environment.get("MASTER_ADDR") or first_host(nodes)
-        return _checked(Place(int(environment["SLURM_PROCID"]), tasks, address, port, link_port or port + 1))
-    return Place()
+        return _checked(
+            HostPosition(int(environment["SLURM_PROCID"]), tasks, address, port, coordinator_port or port + 1)
+        )
+    return HostPosition()
 
 
 def first_host(nodes: str) -> str:
@@ -88,10 +109,10 @@ def _split(master: str) -> tuple[str, int]:
     return address, int(port)
 
 
-def _checked(place: Place) -> Place:
-    if place.hosts < 1 or not 0 <= place.host < place.hosts:
-        raise ArgumentError(f"hosts are numbered from 0, found host {place.host} of {place.hosts}")
-    return place
+def _checked(position: HostPosition) -> HostPosition:
+    if position.hosts < 1 or not 0 <= position.host < position.hosts:
+        raise ArgumentError(f"hosts are numbered from 0, found host {position.host} of {position.hosts}")
+    return position
 
 
-__all__ = ["place_of"]
+__all__ = ["HostPosition", "host_position"]

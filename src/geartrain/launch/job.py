@@ -1,4 +1,4 @@
-"""What a job is made of: roles, each of some processes, from Python or from a TOML file."""
+"""Job description: roles and their processes, from Python or from a TOML file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any, Literal, get_args
 
 from geartrain.errors import ArgumentError, MissingDependencyError
 
-#: Something to run: "module:function", "file.py:function", the function itself, or a command as a list of words.
+#: What a process runs: "module:function", "file.py:function", the function itself, or a command as a list of words.
 Target = str | Callable[..., Any] | Sequence[str]
 Kind = Literal["learner", "agent", "actor", "other"]
 Keep = Literal["never", "on_failure", "always"]
-#: What acts in the processes of `actors`.
+#: What the processes of `actors` run.
 ACT = "geartrain.launch.actor_role:act"
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
@@ -32,7 +32,7 @@ class Role:
     Attributes:
         name: of the role; its processes are NAME-0, NAME-1, ...
         run: what they run: "module:function", "file.py:function", a function of a module, or a command (a list of
-            words). A function is called with its `Part` and `args`; a command finds its part by `launch.part()`.
+            words). A function is called with its `Context` and `args`; a command gets it by `launch.context()`.
         processes: how many, on each host.
         kind: "learner": ranks, with torchrun's environment variables; the job is over when all have returned.
             "agent": must not end by itself, and is stopped last. "actor", "other": may return when they are done.
@@ -41,8 +41,8 @@ class Role:
         threads: that OpenMP, and so torch, may use in each process; None leaves it alone.
         env: further environment variables.
         hosts: "all", or "first" for processes on host 0 only.
-        silent_s: a process that has not reported for so long is killed, and counts as dead; it first reports when it
-            finds its part. None for never.
+        silent_s: heartbeat timeout: a process that has not reported for so long is killed, and counts as dead; it first
+            reports when it gets its context. None for no timeout.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Role:
 
 
 def learners(run: Target, processes: int = 1, *, name: str = "learner", **options: Any) -> Role:
-    """The ranks that train: RANK, WORLD_SIZE, MASTER_ADDR and the others are set, as by torchrun.
+    """The ranks that train, with torchrun's environment variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
 
     With `max_restarts` a rank's death has all ranks of the host killed and started again (one host only); with 0, the
     default, it ends the job. `options`: as for `Role`.
@@ -93,7 +93,7 @@ def learners(run: Target, processes: int = 1, *, name: str = "learner", **option
 
 
 def agents(run: Target, processes: int = 1, *, name: str = "agent", max_restarts: int = 3, **options: Any) -> Role:
-    """Processes that answer actors (`Part.node`, `rpc.batched`); they serve until `Part.stopping`."""
+    """Inference servers of actors (`Context.node`, `rpc.batched`); they serve until `Context.stopping`."""
     return Role(name, run, processes, "agent", max_restarts=max_restarts, **options)
 
 
@@ -115,12 +115,12 @@ def actors(
 
     Args:
         environments: called in each process with its `ActorContext`; returns what `environments_of` takes.
-        policy: the same for the policy. `context.part` is the process's `Part`.
+        policy: the same for the policy. The context's `job` is the process's `launch.Context`.
         processes: how many, on each host.
         name: of the role.
         seed: process i uses seed + i * 1,000, and another one after each restart.
-        publish_every, overlap, priority: as for `Recorder`.
-        steps: of each process, after which it is done; by default it acts until the job is over.
+        publish_every, overlap, priority: as for `EpisodeRecorder`.
+        steps: of each process, after which it returns; by default it acts until the job ends.
         max_restarts: of all of them together, on each host.
         options: as for `Role`.
     """
@@ -147,7 +147,7 @@ class Job:
         name: a plain word. One job of a name runs on a host at a time.
         roles: of different names; one of learners at most. Without learners the job is over when all but agents are.
         timeout_s: the job is stopped, with `JobTimeoutError`, when it takes longer. None for no limit.
-        stop_s: how long processes that were told to stop have; then they are killed.
+        stop_s: time for processes to end after SIGTERM; then they are killed.
         keep_store: whether the store's segment stays when the job is over, for the next start to adopt its rows:
             "never", "on_failure" (a death or the time limit, not Ctrl-C) or "always".
         directory: where processes run and modules are found; the current one by default.
@@ -309,7 +309,7 @@ def target_of(about: str, given: Any) -> str | list[str]:
     if given.__module__ == "__main__":
         file = getattr(sys.modules["__main__"], "__file__", None)
         if file is None:
-            raise ArgumentError(f"{about}: {name} stands in no file that a new process could read")
+            raise ArgumentError(f"{about}: {name} is in no file that a new process could import")
         return f"{Path(file).resolve()}:{name}"
     return f"{given.__module__}:{name}"
 

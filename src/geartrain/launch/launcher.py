@@ -1,4 +1,4 @@
-"""The loop of a launcher: starts a job's processes, sleeps until something happens to one, and ends them all.
+"""Launcher: the supervisor loop of a job on one host, from the start of its processes to the end of all.
 
 It has one thread, which starts all processes: the kernel kills them when that thread ends, however it does.
 """
@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import select
 import signal
 import socket
 import threading
@@ -18,195 +17,206 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import geartrain.weights as weights
-from geartrain.core.counters import Board
+from geartrain.core.counters import SharedCounters
 from geartrain.errors import (
     GeartrainError,
     JobInterruptedError,
     JobTimeoutError,
-    PartDiedError,
     PeerLostError,
+    ProcessDiedError,
     StoreExistsError,
     StoreMissingError,
 )
-from geartrain.launch.coordinator import JOIN_S, Link
-from geartrain.launch.display import Shown, View, show_for
+from geartrain.launch.coordinator import JOIN_S, Coordinator
+from geartrain.launch.display import Display, JobView, make_display
+from geartrain.launch.hosts import HostPosition
 from geartrain.launch.job import Job
-from geartrain.launch.metrics import COLUMNS, Watch
-from geartrain.launch.process import RANK_VARIABLES, Place, Process
+from geartrain.launch.job_process import RANK_VARIABLES, JobProcess
+from geartrain.launch.metrics import COLUMNS, MetricsReader, ProcessMetrics
 from geartrain.launch.summary import Summary
+from geartrain.launch.supervisor import Supervisor
 from geartrain.store.store import Store
 
-#: A look at silent processes, and at the time, that often.
+#: Period of the checks of heartbeats and time limits.
 TICK_S = 0.5
-#: And at whether the store is there by now.
+#: Period until the job's store exists.
 _STORE_TICK_S = 0.05
 
 
 class Launcher:
     """Runs one job on this host. `launch.run` makes one."""
 
-    def __init__(self, job: Job, place: Place, folder: Path, *, fresh: bool, live: bool | None, every_s: float) -> None:
-        self.job, self.place, self.folder = job, place, folder
+    def __init__(
+        self,
+        job: Job,
+        position: HostPosition,
+        folder: Path,
+        *,
+        fresh: bool,
+        live: bool | None,
+        every_s: float,
+        metrics_port: int | None = None,
+    ) -> None:
+        self.job, self.position, self.folder = job, position, folder
         self.summary = Summary(folder=str(folder), restarts={role.name: 0 for role in job.roles})
         self._fresh = fresh
-        self._bell, bell = socket.socketpair()
-        self._bell.setblocking(False)
-        bell.setblocking(False)
-        self._ring = bell
+        self._metrics_port = metrics_port
         self._signals: list[int] = []
         self._began_s = time.monotonic()
-        self._over: tuple[str, str] | None = None  # outcome, text
+        self._end: tuple[str, str] | None = None  # outcome, text
         self._done_hosts: set[int] = set()
-        self._told_done = False
+        self._done_sent = False
         self._store: Store | None = None
-        self._master_port = place.master_port
-        roles = [role for role in job.roles if role.hosts == "all" or place.host == 0]
-        self._processes: list[Process] = []
+        self._master_port = position.master_port
+        roles = [role for role in job.roles if role.hosts == "all" or position.host == 0]
+        self._processes: list[JobProcess] = []
         for role in roles:
             for local in range(role.processes):
-                self._processes.append(Process(job, role, local, len(self._processes), place, folder))
-        self._show: Shown = show_for(job.name, live, every_s, "" if place.hosts == 1 else f"host {place.host}: ")
-        self._show.into(folder)
+                self._processes.append(JobProcess(job, role, local, len(self._processes), position, folder))
+        self._supervisor = Supervisor(self._processes)
+        prefix = "" if position.hosts == 1 else f"host {position.host}: "
+        self._display: Display = make_display(job.name, live, every_s, prefix)
+        self._display.open_log(folder)
 
     def run(self) -> Summary:
-        """To the end. Raises what `launch.run` says."""
+        """Runs the job to its end. Raises as `launch.run`."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._ring.close)
-            stack.callback(self._bell.close)
-            stack.enter_context(self._catching())
-            self._clear_the_ground()
-            board = stack.enter_context(Board.create(f"launch-{self.job.name}", len(self._processes), COLUMNS))
-            self._board = board
-            self._watch = Watch(board, [self.folder / f".{each.name}.figures.json" for each in self._processes])
+            stack.callback(self._supervisor.close)
+            stack.enter_context(self._handling_signals())
+            self._check_old_store()
+            self._counters = stack.enter_context(
+                SharedCounters.create(f"launch-{self.job.name}", len(self._processes), COLUMNS)
+            )
+            names = [self.folder / f".{each.name}.metrics.json" for each in self._processes]
+            self._metrics = MetricsReader(self._counters, names)
+            if self._metrics_port is not None:
+                self._serve_metrics(self._metrics_port, names, stack)
             fingerprint = json.dumps([[r.name, r.kind, r.processes, r.hosts, r.run] for r in self.job.roles])
-            self._link = Link(self.place, fingerprint, self._wake)
-            stack.callback(self._link.close)
-            stack.enter_context(self._show)
+            self._coordinator = Coordinator(self.position, fingerprint, self._supervisor.wake)
+            stack.callback(self._coordinator.close)
+            stack.enter_context(self._display)
             try:
                 for process in self._processes:
                     self._start(process)
-                while self._over is None:
-                    self._sleep(TICK_S if self._store is not None else _STORE_TICK_S)
-                    self._look()
+                while self._end is None:
+                    self._supervisor.wait(TICK_S if self._store is not None else _STORE_TICK_S)
+                    self._handle_events()
             except BaseException as error:
-                self._over = ("failed", f"{type(error).__name__}: {error}")
+                self._end = ("failed", f"{type(error).__name__}: {error}")
                 raise
             finally:
-                assert self._over is not None
+                assert self._end is not None
                 self._end_all()
-                self._sum_up(*self._over)
-        self._raise(*self._over)
+                self._write_summary(*self._end)
+        self._raise(*self._end)
         return self.summary
 
-    # --- what happens ---------------------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """All that may have happened since the last look."""
+    def _handle_events(self) -> None:
+        """Signals, events of other hosts, exits, timeouts: all since the last call."""
         for number in self._signals:
             self._finish("interrupted", f"stopped by {signal.Signals(number).name}")
         for event in self._events():
-            self._hear(*event)
-        ended = [each for each in self._processes if each.running and each.ended()]
+            self._handle_event(*event)
         # Of those that ended together, the one that was killed is the cause, and the others' errors its effect.
-        for process in sorted(ended, key=lambda each: (each.returncode or 0) >= 0):
-            if self._over is None:
-                self._bury(process)
+        for process in sorted(self._supervisor.reap(), key=lambda each: (each.returncode or 0) >= 0):
+            if self._end is None and not process.running:  # a rank may have been restarted with another one
+                self._handle_exit(process)
         elapsed_s = time.monotonic() - self._began_s
         if self.job.timeout_s is not None and elapsed_s > self.job.timeout_s:
             self._finish("timed out", f"the job {self.job.name!r} was not over within {self.job.timeout_s:g} s")
-        if self.place.host == 0 and elapsed_s > JOIN_S and len(self._link.joined) < self.place.hosts:
-            missing = sorted(set(range(self.place.hosts)) - self._link.joined)
+        if self.position.host == 0 and elapsed_s > JOIN_S and len(self._coordinator.joined) < self.position.hosts:
+            missing = sorted(set(range(self.position.hosts)) - self._coordinator.joined)
             self._finish("failed", f"hosts {missing} did not join within {JOIN_S:g} s")
-        self._check_silence()
+        self._check_heartbeats()
         self._check_done()
-        self._hold_store()
+        self._attach_store()
         self._draw()
 
-    def _hear(self, what: str, host: int, outcome: str, text: str) -> None:
-        if what == "done":
+    def _handle_event(self, kind: str, host: int, outcome: str, text: str) -> None:
+        if kind == "done":
             self._done_hosts.add(host)
-        elif what == "over":
+        elif kind == "over":
             self._finish(outcome, text if text.startswith("host ") else f"host {host}: {text}" if text else "")
-        elif what == "lost":
+        elif kind == "lost":
             self._finish("failed", f"the launcher of host {host} is lost: {text}")
 
-    def _bury(self, process: Process) -> None:
+    def _handle_exit(self, process: JobProcess) -> None:
         role = process.role
         if process.returncode == 0 and not process.killed_because and role.kind != "agent":
-            self._show.say(f"{process.name} is done")
+            self._display.say(f"{process.name} has finished")
             return
-        self._link.forget(process.name)
+        self._coordinator.unregister(process.name)
         if self._store is not None:
-            with contextlib.suppress(GeartrainError):  # whoever needs a row next does it as well
+            with contextlib.suppress(GeartrainError):  # the next insert does it as well
                 self._store.reap()
         used = self.summary.restarts[role.name]
         if used >= role.max_restarts:
             limit = f", after {used} restarts" if role.max_restarts else ""
-            said = process.last_lines()
+            lines = process.last_lines()
             tail = (
-                f"; its last lines:\n{said}\nAll of it: {process.log}" if said else f"; it said nothing ({process.log})"
+                f"; its last lines:\n{lines}\nAll of it: {process.log}"
+                if lines
+                else f"; it printed nothing ({process.log})"
             )
-            self._finish("failed", f"{process.name} {process.why()}{limit}{tail}")
+            self._finish("failed", f"{process.name} {process.exit_reason()}{limit}{tail}")
             return
         self.summary.restarts[role.name] = used + 1
         again = [process]
         if role.kind == "learner":
             again = [each for each in self._processes if each.role is role]
-            for each in again:
-                each.kill("was killed because another rank died")
-            for each in again:
-                self._await_end(each)
+            self._supervisor.kill(again, "was killed because another rank died")
             self._master_port = 0
         names = process.name if len(again) == 1 else f"all of {role.name}"
-        self._show.say(
-            f"{process.name} {process.why()}; {names} started again ({used + 1} of at most {role.max_restarts} times)"
+        self._display.say(
+            f"{process.name} {process.exit_reason()}; {names} started again "
+            f"({used + 1} of at most {role.max_restarts} times)"
         )
         for each in again:
             each.restart += 1
             self._start(each)
 
-    def _check_silence(self) -> None:
+    def _check_heartbeats(self) -> None:
         for process in self._processes:
             silent_s = process.role.silent_s
             if silent_s is None or not process.running or process.killed_because:
                 continue
-            beat_s = self._board.slot(process.slot)["beat_s"]
+            beat_s = self._counters.slot(process.slot)["beat_s"]
             if time.time() - max(beat_s, process.started_s) > silent_s:
                 process.kill(f"was killed, for it had reported nothing for {silent_s:g} s")
 
     def _check_done(self) -> None:
-        if self._over is not None:
+        if self._end is not None:
             return
-        if not self._told_done:
+        if not self._done_sent:
             kinds = ("learner",) if self.job.learner is not None else ("actor", "other")
             if any(each.role.kind in kinds and each.returncode != 0 for each in self._processes):
                 return
-            self._told_done = True
-            self._done_hosts.add(self.place.host)
-            if self.place.host > 0:
-                self._link.tell("done")
-        if self.place.host == 0 and len(self._done_hosts) == self.place.hosts:
+            self._done_sent = True
+            self._done_hosts.add(self.position.host)
+            if self.position.host > 0:
+                self._coordinator.broadcast("done")
+        if self.position.host == 0 and len(self._done_hosts) == self.position.hosts:
             self._finish("finished", "")
 
     def _finish(self, outcome: str, text: str) -> None:
-        if self._over is None:
-            self._over = (outcome, text)
+        if self._end is None:
+            self._end = (outcome, text)
 
     # --- processes ------------------------------------------------------------------------------------------------
 
-    def _start(self, process: Process) -> None:
-        slot = self._board.slot(process.slot)
+    def _start(self, process: JobProcess) -> None:
+        slot = self._counters.slot(process.slot)
         slot["stop"] = slot["beat_s"] = 0.0
-        roles = {role.name: [role.processes, role.hosts] for role in self.job.roles}
-        process.start(
-            {"roles": roles, "board": self._board.name, "launcher": self._link.address}, self._environment(process)
-        )
+        roles: dict[str, list[object]] = {role.name: [role.processes, role.hosts] for role in self.job.roles}
+        process.start(roles, self._counters.name, self._coordinator.address, self._environment(process))
         slot["pid"] = process.pid or 0
 
-    def _environment(self, process: Process) -> dict[str, str]:
+    def _environment(self, process: JobProcess) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-        inherited |= {"PYTHONUNBUFFERED": "1", "GEARTRAIN_SECRET": self._link.secret}
-        role, place = process.role, self.place
+        inherited |= {"PYTHONUNBUFFERED": "1", "GEARTRAIN_SECRET": self._coordinator.secret}
+        role, position = process.role, self.position
         if role.threads is not None:
             inherited.setdefault("OMP_NUM_THREADS", str(role.threads))
         if role.kind != "learner":
@@ -218,76 +228,73 @@ class Launcher:
             "WORLD_SIZE": process.processes,
             "LOCAL_RANK": process.local,
             "LOCAL_WORLD_SIZE": role.processes,
-            "GROUP_RANK": place.host,
-            "GROUP_WORLD_SIZE": place.hosts,
+            "GROUP_RANK": position.host,
+            "GROUP_WORLD_SIZE": position.hosts,
             "ROLE_RANK": process.number,
             "ROLE_WORLD_SIZE": process.processes,
             "ROLE_NAME": role.name,
-            "MASTER_ADDR": place.master_addr,
+            "MASTER_ADDR": position.master_addr,
             "MASTER_PORT": self._master_port,
             "TORCHELASTIC_RUN_ID": self.job.name,
             "TORCHELASTIC_RESTART_COUNT": process.restart,
             "TORCHELASTIC_MAX_RESTARTS": role.max_restarts,
-            "TORCHELASTIC_USE_AGENT_STORE": place.agent_store,
+            "TORCHELASTIC_USE_AGENT_STORE": position.agent_store,
         }
         return inherited | {name: str(value) for name, value in ours.items()}
 
-    def _await_end(self, process: Process) -> None:
-        until_s = time.monotonic() + 10
-        while not process.ended() and time.monotonic() < until_s:
-            time.sleep(0.01)
-
     def _end_all(self) -> None:
-        """Asks all to end, agents last; asks again after half the time, and kills who is left at the end of it."""
-        assert self._over is not None
-        outcome, text = self._over
-        self._link.tell("over", outcome, text if self.place.host == 0 else f"host {self.place.host}: {text}")
+        """SIGTERM to all, agents last; once more after half of `stop_s`, and SIGKILL to those left at the end of it."""
+        assert self._end is not None
+        outcome, text = self._end
+        self._coordinator.broadcast(
+            "over", outcome, text if self.position.host == 0 else f"host {self.position.host}: {text}"
+        )
         if text:
-            self._show.say(text.partition("\n")[0])
+            self._display.say(text.partition("\n")[0])
         began_s = time.monotonic()
         self._signals.clear()
-        asked: dict[Process, int] = {}
+        signals: dict[JobProcess, int] = {}
         while True:
-            left = [each for each in self._processes if each.running and not each.ended()]
+            self._supervisor.reap()
+            left = [each for each in self._processes if each.running]
             waited_s = time.monotonic() - began_s
             if not left:
                 break
             if waited_s > self.job.stop_s or self._signals:
                 for each in left:
-                    self._show.say(f"{each.name} is killed: it did not end within {waited_s:.1f} s")
-                    each.kill("was killed, for it did not end when it was asked to")
-                for each in left:
-                    self._await_end(each)
+                    self._display.say(f"{each.name} is killed: it did not end within {waited_s:.1f} s")
+                self._supervisor.kill(left, "was killed, for it did not end on SIGTERM")
                 break
             half = waited_s > self.job.stop_s / 2
             others = [each for each in left if each.role.kind != "agent"]
             for each in left if half else others or left:
-                times = asked.get(each, 0)
+                times = signals.get(each, 0)
                 if times < (2 if half else 1):
-                    asked[each] = times + 1
-                    self._board.slot(each.slot)["stop"] = 1.0
-                    each.ask_to_end()
-            self._sleep(0.1)
+                    signals[each] = times + 1
+                    self._counters.slot(each.slot)["stop"] = 1.0
+                    each.terminate()
+            self._supervisor.wait(0.1)
             self._draw()
 
     # --- the store ------------------------------------------------------------------------------------------------
 
-    def _clear_the_ground(self) -> None:
+    def _check_old_store(self) -> None:
+        """Removes what an earlier run has left, if the start is to be fresh."""
         name = self.job.name
         with contextlib.suppress(StoreMissingError):
             left = Store.peek(name)
             users = left.native.live_clients()
             if self._fresh and users:
-                raise StoreExistsError(f"{users} living processes use the store {name!r}; it cannot be begun afresh")
+                raise StoreExistsError(f"{users} living processes use the store {name!r}; --fresh cannot remove it")
             if self._fresh:
                 left.unlink()
             elif not users:
-                self._show.say(f"the store {name!r} was left with {len(left):,} rows, which are adopted")
+                self._display.say(f"the store {name!r} was left with {len(left):,} rows, which are adopted")
         if self._fresh and name in weights.names() and not weights.describe(name).in_use:
             weights.unlink(name)
 
-    def _hold_store(self) -> None:
-        """Joins the store once it is there, so that it lives as long as the launcher, whoever dies."""
+    def _attach_store(self) -> None:
+        """Attaches to the store once it exists, so that it lives as long as the launcher, whichever process dies."""
         if self._store is None:
             with contextlib.suppress(GeartrainError, OSError):
                 self._store = Store.open(self.job.name, timeout_s=1.0)
@@ -301,7 +308,7 @@ class Launcher:
             self.summary.store = {"selectable": len(self._store), **self._store.stats()}
             self._store.close(keep=keep)
             if keep:
-                self._show.say(
+                self._display.say(
                     f"the store {self.job.name!r} stays with {self.summary.store['selectable']:,} rows: the next start "
                     f"adopts them, `geartrain remove {self.job.name}` removes it"
                 )
@@ -311,80 +318,81 @@ class Launcher:
                 if not weights.describe(self.job.name).in_use:  # its processes were killed
                     weights.unlink(self.job.name)
 
-    # --- showing --------------------------------------------------------------------------------------------------
+    def _serve_metrics(self, port: int, names: list[Path], stack: contextlib.ExitStack) -> None:
+        from geartrain.launch.prometheus import PrometheusEndpoint
+
+        def read() -> dict[str, ProcessMetrics]:
+            found = MetricsReader(self._counters, names).read()  # on a thread of the server
+            return dict(zip((each.name for each in self._processes), found, strict=True))
+
+        endpoint = PrometheusEndpoint(read, "0.0.0.0", port)
+        stack.callback(endpoint.close)
+        self._display.say(f"metrics for Prometheus on port {endpoint.port}")
+
+    # --- display and summary ------------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        if not self._show.due():
+        if not self._display.due():
             return
         version = None
         with contextlib.suppress(GeartrainError, OSError):
             version = weights.describe(self.job.name).version
-        self._show.draw(
-            View(
+        self._display.draw(
+            JobView(
                 elapsed_s=time.monotonic() - self._began_s,
                 processes=self._processes,
-                seen=self._watch.look(),
+                metrics=self._metrics.read(),
                 restarts=self.summary.restarts,
                 version=version,
                 store=self._store,
             )
         )
 
-    def _sum_up(self, outcome: str, text: str) -> None:
+    def _write_summary(self, outcome: str, text: str) -> None:
         self.summary.outcome, self.summary.error = outcome, text
         self.summary.elapsed_s = time.monotonic() - self._began_s
-        for process, seen in zip(self._processes, self._watch.look(), strict=True):
-            self.summary.parts[process.name] = {
+        for process, metrics in zip(self._processes, self._metrics.read(), strict=True):
+            self.summary.processes[process.name] = {
                 "restarts": process.restart,
                 "exit_code": process.returncode,
-                **seen.counts,
-                "version": seen.version,
-                **{"figures": seen.own},
+                **metrics.counts,
+                "version": metrics.version,
+                "metrics": metrics.metrics,
             }
         self._leave_store(outcome)
-        self._show.last(self.summary)
-        for path in self.folder.glob(".*.figures.json"):
+        self._display.last(self.summary)
+        for path in self.folder.glob(".*.metrics.json"):
             path.unlink()
         (self.folder / "summary.json").write_text(json.dumps(dataclasses.asdict(self.summary), indent=1) + "\n")
 
     def _raise(self, outcome: str, text: str) -> None:
         if outcome == "failed":
-            raise (PeerLostError if text.startswith("the launcher of host") else PartDiedError)(text)
+            raise (PeerLostError if text.startswith("the launcher of host") else ProcessDiedError)(text)
         if outcome == "timed out":
             raise JobTimeoutError(text)
         if outcome == "interrupted":
             raise JobInterruptedError(text)
 
-    # --- waiting --------------------------------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it will wake up; closed: it is over
-            self._ring.send(b"!")
-
-    def _sleep(self, timeout_s: float) -> None:
-        poll = select.poll()
-        for fd in [self._bell.fileno(), *(process.pidfd for process in self._processes if process.running)]:
-            poll.register(fd, select.POLLIN)
-        poll.poll(timeout_s * 1000)
-        with contextlib.suppress(BlockingIOError):
-            self._bell.recv(4096)
+    # --- signals --------------------------------------------------------------------------------------------------
 
     def _events(self) -> Iterator[tuple[str, int, str, str]]:
-        while not self._link.events.empty():
-            yield self._link.events.get()
+        while not self._coordinator.events.empty():
+            yield self._coordinator.events.get()
 
     @contextlib.contextmanager
-    def _catching(self) -> Iterator[None]:
+    def _handling_signals(self) -> Iterator[None]:
         """SIGINT and SIGTERM end the job; only the main thread can have that."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def caught(number: int, _frame: object) -> None:
+        def handle(number: int, _frame: object) -> None:
             self._signals.append(number)
-            self._wake()
+            self._supervisor.wake()
 
-        before = {number: signal.signal(number, caught) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        # Where it is ignored, as some parents pass on, exit codes of children are lost.
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             yield
         finally:

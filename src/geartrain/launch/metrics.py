@@ -1,4 +1,4 @@
-"""What processes tell of themselves on the job's board, and what is made of it: rates, shares, the latest figures."""
+"""Metrics of a job's processes: each writes its counters, the launcher reads them and derives rates and shares."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from geartrain.core.counters import Board, Slot
+from geartrain.core.counters import CounterSlot, SharedCounters
 from geartrain.errors import ArgumentError
 
-#: Figures of a process's own choice: losses, returns.
-OWN_FIGURES = 16
-#: Those that count up, and go on counting when a process is started again.
+#: Totals, which go on counting when a process is started again.
 COUNTS = ("steps", "samples", "rows", "episodes", "wait_s", "policy_s", "environment_s", "store_s")
-COLUMNS = (*COUNTS, "version", "pid", "beat_s", "stop", "own", *(f"own{i}" for i in range(OWN_FIGURES)))
+#: Columns of metrics that a process names itself: losses, returns.
+METRICS = tuple(f"own{i}" for i in range(16))
+COLUMNS = (*COUNTS, "version", "pid", "beat_s", "stop", "own", *METRICS)
 #: Rates are those of the last so many seconds.
 WINDOW_S = 5.0
 
 
-class Teller:
-    """A process's side: writes counts and figures to its slot. `slot` is None outside of a launch.
+class Reporter:
+    """A process's side: writes counts and metrics to its slot.
 
-    The figures' names go to a file beside the logs, once each.
+    Args:
+        slot: of this process; None outside of a launch, where reports go nowhere.
+        names: file for the names of its metrics; None to keep them to itself.
     """
 
-    def __init__(self, slot: Slot | None, names: Path | None) -> None:
+    def __init__(self, slot: CounterSlot | None, names: Path | None) -> None:
         self._slot = slot
         self._names_path = names
         self._names: list[str] = []
@@ -35,68 +37,73 @@ class Teller:
         self._before = {} if slot is None else {name: slot[name] for name in COUNTS}
 
     def count(self, name: str, value: float) -> None:
-        """A total of this process since it was started."""
+        """Total of this process since it was started."""
         if self._slot is not None:
             self._slot[name] = self._before[name] + value
 
     def version(self, version: int) -> None:
-        """Of the model that acts, or that was trained last."""
+        """Version of the weights that it acts with, or has trained last."""
         if self._slot is not None:
             self._slot["version"] = version
 
-    def figure(self, name: str, value: float) -> None:
-        """A figure to show. Raises `ArgumentError` for one too many."""
+    def metric(self, name: str, value: float) -> None:
+        """Latest value of a metric. Raises `ArgumentError` for more than 16 names."""
         if name not in self._names:
-            if len(self._names) == OWN_FIGURES:
-                raise ArgumentError(f"a process shows {OWN_FIGURES} figures at most, and {name!r} is one more")
+            if len(self._names) == len(METRICS):
+                raise ArgumentError(f"a process reports at most {len(METRICS)} metrics, and {name!r} is one more")
             self._names.append(name)
             if self._names_path is not None:
                 beside = self._names_path.with_suffix(".new")
                 beside.write_text(json.dumps(self._names))
                 beside.replace(self._names_path)
         if self._slot is not None:
-            self._slot[f"own{self._names.index(name)}"] = float(value)
+            self._slot[METRICS[self._names.index(name)]] = float(value)
             self._slot["own"] = len(self._names)
 
-    def beat(self) -> None:
-        """The process lives and gets on."""
+    def heartbeat(self) -> None:
+        """The process is alive and makes progress."""
         if self._slot is not None:
             self._slot["beat_s"] = time.time()
 
     @property
-    def told_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether the launcher wants the process to end."""
         return self._slot is not None and self._slot["stop"] != 0.0
 
 
 @dataclass
-class Seen:
-    """A process as its slot showed it at some time.
+class ProcessMetrics:
+    """Metrics of one process at one time.
 
     Attributes:
         counts: COUNTS, since the job began.
         rates: the same per second, of the last seconds.
         version: None before there was one.
-        own: figures of its own, by name.
+        metrics: those that the process named itself.
     """
 
     counts: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     version: int | None = None
-    own: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
-class Watch:
-    """The launcher's side: looks at all slots now and then, and knows the rates."""
+class MetricsReader:
+    """The launcher's side: reads all slots now and then, and keeps what rates need.
 
-    def __init__(self, board: Board, names: list[Path]) -> None:
-        self._slots = [board.slot(number) for number in range(board.slots)]
+    Args:
+        counters: of the job.
+        names: for each slot, the file that its `Reporter` writes names to.
+    """
+
+    def __init__(self, counters: SharedCounters, names: list[Path]) -> None:
+        self._slots = [counters.slot(number) for number in range(counters.slots)]
         self._paths = names
-        self._own: list[list[str]] = [[] for _ in names]
+        self._known_names: list[list[str]] = [[] for _ in names]
         self._past: deque[tuple[float, list[dict[str, float]]]] = deque()
 
-    def look(self) -> list[Seen]:
-        """All processes, now."""
+    def read(self) -> list[ProcessMetrics]:
+        """Metrics of all processes, now."""
         now_s = time.monotonic()
         counts = [{name: slot[name] for name in COUNTS} for slot in self._slots]
         self._past.append((now_s, counts))
@@ -104,21 +111,22 @@ class Watch:
             self._past.popleft()
         then_s, before = self._past[0]
         elapsed_s = max(now_s - then_s, 1e-9)
-        seen = []
+        found = []
         for number, slot in enumerate(self._slots):
             rates = {
                 name: (counts[number][name] - before[number][name]) / elapsed_s if len(self._past) > 1 else 0.0
                 for name in COUNTS
             }
             version = int(slot["version"]) if slot["beat_s"] else None
-            own = {name: slot[f"own{i}"] for i, name in enumerate(self._names(number, int(slot["own"])))}
-            seen.append(Seen(counts[number], rates, version, own))
-        return seen
+            names = self._names(number, int(slot["own"]))
+            metrics = {name: slot[column] for name, column in zip(names, METRICS, strict=False)}
+            found.append(ProcessMetrics(counts[number], rates, version, metrics))
+        return found
 
     def _names(self, number: int, n: int) -> list[str]:
-        if len(self._own[number]) < n:
-            self._own[number] = json.loads(self._paths[number].read_text())
-        return self._own[number][:n]
+        if len(self._known_names[number]) < n:
+            self._known_names[number] = json.loads(self._paths[number].read_text())
+        return self._known_names[number][:n]
 
 
-__all__ = ["COLUMNS", "COUNTS", "OWN_FIGURES", "Seen", "Teller", "Watch"]
+__all__ = ["COLUMNS", "COUNTS", "METRICS", "MetricsReader", "ProcessMetrics", "Reporter"]

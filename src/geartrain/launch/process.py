@@ -1,177 +1,136 @@
-"""One process of a job, as its launcher sees it: started, signalled, ended, and what it said last."""
+"""Child processes: started, signalled, killed with all that they started, and reaped.
+
+A child runs in a session of its own, so that a terminal's Ctrl-C reaches its parent only, and whatever it has started
+can be killed with it. Each is watched through a pidfd, which names the process also after its number was given to
+another one. One thread starts and reaps the children of a `Supervisor` (supervisor.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from geartrain.launch.context import ORDER, Order
-from geartrain.launch.job import Job, Role
-
-#: Lines of its output that an error shows, of so many bytes at most.
-LAST_LINES = 12
-_LAST_BYTES = 4096
-#: What torchrun or another launcher may have left in the environment, and only ranks are given.
-RANK_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "ROLE_NAME",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
+from typing import IO, Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where this launcher stands among the hosts of a job, and where the ranks meet.
+def python_command(module: str) -> list[str]:
+    """The command that runs a module with this interpreter and its options (-O, -W, -X)."""
+    return [sys.executable, *subprocess._args_from_interpreter_flags(), "-m", module]  # type: ignore[attr-defined]
+
+
+class ChildProcess:
+    """One child; the same object when it is started again.
 
     Attributes:
-        host, hosts: which of how many.
-        master_addr, master_port: for the ranks; port 0 is a free one, on one host.
-        link_port: on host 0, where the launchers meet; master_port + 1 by default.
-        agent_store: the ranks meet in torchrun's store, which is at that port already.
+        name: for messages.
+        restart: how often it was started again; counted by its supervisor.
+        returncode: exit status as in `subprocess`: minus the signal's number for a signal. None while it runs, and when
+            something else in this process has taken the status (`reaped_elsewhere`).
+        killed_because: why this process killed it; empty otherwise.
+        started_s: wall clock of the last start.
+        pidfd: readable once the process has ended; -1 while there is none.
     """
 
-    host: int = 0
-    hosts: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    link_port: int = 0
-    agent_store: bool = False
-
-
-class Process:
-    """The process NUMBER of a role; the same object when it is started again."""
-
-    def __init__(self, job: Job, role: Role, local: int, slot: int, place: Place, folder: Path) -> None:
-        self.job, self.role, self.local, self.slot, self.place = job, role, local, slot, place
-        hosts = place.hosts if role.hosts == "all" else 1
-        self.number = (place.host if role.hosts == "all" else 0) * role.processes + local
-        self.processes = hosts * role.processes
-        self.name = f"{role.name}-{self.number}"
-        self.log = folder / f"{self.name}.log"
-        self.folder = folder
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.restart = 0
         self.returncode: int | None = None
-        self.killed_because = ""  # when it was the launcher
-        self.started_s = 0.0  # wall clock
+        self.reaped_elsewhere = False
+        self.killed_because = ""
+        self.started_s = 0.0
         self.pidfd = -1
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._log_from = 0
+        self._pid: int | None = None
 
     @property
     def running(self) -> bool:
-        """Whether it was started and has not ended."""
-        return self._popen is not None and self.returncode is None
+        """Whether it was started, and was not found to have ended."""
+        return self._pid is not None
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
-        return self._popen.pid if self._popen is not None and self.running else None
+        """Process id; None while there is none."""
+        return self._pid
 
-    def start(self, order: Mapping[str, object], environment: Mapping[str, str]) -> None:
-        """Starts it: once more, if it has ended."""
-        with self.log.open("ab") as log:
-            if self.restart:
-                log.write(f"--- {self.name} is started again ({self.restart}) ---\n".encode())
-                log.flush()
-            self._log_from = log.tell()
-            told = Order(
-                job=self.job.name,
-                role=self.role.name,
-                kind=self.role.kind,
-                number=self.number,
-                processes=self.processes,
-                local=self.local,
-                host=self.place.host,
-                hosts=self.place.hosts,
-                restart=self.restart,
-                run=self.role.run,
-                args=dict(self.role.args),
-                slot=self.slot,
-                folder=str(self.folder),
-                parent=os.getpid(),
-                path=[str(Path(entry or ".").resolve()) for entry in sys.path],
-                **order,  # type: ignore[arg-type]
-            )
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "geartrain.launch.entry"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self.job.directory,
-                env={**environment, **self.role.env, ORDER: json.dumps(dataclasses.asdict(told))},
-                start_new_session=True,  # the terminal's Ctrl-C is the launcher's, and what it starts ends with it
-            )
-        self.returncode, self.killed_because, self.started_s = None, "", time.time()
-        self.pidfd = os.pidfd_open(self._popen.pid)
+    def spawn(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        directory: str | Path | None = None,
+        stdin: IO[Any] | int = subprocess.DEVNULL,
+        output: IO[Any] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Starts the process, once more if it has ended. stdout and stderr go to `output`, or where this process's go.
+
+        Raises:
+            OSError: the command cannot be run.
+        """
+        started = subprocess.Popen(
+            list(command),
+            stdin=stdin,
+            stdout=output,
+            stderr=subprocess.STDOUT if output is not None else None,
+            cwd=directory,
+            env=environment,
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
+        self.pidfd = os.pidfd_open(started.pid)
+        self._pid = started.pid
+        started.returncode = 0  # `ended` reaps it, and Popen must not
+        self.returncode, self.reaped_elsewhere, self.killed_because = None, False, ""
+        self.started_s = time.time()
 
     def ended(self) -> bool:
-        """Whether it has ended by now; then what it started in its session is killed as well."""
-        if self._popen is None or self.returncode is not None:
+        """Whether it has ended by now; then what is left of its session is killed, and the process reaped."""
+        if self._pid is None:
             return True
-        pid = self._popen.pid
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return False
-        self._kill_session()  # while its number cannot be another's
-        self.returncode = self._popen.wait()
+        try:
+            if os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return False
+            self._kill_session()  # before it is reaped, while its number cannot be another's
+            _, status = os.waitpid(self._pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        except ChildProcessError:  # SIGCHLD is ignored here, or another thread waits for any child
+            self.reaped_elsewhere = True
         os.close(self.pidfd)
-        self.pidfd = -1
+        self.pidfd, self._pid = -1, None
         return True
 
-    def ask_to_end(self) -> None:
+    def terminate(self) -> None:
         """SIGTERM."""
-        if self._popen is not None and self.running:
-            self._popen.terminate()
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
 
     def kill(self, because: str = "") -> None:
-        """SIGKILL, with all that it started in its session."""
+        """SIGKILL, for all of its session."""
         if self.running:
             self.killed_because = self.killed_because or because
             self._kill_session()
 
     def _kill_session(self) -> None:
-        assert self._popen is not None
+        assert self._pid is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
+            os.killpg(self._pid, signal.SIGKILL)
 
-    def why(self) -> str:
+    def exit_reason(self) -> str:
         """How it ended, in words."""
-        code = self.returncode
         if self.killed_because:
             return self.killed_because
-        if code is None:
+        if self.running or (self.returncode is None and not self.reaped_elsewhere):
             return "runs"
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return "ended without being told to" if code == 0 else f"failed with exit code {code}"
-
-    def last_lines(self) -> str:
-        """The end of what it has said since it was last started."""
-        with contextlib.suppress(OSError), self.log.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_from, size - _LAST_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-            return "\n".join(lines[-LAST_LINES:])
-        return ""
+        if self.returncode is None:
+            return "ended, with an exit code that something else in its parent has taken"
+        if self.returncode < 0:
+            return f"was killed by {signal.Signals(-self.returncode).name}"
+        return "ended without being told to" if self.returncode == 0 else f"failed with exit code {self.returncode}"
 
 
-__all__ = ["LAST_LINES", "RANK_VARIABLES", "Place", "Process"]
+__all__ = ["ChildProcess", "python_command"]

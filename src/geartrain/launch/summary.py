@@ -1,4 +1,4 @@
-"""What is left to say of a job that is over."""
+"""Summary of a job that is over: how it ended, totals of its processes, counts of its store."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Summary:
 
     Attributes:
         outcome: "finished", "failed", "interrupted" or "timed out".
-        elapsed_s: of all of it.
+        elapsed_s: of the whole job.
         error: what ended it, if it did not finish.
         folder: of the logs.
-        parts: for each process: restarts, exit code, totals and figures.
+        processes: by name: restarts, exit code, totals and metrics.
         restarts: of each role.
         store: rows, and counts of the store's life (`Store.stats`); empty without a store.
     """
@@ -24,7 +24,7 @@ class Summary:
     elapsed_s: float = 0.0
     error: str = ""
     folder: str = ""
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    processes: dict[str, dict[str, Any]] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     store: dict[str, int] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Moving chosen rows out of a store into a batch, in one call.
+"""Fetch: rows of a store copied into one batch, by key.
 
 Rows are gathered by native threads with the GIL released, all fields and windows at once, straight from shared
 memory into warm, recycled buffers or into the caller's own (native/fetch/fetch.h; GEAR, section 3.4). A row that was
@@ -201,7 +201,7 @@ class FetchPlan:
         mask: NDArray[np.bool_] = (at >= first) & (at < first + counts[:, None])
         return mask
 
-    def book(self, array: NDArray[Any]) -> Any:
+    def as_output(self, array: NDArray[Any]) -> Any:
         """An array as users get it: a tensor, or itself."""
         if self.output == "torch":
             import torch
@@ -264,9 +264,9 @@ class FetchPlan:
             else:
                 dtype = numpy_dtype(DTYPES[schema[name].dtype])
                 fields[name] = array if array.dtype == dtype else array.view(dtype)
-        books: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance_weights]
-        books = [None if book is None else self.book(book) for book in books]
-        mask, start, length, version, probability, importance_weights = books
+        metadata: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance_weights]
+        metadata = [None if array is None else self.as_output(array) for array in metadata]
+        mask, start, length, version, probability, importance_weights = metadata
         return Batch(fields, keys, mask, start, length, version, probability, importance_weights, step)
 
     def check_out(self, out: Mapping[str, Any], n: int) -> list[Any]:

@@ -1,6 +1,6 @@
-"""A thread that makes things ahead of their use, each only once it was asked for.
+"""Prefetch thread: items made ahead of their use, each only once it was asked for.
 
-What is made when is settled by what the consumer has asked for, not by how fast anybody is: when item s is asked for,
+What is made when follows from the consumer's requests, not from anybody's speed: when item s is asked for,
 the item `depth` further on may be made, with the orders that were placed until then. So a run can be repeated, and
 several ranks whose consumers ask alike make the same things and stop at the same one.
 """

@@ -371,6 +371,11 @@ class Replay:
         self._updates = []
 
     @property
+    def field_names(self) -> list[str]:
+        """Names of the fields of a batch; over a pipeline's stages those of all of them."""
+        return list(self._builder.samplers[0].plan.names)
+
+    @property
     def step(self) -> int:
         """The number of the next batch."""
         return self._step

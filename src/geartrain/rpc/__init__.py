@@ -1,4 +1,4 @@
-"""Named functions of named peers, called with tensors and plain values.
+"""Remote procedure calls between named peers, with tensors and plain values as arguments and results.
 
     @rpc.function
     def add(a, b):
@@ -9,20 +9,22 @@
     rpc.call_async("learner", add, 1, 2).result()      # a registered function stands for its name
     await rpc.call_async("learner", add, 1, 2)
 
-A call is sent, and its answer received, by the thread that makes it (native/transport/rpc/pending_calls.h); on the
-other side a thread that has waited for any peer runs the function and answers itself (native/transport/rpc/inbox.h).
+A call is sent, and its reply received, by the thread that makes it (native/transport/rpc/pending_calls.h); on the
+other side a thread that has waited for any client executes the function and replies itself
+(native/transport/rpc/inbox.h).
 
-A peer's calls are run in the order it made them, one after the other; different peers' at the same time. The next one
-goes on when a function returns (a batched or async one at once), waits for a call of its own, or is given up by the
-peer at its deadline. `@rpc.function(concurrent=True)` runs beside all others instead. Of all peers together, one
-function begins at a time (`max_running`), for Python runs one thread at a time: the next when it returns, has run for
-5 ms, or waits. An `async def` needs no thread.
+A client's calls are executed in the order in which it made them, one after the other; different clients' concurrently.
+The next one begins when a function returns (a batched or async one at once), waits for a call of its own, or is
+cancelled at its deadline. `@rpc.function(concurrent=True)` opts out of the order. Of all clients together, one function
+begins at a time (`max_running`), for Python runs one thread at a time: the next when it returns, has run for 5 ms, or
+waits. An `async def` needs no thread.
 
-Every wait has a deadline. A lost peer fails its calls with `PeerLostError` and is told of by `on_peer_lost`; a peer
-that comes back under its name is found again by the next call.
+Every wait has a deadline. A lost peer fails its calls with `PeerLostError` and is reported to `on_peer_lost`; the next
+call finds a peer that has restarted under its name.
 
-Functions are addressed by name, and values go by `geartrain.transport.codec`, which executes nothing. Where every peer has the
-same `secret`, Python objects and functions that are not registered go by pickle as well; `pickle=False` forbids it.
+Functions are addressed by name, and values are encoded by `geartrain.transport.codec`, which executes nothing. Where
+every peer has the same `secret`, Python objects and functions that are not registered go by pickle as well;
+`pickle=False` forbids it.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import geartrain.rpc.probe as _probe  # noqa: F401  # every node answers it
+import geartrain.rpc.probe  # every node answers it
+import geartrain.rpc.tensors.calls  # noqa: F401  # and these
 from geartrain.errors import GeartrainError, PeerLostError
-from geartrain.rpc.client import Future
-from geartrain.rpc.node import Node, Remote
+from geartrain.rpc.caller import Caller
+from geartrain.rpc.future import Future
+from geartrain.rpc.node import Node
 from geartrain.rpc.pubsub import Topic
 from geartrain.rpc.registry import batch_stats, batched, function
-from geartrain.rpc.session import Caller
+from geartrain.rpc.remote_objects import Remote
 from geartrain.rpc.stats import BatchDone, BatchStats, Histogram
 from geartrain.transport.rendezvous import store_of
 
@@ -56,21 +60,21 @@ def init(
     device_maps: Any = None,
     **options: Any,
 ) -> Node:
-    """Joins the others, and makes this process's node, which the functions of this module use.
+    """Rendezvous with the other processes, and this process's node, which the functions of this module use.
 
     Args:
-        name: what peers call this process by.
-        rank, world_size: its number among those that start together; `init` then waits until all have joined. More
-            may join later, without a rank.
+        name: by which peers address this process.
+        rank, world_size: of the processes that start together; `init` waits until all have joined. More may join
+            later, without a rank.
         init_method: "tcp://host:port", "env://" (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) or "file:///path", as
             for `torch.distributed`; the tcp store is started by rank 0.
-        store: a store instead, of torch's kind.
+        store: a c10d store instead.
         secret: the cluster's; by default the environment's GEARTRAIN_SECRET.
         device_maps: `Node`'s `device_map`.
         options: as for `Node`.
 
     Raises:
-        WaitTimeoutError: not all joined in time; says who did not.
+        WaitTimeoutError: not all joined in time; names the missing ranks.
     """
     global _node
     if _node is not None:
@@ -111,7 +115,7 @@ def call_async(
 
 
 def shutdown() -> None:
-    """Leaves: closes this process's node. Nobody waits for anybody; a peer that still calls it gets `PeerLostError`."""
+    """Closes this process's node, without waiting for peers: one that still calls it gets `PeerLostError`."""
     global _node
     if _node is not None:
         _node.close()

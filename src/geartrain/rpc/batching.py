@@ -1,4 +1,4 @@
-"""Many calls answered by one: the server's side of `rpc.batched`, and answers that come later."""
+"""Dynamic batching: calls of one function gathered and executed together; replies that are completed later."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 from geartrain.errors import ArgumentError, BusyError, MessageError
 from geartrain.rpc.stats import BatchDone, BatchStats
 
-#: Threads of one function that run batches that did not fill in time.
-_MOST_TIMERS = 64
+#: Timer threads of one function, which run batches that did not fill in time.
+_MAX_TIMERS = 64
 
-_LOCK = threading.Lock()  # of the one moment in which a result meets whoever wants it
+_LOCK = threading.Lock()  # of the moment in which a result meets its callback
 
 
-class Pending:
-    """An answer that is not there yet. Completed once, by whoever comes first: a result, an error, or a cancel."""
+class PendingReply:
+    """A reply that is sent later. Completed once: with a result, with an error, or by cancellation."""
 
     __slots__ = ("_done", "_on_cancel", "_when_done", "cancelled", "error", "until_s", "value")
 
     def __init__(self, on_cancel: Callable[[], object] | None = None) -> None:
         self.cancelled = False
-        self.until_s = float("inf")  # then nobody waits for it any more
+        self.until_s = float("inf")  # the call's deadline
         self._done = False
         self.value: Any = None
         self.error: BaseException | None = None
@@ -35,7 +35,7 @@ class Pending:
         self._when_done: Callable[[], object] | None = None
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Calls back once; at once when it is done already."""
+        """Sets the callback, which is called once; now if the reply is complete already."""
         self._when_done = callback
         if self._done:
             self._call_back()
@@ -60,7 +60,7 @@ class Pending:
             callback()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """The client does not wait for it any more."""
         self.cancelled = True
         if self._on_cancel is not None:
             self._on_cancel()
@@ -69,9 +69,8 @@ class Pending:
 class Batcher:
     """Gathers calls of one function and runs it for all of them.
 
-    The thread whose call fills a batch runs it, with nothing handed to another; threads of the batcher's own run those
-    that did not fill in time. There is always one of them that is not busy with a batch, up to `_MOST_TIMERS`, so that
-    a batch that never returns holds up no other.
+    The thread whose call fills a batch runs it, without a switch to another; timer threads run those that did not fill
+    in time. One of them is always free, up to `_MAX_TIMERS` in all, so that a batch that never returns delays no other.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Batcher:
         self._max_wait_s = None if max_wait_us is None else max_wait_us * 1e-6
         self._on_batch = on_batch
         self._stats = BatchStats()
-        self._waiting: list[tuple[Pending, tuple[Any, ...]]] = []
+        self._waiting: list[tuple[PendingReply, tuple[Any, ...]]] = []
         self._since_s = 0.0
         self._after_fork()
         _batchers.add(self)
@@ -110,11 +109,11 @@ class Batcher:
         with self._changed:
             return self._stats.copy()
 
-    def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
+    def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingReply:
         """Adds a call; runs the batch when that fills it. Raises `BusyError`."""
         if kwargs:
             raise MessageError("a batched function takes positional arguments only")
-        pending = Pending()
+        pending = PendingReply()
         full = None
         with self._changed:
             if len(self._waiting) >= self._max_queued:
@@ -136,13 +135,13 @@ class Batcher:
         return pending
 
     def _drop_cancelled(self) -> None:
-        # Calls that were given up make no batch full, and take nobody's place in the queue.
+        # Cancelled calls fill no batch, and take no place in the queue.
         left = [entry for entry in self._waiting if not entry[0].cancelled]
         self._stats.cancelled += len(self._waiting) - len(left)
         self._waiting = left
 
     def _keep_time(self) -> None:
-        if self._free_timers == 0 and self._timers < _MOST_TIMERS:
+        if self._free_timers == 0 and self._timers < _MAX_TIMERS:
             self._timers += 1
             self._free_timers += 1
             threading.Thread(target=self._watch, name=f"geartrain batches {self.__qualname__}", daemon=True).start()
@@ -169,12 +168,12 @@ class Batcher:
             self._run(late, since_s, False)
             del late  # the calls' memory
             with self._changed:
-                if self._free_timers >= 2:  # others took over meanwhile, and one is enough to spare
+                if self._free_timers >= 2:  # others were started meanwhile, and one free one is enough
                     self._timers -= 1
                     return
                 self._free_timers += 1
 
-    def _run(self, batch: list[tuple[Pending, tuple[Any, ...]]], asked_s: float, full: bool) -> None:
+    def _run(self, batch: list[tuple[PendingReply, tuple[Any, ...]]], asked_s: float, full: bool) -> None:
         wanted = [entry for entry in batch if not entry[0].cancelled]
         if len(wanted) < len(batch):
             with self._changed:
@@ -204,7 +203,7 @@ class Batcher:
             except Exception:
                 traceback.print_exc()
 
-    def _results(self, batch: list[tuple[Pending, tuple[Any, ...]]]) -> Sequence[Any]:
+    def _results(self, batch: list[tuple[PendingReply, tuple[Any, ...]]]) -> Sequence[Any]:
         width = len(batch[0][1])
         if any(len(args) != width for _, args in batch):
             raise MessageError(f"calls of {self.__qualname__} that share a batch need as many arguments each")

@@ -1,4 +1,4 @@
-"""What every node answers to whoever asks how it can be reached, and how fast: `geartrain doctor --peer`."""
+"""Functions that every node serves for connectivity probes: `geartrain doctor --peer`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 import geartrain._native as _native
 from geartrain.errors import ArgumentError
+from geartrain.rpc.caller import Caller
 from geartrain.rpc.registry import function
-from geartrain.rpc.session import Caller
 
 ABOUT, TAKE, GIVE = "geartrain.rpc.about", "geartrain.rpc.take", "geartrain.rpc.give"
-#: What `GIVE` hands out at most.
+#: The largest result of `GIVE`.
 MOST_BYTES = 64 << 20
 
 

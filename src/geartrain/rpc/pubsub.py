@@ -1,4 +1,4 @@
-"""Publish and subscribe: values to all who asked for them, and to nobody else."""
+"""Publish and subscribe: topics of one node, and callbacks for topics of its peers."""
 
 from __future__ import annotations
 
@@ -8,27 +8,44 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from geartrain.errors import ArgumentError, GeartrainError
 from geartrain.rpc.registry import function
-from geartrain.rpc.session import Caller
+from geartrain.transport.rendezvous import Directory
 
 if TYPE_CHECKING:
-    from geartrain.rpc.node import Node
+    from geartrain.rpc.session import ServerSession
 
 _log = logging.getLogger(__name__)
+
+SUBSCRIBE, UNSUBSCRIBE, DELIVER = (f"geartrain.rpc.{name}" for name in ("subscribe", "unsubscribe", "deliver"))
+
+
+class Publishes(Protocol):
+    """A node, as far as topics need it."""
+
+    name: str
+    address: str
+    directory: Directory
+    topics: Topics
+
+    def call(self, peer: str, function: str, /, *args: Any) -> Any:
+        """The result of a peer's function."""
+
+    def tell(self, peer: str, function: str, /, *args: Any, timeout_s: float | None = None) -> None:
+        """A call without a reply."""
 
 
 class Topic:
     """Values that this node publishes under a name, numbered from 0.
 
-    The publisher knows its subscribers, so nothing is sent to those who did not ask. Who subscribes later gets the
-    newest `history` values first. A value goes to each subscriber as one message, in order; one that is gone is
-    forgotten, one that takes nothing within `timeout_s` as well.
+    The publisher knows its subscribers, and sends to no one else. Later subscribers get the newest `history` values
+    first. A value goes to each subscriber as one message, in order. A subscriber that is lost is removed, and one that
+    takes nothing within `timeout_s` as well.
     """
 
-    def __init__(self, node: Node, name: str, history: int = 1, timeout_s: float = 5.0) -> None:
+    def __init__(self, node: Publishes, name: str, history: int = 1, timeout_s: float = 5.0) -> None:
         if history < 0:
             raise ArgumentError(f"a topic keeps 0 values or more, found history={history}")
         self.name = name
@@ -41,7 +58,7 @@ class Topic:
 
     @property
     def subscribers(self) -> list[str]:
-        """Who gets the next value."""
+        """Names of the nodes that get the next value."""
         with self._lock:
             return sorted(self._subscribers)
 
@@ -58,7 +75,7 @@ class Topic:
         try:
             self._node.tell(
                 subscriber,
-                "geartrain.rpc.deliver",
+                DELIVER,
                 self._node.name,
                 self.name,
                 number,
@@ -88,16 +105,16 @@ class Topic:
 class Topics:
     """A node's own topics, and those of others that it has subscribed to."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Publishes) -> None:
         self._node = node
         self._lock = threading.Lock()
         self._mine: dict[str, Topic] = {}
-        # With the subscription's token: a peer that died and came back under its name may be sent what was meant for
-        # the one before.
+        # With the subscription's token: a peer that restarted under its name may be sent what was meant for the process
+        # before it.
         self._callbacks: dict[tuple[str, str], tuple[str, Callable[[int, Any], object]]] = {}
 
     def make(self, name: str, history: int, timeout_s: float) -> Topic:
-        """A new one of this node's."""
+        """A new topic of this node's."""
         topic = Topic(self._node, name, history, timeout_s)
         with self._lock:
             if name in self._mine:
@@ -106,13 +123,13 @@ class Topics:
         return topic
 
     def subscribe(self, peer: str, name: str, callback: Callable[[int, Any], object]) -> None:
-        """Asks a peer for its topic; the callback is there before the first value is."""
+        """Subscribes to a peer's topic; the callback is set before the first value arrives."""
         token = secrets.token_hex(8)
         with self._lock:
             before = self._callbacks.get((peer, name))
             self._callbacks[peer, name] = token, callback
         try:
-            self._node.call(peer, "geartrain.rpc.subscribe", name, self._node.name, self._node.address, token)
+            self._node.call(peer, SUBSCRIBE, name, self._node.name, self._node.address, token)
         except BaseException:
             with self._lock:
                 if before is None:
@@ -125,45 +142,47 @@ class Topics:
         """The callback is not called any more."""
         with self._lock:
             self._callbacks.pop((peer, name), None)
-        self._node.call(peer, "geartrain.rpc.unsubscribe", name, self._node.name)
+        self._node.call(peer, UNSUBSCRIBE, name, self._node.name)
 
     def of(self, name: str) -> Topic:
-        """One of this node's. Raises `LookupError`."""
+        """A topic of this node's. Raises `LookupError`."""
         with self._lock:
             if name not in self._mine:
                 raise LookupError(f"{self._node.name!r} has no topic {name!r}; it has {sorted(self._mine)}")
             return self._mine[name]
 
     def deliver(self, publisher: str, name: str, number: int, value: Any, token: str) -> None:
-        """A value has come."""
+        """Calls back with a value that has arrived."""
         with self._lock:
             wanted, callback = self._callbacks.get((publisher, name), ("", None))
         if wanted == token and callback is not None:
             callback(number, value)
         else:
             with contextlib.suppress(GeartrainError):
-                self._node.tell(publisher, "geartrain.rpc.unsubscribe", name, self._node.name, token, timeout_s=1.0)
+                self._node.tell(publisher, UNSUBSCRIBE, name, self._node.name, token, timeout_s=1.0)
 
 
-# What peers may ask of a node's topics.
+# --- what subscribers and publishers call on each other's nodes -----------------------------------------------------
 
 
-def _subscribe(caller: Caller, name: str, subscriber: str, address: str, token: str) -> None:
-    node = caller.node
+def _subscribe(session: ServerSession, name: str, subscriber: str, address: str, token: str) -> None:
+    node: Publishes = session.node
     topic = node.topics.of(name)
     if node.directory.store is None:
         node.directory.known[subscriber] = address  # it may have come back at another one
     topic.add(subscriber, token)
 
 
-def _unsubscribe(caller: Caller, name: str, subscriber: str, token: str | None = None) -> None:
-    caller.node.topics.of(name).remove(subscriber, token)
+def _unsubscribe(session: ServerSession, name: str, subscriber: str, token: str | None = None) -> None:
+    node: Publishes = session.node
+    node.topics.of(name).remove(subscriber, token)
 
 
-def _deliver(caller: Caller, publisher: str, name: str, number: int, value: Any, token: str) -> None:
-    caller.node.topics.deliver(publisher, name, number, value, token)
+def _deliver(session: ServerSession, publisher: str, name: str, number: int, value: Any, token: str) -> None:
+    node: Publishes = session.node
+    node.topics.deliver(publisher, name, number, value, token)
 
 
-function(name="geartrain.rpc.subscribe", with_caller=True)(_subscribe)
-function(name="geartrain.rpc.unsubscribe", with_caller=True)(_unsubscribe)
-function(name="geartrain.rpc.deliver", with_caller=True)(_deliver)
+function(name=SUBSCRIBE, with_caller=True)(_subscribe)
+function(name=UNSUBSCRIBE, with_caller=True)(_unsubscribe)
+function(name=DELIVER, with_caller=True)(_deliver)

@@ -1,4 +1,4 @@
-"""The functions of this process that peers may call, by name."""
+"""Registry of the functions of this process that peers may call, by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from geartrain.rpc.stats import BatchDone, BatchStats
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What a name stands for; the name of a registered function; those that need not keep order; those told who calls.
+#: By name; the name of a function; those that need not keep order; those that get an `rpc.Caller` first.
 functions: dict[str, Callable[..., Any]] = {}
 names: dict[Callable[..., Any], str] = {}
 concurrent_functions: set[Callable[..., Any]] = set()
@@ -25,12 +25,12 @@ def function(*, name: str | None = None, concurrent: bool = False, with_caller: 
 def function(
     given: F | None = None, *, name: str | None = None, concurrent: bool = False, with_caller: bool = False
 ) -> F | Callable[[F], F]:
-    """Lets peers call a function (or make objects of a class) by its name; a decorator.
+    """Decorator: registers a function (or a class) under a name by which peers call it.
 
     Args:
-        name: what peers call it by; its own name by default. Those that begin with "geartrain." are geartrain's.
-        concurrent: it may run while other calls of the same peer run, in any order.
-        with_caller: its first argument, before those that the peer gives, is an `rpc.Caller`: who calls (`.name`,
+        name: its own name by default. Names that begin with "geartrain." are reserved.
+        concurrent: its calls may run while other calls of the same client run, in any order.
+        with_caller: its first argument, before those of the call, is an `rpc.Caller`: who calls (`.name`,
             `.authenticated`), and which node of this process is called (`.node`).
     """
 
@@ -46,7 +46,7 @@ def function(
 
 
 def register(name: str, function: Callable[..., Any], called: Any = None) -> None:
-    """Gives a function a name, under which `called` is called, or it itself."""
+    """Registers a function under a name; calls of that name go to `called`, if given."""
     other = functions.get(name)
     if other is not None and (other.__module__, other.__qualname__) != (function.__module__, function.__qualname__):
         raise GeartrainError(f"the name {name!r} is taken by {other!r}; give another: @rpc.function(name=...)")
@@ -62,16 +62,16 @@ def batched(
     stack: bool = False,
     on_batch: Callable[[BatchDone], object] | None = None,
 ) -> Callable[[F], F]:
-    """Makes a function that gets many calls at once, and answers them one by one; a decorator.
+    """Decorator: dynamic batching. Concurrent calls are gathered, and the function runs once for all of them.
 
-    The function gets one list for each positional argument, with the values of all calls in it, and returns as many
-    results. It runs as soon as `max_size` calls are there, or `max_wait_us` after the first of them; None waits for
-    ever. More than `max_queued` waiting calls are refused with `BusyError`.
+    The function gets one list per positional argument, with the values of all calls in it, and returns as many results.
+    It runs as soon as `max_size` calls are there, or `max_wait_us` after the first of them; None waits for ever. More
+    than `max_queued` waiting calls are refused with `BusyError`.
 
     With `stack` the lists are stacked into one tensor or array each, and the function may also return arrays or tensors
     by name, (n, ...) each: every call then gets a dict of its rows.
 
-    `on_batch` is called with a `BatchDone` after the answers of each batch have left, by the thread that ran it.
+    `on_batch` is called with a `BatchDone` after the replies of each batch were sent, by the thread that ran it.
     `rpc.batch_stats(function)` has counters and latencies of all batches.
 
     Example:
@@ -88,7 +88,7 @@ def batched(
 
 
 def batch_stats(function: str | Callable[..., Any]) -> BatchStats:
-    """What a batched function of this process has done so far: a copy of its counters, of all nodes together.
+    """Counters and latencies of a batched function of this process, of all nodes together: a copy.
 
     Args:
         function: it, or its name.

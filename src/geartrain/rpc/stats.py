@@ -1,4 +1,4 @@
-"""How long things take, kept in little memory: a histogram of durations, and what is known of batches."""
+"""Latency histograms, and counters of batched functions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _PER_OCTAVE = 8
 
 
 class BatchDone(NamedTuple):
-    """One batch, and where its time went. Times are `time.monotonic()`'s, in seconds."""
+    """One executed batch. Times are `time.monotonic()`'s, in seconds."""
 
     size: int
-    asked_s: float  # when its first call came
+    asked_s: float  # when its first call arrived
     began_s: float  # when the function began
     returned_s: float  # when it returned or raised
-    answered_s: float  # when all answers had left
+    answered_s: float  # when all replies were sent
     error: BaseException | None  # what it raised
 
 
 class Histogram:
-    """Durations by their logarithm: a count, a sum, quantiles within 9 %. One thread at a time.
+    """Histogram of durations with logarithmic buckets: quantiles within 9 %. One thread at a time.
 
     Example:
         >>> times = Histogram()
@@ -39,20 +39,15 @@ class Histogram:
         self._buckets: dict[int, int] = {}
 
     def add(self, seconds: float) -> None:
-        """One more; below a nanosecond is a nanosecond."""
+        """Adds a duration; below a nanosecond counts as a nanosecond."""
         bucket = math.floor(_PER_OCTAVE * math.log2(max(seconds, 1e-9)))
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
         self.count += 1
         self.sum_s += seconds
         self.most_s = max(self.most_s, seconds)
 
-    @property
-    def mean_s(self) -> float:
-        """0 while there are none."""
-        return self.sum_s / self.count if self.count else 0.0
-
     def quantile(self, q: float) -> float:
-        """Seconds that a share `q` of all durations stayed within; 0 while there are none."""
+        """The quantile `q` in seconds; 0 while there are no durations."""
         missing = q * self.count
         for bucket in sorted(self._buckets):
             missing -= self._buckets[bucket]
@@ -61,7 +56,7 @@ class Histogram:
         return self.most_s
 
     def copy(self) -> Histogram:
-        """As it is now."""
+        """A copy of the present state."""
         other = Histogram()
         other.count, other.sum_s, other.most_s = self.count, self.sum_s, self.most_s
         other._buckets = dict(self._buckets)
@@ -75,13 +70,13 @@ class Histogram:
 @dataclass
 class BatchStats:
     """Counters of a batched function. `waited` is from a batch's first call to its run, `ran` the function itself,
-    `took` from the first call until all answers had left."""
+    `took` from the first call until all replies were sent."""
 
-    calls: int = 0  # answered, with a result or an error
-    cancelled: int = 0  # given up before their batch ran
+    calls: int = 0  # replied to, with a result or an error
+    cancelled: int = 0  # before their batch ran
     refused: int = 0  # with BusyError
     batches: int = 0
-    full: int = 0  # of them, those that did not wait for the clock
+    full: int = 0  # of them, those that filled before `max_wait_us`
     errors: int = 0  # of them, those whose function raised
     sizes: dict[int, int] = field(default_factory=dict)  # calls in a batch -> batches
     waited: Histogram = field(default_factory=Histogram)
@@ -89,7 +84,7 @@ class BatchStats:
     took: Histogram = field(default_factory=Histogram)
 
     def add(self, done: BatchDone, full: bool) -> None:
-        """One more batch."""
+        """Adds a batch."""
         self.calls += done.size
         self.batches += 1
         self.full += full
@@ -100,7 +95,7 @@ class BatchStats:
         self.took.add(done.answered_s - done.asked_s)
 
     def copy(self) -> BatchStats:
-        """As it is now."""
+        """A copy of the present state."""
         return BatchStats(
             self.calls,
             self.cancelled,

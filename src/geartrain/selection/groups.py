@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -42,7 +43,7 @@ class GroupSampling(DeclaredStrategy):
         if self.size < 1:
             raise ArgumentError(f"a group has at least one row, found size={self.size}")
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """See `DeclaredStrategy`."""
         return Traits("groups", atom=self.size, by_priority=self.prioritized, limits=self.limits)

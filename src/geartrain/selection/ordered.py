@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from geartrain.selection.declared import DeclaredStrategy
 from geartrain.selection.strategy import Limits, Traits, check_seed
@@ -21,7 +22,7 @@ class TopK(DeclaredStrategy):
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """See `DeclaredStrategy`."""
         return Traits("highest_priority", limits=self.limits)
@@ -37,7 +38,7 @@ class Lifo(DeclaredStrategy):
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """See `DeclaredStrategy`."""
         return Traits("newest", limits=self.limits)
@@ -56,7 +57,7 @@ class Fifo(DeclaredStrategy):
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """See `DeclaredStrategy`."""
         return Traits("oldest", cursor=True, limits=self.limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ class Uniform(DeclaredStrategy):
         check_seed(self.seed)
         _ = self.traits  # refuses what does not go together
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """See `DeclaredStrategy`."""
         return Traits("random", replacement=self.replacement, stratified=self.stratified, limits=self.limits)
@@ -72,7 +73,7 @@ class Prioritized(DeclaredStrategy):
         check_seed(self.seed)
         _ = self.traits  # refuses what does not go together
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """See `DeclaredStrategy`."""
         return Traits(

@@ -1,4 +1,4 @@
-"""How a peer can be reached from here, and how fast: `geartrain doctor --peer`. Any node of geartrain.rpc answers."""
+"""Connectivity probe of a peer: transport, latency and throughput, for `geartrain doctor --peer`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _PEER = "peer"
 
 
 @dataclass
-class Reached:
-    """A connection that was made, and what was measured over it."""
+class PeerReport:
+    """A connection to a peer, and what was measured over it."""
 
     address: str
     about: dict[str, Any]  # the peer's: name, host, pid, cores, geartrain
     transport: str
-    way: str
+    description: str  # of the connection, for people
     forced: bool
     authenticated: bool
-    not_taken: dict[str, str]  # transport -> why not
+    not_taken: dict[str, str]  # faster transport -> why it was not taken
     connect_ms: float
     round_trip_us: dict[str, float] = field(default_factory=dict)  # p50, p99
     megabytes: float = 0.0  # of one message
@@ -40,10 +40,10 @@ class Reached:
     bytes_by_path: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def in_words(self) -> dict[str, str]:
-        """What it is, and what was found, for people."""
-        told = {
+        """What was found, as a table for people: name -> text."""
+        table = {
             "transport": self.transport + (", as asked" if self.forced else ", the fastest that works"),
-            "the way": self.way,
+            "connection": self.description,
             "trust": "both know the secret" if self.authenticated else "no secret",
             "peer": f"geartrain {self.about['geartrain']}, cores: {self.about['cores']}",
             "connected in": f"{self.connect_ms:.1f} ms",
@@ -52,14 +52,14 @@ class Reached:
             f"{self.megabytes:.0f} MB back": f"{self.back_gb_s:.2f} GB/s",
         }
         for name, why in self.not_taken.items():
-            told[f"not {name}"] = why
-        for way, paths in self.bytes_by_path.items():
-            told[f"bytes {way}"] = ", ".join(f"{path} {count:,}" for path, count in paths.items()) or "none"
-        return told
+            table[f"not {name}"] = why
+        for direction, paths in self.bytes_by_path.items():
+            table[f"bytes {direction}"] = ", ".join(f"{path} {count:,}" for path, count in paths.items()) or "none"
+        return table
 
 
 def serve(host: str = "127.0.0.1", secret: bytes = b"") -> None:
-    """Prints an address for `reach`, and answers until Ctrl-C."""
+    """Prints an address for `probe`, and replies to probes until Ctrl-C."""
     with rpc.Node("doctor", host=host, secret=secret) as node:
         sys.stdout.write(node.address + "\n")
         sys.stdout.flush()
@@ -68,7 +68,7 @@ def serve(host: str = "127.0.0.1", secret: bytes = b"") -> None:
             signal.pause()
 
 
-def reach(
+def probe(
     address: str,
     *,
     transport: str | None = None,
@@ -78,8 +78,8 @@ def reach(
     seconds: float = 1.0,
     progress: bool = True,
     stream: TextIO | None = None,
-) -> Reached:
-    """Connects to a node and measures: calls with a number, and messages of some megabytes, each way for `seconds`.
+) -> PeerReport:
+    """Connects to a node and measures round trips of small calls, and big messages in each direction for `seconds`.
 
     Args:
         address: of a node of geartrain.rpc: `node.address`, or what `geartrain doctor --listen` printed.
@@ -87,11 +87,11 @@ def reach(
         secret: the cluster's.
         timeout_s: for connecting, and for every call.
         megabytes: of one big message; 64 MiB at most.
-        progress: whether to say on `stream` (stderr) how far it is.
+        progress: whether to show progress on `stream` (stderr).
 
     Raises:
         TransportError: no transport, or not the one asked for, reaches the peer; with every reason.
-        UntrustedPeerError: the secrets are not the same. WaitTimeoutError, PeerLostError: it did not answer.
+        UntrustedPeerError: the secrets differ. WaitTimeoutError, PeerLostError: the peer did not reply.
     """
     nbytes = int(megabytes * 1e6)
     if not 0 < nbytes <= MOST_BYTES:
@@ -105,17 +105,19 @@ def reach(
         try:
             about = node.call(_PEER, ABOUT)
         except WaitTimeoutError as error:
-            way = node.connections().get(_PEER)
-            if way is None:
+            description = node.connections().get(_PEER)
+            if description is None:
                 raise
-            raise WaitTimeoutError(f"connected over {way}, but what listens there answers no calls: {error}") from None
+            raise WaitTimeoutError(
+                f"connected over {description}, but what listens there answers no calls: {error}"
+            ) from None
         connect_ms = 1e3 * (time.perf_counter() - began_s)
-        way = node.connections()[_PEER]
-        found = Reached(
+        description = node.connections()[_PEER]
+        found = PeerReport(
             address=address,
             about=about,
-            transport=way.split()[0],
-            way=way,
+            transport=description.split()[0],
+            description=description,
             forced=transport is not None,
             authenticated=node.authenticated()[_PEER],
             not_taken=dict(node.considered()[_PEER]),
@@ -146,7 +148,7 @@ def _round_trips(node: rpc.Node, bar: Progress) -> dict[str, float]:
 
 
 def _rate(node: rpc.Node, call: tuple[str, Any], nbytes: int, seconds: float, bar: Progress) -> float:
-    node.call(_PEER, *call)  # takes the memory
+    node.call(_PEER, *call)  # warms up the memory
     took: list[float] = []
     ends_s = time.monotonic() + seconds
     while len(took) < 3 or time.monotonic() < ends_s:

@@ -1,9 +1,9 @@
-"""Values as bytes and back: tensors, arrays and plain containers, without executing anything that came.
+"""Codec: tensors, arrays and plain containers as a header and out-of-band buffers; decoding executes nothing.
 
 A value becomes a small header and the buffers of its big arrays, which are not copied; a decoded array is a view of
-the message it came in. The format stands in native/python/codec.cc. Decoding is safe for bytes from anyone. What the
-format does not know goes by pickle, protocol 5 with buffers out of band, and only where both sides allow it: pickle
-executes what it is given, so `rpc` allows it between peers that proved they know the cluster's secret.
+its message. The format is documented in native/python/codec.cc. Decoding is safe for bytes from anyone. Other objects
+go by pickle, protocol 5 with buffers out of band, and only where both sides allow it: pickle executes what it is
+given, so `rpc` allows it between peers that proved they know the cluster's secret.
 
 Known are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, NumPy arrays and
 scalars of plain dtypes, and torch tensors on the CPU, nested up to `MAX_DEPTH`. Subclasses are not: a named tuple
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 #: How deep containers may be nested.
 MAX_DEPTH = 64
 
-Parcel = _native.Parcel
+Payload = _native.Parcel
 Message = _native.Message
 
 
-def encode(value: object, *, pickle: bool = False) -> Parcel:
-    """A parcel: the value's header, and its big buffers where they are.
+def encode(value: object, *, pickle: bool = False) -> Payload:
+    """Encodes a value: its header, and its big buffers, which are not copied.
 
-    They must stay as they are until the parcel is sent.
+    They must not change until the payload is sent.
 
     Raises:
-        MessageError: the value, or something in it, is of a type that the format does not know and `pickle` is not
-            allowed; or it is nested too deep, or contains itself.
+        MessageError: the value, or something in it, is of an unsupported type and `pickle` is not allowed; or it is
+            nested too deep, or contains itself.
 
     Example:
         >>> decode(pack(encode({"step": 3, "done": (True, None)})))
@@ -52,25 +52,25 @@ def encode(value: object, *, pickle: bool = False) -> Parcel:
 
 
 def decode(message: Message, *, pickle: bool = False) -> Any:
-    """The value of a message. Its arrays are writable views that keep the message's memory.
+    """Decodes a message. Arrays are writable views that keep the message's memory alive.
 
     Raises:
-        MessageError: these bytes are no value, whatever they are.
-        UntrustedPeerError: they hold a pickle, and `pickle` is not allowed.
+        MessageError: malformed.
+        UntrustedPeerError: the message holds a pickle, and `pickle` is not allowed.
     """
     return native_codec().decode(message, pickle)
 
 
-def pack(parcel: Parcel) -> Message:
-    """What the other side would receive: a copy of the parcel."""
-    return Message.make(parcel.header, parcel.buffers)
+def pack(payload: Payload) -> Message:
+    """A message as the other side would receive it: a copy of the payload."""
+    return Message.make(payload.header, payload.buffers)
 
 
 _made: _native.Codec | None = None
 
 
 def native_codec() -> _native.Codec:
-    """What does the work, for callers who count microseconds: `encode(value, pickle)` and `decode(message, pickle)`."""
+    """The native codec, for callers on a hot path: `encode(value, pickle)` and `decode(message, pickle)`."""
     global _made
     if _made is None:
         with_numpy = {numpy_dtype(d): d.code for d in DTYPES.values() if d.numpy_name is not None}
@@ -83,7 +83,7 @@ def native_codec() -> _native.Codec:
 
 
 def _torch_part() -> tuple[type, dict[Any, int], dict[int, Any], Callable[[Any], Any], Callable[[Any], Any]]:
-    """What the native codec needs once tensors turn up."""
+    """What the native codec needs for tensors; imported with the first of them."""
     try:
         torch = importlib.import_module("torch")
     except ImportError:
@@ -95,13 +95,13 @@ def _torch_part() -> tuple[type, dict[Any, int], dict[int, Any], Callable[[Any],
     plain_types, strided = (torch.Tensor, torch.nn.Parameter), torch.strided
 
     def plain(tensor: Any) -> Any:
-        """A tensor whose memory says everything about it, or None when there is none."""
+        """A contiguous strided CPU tensor with the same elements; None where the codec does not know its type."""
         if type(tensor) not in plain_types:
             return None
         if not tensor.is_cpu:
             raise MessageError(
-                f"the tensor is on {tensor.device}: only those on the CPU stand in messages, and calls take those on "
-                "CUDA devices along, in plain containers; move it (`tensor.cpu()`)"
+                f"the tensor is on {tensor.device}: messages hold CPU tensors only, and calls transfer those on CUDA "
+                "devices in plain containers only; move it (`tensor.cpu()`)"
             )
         if tensor.layout is not strided or tensor.is_quantized:
             return None
@@ -145,10 +145,10 @@ class _Pickler(_pickle.Pickler):
         if torch is None or not isinstance(obj, torch.Tensor):
             return NotImplemented
         if obj.device.type not in ("cpu", "meta"):
-            # torch would copy it into the pickle, and to the same device over there.
+            # torch would copy it into the pickle, and to the device of the same index there.
             raise MessageError(
                 f"a tensor on {obj.device} is in an object that goes by pickle: move it to the CPU (`tensor.cpu()`), "
-                "or send it in plain containers, with which calls take it along"
+                "or send it in plain containers, in which calls transfer it"
             )
         if type(obj) is not torch.Tensor or not obj.is_cpu or obj.requires_grad or obj.numel() == 0:
             return NotImplemented
@@ -162,7 +162,7 @@ class _Pickler(_pickle.Pickler):
 
 
 def _with_tensors(pickler: Any) -> Any:
-    """cloudpickle's pickler, with tensors as in ours; for want of a buffer callback they stand in the pickle."""
+    """cloudpickle's pickler, with tensors as in ours; it has no buffer callback, so they are copied into the pickle."""
 
     class Pickler(pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Messages between two processes, over the fastest way that both can really use.
+"""Connections: ordered messages between two processes, over the fastest transport that works between them.
 
     listener = transport.listen()
     mine = transport.connect(listener.address)        # usually in another process
@@ -7,11 +7,11 @@
     message = theirs.receive()                        # message.header, message.buffers
 
 Providers, fastest first: `inproc` (both ends in one process), `shm` (one host: a ring in shared memory, big buffers in
-segments that are lent, not copied) and `tcp`. Which one works is found by doing it, never by comparing host names, so
-containers are fine; `connection.transport` says what it came to and `connection.considered` why not something faster.
-native/transport/transport.h is the manual: threads, memory, death, trust and forks.
+segments that are leased, not copied) and `tcp`. Each is tried, and host names are never compared, so containers are
+fine; `connection.transport` is the one in use and `connection.considered` says why not a faster one.
+native/transport/transport.h is the manual: threads, memory, lost peers, trust and forks.
 
-`geartrain.transport.codec` makes parcels of values; `geartrain.rpc` calls functions over connections.
+`geartrain.transport.codec` encodes values; `geartrain.rpc` calls functions over connections.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from geartrain.errors import TransportError
 from geartrain.transport.tls import TLS
 
 Message = _native.Message
-Parcel = _native.Parcel
+Payload = _native.Parcel
 
-#: The transports there are, fastest first.
+#: All transports, fastest first.
 TRANSPORTS = ("inproc", "shm", "tcp")
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one side takes from the other. A message beyond a limit is refused before memory is taken for it.
+class MessageLimits:
+    """Limits on what one side accepts from the other. A message beyond one is refused before memory is allocated.
 
     `max_queued_bytes` bounds what is read ahead while a send waits; `max_segment_bytes` the shared memory that one
-    connection lends and keeps warm; `max_pending` the connections to a listener that have not proved themselves yet,
+    connection leases out and keeps warm; `max_pending` the connections to a listener that are still in the handshake,
     each of them for `handshake_timeout_s`.
     """
 
@@ -56,52 +56,52 @@ def viable() -> dict[str, str | None]:
 
 
 class Connection:
-    """One end of a connection. Any thread may send; one at a time receives, others wait for their turn."""
+    """One end of a connection. Any thread may send; one at a time receives, others block."""
 
     def __init__(self, native: _native.Connection) -> None:
         self.native = native
 
     def send(
         self,
-        header: bytes | Parcel,
+        header: bytes | Payload,
         buffers: Sequence[Any] = (),
         *,
         tag: int = 0,
         kind: int = 0,
         timeout_s: float = 30.0,
     ) -> None:
-        """Sends one message. When this returns, its memory may be changed again.
+        """Sends one message. When this returns, the caller may change its memory.
 
         Args:
-            header: a few bytes; or a parcel, which has its own buffers.
-            buffers: anything with the buffer protocol, C-contiguous; not copied more often than the way demands.
+            header: a few bytes; or an encoded value (`codec.encode`), which has its own buffers.
+            buffers: anything with the buffer protocol, C-contiguous; not copied more often than the transport needs.
             tag: a number below 2**64 and
-            kind: one below 2**32 that travel with the message as they are.
-            timeout_s: how long to wait for a peer that does not take it.
+            kind: one below 2**32, which are part of the message.
+            timeout_s: how long to wait for a peer that does not receive.
 
         Raises:
             MessageError: a limit is exceeded; nothing was sent.
-            WaitTimeoutError: the peer took it too slowly. A message that had half left ends the connection.
-            PeerLostError, ConnectionClosedError: there is nobody to send to.
+            WaitTimeoutError: the peer received too slowly. A message sent in part ends the connection.
+            PeerLostError, ConnectionClosedError: the connection has ended.
         """
-        parcel = header if isinstance(header, Parcel) else Parcel(header, list(buffers))
-        self.native.send(tag, kind, parcel, timeout_s)
+        payload = header if isinstance(header, Payload) else Payload(header, list(buffers))
+        self.native.send(tag, kind, payload, timeout_s)
 
     def receive(self, *, timeout_s: float = 30.0) -> Message:
-        """The next message; its buffers are writable NumPy views that keep its memory.
+        """The next message; its buffers are writable NumPy views that keep its memory alive.
 
         Raises:
             WaitTimeoutError: none came in time.
-            PeerLostError: the peer is gone, and all that it had sent whole has been received.
-            MessageError: what came is not a message; the connection has ended.
+            PeerLostError: the peer is gone, and all that it had sent completely has been received.
+            MessageError: malformed data arrived; the connection has ended.
         """
         return self.native.receive(timeout_s)
 
-    def expose(self, array: Any, *, writable: bool = False) -> Region:
-        """Lets the peer read this memory, or write it as well, without a message and without this program's doing.
+    def expose(self, array: Any, *, writable: bool = False) -> MemoryRegion:
+        """Exposes memory to one-sided reads of the peer's, and to writes; neither involves this side's program.
 
-        The region's `handle` travels in any message; the peer's end of this connection takes it, and no other. Nothing
-        is copied. It ends with `close()`, with the last reference to the region, and with the connection.
+        Send the region's `handle` in any message: it is valid on the peer's end of this connection only. Nothing is
+        copied. Access ends with `close()`, with the last reference to the region, and with the connection.
 
         Args:
             array: anything with the buffer protocol, C-contiguous: a NumPy array, a tensor's `.numpy()`.
@@ -122,33 +122,33 @@ class Connection:
             >>> into
             array([2, 3])
         """
-        return Region(self.native.expose(array, writable))
+        return MemoryRegion(self.native.expose(array, writable))
 
     def read(self, handle: bytes, into: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
-        """Fills `into` from memory that the peer exposed. Its program need not receive, or do anything, for that.
+        """One-sided read: fills `into` from memory that the peer exposed, without involving its program.
 
         Args:
             handle: the region's, from a message of this peer.
             into: anything writable with the buffer protocol, C-contiguous; as many bytes as it has are read.
             offset: of the first byte in the region.
-            timeout_s: how long to wait for a peer that does not serve it.
+            timeout_s: how long to wait for a peer that does not serve the read.
 
-        On one host the bytes come straight out of the peer's memory (`counts()` says "cma"), in one copy, where a
-        probe showed that this works; else a thread of the peer's transport sends them ("served"). What is written
-        there meanwhile may be seen in part: reads are not atomic.
+        On one host the bytes are copied once, directly from the peer's memory (cross-memory attach: `counts()` says
+        "cma"), where a probe showed that this works; else the peer's side-channel thread sends them ("served"). Reads
+        are not atomic: concurrent writes may be seen in part.
 
         Raises:
             RegionError: the region is closed, or too small.
             ArgumentError: this is not a handle.
-            WaitTimeoutError, PeerLostError, ConnectionClosedError: `into` then holds anything.
+            WaitTimeoutError, PeerLostError, ConnectionClosedError: the contents of `into` are undefined.
         """
         self.native.read(handle, into, offset, timeout_s)
 
     def write(self, handle: bytes, array: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
-        """Copies into memory that the peer exposed with `writable=True`; it is there when this returns.
+        """One-sided write into memory that the peer exposed with `writable=True`; complete when this returns.
 
-        The peer's transport fetches it out of this process's memory ("cma"), or is sent it ("served"). Arguments and
-        errors as for `read`; after an error the region holds anything from `offset` on, for as much as `array` has.
+        The peer's side-channel thread copies from this process's memory ("cma"), or receives the bytes ("served").
+        Arguments and errors as for `read`; after an error the written part of the region is undefined.
         """
         self.native.write(handle, array, offset, timeout_s)
 
@@ -158,7 +158,7 @@ class Connection:
         return self.native.one_sided
 
     def describe(self) -> str:
-        """The way, and its ends, for people and logs."""
+        """The transport and both ends, for people and logs."""
         return self.native.describe()
 
     @property
@@ -168,17 +168,17 @@ class Connection:
 
     @property
     def considered(self) -> list[tuple[str, str]]:
-        """The faster transports, and why each was not taken. Empty on the listener's side."""
+        """The faster transports, and why each was not taken. Empty on the accepting side."""
         return list(self.native.considered)
 
     @property
     def authenticated(self) -> bool:
-        """Whether both sides proved that they know the secret."""
+        """Whether both sides proved in the handshake that they know the secret."""
         return self.native.authenticated
 
     @property
     def tls(self) -> str:
-        """ "TLSv1.3" and the cipher, where all that goes over this connection is encrypted; else ""."""
+        """ "TLSv1.3" and the cipher where the connection is encrypted, else ""."""
         return self.native.tls
 
     def counts(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class Connection:
         return self.native.counts()
 
     def close(self) -> None:
-        """Hangs up. What was sent is still delivered; waits in other threads end with `ConnectionClosedError`."""
+        """Closes this end. What was sent is still delivered; other threads' waits end with `ConnectionClosedError`."""
         self.native.close()
 
     def __enter__(self) -> Connection:
@@ -200,20 +200,20 @@ class Connection:
         return f"<Connection {self.native.describe()}{state}>"
 
 
-class Region:
-    """Memory that a peer may use until this is closed, or gone: `Connection.expose`."""
+class MemoryRegion:
+    """Memory exposed to a peer until this is closed or collected: `Connection.expose`."""
 
     def __init__(self, native: _native.Region) -> None:
         self.native = native
 
     @property
     def handle(self) -> bytes:
-        """56 bytes that let the peer use it, over the connection that it was exposed on."""
+        """56 bytes with which the peer addresses it, over the connection that it was exposed on."""
         return self.native.handle
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are."""
+        """Its size in bytes."""
         return self.native.nbytes
 
     @property
@@ -222,10 +222,10 @@ class Region:
         return self.native.closed
 
     def close(self) -> None:
-        """Ends it. When this returns nobody writes to the memory, and what is read from then on is an error there."""
+        """Ends access. When this returns no write is under way, and later reads and writes fail at the peer."""
         self.native.close()
 
-    def __enter__(self) -> Region:
+    def __enter__(self) -> MemoryRegion:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -233,32 +233,32 @@ class Region:
 
 
 class Listener:
-    """Takes connections; a thread of its own answers handshakes, so that nobody can hold up another."""
+    """Accepts connections; a thread of its own does the handshakes, so that no client delays another."""
 
     def __init__(self, native: _native.Listener) -> None:
         self.native = native
 
     @property
     def address(self) -> str:
-        """What to give to peers: text, for any way that this listener can be reached."""
+        """Text for peers to connect to, with every transport that reaches this listener."""
         return self.native.address
 
     @property
     def refused(self) -> int:
-        """Connections that were turned away: garbage, no proof, or nothing said in time."""
+        """Refused connections: garbage, failed authentication, or no handshake in time."""
         return self.native.refused
 
     @property
     def refusal(self) -> str:
-        """Why the last of them was turned away; "" when none was. `accept` says it as well when it waits in vain."""
+        """Why the last of them was refused; "" when none was. Also in the `WaitTimeoutError` of `accept`."""
         return self.native.refusal
 
     def accept(self, *, timeout_s: float = 30.0) -> Connection:
-        """The next connection that proved itself. Raises `WaitTimeoutError`, `ConnectionClosedError`."""
+        """The next connection that passed its handshake. Raises `WaitTimeoutError`, `ConnectionClosedError`."""
         return Connection(self.native.accept(timeout_s))
 
     def close(self) -> None:
-        """Takes no more connections; those accepted live on."""
+        """Accepts no more connections; those accepted stay open."""
         self.native.close()
 
     def __enter__(self) -> Listener:
@@ -278,7 +278,7 @@ def listen(
     secret: bytes = b"",
     advertise: Iterable[str] = (),
     shm: bool = True,
-    limits: Limits | None = None,
+    limits: MessageLimits | None = None,
     spin_us: float = 30.0,
     views: bool = True,
     peer_timeout_s: float = 30.0,
@@ -289,22 +289,22 @@ def listen(
     Args:
         host: to bind TCP to; None for no TCP. Anything but loopback needs a secret.
         port: 0 takes any free one.
-        secret: the cluster's. Peers prove that they know it, without sending it.
+        secret: the cluster's. Peers prove by HMAC that they know it; it is not sent.
         advertise: hosts to put into the address, when peers know this one by other names.
-        shm: whether peers on this host may come through shared memory.
+        shm: whether peers on this host may connect through shared memory.
         limits: of what peers may send.
-        spin_us: how long a receive looks again and again before it sleeps; it learns to do without.
-        views: hand out big messages of shared memory where they are; else copy them out at once.
-        peer_timeout_s: a peer without a sign of life for so long is lost, whether anybody waits for it or not: its
-            process is stopped, or the way to it is cut. 0 for never (debuggers stop processes), or 2 and more. A
-            program that hangs while its process runs is not noticed: deadlines are for that.
-        tls: certificates, for TCP to be encrypted and mutually authenticated; shared memory is not concerned. None for
-            what the environment says (`TLS.of_environment`), False for none. The files are read here, once.
+        spin_us: how long a receive busy-waits before it sleeps; it adapts where that does not help.
+        views: whether big messages are received as views of shared memory, or copied out at once.
+        peer_timeout_s: a peer without heartbeats for so long is lost, whether a call waits for it or not: its process
+            is stopped, or the network is cut. 0 for never (debuggers stop processes), or 2 and more. A program that
+            hangs while its process runs is not noticed: that is what timeouts are for.
+        tls: certificates, to encrypt TCP and authenticate both sides; shared memory is not affected. None for what the
+            environment says (`TLS.of_environment`), False for none. The files are read here, once.
 
     Raises:
-        TransportError, ArgumentError: there is no OpenSSL 3 on this machine; a file of `tls` cannot be used.
-        UntrustedPeerError: everyone could reach it, and there is no secret.
-        GeartrainError: the port is taken, or the host is not this one.
+        TransportError, ArgumentError: OpenSSL 3 is not installed; a file of `tls` cannot be used.
+        UntrustedPeerError: the host is not loopback, and there is no secret.
+        GeartrainError: the port is in use, or the host is not this one.
     """
     options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
     return Listener(_native.Listener.make(options, host or "", port, list(advertise), shm))
@@ -316,7 +316,7 @@ def connect(
     transport: str | None = None,
     secret: bytes = b"",
     timeout_s: float = 10.0,
-    limits: Limits | None = None,
+    limits: MessageLimits | None = None,
     spin_us: float = 30.0,
     views: bool = True,
     lanes: int = 2,
@@ -324,23 +324,23 @@ def connect(
     cross_memory: bool = True,
     tls: TLS | Literal[False] | None = None,
 ) -> Connection:
-    """A connection to a listener, over the fastest transport that works or over the one asked for.
+    """Connects to a listener, over the fastest transport that works or over a forced one.
 
     Args:
-        address: the listener's `address`; or "id=any;tcp=host:port" for whoever listens there.
+        address: the listener's `address`; or "id=any;tcp=host:port" for any listener there.
         transport: one of `TRANSPORTS`, to force it.
-        lanes: TCP connections beside the first one, for messages of 8 MiB and more.
+        lanes: further TCP connections, used in parallel by messages of 8 MiB and more.
         timeout_s: for all of it.
         secret, limits, spin_us, views, peer_timeout_s: as for `listen`.
-        cross_memory: whether exposed memory may be reached straight in the other process; False has it served.
+        cross_memory: whether exposed memory may be accessed by cross-memory attach; False has it served.
         tls: as for `listen`, and on both sides or on neither.
 
     Raises:
-        TransportError: no transport, or not the one asked for, reaches the peer; with every reason.
-        UntrustedPeerError: the secrets are not the same; one side uses TLS and the other does not, or a certificate is
-            refused: says which, and why.
+        TransportError: no transport, or not the forced one, reaches the peer; with every reason.
+        UntrustedPeerError: the secrets differ; only one side uses TLS; or a certificate is refused: says which, and
+            why.
         ArgumentError: a file of `tls` cannot be used.
-        WaitTimeoutError: the peer did not answer in time.
+        WaitTimeoutError: the peer did not reply in time.
     """
     options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
     options["cross_memory"] = cross_memory
@@ -354,13 +354,13 @@ def connect(
 
 def options_of(
     secret: bytes,
-    limits: Limits | None,
+    limits: MessageLimits | None,
     spin_us: float,
     views: bool,
     peer_timeout_s: float = 30.0,
     tls: TLS | Literal[False] | None = None,
 ) -> dict[str, Any]:
-    """What the native layer wants to know."""
+    """Options of the native layer."""
     options: dict[str, Any] = {} if limits is None else asdict(limits)
     shown = TLS.of_environment() if tls is None else tls
     if shown:

@@ -1,4 +1,4 @@
-"""Where names become addresses: a store that all can reach, of the kind that torch has."""
+"""Rendezvous: names and addresses of processes, exchanged through a c10d store (TCPStore, FileStore)."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from urllib.parse import urlparse
 
 from geartrain.errors import GeartrainError, PeerLostError, UnknownPeerError, WaitTimeoutError
 
-#: A wait for a name lasts so long at most: the store's own threads print a line about each that was in vain.
+#: Longest single wait for a name: the store's own threads print a line about each that times out.
 _SLICE_S = 10.0
 
 
 class Directory:
-    """Addresses of peers: those given, and those that others have put into the store."""
+    """Addresses by name: those given, and those that peers have put into the store."""
 
     def __init__(self, store: Any, known: dict[str, str], prefix: str = "geartrain/rpc") -> None:
         self.store = store
         self.known = known
-        self._waiters: list[Any] = []  # copies of the store that nobody waits with now
+        self._waiters: list[Any] = []  # copies of the store that are not waiting now
         self.prefix = prefix
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
 
     def put(self, name: str, value: str) -> None:
-        """Lets others find it."""
+        """Publishes an address under a name."""
         if self.store is not None:
             with _store_errors():
                 self.store.set(self._key(name), value)
 
     def find(self, name: str, until_s: float) -> str:
-        """Waits for somebody to put it. Raises `UnknownPeerError`."""
+        """The address of a name, waited for until `until_s`. Raises `UnknownPeerError`."""
         if name in self.known:
             return self.known[name]
         if self.store is None:
@@ -50,7 +50,7 @@ class Directory:
             return self._get(name)
 
     def _wait(self, name: str, timeout_s: float) -> None:
-        """Until it is there, or for so long: with a copy of the store, which answers nobody else meanwhile."""
+        """Until the name is there, or for so long: with a copy of the store, since a waiting one serves no one else."""
         try:
             waiter = self._waiters.pop() if self._waiters else self.store.clone()
         except (AttributeError, NotImplementedError, RuntimeError):  # not torch's own, or one that cannot
@@ -69,20 +69,20 @@ class Directory:
         return value.decode() if isinstance(value, bytes) else value
 
     def has(self, name: str) -> bool:
-        """Whether somebody has put it."""
+        """Whether a name is known, or in the store."""
         return name in self.known or bool(self.store.check([self._key(name)]))
 
     def remove(self, name: str, value: str) -> None:
-        """Takes it out, if it is still this one, from a store that can and is still there."""
+        """Deletes a name if it still has this address, from a store that can delete and still runs."""
         self._waiters.clear()
         if self.store is None or not hasattr(self.store, "delete_key") or _is_gone(self.store):
             return
-        with contextlib.suppress(RuntimeError):  # it went at this moment
+        with contextlib.suppress(RuntimeError):  # the store has just ended
             if self.store.check([self._key(name)]) and self._get(name) == value:
                 self.store.delete_key(self._key(name))
 
     def join(self, name: str, rank: int | None, world_size: int | None, timeout_s: float) -> None:
-        """Tells one's rank, and waits until all have. Raises `WaitTimeoutError`, with the ranks that are missing."""
+        """Publishes this rank, and waits for all others. Raises `WaitTimeoutError` with the missing ranks."""
         if rank is not None:
             self.put(f"rank/{rank}", name)
         if self.store is None or world_size is None:
@@ -101,7 +101,7 @@ class Directory:
 def store_of(
     init_method: str, rank: int | None, world_size: int | None, timeout_s: float
 ) -> tuple[Any, int | None, int | None]:
-    """The store of an init_method, and what it says of rank and world size."""
+    """The store of an init_method, with rank and world size."""
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
     url = urlparse(init_method)
@@ -122,12 +122,12 @@ def store_of(
 
 @contextlib.contextmanager
 def _store_errors() -> Iterator[None]:
-    """A store that does not answer is an error of ours."""
+    """Raises a store's RuntimeError as `PeerLostError`."""
     try:
         yield
     except RuntimeError as error:
         line = str(error).partition("\n")[0]
-        raise PeerLostError(f"the store that peers find each other in does not answer: {line}") from None
+        raise PeerLostError(f"the rendezvous store does not answer: {line}") from None
 
 
 def _is_timeout(error: RuntimeError) -> bool:
@@ -135,7 +135,7 @@ def _is_timeout(error: RuntimeError) -> bool:
 
 
 def _is_gone(store: Any) -> bool:
-    """Whether a tcp store's process has ended. Asking the store itself would print a page for each question."""
+    """Whether a tcp store's process has ended. A request to the store itself would log a stack trace."""
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     if not isinstance(host, str) or not isinstance(port, int):
         return False

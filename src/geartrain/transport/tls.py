@@ -1,5 +1,4 @@
-"""What a process shows and trusts where its connections over TCP are to be under TLS
-(native/transport/security/tls.h)."""
+"""TLS options: the certificate, key and certificate authority of a process (native/transport/security/tls.h)."""
 
 from __future__ import annotations
 
@@ -9,20 +8,20 @@ from pathlib import Path
 
 from geartrain.errors import ArgumentError
 
-#: The environment's names for `TLS`, in the order of its fields; the last one may be missing.
+#: Environment variables of `TLS`, in the order of its fields; the last one is optional.
 VARIABLES = ("GEARTRAIN_TLS_CERT", "GEARTRAIN_TLS_KEY", "GEARTRAIN_TLS_CA", "GEARTRAIN_TLS_NAME")
 
 
 @dataclass(frozen=True)
 class TLS:
-    """PEM files: TLS 1.3, in which both sides show a certificate that `ca` signed.
+    """PEM files for mutual TLS 1.3: each side shows a certificate that `ca` signed.
 
     Args:
-        certificate: this side's; with the authorities between it and `ca` after it, if there are any.
+        certificate: this side's, followed by intermediate certificates, if there are any.
         key: the certificate's, not encrypted.
-        ca: whoever signs the certificates of peers.
-        name: what peers' certificates must be for, both ways. Without one, the side that connects checks for the host
-            that it dialled, and the side that listens takes every certificate of `ca`. No wildcards.
+        ca: the authority that signs the certificates of peers.
+        name: that peers' certificates must be for, in both directions. Without one, the connecting side checks for the
+            host that it connected to, and the listening side accepts every certificate of `ca`. No wildcards.
     """
 
     certificate: str | os.PathLike[str]
@@ -32,10 +31,10 @@ class TLS:
 
     @staticmethod
     def of_environment() -> TLS | None:
-        """That of GEARTRAIN_TLS_CERT, _KEY, _CA and, if it is to be, _NAME; None without.
+        """From GEARTRAIN_TLS_CERT, _KEY, _CA and optionally _NAME; None where none of them is set.
 
         Raises:
-            ArgumentError: some are set, and others are not.
+            ArgumentError: only some of them are set.
         """
         values = [os.environ.get(name, "") for name in VARIABLES]
         if not any(values):
@@ -48,7 +47,7 @@ class TLS:
         return TLS(*values)
 
     def options(self) -> dict[str, str]:
-        """What the native layer wants to know."""
+        """Options of the native layer."""
         return {
             "tls_certificate": str(Path(self.certificate)),
             "tls_key": str(Path(self.key)),

@@ -1,7 +1,7 @@
-"""What a version consists of: names, dtypes and shapes, and where in a buffer each tensor stands.
+"""Layout of a version: names, dtypes, shapes and offsets of its tensors in a buffer.
 
-Names are paths, so that `{"policy": module.state_dict(), "steps": array}` comes back as it was given. A tensor starts
-at a multiple of 64 bytes.
+Names are paths, so that nested mappings, as `{"policy": module.state_dict(), "steps": array}`, are restored. A tensor
+starts at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALIGNMENT = 64
 
 
 class Entry(NamedTuple):
-    """A tensor or array: where it is in the nesting, what it is, and where in the buffer."""
+    """A tensor or array: its path in the nesting, dtype, shape, and place in the buffer."""
 
     path: tuple[str, ...]
     dtype: str  # "torch.bfloat16", or NumPy's, "<f4"
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
     @property
     def is_torch(self) -> bool:
-        """Else it is a NumPy array."""
+        """Whether it is a torch tensor, and not a NumPy array."""
         return self.dtype.startswith("torch.")
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 class Schema:
-    """All entries of a version, in the order in which they were given."""
+    """All entries of a version, in their order of insertion."""
 
     def __init__(self, entries: list[Entry]) -> None:
         self.entries = entries
@@ -47,7 +47,7 @@ class Schema:
 
     @classmethod
     def of(cls, leaves: Mapping[tuple[str, ...], Any]) -> Schema:
-        """The schema of what `leaves_of` found."""
+        """Schema of the leaves of `leaves_of`."""
         entries, offset = [], 0
         for path, leaf in leaves.items():
             dtype, itemsize = _dtype_of(path, leaf)
@@ -59,7 +59,7 @@ class Schema:
 
     @classmethod
     def from_json(cls, text: bytes) -> Schema:
-        """What `to_json` made."""
+        """Inverse of `to_json`."""
         found = json.loads(text)
         return cls([Entry(tuple(path), dtype, tuple(shape), o, n) for path, dtype, shape, o, n in found])
 
@@ -123,7 +123,7 @@ def leaves_of(weights: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
 
 
 def nested(paths: list[tuple[str, ...]], values: list[Any]) -> dict[str, Any]:
-    """The mapping that `leaves_of` took apart."""
+    """Inverse of `leaves_of`."""
     whole: dict[str, Any] = {}
     for path, value in zip(paths, values, strict=True):
         at = whole

@@ -1,4 +1,4 @@
-"""The publishing side."""
+"""Publisher of weights: the trainer's side."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from geartrain.errors import ArgumentError
+from geartrain.weights.format import DIRECTORY
 from geartrain.weights.layout import Schema, leaves_of
-from geartrain.weights.segment import DIRECTORY
 from geartrain.weights.server import serve, stop_serving
 from geartrain.weights.writer import Writer
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Publisher:
-    """Publishes versions of weights under a name; the only one that does, on its host.
+    """Publishes versions of weights under a name, as the only publisher of that name on its host.
 
     Example:
         >>> with Publisher("doctest-policy") as publisher:
@@ -40,18 +40,18 @@ class Publisher:
         timeout_s: float = 30.0,
         directory: str | Path = DIRECTORY,
     ) -> None:
-        """Carries on with the file that an earlier publisher of that name left, if there is one.
+        """Continues with the file of an earlier publisher of that name, if there is one.
 
         Args:
             name: of the weights.
             node: lets processes on other hosts follow: `Reader(name, node=..., source=<this node's name>)`.
-            buffers: versions that fit, the one being written included. Readers can hold all but two and the publisher
-                does not wait. Memory is taken when a buffer is first used: two are enough while nobody is slow.
-            timeout_s: for `publish`, when it is not told otherwise.
-            directory: a file system in memory that all processes of the host see, another than /dev/shm.
+            buffers: versions that fit, the one being written included. The publisher does not wait while readers hold
+                all but two. Memory is allocated when a buffer is first used: two are enough for fast readers.
+            timeout_s: default of `publish`.
+            directory: another tmpfs than /dev/shm, mounted in all processes of the host.
 
         Raises:
-            GeartrainError: another publisher of that name lives on this host.
+            GeartrainError: another publisher of that name is alive on this host.
             IncompatibleStoreError: the file of that name is something else.
         """
         self.name, self.timeout_s = name, timeout_s
@@ -63,20 +63,20 @@ class Publisher:
 
     @property
     def version(self) -> int | None:
-        """The newest that this publisher has published."""
+        """Newest version that this publisher has published."""
         return self._version
 
     def publish(self, version: int, weights: Mapping[str, Any], *, timeout_s: float | None = None) -> None:
-        """Makes these weights the newest version, for readers everywhere. They are copied once, into shared memory.
+        """Publishes weights as the newest version, for readers on all hosts. They are copied once, into shared memory.
 
         Args:
             version: larger than the one before, and below 2**63: a number that `store.row(version=...)` takes.
             weights: a state_dict, or any nesting of mappings with tensors (of any dtype, on any device) and NumPy
-                arrays. Nobody may change them until this returns.
-            timeout_s: how long to wait for a buffer.
+                arrays. They must not change until this returns.
+            timeout_s: longest wait for a buffer.
 
         Raises:
-            ArgumentError: the version does not grow; or names, dtypes or shapes are not those of the first version.
+            ArgumentError: the version does not increase; or names, dtypes or shapes are not those of the first version.
             BuffersHeldError: readers held all buffers until the deadline. Nothing was published.
             NoSpaceError: /dev/shm is full.
         """
@@ -84,7 +84,7 @@ class Publisher:
         if not 0 <= number < 2**63:
             raise ArgumentError(f"versions are numbers from 0 to 2**63 - 1, found {number}")
         if self._version is not None and number <= self._version:
-            raise ArgumentError(f"versions grow: {number} cannot follow {self._version}")
+            raise ArgumentError(f"versions must increase: {number} cannot follow {self._version}")
         leaves = leaves_of(weights)
         schema = Schema.of(leaves)
         if self._version is None:
@@ -96,7 +96,7 @@ class Publisher:
         self._version = number
 
     def close(self) -> None:
-        """Leaves. Readers that are attached keep the newest version; the last of them removes the segment."""
+        """Detaches. Attached readers keep the newest version; the last of them removes the segment."""
         if self._node is not None:
             stop_serving(self._node, self.name, self._writer)
         self._writer.close()
@@ -112,7 +112,7 @@ class Publisher:
 
 
 def _copy(leaves: list[Any], views: Any) -> None:
-    """Tensors may be on a device: this is then the copy to the host."""
+    """Copies leaves into shared memory; from a device, this is the copy to the host."""
     arrays = [(view, leaf) for view, leaf in zip(views, leaves, strict=True) if isinstance(view, np.ndarray)]
     tensors = [(view, leaf) for view, leaf in zip(views, leaves, strict=True) if not isinstance(view, np.ndarray)]
     for view, leaf in arrays:

@@ -1,4 +1,4 @@
-"""The reading side."""
+"""Reader of weights, and snapshots of a version: the actors' side."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from geartrain.errors import ArgumentError, CorruptStoreError, StoreClosedError, WaitTimeoutError
+from geartrain.weights.format import DIRECTORY, Head
 from geartrain.weights.layout import Schema, nested
 from geartrain.weights.relay import Follower
-from geartrain.weights.segment import DIRECTORY, Head, Segment
+from geartrain.weights.segment import WeightsSegment
 
 if TYPE_CHECKING:
     from geartrain.rpc import Node
 
 
-#: How often a sleeping reader looks whether the file is still the one that has the name.
-_LOOK_AGAIN_S = 5.0
+#: Period of a sleeping reader's check whether its file still has the name.
+_CHECK_EVERY_S = 5.0
 
 
 class Snapshot(Mapping[str, Any]):
     """One version of the weights: a mapping like the one that was published, of views of shared memory.
 
-    The version stays as it is while the snapshot or a tensor of it lives, and its buffer cannot be used again: take
-    the next `latest` and let this one go.
+    The version does not change while the snapshot or a tensor of it is alive, and its buffer cannot be reused: release
+    it (`del`) after the next `latest`.
     """
 
     def __init__(self, version: int, published_ns: int, weights: dict[str, Any]) -> None:
@@ -51,7 +52,7 @@ class Snapshot(Mapping[str, Any]):
         return len(self._weights)
 
     def copy(self) -> dict[str, Any]:
-        """A plain dict of the same views, for callers who want one."""
+        """A plain dict of the same views."""
         return dict(self._weights)
 
     def __repr__(self) -> str:
@@ -59,7 +60,7 @@ class Snapshot(Mapping[str, Any]):
 
 
 class Reader:
-    """The newest weights of a name, on this host. Any thread may use it."""
+    """Reads the newest weights of a name on this host. Thread-safe."""
 
     def __init__(
         self,
@@ -70,13 +71,13 @@ class Reader:
         timeout_s: float = 30.0,
         directory: str | Path = DIRECTORY,
     ) -> None:
-        """Attaches; the publisher may come later.
+        """Attaches; the publisher may start later.
 
         Args:
             name: of the weights.
             node, source: this process's node, and the name of the publisher's (or of a relay's), where that may be on
                 another host. One process per host then fetches new versions for all of them; when it dies, another.
-            timeout_s: for `latest`, when it is not told otherwise.
+            timeout_s: default of `latest`.
             directory: as for the publisher.
 
         Raises:
@@ -86,7 +87,7 @@ class Reader:
             raise ArgumentError("to follow a publisher on another host a reader needs both, node= and source=")
         self.name, self.timeout_s = name, timeout_s
         self._directory = Path(directory)
-        self._segment = Segment.open(name, self._directory)
+        self._segment = WeightsSegment.open(name, self._directory)
         self._schema: Schema | None = None
         self._current: weakref.ref[Snapshot] | None = None
         self._current_head: Head | None = None
@@ -98,12 +99,12 @@ class Reader:
             weakref.finalize(self, self._follower.stop)
 
     def latest(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Snapshot:
-        """The newest version; waits while there is none, or none that is `at_least` that.
+        """Snapshot of the newest version; waits while there is none, or none of at least `at_least`.
 
-        While the version is the same, so is the snapshot, if it is still held.
+        While the version is the same, so is the snapshot, if it is still alive.
 
         Raises:
-            WaitTimeoutError: not there in time; says what is there, and whether anybody publishes.
+            WaitTimeoutError: not published in time; says which version is there, and whether a publisher is alive.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         until_s = time.monotonic() + limit_s
@@ -120,11 +121,11 @@ class Reader:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise WaitTimeoutError(self._why_not(at_least, limit_s))
-            segment.wait_published(seen, min(left_s, _LOOK_AGAIN_S))
+            segment.wait_published(seen, min(left_s, _CHECK_EVERY_S))
 
     @property
     def version(self) -> int | None:
-        """The newest version's number, without holding it; None before the first."""
+        """Number of the newest version, without holding it; None before the first."""
         with self._lock:
             self._check_open()
             self._renew()
@@ -137,12 +138,12 @@ class Reader:
         return self._follower is not None and self._follower.is_relay
 
     def close(self) -> None:
-        """Leaves. Snapshots stay as they are."""
+        """Detaches. Snapshots stay valid."""
         if self._follower is not None:
             self._follower.close()
         with self._lock:
             self._closed = True
-            self._segment.wake_readers()  # those of this object wake up and find it closed
+            self._segment.wake_readers()  # threads that wait in `latest` find it closed
             self._segment.close()
             _readers.discard(self)
 
@@ -167,14 +168,14 @@ class Reader:
             mapped = self._segment.map(head)
             if mapped is not None:
                 return self._snapshot(head, mapped)
-            # The publisher has moved on twice since the head was read, and never writes to the newest.
-        raise CorruptStoreError(f"{self._segment.path}: what its head says of the newest version is not so")
+            # The publisher has published twice since the head was read; it never writes to the newest buffer.
+        raise CorruptStoreError(f"{self._segment.path}: the buffer that its head names has another version")
 
     def _renew(self) -> None:
-        # A publisher that died between giving a new file the name and saying so said nothing.
+        # A publisher that died between renaming a new file and setting `replaced` has not set it.
         while self._segment.signals["replaced"] or not (self._segment.has_publisher() or self._segment.has_its_name()):
             self._segment.close()
-            self._segment = Segment.open(self.name, self._directory)
+            self._segment = WeightsSegment.open(self.name, self._directory)
             self._schema = self._current = self._current_head = None
 
     def _snapshot(self, head: Head, mapped: mmap.mmap) -> Snapshot:
@@ -192,8 +193,8 @@ class Reader:
     def _why_not(self, at_least: int | None, limit_s: float) -> str:
         found = self._segment.head()
         there = "no version was published" if found is None else f"the newest version is {found.version}"
-        wanted = "" if at_least is None else f", and {at_least} was asked for"
-        who = "its publisher is alive" if self._segment.has_publisher() else "no publisher of it lives on this host"
+        wanted = "" if at_least is None else f", and {at_least} was requested"
+        who = "its publisher is alive" if self._segment.has_publisher() else "no publisher of it is alive on this host"
         why = f"; {self._follower.state}" if self._follower is not None else ""
         return f"weights {self.name!r}: {there}{wanted}, within {limit_s} s; {who}{why}"
 
@@ -202,7 +203,7 @@ class Reader:
             raise StoreClosedError(f"the reader of {self.name!r} was closed")
 
     def after_fork(self) -> None:
-        """In a forked child: a membership of its own. Snapshots stay, and are held until both have let go."""
+        """In a forked child: attaches it. Snapshots stay, and are held until both processes have released them."""
         self._lock = threading.Lock()
         self._segment.after_fork()
         if self._follower is not None:
@@ -210,15 +211,15 @@ class Reader:
 
 
 class _Hold:
-    """A held buffer as NumPy sees it: arrays made of it keep it, and with the last one the buffer is let go."""
+    """A held buffer as NumPy array: views keep it alive, and the last one releases it."""
 
-    def __init__(self, segment: Segment, mapped: mmap.mmap) -> None:
+    def __init__(self, segment: WeightsSegment, mapped: mmap.mmap) -> None:
         address = np.frombuffer(mapped, np.uint8).ctypes.data
         self.__array_interface__ = {"data": (address, False), "shape": (len(mapped),), "typestr": "|u1", "version": 3}
-        weakref.finalize(self, _let_go, mapped, segment)
+        weakref.finalize(self, _release, mapped, segment)
 
 
-def _let_go(mapped: mmap.mmap, segment: Segment) -> None:
+def _release(mapped: mmap.mmap, segment: WeightsSegment) -> None:
     mapped.close()  # and its descriptor; a forked child may have another, and then the buffer stays held
     segment.wake_publisher()
 

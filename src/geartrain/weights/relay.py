@@ -1,13 +1,13 @@
-"""From host to host: one process of each fetches a new version and publishes it to the others.
+"""Relay of weights between hosts: one process of each host fetches a new version and publishes it to the others.
 
-Every reader with a `source` has a thread that looks whether somebody publishes on this host: the publisher itself, or
-a relay. If nobody does, it asks the source for the id of its file. A file with that id here means that the publisher's
-memory is in sight. Otherwise whoever gets the publisher's lock is the relay; when it dies the lock is free, and another
-takes over within about `LOOK_S`.
+Every reader with a `source` has a thread that checks whether a publisher or a relay is alive on this host. If none is,
+it asks the source for the id of its file. A file with that id here means that the publisher's memory is shared with
+this process. Otherwise the process that gets the publisher's lock is the relay; when it dies the lock is free, and
+another takes over within about `CHECK_S`.
 
-A relay asks for what is newer than what it has, and the answer comes when there is something: nothing is sent that
-nobody asked for, and a slow host skips versions instead of queueing them. Bytes come in pieces, two under way at a
-time, straight into a buffer of the segment.
+A relay requests versions newer than its own, and the reply comes when there is one (long polling): nothing is sent
+unasked, and a slow host skips versions instead of queueing them. Bytes come in pieces, two in flight at a time,
+straight into a buffer of the segment.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ import numpy as np
 
 from geartrain.errors import ConnectionClosedError, GeartrainError, PeerLostError
 from geartrain.weights.layout import Schema
-from geartrain.weights.segment import Segment
+from geartrain.weights.segment import WeightsSegment
 from geartrain.weights.server import DONE, NEWER, PIECE, SEGMENT_OF, serve, stop_serving
 from geartrain.weights.writer import Writer
 
 if TYPE_CHECKING:
     from geartrain.rpc import Node
 
-LOOK_S = 0.5
+CHECK_S = 0.5
 PIECE_BYTES = 32 << 20
 _WAIT_S = 20.0
 _log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Has the weights of a source on this host, fetched by this process if no other does."""
+    """Keeps the weights of a source up to date on this host; fetches them if no other process does."""
 
     def __init__(self, name: str, node: Node, source: str, directory: Path) -> None:
         self.name, self.source = name, source
-        self.state = f"{source!r} was not asked yet"  # for people
+        self.state = f"{source!r} was not contacted yet"  # for error messages
         self._node, self._directory = node, directory
         self._writer: Writer | None = None
-        self._have: tuple[bytes, int] = (b"", 0)  # id and sequence at the source
+        self._newest: tuple[bytes, int] = (b"", 0)  # id and sequence at the source
         self._schema = b""
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -56,18 +56,18 @@ class Follower:
         return self._writer is not None
 
     def stop(self) -> None:
-        """Soon, without waiting for it."""
+        """Requests the end of the thread, without waiting for it."""
         self._stop.set()
         self._wake.set()
 
     def close(self) -> None:
-        """Stops, and leaves the task to another process of this host."""
+        """Stops; another process of this host becomes the relay."""
         self.stop()
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
     def after_fork(self) -> None:
-        """The thread is the parent's."""
+        """In a forked child, which does not have the thread."""
         self._writer = None
         self._stop.set()
         self._thread = threading.current_thread()
@@ -81,7 +81,7 @@ class Follower:
                 try:
                     if self._writer is None and not self._become_relay():
                         pause_s = 0.05
-                        self._stop.wait(LOOK_S)
+                        self._stop.wait(CHECK_S)
                         continue
                     self._fetch_next()
                     pause_s = 0.05
@@ -101,7 +101,7 @@ class Follower:
 
     def _become_relay(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            here = Segment.open(self.name, self._directory, create=False)
+            here = WeightsSegment.open(self.name, self._directory, create=False)
             try:
                 if here.has_publisher():
                     self.state = "another process of this host publishes or relays"
@@ -114,7 +114,7 @@ class Follower:
         try:
             self._writer = Writer(self.name, 3, self._directory)
         except GeartrainError:
-            return False  # another was faster
+            return False  # another process was faster
         serve(self._node, self.name, self._writer)
         self.state = "this process relays"
         return True
@@ -127,7 +127,7 @@ class Follower:
 
     def _fetch_next(self) -> None:
         assert self._writer is not None
-        found = self._call(NEWER, self.name, *self._have, _WAIT_S, timeout_s=_WAIT_S + 10.0)
+        found = self._call(NEWER, self.name, *self._newest, _WAIT_S, timeout_s=_WAIT_S + 10.0)
         if found is None:
             return
         if found["schema"] != self._schema:
@@ -137,36 +137,38 @@ class Follower:
             with self._writer.writing(found["version"], 30.0):
                 self._fetch(found, self._writer.memory())
                 if self._call(DONE, self.name, found["sequence"], timeout_s=10.0) is not True:
-                    raise PeerLostError(f"{self.source!r} gave version {found['version']} up before it was all here")
+                    raise PeerLostError(
+                        f"{self.source!r} released version {found['version']} before all of it was fetched"
+                    )
         except BaseException:
             with contextlib.suppress(GeartrainError):
                 self._node.tell(self.source, DONE, self.name, found["sequence"], timeout_s=1.0)
             raise
-        self._have = (found["id"], found["sequence"])
+        self._newest = (found["id"], found["sequence"])
         self.state = "this process relays"
 
     def _fetch(self, found: dict[str, Any], memory: np.ndarray[Any, Any]) -> None:
         offsets = list(range(0, found["nbytes"], PIECE_BYTES))
-        under_way: list[tuple[int, Any]] = []
-        while offsets or under_way:
-            while offsets and len(under_way) < 2:
+        in_flight: list[tuple[int, Any]] = []
+        while offsets or in_flight:
+            while offsets and len(in_flight) < 2:
                 offset = offsets.pop(0)
                 ask = self._node.call_async(
                     self.source, PIECE, self.name, found["sequence"], offset, PIECE_BYTES, timeout_s=60.0
                 )
-                under_way.append((offset, ask))
-            offset, ask = under_way.pop(0)
+                in_flight.append((offset, ask))
+            offset, ask = in_flight.pop(0)
             piece = ask.result()
             np.copyto(memory[offset : offset + len(piece)], piece)
             if len(piece) != min(PIECE_BYTES, found["nbytes"] - offset):
                 raise PeerLostError(f"{self.source!r} sent {len(piece)} bytes for a piece")
 
     def _call(self, function: str, *args: Any, timeout_s: float) -> Any:
-        """Like the node's, but `close` does not wait for it."""
+        """As `Node.call`, but `close` cancels it."""
         future = self._node.call_async(self.source, function, *args, timeout_s=timeout_s)
         self._wake.clear()
         future.add_done_callback(lambda _: self._wake.set())
         if self._stop.is_set() or not self._wake.wait(timeout_s) or self._stop.is_set():
             future.cancel()
-            raise PeerLostError("no answer" if not self._stop.is_set() else "closing")
+            raise PeerLostError("no reply" if not self._stop.is_set() else "closing")
         return future.result()

@@ -1,34 +1,4 @@
-"""The bytes of a segment of weights, and who may touch which: this file is the format's manual.
-
-    offset 0       HEADER         what the segment is; written once, before the segment has a name
-           64      LAYOUT         how big a version is, where the buffers are; zeros until the first version
-           128     HEAD [2]       the newest version and the one before it, in turns
-           256     SIGNALS        words to sleep on
-           320     SLOT [64]      what is in each buffer
-           4096    schema         JSON: names, dtypes, shapes and offsets (schema.py)
-    data_offset    buffer 0, buffer 1, ...   one version each, `stride` bytes apart, on pages of their own
-
-A version becomes true with the one HEAD that names it. The HEADs are written in turns and carry a checksum, so a
-publisher that is killed while it writes one leaves the other, and a reader that sees half of one sees that it is half.
-The buffer of the newest version is never written to; nor is one that a reader holds.
-
-Who holds what is known to the kernel: locks on bytes far beyond the file's end, which belong to an open file and go
-with its last descriptor, however the process ends (native/base/file_lock.h has the same manners):
-
-    PUBLISHER  exclusive   who publishes, from then on
-    GATE       exclusive   for the moment of leaving, or of replacing the file
-    MEMBERS    shared      everyone attached; who gets it exclusively was the last, and removes the name
-    BUFFER + i shared      a snapshot of buffer i, on an open file of its own; exclusive: the publisher writes to it
-
-A reader takes the lock of the buffer that the newest HEAD names and then looks into its SLOT: the sequence number must
-be the same. A publisher that was faster holds the lock or has changed the SLOT, and the reader takes the next HEAD.
-The locks also order the memory: the publisher drops the buffer's lock after the last byte and before the HEAD.
-
-Sleepers wait on SIGNALS (a futex): `published` changes with every version, `released` with every snapshot let go.
-
-A publisher whose weights have other names or shapes than those in the file makes a new file, and gives it the name
-with its first version in it; `replaced` in the old one tells its readers to look again.
-"""
+"""Segment of weights: a file in shared memory that a publisher writes and readers map. format.py draws the bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +7,6 @@ import errno
 import mmap
 import os
 import secrets
-import struct
 import time
 import zlib
 from collections.abc import Iterator
@@ -49,108 +18,64 @@ import numpy as np
 import geartrain.core.futex as futex
 import geartrain.core.locks as locks
 from geartrain.errors import (
-    ArgumentError,
     GeartrainError,
     IncompatibleStoreError,
     LockTimeoutError,
     NoSpaceError,
     StoreMissingError,
 )
-
-MAGIC = b"GEARWGT\n"
-FORMAT_VERSION = 1
-MAX_BUFFERS = 64
-
-HEADER = np.dtype(
-    [
-        ("magic", "S8"),
-        ("format_version", "<u4"),
-        ("header_bytes", "<u4"),
-        ("segment_id", "V16"),  # random, to tell this file from others of the same name, and hosts from each other
-        ("created_ns", "<u8"),  # wall clock
-        ("reserved", "V20"),
-        ("checksum", "<u4"),  # CRC-32 of the record up to here; the same in all of them
-    ]
+from geartrain.weights.format import (
+    BUFFER,
+    DIRECTORY,
+    FORMAT_VERSION,
+    GATE,
+    HEAD,
+    HEADER,
+    HEADS_AT,
+    LAYOUT,
+    LAYOUT_AT,
+    MAGIC,
+    MEMBERS,
+    PREFIX,
+    PUBLISHER,
+    SCHEMA_AT,
+    SIGNALS,
+    SIGNALS_AT,
+    SLOT,
+    SLOTS_AT,
+    Head,
+    path_of,
+    seal,
+    unseal,
 )
-LAYOUT = np.dtype(
-    [
-        ("buffers", "<u4"),
-        ("schema_checksum", "<u4"),
-        ("schema_bytes", "<u8"),
-        ("version_bytes", "<u8"),
-        ("data_offset", "<u8"),
-        ("stride", "<u8"),
-        ("reserved", "V20"),
-        ("checksum", "<u4"),
-    ]
-)
-HEAD = np.dtype(
-    [
-        ("sequence", "<u8"),  # 1, 2, 3, ... in this file
-        ("version", "<i8"),
-        ("published_ns", "<u8"),  # wall clock
-        ("buffer", "<u4"),
-        ("reserved", "V32"),
-        ("checksum", "<u4"),
-    ]
-)
-SIGNALS = np.dtype([("published", "<u4"), ("released", "<u4"), ("replaced", "<u4"), ("reserved", "V52")])
-SLOT = np.dtype([("sequence", "<u8"), ("version", "<i8"), ("reserved", "V12"), ("checksum", "<u4")])
 
-_LAYOUT_AT, _HEADS_AT, _SIGNALS_AT, _SLOTS_AT, _SCHEMA_AT = 64, 128, 256, 320, 4096
-assert HEADER.itemsize == LAYOUT.itemsize == HEAD.itemsize == SIGNALS.itemsize == 64
-assert SLOT.itemsize == 32
-assert _SLOTS_AT + MAX_BUFFERS * SLOT.itemsize <= _SCHEMA_AT
-
-_PUBLISHER, _GATE, _MEMBERS, _BUFFER = 0, 1, 2, 16
-#: Shared memory, where everybody on the host looks.
-DIRECTORY = Path("/dev/shm")
-_PREFIX = "geartrain-weights."
 _MAP_NORESERVE = 0x4000
 
 
-class Head(NamedTuple):
-    """A version, and where it is."""
-
-    sequence: int
-    version: int
-    published_ns: int
-    buffer: int
-
-
-def path_of(name: str, directory: Path) -> Path:
-    """Where the weights of that name live. Raises `ArgumentError` for what is no name."""
-    if not 0 < len(name) <= 200 or "/" in name or "\0" in name:
-        raise ArgumentError(f"the name of weights has 1 to 200 characters and no slash, found {name[:210]!r}")
-    return directory / f"{_PREFIX}{name}"
-
-
-class Segment:
-    """An open file of weights, of which this process is a member. The locks are those of this object's open file."""
+class WeightsSegment:
+    """An open file of weights that this process is attached to. Locks are those of this object's open file."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self.fd, self.path = -1, path
-        self._control = _map(fd, _SCHEMA_AT)
+        self._control = _map(fd, SCHEMA_AT)
         self._bytes = np.frombuffer(self._control, np.uint8)
-        self.signals = np.frombuffer(self._control, SIGNALS, 1, _SIGNALS_AT)[0]
-        self._words = np.frombuffer(self._control, "<u4", 3, _SIGNALS_AT)
+        self.signals = np.frombuffer(self._control, SIGNALS, 1, SIGNALS_AT)[0]
+        self._words = np.frombuffer(self._control, "<u4", 3, SIGNALS_AT)
         self._memory: mmap.mmap | None = None
         header = self._record(HEADER, 0)
         size = os.fstat(fd).st_size
         if header is None or header["magic"] != MAGIC:
-            raise IncompatibleStoreError(
-                f"{path} ({size} bytes) holds no weights of geartrain's, or its header is damaged"
-            )
-        if header["format_version"] != FORMAT_VERSION or header["header_bytes"] != _SCHEMA_AT:
+            raise IncompatibleStoreError(f"{path} ({size} bytes) is no segment of weights, or its header is damaged")
+        if header["format_version"] != FORMAT_VERSION or header["header_bytes"] != SCHEMA_AT:
             raise IncompatibleStoreError(
                 f"{path} has format {header['format_version']}; this build of geartrain reads {FORMAT_VERSION}"
             )
         self.id = header["segment_id"].tobytes()
-        self.fd = fd  # closed by us from here on
+        self.fd = fd  # this object closes it from here on
 
     @classmethod
-    def open(cls, name: str, directory: Path, *, create: bool = True) -> Segment:
-        """The file of that name, made if there is none. Raises `FileNotFoundError` without `create`."""
+    def open(cls, name: str, directory: Path, *, create: bool = True) -> WeightsSegment:
+        """Attaches to the file of that name; creates it if there is none, or raises `FileNotFoundError`."""
         path = path_of(name, directory)
         while True:
             try:
@@ -159,16 +84,16 @@ class Segment:
                 if not create:
                     raise
                 made = cls.make(path)
-                with contextlib.suppress(FileExistsError):  # somebody was faster
+                with contextlib.suppress(FileExistsError):  # another process was faster
                     made.link()
                     return made
                 made.close()
                 continue
-            if os.fstat(fd).st_size < _SCHEMA_AT:
+            if os.fstat(fd).st_size < SCHEMA_AT:
                 os.close(fd)
-                raise IncompatibleStoreError(f"{path} is too small to hold weights of geartrain's")
-            if not locks.take(fd, locks.SHARED, _MEMBERS) or not _is_at(fd, path):
-                os.close(fd)  # its last member is removing it at this moment
+                raise IncompatibleStoreError(f"{path} is too small to be a segment of weights")
+            if not locks.take(fd, locks.SHARED, MEMBERS) or not _is_at(fd, path):
+                os.close(fd)  # the last attached process is removing it
                 continue
             try:
                 return cls(fd, path)
@@ -177,26 +102,26 @@ class Segment:
                 raise
 
     @classmethod
-    def looking_at(cls, fd: int, path: Path) -> Segment:
-        """Somebody else's open file, for `head` and `layout` only: not a member, and closes nothing."""
+    def viewing(cls, fd: int, path: Path) -> WeightsSegment:
+        """A view of an open file, for `head` and `layout` only: does not attach, and closes nothing."""
         segment = cls(fd, path)
         segment.fd = -1
         return segment
 
     @classmethod
-    def make(cls, path: Path) -> Segment:
+    def make(cls, path: Path) -> WeightsSegment:
         """A new file without a name."""
         try:
             fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise _no_space(path, _SCHEMA_AT, error) from error
+            raise _no_space(path, SCHEMA_AT, error) from error
         try:
-            _allocate(fd, path, 0, _SCHEMA_AT)
+            _allocate(fd, path, 0, SCHEMA_AT)
             header = np.zeros((), HEADER)
-            header["magic"], header["format_version"], header["header_bytes"] = MAGIC, FORMAT_VERSION, _SCHEMA_AT
+            header["magic"], header["format_version"], header["header_bytes"] = MAGIC, FORMAT_VERSION, SCHEMA_AT
             header["segment_id"], header["created_ns"] = np.void(secrets.token_bytes(16)), time.time_ns()
-            os.pwrite(fd, _sealed(header), 0)
-            locks.take(fd, locks.SHARED, _MEMBERS)
+            os.pwrite(fd, seal(header), 0)
+            locks.take(fd, locks.SHARED, MEMBERS)
             return cls(fd, path)
         except BaseException:
             os.close(fd)
@@ -206,8 +131,8 @@ class Segment:
         """Gives a new file its name. Raises `FileExistsError` when that is taken."""
         os.link(f"/proc/self/fd/{self.fd}", self.path, src_dir_fd=self.fd)
 
-    def replace(self, old: Segment) -> None:
-        """Takes the name of another file over, whose publisher this process is."""
+    def replace(self, old: WeightsSegment) -> None:
+        """Takes over the name of another file, of which this process is the publisher."""
         with old.gate():
             temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.new")
             os.link(f"/proc/self/fd/{self.fd}", temporary, src_dir_fd=self.fd)
@@ -218,42 +143,38 @@ class Segment:
     # --- locks ------------------------------------------------------------------------------------------------------
 
     def become_publisher(self) -> bool:
-        """Whether nobody else is."""
-        return locks.take(self.fd, locks.EXCLUSIVE, _PUBLISHER)
-
-    def stop_publishing(self) -> None:
-        """Lets another one become the publisher."""
-        locks.drop(self.fd, _PUBLISHER)
+        """Takes the publisher's lock; False when another open file has it."""
+        return locks.take(self.fd, locks.EXCLUSIVE, PUBLISHER)
 
     def has_publisher(self) -> bool:
-        """Whether some other open file has that lock: a process that lives."""
-        return locks.is_taken(self.fd, _PUBLISHER)
+        """Whether another open file has the publisher's lock, and so its process is alive."""
+        return locks.is_taken(self.fd, PUBLISHER)
 
     def claim(self, buffer: int) -> bool:
-        """Takes a buffer to write to; False when a reader holds it. Nothing in it is true from here on."""
-        if not locks.take(self.fd, locks.EXCLUSIVE, _BUFFER + buffer):
+        """Locks a buffer to write to, and invalidates its contents; False when a reader holds it."""
+        if not locks.take(self.fd, locks.EXCLUSIVE, BUFFER + buffer):
             return False
-        self._put(np.zeros((), SLOT), _SLOTS_AT + buffer * SLOT.itemsize)
+        self._put(np.zeros((), SLOT), SLOTS_AT + buffer * SLOT.itemsize)
         return True
 
     def unclaim(self, buffer: int) -> None:
-        """Leaves a buffer to readers, or to the next claim."""
-        locks.drop(self.fd, _BUFFER + buffer)
+        """Unlocks a buffer for readers, or for the next claim."""
+        locks.drop(self.fd, BUFFER + buffer)
 
     def hold(self, head: Head) -> int | None:
-        """An open file that holds the buffer until its last descriptor is closed; None when the version is gone."""
+        """An open file that holds the buffer until its last descriptor is closed; None for an overwritten version."""
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
-        if locks.take(fd, locks.SHARED, _BUFFER + head.buffer):
-            slot = self._record(SLOT, _SLOTS_AT + head.buffer * SLOT.itemsize)
+        if locks.take(fd, locks.SHARED, BUFFER + head.buffer):
+            slot = self._record(SLOT, SLOTS_AT + head.buffer * SLOT.itemsize)
             if slot is not None and slot["sequence"] == head.sequence:
                 return fd
         os.close(fd)
         return None
 
     def map(self, head: Head) -> mmap.mmap | None:
-        """A version as a reader sees it, held for as long as it is mapped; None when the version is gone.
+        """Maps a version for reading, and holds it for as long as it is mapped; None when it was overwritten.
 
-        The mapping is private: whoever writes to it all the same changes a copy of a page, of this snapshot alone.
+        The mapping is private: a write changes a copy of a page, for this snapshot alone.
         """
         fd = self.hold(head)
         if fd is None:
@@ -271,42 +192,42 @@ class Segment:
 
     @contextlib.contextmanager
     def gate(self, timeout_s: float = 5.0) -> Iterator[None]:
-        """Nobody leaves meanwhile. Raises `LockTimeoutError` when somebody is stopped inside."""
-        if not locks.take(self.fd, locks.EXCLUSIVE, _GATE, timeout_s):
-            raise LockTimeoutError(f"{self.path}: a process is leaving, and has been for {timeout_s} s")
+        """No process detaches meanwhile. Raises `LockTimeoutError` when a stopped process holds the lock."""
+        if not locks.take(self.fd, locks.EXCLUSIVE, GATE, timeout_s):
+            raise LockTimeoutError(f"{self.path}: another process has held the lock for detaching for {timeout_s} s")
         try:
             yield
         finally:
-            locks.drop(self.fd, _GATE)
+            locks.drop(self.fd, GATE)
 
     def after_fork(self) -> None:
-        """In a forked child: a membership of its own, and none of the parent's other locks."""
+        """In a forked child: attaches it, without the parent's other locks."""
         try:
             mine = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            return  # closed by another thread of the parent's at that moment
+            return  # another thread of the parent was closing it
         os.dup2(mine, self.fd, inheritable=False)
         os.close(mine)
-        locks.take(self.fd, locks.SHARED, _MEMBERS)
+        locks.take(self.fd, locks.SHARED, MEMBERS)
 
     def abandon(self) -> None:
-        """In a forked child: drops the parent's locks from this process, which leave the parent's as they are."""
+        """In a forked child: closes the inherited descriptor; the parent keeps its locks."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def has_its_name(self) -> bool:
-        """Whether others find this file, and not another or none."""
+        """Whether the path still leads to this file."""
         return _is_at(self.fd, self.path)
 
     def close(self) -> None:
-        """Leaves; the last one removes the name. Memory that is mapped stays until it is let go."""
+        """Detaches; the last process removes the name. Mapped memory stays until it is unmapped."""
         if self.fd < 0:
             return
         fd, self.fd = self.fd, -1
         try:
-            inside = locks.take(fd, locks.EXCLUSIVE, _GATE, timeout_s=1.0)  # then somebody inside is stopped
-            if inside and locks.take(fd, locks.EXCLUSIVE, _MEMBERS) and _is_at(fd, self.path):
+            locked = locks.take(fd, locks.EXCLUSIVE, GATE, timeout_s=1.0)  # False where a stopped process has it
+            if locked and locks.take(fd, locks.EXCLUSIVE, MEMBERS) and _is_at(fd, self.path):
                 self.path.unlink(missing_ok=True)
         finally:
             os.close(fd)
@@ -321,7 +242,7 @@ class Segment:
         """The newest version; None before the first."""
         newest = None
         for i in range(2):
-            record = self._record(HEAD, _HEADS_AT + i * HEAD.itemsize)
+            record = self._record(HEAD, HEADS_AT + i * HEAD.itemsize)
             if record is not None and (newest is None or record["sequence"] > newest["sequence"]):
                 newest = record
         if newest is None:
@@ -329,31 +250,31 @@ class Segment:
         return Head(int(newest["sequence"]), int(newest["version"]), int(newest["published_ns"]), int(newest["buffer"]))
 
     def layout(self) -> Any:
-        """The LAYOUT; None before the first version is begun."""
-        return self._record(LAYOUT, _LAYOUT_AT)
+        """The LAYOUT record; None before the first version."""
+        return self._record(LAYOUT, LAYOUT_AT)
 
     def schema(self) -> bytes:
-        """The schema's JSON. Raises `IncompatibleStoreError` when it is not what was written."""
+        """The schema's JSON. Raises `IncompatibleStoreError` when its checksum is wrong."""
         layout = self.layout()
-        schema = os.pread(self.fd, int(layout["schema_bytes"]), _SCHEMA_AT)
+        schema = os.pread(self.fd, int(layout["schema_bytes"]), SCHEMA_AT)
         if zlib.crc32(schema) != layout["schema_checksum"]:
             raise IncompatibleStoreError(f"the schema in {self.path} is damaged")
         return schema
 
     def lay_out(self, schema: bytes, version_bytes: int, buffers: int) -> None:
-        """Says what a version is, before the first. Memory for a buffer is taken when it is first used."""
+        """Writes schema and LAYOUT before the first version. Memory for a buffer is allocated when it is first used."""
         layout = np.zeros((), LAYOUT)
         layout["buffers"], layout["version_bytes"] = buffers, version_bytes
         layout["schema_bytes"], layout["schema_checksum"] = len(schema), zlib.crc32(schema)
-        layout["data_offset"] = data_offset = _pages(_SCHEMA_AT + len(schema))
+        layout["data_offset"] = data_offset = _pages(SCHEMA_AT + len(schema))
         layout["stride"] = stride = max(mmap.PAGESIZE, _pages(version_bytes))
         os.ftruncate(self.fd, data_offset + buffers * stride)
-        _allocate(self.fd, self.path, _SCHEMA_AT, data_offset - _SCHEMA_AT)
-        os.pwrite(self.fd, schema, _SCHEMA_AT)
-        self._put(layout, _LAYOUT_AT)
+        _allocate(self.fd, self.path, SCHEMA_AT, data_offset - SCHEMA_AT)
+        os.pwrite(self.fd, schema, SCHEMA_AT)
+        self._put(layout, LAYOUT_AT)
 
     def allocate(self, buffer: int) -> None:
-        """Memory for a buffer, now: a full file system is an error here, and not a SIGBUS later."""
+        """Allocates a buffer's memory now: a full file system is an error here, and not a SIGBUS later."""
         layout = self.layout()
         _allocate(self.fd, self.path, int(layout["data_offset"] + buffer * layout["stride"]), int(layout["stride"]))
 
@@ -368,37 +289,37 @@ class Segment:
 
     @property
     def mapped(self) -> mmap.mmap | None:
-        """What `memory` is a part of."""
+        """The mapping that `memory` returns views of."""
         return self._memory
 
     def commit(self, buffer: int, version: int) -> Head:
-        """Makes what was written into a claimed buffer the newest version, and wakes who waits for it."""
+        """Publishes a claimed buffer as the newest version, and wakes readers that wait for it."""
         before = self.head()
         head = Head(before.sequence + 1 if before else 1, version, time.time_ns(), buffer)
         slot = np.zeros((), SLOT)
         slot["sequence"], slot["version"] = head.sequence, version
-        self._put(slot, _SLOTS_AT + buffer * SLOT.itemsize)
+        self._put(slot, SLOTS_AT + buffer * SLOT.itemsize)
         self.unclaim(buffer)
         record = np.zeros((), HEAD)
         record["sequence"], record["version"], record["published_ns"], record["buffer"] = head
-        self._put(record, _HEADS_AT + head.sequence % 2 * HEAD.itemsize)
+        self._put(record, HEADS_AT + head.sequence % 2 * HEAD.itemsize)
         self.wake_readers()
         return head
 
     # --- signals ----------------------------------------------------------------------------------------------------
 
     def wake_readers(self) -> None:
-        """A version is there, or the file was replaced."""
+        """Wakes readers: a version was published, or the file was replaced."""
         self._words[0] += 1
         futex.wake(self._words[0:])
 
     def wake_publisher(self) -> None:
-        """A buffer was let go. The word need not count, only change."""
+        """Wakes the publisher: a buffer was released. The word only has to change."""
         self._words[1] = time.monotonic_ns() & 0xFFFFFFFF
         futex.wake(self._words[1:])
 
     def published(self) -> int:
-        """The word to wait on."""
+        """The futex word to wait on."""
         return int(self._words[0])
 
     def wait_published(self, seen: int, timeout_s: float) -> None:
@@ -406,7 +327,7 @@ class Segment:
         futex.wait(self._words[0:], seen, timeout_s)
 
     def released(self) -> int:
-        """The word to wait on."""
+        """The futex word to wait on."""
         return int(self._words[1])
 
     def wait_released(self, seen: int, timeout_s: float) -> None:
@@ -416,33 +337,29 @@ class Segment:
     # --- records ----------------------------------------------------------------------------------------------------
 
     def _record(self, dtype: np.dtype[Any], at: int) -> Any:
-        raw = self._bytes[at : at + dtype.itemsize].tobytes()
-        (checksum,) = struct.unpack_from("<I", raw, len(raw) - 4)
-        if zlib.crc32(raw[:-4]) != checksum or not any(raw):
-            return None
-        return np.frombuffer(raw, dtype)[0]
+        return unseal(self._bytes[at : at + dtype.itemsize].tobytes(), dtype)
 
     def _put(self, record: Any, at: int) -> None:
-        raw = _sealed(record)
+        raw = seal(record)
         self._bytes[at : at + len(raw)] = np.frombuffer(raw, np.uint8)
 
 
-class Described(NamedTuple):
-    """What can be seen of weights from outside, without becoming one of their processes."""
+class WeightsInfo(NamedTuple):
+    """State of weights, read without attaching to them."""
 
     name: str
     version: int | None  # the newest; None before the first
-    published_ns: int  # its time, by the wall clock
+    published_ns: int  # wall clock
     version_bytes: int
     buffers: int
-    file_bytes: int  # memory taken
+    file_bytes: int  # memory allocated
     published: int  # versions since the file was made
-    has_publisher: bool  # a process that lives
-    in_use: bool  # by any process that lives
+    has_publisher: bool  # and it is alive
+    in_use: bool  # a living process is attached
 
 
-def describe(name: str, directory: str | Path = DIRECTORY) -> Described:
-    """Weights as they are now; leaves no trace.
+def describe(name: str, directory: str | Path = DIRECTORY) -> WeightsInfo:
+    """State of weights, without attaching to them.
 
     Raises:
         StoreMissingError: there are none of that name on this host.
@@ -455,11 +372,11 @@ def describe(name: str, directory: str | Path = DIRECTORY) -> Described:
         raise StoreMissingError(f"there are no weights {name!r} on this host: {path} is missing") from None
     try:
         status = os.fstat(fd)
-        if status.st_size < _SCHEMA_AT:
-            raise IncompatibleStoreError(f"{path} is too small to hold weights of geartrain's")
-        segment = Segment.looking_at(fd, path)
+        if status.st_size < SCHEMA_AT:
+            raise IncompatibleStoreError(f"{path} is too small to be a segment of weights")
+        segment = WeightsSegment.viewing(fd, path)
         head, layout = segment.head(), segment.layout()
-        return Described(
+        return WeightsInfo(
             name=name,
             version=None if head is None else head.version,
             published_ns=0 if head is None else head.published_ns,
@@ -467,42 +384,37 @@ def describe(name: str, directory: str | Path = DIRECTORY) -> Described:
             buffers=0 if layout is None else int(layout["buffers"]),
             file_bytes=status.st_blocks * 512,
             published=0 if head is None else head.sequence,
-            has_publisher=locks.is_taken(fd, _PUBLISHER),
-            in_use=locks.is_taken(fd, _MEMBERS),
+            has_publisher=locks.is_taken(fd, PUBLISHER),
+            in_use=locks.is_taken(fd, MEMBERS),
         )
     finally:
         os.close(fd)
 
 
 def names(directory: str | Path = DIRECTORY) -> list[str]:
-    """Of all weights on this host."""
-    found = (path.name.removeprefix(_PREFIX) for path in Path(directory).glob(f"{_PREFIX}*"))
+    """Names of all weights on this host."""
+    found = (path.name.removeprefix(PREFIX) for path in Path(directory).glob(f"{PREFIX}*"))
     return sorted(name for name in found if not name.endswith(".new"))
 
 
 def unlink(name: str, directory: str | Path = DIRECTORY) -> None:
-    """Takes the name away. Processes that use the weights keep them; a publisher that starts makes new ones."""
+    """Removes the name. Attached processes keep the weights; a publisher that starts makes a new segment."""
     path_of(name, Path(directory)).unlink(missing_ok=True)
 
 
 def reap(directory: str | Path = DIRECTORY) -> list[str]:
-    """Removes the weights that nobody is attached to any more: their processes were killed. Returns their names."""
+    """Removes weights that no living process is attached to: theirs were killed. Returns their names."""
     removed = []
-    for path in Path(directory).glob(f"{_PREFIX}*"):
+    for path in Path(directory).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if locks.take(fd, locks.EXCLUSIVE, _MEMBERS) and _is_at(fd, path):
+                if locks.take(fd, locks.EXCLUSIVE, MEMBERS) and _is_at(fd, path):
                     path.unlink()
-                    removed.append(path.name.removeprefix(_PREFIX))
+                    removed.append(path.name.removeprefix(PREFIX))
             finally:
                 os.close(fd)
     return sorted(removed)
-
-
-def _sealed(record: Any) -> bytes:
-    raw: bytes = record.tobytes()[:-4]
-    return raw + struct.pack("<I", zlib.crc32(raw))
 
 
 def _map(fd: int, size: int) -> mmap.mmap:
@@ -538,6 +450,6 @@ def _no_space(path: Path, size: int, error: OSError) -> Exception:
     free = os.statvfs(path.parent)
     return NoSpaceError(
         f"a buffer of {path.name} needs {size / 2**20:.1f} MiB, but {path.parent} has "
-        f"{free.f_bavail * free.f_frsize / 2**20:.1f} MiB free. Let snapshots go, remove what dead runs left "
-        "(geartrain.weights.reap()), or enlarge it (mount -o remount,size=...; docker run --shm-size=...)"
+        f"{free.f_bavail * free.f_frsize / 2**20:.1f} MiB free. Release snapshots, remove what killed processes "
+        "have left (geartrain.weights.reap()), or enlarge it (mount -o remount,size=...; docker run --shm-size=...)"
     )

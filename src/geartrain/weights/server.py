@@ -1,12 +1,12 @@
-"""What a publisher's node, or a relay's, answers to relays on other hosts.
+"""RPC functions of a publisher or relay, which relays on other hosts call.
 
-    newer(name, after_id, after_sequence, wait_s)   the newest version that is not that one: what it is; None for none
-    piece(name, sequence, offset, size)             some of its bytes
-    done(name, sequence)                            lets it go; False when it had been given up meanwhile
-    segment_of(name)                                the id of the file here: whoever sees that file needs no relay
+    newer(name, after_id, after_sequence, wait_s)   metadata of the newest version after that one; None at the timeout
+    piece(name, sequence, offset, size)             a range of its bytes
+    done(name, sequence)                            releases it; False when it was released before
+    segment_of(name)                                id of the file: a process that finds that file needs no relay
 
-A version is pinned from `newer` to `done`, so that its bytes stay. A relay that asks for nothing for `PIN_S` loses
-its pin when the publisher needs the buffer; it then hears False, and throws away what it has.
+A version is pinned from `newer` to `done`, so that its bytes stay. A relay that is idle for `PIN_S` loses its pin when
+the publisher needs the buffer; `done` then returns False, and the relay discards the version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from geartrain.rpc import function
-from geartrain.weights.segment import Head, Segment
+from geartrain.weights.format import Head
+from geartrain.weights.segment import WeightsSegment
 from geartrain.weights.writer import Writer
 
 if TYPE_CHECKING:
@@ -31,13 +32,13 @@ PIN_S = 30.0
 
 class _Pin(NamedTuple):
     fd: int  # holds the buffer
-    segment: Segment
+    segment: WeightsSegment
     head: Head
     used_s: float
 
 
 class _Served:
-    """Weights that a node answers questions about."""
+    """Weights that a node serves, with the pins of its relays."""
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
@@ -71,10 +72,10 @@ class _Served:
         if head is None or (segment.id == after_id and head.sequence <= after_sequence):
             return None
         fd = None
-        with contextlib.suppress(OSError):  # closed at this moment: there is another, or the publisher is leaving
+        with contextlib.suppress(OSError):  # it is being closed: replaced by another, or the publisher ends
             fd = segment.hold(head)
         if fd is None:
-            return None  # the publisher is two versions further, and wakes us
+            return None  # the publisher has published two more, and wakes us
         with self._lock:
             self._drop(caller)
             self._pins[caller] = _Pin(fd, segment, head, time.monotonic())
@@ -110,18 +111,18 @@ class _Served:
             pin.segment.wake_publisher()
 
     def drop(self, caller: str) -> None:
-        """The relay is gone."""
+        """Releases the pin of a lost relay."""
         with self._lock:
             self._drop(caller)
 
     def drop_idle(self) -> None:
-        """The publisher needs a buffer."""
+        """Releases the pins of idle relays: the publisher needs a buffer."""
         with self._lock:
             for caller in [c for c, pin in self._pins.items() if pin.used_s < time.monotonic() - PIN_S]:
                 self._drop(caller)
 
     def wake(self) -> None:
-        """A version is there."""
+        """Wakes relays that wait for a version."""
         with self._lock:
             for loop, event in self._waiting:
                 with contextlib.suppress(RuntimeError):  # the loop was closed
@@ -137,11 +138,11 @@ _served: weakref.WeakKeyDictionary[Node, dict[str, _Served]] = weakref.WeakKeyDi
 
 
 def serve(node: Node, name: str, writer: Writer) -> None:
-    """Lets relays ask this node for the weights of a name."""
+    """Serves the weights of a name to relays that call this node."""
     known = _served.get(node)
     if known is None:
         known = _served[node] = {}
-        mine = known  # not the node: it would never go
+        mine = known  # without a reference to the node, which would keep it alive
         node.on_peer_lost(lambda peer, _: _drop_pins(mine, peer))
     known[name] = _Served(writer)
 
@@ -152,7 +153,7 @@ def _drop_pins(known: dict[str, _Served], peer: str) -> None:
 
 
 def stop_serving(node: Node, name: str, writer: Writer) -> None:
-    """Relays that ask later hear that there are no such weights here."""
+    """Stops serving; later calls raise LookupError."""
     served = _served.get(node, {}).get(name)
     if served is not None and served.writer is writer:
         del _served[node][name]

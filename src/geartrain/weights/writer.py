@@ -1,4 +1,4 @@
-"""The writing side of a segment: buffers, one after the other, for a publisher or for a relay of one."""
+"""Writer of a segment of weights: buffers in turns, for a publisher or a relay."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ from typing import Any
 import numpy as np
 
 from geartrain.errors import ArgumentError, BuffersHeldError, GeartrainError, StoreClosedError
+from geartrain.weights.format import MAX_BUFFERS
 from geartrain.weights.layout import Schema
-from geartrain.weights.segment import MAX_BUFFERS, Segment
+from geartrain.weights.segment import WeightsSegment
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-#: How often a waiting publisher looks for readers that were killed: those wake nobody.
-_LOOK_AGAIN_S = 0.1
+#: Period of a waiting publisher's check for buffers of killed readers, which wake nobody.
+_CHECK_EVERY_S = 0.1
 
 
 class Writer:
     """The only writer of the weights of a name on this host, while it is open."""
 
     def __init__(self, name: str, buffers: int, directory: Path) -> None:
-        """Raises `GeartrainError` when another one lives."""
+        """Raises `GeartrainError` when another one is alive."""
         if not 2 <= buffers <= MAX_BUFFERS:
             raise ArgumentError(
                 f"weights have 2 to {MAX_BUFFERS} buffers, to read one and write another; found buffers={buffers}"
             )
         self.name, self._buffers = name, buffers
-        self._segment = Segment.open(name, directory)
+        self._segment = WeightsSegment.open(name, directory)
         while not self._segment.become_publisher():
-            if self._segment.signals["replaced"]:  # the one that replaced it may have gone since
+            if self._segment.signals["replaced"]:  # the file that replaced it may be free
                 self._segment.close()
-                self._segment = Segment.open(name, directory)
+                self._segment = WeightsSegment.open(name, directory)
                 continue
             self._segment.close()
             raise GeartrainError(f"the weights {name!r} have a publisher on this host already, and it is alive")
-        self._old: Segment | None = None  # whose name a new file takes over with its first version
+        self._old: WeightsSegment | None = None  # its name goes to the new file with the first version there
         self._schema: Schema | None = None
         self._views: dict[int, list[Any]] = {}
         self._used: set[int] = set()
-        self.readable = self._segment  # the file that readers find
+        self.readable = self._segment  # the file that has the name
         self.on_commit: Callable[[], object] = lambda: None
         self.on_wait: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
@@ -55,11 +56,11 @@ class Writer:
 
     @property
     def schema(self) -> Schema | None:
-        """What versions consist of; None before the first."""
+        """Schema of the versions; None before the first."""
         return self._schema
 
     def lay_out(self, schema: Schema) -> None:
-        """Makes room for versions of this schema: in the file as it is, if it fits, else in one that replaces it."""
+        """Prepares for versions of this schema: in the present file if it is the same, else in one that replaces it."""
         with self._lock:
             self._check_open()
             self._lay_out(schema)
@@ -71,12 +72,12 @@ class Writer:
             if self._segment.schema() == text and layout["buffers"] == self._buffers:
                 self._schema = schema
                 return
-            fresh = Segment.make(self._segment.path)
+            fresh = WeightsSegment.make(self._segment.path)
             fresh.become_publisher()
             if self._old is None:
                 self._old = self._segment
             else:
-                self._segment.close()  # it never got the name
+                self._segment.close()  # it never had the name
             self._segment = fresh
         self._views.clear()
         self._used.clear()
@@ -85,7 +86,7 @@ class Writer:
 
     @contextlib.contextmanager
     def writing(self, version: int, timeout_s: float) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | list[Any]]:
-        """A buffer's tensors, to be filled; they become the newest version when the block ends well.
+        """A buffer's tensors, to be filled; they become the newest version when the block ends without an error.
 
         Raises `BuffersHeldError`, `NoSpaceError`.
         """
@@ -122,10 +123,10 @@ class Writer:
             if left_s <= 0:
                 raise BuffersHeldError(
                     f"readers have held {self._buffers - 1} of the {self._buffers} buffers of {self.name!r} for "
-                    f"{timeout_s} s, and the other is the newest version: let snapshots go, or have more buffers"
+                    f"{timeout_s} s, and the other is the newest version: release snapshots, or use more buffers"
                 )
             self.on_wait()
-            self._segment.wait_released(released, min(left_s, _LOOK_AGAIN_S))
+            self._segment.wait_released(released, min(left_s, _CHECK_EVERY_S))
 
     def _prepare(self, buffer: int) -> None:
         assert self._schema is not None
@@ -143,7 +144,7 @@ class Writer:
             raise
 
     def _populate(self, memory: Any) -> None:
-        """Page tables at once, and not page by page."""
+        """Faults all pages in with one call."""
         mapped = self._segment.mapped
         if mapped is not None and memory.nbytes:
             start = memory.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
@@ -160,7 +161,7 @@ class Writer:
             raise StoreClosedError(f"the publisher of {self.name!r} was closed")
 
     def close(self) -> None:
-        """Leaves. Versions stay readable for who is attached."""
+        """Detaches. Versions stay readable for attached readers."""
         with self._lock:
             _writers.discard(self)
             if self._old is not None:
@@ -168,7 +169,7 @@ class Writer:
             self._segment.close()
 
     def after_fork(self) -> None:
-        """In a forked child: what it inherited does not keep the parent's publisher alive."""
+        """In a forked child: closes what it inherited, so that it does not hold the publisher's lock."""
         self._lock = threading.Lock()
         for segment in (self._segment, self._old):
             if segment is not None:

@@ -10,11 +10,12 @@ K is the array's bytes, B a worker's rate, N the workers. Parts, each by itself 
     ddp         DistributedDataParallel and a model of 25 M parameters, N = 4 at 200 Mbit/s
     throughput  samples/s of 1, 2, 4, 8 workers, gradients summed during backward and after it
 
-Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`). A round begins at the same instant on all ranks and
-its time is the slowest rank's; every element of every sum is checked. How the numbers could mislead: see
+Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`). A round begins at the same instant on all
+ranks and its time is the slowest rank's; every element of every sum is checked. How the numbers could mislead: see
 docs/benchmarks.md.
 
-MPI runs by mpi4py in environments of its own: --peer-python mpich=PYTHON --peer-python openmpi=PYTHON. baidu-allreduce
+MPI runs by mpi4py in environments of its own: --baseline-python mpich=PYTHON --baseline-python openmpi=PYTHON.
+    baidu-allreduce
 joins where somebody has built it as a shared library against one of them: --baidu mpich=LIBRARY.
 """
 
@@ -42,7 +43,7 @@ from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.testbed import Arm, Bed, Timed, dedicated, gloo, hybrid, ring, workers
-from geartrain_bench.harness.baselines import PeerError
+from geartrain_bench.harness.baselines import BaselineError
 from geartrain_bench.harness.timing import BenchResult, Row
 
 KB, MB = 1 << 10, 1 << 20
@@ -108,7 +109,7 @@ def main(
     full: bool = False,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    peers: dict[str, str] | None = None,
+    baselines: dict[str, str] | None = None,
     arguments: Sequence[str] = (),
 ) -> AllReduceResult:
     """Measures, prints the tables, writes what was asked for, and returns the result.
@@ -118,7 +119,7 @@ def main(
     """
     parts, baidu = read(arguments)
     plan = FULL if full else QUICK if quick else DEFAULT
-    result = run(plan, parts, {**report.parse_peers([]), **(peers or {})}, baidu, quick=quick)
+    result = run(plan, parts, {**report.parse_baselines([]), **(baselines or {})}, baidu, quick=quick)
     result.command += " --full" * full + "".join(f" --part {part}" for part in parts) * (parts != PARTS)
     result.command += "".join(f" --baidu {mpi}=/path/to/library" for mpi in baidu)
     report.print_table(result)
@@ -135,7 +136,7 @@ def read(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     parser = argparse.ArgumentParser(
         prog="geartrain bench allreduce",
         description="All-reduce over shaped networks and loopback. Beside these: --quick, --full, --json FILE, "
-        "--plot FILE, --peer-python mpich=PYTHON, --peer-python openmpi=PYTHON.",
+        "--plot FILE, --baseline-python mpich=PYTHON, --baseline-python openmpi=PYTHON.",
     )
     parser.add_argument("--part", action="append", help=f"{', '.join(PARTS)} or all; repeat for several")
     parser.add_argument("--baidu", action="append", default=[], metavar="MPI=LIBRARY", help="mpich=/path/to/it.so")
@@ -156,11 +157,11 @@ def read(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def run(
-    plan: Plan, parts: Sequence[str], peers: Mapping[str, str], baidu: Mapping[str, str], *, quick: bool = False
+    plan: Plan, parts: Sequence[str], baselines: Mapping[str, str], baidu: Mapping[str, str], *, quick: bool = False
 ) -> AllReduceResult:
     """The plan's cases of those parts."""
     began_s = time.monotonic()
-    base = harness.new_result("allreduce", quick=quick, peers=peers, packages=("numpy", "torch"))
+    base = harness.new_result("allreduce", quick=quick, baselines=baselines, packages=("numpy", "torch"))
     result = AllReduceResult(base.bench, base.command, base.machine, base.versions)
     reason = Hosts.viable()
     for part in parts:
@@ -175,9 +176,9 @@ def run(
         if "delay" in parts:
             bench.with_delay()
         if "loopback" in parts:
-            bench.on_loopback(peers, baidu)
-    for name in set(peers) - {"mpich", "openmpi"}:
-        result.peers_missing[name] = "unknown to this bench, which knows mpich and openmpi"
+            bench.on_loopback(baselines, baidu)
+    for name in set(baselines) - {"mpich", "openmpi"}:
+        result.baselines_missing[name] = "unknown to this bench, which knows mpich and openmpi"
     result.targets = allreduce_report.targets(result.cases)
     result.notes.append("all hosts and processes share this machine's cores")
     harness.finish(result, began_s)
@@ -240,7 +241,7 @@ class _Bench:
                     for nbytes in plan.delay_sizes:
                         self._cases(bed, "delay", arms, n, nbytes, _rates(hosts, n), rtt_ms)
 
-    def on_loopback(self, peers: Mapping[str, str], baidu: Mapping[str, str]) -> None:
+    def on_loopback(self, baselines: Mapping[str, str], baidu: Mapping[str, str]) -> None:
         """Ranks of one host, and MPI's."""
         plan = self.plan
         floors_s = {nbytes: _memcpy_s(nbytes) for nbytes in plan.loopback_sizes}
@@ -250,12 +251,12 @@ class _Bench:
                 for nbytes in plan.loopback_sizes:
                     self._cases(bed, "loopback", arms, n, nbytes, (math.inf,) * n, floor_s=floors_s[nbytes])
         for name in ("mpich", "openmpi"):
-            if name not in peers:
-                self.result.peers_missing[name] = f"no interpreter given (--peer-python {name}=/path/to/python)"
+            if name not in baselines:
+                self.result.baselines_missing[name] = f"no interpreter given (--baseline-python {name}=/path/to/python)"
                 continue
             for n in plan.ranks:
                 for library in (None, baidu[name]) if name in baidu else (None,):
-                    self._mpi(name, peers[name], n, library, floors_s)
+                    self._mpi(name, baselines[name], n, library, floors_s)
         places = {row.case: place for place, row in reversed(list(enumerate(self.result.rows)))}
         self.result.rows.sort(key=lambda row: places[row.case])  # MPI's rows come beside the others'
 
@@ -264,8 +265,8 @@ class _Bench:
         asked = {nbytes: self._amount(nbytes / 1e9 + 2e-5) for nbytes in floors_s}
         try:
             found, versions = allreduce_mpi_jobs.run(name, python, n, asked, baidu)
-        except PeerError as error:
-            self.result.peers_missing[f"{system}, {n} ranks"] = str(error)
+        except BaselineError as error:
+            self.result.baselines_missing[f"{system}, {n} ranks"] = str(error)
             return
         self.result.versions |= {f"{name} {what}": version for what, version in versions.items()}
         for nbytes, timed in found.items():
@@ -277,13 +278,13 @@ class _Bench:
         n = plan.hybrid_workers
         try:
             wanted = allreduce_ddp.reference(n, plan.ddp_steps)
-        except PeerError as error:
-            self.result.peers_missing["ddp"] = str(error)
+        except BaselineError as error:
+            self.result.baselines_missing["ddp"] = str(error)
             return
         for arm in (gloo(), workers(), dedicated(n, n)):
             try:
                 found = allreduce_ddp.run(hosts, bed, arm, n, plan.ddp_steps)
-            except PeerError as error:
+            except BaselineError as error:
                 self._missing(bed, arm, error)
                 continue
             laps_s = found.laps_s
@@ -318,7 +319,7 @@ class _Bench:
                 try:
                     with bed.group(arm, n) as group:
                         timed = group.steps(plan.layers, plan.gradient_bytes, plan.compute_s, overlap, rounds=4, warm=1)
-                except PeerError as error:
+                except BaselineError as error:
                     self._missing(bed, arm, error)
                     continue
                 name = f"N = {n}, summed {'during' if overlap else 'after'} backward"
@@ -359,14 +360,14 @@ class _Bench:
             try:
                 with bed.group(arm, n) as group:
                     timed = group.rounds(nbytes, calls=calls, rounds=rounds, warm=1 if nbytes >= 16 * MB else 2)
-            except PeerError as error:
+            except BaselineError as error:
                 self._missing(bed, arm, error)
                 continue
             self._add(part, arm, n, nbytes, rates, rtt_ms, timed, floor_s)
             self.progress.advance(n * nbytes * calls * rounds)
 
-    def _missing(self, bed: Bed, arm: Arm, error: PeerError) -> None:
-        self.result.peers_missing[arm.name] = str(error)
+    def _missing(self, bed: Bed, arm: Arm, error: BaselineError) -> None:
+        self.result.baselines_missing[arm.name] = str(error)
         self.progress.say(f"{arm.name}: {error}")
         bed.restart()
 

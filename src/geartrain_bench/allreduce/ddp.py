@@ -20,7 +20,7 @@ import numpy as np
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.rounds import NICENESS
 from geartrain_bench.allreduce.testbed import SECRET, Arm, Bed
-from geartrain_bench.harness.baselines import PeerError
+from geartrain_bench.harness.baselines import BaselineError
 
 WORKER = [sys.executable, "-m", "geartrain_bench.allreduce.ddp_worker"]
 JOB_S = 400.0
@@ -50,7 +50,7 @@ def run(hosts: Hosts, bed: Bed, arm: Arm, n: int, steps: int) -> Trained:
     """Trains with n ranks, one on each of the first hosts.
 
     Raises:
-        PeerError: a rank failed or did not end in time; says what it said.
+        BaselineError: a rank failed or did not end in time; says what it said.
     """
     environment = {
         "WORLD_SIZE": str(n),
@@ -92,11 +92,11 @@ def _answers(processes: Sequence[subprocess.Popen[bytes]], said: Sequence[Any]) 
             try:
                 out, _ = process.communicate(timeout=max(0.1, ends_s - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise PeerError(f"rank {number} of DDP did not end within {JOB_S:g} s") from None
+                raise BaselineError(f"rank {number} of DDP did not end within {JOB_S:g} s") from None
             if process.returncode != 0:
                 said[number].seek(0)
                 words = said[number].read().decode(errors="replace").strip().splitlines()
-                raise PeerError(f"rank {number} of DDP failed: {words[-1] if words else 'it said nothing'}")
+                raise BaselineError(f"rank {number} of DDP failed: {words[-1] if words else 'it said nothing'}")
             answers.append(json.loads(out.decode().strip().splitlines()[-1]))
     finally:
         for process in processes:

@@ -15,9 +15,9 @@ import numpy as np
 
 from geartrain_bench.allreduce.rounds import Together
 from geartrain_bench.allreduce.testbed import Timed
-from geartrain_bench.harness.baselines import PeerError
+from geartrain_bench.harness.baselines import BaselineError
 
-SCRIPT = Path(__file__).with_name("allreduce_mpi.py")
+SCRIPT = Path(__file__).with_name("mpi_worker.py")
 TIMEOUT_S = 300.0
 #: What an MPI needs to run more ranks than there are cores, as root.
 OPTIONS = {"openmpi": ["--allow-run-as-root", "--oversubscribe"]}
@@ -29,12 +29,12 @@ def run(
     """Times so many ranks at each of these sizes: nbytes -> (calls of a round, rounds). Returns versions as well.
 
     Raises:
-        PeerError: they did not start, failed, found a wrong sum, or did not end in time; says what they said.
+        BaselineError: they did not start, failed, found a wrong sum, or did not end in time; says what they said.
     """
     home = Path(python).parent
     mpiexec = home / "mpiexec"
     if not mpiexec.exists():
-        raise PeerError(f"there is no {mpiexec}")
+        raise BaselineError(f"there is no {mpiexec}")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"PATH": f"{home}:{os.environ.get('PATH', '')}", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="geartrain-bench-") as directory:
@@ -49,7 +49,7 @@ def run(
         try:
             out, err = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise PeerError(f"{ranks} ranks of {name} did not end within {TIMEOUT_S:g} s") from None
+            raise BaselineError(f"{ranks} ranks of {name} did not end within {TIMEOUT_S:g} s") from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -57,7 +57,7 @@ def run(
     results = [line.removeprefix("RESULT ") for line in out.splitlines() if line.startswith("RESULT ")]
     if not results:
         words = " ".join((err or out).strip().splitlines()[-1:]) or "it said nothing"
-        raise PeerError(f"{ranks} ranks of {name} ended with {process.returncode}: {words}")
+        raise BaselineError(f"{ranks} ranks of {name} ended with {process.returncode}: {words}")
     found = json.loads(results[0])
     timed = {int(nbytes): Timed(np.array(seconds).max(axis=0).tolist()) for nbytes, seconds in found["seconds"].items()}
     return timed, found["versions"]

@@ -4,7 +4,7 @@ Both are driven through DI-engine's `Parallel`, between two of its workers on th
 listener in the other emits a word. What is timed is from the first emit until the word's listener runs, so the threads
 of DI-engine's event loops are in all figures. It needs an environment with DI-engine and geartrain in it:
 
-    geartrain bench di-engine --peer-python di=/path/to/python
+    geartrain bench di-engine --baseline-python di=/path/to/python
 
 How it could mislead. nng's workers are linked by its `ipc`, as DI-engine links the workers of one command; geartrain
 finds shared memory. Across hosts both use TCP, and differ less. nng does not know whether an event was taken, and drops
@@ -33,10 +33,10 @@ import numpy as np
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.errors import GeartrainError
-from geartrain_bench.harness.baselines import PeerError
+from geartrain_bench.harness.baselines import BaselineError
 from geartrain_bench.harness.timing import BenchResult, Clock, Lap, System, lap, take_turns
 
-WORKER = Path(__file__).with_name("di_engine_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 SYSTEMS = {"geartrain": "geartrain", "nng": "nng (DI-engine's default)"}
 SIZES = (1_280, 1_310_720, 41_943_040)
 LARGE = 335_544_320
@@ -72,7 +72,7 @@ def main(
     quick: bool = False,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    peers: dict[str, str] | None = None,
+    baselines: dict[str, str] | None = None,
     full: bool = False,
 ) -> BenchResult:
     """Measures, prints the tables, writes what was asked for, and returns the result.
@@ -80,24 +80,26 @@ def main(
     Args:
         quick: fewer laps.
         full: 320 MB as well.
-        peers: {"di": the Python of an environment with DI-engine and geartrain}.
+        baselines: {"di": the Python of an environment with DI-engine and geartrain}.
 
     Raises:
         GeartrainError: there is no such environment, or no worker starts in it.
     """
-    peers = peers or {}
-    if "di" not in peers:
-        raise GeartrainError("this bench needs --peer-python di=/path/to/python of an environment with DI-engine in it")
+    baselines = baselines or {}
+    if "di" not in baselines:
+        raise GeartrainError(
+            "this bench needs --baseline-python di=/path/to/python of an environment with DI-engine in it"
+        )
     began_s = time.monotonic()
-    result = harness.new_result("di-engine", quick=quick, peers=["di"], packages=("numpy",))
+    result = harness.new_result("di-engine", quick=quick, baselines=["di"], packages=("numpy",))
     if full:
         result.command += " --full"
-    for name in peers.keys() - {"di"}:
-        result.peers_missing[name] = "unknown to this bench"
+    for name in baselines.keys() - {"di"}:
+        result.baselines_missing[name] = "unknown to this bench"
     cases = CASES + [Case(f"{LARGE / 1e6:,.4g} MB", "tensor", LARGE, 1)] * full
     clock = Clock(40.0 if quick else 150.0, len(cases))
     with contextlib.ExitStack() as stack:
-        pairs = {system: stack.enter_context(Pair(system, peers["di"])) for system in SYSTEMS}
+        pairs = {system: stack.enter_context(Pair(system, baselines["di"])) for system in SYSTEMS}
         result.versions.update(pairs["geartrain"].versions)
         for case in cases:
             harness.say(f"emitting {case.name}")
@@ -186,10 +188,10 @@ class Pair:
         listener.settimeout(0.5)
         while time.monotonic() < until_s:
             if self._process.poll() is not None:
-                raise PeerError(f"DI-engine over {self.system} did not start: {self._last_words()}")
+                raise BaselineError(f"DI-engine over {self.system} did not start: {self._last_words()}")
             with contextlib.suppress(TimeoutError):
                 return listener.accept()[0]
-        raise PeerError(f"DI-engine over {self.system} did not start in time: {self._last_words()}")
+        raise BaselineError(f"DI-engine over {self.system} did not start in time: {self._last_words()}")
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         assert self._stream is not None
@@ -198,15 +200,15 @@ class Pair:
             selector.register(self._stream, selectors.EVENT_READ)
             while b"\n" not in self._unread:
                 if not selector.select(max(0.0, until_s - time.monotonic())):
-                    raise PeerError(f"DI-engine over {self.system} gave no answer within {timeout_s:g} s")
+                    raise BaselineError(f"DI-engine over {self.system} gave no answer within {timeout_s:g} s")
                 more = self._stream.recv(65536)
                 if not more:
-                    raise PeerError(f"DI-engine over {self.system} ended: {self._last_words()}")
+                    raise BaselineError(f"DI-engine over {self.system} ended: {self._last_words()}")
                 self._unread += more
         line, _, self._unread = self._unread.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise PeerError(f"DI-engine over {self.system}: {answer['error']}")
+            raise BaselineError(f"DI-engine over {self.system}: {answer['error']}")
         return answer
 
     def _last_words(self) -> str:

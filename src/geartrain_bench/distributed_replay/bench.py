@@ -3,17 +3,17 @@
 Two claims, one run each:
 
 **scaling**: 1, 2 and 4 processes that share one host's shard, and 2 and 4 hosts with a shard each, over links without
-a limit; global batches of 32 to 1024 rows; prioritized, uniform, FIFO and top-k. The consumer drops every batch at once,
-so what is timed is the replay. The floor copies the same rows in C, in as many processes, which know nothing of each
-other.
+a limit; global batches of 32 to 1024 rows; prioritized, uniform, FIFO and top-k. The consumer drops every batch at
+once, so what is timed is the replay. The floor copies the same rows in C, in as many processes, which know nothing of
+each other.
 
 **links**: 4 hosts behind links of 200 Mbit/s, rows of 100 KB, and a consumer that trains for so many milliseconds a
 batch (it sleeps: a GPU's step leaves the CPU alone). One host by itself, then all four with `local_first`, with
 `ordered`, with all rows on host 0 (central), and readers of a Reverb server on host 0. The bytes are those that the
 hosts' interfaces counted. The floor is the consumer alone: a batch that is there whenever it is asked for.
 
-Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`): they share its cores, so several hosts are slower
-here than as many machines. How these numbers could mislead: see docs/benchmarks.md.
+Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`): they share its cores, so several hosts are
+slower here than as many machines. How these numbers could mislead: see docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import geartrain_bench.distributed_replay.report as ranks_report
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.tools.testing.cluster import Hosts, HostsError
-from geartrain_bench.harness.baselines import PeerError
+from geartrain_bench.harness.baselines import BaselineError
 from geartrain_bench.harness.fleet import REVERB, Fleet, Measured
 from geartrain_bench.harness.timing import BenchResult, Row
 
@@ -115,7 +115,7 @@ def main(
     train_ms: Sequence[float] | None = None,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    peers: dict[str, str] | None = None,
+    baselines: dict[str, str] | None = None,
 ) -> RanksResult:
     """Measures, prints the tables, writes what was asked for, and returns the result.
 
@@ -125,7 +125,7 @@ def main(
     plan = FULL if full else QUICK if quick else DEFAULT
     if train_ms and plan.links is not None:
         plan = replace(plan, links=replace(plan.links, train_ms=tuple(train_ms)))
-    result = run(plan, {**report.parse_peers([]), **(peers or {})}, quick=quick)
+    result = run(plan, {**report.parse_baselines([]), **(baselines or {})}, quick=quick)
     result.command += " --full" * full + "".join(f" --train-ms {ms:g}" for ms in train_ms or ())
     report.print_table(result)
     ranks_report.print_cases(result.cases)
@@ -136,25 +136,25 @@ def main(
     return result
 
 
-def run(plan: Plan, peers: Mapping[str, str], *, quick: bool = False, constants: bool = True) -> RanksResult:
+def run(plan: Plan, baselines: Mapping[str, str], *, quick: bool = False, constants: bool = True) -> RanksResult:
     """All of the plan's cases."""
     began_s = time.monotonic()
-    base = harness.new_result("ranks", quick=quick, peers=peers, packages=("numpy", "torch"))
+    base = harness.new_result("ranks", quick=quick, baselines=baselines, packages=("numpy", "torch"))
     result = RanksResult(base.bench, base.command, base.machine, base.versions)
     if constants:
         harness.say("the machine's constants")
         result.constants = planning.measure().as_json()
     reason = Hosts.viable()
     if reason is not None:
-        result.peers_missing["hosts"] = reason
+        result.baselines_missing["hosts"] = reason
     if plan.scaling is not None:
         _processes(plan.scaling, plan.row_bytes, result)
         if reason is None:
             _hosts(plan.scaling, plan.row_bytes, result)
     if plan.links is not None and reason is None:
-        _links(plan.links, plan.row_bytes, peers.get("reverb"), result)
-    for name in set(peers) - {"reverb"}:
-        result.peers_missing[name] = "unknown to this bench, which knows reverb"
+        _links(plan.links, plan.row_bytes, baselines.get("reverb"), result)
+    for name in set(baselines) - {"reverb"}:
+        result.baselines_missing[name] = "unknown to this bench, which knows reverb"
     result.notes.append("all hosts and processes share this machine's cores")
     harness.finish(result, began_s)
     return result
@@ -308,12 +308,12 @@ def _links(links: Links, row_bytes: int, reverb: str | None, result: RanksResult
                     )
                     _add_link_case(arm, train_ms, found, links, row_bytes, link, copy_s, result)
         if reverb is None:
-            result.peers_missing["reverb"] = "no interpreter given (--peer-python reverb=/path/to/python)"
+            result.baselines_missing["reverb"] = "no interpreter given (--baseline-python reverb=/path/to/python)"
         else:
             try:
                 _reverb(reverb, hosts, links, row_bytes, link, copy_s, result)
-            except (PeerError, HostsError) as error:
-                result.peers_missing["reverb"] = str(error)
+            except (BaselineError, HostsError) as error:
+                result.baselines_missing["reverb"] = str(error)
     result.rows.sort(key=lambda row: row.case if row.metric == PER_HOST else "")  # stable: one consumer after the other
 
 

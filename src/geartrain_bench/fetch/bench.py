@@ -1,10 +1,10 @@
 """Batches from shared memory to a device: GB/s beside the rate at which the link can copy.
 
 Floor: one asynchronous copy of the same bytes from pinned host memory to the device, again and again: the link's peak.
-Systems: the GPU's own gather, the staged path, and the chooser's choice; peers: `index_select` on the CPU and a pinned
-copy of the result (what a careful user writes), and the same without pinned memory. Times are between an event before
-and one behind a run of batches, so that launches overlap with copies as they do in training; CPU time is that of this
-whole process, all threads, a row.
+Systems: the GPU's own gather, the staged path, and the chooser's choice; baselines: `index_select` on the CPU and a
+pinned copy of the result (what a careful user writes), and the same without pinned memory. Times are between an event
+before and one behind a run of batches, so that launches overlap with copies as they do in training; CPU time is that of
+this whole process, all threads, a row.
 
 How this could mislead: batches of one row size each, uniform draws, nothing else on the link or the multiprocessors; a
 model that trains meanwhile takes some of both. With --device cpu a simulated device stands in: every path runs, and the
@@ -48,7 +48,7 @@ def main(
     quick: bool = False,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    peers: dict[str, str] | None = None,
+    baselines: dict[str, str] | None = None,
 ) -> BenchResult:
     """Measures on the CUDA device, prints the table, writes what was asked for, and returns the result.
 
@@ -79,7 +79,7 @@ def main_cpu(
     quick: bool = False,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    peers: dict[str, str] | None = None,
+    baselines: dict[str, str] | None = None,
 ) -> BenchResult:
     """The same with a simulated device: a check that everything runs, not a measurement."""
     result = run("cpu", quick=quick)
@@ -100,7 +100,7 @@ def run(
 
     began_s = time.monotonic()
     name = "fetch --device cuda" if device == "cuda" else "fetch"
-    result = harness.new_result(name, quick=quick, peers=(), packages=("numpy", "torch", "triton"))
+    result = harness.new_result(name, quick=quick, baselines=(), packages=("numpy", "torch", "triton"))
     cpu = device == "cpu"
     if cpu:
         result.notes.append("a simulated device on the CPU: these figures say nothing about any GPU")

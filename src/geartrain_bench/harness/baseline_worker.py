@@ -1,22 +1,22 @@
-"""A peer in an environment of its own, timed on request: runs with that environment's Python, without geartrain.
+"""A baseline in an environment of its own, timed on request: runs with that environment's Python, without geartrain.
 
-Reads one JSON object a line from stdin and answers each with one on stdout (peers.py is the other end):
+Reads one JSON object a line from stdin and answers each with one on stdout (baselines.py is the other end):
 
-    {"do": "setup", "peer": "torchrl", "rows": 8000, "fields": {"x": [[100, 256], "float32"]}}
+    {"do": "setup", "baseline": "torchrl", "rows": 8000, "fields": {"x": [[100, 256], "float32"]}}
         -> {"versions": {...}, "rows": 8000}
-    {"do": "threads", "n": 2}                          -> {"n": 2}; fewer where the peer has no threads
+    {"do": "threads", "n": 2}                          -> {"n": 2}; fewer where the baseline has no threads
     {"do": "sample", "batch": 32, "calls": 4}          -> {"seconds": [per call], "cpu_seconds": ..., "disturbed": ...}
     {"do": "insert", "batch": 32, "calls": 4}          -> the same
 
-With "kind": "priorities" the peer keeps priorities only, and has other laps to run:
+With "kind": "priorities" the baseline keeps priorities only, and has other laps to run:
 
-    {"do": "setup", "kind": "priorities", "peer": "cpprb", "rows": 1000, "fields": {}}   -> as above
+    {"do": "setup", "kind": "priorities", "baseline": "cpprb", "rows": 1000, "fields": {}}   -> as above
     {"do": "sample" or "update", "batch": ..., "calls": ...}                          -> as its sampler does it
     {"do": "sample tree" or "update tree", ...}        -> its sum tree alone; an error where it has no way to that
     {"do": "laps"}                                     -> {"laps": ["sample", ...]}: those it can run
-    {"do": "counts", "draws": 4000000}                 -> {"counts": [8 numbers]}: see PriorityPeer.counts
+    {"do": "counts", "draws": 4000000}                 -> {"counts": [8 numbers]}: see PriorityBaseline.counts
 
-An answer {"error": "..."} ends the peer. It ends as well when stdin closes or its parent dies. Rows are noise.
+An answer {"error": "..."} ends the baseline. It ends as well when stdin closes or its parent dies. Rows are noise.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ import numpy as np
 
 CHUNK_ROWS = 64
 #: Priorities written at once, and the exponents of prioritized replay.
-CHUNK_WEIGHTS = 1_000_000
+CHUNK_PRIORITIES = 1_000_000
 ALPHA, BETA = 0.6, 0.4
 
 
-class Peer:
-    """What a peer must do; `most_rows` bounds how many it is filled with, because filling takes time."""
+class Baseline:
+    """What a baseline must do; `most_rows` bounds how many it is filled with, because filling takes time."""
 
     most_rows = 2**31
 
@@ -93,7 +93,7 @@ class Peer:
         return ["sample", "insert"]
 
     def counts(self, draws: int) -> list[int]:
-        """See `PriorityPeer.counts`."""
+        """See `PriorityBaseline.counts`."""
         raise NotImplementedError
 
     def source(self, n: int) -> Any:
@@ -125,14 +125,14 @@ class Peer:
         """Whatever must happen before the clock starts."""
 
     def after(self) -> None:
-        """Waits until the peer's own background work is over."""
+        """Waits until the baseline's own background work is over."""
 
     def cpu_s(self) -> float:
-        """CPU time of everything that works for this peer."""
+        """CPU time of everything that works for this baseline."""
         return time.process_time()
 
 
-class Torchrl(Peer):
+class Torchrl(Baseline):
     """A buffer of whole rows in memory, drawn uniformly: its Python alone, no C++ sampler is needed."""
 
     def make(self) -> None:
@@ -166,7 +166,7 @@ class Torchrl(Peer):
         self.buffer.sample(batch)
 
 
-class Cpprb(Peer):
+class Cpprb(Baseline):
     """The plain ring buffer."""
 
     def make(self) -> None:
@@ -188,7 +188,7 @@ class Cpprb(Peer):
         self.buffer.sample(batch)
 
 
-class Reverb(Peer):
+class Reverb(Baseline):
     """One server process, one TrajectoryDataset over loopback: the fastest way in its documentation.
 
     The dataset fetches ahead of its consumer. A lap therefore throws away as many batches as can be ahead before
@@ -283,11 +283,11 @@ def reverb_server(rows: int) -> None:
     server.stop()
 
 
-PEERS: dict[str, type[Peer]] = {"torchrl": Torchrl, "torchrl-thp": Torchrl, "cpprb": Cpprb, "reverb": Reverb}
+BASELINES: dict[str, type[Baseline]] = {"torchrl": Torchrl, "torchrl-thp": Torchrl, "cpprb": Cpprb, "reverb": Reverb}
 
 
-class PriorityPeer(Peer):
-    """A peer's way of drawing by priority, without rows: exponential priorities, alpha 0.6, beta 0.4."""
+class PriorityBaseline(Baseline):
+    """A baseline's way of drawing by priority, without rows: exponential priorities, alpha 0.6, beta 0.4."""
 
     dtype = "float32"
 
@@ -300,16 +300,16 @@ class PriorityPeer(Peer):
 
     def fill(self, priorities: Callable[[int], Any]) -> None:
         """Gives every row a priority."""
-        for first in range(0, self.rows, CHUNK_WEIGHTS):
-            rows = np.arange(first, min(first + CHUNK_WEIGHTS, self.rows))
+        for first in range(0, self.rows, CHUNK_PRIORITIES):
+            rows = np.arange(first, min(first + CHUNK_PRIORITIES, self.rows))
             self.write(rows, priorities(len(rows)).astype(self.dtype))
 
     def write(self, rows: Any, priorities: Any) -> None:
-        """Sets priorities, as the peer's sampler does."""
+        """Sets priorities, as the baseline's sampler does."""
         raise NotImplementedError
 
     def draw(self, n: int) -> Any:
-        """Row numbers, drawn as the peer's sampler does; their importance weights are computed as well."""
+        """Row numbers, drawn as the baseline's sampler does; their importance weights are computed as well."""
         raise NotImplementedError
 
     def laps(self) -> list[str]:
@@ -342,13 +342,13 @@ class PriorityPeer(Peer):
         """
         self.fill(np.ones)
         found = np.zeros(8, np.int64)
-        for _ in range(-(-draws // CHUNK_WEIGHTS)):
-            rows = np.asarray(self.draw(min(draws, CHUNK_WEIGHTS))).astype(np.int64)
+        for _ in range(-(-draws // CHUNK_PRIORITIES)):
+            rows = np.asarray(self.draw(min(draws, CHUNK_PRIORITIES))).astype(np.int64)
             found += np.bincount(rows[rows >= self.rows // 2] % 8, minlength=8)
         return [int(count) for count in found]
 
 
-class TorchrlPriorities(PriorityPeer):
+class TorchrlPriorities(PriorityBaseline):
     """PrioritizedSampler; "tree" is its C++ SumSegmentTree alone."""
 
     def make(self) -> None:
@@ -399,7 +399,7 @@ class Rows:
         return self.rows
 
 
-class CpprbPriorities(PriorityPeer):
+class CpprbPriorities(PriorityBaseline):
     """PrioritizedReplayBuffer with one byte a row, which is fetched as well; its draws are stratified."""
 
     def make(self) -> None:
@@ -422,7 +422,7 @@ class CpprbPriorities(PriorityPeer):
         return self.buffer.sample(n, beta=BETA)["indexes"]
 
 
-class TianshouPriorities(PriorityPeer):
+class TianshouPriorities(PriorityBaseline):
     """The segment tree of its PrioritizedReplayBuffer (numba, double precision), with what that does around it."""
 
     dtype = "float64"
@@ -447,7 +447,7 @@ class TianshouPriorities(PriorityPeer):
         return rows
 
 
-WEIGHT_PEERS: dict[str, type[PriorityPeer]] = {
+PRIORITY_BASELINES: dict[str, type[PriorityBaseline]] = {
     "torchrl fp32": TorchrlPriorities,
     "torchrl fp64": TorchrlPriorities64,
     "cpprb": CpprbPriorities,
@@ -455,38 +455,38 @@ WEIGHT_PEERS: dict[str, type[PriorityPeer]] = {
 }
 
 
-def timed(peer: Peer, what: str, batch: int, calls: int) -> dict[str, Any]:
+def timed(baseline: Baseline, what: str, batch: int, calls: int) -> dict[str, Any]:
     """One lap."""
-    body = peer.body(what, batch, calls)
+    body = baseline.body(what, batch, calls)
     body(1)  # untimed: a lap does not pay for what the system before it left in the caches
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-    cpu_s, began_s = peer.cpu_s(), time.perf_counter()
+    cpu_s, began_s = baseline.cpu_s(), time.perf_counter()
     body(calls)
-    seconds, cpu_seconds = time.perf_counter() - began_s, peer.cpu_s() - cpu_s
+    seconds, cpu_seconds = time.perf_counter() - began_s, baseline.cpu_s() - cpu_s
     disturbed = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw != switches
-    peer.after()
+    baseline.after()
     return {"seconds": seconds / calls, "cpu_seconds": cpu_seconds / calls, "disturbed": disturbed}
 
 
 def serve(answers: TextIO) -> None:
     """Answers requests until stdin closes."""
-    peer = Peer()
+    baseline = Baseline()
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if request["do"] == "setup":
-                kinds = WEIGHT_PEERS if request.get("kind") == "priorities" else PEERS
-                peer = kinds[request["peer"]]()
-                peer.setup(request["rows"], request["fields"])
-                answer: dict[str, Any] = {"versions": peer.versions, "rows": peer.rows}
+                kinds = PRIORITY_BASELINES if request.get("kind") == "priorities" else BASELINES
+                baseline = kinds[request["baseline"]]()
+                baseline.setup(request["rows"], request["fields"])
+                answer: dict[str, Any] = {"versions": baseline.versions, "rows": baseline.rows}
             elif request["do"] == "threads":
-                answer = {"n": peer.threads(request["n"])}
+                answer = {"n": baseline.threads(request["n"])}
             elif request["do"] == "laps":
-                answer = {"laps": peer.laps()}
+                answer = {"laps": baseline.laps()}
             elif request["do"] == "counts":
-                answer = {"counts": peer.counts(request["draws"])}
+                answer = {"counts": baseline.counts(request["draws"])}
             else:
-                answer = timed(peer, request["do"], request["batch"], request["calls"])
+                answer = timed(baseline, request["do"], request["batch"], request["calls"])
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         answers.write(json.dumps(answer) + "\n")

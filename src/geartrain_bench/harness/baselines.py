@@ -1,4 +1,4 @@
-"""The bench's end of peer_worker.py: another replay buffer in a process and an environment of its own."""
+"""The bench's end of baseline_worker.py: another replay buffer in a process and an environment of its own."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from geartrain.core.schema import Field
-from geartrain_bench.harness.child_process import AnsweringProcess, PeerError
+from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
 from geartrain_bench.harness.timing import Lap
 
-WORKER = Path(__file__).with_name("peer_worker.py")
-#: Environment variables that make a variant of a peer.
+WORKER = Path(__file__).with_name("baseline_worker.py")
+#: Environment variables that make a variant of a baseline.
 VARIANTS = {"torchrl-thp": {"THP_MEM_ALLOC_ENABLE": "1"}}
 
 
-class PeerProcess(AnsweringProcess):
-    """A peer that is set up and waits to be timed. A context manager; leaving it kills the peer.
+class BaselineProcess(AnsweringProcess):
+    """A baseline that is set up and waits to be timed. A context manager; leaving it kills the baseline.
 
-    `kind` is "rows" for a buffer of rows with these fields, "priorities" for the peer's sampler of so many priorities.
-    Raises `PeerError` from everything that asks the peer something. Every wait has a deadline.
+    `kind` is "rows" for a buffer of rows with these fields, "priorities" for the baseline's sampler of so many
+    priorities. Raises `BaselineError` from everything that asks the baseline something. Every wait has a deadline.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class PeerProcess(AnsweringProcess):
         super().__init__(name, python, WORKER, {"OMP_NUM_THREADS": "2", **VARIANTS.get(name, {})})
         shapes = {name: [list(field.shape), field.dtype] for name, field in fields.items()}
         try:
-            about = self.ask({"do": "setup", "kind": kind, "peer": name, "rows": rows, "fields": shapes}, setup_s)
+            about = self.ask({"do": "setup", "kind": kind, "baseline": name, "rows": rows, "fields": shapes}, setup_s)
         except BaseException:
             self.close()
             raise
@@ -35,11 +35,11 @@ class PeerProcess(AnsweringProcess):
         self.rows = int(about["rows"])
 
     def threads(self, n: int) -> int:
-        """Sets how many threads the peer may use; returns how many it can."""
+        """Sets how many threads the baseline may use; returns how many it can."""
         return int(self.ask({"do": "threads", "n": n}, 30)["n"])
 
     def lap(self, what: str, batch: int, calls: int, timeout_s: float = 120.0) -> Lap:
-        """One lap of what the peer can do: `laps` names it."""
+        """One lap of what the baseline can do: `laps` names it."""
         got = self.ask({"do": what, "batch": batch, "calls": calls}, timeout_s)
         return Lap(got["seconds"], got["cpu_seconds"], got["disturbed"])
 
@@ -52,4 +52,4 @@ class PeerProcess(AnsweringProcess):
         return [int(count) for count in self.ask({"do": "counts", "draws": draws}, timeout_s)["counts"]]
 
 
-__all__ = ["PeerError", "PeerProcess"]
+__all__ = ["BaselineError", "BaselineProcess"]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class PeerError(GeartrainError):
-    """A peer that did not start, failed, or did not answer in time; says why."""
+class BaselineError(GeartrainError):
+    """A baseline that did not start, failed, or did not answer in time; says why."""
 
 
 class AnsweringProcess:
@@ -32,7 +32,7 @@ class AnsweringProcess:
     """
 
     def __init__(self, name: str, python: str, worker: Path, environment: Mapping[str, str]) -> None:
-        """Starts `python worker`, with these variables added. Raises `PeerError`."""
+        """Starts `python worker`, with these variables added. Raises `BaselineError`."""
         self.name = name
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -47,22 +47,22 @@ class AnsweringProcess:
             )
         except OSError as error:
             self._stderr.close()
-            raise PeerError(f"{python} does not start: {error}") from None
+            raise BaselineError(f"{python} does not start: {error}") from None
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self._unread = b""
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer. Raises `PeerError`: it ended, was not in time, or said itself what is wrong."""
+        """The answer. Raises `BaselineError`: it ended, was not in time, or said itself what is wrong."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise PeerError(f"{self.name}: it has ended; {self._last_words()}") from None
+            raise BaselineError(f"{self.name}: it has ended; {self._last_words()}") from None
         answer: dict[str, Any] = json.loads(self._line(timeout_s))
         if "error" in answer:
-            raise PeerError(answer["error"])
+            raise BaselineError(answer["error"])
         return answer
 
     def _line(self, timeout_s: float) -> bytes:
@@ -74,10 +74,10 @@ class AnsweringProcess:
             while b"\n" not in self._unread:
                 left_s = ends_s - time.monotonic()
                 if left_s <= 0 or not selector.select(left_s):
-                    raise PeerError(f"{self.name}: no answer within {timeout_s:g} s; {self._last_words()}")
+                    raise BaselineError(f"{self.name}: no answer within {timeout_s:g} s; {self._last_words()}")
                 more = os.read(stdout.fileno(), 1 << 16)
                 if not more:
-                    raise PeerError(f"{self.name}: it has ended; {self._last_words()}")
+                    raise BaselineError(f"{self.name}: it has ended; {self._last_words()}")
                 self._unread += more
         line, _, self._unread = self._unread.partition(b"\n")
         return line

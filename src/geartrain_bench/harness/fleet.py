@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from geartrain.tools.testing.cluster import Hosts
-from geartrain_bench.harness.baselines import PeerError
+from geartrain_bench.harness.baselines import BaselineError
 
 WORKER = [sys.executable, "-m", "geartrain_bench.distributed_replay.worker"]
-REVERB = Path(__file__).with_name("ranks_reverb.py")
+REVERB = Path(__file__).parents[1] / "distributed_replay" / "reverb_baseline.py"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Measured:
 class Fleet:
     """Processes that do what they are told, all at the same time. A context manager; leaving it kills them.
 
-    Raises `PeerError` from everything that asks them something. Every wait has a deadline.
+    Raises `BaselineError` from everything that asks them something. Every wait has a deadline.
     """
 
     def __init__(self, start: Sequence[Callable[[Any], subprocess.Popen[bytes]]]) -> None:
@@ -129,7 +129,7 @@ class Fleet:
                 ready = selector.select(max(0.0, ends_s - time.monotonic()))
                 if not ready:
                     late = [i for i in requests if i not in answers]
-                    raise PeerError(
+                    raise BaselineError(
                         f"ranks {late} gave no answer to {next(iter(requests.values()))} in {timeout_s:g} s"
                     )
                 for key, _ in ready:
@@ -214,7 +214,7 @@ class _Member:
             self._process = start(self._stderr)
         except OSError as error:
             self._stderr.close()
-            raise PeerError(f"rank {number} does not start: {error}") from None
+            raise BaselineError(f"rank {number} does not start: {error}") from None
         assert self._process.stdout is not None
         self.stdout = self._process.stdout
         os.set_blocking(self.stdout.fileno(), False)
@@ -226,20 +226,20 @@ class _Member:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError):
-            raise PeerError(f"rank {self._number} ended: {self._last_words()}") from None
+            raise BaselineError(f"rank {self._number} ended: {self._last_words()}") from None
 
     def read(self) -> dict[str, Any] | None:
         """An answer, or None while only a part of it has come."""
         more = os.read(self.stdout.fileno(), 1 << 16)
         if not more:
-            raise PeerError(f"rank {self._number} ended: {self._last_words()}")
+            raise BaselineError(f"rank {self._number} ended: {self._last_words()}")
         self._unread += more
         if b"\n" not in self._unread:
             return None
         line, _, self._unread = self._unread.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise PeerError(f"rank {self._number}: {answer['error']}")
+            raise BaselineError(f"rank {self._number}: {answer['error']}")
         return answer
 
     def hang_up(self) -> None:

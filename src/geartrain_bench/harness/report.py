@@ -13,8 +13,8 @@ from typing import Any
 from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain_bench.harness.timing import BenchResult, Row
 
-#: GEARTRAIN_PEER_PYTHON_TORCHRL=/path/to/python says where torchrl is, as --peer-python torchrl=... does.
-PEER_PREFIX = "GEARTRAIN_PEER_PYTHON_"
+#: GEARTRAIN_BASELINE_PYTHON_TORCHRL=/path/to/python says where torchrl is, as --baseline-python torchrl=... does.
+BASELINE_PREFIX = "GEARTRAIN_BASELINE_PYTHON_"
 
 
 def report(result: BenchResult, json_path: Path | None = None, plot_path: Path | None = None) -> None:
@@ -55,8 +55,8 @@ def print_table(result: BenchResult) -> None:
             table.add_row(shown, row.system, row.unit, *numbers, f"{row.ratio_to_floor:.2f}")
             last = row.case
         console.print(table)
-    for peer, reason in result.peers_missing.items():
-        console.print(f"not measured: {peer}: {reason}", highlight=False, markup=False)
+    for baseline, reason in result.baselines_missing.items():
+        console.print(f"not measured: {baseline}: {reason}", highlight=False, markup=False)
     for note in result.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
 
@@ -202,34 +202,34 @@ def _panel(axis: Any, title: str, rows: list[Row], systems: list[str], colors: d
     axis.legend(fontsize=7, ncols=min(9, len(here) + 1), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
 
 
-def parse_peers(given: Sequence[str]) -> dict[str, str]:
+def parse_baselines(given: Sequence[str]) -> dict[str, str]:
     """NAME=PYTHON words, and the environment's, as {name: interpreter}; words win over the environment."""
     found = {
-        key.removeprefix(PEER_PREFIX).lower().replace("_", "-"): value
+        key.removeprefix(BASELINE_PREFIX).lower().replace("_", "-"): value
         for key, value in os.environ.items()
-        if key.startswith(PEER_PREFIX) and value
+        if key.startswith(BASELINE_PREFIX) and value
     }
     for word in given:
         name, equals, python = word.partition("=")
         if not (name and equals and python):
-            raise ArgumentError(f"--peer-python takes NAME=/path/to/python, found {word!r}")
+            raise ArgumentError(f"--baseline-python takes NAME=/path/to/python, found {word!r}")
         found[name] = python
     return found
 
 
-def main_of(bench: str, main: Any) -> None:
-    """What `python -m geartrain_bench.NAME` does."""
-    parser = argparse.ArgumentParser(prog=f"python -m geartrain_bench.{bench}")
+def main_of(folder: str, main: Any) -> None:
+    """What `python -m geartrain_bench.FOLDER.bench` does."""
+    parser = argparse.ArgumentParser(prog=f"python -m geartrain_bench.{folder}.bench")
     parser.add_argument("--quick", action="store_true", help="end within a minute")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE")
-    parser.add_argument("--peer-python", action="append", default=[], metavar="NAME=PYTHON")
+    parser.add_argument("--baseline-python", action="append", default=[], metavar="NAME=PYTHON")
     given = parser.parse_args()
     main(
         quick=given.quick,
         json_path=given.json,
         plot_path=given.plot,
-        peers=parse_peers(given.peer_python),
+        baselines=parse_baselines(given.baseline_python),
     )
 
 

@@ -10,7 +10,7 @@ always speed: 1 is as fast as the floor, 0.5 takes twice the floor's time, for r
 
 A shared machine takes the CPU away now and then. A lap during which it did (an involuntary context switch) says
 little about the code, for the floor as for ours. Such laps are left out of all the systems that are timed in this
-process if each of them keeps `MIN_QUIET` others; otherwise all their laps count, and a note says so. A peer's laps
+process if each of them keeps `MIN_QUIET` others; otherwise all their laps count, and a note says so. A baseline's laps
 are judged alone, by the same rule.
 """
 
@@ -69,7 +69,7 @@ class BenchResult:
     machine: dict[str, Any]
     versions: dict[str, str]
     rows: list[Row] = field(default_factory=list)
-    peers_missing: dict[str, str] = field(default_factory=dict)
+    baselines_missing: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -212,16 +212,16 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def command(bench: str, *, quick: bool, peers: Iterable[str]) -> str:
-    """The line that repeats this run; interpreters of peers are named, not located."""
+def command(bench: str, *, quick: bool, baselines: Iterable[str]) -> str:
+    """The line that repeats this run; interpreters of baselines are named, not located."""
     words = ["geartrain bench", bench] + ["--quick"] * quick
-    words += [f"--peer-python {peer}=/path/to/python" for peer in peers]
+    words += [f"--baseline-python {baseline}=/path/to/python" for baseline in baselines]
     return " ".join(words)
 
 
-def new_result(bench: str, *, quick: bool, peers: Iterable[str], packages: Sequence[str]) -> BenchResult:
+def new_result(bench: str, *, quick: bool, baselines: Iterable[str], packages: Sequence[str]) -> BenchResult:
     """A result that knows its machine, versions and command, and has no rows yet."""
-    return BenchResult(bench, command(bench, quick=quick, peers=peers), machine(), versions(*packages))
+    return BenchResult(bench, command(bench, quick=quick, baselines=baselines), machine(), versions(*packages))
 
 
 def finish(result: BenchResult, began_s: float) -> BenchResult:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from geartrain_bench.harness.child_process import AnsweringProcess, PeerError
+from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
 from geartrain_bench.harness.timing import Lap
 
-WORKER = Path(__file__).with_name("p2p_peer.py")
-#: What `--peer-python NAME=` may name -> the systems of that package, as the table names them, and as the worker does.
+WORKER = Path(__file__).with_name("baselines.py")
+#: What `--baseline-python NAME=` may name -> the systems of that package, as the table names them, and as the worker
+#: does.
 SYSTEMS = {
     "zmq": {"ZeroMQ ipc": "zmq ipc", "ZeroMQ tcp": "zmq tcp"},
     "grpc": {"gRPC unix": "grpc unix", "gRPC tcp": "grpc tcp"},
@@ -31,13 +32,13 @@ class Foreign(AnsweringProcess):
             raise
 
     def lap(self, what: str, calls: int, *, nbytes: int = 0, open_calls: int = 1, timeout_s: float = 120.0) -> Lap:
-        """Seconds of a call, by its own clock. Raises `PeerError`."""
+        """Seconds of a call, by its own clock. Raises `BaselineError`."""
         request = {"do": "lap", "what": what, "calls": calls, "bytes": nbytes, "open": open_calls}
         told = self.ask(request, timeout_s)
         return Lap(told["seconds"], told["seconds"], told["disturbed"])
 
     def close(self) -> None:
         """Lets it end its own processes, then kills what is left."""
-        with contextlib.suppress(PeerError):
+        with contextlib.suppress(BaselineError):
             self.ask({"do": "finish"}, 20.0)
         super().close()

@@ -1,8 +1,8 @@
 """Two processes on one host: calls with small values, and big tensors one way with a word back.
 
 The systems of this environment (geartrain, torch.distributed.rpc, raw sockets, memcpy) take turns. ZeroMQ, gRPC and Ray
-come after them, one at a time, each in its own environment (`--peer-python zmq=/path/to/python`), because their idle
-processes would take time from the others. `geartrain tcp, TLS` takes part where the environment names certificates
+come after them, one at a time, each in its own environment (`--baseline-python zmq=/path/to/python`), because their
+idle processes would take time from the others. `geartrain tcp, TLS` takes part where the environment names certificates
 (GEARTRAIN_TLS_CERT and the others, docs/transport.md); no other system then uses them.
 
 How it could mislead. Both processes share the cores with whatever else runs: on two cores a third process shows at
@@ -33,7 +33,7 @@ import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 import geartrain_bench.messages.report as p2p_report
 from geartrain.transport.tls import TLS, VARIABLES
-from geartrain_bench.harness.child_process import PeerError
+from geartrain_bench.harness.child_process import BaselineError
 from geartrain_bench.harness.timing import BenchResult, Clock, System, lap, take_turns
 from geartrain_bench.messages.baseline_client import MODULES, SYSTEMS, Foreign
 from geartrain_bench.messages.worker import acknowledge, echo
@@ -78,14 +78,14 @@ def main(
     quick: bool = False,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    peers: dict[str, str] | None = None,
+    baselines: dict[str, str] | None = None,
 ) -> BenchResult:
     """Measures, prints the tables, writes what was asked for, and returns the result.
 
     torch.distributed.rpc is measured where torch is installed, and `zmq`, `grpc` and `ray` where they are installed
-    here or an interpreter is given in `peers`.
+    here or an interpreter is given in `baselines`.
     """
-    result = run(QUICK if quick else FULL, peers or {}, quick=quick)
+    result = run(QUICK if quick else FULL, baselines or {}, quick=quick)
     report.print_table(result)
     p2p_report.print_overview(result)
     if json_path is not None:
@@ -95,27 +95,29 @@ def main(
     return result
 
 
-def run(plan: Plan, peers: dict[str, str], *, quick: bool = False) -> BenchResult:
+def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchResult:
     """All the plan's cases."""
     began_s = time.monotonic()
-    result = harness.new_result("p2p", quick=quick, peers=peers, packages=("numpy", "torch"))
-    for name in set(peers) - set(SYSTEMS):
-        result.peers_missing[name] = f"unknown to this bench, which knows {', '.join(SYSTEMS)}"
+    result = harness.new_result("p2p", quick=quick, baselines=baselines, packages=("numpy", "torch"))
+    for name in set(baselines) - set(SYSTEMS):
+        result.baselines_missing[name] = f"unknown to this bench, which knows {', '.join(SYSTEMS)}"
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(opened) for opened in _clients(plan)]
         if importlib.util.find_spec("torch") is not None:
             clients.append(stack.enter_context(_torch()))
         else:
-            result.peers_missing["TensorPipe"] = "torch is not installed here"
+            result.baselines_missing["TensorPipe"] = "torch is not installed here"
         if TLS.of_environment() is None:
-            result.peers_missing["geartrain tcp, TLS"] = f"the environment names no certificates ({VARIABLES[0]}, ...)"
+            result.baselines_missing["geartrain tcp, TLS"] = (
+                f"the environment names no certificates ({VARIABLES[0]}, ...)"
+            )
         clock = Clock(plan.budget_s, 3 + len(plan.sizes))
         _calls(plan, clients, clock, result)
         _transfers(plan, clients, clock, result)
     for package in SYSTEMS:
-        python = peers.get(package) or (sys.executable if importlib.util.find_spec(MODULES[package]) else None)
+        python = baselines.get(package) or (sys.executable if importlib.util.find_spec(MODULES[package]) else None)
         if python is None:
-            result.peers_missing[package] = f"not installed here (--peer-python {package}=/path/to/python)"
+            result.baselines_missing[package] = f"not installed here (--baseline-python {package}=/path/to/python)"
         else:
             _foreign(package, python, plan, result)
     metrics, cases = (
@@ -132,8 +134,8 @@ def _foreign(package: str, python: str, plan: Plan, result: BenchResult) -> None
             with Foreign(python, system) as peer:
                 result.versions.update(peer.versions)
                 _one_foreign(name, peer, plan, result)
-        except PeerError as error:
-            result.peers_missing[name] = str(error)
+        except BaselineError as error:
+            result.baselines_missing[name] = str(error)
 
 
 def _one_foreign(name: str, peer: Foreign, plan: Plan, result: BenchResult) -> None:
@@ -358,4 +360,4 @@ def _tensor(nbytes: int) -> Any:
 
 
 if __name__ == "__main__":
-    report.main_of("p2p", main)
+    report.main_of("messages", main)

@@ -65,7 +65,7 @@ def main(
     quick: bool = False,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    peers: dict[str, str] | None = None,
+    baselines: dict[str, str] | None = None,
 ) -> BenchResult:
     """Measures, prints the tables, writes what was asked for, and returns the result.
 
@@ -85,7 +85,7 @@ def main(
 def run(plan: p2p.Plan, gpus: Gpus, *, quick: bool = False) -> BenchResult:
     """All sizes, the systems in turns. A way that is not viable here is named with the reason, and left out."""
     began_s = time.monotonic()
-    result = harness.new_result("p2p --device cuda", quick=quick, peers=(), packages=("numpy", "torch"))
+    result = harness.new_result("p2p --device cuda", quick=quick, baselines=(), packages=("numpy", "torch"))
     result.machine["gpu"] = f"{gpus.name}, {gpus.near} to {gpus.far}"
     with contextlib.ExitStack() as stack:
         clients = {}
@@ -93,7 +93,7 @@ def run(plan: p2p.Plan, gpus: Gpus, *, quick: bool = False) -> BenchResult:
             try:
                 clients[name] = stack.enter_context(opened(gpus))
             except (GeartrainError, ImportError, RuntimeError) as error:
-                result.peers_missing[name] = str(error).partition("\n")[0]
+                result.baselines_missing[name] = str(error).partition("\n")[0]
         clock = Clock(plan.budget_s, len(plan.sizes))
         for size in plan.sizes:
             _transfer(plan, size, clients, gpus, clock, result)

@@ -7,7 +7,7 @@ Three loops, each a job of `geartrain.launch` with CartPole and a policy of 4-64
               host does while its GPU works) and publishes weights every 20 updates, which the actors take
     ask       observers that step one environment each ask one agent for every action, which answers many at once
 
-    geartrain bench online --peer-python torchrl=/path/to/python --peer-python reverb=/path/to/python
+    geartrain bench online --baseline-python torchrl=/path/to/python --baseline-python reverb=/path/to/python
 
 torchrl runs the same loops: `MultiAsyncCollector` into a shared `ReplayBuffer` of memory-mapped steps, and, for `ask`,
 processes that ask its `InferenceServer` by shared memory, with `--full` also by queues. Reverb runs the first two:
@@ -21,7 +21,7 @@ milliseconds a step they differ by little. Learner, actors and agent share the c
 a wait for an action is mostly a wait for a core. torchrl keeps every transition twice, as its collectors make them
 (observation and next observation); rows of episodes keep each observation once. torchrl's figures are of its defaults
 with one thread a process, and without `torch.compile`. Each loop runs once; quantiles are over slices of a second, and
-for actions over all that were asked for. Ours run first, and the peers after them.
+for actions over all that were asked for. Ours run first, and the baselines after them.
 """
 
 from __future__ import annotations
@@ -47,10 +47,13 @@ import geartrain_bench.online_rl.worker as online_worker
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain_bench.harness.timing import BenchResult, Row, rate_row, time_row
 
-#: The peers, and what runs in their interpreters.
-PEERS = {"torchrl": Path(__file__).with_name("online_peer.py"), "reverb": Path(__file__).with_name("online_reverb.py")}
+#: The baselines, and what runs in their interpreters.
+BASELINES = {
+    "torchrl": Path(__file__).with_name("torchrl_baseline.py"),
+    "reverb": Path(__file__).with_name("reverb_baseline.py"),
+}
 OBSERVERS = (8, 16)
-#: What all of it may take; a peer's loop is left out where less than the least is left.
+#: What all of it may take; a baseline's loop is left out where less than the least is left.
 BUDGET_S, LEAST_S = 235.0, 15.0
 STEPS, ROWS, UPDATES = "environment steps", "rows into the store", "updates"
 WAITS, ACTION = "share of time the learner waits", "observation to action"
@@ -65,7 +68,7 @@ def main(
     quick: bool = False,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    peers: dict[str, str] | None = None,
+    baselines: dict[str, str] | None = None,
     full: bool = False,
 ) -> BenchResult:
     """Measures, prints, writes the files asked for, and returns the result."""
@@ -73,14 +76,16 @@ def main(
     for package in ("torch", "gymnasium"):
         if find_spec(package) is None:
             raise MissingDependencyError(f"this bench needs {package}: pip install 'geartrain[demo]'")
-    pythons = {**report.parse_peers(()), **(peers or {})}
-    if set(peers or ()) - set(PEERS):
-        raise ArgumentError(f"the peers of this bench are {', '.join(PEERS)}, found {', '.join(sorted(peers or ()))}")
-    pythons = {name: python for name, python in pythons.items() if name in PEERS}
-    for name in PEERS:
+    pythons = {**report.parse_baselines(()), **(baselines or {})}
+    if set(baselines or ()) - set(BASELINES):
+        raise ArgumentError(
+            f"the baselines of this bench are {', '.join(BASELINES)}, found {', '.join(sorted(baselines or ()))}"
+        )
+    pythons = {name: python for name, python in pythons.items() if name in BASELINES}
+    for name in BASELINES:
         if name not in pythons and find_spec(name) is not None:
             pythons[name] = sys.executable
-    result = harness.new_result("online", quick=quick, peers=pythons, packages=("torch", "gymnasium", "numpy"))
+    result = harness.new_result("online", quick=quick, baselines=pythons, packages=("torch", "gymnasium", "numpy"))
     asked: dict[str, Any] = {
         "environment": "CartPole-v1",
         "actors": 2,
@@ -112,7 +117,7 @@ def main(
 def _loops(
     result: BenchResult, pythons: Mapping[str, str], asked: dict[str, Any], until_s: float, quick: bool, full: bool
 ) -> Iterator[Callable[[], None]]:
-    """What is to be measured, one loop after the other; ours first, so that a peer that hangs costs only itself."""
+    """What is to be measured, one loop after the other; ours first, so that a baseline that hangs costs only itself."""
     where = f"{asked['actors']} actors x {asked['environments']} environments"
     cases = {"collect": f"{where}, collecting", "train": f"{where}, training"}
     floors: dict[str, float] = {}
@@ -128,10 +133,10 @@ def _loops(
     def ours(loop: str) -> None:
         _add_rates(result, cases[loop], "geartrain", _ours({**asked, "loop": loop}), floors["steps"], asked)
 
-    def theirs(peer: str, loop: str) -> None:
-        told = _peer(result, peer, pythons, {**asked, "loop": loop}, until_s)
+    def theirs(baseline: str, loop: str) -> None:
+        told = _baseline(result, baseline, pythons, {**asked, "loop": loop}, until_s)
         if told is not None:
-            _add_rates(result, cases[loop], peer, told["slices"], floors["steps"], asked)
+            _add_rates(result, cases[loop], baseline, told["slices"], floors["steps"], asked)
 
     def add_asking(observers: int, system: str, took_s: list[float]) -> None:
         result.rows.append(time_row(f"{observers} observers", system, ACTION, "us", took_s, floors["action"]))
@@ -141,7 +146,7 @@ def _loops(
 
     def their_asking(observers: int, transport: str) -> None:
         asking = {**asked, "loop": "ask", "observers": observers, "transport": transport}
-        told = _peer(result, "torchrl", pythons, asking, until_s)
+        told = _baseline(result, "torchrl", pythons, asking, until_s)
         if told is not None:
             add_asking(observers, f"torchrl, {transport.replace('_', ' ')}", told["took_s"])
 
@@ -149,7 +154,7 @@ def _loops(
     yield floor
     yield from (partial(ours, loop) for loop in cases)
     yield from (partial(our_asking, observers) for observers in most)
-    yield from (partial(theirs, peer, loop) for loop in cases for peer in PEERS)
+    yield from (partial(theirs, baseline, loop) for loop in cases for baseline in BASELINES)
     transports = ("shared_memory", "queues") if full else ("shared_memory",)
     yield from (partial(their_asking, observers, transport) for observers in most for transport in transports)
 
@@ -219,33 +224,36 @@ def _add_rates(
         result.rows.append(Row(case, system, WAITS, "%", p50, p75, p90, p95, 1 - p50 / 100))
 
 
-# --- a peer's ---------------------------------------------------------------------------------------------------------
+# --- a baseline's
+# ---------------------------------------------------------------------------------------------------------
 
 
-def _peer(
-    result: BenchResult, peer: str, pythons: Mapping[str, str], asked: dict[str, Any], until_s: float
+def _baseline(
+    result: BenchResult, baseline: str, pythons: Mapping[str, str], asked: dict[str, Any], until_s: float
 ) -> dict[str, Any] | None:
-    """What a peer's loop told; None, and a reason in the result, where it cannot run."""
-    if peer not in pythons:
-        result.peers_missing[peer] = f"not installed here; --peer-python {peer}=/path/to/python says where it is"
+    """What a baseline's loop told; None, and a reason in the result, where it cannot run."""
+    if baseline not in pythons:
+        result.baselines_missing[baseline] = (
+            f"not installed here; --baseline-python {baseline}=/path/to/python says where it is"
+        )
         return None
     loop = " ".join(str(asked[key]) for key in ("loop", "observers", "transport") if key in asked)
     left_s = until_s - time.monotonic()
     if left_s < LEAST_S:
-        result.peers_missing[f"{peer}, {loop}"] = f"no time was left of the {BUDGET_S:g} s for all of it"
+        result.baselines_missing[f"{baseline}, {loop}"] = f"no time was left of the {BUDGET_S:g} s for all of it"
         return None
-    harness.say(f"{peer}, {loop} ...")
+    harness.say(f"{baseline}, {loop} ...")
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            told = _ask_peer(pythons[peer], PEERS[peer], {**asked, "scratch": scratch}, left_s)
+            told = _ask_baseline(pythons[baseline], BASELINES[baseline], {**asked, "scratch": scratch}, left_s)
     except OnlineError as error:
-        result.peers_missing[f"{peer}, {loop}"] = str(error)
+        result.baselines_missing[f"{baseline}, {loop}"] = str(error)
         return None
     result.versions |= told["versions"]
     return told
 
 
-def _ask_peer(python: str, worker: Path, asked: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def _ask_baseline(python: str, worker: Path, asked: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as stderr:
@@ -282,7 +290,7 @@ def _ask_peer(python: str, worker: Path, asked: dict[str, Any], timeout_s: float
 
 
 def _await_session(pid: int, timeout_s: float = 5.0) -> None:
-    """What the peer has started may put away its semaphores."""
+    """What the baseline has started may put away its semaphores."""
     until_s = time.monotonic() + timeout_s
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < until_s:
@@ -322,4 +330,4 @@ def _plot(result: BenchResult, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    report.main_of("online", main)
+    report.main_of("online_rl", main)

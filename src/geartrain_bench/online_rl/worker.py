@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors import LocalPolicy, environments_of, recorded_fields
-from geartrain.core.counters import Board
-from geartrain.launch import ActorContext, Part
+from geartrain.core.counters import SharedCounters
+from geartrain.launch import ActorContext, Context
 from geartrain.replay.replay import Replay
 from geartrain.selection import Uniform
 
@@ -54,35 +54,35 @@ def environments(_context: ActorContext) -> Any:
 
 def local_policy(context: ActorContext) -> LocalPolicy:
     """The network, which follows the learner's versions."""
-    return LocalPolicy(greedy, make_network(), context.part.reader())
+    return LocalPolicy(greedy, make_network(), context.job.reader())
 
 
-def bare(part: Part) -> None:
+def bare(context: Context) -> None:
     """The floor of an actor: acts and steps as it does, and keeps nothing."""
-    made = environments_of(environments(ActorContext(part.number, part.processes, part.number, 0)))
+    made = environments_of(environments(ActorContext(context.number, context.processes, context.number, 0)))
     network = make_network()
-    observation = made.reset(part.number)
+    observation = made.reset(context.number)
     steps = 0
-    while not part.stopping:
+    while not context.stopping:
         assert isinstance(observation, np.ndarray)
         observation = made.step(greedy(network, observation)).next
         steps += made.n
-        part.report(steps=steps)
+        context.report(steps=steps)
 
 
-def learn(part: Part, asked: dict[str, Any]) -> None:
+def learn(context: Context, asked: dict[str, Any]) -> None:
     """The learner: waits for rows, draws and trains or only looks on, and writes what it measured to result.json."""
     network = make_network()
-    counters = Board.open(f"launch-{part.job}")
+    counters = SharedCounters.open(f"launch-{context.job}")
     replay = None
     if asked["loop"] != "bare":
         shapes = environments_of(environments(ActorContext(0, 1, 0, 0))).fields(ROW_STEPS)
-        store = part.store(recorded_fields(shapes, ROW_STEPS), capacity=asked["capacity"] // 16)
-        publisher = part.publisher()
+        store = context.store(recorded_fields(shapes, ROW_STEPS), capacity=asked["capacity"] // 16)
+        publisher = context.publisher()
         publisher.publish(1, network.state_dict())
     until_s = time.monotonic() + 60
     while counters.column("steps").sum() < asked["least"]:
-        if time.monotonic() > until_s or part.stopping:
+        if time.monotonic() > until_s or context.stopping:
             raise RuntimeError("no steps came")
         time.sleep(0.01)
     if asked["loop"] == "train":
@@ -114,18 +114,18 @@ def learn(part: Part, asked: dict[str, Any]) -> None:
         if total_updates % asked["publish_every"] == 0:
             version += 1
             publisher.publish(version, network.state_dict())
-    assert part.folder is not None
-    (part.folder / "result.json").write_text(json.dumps({"slices": slices}))
+    assert context.folder is not None
+    (context.folder / "result.json").write_text(json.dumps({"slices": slices}))
 
 
-def _counts(counters: Board) -> dict[str, float]:
+def _counts(counters: SharedCounters) -> dict[str, float]:
     return {name: float(counters.column(name).sum()) for name in ("steps", "rows")}
 
 
 # --- asking an agent --------------------------------------------------------------------------------------------------
 
 
-def serve(part: Part, asked: dict[str, Any]) -> None:
+def serve(context: Context, asked: dict[str, Any]) -> None:
     """The agent: one forward pass for all observers that ask within `max_wait_us`."""
     import geartrain.rpc as rpc
 
@@ -135,22 +135,22 @@ def serve(part: Part, asked: dict[str, Any]) -> None:
     def act(observations: NDArray[Any]) -> NDArray[Any]:
         return greedy(network, observations)
 
-    part.node()
-    while not part.stopping:
+    context.node()
+    while not context.stopping:
         time.sleep(0.05)
 
 
-def observe(part: Part, asked: dict[str, Any]) -> None:
+def observe(context: Context, asked: dict[str, Any]) -> None:
     """One observer: steps one environment, and writes down how long each action took to come."""
     import gymnasium
 
     environment = gymnasium.make(os.environ[ENVIRONMENT])
-    policy = part.policy("act")
-    observation, _ = environment.reset(seed=part.number)
+    policy = context.policy("act")
+    observation, _ = environment.reset(seed=context.number)
     policy.act(observation[None])
-    counters = Board.open(f"launch-{part.job}")
-    part.report(samples=1)
-    while counters.column("samples").sum() < asked["observers"] and not part.stopping:
+    counters = SharedCounters.open(f"launch-{context.job}")
+    context.report(samples=1)
+    while counters.column("samples").sum() < asked["observers"] and not context.stopping:
         time.sleep(0.01)
     began_s = time.perf_counter()
     took_s = []
@@ -161,8 +161,8 @@ def observe(part: Part, asked: dict[str, Any]) -> None:
         observation, _, terminated, truncated, _ = environment.step(action)
         if terminated or truncated:
             observation, _ = environment.reset()
-    assert part.folder is not None
-    (part.folder / f"took-{part.number}.json").write_text(json.dumps(took_s))
+    assert context.folder is not None
+    (context.folder / f"took-{context.number}.json").write_text(json.dumps(took_s))
 
 
 def policy_alone_s(calls: int = 2000) -> list[float]:

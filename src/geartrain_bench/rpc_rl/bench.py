@@ -64,7 +64,7 @@ def main(
     quick: bool = False,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    peers: dict[str, str] | None = None,
+    baselines: dict[str, str] | None = None,
     arguments: Sequence[str] = (),
 ) -> BenchResult:
     """Measures, prints the tables, writes the reports, and returns the result with what was not rounded.
@@ -72,8 +72,10 @@ def main(
     `quick` runs 2 episodes of 25 steps. `arguments` are those of the module's text. Raises `ArgumentError` for a second
     list and for values that make no sense.
     """
-    if peers:
-        raise ArgumentError("the bench 'rpc-rl' runs its peer in this environment: --backend both, no --peer-python")
+    if baselines:
+        raise ArgumentError(
+            "the bench 'rpc-rl' runs its peer in this environment: --backend both, no --baseline-python"
+        )
     settings = read(arguments)
     episodes, steps = (QUICK_EPISODES, QUICK_STEPS) if quick else (EPISODES, STEPS)
     result, runs = run(settings, episodes, steps)
@@ -224,7 +226,7 @@ def run(settings: Settings, episodes: int, steps: int) -> tuple[BenchResult, Run
     """All measurements."""
     began_s = time.monotonic()
     _need_torch()
-    result = harness.new_result("rpc-rl", quick=False, peers=(), packages=("numpy", "torch"))
+    result = harness.new_result("rpc-rl", quick=False, baselines=(), packages=("numpy", "torch"))
     result.machine["torch_threads"] = settings.threads
     runs: Runs = []
     for point in settings.points():

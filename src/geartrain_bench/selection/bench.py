@@ -1,8 +1,8 @@
 """Drawing rows by priority and changing priorities, on one core, beside the sum trees of other replay buffers.
 
-Priorities are exponential priorities to the power of 0.6. Every call draws or changes other rows, so that what it touches
-is in the cache only where all of it fits there. The floor is what no draw or update can do without: reading (writing)
-B random floats of N, by NumPy or torch, whichever turned out better.
+Priorities are exponential priorities to the power of 0.6. Every call draws or changes other rows, so that what it
+touches is in the cache only where all of it fits there. The floor is what no draw or update can do without: reading
+(writing) B random floats of N, by NumPy or torch, whichever turned out better.
 
 | system | sample | update |
 |---|---|---|
@@ -42,14 +42,14 @@ from geartrain.core.keys import Keys
 from geartrain.core.schema import Field
 from geartrain.selection import Candidates, Draw, Prioritized, Strategy, Uniform
 from geartrain.store.store import Store
-from geartrain_bench.harness.baselines import PeerError, PeerProcess
+from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
 
 SEED = 20230723
 ALPHA, BETA = 0.6, 0.4
 FRACTION_BITS = 16
-ALL_PEERS = ("torchrl", "cpprb", "tianshou")
-#: The samplers that are measured of each peer; peer_worker.py knows them by these names.
+ALL_BASELINES = ("torchrl", "cpprb", "tianshou")
+#: The samplers that are measured of each baseline; baseline_worker.py knows them by these names.
 SAMPLERS = {"torchrl": ("torchrl fp32", "torchrl fp64"), "cpprb": ("cpprb",), "tianshou": ("tianshou",)}
 MULTINOMIAL_MOST = 2**24
 MOD = 8
@@ -68,11 +68,11 @@ class Plan:
     case_s: float
     peer_case_s: float
     peer_sizes: tuple[int, ...]
-    #: No peer is started later than this after the beginning.
+    #: No baseline is started later than this after the beginning.
     peers_until_s: float = math.inf
-    #: From here on ours, in a store, and peers are measured one after the other, for want of memory.
+    #: From here on ours, in a store, and baselines are measured one after the other, for want of memory.
     rows_beside_peers: int = 20_000_000
-    #: Peers that are left out above so many rows, to keep the run short.
+    #: Baselines that are left out above so many rows, to keep the run short.
     peer_most_rows: tuple[tuple[str, int], ...] = (("tianshou", 10_000_000),)
     lap_s: float = 4e-3
 
@@ -112,15 +112,15 @@ def main(
     quick: bool = False,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    peers: dict[str, str] | None = None,
+    baselines: dict[str, str] | None = None,
 ) -> BenchResult:
     """Measures, prints the tables, writes what was asked for, and returns the result.
 
-    `peers` maps "torchrl", "cpprb" and "tianshou" to the interpreter of an environment that has it;
-    GEARTRAIN_PEER_PYTHON_TORCHRL and the like do the same.
+    `baselines` maps "torchrl", "cpprb" and "tianshou" to the interpreter of an environment that has it;
+    GEARTRAIN_BASELINE_PYTHON_TORCHRL and the like do the same.
     """
     plan = QUICK if quick else FULL
-    result = run(plan, {**report.parse_peers([]), **(peers or {})}, quick=quick)
+    result = run(plan, {**report.parse_baselines([]), **(baselines or {})}, quick=quick)
     show(plan, result, json_path, plot_path)
     return result
 
@@ -140,20 +140,22 @@ def show(plan: Plan, result: SelectionResult, json_path: Path | None, plot_path:
         )
 
 
-def run(plan: Plan, peers: dict[str, str], *, quick: bool = False) -> SelectionResult:
+def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> SelectionResult:
     """All the plan's cases."""
     began_s = time.monotonic()
     result = SelectionResult(
-        **vars(harness.new_result("selection", quick=quick, peers=peers, packages=("numpy", "torch")))
+        **vars(harness.new_result("selection", quick=quick, baselines=baselines, packages=("numpy", "torch")))
     )
-    for name in ALL_PEERS:
-        if name not in peers:
-            result.peers_missing[name] = f"no interpreter given (--peer-python {name}=/path/to/python)"
-    for name in set(peers) - set(ALL_PEERS):
-        result.peers_missing[name] = f"unknown to this bench, which knows {', '.join(ALL_PEERS)}"
+    for name in ALL_BASELINES:
+        if name not in baselines:
+            result.baselines_missing[name] = f"no interpreter given (--baseline-python {name}=/path/to/python)"
+    for name in set(baselines) - set(ALL_BASELINES):
+        result.baselines_missing[name] = f"unknown to this bench, which knows {', '.join(ALL_BASELINES)}"
     if "torch" not in result.versions:
-        result.peers_missing["torch.multinomial"] = "torch is not installed here"
-    samplers = {name: peers[peer] for peer in ALL_PEERS if peer in peers for name in SAMPLERS[peer]}
+        result.baselines_missing["torch.multinomial"] = "torch is not installed here"
+    samplers = {
+        name: baselines[baseline] for baseline in ALL_BASELINES if baseline in baselines for name in SAMPLERS[baseline]
+    }
     with harness.one_torch_thread():
         for rows in plan.sizes:
             _SizeBench(plan, rows, samplers, began_s + plan.peers_until_s, result).measure()
@@ -209,7 +211,7 @@ def upper_half_counts(rows: NDArray[Any], n: int) -> NDArray[np.int64]:
 
 
 class _SizeBench:
-    """The cases of one N: an array's candidates, a store, and one peer at a time."""
+    """The cases of one N: an array's candidates, a store, and one baseline at a time."""
 
     def __init__(
         self, plan: Plan, rows: int, samplers: dict[str, str], peers_until_s: float, result: SelectionResult
@@ -240,15 +242,15 @@ class _SizeBench:
         if self.rows <= self.plan.rows_beside_peers:
             with self._filled_store():
                 self._take(self._floors, self._ours, self._plain)
-                self._peers()
+                self._baselines()
         else:
             self._take(self._floors, self._ours, self._plain)
-            self._peers()
+            self._baselines()
             self.candidates = None
             with self._filled_store():
                 self._take(self._floors, self._ours)
             self.result.notes.append(
-                f"N {short(self.rows)}: updates of ours and of peers did not take turns, for want of memory; the floor "
+                f"N {short(self.rows)}: updates of ours and of baselines did not take turns, for want of memory; the floor "
                 "took turns with each"
             )
         self.candidates = None
@@ -274,10 +276,10 @@ class _SizeBench:
             finally:
                 self.store = self.keys = None
 
-    # --- peers ----------------------------------------------------------------------------------------------
+    # --- baselines ----------------------------------------------------------------------------------------------
 
-    def _peers(self) -> None:
-        """Each peer in turns with the floor and ours, one peer at a time."""
+    def _baselines(self) -> None:
+        """Each baseline in turns with the floor and ours, one baseline at a time."""
         for name, python in list(self.samplers.items()):
             most = dict(self.plan.peer_most_rows).get(name)
             if most is not None and self.rows > most:
@@ -288,29 +290,29 @@ class _SizeBench:
                 continue
             harness.say(f"N {short(self.rows)}: starting {name}")
             try:
-                with PeerProcess(name, python, self.rows, {}, kind="priorities") as peer:
-                    for package, version in peer.versions.items():
+                with BaselineProcess(name, python, self.rows, {}, kind="priorities") as baseline:
+                    for package, version in baseline.versions.items():
                         if self.result.versions.setdefault(package, version) != version:
                             self.result.versions[f"{package} of {name}"] = version
-                    able = peer.laps()
+                    able = baseline.laps()
                     self._take(
                         self._floors,
                         self._ours_beside_peers,
-                        lambda what, batch, peer=peer, able=able: _peer_systems(  # type: ignore[misc]
-                            peer, able, what, batch, self.plan
+                        lambda what, batch, baseline=baseline, able=able: _peer_systems(  # type: ignore[misc]
+                            baseline, able, what, batch, self.plan
                         ),
                         case_s=self.plan.peer_case_s,
                     )
                     if self.rows == self.plan.check_rows:
-                        self._check(name, peer.counts(self.plan.check_draws))
-            except PeerError as error:
+                        self._check(name, baseline.counts(self.plan.check_draws))
+            except BaselineError as error:
                 self._missing(name, str(error))
                 self.samplers = {other: path for other, path in self.samplers.items() if other != name}
 
     def _missing(self, name: str, reason: str) -> None:
-        known = self.result.peers_missing.get(name)
+        known = self.result.baselines_missing.get(name)
         reason = f"N {short(self.rows)}: {reason}"
-        self.result.peers_missing[name] = reason if known is None else f"{known}; {reason}"
+        self.result.baselines_missing[name] = reason if known is None else f"{known}; {reason}"
 
     # --- what is timed --------------------------------------------------------------------------------------
 
@@ -349,7 +351,7 @@ class _SizeBench:
         return systems
 
     def _ours_beside_peers(self, what: str, batch: int) -> list[System]:
-        """The two forms that peers are compared with."""
+        """The two forms that baselines are compared with."""
         if what == "sample":
             return [] if self.candidates is None else self._plain_draws(self.candidates, batch)
         return [] if self.store is None else self._updates(self.store, batch)
@@ -512,15 +514,15 @@ class _SizeBench:
         self.result.rows.append(row)
 
 
-def _peer_systems(peer: PeerProcess, able: list[str], what: str, batch: int, plan: Plan) -> list[System]:
-    """A peer's sampler, and its tree alone where there is a way to it."""
+def _peer_systems(baseline: BaselineProcess, able: list[str], what: str, batch: int, plan: Plan) -> list[System]:
+    """A baseline's sampler, and its tree alone where there is a way to it."""
     systems = []
-    for lap, name in ((what, peer.name), (f"{what} tree", f"{peer.name} tree alone")):
+    for lap, name in ((what, baseline.name), (f"{what} tree", f"{baseline.name} tree alone")):
         if lap in able:
-            calls, rounds = _lap_size(peer.lap(lap, batch, 1).seconds, plan)
+            calls, rounds = _lap_size(baseline.lap(lap, batch, 1).seconds, plan)
 
             def one_lap(lap: str = lap, calls: int = calls) -> Lap:
-                return peer.lap(lap, batch, calls)
+                return baseline.lap(lap, batch, calls)
 
             systems.append(System(name, one_lap, rounds=rounds))
     return systems

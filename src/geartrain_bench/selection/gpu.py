@@ -1,8 +1,8 @@
 """Selection on a GPU: rebuild, draw and update, beside the plain reads that nobody can do without.
 
-Floors, in the same run: for a rebuild torch's sum over all priorities; for draws and updates a gather of B priorities at
-random places. Peers on the device: `torch.multinomial` (up to 2^24 rows) and cumsum + searchsorted in float64. Times
-are between two events on the stream, so they hold what the GPU does and not what Python costs.
+Floors, in the same run: for a rebuild torch's sum over all priorities; for draws and updates a gather of B priorities
+at random places. Baselines on the device: `torch.multinomial` (up to 2^24 rows) and cumsum + searchsorted in float64.
+Times are between two events on the stream, so they hold what the GPU does and not what Python costs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(
     quick: bool = False,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    peers: dict[str, str] | None = None,
+    baselines: dict[str, str] | None = None,
 ) -> BenchResult:
     """Measures, prints the table, writes what was asked for, and returns the result.
 
@@ -53,7 +53,9 @@ def run(sizes: tuple[int, ...], batches: tuple[int, ...], device: str, *, quick:
     from geartrain.device.kernels.candidates import DeviceCandidates
 
     began_s = time.monotonic()
-    result = harness.new_result("selection --device cuda", quick=quick, peers=(), packages=("numpy", "torch", "triton"))
+    result = harness.new_result(
+        "selection --device cuda", quick=quick, baselines=(), packages=("numpy", "torch", "triton")
+    )
     if device == "cuda":
         result.machine["gpu"] = torch.cuda.get_device_name(0)
     for n in sizes:

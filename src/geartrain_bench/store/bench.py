@@ -7,7 +7,7 @@ two are allowed, on two that each do half and never wait for each other; the flo
 median is best. So a floor chooses its method with hindsight, which no system can.
 
 "geartrain" is `fetch` by known keys and `insert`; "geartrain Replay" draws the rows as well, as the `sample` of
-every peer does, and is what peers should be compared with. NumPy and torch index the segment's own columns.
+every baseline does, and is what baselines should be compared with. NumPy and torch index the segment's own columns.
 
 How these numbers could mislead: see docs/benchmarks.md.
 """
@@ -36,12 +36,12 @@ from geartrain.replay.fetch import fetch
 from geartrain.replay.replay import Replay
 from geartrain.selection import Uniform
 from geartrain.store.store import Store
-from geartrain_bench.harness.baselines import PeerError, PeerProcess
+from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Clock, Lap, Row, System
 
 MB = 1_000_000
 SEED = 20230723
-ALL_PEERS = ("torchrl", "torchrl-thp", "cpprb", "reverb")
+ALL_BASELINES = ("torchrl", "torchrl-thp", "cpprb", "reverb")
 
 
 def flat(row_bytes: int) -> dict[str, Field]:
@@ -126,55 +126,55 @@ def main(
     quick: bool = False,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-    peers: dict[str, str] | None = None,
+    baselines: dict[str, str] | None = None,
 ) -> BenchResult:
     """Measures, prints the table, writes what was asked for, and returns the result.
 
-    `peers` maps "torchrl", "torchrl-thp" (torch's allocator told to use huge pages), "cpprb" and "reverb" to the
-    interpreter of an environment that has it; GEARTRAIN_PEER_PYTHON_TORCHRL and the like do the same. `--quick`
-    fits peers too, as far as its minute allows.
+    `baselines` maps "torchrl", "torchrl-thp" (torch's allocator told to use huge pages), "cpprb" and "reverb" to the
+    interpreter of an environment that has it; GEARTRAIN_BASELINE_PYTHON_TORCHRL and the like do the same. `--quick`
+    fits baselines too, as far as its minute allows.
     """
-    result = run(QUICK if quick else FULL, {**report.parse_peers([]), **(peers or {})}, quick=quick)
+    result = run(QUICK if quick else FULL, {**report.parse_baselines([]), **(baselines or {})}, quick=quick)
     report.report(result, json_path, plot_path)
     return result
 
 
-def run(plan: Plan, peers: dict[str, str], *, quick: bool = False) -> BenchResult:
+def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchResult:
     """All the plan's cases."""
     began_s = time.monotonic()
-    result = harness.new_result("store", quick=quick, peers=peers, packages=("numpy", "torch"))
+    result = harness.new_result("store", quick=quick, baselines=baselines, packages=("numpy", "torch"))
     result.machine["copy_kernel"] = _native.copy_kernel()
-    for name in ALL_PEERS:
-        if name not in peers:
-            result.peers_missing[name] = f"no interpreter given (--peer-python {name}=/path/to/python)"
-    for name in set(peers) - set(ALL_PEERS):
-        result.peers_missing[name] = f"unknown to this bench, which knows {', '.join(ALL_PEERS)}"
+    for name in ALL_BASELINES:
+        if name not in baselines:
+            result.baselines_missing[name] = f"no interpreter given (--baseline-python {name}=/path/to/python)"
+    for name in set(baselines) - set(ALL_BASELINES):
+        result.baselines_missing[name] = f"unknown to this bench, which knows {', '.join(ALL_BASELINES)}"
     cases = sum(2 * len(table.batches) * len(table.threads) for table in plan.tables)
     clock = Clock(plan.budget_s, cases)
-    peers = {name: python for name, python in peers.items() if name in ALL_PEERS}
+    baselines = {name: python for name, python in baselines.items() if name in ALL_BASELINES}
     with harness.one_torch_thread():
         for place, table in enumerate(plan.tables):
-            _TableBench(plan, table, peers, clock, result).measure(single_rows=place == 0)
+            _TableBench(plan, table, baselines, clock, result).measure(single_rows=place == 0)
     if "torch" not in result.versions:
-        result.peers_missing["torch.index_select"] = "torch is not installed here"
+        result.baselines_missing["torch.index_select"] = "torch is not installed here"
     return harness.finish(result, began_s)
 
 
 class _TableBench:
-    """The cases of one table: one store, filled; its floors and its peers."""
+    """The cases of one table: one store, filled; its floors and its baselines."""
 
-    def __init__(self, plan: Plan, table: Table, peers: dict[str, str], clock: Clock, result: BenchResult) -> None:
+    def __init__(self, plan: Plan, table: Table, baselines: dict[str, str], clock: Clock, result: BenchResult) -> None:
         self.plan = plan
         self.table = table
-        self.wanted_peers = peers
+        self.wanted_peers = baselines
         self.clock = clock
         self.result = result
-        self.peers: list[PeerProcess] = []
+        self.baselines: list[BaselineProcess] = []
         self.random = np.random.default_rng(SEED)
         self.as_torch = "torch" in result.versions
 
     def measure(self, *, single_rows: bool) -> None:
-        """Everything about this table, in an order that keeps memory low: peers go before the largest batches."""
+        """Everything about this table, in an order that keeps memory low: baselines go before the largest batches."""
         table = self.table
         with contextlib.ExitStack() as stack:
             harness.say(f"{table.name}: filling {table.rows} rows")
@@ -194,13 +194,13 @@ class _TableBench:
                     for batch in batches:
                         for threads in table.threads:
                             what(batch, threads)
-                if self.peers and large:
+                if self.baselines and large:
                     self._end_peers(f"{batch_list(large)} rows of {table.name} would not fit into memory beside ours")
             if single_rows:
                 self._single_rows()
                 self._bytes_per_row()
 
-    # --- peers ----------------------------------------------------------------------------------------------
+    # --- baselines ----------------------------------------------------------------------------------------------
 
     def _start_peers(self, stack: contextlib.ExitStack) -> None:
         began_s = time.monotonic()
@@ -211,47 +211,47 @@ class _TableBench:
                 continue
             harness.say(f"{self.table.name}: starting {name}")
             try:
-                peer = stack.enter_context(PeerProcess(name, python, rows, self.table.fields))
-            except PeerError as error:
+                baseline = stack.enter_context(BaselineProcess(name, python, rows, self.table.fields))
+            except BaselineError as error:
                 self._missing(name, str(error))
                 del self.wanted_peers[name]
                 continue
-            for package, version in peer.versions.items():
+            for package, version in baseline.versions.items():
                 if self.result.versions.setdefault(package, version) != version:
                     self.result.versions[f"{package} of {name}"] = version
-            self.peers.append(peer)
+            self.baselines.append(baseline)
 
     def _end_peers(self, reason: str) -> None:
-        for peer in self.peers:
-            self._missing(peer.name, reason)
-            peer.close()
-        self.peers = []
+        for baseline in self.baselines:
+            self._missing(baseline.name, reason)
+            baseline.close()
+        self.baselines = []
 
     def _missing(self, name: str, reason: str) -> None:
-        known = self.result.peers_missing.get(name)
+        known = self.result.baselines_missing.get(name)
         reason = f"{self.table.name}: {reason}"
-        self.result.peers_missing[name] = reason if known is None else f"{known}; {reason}"
+        self.result.baselines_missing[name] = reason if known is None else f"{known}; {reason}"
 
     def _peer_systems(self, what: str, batch: int, threads: int, calls: int) -> list[System]:
         systems = []
-        for peer in list(self.peers):
+        for baseline in list(self.baselines):
             try:
-                if peer.threads(threads) != threads:
+                if baseline.threads(threads) != threads:
                     continue  # it has no threads; its figure stands in the case with one
 
-                # Bound now: the loop's names change. Three calls at least, for peers that work ahead.
+                # Bound now: the loop's names change. Three calls at least, for baselines that work ahead.
                 def one_lap(
-                    peer: PeerProcess = peer, calls: int = max(calls, 3 if peer.name == "reverb" else 1)
+                    baseline: BaselineProcess = baseline, calls: int = max(calls, 3 if baseline.name == "reverb" else 1)
                 ) -> Lap:
-                    return peer.lap(what, batch, calls)
+                    return baseline.lap(what, batch, calls)
 
                 one_lap()
-            except PeerError as error:
-                self._missing(peer.name, f"{what} of {batch}: {error}")
-                peer.close()
-                self.peers.remove(peer)
+            except BaselineError as error:
+                self._missing(baseline.name, f"{what} of {batch}: {error}")
+                baseline.close()
+                self.baselines.remove(baseline)
                 continue
-            systems.append(System(peer.name, one_lap, rounds=self.plan.peer_rounds))
+            systems.append(System(baseline.name, one_lap, rounds=self.plan.peer_rounds))
         return systems
 
     # --- fetch ----------------------------------------------------------------------------------------------
@@ -440,12 +440,12 @@ class _TableBench:
             laps = harness.take_turns(
                 systems, repeats=self.plan.repeats, budget_s=self.clock.next_case_s(self.plan.case_s)
             )
-        except PeerError as error:
-            names = [peer.name for peer in self.peers]
+        except BaselineError as error:
+            names = [baseline.name for baseline in self.baselines]
             self._end_peers(f"{what} of {batch}: {error}")
             ours = [system for system in systems if system.name not in names]
             laps = harness.take_turns(ours, repeats=self.plan.repeats, budget_s=2.0)
-        laps, disturbed = harness.quiet(laps, [peer.name for peer in self.peers])
+        laps, disturbed = harness.quiet(laps, [baseline.name for baseline in self.baselines])
         if disturbed:
             whose = ", ".join(dict.fromkeys("floor" if name.startswith("floor") else name for name in disturbed))
             self.result.notes.append(f"{what} {case}: laps with context switches were counted too, of {whose}")

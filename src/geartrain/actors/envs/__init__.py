@@ -1,10 +1,10 @@
-"""Simulators that actors step, each family in one file with one optional package, imported on use.
+"""Environment families: adapters for simulators, each in one file with one optional package, imported on use.
 
     environments = make("mujoco/Hopper-v5", n=8)
     store = gt.Store.create("hopper", recorded_fields(environments.fields(1000), 1000), capacity=1000)
     Actor(environments, policy, store).run(steps=100_000)
 
-What `make` returns has the face of `geartrain.actors.Environments`, and episodes go into a store as any others do.
+`make` returns a `geartrain.actors.VectorEnv`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from geartrain.actors.envs.adapters import Environments
+from geartrain.actors.envs.adapters import VectorEnv
 from geartrain.errors import ArgumentError, MissingDependencyError
 
-#: The families, each a file here and an extra of the same name, and the package that must be there.
+#: Families of environments, which are also extras, with the package that each needs.
 FAMILIES = {
     "atari": "ale_py",
     "mujoco": "mujoco",
@@ -26,15 +26,17 @@ FAMILIES = {
     "smax": "jaxmarl",
     "vmas": "vmas",
 }
+#: Files of families that have another name.
+_MODULES = {"fetch": "robotics"}
 
 
-def make(name: str, n: int = 1, **options: Any) -> Environments:
+def make(name: str, n: int = 1, **options: Any) -> VectorEnv:
     """n environments of one kind.
 
     Args:
-        name: "family/task", as in "mujoco/Hopper-v5"; what tasks there are stands in the family's file.
+        name: "family/task", as in "mujoco/Hopper-v5"; the family's file lists the tasks.
         n: how many, stepped together.
-        options: the family's own, see `make` in its file.
+        options: of the family, see `make` in its file.
 
     Raises:
         ArgumentError: no such family or task, or n below 1.
@@ -48,8 +50,13 @@ def make(name: str, n: int = 1, **options: Any) -> Environments:
     if n < 1:
         raise ArgumentError(f"n must be at least 1, found {n}")
     need(family)
-    made: Environments = importlib.import_module(f"{__name__}.{family}").make(task, n, **options)
+    made: VectorEnv = importlib.import_module(f"{__name__}.{module_of(family)}").make(task, n, **options)
     return made
+
+
+def module_of(family: str) -> str:
+    """Name of the module here that makes a family's environments."""
+    return _MODULES.get(family, family)
 
 
 def need(family: str) -> None:
@@ -66,9 +73,9 @@ def need(family: str) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps what packages print when they are imported (greetings, what they lack) from the user's screen."""
+    """Suppresses what packages print when they are imported."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
-__all__ = ["FAMILIES", "make", "need", "quiet"]
+__all__ = ["FAMILIES", "make", "module_of", "need", "quiet"]

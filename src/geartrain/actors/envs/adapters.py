@@ -1,7 +1,7 @@
-"""Many environments behind one face: reset, step with a batch of actions, and be told how episodes ended.
+"""Vectorised environment interface, and its adapters for Gymnasium and PettingZoo.
 
-Gymnasium has three answers to who resets an episode that is over, PettingZoo has agents that come and go. An actor
-wants none of that: it needs each step's true last observation, to keep, and the one to act on next.
+Gymnasium has three autoreset modes, PettingZoo has agents that come and go. The interface hides both: a step returns
+the observation that the action led to, also at the end of an episode, and the one to act on next.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Arrays = NDArray[Any] | dict[str, NDArray[Any]]
 
 
 @dataclass
-class Stepped:
-    """What one step of n environments came to.
+class StepResult:
+    """Result of one step of n environments.
 
     Attributes:
-        observation: what the action led to, (n, ...); where an episode ended, its last observation.
+        observation: after the action, (n, ...); where an episode ended, its last observation.
         reward: (n,) or (n, agents) float32.
-        terminated: (n,) the episode is over by its own rules.
+        terminated: (n,) the episode has ended by its own rules.
         truncated: (n,) it was cut off, as by a limit of time.
-        next: what to act on next; where an episode ended, the first observation of the next one.
-        valid: (n,) False where this was no step: the environment only reset itself.
+        next: to act on next; where an episode ended, the first observation of the next one.
+        valid: (n,) False where this was no step, but only a reset.
     """
 
     observation: Arrays
@@ -41,7 +41,7 @@ class Stepped:
     valid: NDArray[np.bool_]
 
 
-class Environments(Protocol):
+class VectorEnv(Protocol):
     """n environments that are stepped together."""
 
     n: int
@@ -50,25 +50,25 @@ class Environments(Protocol):
         """The first observations, (n, ...). The same seed gives the same episodes."""
         ...
 
-    def step(self, actions: Arrays) -> Stepped:
-        """One step of all of them; those that are over begin anew."""
+    def step(self, actions: Arrays) -> StepResult:
+        """One step of all of them; those whose episode ends are reset."""
         ...
 
     def fields(self, max_steps: int) -> dict[str, Field]:
-        """What a store needs to keep their episodes: observation, action and reward, `max_steps` long."""
+        """Fields of a store for their episodes: observation, action and reward, `max_steps` long."""
         ...
 
     def close(self) -> None:
-        """Lets go of them."""
+        """Closes them."""
         ...
 
 
-def environments_of(made: Any) -> Environments:
-    """The face for whatever a user's `make_env` returned.
+def environments_of(made: Any) -> VectorEnv:
+    """Adapts environments to `VectorEnv`.
 
     Args:
         made: a Gymnasium environment or a list of them, a Gymnasium vector environment, a PettingZoo parallel
-            environment or a list of them, or something that has this face already.
+            environment or a list of them, or something that has this interface already.
 
     Raises:
         ArgumentError: it is none of those.
@@ -76,20 +76,20 @@ def environments_of(made: Any) -> Environments:
     if all(hasattr(made, name) for name in ("n", "fields", "reset", "step")):
         return made  # type: ignore[no-any-return]
     if hasattr(made, "num_envs") and hasattr(made, "single_observation_space"):
-        return VectorEnvironments(made)
+        return GymnasiumVectorEnv(made)
     several = list(made) if isinstance(made, Sequence) else [made]
     if several and all(hasattr(one, "possible_agents") and hasattr(one, "step") for one in several):
-        return ParallelEnvironments(several)
+        return PettingZooVectorEnv(several)
     if several and all(hasattr(one, "observation_space") and hasattr(one, "step") for one in several):
-        return SingleEnvironments(several)
+        return SyncVectorEnv(several)
     raise ArgumentError(
         "an environment is one of Gymnasium's, a list of them, a vector environment, or a parallel one of "
         f"PettingZoo's; found {type(made).__name__}"
     )
 
 
-class SingleEnvironments:
-    """Gymnasium environments, one after the other."""
+class SyncVectorEnv:
+    """Gymnasium environments, stepped one after the other."""
 
     def __init__(self, made: Sequence[Any]) -> None:
         self._made = list(made)
@@ -98,13 +98,13 @@ class SingleEnvironments:
         self._next = Stacked(self._made[0].observation_space, self.n)
 
     def reset(self, seed: int) -> Arrays:
-        """As `Environments.reset`."""
+        """As `VectorEnv.reset`."""
         for number, one in enumerate(self._made):
             self._next.put(number, one.reset(seed=seed + number)[0])
         return self._next.arrays
 
-    def step(self, actions: Arrays) -> Stepped:
-        """As `Environments.step`."""
+    def step(self, actions: Arrays) -> StepResult:
+        """As `VectorEnv.step`."""
         reward = np.zeros(self.n, np.float32)
         terminated, truncated = np.zeros(self.n, bool), np.zeros(self.n, bool)
         for number, one in enumerate(self._made):
@@ -113,10 +113,12 @@ class SingleEnvironments:
             if terminated[number] or truncated[number]:
                 observation = one.reset()[0]
             self._next.put(number, observation)
-        return Stepped(self._observed.arrays, reward, terminated, truncated, self._next.arrays, np.ones(self.n, bool))
+        return StepResult(
+            self._observed.arrays, reward, terminated, truncated, self._next.arrays, np.ones(self.n, bool)
+        )
 
     def fields(self, max_steps: int) -> dict[str, Field]:
-        """As `Environments.fields`."""
+        """As `VectorEnv.fields`."""
         one = self._made[0]
         return {
             **space_fields("observation", one.observation_space, max_steps),
@@ -125,29 +127,29 @@ class SingleEnvironments:
         }
 
     def close(self) -> None:
-        """As `Environments.close`."""
+        """As `VectorEnv.close`."""
         for one in self._made:
             one.close()
 
 
-class VectorEnvironments:
-    """A Gymnasium vector environment, whichever way it resets."""
+class GymnasiumVectorEnv:
+    """A Gymnasium vector environment, in any autoreset mode."""
 
     def __init__(self, made: Any) -> None:
         self._made = made
         self.n = int(made.num_envs)
         mode = getattr(made, "metadata", {}).get("autoreset_mode", "NextStep")
         self._mode = str(getattr(mode, "value", mode))  # NextStep, SameStep or Disabled
-        self._over = np.zeros(self.n, bool)
+        self._ended = np.zeros(self.n, bool)
 
     def reset(self, seed: int) -> Arrays:
-        """As `Environments.reset`."""
-        self._over[:] = False
+        """As `VectorEnv.reset`."""
+        self._ended[:] = False
         observation, _ = self._made.reset(seed=[seed + number for number in range(self.n)])
         return _copied(observation)
 
-    def step(self, actions: Arrays) -> Stepped:
-        """As `Environments.step`."""
+    def step(self, actions: Arrays) -> StepResult:
+        """As `VectorEnv.step`."""
         observation, reward, terminated, truncated, info = self._made.step(actions)
         observation = _copied(observation)
         terminated, truncated = np.asarray(terminated, bool).copy(), np.asarray(truncated, bool).copy()
@@ -157,16 +159,16 @@ class VectorEnvironments:
         if self._mode == "SameStep" and over.any():
             last = _replaced(observation, over, info["final_obs"])
         elif self._mode == "NextStep":
-            valid = ~self._over  # what was over was reset by this step, and its action went nowhere
+            valid = ~self._ended  # this step has reset those that had ended, and ignored their actions
             terminated &= valid
             truncated &= valid
-            self._over = over & valid
+            self._ended = over & valid
         elif self._mode == "Disabled" and over.any():
             observation = _copied(self._made.reset(options={"reset_mask": over})[0])
-        return Stepped(last, np.asarray(reward, np.float32), terminated, truncated, observation, valid)
+        return StepResult(last, np.asarray(reward, np.float32), terminated, truncated, observation, valid)
 
     def fields(self, max_steps: int) -> dict[str, Field]:
-        """As `Environments.fields`."""
+        """As `VectorEnv.fields`."""
         return {
             **space_fields("observation", self._made.single_observation_space, max_steps),
             **space_fields("action", self._made.single_action_space, max_steps),
@@ -174,15 +176,15 @@ class VectorEnvironments:
         }
 
     def close(self) -> None:
-        """As `Environments.close`."""
+        """As `VectorEnv.close`."""
         self._made.close()
 
 
-class ParallelEnvironments:
+class PettingZooVectorEnv:
     """PettingZoo's parallel environments: the agents become an axis, in the order of `possible_agents`.
 
     All agents must have the same spaces. An agent that has left observes zeros, its action is ignored, and `alive`
-    says so; the episode is over when all have left, terminated when any of them was.
+    says so; the episode ends when all have left, terminated when any of them was.
     """
 
     def __init__(self, made: Sequence[Any]) -> None:
@@ -202,12 +204,12 @@ class ParallelEnvironments:
         self._step_shape = (self.n, len(self.agents))
 
     def reset(self, seed: int) -> Arrays:
-        """As `Environments.reset`."""
+        """As `VectorEnv.reset`."""
         found = [one.reset(seed=seed + number)[0] for number, one in enumerate(self._made)]
         return np.stack([self._stack(each) for each in found])
 
-    def step(self, actions: Arrays) -> Stepped:
-        """As `Environments.step`."""
+    def step(self, actions: Arrays) -> StepResult:
+        """As `VectorEnv.step`."""
         observed, following = [], []
         reward = np.zeros(self._step_shape, np.float32)
         terminated, truncated = np.zeros(self.n, bool), np.zeros(self.n, bool)
@@ -222,10 +224,10 @@ class ParallelEnvironments:
                 truncated[number] = not terminated[number] and any(cuts.values())
                 observation = one.reset()[0]
             following.append(self._stack(observation))
-        return Stepped(np.stack(observed), reward, terminated, truncated, np.stack(following), np.ones(self.n, bool))
+        return StepResult(np.stack(observed), reward, terminated, truncated, np.stack(following), np.ones(self.n, bool))
 
     def fields(self, max_steps: int) -> dict[str, Field]:
-        """As `Environments.fields`."""
+        """As `VectorEnv.fields`."""
         agents = len(self.agents)
         return {
             **space_fields("observation", self._observation, max_steps, (agents,)),
@@ -234,7 +236,7 @@ class ParallelEnvironments:
         }
 
     def close(self) -> None:
-        """As `Environments.close`."""
+        """As `VectorEnv.close`."""
         for one in self._made:
             one.close()
 
@@ -247,7 +249,7 @@ class ParallelEnvironments:
 
 
 class Stacked:
-    """The observations of n environments, as arrays that are written over."""
+    """Observation buffers of n environments."""
 
     def __init__(self, space: Any, n: int) -> None:
         parts = space_parts(space)
@@ -256,7 +258,7 @@ class Stacked:
 
     @property
     def arrays(self) -> Arrays:
-        """A copy, for whoever keeps it."""
+        """A copy, which later steps do not change."""
         copied = {name: array.copy() for name, array in self._arrays.items()}
         return copied[""] if self._single else copied
 
@@ -269,7 +271,7 @@ class Stacked:
 
 
 def space_parts(space: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """The arrays that a Gymnasium space is made of, by their dotted names; a plain one's is "".
+    """Shapes and dtypes of the arrays of a Gymnasium space, by dotted name; "" for a plain one.
 
     Raises:
         ArgumentError: a space without a fixed shape (text, graphs, sequences).
@@ -284,7 +286,7 @@ def space_parts(space: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
                 parts[f"{name}.{below}" if below else str(name)] = part
         return parts
     if getattr(space, "shape", None) is None or getattr(space, "dtype", None) is None:
-        raise ArgumentError(f"a {kind} space has no fixed shape and cannot be kept in a store; encode it first")
+        raise ArgumentError(f"a {kind} space has no fixed shape and cannot be stored; encode it first")
     dtype = np.dtype(space.dtype)
     return {"": (tuple(space.shape), dtype)}
 
@@ -318,7 +320,7 @@ def _of(actions: Arrays, number: int) -> Any:
 
 
 def _copied(observation: Any) -> Arrays:
-    """The arrays of a vector environment's observation by their dotted names, out of its own memory."""
+    """A copy of a vector environment's observation, by dotted names."""
     if isinstance(observation, Mapping | tuple):
         flat: dict[str, NDArray[Any]] = {}
         items = observation.items() if isinstance(observation, Mapping) else enumerate(observation)
@@ -330,7 +332,7 @@ def _copied(observation: Any) -> Arrays:
 
 
 def _replaced(observation: Arrays, where: NDArray[np.bool_], final: Any) -> Arrays:
-    """The observation, with the last one of their episodes for those that are over."""
+    """The observation, with the final one where an episode has ended."""
 
     def put(array: NDArray[Any], path: str | None) -> NDArray[Any]:
         out: NDArray[Any] = array.copy()
@@ -345,11 +347,11 @@ def _replaced(observation: Arrays, where: NDArray[np.bool_], final: Any) -> Arra
 
 __all__ = [
     "Arrays",
-    "Environments",
-    "ParallelEnvironments",
-    "SingleEnvironments",
-    "Stepped",
-    "VectorEnvironments",
+    "GymnasiumVectorEnv",
+    "PettingZooVectorEnv",
+    "StepResult",
+    "SyncVectorEnv",
+    "VectorEnv",
     "environments_of",
     "named",
     "space_fields",

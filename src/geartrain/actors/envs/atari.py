@@ -1,7 +1,7 @@
 """Atari 2600 games by the Arcade Learning Environment, whose wheels hold the ROMs: pong, breakout and 106 more.
 
-One frame is observed at a time, grey and small, so that a store keeps it once; whoever wants a stack of the last few
-makes it of the frames behind one another. Four frames of the console pass with each action, the larger of the last two
+One frame is observed at a time, grey and small, so that a store keeps it once; a frame stack is made of
+consecutive steps. Four frames of the console pass with each action, the larger of the last two
 is seen in every place, because sprites flicker, and rewards are cut to their sign, as is usual. Episodes begin with up
 to 30 actions of doing nothing, and with the fire button where a game has one.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.envs import need
-from geartrain.actors.envs.adapters import Arrays, Stepped
+from geartrain.actors.envs.adapters import Arrays, StepResult
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
 
@@ -64,14 +64,14 @@ class AtariEnvironments:
         self._sign = sign_rewards
 
     def reset(self, seed: int) -> Arrays:
-        """As `Environments.reset`."""
+        """As `VectorEnv.reset`."""
         for number, game in enumerate(self._games):
             game.rng = np.random.default_rng(seed + number)
             game.reset()
         return self._observation()
 
-    def step(self, actions: Arrays) -> Stepped:
-        """As `Environments.step`."""
+    def step(self, actions: Arrays) -> StepResult:
+        """As `VectorEnv.step`."""
         reward = np.array([game.step(int(a)) for game, a in zip(self._games, actions, strict=True)], np.float32)
         terminated = np.array([game.is_over for game in self._games])
         truncated = np.array([game.age >= MAX_ACTIONS for game in self._games]) & ~terminated
@@ -82,10 +82,10 @@ class AtariEnvironments:
             following = self._observation()
         if self._sign:
             reward = np.sign(reward)
-        return Stepped(observation, reward, terminated, truncated, following, np.ones(self.n, bool))
+        return StepResult(observation, reward, terminated, truncated, following, np.ones(self.n, bool))
 
     def fields(self, max_steps: int) -> dict[str, Field]:
-        """As `Environments.fields`."""
+        """As `VectorEnv.fields`."""
         return {
             "observation.frame": Field((max_steps, *self.frame_shape), "uint8"),
             "observation.age": Field((max_steps,), "int32"),
@@ -94,7 +94,7 @@ class AtariEnvironments:
         }
 
     def close(self) -> None:
-        """As `Environments.close`."""
+        """As `VectorEnv.close`."""
         self._games = []
 
     def _observation(self) -> dict[str, NDArray[Any]]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from geartrain.actors.envs import need
-from geartrain.actors.envs.adapters import SingleEnvironments
+from geartrain.actors.envs.adapters import SyncVectorEnv
 from geartrain.errors import ArgumentError
 
 
-def make(task: str, n: int = 1, **options: Any) -> SingleEnvironments:
+def make(task: str, n: int = 1, **options: Any) -> SyncVectorEnv:
     """n environments of a task; `options` go to `gymnasium.make`.
 
     Raises:
@@ -24,7 +24,7 @@ def make(task: str, n: int = 1, **options: Any) -> SingleEnvironments:
     return gymnasium_environments(task, n, **options)
 
 
-def gymnasium_environments(task: str, n: int, **options: Any) -> SingleEnvironments:
+def gymnasium_environments(task: str, n: int, **options: Any) -> SyncVectorEnv:
     """n environments that `gymnasium.make` makes, one after the other."""
     import warnings
 
@@ -33,7 +33,7 @@ def gymnasium_environments(task: str, n: int, **options: Any) -> SingleEnvironme
     with warnings.catch_warnings():  # MuJoCo 4 deprecates a name that Gymnasium still uses
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            return SingleEnvironments([gymnasium.make(task, disable_env_checker=True, **options) for _ in range(n)])
+            return SyncVectorEnv([gymnasium.make(task, disable_env_checker=True, **options) for _ in range(n)])
         except gymnasium.error.UnregisteredEnv as error:
             raise ArgumentError(f"{error}") from None
 

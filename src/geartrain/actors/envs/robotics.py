@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from geartrain.actors.envs import need
-from geartrain.actors.envs.adapters import SingleEnvironments
+from geartrain.actors.envs.adapters import SyncVectorEnv
 from geartrain.actors.envs.mujoco import gymnasium_environments
 from geartrain.errors import MissingDependencyError
 
@@ -18,7 +18,7 @@ from geartrain.errors import MissingDependencyError
 TOO_NEW = (3, 12)
 
 
-def make(task: str, n: int = 1, **options: Any) -> SingleEnvironments:
+def make(task: str, n: int = 1, **options: Any) -> SyncVectorEnv:
     """n robot arms; `options` go to `gymnasium.make`.
 
     Raises:

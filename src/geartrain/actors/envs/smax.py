@@ -2,7 +2,7 @@
 
 Tasks are the maps: 3m, 8m, 2s3z, 3s5z, 5m_vs_6m, 3s_vs_5z, 25m, smacv2_5_units and JaxMARL's others. A team of agents
 fights one that is played by a heuristic. Every agent observes what it sees ("agents"), which of its actions are
-possible ("available"), and for critics there is what nobody sees alone ("state"). The team has one reward: the damage
+possible ("available"), and for critics there is the global state ("state"). The team has one reward: the damage
 it does, 1 for all of it, and 1 more for the victory.
 
 A map takes 10 s or more to compile; with JAX_COMPILATION_CACHE_DIR set JAX keeps the result for the next process.
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.envs import need, quiet
-from geartrain.actors.envs.adapters import Arrays, Stepped
+from geartrain.actors.envs.adapters import Arrays, StepResult
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
 
@@ -66,13 +66,13 @@ class Smax:
         self._where = jax.jit(jax.vmap(_pick))
 
     def reset(self, seed: int) -> Arrays:
-        """As `Environments.reset`: "agents" (n, agents, size), "available" (n, agents, actions), "state" (n, size)."""
+        """As `VectorEnv.reset`: "agents" (n, agents, size), "available" (n, agents, actions), "state" (n, size)."""
         self._key, key = self._jax.random.split(self._jax.random.PRNGKey(seed))
         observation, self._state = self._first(self._jax.random.split(key, self.n))
         return _arrays(observation)
 
-    def step(self, actions: Arrays) -> Stepped:
-        """As `Environments.step`, for actions (n, agents) of whole numbers."""
+    def step(self, actions: Arrays) -> StepResult:
+        """As `VectorEnv.step`, for actions (n, agents) of whole numbers."""
         self._key, step_key, reset_key = self._jax.random.split(self._key, 3)
         split = self._jax.random.split
         last, after, reward, over, fought_out = self._after(split(step_key, self.n), self._state, np.asarray(actions))
@@ -82,12 +82,12 @@ class Smax:
         self._state = after
         reward, over, fought_out = np.asarray(reward), np.asarray(over), np.asarray(fought_out)
         self.won = over & (reward >= self._bonus)
-        return Stepped(
+        return StepResult(
             _arrays(last), reward, over & fought_out, over & ~fought_out, _arrays(following), np.ones(self.n, bool)
         )
 
     def fields(self, max_steps: int) -> dict[str, Field]:
-        """As `Environments.fields`."""
+        """As `VectorEnv.fields`."""
         seen, state = self._sizes
         return {
             "observation.agents": Field((max_steps, self.agents, seen), "float32"),
@@ -98,7 +98,7 @@ class Smax:
         }
 
     def close(self) -> None:
-        """As `Environments.close`."""
+        """As `VectorEnv.close`."""
         self._state = None
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.envs import need
-from geartrain.actors.envs.adapters import Arrays, Stepped
+from geartrain.actors.envs.adapters import Arrays, StepResult
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
 
@@ -36,7 +36,7 @@ def make(task: str, n: int = 1, *, max_steps: int = 200, **options: Any) -> Vmas
 
 
 class Vmas:
-    """n worlds. Where an episode ends, that world begins anew.
+    """n worlds. Where an episode ends, that world is reset.
 
     Attributes:
         n: worlds.
@@ -62,11 +62,11 @@ class Vmas:
         (self._seen,), (self.actions,) = spaces[0]
 
     def reset(self, seed: int) -> Arrays:
-        """As `Environments.reset`: (n, agents, size)."""
+        """As `VectorEnv.reset`: (n, agents, size)."""
         return _stack(self._world.reset(seed=seed))
 
-    def step(self, actions: Arrays) -> Stepped:
-        """As `Environments.step`, for actions (n, agents, size)."""
+    def step(self, actions: Arrays) -> StepResult:
+        """As `VectorEnv.step`, for actions (n, agents, size)."""
         import torch
 
         given = torch.from_numpy(np.ascontiguousarray(actions, dtype=np.float32)).to(self._world.device)
@@ -80,10 +80,10 @@ class Vmas:
             following = last.copy()
             for number in np.flatnonzero(over):
                 following[number] = _stack(self._world.reset_at(int(number)))[0]
-        return Stepped(last, _stack(rewards), terminated, truncated & ~terminated, following, np.ones(self.n, bool))
+        return StepResult(last, _stack(rewards), terminated, truncated & ~terminated, following, np.ones(self.n, bool))
 
     def fields(self, max_steps: int) -> dict[str, Field]:
-        """As `Environments.fields`."""
+        """As `VectorEnv.fields`."""
         return {
             "observation": Field((max_steps, self.agents, self._seen), "float32"),
             "action": Field((max_steps, self.agents, self.actions), "float32"),
@@ -91,7 +91,7 @@ class Vmas:
         }
 
     def close(self) -> None:
-        """As `Environments.close`."""
+        """As `VectorEnv.close`."""
 
 
 def _stack(tensors: Any) -> NDArray[Any]:

@@ -1,1 +1,1 @@
-"""The `torch.distributed` backend "geartrain"."""
+"""`torch.distributed` backend "geartrain": process group, options, GPU staging, recovery from lost reducers."""

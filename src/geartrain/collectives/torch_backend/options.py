@@ -1,4 +1,4 @@
-"""How the process groups of a job all-reduce: from the environment, or given as `pg_options`."""
+"""Options of the backend "geartrain": from the environment, or given as `pg_options`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BITS = {"": 8.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 @dataclass(frozen=True)
-class Options:
+class BackendOptions:
     """Options of a group; the arguments of `geartrain.collectives.Group` of the same names.
 
     Attributes:
@@ -23,12 +23,12 @@ class Options:
         rates: bytes/s of each rank of the job, then of each reducer; for "auto".
         algorithm: "shares" or "ring".
         wire_dtype: "bfloat16" or "float16": what float32 tensors are sent as, or None.
-        secret: what the reducers, and the ranks among themselves, want to know.
+        secret: shared by ranks and reducers, which authenticate each other with it.
         epoch: of connections; those of an earlier one are refused.
-        on_reducer_loss: "raise", or "reform": the group goes on by itself without a reducer that died or is silent.
+        on_reducer_loss: "raise", or "reform": the group continues by itself without a reducer that died or is silent.
 
     Example:
-        >>> options = Options(reducers=("10.0.0.9:7777",), rates=(1e9, 1e9, 2e9))
+        >>> options = BackendOptions(reducers=("10.0.0.9:7777",), rates=(1e9, 1e9, 2e9))
         >>> options.of_ranks([1], world_size=2).rates
         (1000000000.0, 2000000000.0)
     """
@@ -43,11 +43,11 @@ class Options:
     on_reducer_loss: str = "raise"
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> BackendOptions:
         """Options from GEARTRAIN_REDUCERS and its neighbours (docs/collectives-torch.md).
 
         Raises:
-            ValueError: names the variable, and what it should hold.
+            ValueError: names the variable, and its valid values.
         """
         env = os.environ if environment is None else environment
         reducers = tuple(part.strip() for part in env.get("GEARTRAIN_REDUCERS", "").split(",") if part.strip())
@@ -78,33 +78,33 @@ class Options:
             epoch=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
 
-    def of_ranks(self, ranks: Sequence[int], world_size: int) -> Options:
-        """For a group of some of the job's ranks: their shares, of sum 1 again, and their rates."""
+    def of_ranks(self, ranks: Sequence[int], world_size: int) -> BackendOptions:
+        """Options for a group of some of the job's ranks: their shares, of sum 1 again, and their rates."""
         return replace(
             self,
             shares=self.shares if isinstance(self.shares, str) else _shares(self._pick("shares", ranks, world_size)),
             rates=None if self.rates is None else self._pick("rates", ranks, world_size),
         )
 
-    def without_reducers(self, lost: Sequence[str]) -> Options:
-        """The same, a later epoch, and only the other reducers; of a group's own ranks."""
-        stay = [i for i, address in enumerate(self.reducers) if address not in lost]
+    def without_reducers(self, lost: Sequence[str]) -> BackendOptions:
+        """Options of the next epoch, without some reducers; for shares and rates of a group's own ranks."""
+        kept = [i for i, address in enumerate(self.reducers) if address not in lost]
         n = len(self.reducers)
 
-        def rest(numbers: tuple[float, ...]) -> tuple[float, ...]:
+        def remaining(numbers: tuple[float, ...]) -> tuple[float, ...]:
             ranks, reducers = numbers[: len(numbers) - n], numbers[len(numbers) - n :]
-            return (*ranks, *(reducers[i] for i in stay))
+            return (*ranks, *(reducers[i] for i in kept))
 
         return replace(
             self,
-            reducers=tuple(self.reducers[i] for i in stay),
-            shares=self.shares if isinstance(self.shares, str) else _shares(rest(self.shares)),
-            rates=None if self.rates is None else rest(self.rates),
+            reducers=tuple(self.reducers[i] for i in kept),
+            shares=self.shares if isinstance(self.shares, str) else _shares(remaining(self.shares)),
+            rates=None if self.rates is None else remaining(self.rates),
             epoch=self.epoch + 1,
         )
 
     def wire_dtype_of(self, dtype: torch.dtype) -> str | None:
-        """What tensors of this dtype are sent as, if not as they are."""
+        """The dtype in which tensors of this dtype are sent; None where that is their own."""
         return self.wire_dtype if dtype == torch.float32 else None
 
     def _pick(self, what: str, ranks: Sequence[int], world_size: int) -> tuple[float, ...]:
@@ -119,7 +119,7 @@ class Options:
 
 
 def _shares(numbers: tuple[float, ...]) -> str | tuple[float, ...]:
-    """Of sum 1; "equal" where those who had all are gone."""
+    """Scaled to sum 1; "equal" where the remaining owners had none."""
     total = sum(numbers)
     return tuple(number / total for number in numbers) if total > 0 else "equal"
 

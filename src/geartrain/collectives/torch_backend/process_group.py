@@ -1,4 +1,4 @@
-"""torch.distributed with geartrain's all-reduce: backend "geartrain".
+"""torch.distributed process group with geartrain's all-reduce: backend "geartrain".
 
     import torch.distributed as dist
     import geartrain.collectives.torch_backend.process_group        # registers the backend
@@ -7,12 +7,12 @@
 or, with nothing edited, GEARTRAIN_ALLREDUCE=1 in the environment (src/geartrain_autoload).
 
 All-reduce is `geartrain.collectives.Group`'s, for tensors on the CPU and, through pinned memory, on GPUs (staging.py).
-Every other collective is Gloo's (CPU) or NCCL's (CUDA): these are registered as the group's backends, and torch's own
-code finds them there, also from C++. So is an all-reduce that a Group does not know: products, bit operations, complex,
-bool and sparse tensors. `ProcessGroup.counters` tells how many went which way.
+Every other collective is Gloo's (CPU) or NCCL's (CUDA): these are registered as the group's backends, where torch's own
+code finds them, also from C++. They also run the all-reduces that a Group does not support: products, bit operations,
+complex, bool and sparse tensors. `ProcessGroup.counters` has the number of each.
 
-Gloo's part is made with the group, as `init_process_group("gloo")` does: a send needs two ranks only, and could not
-wait for the others to come. Connections for all-reduce are made by the first one. A group of one rank reduces nothing.
+Gloo's group is made with this one, as `init_process_group("gloo")` does: a send needs two ranks only, and must not wait
+for the others. Connections for all-reduce are made by the first one. A group of one rank reduces nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -30,36 +31,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from geartrain.collectives.torch_backend.options import Options
-from geartrain.collectives.torch_backend.staging import CudaStreams, Staging
-from geartrain.collectives.torch_backend.work import Finisher, Operation, Work, uncompiled
+from geartrain.collectives.buffers import REDUCED_DTYPES
+from geartrain.collectives.torch_backend.options import BackendOptions
+from geartrain.collectives.torch_backend.staging import Staging
+from geartrain.collectives.torch_backend.work import Finisher, TorchWork, uncompiled
+from geartrain.core.schema import DTYPES as STORE_DTYPES
+from geartrain.core.schema import torch_dtype
+from geartrain.device.device import open_device
 from geartrain.errors import ConnectionClosedError, GeartrainError
 
 BACKEND = "geartrain"
 CLOSE_TIMEOUT_S = 10.0
 
-DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.int8: "int8",
-    torch.int16: "int16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.uint8: "uint8",
-}
-# A list, compared with == in this order: torch hands over a ReduceOp, which equals a RedOpType; a RedOpType does not
-# equal it, so that `op in (ReduceOp.SUM, ...)` is never true.
+DTYPES = {torch_dtype(STORE_DTYPES[name]): name for name in REDUCED_DTYPES}
+# A list, compared with == in this order: torch passes a ReduceOp, which equals a RedOpType; a RedOpType does not equal
+# it, so that `op in (ReduceOp.SUM, ...)` is never true.
 OPS = [
     (dist.ReduceOp.SUM, "sum"),
     (dist.ReduceOp.AVG, "avg"),
     (dist.ReduceOp.MIN, "min"),
     (dist.ReduceOp.MAX, "max"),
 ]
-# What torch's C++ base of Python groups looks for in Python, and, finding nothing, does itself while it holds the
-# interpreter's lock. Gloo's threads take that lock to drop a tensor, with a lock of their own in hand that the call
-# needs: a deadlock, now and then. So these are found in Python, and forwarded to a group without such a base.
+# Methods that torch's C++ base of Python groups looks up in Python and, without one, runs itself while it holds the
+# GIL. Gloo's threads take the GIL to drop a tensor while they hold a lock that the call needs: an occasional deadlock.
+# So these are defined in Python, and forwarded to a group without such a base.
 FORWARDED = (
     "allgather",
     "all_gather_single_coalesced",
@@ -87,10 +82,10 @@ class ProcessGroup(dist.ProcessGroup):
         rank, size: within the group.
         timeout: for every wait, unless a call has its own.
         name: of the group, the same on all its ranks and no other group's of the job.
-        options: see `Options`.
+        options: see `BackendOptions`.
 
     Raises:
-        RuntimeError: Gloo's, when the other ranks do not come.
+        RuntimeError: Gloo's, when the other ranks do not join.
     """
 
     def __init__(
@@ -101,13 +96,13 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta,
         *,
         name: str = "default",
-        options: Options | None = None,
+        options: BackendOptions | None = None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
         self._timeout_s = timeout.total_seconds()
         self._name = name
-        self.options = options or Options()
+        self.options = options or BackendOptions()
         self._lock = threading.Lock()
         self._groups: dict[str, Any] = {}
         self._stagings: dict[torch.device, Staging] = {}
@@ -133,11 +128,11 @@ class ProcessGroup(dist.ProcessGroup):
         _alive.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """What DDP's log and `name()` show."""
+        """The name in DDP's log and `name()`."""
         return BACKEND
 
     def get_group_store(self) -> Any:
-        """The store that the group was made with."""
+        """The group's store."""
         return self._store
 
     # -- all-reduce
@@ -169,40 +164,48 @@ class ProcessGroup(dist.ProcessGroup):
         self._counts["operations"] += 1
         self._counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
         if self.size() == 1 or not any(tensor.numel() for tensor in tensors):
-            return Work(Operation(lambda _: None, lambda: True), tensors, self._finisher, devices=_devices(tensors))
+            return TorchWork(lambda _: None, lambda: True, tensors, self._finisher, devices=_devices(tensors))
         timeout_s = opts.timeout.total_seconds()
         timeout_s = timeout_s if timeout_s > 0 else self._timeout_s
         if tensors[0].is_cuda:
             return self._on_device(tensors, op, timeout_s)
         return self._on_host(tensors, op, timeout_s)
 
-    def _on_host(self, tensors: list[torch.Tensor], op: str, timeout_s: float) -> Work:
-        flat, back = _flat(tensors)
-        started = _told(lambda: self._start("cpu", flat, op, timeout_s))
+    def _on_host(self, tensors: list[torch.Tensor], op: str, timeout_s: float) -> TorchWork:
+        flat, copy_back = _flat(tensors)
+        try:
+            work = self._start("cpu", flat, op, timeout_s)
+        except Exception as error:
+            raise dist.DistBackendError(f"geartrain: {error}") from error  # a RuntimeError, which DDP passes on
+        if copy_back is None:
+            return TorchWork(work.wait, work.done, tensors, self._finisher)
 
         def wait(limit_s: float | None) -> None:
-            started.wait(limit_s)
-            if back is not None:
-                back()
+            work.wait(limit_s)
+            copy_back()
 
-        return Work(Operation(wait, started.done), tensors, self._finisher)
+        return TorchWork(wait, work.done, tensors, self._finisher)
 
-    def _on_device(self, tensors: list[torch.Tensor], op: str, timeout_s: float) -> Work:
+    def _on_device(self, tensors: list[torch.Tensor], op: str, timeout_s: float) -> TorchWork:
         device = tensors[0].device
         staging = self._staging(device)
-        flat, back = _flat(tensors)  # on the caller's stream
-        kept = [*tensors, flat] if back is not None else []
-        for tensor in kept:
-            staging.keep(tensor)
+        flat, copy_back = _flat(tensors)  # on the caller's stream
+        if copy_back is not None:
+            for tensor in (*tensors, flat):
+                staging.record_streams(tensor)
         name = str(device)
-        job = _told(lambda: staging.submit(flat, lambda chunk: self._start(name, chunk, op, timeout_s), back))
-        return Work(
-            Operation(job.wait, job.finished.is_set),
+        try:
+            staged = staging.submit(flat, lambda chunk: self._start(name, chunk, op, timeout_s), copy_back)
+        except Exception as error:
+            raise dist.DistBackendError(f"geartrain: {error}") from error
+        return TorchWork(
+            staged.wait,
+            staged.finished.is_set,
             tensors,
             self._finisher,
             devices=[device],
-            join=lambda: staging.join(job),
-            around=staging.on_back,
+            join=lambda: staging.join(staged),
+            around=staging.on_result_stream,
         )
 
     def _start(self, where: str, flat: torch.Tensor, op: str, timeout_s: float) -> Any:
@@ -246,7 +249,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise
 
     def blamed(self) -> set[str]:
-        """Reducers that a failure of this group was about: lost, too slow for a deadline, or not to be reached."""
+        """Reducers named by failures of this group: lost, too slow for a deadline, or unreachable."""
         with self._lock:
             errors = [group.error() for group in self._groups.values()]
         return self._unreachable.union(*(getattr(error, "reducers", ()) for error in errors))
@@ -255,7 +258,7 @@ class ProcessGroup(dist.ProcessGroup):
         with self._lock:
             staging = self._stagings.get(device)
             if staging is None:
-                staging = Staging(CudaStreams(device), lambda reason: self._abort_group(str(device), reason))
+                staging = Staging(open_device(device), lambda reason: self._abort_group(str(device), reason))
                 self._stagings[device] = staging
             return staging
 
@@ -265,13 +268,13 @@ class ProcessGroup(dist.ProcessGroup):
         if group is not None:
             group.abort(reason)
 
-    # -- the group's life
+    # -- lifecycle
 
     def counters(self) -> dict[str, Any]:
-        """What went where.
+        """Counters.
 
-        `operations`, `bytes`: all-reduces of geartrain, and their tensors' bytes. `inner_operations`: those left to
-        Gloo or NCCL. `groups`: per device, the counters of `geartrain.collectives.Group`.
+        `operations`, `bytes`: all-reduces by geartrain, and their tensors' bytes. `inner_operations`: those forwarded
+        to Gloo or NCCL. `groups`: per device, the counters of `geartrain.collectives.Group`.
         """
         with self._lock:
             groups = dict(self._groups)
@@ -284,10 +287,10 @@ class ProcessGroup(dist.ProcessGroup):
         for inner in self._inners():
             inner._set_default_timeout(timeout)
 
-    def reopen(self, options: Options) -> None:
+    def reopen(self, options: BackendOptions) -> None:
         """Drops all connections; the next all-reduce makes new ones with these options, of a later epoch.
 
-        For all ranks, with none of their all-reduces under way: these fail. See `geartrain.collectives.reform`.
+        Called by all ranks, with none of their all-reduces in progress: these fail. See `geartrain.collectives.reform`.
         """
         if options.epoch <= self.options.epoch:
             raise ValueError(f"a group is reopened with a later epoch than {self.options.epoch}, found {options.epoch}")
@@ -299,8 +302,8 @@ class ProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Closes all connections; called by `destroy_process_group`.
 
-        What others still need of this rank is sent first, and operations whose futures were asked for have some seconds
-        to end; other operations under way fail.
+        What other ranks still need is sent first, and operations whose futures were requested have some seconds to end;
+        other operations in progress fail.
         """
         if os.getpid() != self._pid:  # a fork of the process that owns the connections
             return
@@ -313,7 +316,7 @@ class ProcessGroup(dist.ProcessGroup):
             inner.shutdown()
 
     def abort(self) -> None:
-        """Closes all connections; what is under way fails, here and on the other ranks."""
+        """Closes all connections; operations in progress fail, here and on the other ranks."""
         with self._lock:
             self._closed = True
         self._disconnect("the process group was aborted")
@@ -346,12 +349,12 @@ def _forward(name: str) -> Any:
 
 
 for _name in FORWARDED:
-    if hasattr(dist.ProcessGroup, _name):  # names come and go with torch's versions
+    if hasattr(dist.ProcessGroup, _name):  # which exist depends on the version of torch
         setattr(ProcessGroup, _name, _forward(_name))
 
 
 class PolledStore:
-    """A part of a torch store, asked now and then instead of waited on: TCPStore logs every wait that ends early."""
+    """A prefix of a torch store that polls instead of waiting: TCPStore logs every wait that ends early."""
 
     def __init__(self, prefix: str, store: Any) -> None:
         self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
@@ -362,7 +365,7 @@ class PolledStore:
         until_s = time.monotonic() + timeout.total_seconds()
         while not self.check(keys):
             if time.monotonic() > until_s:
-                raise RuntimeError(f"{keys} are not there")
+                raise RuntimeError(f"{keys} were not set in time")
             time.sleep(0.005)
 
 
@@ -371,21 +374,21 @@ _alive: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 @atexit.register
 def _shut_down_all() -> None:
-    """Ends the threads of groups that nobody destroyed, before the interpreter takes their lock away."""
+    """Ends the threads of groups that were not destroyed, before the interpreter is finalized."""
     for group in list(_alive):
         with suppress(Exception):
             group.shutdown()
 
 
 def create(backend_options: Any, options: Any = None) -> ProcessGroup:
-    """Called by torch to make a group: with its store, ranks and timeout, and the caller's `pg_options` if any."""
-    if options is not None and not isinstance(options, Options):
+    """Factory that torch calls with a group's store, ranks and timeout, and the caller's `pg_options` if any."""
+    if options is not None and not isinstance(options, BackendOptions):
         raise TypeError(
-            f"pg_options of the backend {BACKEND!r} are geartrain's Options, found {type(options).__name__}"
+            f"pg_options of the backend {BACKEND!r} are geartrain's BackendOptions, found {type(options).__name__}"
         )
     ranks = list(backend_options.global_ranks_in_group) or list(range(backend_options.group_size))
     of_world = len(ranks) if not dist.is_initialized() else dist.get_world_size()
-    chosen = (options or Options.from_environment()).of_ranks(ranks, of_world)
+    chosen = (options or BackendOptions.from_environment()).of_ranks(ranks, of_world)
     return ProcessGroup(
         backend_options.store,
         backend_options.group_rank,
@@ -411,7 +414,7 @@ def _as_options(opts: Any, timeout: timedelta | None, kind: type[Any]) -> Any:
 
 
 def _op_of(given: Any, tensors: list[torch.Tensor]) -> str | None:
-    """The name of the operation, if it and all tensors are what a Group knows."""
+    """The name of the operation, if a Group supports it for all of the tensors."""
     names = [name for op, name in OPS if given == op]
     first = tensors[0] if tensors else None
     if not names or first is None or first.dtype not in DTYPES or first.device.type not in ("cpu", "cuda"):
@@ -426,8 +429,8 @@ def _devices(tensors: list[torch.Tensor]) -> list[torch.device]:
     return [tensors[0].device] if tensors[0].is_cuda else []
 
 
-def _flat(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-    """The tensors as one contiguous array; and how to bring it back to them, where it is a copy."""
+def _flat(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """The tensors as one contiguous tensor; and, where that is a copy, the function that copies it back."""
     tensors = [tensor.detach() for tensor in tensors]
     if len(tensors) == 1 and tensors[0].is_contiguous() and not tensors[0].is_neg():
         return tensors[0].view(-1), None
@@ -436,19 +439,11 @@ def _flat(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
     for part, tensor in zip(parts, tensors, strict=True):
         part.view(tensor.shape).copy_(tensor)
 
-    def back() -> None:
+    def copy_back() -> None:
         for part, tensor in zip(parts, tensors, strict=True):
             tensor.copy_(part.view(tensor.shape))
 
-    return flat, back
-
-
-def _told(start: Any) -> Any:
-    """What `start` returns; its errors as torch's, which DDP passes on."""
-    try:
-        return start()
-    except Exception as error:
-        raise dist.DistBackendError(f"geartrain: {error}") from error
+    return flat, copy_back
 
 
 if BACKEND not in dist.Backend.backend_list:

@@ -1,18 +1,18 @@
-"""After a reducer died: the same ranks again, without it, from the step that the furthest of them has done.
+"""Recovery from a lost reducer: reopen the group without it, and bring all ranks to the latest completed step.
 
     while step < STEPS:
         try:
             loss_of(model(batch(step))).backward()
         except RuntimeError as error:               # names the reducer
-            step = reform(step, [net, optimizer])   # raises instead when it is a rank that was lost
-            model = DistributedDataParallel(net)    # a backward that broke off leaves DDP unusable
+            step = reform(step, [net, optimizer])   # raises instead where a rank was lost
+            model = DistributedDataParallel(net)    # an interrupted backward leaves DDP unusable
             continue
         optimizer.step()
         step += 1
 
-A reducer that dies in the middle of a step may have answered some ranks and not others: those have done the step, these
-have not. Who has done it has the sum of everybody's gradients, so its state is the one to go on from, and a step is
-neither lost nor done twice.
+A reducer that dies in the middle of a step may have answered some ranks only: these complete the step, the others do
+not. A rank that completed it has the sum of all gradients, so training continues from its state, and a step is neither
+lost nor done twice.
 """
 
 from __future__ import annotations
@@ -36,62 +36,62 @@ PROBE_TIMEOUT_S = 3.0
 
 
 def reform(step: int = 0, state: Sequence[Any] = (), *, group: Any = None, timeout_s: float = 60.0) -> int:
-    """Opens the group again with the reducers that every rank still reaches, and brings all ranks to one step.
+    """Reopens the group with the reducers that every rank still reaches, and brings all ranks to one step.
 
     Called by all ranks of the group, each after an all-reduce of it has failed. Costs a probe of every reducer, one
-    exchange over the group's store and, where ranks had come to different steps, a broadcast of `state`.
+    all-gather over the group's store and, where ranks had completed different steps, a broadcast of `state`.
 
     Args:
-        step: how many steps this rank has done, its optimizer's included.
-        state: what these steps made: modules, optimizers, anything with `state_dict` and `load_state_dict`. Ranks that
-            had done fewer steps are given the state of one that had done most.
+        step: the number of steps that this rank has completed, its optimizer's included.
+        state: of training: modules, optimizers, anything with `state_dict` and `load_state_dict`. Ranks that completed
+            fewer steps receive the state of one that completed most.
         group: of backend "geartrain"; by default the whole job.
-        timeout_s: for the other ranks to come.
+        timeout_s: for the other ranks to join.
 
     Returns:
-        The step to go on from, the same on all ranks.
+        The step to continue from, the same on all ranks.
 
     Raises:
-        PeerLostError: a rank did not come in time: named. The job has to be started again (torchrun), or its group made
-            anew from the ranks that are left.
-        ValueError: the group is not geartrain's.
+        PeerLostError: names a rank that did not join in time. The job has to be restarted (torchrun), or a new group
+            made of the remaining ranks.
+        ValueError: the group is not of the backend "geartrain".
     """
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, ProcessGroup):
-        raise ValueError(f"only a group of the backend 'geartrain' is re-formed, found {type(group).__name__}")
+        raise ValueError(f"only a group of the backend 'geartrain' can be re-formed, found {type(group).__name__}")
     options = group.options
-    blamed = group.blamed()  # one that was stopped still takes connections
+    blamed = group.blamed()  # a stopped process still accepts connections
     reached = [address for address, alive in _probe(options.reducers).items() if alive and address not in blamed]
-    said = _exchange(group, {"step": step, "reached": reached}, timeout_s)
-    lost = [address for address in options.reducers if any(address not in one["reached"] for one in said)]
+    states = _all_gather(group, {"step": step, "reached": reached}, timeout_s)
+    lost = [address for address in options.reducers if any(address not in one["reached"] for one in states)]
     group.reopen(options.without_reducers(lost))
-    steps = [one["step"] for one in said]
+    steps = [one["step"] for one in states]
     furthest = max(range(len(steps)), key=lambda rank: (steps[rank], -rank))
     if min(steps) != max(steps):
-        _give(state, furthest, group)
+        _broadcast_state(state, furthest, group)
     return int(max(steps))
 
 
 def _probe(addresses: Sequence[str]) -> dict[str, bool]:
-    """Which reducers take a connection; all asked at once."""
+    """Which reducers accept a connection; probed in parallel."""
     found = dict.fromkeys(addresses, False)
 
-    def ask(address: str) -> None:
+    def probe(address: str) -> None:
         host, _, port = address.rpartition(":")
         with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S):
             found[address] = True
 
-    threads = [threading.Thread(target=ask, args=(address,), daemon=True) for address in addresses]
+    threads = [threading.Thread(target=probe, args=(address,), daemon=True) for address in addresses]
     for thread in threads:
         thread.start()
     until_s = time.monotonic() + PROBE_TIMEOUT_S + 1
     for thread in threads:
-        thread.join(max(0.0, until_s - time.monotonic()))  # a name that does not resolve has no timeout of its own
+        thread.join(max(0.0, until_s - time.monotonic()))  # name resolution has no timeout of its own
     return found
 
 
-def _exchange(group: ProcessGroup, mine: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-    """What each rank has to say, by rank."""
+def _all_gather(group: ProcessGroup, mine: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+    """One value of each rank, over the group's store."""
     store = PolledStore(f"reform/{group.options.epoch}/", group.get_group_store())
     store.set(str(group.rank()), json.dumps(mine))
     until_s = time.monotonic() + timeout_s
@@ -99,14 +99,16 @@ def _exchange(group: ProcessGroup, mine: dict[str, Any], timeout_s: float) -> li
     while missing:
         missing = [rank for rank in missing if not store.check([str(rank)])]
         if missing and time.monotonic() > until_s:
-            raise PeerLostError(f"rank(s) {', '.join(map(str, missing))} did not come to re-form in {timeout_s} s")
+            raise PeerLostError(
+                f"rank(s) {', '.join(map(str, missing))} did not join to re-form the group in {timeout_s} s"
+            )
         with suppress(RuntimeError):
             store.wait([str(rank) for rank in missing], timedelta(seconds=0.1))
     return [json.loads(store.get(str(rank))) for rank in range(group.size())]
 
 
-def _give(state: Sequence[Any], source: int, group: ProcessGroup) -> None:
-    """From one rank to all others, over Gloo or NCCL."""
+def _broadcast_state(state: Sequence[Any], source: int, group: ProcessGroup) -> None:
+    """One rank's state to all others, over Gloo or NCCL."""
     states = [one.state_dict() for one in state] if group.rank() == source else [None] * len(state)
     dist.broadcast_object_list(states, group_src=source, group=group, device=torch.device("cpu"))
     if group.rank() != source:

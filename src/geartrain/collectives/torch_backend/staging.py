@@ -1,20 +1,22 @@
-"""All-reduce of tensors in a GPU's memory: chunk by chunk through pinned buffers, on streams of its own.
+"""Staging of GPU tensors for all-reduce: chunk by chunk through pinned buffers, on two streams.
 
-    caller's stream   ... grad kernels ... [ready]                            wait [back] | optimizer ...
+    caller's stream   ... grad kernels ... [ready]                            wait [result] | optimizer ...
     out stream                             wait [ready] | copy 0 [copied] | copy 1 [copied] | ...
-    this thread                                           host waits for [copied] -> all-reduce 0 -> ...
-    back stream                                                   ... copy 0 [free] | copy 1 [free] ... [back]
+    staging thread                                        host waits for [copied] -> all-reduce 0 -> ...
+    result stream                                                 ... copy 0 [free] | copy 1 [free] ... [result]
 
-Each chunk has a slot: a pinned buffer with two events. [copied] says the chunk is in the buffer; only this thread waits
-for it, never the caller. [free] says the buffer was read out again; the next copy into it waits for that on the out
-stream, the host does not. The caller's thread records one event when it submits, and nothing on its stream is waited
-for by any host thread. Its stream waits for [back], which is recorded after the last chunk's copy.
+Each chunk has a slot: a pinned buffer with two events. [copied] is recorded when the chunk is in the buffer; only the
+staging thread waits for it, never the caller. [free] is recorded when the result has been copied out of the buffer; the
+next copy into it waits for that on the out stream, the host does not. The caller's thread records one event when it
+submits; no host thread waits for its stream. The caller's stream waits for [result], recorded after the last chunk's
+copy.
 
-A chunk is an operation of the group: sizes depend on the tensor alone, so that all ranks make the same ones in the same
-order. The next chunk is copied out while one is on the network, also from one tensor to the next.
+A chunk is one operation of the group: chunk sizes depend on the tensor alone, so that all ranks issue the same
+operations in the same order. The next chunk is copied out while one is on the network, also from one tensor to the
+next.
 
-Streams and events are taken from `streams`, so that the order of all this is tested without a GPU
-(tests/collectives/test_staging.py), on streams that do their work as late, or as early, as their events allow.
+The order of all this is tested without a GPU, on simulated streams that run as late, or as early, as their events allow
+(tests/collectives/test_staging.py).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any, Protocol
 
 import torch
 
+from geartrain.device.device import Device
 from geartrain.errors import ConnectionClosedError, WaitTimeoutError
 
 CHUNK_BYTES = 4 << 20
@@ -38,92 +41,32 @@ DEPTH = 4  # chunks on the network at once
 AHEAD = 2  # chunks being copied out beside them
 
 
-class Streams(Protocol):
-    """Of one device: as torch.cuda has them."""
-
-    def current(self) -> Any:
-        """The calling thread's current stream."""
-
-    def stream(self) -> Any:
-        """A new stream."""
-
-    def event(self) -> Any:
-        """A new event: `record(stream)`, `synchronize()`."""
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Work of this thread goes to the stream."""
-
-    def pinned(self, count: int) -> torch.Tensor:
-        """Bytes of the host that the device copies from and to by itself."""
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues a copy on this thread's current stream."""
-
-    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """The tensor's memory is not given to anybody else before what is on the stream now has run."""
-
-
-class CudaStreams:
-    """The real ones."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def current(self) -> Any:
-        """Of the calling thread."""
-        return torch.cuda.current_stream(self.device)
-
-    def stream(self) -> Any:
-        """One more."""
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-
-    def event(self) -> Any:
-        """Without timing."""
-        return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Switches the device as well."""
-        return torch.cuda.stream(stream)
-
-    def pinned(self, count: int) -> torch.Tensor:
-        """Page-locked by CUDA."""
-        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Asynchronous where one side is pinned."""
-        to.copy_(source, non_blocking=True)
-
-    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Told to CUDA's caching allocator."""
-        tensor.record_stream(stream)
-
-
 class Reduction(Protocol):
-    """What the group returns for an operation."""
+    """An all-reduce in progress."""
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Returns when the buffer holds the result; raises a named error."""
 
 
-# Starts an all-reduce of a buffer of the host, in place.
+# Starts an all-reduce of a host buffer, in place.
 Reduce = Callable[[torch.Tensor], Reduction]
 
 
 @dataclass
-class Staged:
-    """One tensor on its way. `error` and `back` may be read once `finished` is set."""
+class StagedTensor:
+    """One tensor in transfer. `error` and `result` may be read once `finished` is set."""
 
     flat: torch.Tensor
     reduce: Reduce
     after: Callable[[], None] | None
     ready: Any
-    back: Any = None
+    result: Any = None
     error: BaseException | None = None
     finished: threading.Event = field(default_factory=threading.Event)
     chunks_left: int = 0
 
     def wait(self, timeout_s: float | None) -> None:
-        """Until the last copy was queued on the device. Raises what went wrong, or `WaitTimeoutError`."""
+        """Returns when the last copy is queued on the device. Raises the error of a chunk, or `WaitTimeoutError`."""
         if not self.finished.wait(timeout_s):
             raise WaitTimeoutError(f"the all-reduce was not done within the {timeout_s} s of this wait")
         if self.error is not None:
@@ -139,79 +82,79 @@ class _Slot:
 
 @dataclass
 class _Chunk:
-    job: Staged
-    part: torch.Tensor  # of the device's tensor
+    job: StagedTensor
+    part: torch.Tensor  # of the tensor on the device
     slot: _Slot
     host: torch.Tensor  # of the slot's buffer
     reduction: Reduction | None = None
 
 
 class Staging:
-    """Moves tensors of one device to the group and back, in the order they are submitted.
+    """Copies tensors of one device to the group and back, in the order they are submitted.
 
     Args:
-        streams: of the device.
-        abort: ends the group, with a reason: after a chunk failed here the ranks would no longer agree on what is next.
+        device: of the tensors.
+        abort: ends the group, with a reason: after a chunk failed here, ranks would disagree on the next operation.
         chunk_bytes, depth: bytes of an operation, and how many are on the network at once; the same on all ranks.
     """
 
     def __init__(
         self,
-        streams: Streams,
+        device: Device,
         abort: Callable[[str], None],
         *,
         chunk_bytes: int = CHUNK_BYTES,
         depth: int = DEPTH,
     ) -> None:
-        self.streams = streams
+        self._device = device
         self._abort = abort
         self._chunk_bytes = chunk_bytes
         self._depth = depth
-        self._out, self._back = streams.stream(), streams.stream()
+        self._out, self._back = device.new_stream(), device.new_stream()
         self._slots: deque[_Slot] = deque()
         self._slots_made = 0
         self._copying: deque[_Chunk] = deque()
         self._reducing: deque[_Chunk] = deque()
-        self._jobs: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[StagedTensor | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="geartrain-staging", daemon=True)
         self._thread.start()
 
-    def submit(self, flat: torch.Tensor, reduce: Reduce, after: Callable[[], None] | None = None) -> Staged:
+    def submit(self, flat: torch.Tensor, reduce: Reduce, after: Callable[[], None] | None = None) -> StagedTensor:
         """Queues an all-reduce of a contiguous tensor of the device, in place; returns at once.
 
         Args:
             flat: as the caller's current stream will leave it.
             reduce: called by the staging thread with one chunk after the other.
-            after: more work for the device once the result is in `flat`, on the stream that `wait` joins.
+            after: more device work once the result is in `flat`, on the stream that `join` waits for.
         """
-        ready = self.streams.event()
-        ready.record(self.streams.current())
-        self.keep(flat)
-        job = Staged(flat.view(-1), reduce, after, ready)
+        ready = self._device.record(self._device.new_event())
+        self.record_streams(flat)
+        job = StagedTensor(flat.view(-1), reduce, after, ready)
         with self._lock:
             if self._closed:
                 raise ConnectionClosedError("the process group was closed")
             self._jobs.put(job)
         return job
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """The tensor's memory stays its own until what is done with it here has been done."""
+    def record_streams(self, tensor: torch.Tensor) -> None:
+        """Marks a tensor as used by the streams of this class, so that its memory is not reused before that is over."""
         for stream in (self._out, self._back):
-            self.streams.keep(tensor, stream)
+            with self._device.on(stream):
+                self._device.record_stream(tensor)
 
-    def join(self, job: Staged) -> None:
-        """The caller's current stream goes on when the result is there. For a finished job."""
-        self.streams.current().wait_event(job.back)
+    def join(self, job: StagedTensor) -> None:
+        """Makes the caller's current stream wait for the result of a finished job."""
+        self._device.wait(job.result)
 
-    def on_back(self) -> AbstractContextManager[Any]:
-        """What is done or recorded here comes after the results."""
-        return self.streams.on(self._back)
+    def on_result_stream(self) -> AbstractContextManager[Any]:
+        """A context whose device work is queued behind the results."""
+        return self._device.on(self._back)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread after the jobs it has; close the group first if they are not to be waited for."""
+        """Ends the thread after the jobs it has; close the group first to make these fail."""
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 return
@@ -221,6 +164,7 @@ class Staging:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        self._device.enter()
         while True:
             job = self._next()
             if job is None:
@@ -230,31 +174,31 @@ class Staging:
                 self._send(leave=AHEAD)
         self._drain()
 
-    def _next(self) -> Staged | None:
-        """The next job; what is under way is brought forward as long as there is none."""
+    def _next(self) -> StagedTensor | None:
+        """The next job; while there is none, chunks in transfer are moved on."""
         while self._copying or self._reducing:
             with contextlib.suppress(queue.Empty):
                 return self._jobs.get_nowait()
             self._step()
         return self._jobs.get()
 
-    def _parts(self, job: Staged) -> list[torch.Tensor]:
+    def _parts(self, job: StagedTensor) -> list[torch.Tensor]:
         per_chunk = max(1, self._chunk_bytes // job.flat.element_size())
         parts = list(job.flat.split(per_chunk))  # type: ignore[no-untyped-call]
         job.chunks_left = len(parts)
         return parts
 
-    def _begin(self, job: Staged, part: torch.Tensor) -> None:
-        """Copies a chunk out, into a slot that may still be being read: the stream waits, not the host."""
+    def _begin(self, job: StagedTensor, part: torch.Tensor) -> None:
+        """Queues the copy of a chunk into a slot that may still be read: the stream waits for it, not the host."""
         slot = self._free_slot()
         host = slot.buffer[: part.nbytes].view(part.dtype)
         try:
             if job.error is None:
-                with self.streams.on(self._out):
-                    self._out.wait_event(job.ready)
-                    self._out.wait_event(slot.free)
-                    self.streams.copy(host, part)
-                slot.copied.record(self._out)
+                with self._device.on(self._out):
+                    self._device.wait(job.ready)
+                    self._device.wait(slot.free)
+                    self._device.copy(host, part)
+                    self._device.record(slot.copied)
         except Exception as error:
             self._fail(job, error)
         self._copying.append(_Chunk(job, part, slot, host))
@@ -263,9 +207,10 @@ class Staging:
         while not self._slots:
             if self._slots_made < self._depth + AHEAD:
                 self._slots_made += 1
-                event = self.streams.event
-                slot = _Slot(self.streams.pinned(self._chunk_bytes), event(), event())
-                slot.free.record(self._back)
+                new_event = self._device.new_event
+                slot = _Slot(self._device.pinned(self._chunk_bytes), new_event(), new_event())
+                with self._device.on(self._back):
+                    self._device.record(slot.free)
                 return slot
             self._step()
         return self._slots.popleft()
@@ -285,22 +230,22 @@ class Staging:
             chunk = self._copying.popleft()
             try:
                 if chunk.job.error is None:
-                    chunk.slot.copied.synchronize()
+                    self._device.sync(chunk.slot.copied)
                     chunk.reduction = chunk.job.reduce(chunk.host)
             except Exception as error:
                 self._fail(chunk.job, error)
             self._reducing.append(chunk)
 
     def _finish(self, chunk: _Chunk) -> None:
-        """Waits for a chunk's result and copies it back."""
+        """Waits for a chunk's result and queues its copy back."""
         job, slot = chunk.job, chunk.slot
         try:
             if chunk.reduction is not None:
-                chunk.reduction.wait()  # also after an error: the buffer is the group's until then
+                chunk.reduction.wait()  # also after an error: until then the group uses the buffer
             if job.error is None:
-                with self.streams.on(self._back):
-                    self.streams.copy(chunk.part, chunk.host)
-                slot.free.record(self._back)
+                with self._device.on(self._back):
+                    self._device.copy(chunk.part, chunk.host)
+                    self._device.record(slot.free)
         except Exception as error:
             self._fail(job, error)
         self._slots.append(slot)
@@ -308,19 +253,18 @@ class Staging:
         if job.chunks_left == 0:
             self._complete(job)
 
-    def _complete(self, job: Staged) -> None:
+    def _complete(self, job: StagedTensor) -> None:
         try:
             if job.error is None:
-                if job.after is not None:
-                    with self.streams.on(self._back):
+                with self._device.on(self._back):
+                    if job.after is not None:
                         job.after()
-                job.back = self.streams.event()
-                job.back.record(self._back)
+                    job.result = self._device.record(self._device.new_event())
         except Exception as error:
             self._fail(job, error)
         job.finished.set()
 
-    def _fail(self, job: Staged, error: Exception) -> None:
+    def _fail(self, job: StagedTensor, error: Exception) -> None:
         if job.error is None:
             job.error = error
             self._abort(f"{type(error).__name__}: {error}")

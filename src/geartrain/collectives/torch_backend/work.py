@@ -1,8 +1,9 @@
-"""What `allreduce` of the process group returns: torch's Work, whose errors reach the caller and never kill it.
+"""Implementation of torch's `Work` for an all-reduce, and the thread that completes its futures.
 
-Somebody waits for the operation: whoever calls `wait`, or, once a future was asked for, the group's `Finisher`, a
-thread that takes works in the order they were made. DDP asks for futures, plain `dist.all_reduce` does not, and then
-costs no thread at all.
+Native operations end by themselves; a thread has to wait for them and report. That is the caller of `wait` or, once a
+future was requested, the group's `Finisher`, which takes works in the order they were made. DDP requests futures; plain
+`dist.all_reduce` does not, and then costs no thread. Errors are raised where the work is waited for, and never end the
+process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """What `torch.compiler.disable` does, without the seconds of imports that it takes.
+    """Equivalent of `torch.compiler.disable`, without the seconds of imports that it takes.
 
     A compiled DDP calls collectives between its graphs, and the compiler must not look into them.
     """
@@ -36,55 +37,15 @@ def uncompiled(function: Function) -> Function:
     return function
 
 
-class Operation:
-    """An all-reduce under way, and the copy that has to follow it. Waited for by one thread at a time.
+class TorchWork(dist.Work):
+    """torch's handle of one all-reduce. `wait`, `get_future`, `is_completed`, `exception`, `result` as torch has them.
+
+    Waited for by one thread at a time; the others wait for that one.
 
     Args:
-        wait: waits for the operation until a deadline (seconds, None: the operation's own) and does what follows;
-            called until it returns or raises anything but `TimeoutError` for a deadline that the caller chose.
+        wait: waits for the operation until a deadline (seconds; None: the operation's own) and does what follows it;
+            called until it returns, or raises anything but the end of a deadline that the caller chose.
         done: whether `wait` would return, or raise, at once.
-    """
-
-    def __init__(self, wait: Callable[[float | None], None], done: Callable[[], bool]) -> None:
-        self._wait = wait
-        self._is_done = done
-        self._lock = threading.Lock()
-        self._over = False
-        self.error: BaseException | None = None
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when the result is in the tensors. Raises `DistBackendError`, always the same, if there is none."""
-        until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise dist.DistBackendError(f"geartrain: the all-reduce was not done within the {timeout_s} s of this wait")
-        try:
-            if not self._over:
-                self._finish(None if until_s is None else max(0.0, until_s - time.monotonic()))
-        finally:
-            self._lock.release()
-        if self.error is not None:
-            raise self.error
-
-    def _finish(self, timeout_s: float | None) -> None:
-        try:
-            self._wait(timeout_s)
-        except Exception as error:
-            if timeout_s is not None and not self._is_done():
-                raise dist.DistBackendError(f"geartrain: {error}") from error  # this wait is over, the operation is not
-            self.error = dist.DistBackendError(f"geartrain: {error}")
-            self.error.__cause__ = error
-        self._over = True
-
-    def done(self) -> bool:
-        """Whether the result, or an error, is there."""
-        return self._over or self._is_done()
-
-
-class Work(dist.Work):
-    """torch's handle of one operation. `wait`, `get_future`, `is_completed`, `exception`, `result` as torch has them.
-
-    Args:
-        operation: what to wait for.
         tensors: the results, in place.
         finisher: completes futures.
         devices: of the tensors, where these are not on the CPU.
@@ -94,7 +55,8 @@ class Work(dist.Work):
 
     def __init__(
         self,
-        operation: Operation,
+        wait: Callable[[float | None], None],
+        done: Callable[[], bool],
         tensors: Sequence[torch.Tensor],
         finisher: Finisher,
         *,
@@ -103,23 +65,50 @@ class Work(dist.Work):
         around: Callable[[], Any] | None = None,
     ) -> None:
         super().__init__()
-        self._operation = operation
+        self._wait = wait
+        self._is_done = done
         self._tensors = list(tensors)
         self._finisher = finisher
         self._devices: list[int | str | torch.device] = list(devices)
         self._join = join
         self._around = around
+        self._waiting = threading.Lock()
         self._lock = threading.Lock()
+        self._over = False
+        self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
 
     @uncompiled
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """True when the result is there; `timeout` 0 stands for the operation's own. Raises `DistBackendError`."""
         limit_s = timeout.total_seconds()
-        self._operation.wait(limit_s if limit_s > 0 else None)
+        self.wait_on_host(limit_s if limit_s > 0 else None)
         if self._join is not None:
             self._join()
         return True
+
+    def wait_on_host(self, timeout_s: float | None = None) -> None:
+        """Returns when the result is in the tensors. Raises `DistBackendError`, always the same, if there is none."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._waiting.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise dist.DistBackendError(f"geartrain: the all-reduce was not done within the {timeout_s} s of this wait")
+        try:
+            if not self._over:
+                self._finish(None if until_s is None else max(0.0, until_s - time.monotonic()))
+        finally:
+            self._waiting.release()
+        if self._error is not None:
+            raise self._error
+
+    def _finish(self, timeout_s: float | None) -> None:
+        try:
+            self._wait(timeout_s)
+        except Exception as error:
+            if timeout_s is not None and not self._is_done():
+                raise dist.DistBackendError(f"geartrain: {error}") from error  # this wait is over, the operation is not
+            self._error = dist.DistBackendError(f"geartrain: {error}")
+            self._error.__cause__ = error
+        self._over = True
 
     def synchronize(self) -> None:
         """The same as `wait`."""
@@ -127,14 +116,14 @@ class Work(dist.Work):
 
     @uncompiled
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the list of tensors. It fails with the operation, and whoever waits gets a `RuntimeError`."""
+        """A future of the list of tensors. It fails with the operation; waiting for it then raises `RuntimeError`."""
         with self._lock:
             if self._future is None:
                 base: torch.futures.Future[Any] = torch.futures.Future(devices=self._devices)
                 # An exception given to Future.set_exception is a value to C++, which reads it as tensors and crashes
                 # (DDP's backward). One that a callback raises is an error in C++ too.
                 self._future = base.then(self._value)
-                self._finisher.add(self._operation, lambda: self._complete(base))
+                self._finisher.add(self, lambda: self._complete(base))
             return self._future
 
     def _complete(self, base: torch.futures.Future[Any]) -> None:
@@ -145,20 +134,20 @@ class Work(dist.Work):
                 base.set_result(self._tensors)
 
     def _value(self, _: Any) -> list[torch.Tensor]:
-        if self._operation.error is not None:
-            raise self._operation.error
+        if self._error is not None:
+            raise self._error
         return self._tensors
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not wait."""
-        return self._operation.done()
+        """Whether `wait` would return, or raise, at once."""
+        return self._over or self._is_done()
 
     def is_success(self) -> bool:
         """Whether the result is there."""
-        if not self._operation.done():
+        if not self.is_completed():
             return False
         try:
-            self._operation.wait()
+            self.wait_on_host()
         except dist.DistBackendError:
             return False
         return True
@@ -166,7 +155,7 @@ class Work(dist.Work):
     def exception(self) -> BaseException | None:
         """The error, once there is one."""
         self.is_success()
-        return self._operation.error
+        return self._error
 
     def result(self) -> list[torch.Tensor]:
         """The tensors, after waiting for them."""
@@ -175,36 +164,36 @@ class Work(dist.Work):
 
 
 class Finisher:
-    """A thread that waits for operations in order and then completes their futures. It starts with the first."""
+    """A thread that waits for works in order and then completes their futures. It starts with the first."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: queue.SimpleQueue[tuple[Operation, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[TorchWork, Callable[[], None]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
-    def add(self, operation: Operation, complete: Callable[[], None]) -> None:
-        """Calls `complete` once the operation is over, one way or the other."""
+    def add(self, work: TorchWork, complete: Callable[[], None]) -> None:
+        """Calls `complete` once the operation has ended, with a result or an error."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"{self._name}-finisher", daemon=True)
                 self._thread.start()
-        self._queue.put((operation, complete))
+        self._queue.put((work, complete))
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            operation, complete = item
-            with contextlib.suppress(dist.DistBackendError):  # the future tells whoever waits for it
-                operation.wait()
+            work, complete = item
+            with contextlib.suppress(dist.DistBackendError):  # raised by the future
+                work.wait_on_host()
             try:
                 complete()
-            except Exception:  # a device that has failed; the next futures must not wait for ever
+            except Exception:  # the device has failed; later futures must still be completed
                 logging.getLogger(__name__).exception("a future of an all-reduce could not be completed")
-            del item, operation, complete  # the tensors are not kept until the next one
+            del item, work, complete  # else the tensors would live until the next item
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread, after what it was given; its operations must be over or able to end (their group closed)."""
+        """Ends the thread, after the works it has; these must have ended or be able to end (their group closed)."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None and os.getpid() == self._pid and thread is not threading.current_thread():

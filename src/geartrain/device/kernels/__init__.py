@@ -7,11 +7,11 @@ together. Nothing is imported until it is asked for: `why_not_viable()` says wha
 | file | what it does | bytes |
 |---|---|---|
 | `philox` | random bits and numbers below a bound, from counters | none |
-| `weighted_draw` | running sums over tiles of 256 priorities; draws, plain and stratified | 4 N a rebuild, 1.5 KB a draw |
+| `weighted_draw` | sums over tiles of 256 priorities; draws, plain and stratified | 4 N a rebuild, 1.5 KB a draw |
 | `distinct_draw` | draws without replacement | the same, and a sort of the draws |
-| `first_rows` | heaviest, oldest, newest rows | 4 N, and 2 KB a row asked for |
+| `top_rows` | heaviest, oldest, newest rows | 4 N, and 2 KB a row asked for |
 | `scatter_update` | new priorities for many rows, the last of duplicates wins | 240 a row |
-| `gather_rows`, `gather_*` | chosen rows out of pinned host memory, in one launch | the windows, 128 a slot |
+| `gather`, `gather_*` | chosen rows out of pinned host memory, in one launch | the windows, 128 a slot |
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What can be drawn on a GPU: the counterpart of `geartrain._native.Candidates`, method for method.
 
-The priorities live in device memory and stay the caller's. Sums are made by `rebuild()` and kept by `update()`. Everything
-runs on the current stream; calls that have to know a number (is there anything to draw?) wait for the device, once
-after each change.
+The priorities live in device memory and stay the caller's. Sums are made by `rebuild()` and kept by `update()`.
+Everything runs on the current stream; calls that have to know a number (is there anything to draw?) wait for the
+device, once after each change.
 
 Device memory beside the priorities: 16 bytes a tile of 256 rows; as much again for draws by row where rows can be
 unselectable; 4 N for the order of sequence numbers, made when it is first needed.
@@ -94,7 +94,7 @@ class DeviceCandidates:
         self._age_of: torch.Tensor | None = None
 
     def update(self, rows: Rows, priorities: torch.Tensor | NDArray[np.uint32]) -> None:
-        """priorities[rows] = priorities; of duplicates the last wins. About 240 bytes a row, and 16 a tile for the sums.
+        """priorities[rows] = priorities; the last of duplicates wins. 240 bytes a row, and 16 a tile for the sums.
 
         Raises:
             ArgumentError: a row that is not there, or not as many priorities (uint32) as rows; nothing was changed.

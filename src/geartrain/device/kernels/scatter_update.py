@@ -1,16 +1,16 @@
 """New priorities for many rows at once: priorities[rows] = values, where of duplicates the last wins, and sums follow.
 
-A plain scatter with duplicates is a race. Here the priorities themselves are the scratch memory in which the duplicates of
-a row settle who is last, so nothing of the size of the table is needed beside it. Four launches, since each needs all
-of the one before to be finished:
+A plain scatter with duplicates is a race. Here the priorities themselves are the scratch memory in which the duplicates
+of a row settle who is last, so nothing of the size of the table is needed beside it. Four launches, since each needs
+all of the one before to be finished:
 
     1. take    old[i] = exchange(priorities[rows[i]], 0)      of a row's duplicates one gets the priority, the others 0
     2. bid     priorities[rows[i]] = max(itself, i + 1)
     3. settle  won[i] = priorities[rows[i]] == i + 1
     4. write   winners write their value; every i adds (won ? value : 0) - old to its tile's sum
 
-Until the last is done the priorities are meaningless: draws have to be on the same stream, or wait. Bytes: five visits to
-a 32-byte sector of the priorities, one to one of the sums, 45 of arguments: about 240 a row, B = 1e6: 0.24 GB.
+Until the last is done the priorities are meaningless: draws have to be on the same stream, or wait. Bytes: five visits
+to a 32-byte sector of the priorities, one to one of the sums, 45 of arguments: about 240 a row, B = 1e6: 0.24 GB.
 
 The atomic operations are relaxed: launches are what puts steps in order.
 
@@ -103,7 +103,7 @@ def scatter_update(
     sums: torch.Tensor,
     selectable: torch.Tensor | None = None,
 ) -> None:
-    """Writes priorities[rows] = values in place, the last of duplicates winning, and adds the changes to the tiles' sums.
+    """Writes priorities[rows] = values in place (the last of duplicates wins); adds the changes to the tiles' sums.
 
     Args:
         priorities: (n,) uint32.

@@ -1,4 +1,4 @@
-"""A dict of NumPy arrays, from memory, from an `.npz` file or from a folder of `.npy` files.
+"""Importer of NumPy arrays: a dict, an `.npz` file or a folder of `.npy` files.
 
 Two layouts. *Padded*: every array starts with the episode, (n, t, ...), and `lengths` says how many of
 the t steps are real; an array of shape (n,) is a value that each episode has once. *Flat*: every array
@@ -109,7 +109,7 @@ class ArraySource(Source):
             yield Episode(f"episode {index}", timed, once)
 
     def extent(self) -> Extent:
-        """From the lengths; no data is read."""
+        """From the lengths; reads no data."""
         return Extent(len(self._lengths), int(self._lengths.max(initial=0)))
 
     def _flat(self, ends: Array, steps: int) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""Arrow columns as NumPy arrays of whole steps; what Minari's and LeRobot's tables have in common."""
+"""Conversion of Arrow columns to NumPy arrays of steps, for Minari and LeRobot."""
 
 from __future__ import annotations
 

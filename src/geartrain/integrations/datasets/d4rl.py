@@ -1,4 +1,4 @@
-"""D4RL-layout HDF5: flat arrays of steps, cut into episodes where the flags say.
+"""Importer of D4RL-layout HDF5: flat arrays of steps, split into episodes by their flags.
 
     observations (N, ...)   actions (N, ...)   rewards (N,)   terminals (N,)   [timeouts (N,)]
     [next_observations (N, ...)]   [infos/... (N, ...)]   [metadata/...]

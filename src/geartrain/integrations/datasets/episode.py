@@ -1,13 +1,13 @@
-"""Episodes on their way into a store: what every importer yields, and how its fields are named.
+"""Episodes and sources: the interface between importers and stores, and the names of fields.
 
 A *source* is anything that can be iterated, more than once, for `Episode`s. It holds one episode (or
 one slice of a file) in memory at a time, so a dataset larger than memory can be imported. The file of
-each format has one `Source`; `ingest` in ingest.py is the one place that writes them into a store.
+each format has one `Source`; `ingest` in importer.py writes them into a store.
 
-Names. Every importer speaks the field's standard terms, in the singular: `obs`, `action`, `reward`,
-`terminated`, `truncated`, `next_obs`, and `final_obs` for the observation after the last step, which a
-row has once. Nested observations are flattened with dots (`obs.state`, `obs.images.front`), which is
-also what `TensorDict.unflatten_keys()` takes apart again.
+Names. Every importer uses the standard terms, in the singular: `obs`, `action`, `reward`,
+`terminated`, `truncated`, `next_obs`, and `final_obs` for the observation after the last step, once a
+row. Nested observations are flattened with dots (`obs.state`, `obs.images.front`), as
+`TensorDict.unflatten_keys()` expects.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from geartrain.errors import MissingDependencyError, SchemaError, SourceError
 Array = np.ndarray[Any, np.dtype[Any]]
 FieldChoice = Mapping[str, str] | Sequence[str] | str | None
 
-# One read of a flat file takes this much of every field together: large enough for the disk and for
-# HDF5's chunks, small enough to be nothing beside the store.
+# Bytes of all fields in one read of a flat file: large enough for the disk and for HDF5's chunks, small
+# compared with the store.
 SLICE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One trajectory, to become one row.
+    """One episode (trajectory), for one row.
 
     Attributes:
-        name: what an error message calls it, precise enough to find it in the files again.
+        name: for error messages, precise enough to find it in the files.
         timed: arrays of shape (T, ...), all of the same T.
-        untimed: values the row has once, such as `final_obs`.
-        follows: untimed name -> the timed name that it is the next step of, so that a cut can replace
-            it: the observation that follows a shortened episode is one of the episode's own.
+        untimed: values once a row, such as `final_obs`.
+        follows: untimed name -> the timed name whose next step it is, so that `cut` can replace it by
+            the step after the cut.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Episode:
         """The first `length` steps, as views.
 
         Raises:
-            SourceError: a `final_` field cannot be set right, since the field it follows is not here.
+            SourceError: a `final_` field cannot be replaced, since the field it follows is missing.
         """
         untimed = dict(self.untimed)
         for name, timed in self.follows.items():
             if timed not in self.timed:
                 raise SourceError(
-                    f"{self.name}: cutting it to {length} steps would leave {name!r} pointing behind "
-                    f"the cut; import {timed!r} too, or leave {name!r} out"
+                    f"{self.name}: truncating it to {length} steps needs {name!r} of the step after "
+                    f"them; import {timed!r} too, or leave {name!r} out"
                 )
             untimed[name] = self.timed[timed][length]
         timed_cut = {name: array[:length] for name, array in self.timed.items()}
@@ -74,7 +74,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much a source holds: number of episodes, and the steps of the longest."""
+    """Size of a source: number of episodes, and steps of the longest."""
 
     episodes: int
     longest: int
@@ -84,7 +84,7 @@ class Source(abc.ABC):
     """Episodes that can be iterated more than once, each time from the first."""
 
     name: str
-    episodes: int | None = None  # as soon as it is known: from metadata, or after `extent()`
+    episodes: int | None = None  # from metadata, or after `extent()`; None before
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[Episode]:
@@ -145,7 +145,7 @@ def choose(
         wanted: None for `default`; else names, or `"stored=found"` assignments, or the mapping
             {stored: found}. A name also stands for everything below it: "obs" takes "obs.state".
         available: every field of the source -> why it cannot be stored, or None where it can.
-        default: the names to take when nothing is asked for.
+        default: the names to take when `wanted` is None.
         skip_unsupported: leave out what cannot be stored instead of raising.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Encoded images (PNG, JPEG) as arrays, through Pillow.
+"""Decoding of images (PNG, JPEG), by Pillow.
 
 Both RLDS and LeRobot keep images as compressed bytes inside their tables. PNG decodes to the bytes
 that were written. JPEG decoders differ by a grey level here and there, so a pixel can differ by one

@@ -1,8 +1,8 @@
-"""Datasets into stores: `import_dataset` for whole datasets, `ingest` for a store of your own.
+"""Dataset import: `import_dataset` into a new store, `ingest` into an existing one.
 
-Every episode is checked against the store's schema before a byte of it is written, and then written
-once, in place, into a row of shared memory. Only that episode is in memory meanwhile. What does not
-fit is an error that names the episode, the field, what was found and what would fit.
+Every episode is checked against the store's schema before a byte of it is written, and then copied
+once, into a row of shared memory. One episode is in memory at a time. An episode that does not fit is an
+error that names the episode, the field, what was found and what would fit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from geartrain.store.store import Store
 
 TooLong = Literal["error", "truncate", "skip"]
 
-# Format -> module and class. A module is imported only when its turn comes; each of them has a
-# `recognise(path)` that looks at the content, and `LOOKS_FOR`, which says what it looks at.
+# Format -> module and class. A module is imported on use; each of them has `recognise(path)`, which checks
+# the content, and `LOOKS_FOR`, which says what it checks.
 FORMATS = {
     "minari": ("geartrain.integrations.datasets.minari", "MinariSource"),
     "rlds": ("geartrain.integrations.datasets.rlds", "RldsSource"),
@@ -38,13 +38,13 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
-class Report:
-    """What an import did.
+class ImportReport:
+    """Result of an import.
 
     Attributes:
         episodes: rows written.
-        steps: their steps together.
-        nbytes: bytes written, without the unused ends of rows.
+        steps: of all rows.
+        nbytes: bytes written, without the padding of rows.
         too_long: episodes left out (`on_too_long="skip"`) or cut ("truncate").
         empty: episodes of no steps, which a store has no row for; always left out.
         elapsed_s: wall-clock time.
@@ -85,14 +85,14 @@ def import_dataset(
     progress: bool = True,
     **options: Any,
 ) -> Store:
-    """A new store that holds every episode of a dataset, a row each.
+    """Creates a store with every episode of a dataset, one per row.
 
     The store is complete or absent: when anything fails, what this call created is removed.
 
     Args:
         source: a path, a dict of NumPy arrays, a torch `Dataset`, or a `Source`.
         into: name of the store to create; a name with a slash is a file.
-        format: "auto" looks at the content, or one of `FORMATS`.
+        format: one of `FORMATS`; "auto" detects it from the content.
         fields: which fields to import: names, `"stored=found"` assignments, or {stored: found}. A name
             stands for everything below it too. None takes the format's usual fields.
         capacity: rows of the store; the number of episodes by default.
@@ -104,14 +104,14 @@ def import_dataset(
         skip_unsupported: leave out fields that no store can hold (text, video) instead of refusing.
         persist: keep the store after the last process has closed it. By default for files only.
         progress: a bar, or lines, on stderr.
-        options: what the format offers, such as `split=` for RLDS or `episode_steps=` for D4RL. None
-            stands for the format's default.
+        options: of the format, such as `split=` for RLDS or `episode_steps=` for D4RL. None is the
+            format's default.
 
     Raises:
-        SourceError: the dataset, or an episode of it, does not fit.
+        SourceError: the dataset, or an episode of it, cannot be stored.
         MissingDependencyError: the format's package is not installed.
-        StoreExistsError: `into` is there already.
-        NoSpaceError: the store is larger than the file system has room for.
+        StoreExistsError: `into` exists.
+        NoSpaceError: the file system has too little space for the store.
 
     Example:
         >>> import numpy as np
@@ -122,7 +122,7 @@ def import_dataset(
     """
     casts = _casts(cast)
     _check_too_long(on_too_long)
-    _check_absent(str(into))  # here, and not after a long look at the data
+    _check_absent(str(into))  # before a long pass over the data
     opened = open_source(source, format=format, fields=fields, skip_unsupported=skip_unsupported, **options)
     if capacity is None:
         capacity = opened.episodes
@@ -153,7 +153,7 @@ def ingest(
     on_too_long: TooLong = "error",
     cast: Mapping[str, str] | Sequence[str] | str = (),
     progress: bool = True,
-) -> Report:
+) -> ImportReport:
     """Writes every episode of a source into a store, one row each, in the source's order.
 
     A dtype is converted where no value can change (float32 into a float64 field), or where `cast`
@@ -183,13 +183,13 @@ def ingest(
                     fitting = episode.cut(store.max_length)
             if bar.done == room:
                 raise SourceError(
-                    f"{source.name}: {episode.name}: the store is full, it takes {limit:,} rows; a "
+                    f"{source.name}: {episode.name}: the store is full ({limit:,} rows): a "
                     f"larger one is needed, or fewer episodes"
                 )
             _check(source.name, fitting, schema, store.max_length, casts)
             bar.advance(_write(store, fitting))
             steps += fitting.length
-        report = Report(bar.done, steps, bar.nbytes, too_long, empty, time.monotonic() - started)
+        report = ImportReport(bar.done, steps, bar.nbytes, too_long, empty, time.monotonic() - started)
     bar.say(f"{source.name}: {report}")
     return report
 
@@ -205,12 +205,11 @@ def open_source(
     """The `Source` for a path, a dict of arrays or a torch `Dataset`.
 
     Raises:
-        SourceError: nothing here knows the format; says what was looked for. Or an option that the
-            format does not have.
+        SourceError: the format is unknown, or has no such option; the message lists what there is.
     """
     if isinstance(source, Source):
         if fields is not None or options:
-            raise SourceError(f"{source.name}: is open already; choose its fields when opening it")
+            raise SourceError(f"{source.name}: is open already; fields and options are for opening it")
         return source
     if format not in ("auto", *FORMATS):
         raise SourceError(f"format {format!r} is unknown; there are auto, {', '.join(FORMATS)}")
@@ -247,7 +246,7 @@ def _recognise(source: object) -> str:
             return name
         if module.LOOKS_FOR:
             looked_for.append(f"  {name}: {module.LOOKS_FOR}")
-    state = "is not there" if not path.exists() else "is of no format that is known here"
+    state = "does not exist" if not path.exists() else "has no known format"
     raise SourceError("\n".join([f"{path} {state}. Looked for:", *looked_for]))
 
 
@@ -301,7 +300,7 @@ def _write(store: Store, episode: Episode) -> int:
     with store.row() as row:
         for name, array in episode.timed.items():
             block = row[name][:length]
-            np.copyto(block, array, casting="unsafe")  # _check has allowed this very conversion
+            np.copyto(block, array, casting="unsafe")  # _check_dtype has allowed the conversion
             nbytes += block.nbytes
         for name, array in episode.untimed.items():
             row[name] = array
@@ -321,7 +320,7 @@ def _casts(cast: Mapping[str, str] | Sequence[str] | str) -> dict[str, str]:
 
 def _check_absent(name: str) -> None:
     if "/" in name and not Path(name).parent.is_dir():
-        raise StoreMissingError(f"{name} cannot be created: {Path(name).parent} is no folder")
+        raise StoreMissingError(f"{name} cannot be created: {Path(name).parent} is no directory")
     try:
         found = Store.peek(name)
     except StoreMissingError:

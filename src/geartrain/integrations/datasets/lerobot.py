@@ -1,4 +1,4 @@
-"""LeRobotDataset folders, v3.0, and v2.0 and v2.1: the parquet columns.
+"""Importer of LeRobotDataset folders (v3.0, v2.1, v2.0): the parquet columns.
 
     meta/info.json                              features, version, path templates
     meta/episodes/chunk-000/file-000.parquet    length of each episode (v2: meta/episodes.jsonl)
@@ -120,7 +120,7 @@ class LeRobotSource(Source):
         return episode
 
     def _runs(self) -> Iterator[tuple[Path, int, dict[str, Array]]]:
-        """Stretches of frames of one episode: the file, the episode and the columns."""
+        """Runs of frames of one episode: the file, the episode and the columns."""
         keys = [self._paths[name] for name in self._chosen.values()]
         rows = max(1, _BATCH_BYTES // max(1, sum(_nbytes(self._features[key]) for key in keys)))
         for file in self._files:

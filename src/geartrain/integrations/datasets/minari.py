@@ -1,4 +1,4 @@
-"""Minari datasets on this machine, in their HDF5, Arrow and Parquet layouts.
+"""Importer of local Minari datasets, in their HDF5, Arrow and Parquet layouts.
 
 Minari keeps one more observation than actions: `observations[t]` is what action t was taken in, and
 `observations[T]` is what the last action led to. A row has the T steps, so
@@ -17,10 +17,10 @@ The minari package opens the dataset: it checks the version and knows the spaces
 read with h5py or pyarrow, only those that are wanted, and not through
 `MinariDataset.iterate_episodes`: Minari 0.5.4 reads every column, cannot read back an Arrow episode
 whose infos hold NumPy numbers (ValueError), and silently stops after the first piece, 32,768 rows, of a
-longer Arrow or Parquet episode. Worse, its writer hands those pieces to pyarrow without asking for
-their order to be kept, and they do come out of order: 300,000 steps in one episode were found with
+longer Arrow or Parquet episode. Its writer also passes those pieces to pyarrow without
+requesting their order, and they come out of order: 300,000 steps in one episode were found with
 steps 98,304 to 131,071 behind step 262,143. Such an episode is refused by name, since nothing in the
-file tells the order; HDF5 has no such trouble.
+file tells the order; HDF5 is not affected.
 """
 
 from __future__ import annotations

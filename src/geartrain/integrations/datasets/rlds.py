@@ -1,4 +1,4 @@
-"""RLDS datasets as TFDS writes them, read without TensorFlow.
+"""Importer of RLDS datasets as TFDS writes them, without TensorFlow.
 
     dataset_info.json                           splits, and how many records each shard holds
     features.json                               dtype, shape and encoding of every feature
@@ -191,8 +191,8 @@ class RldsSource(Source):
         if split is None and len(shards) == 1:
             split = next(iter(shards))
         if split is None or (split != "all" and split not in shards):
-            asked = "has several splits" if split is None else f"has no split {split!r}"
-            raise SourceError(f"{self.name}: {asked}: say split= one of {', '.join(sorted(shards))}, or 'all'")
+            problem = "has several splits" if split is None else f"has no split {split!r}"
+            raise SourceError(f"{self.name}: {problem}: choose split= from {', '.join(sorted(shards))}, or 'all'")
         promised = _shard_lengths(_json(folder / "dataset_info.json"))
         found: list[tuple[Path, int | None]] = []
         for name in sorted(shards) if split == "all" else [split]:

@@ -1,11 +1,11 @@
-"""The record files of TFDS, TFRecord and ArrayRecord, and the `tf.train.Example` in each record.
+"""Record files of TFDS (TFRecord, ArrayRecord), and the `tf.train.Example` in each record.
 
 A TFRecord file is a run of
 
     uint64 length | uint32 masked crc32c of length | length bytes | uint32 masked crc32c of the bytes
 
 which is read here, with both checksums verified, through the `crc32c` package. The `tfrecord` package
-reads the same files without looking at the checksums, and registers `tensorflow.Example` in protobuf's
+reads the same files without verifying checksums, and registers `tensorflow.Example` in protobuf's
 process-wide pool, after which TensorFlow cannot be imported. ArrayRecord files are read by Google's
 `array_record`, which verifies its own checksums.
 

@@ -1,11 +1,11 @@
-"""Any torch `Dataset`: map-style or iterable, whose items are episodes.
+"""Importer of a torch `Dataset`, map-style or iterable, whose items are episodes.
 
 An item is a dict, a tuple or a named tuple of tensors, NumPy arrays and numbers, nested at will; each
 item becomes a row. Everything with at least one axis is taken as timed, with time first, unless
 `untimed` says otherwise; numbers are values the row has once. For a dataset whose items are single
 samples without any time (an image and its label), `untimed=True` takes them all as such.
 
-torch is not imported: whatever has `detach()` is a tensor.
+torch is not imported: any object with `detach()` is a tensor.
 """
 
 from __future__ import annotations

@@ -1,22 +1,24 @@
-"""A message queue for DI-engine: its events, contexts and models over geartrain's transports instead of nng.
+"""Message queue for DI-engine: its events, contexts and models over geartrain's transports instead of nng.
 
     import geartrain.integrations.di_engine                                 # in the module of your main
     Parallel.runner(n_parallel_workers=3, mq_type="geartrain")(main)
 
-or, with nothing to import, `geartrain-ditask ... --mq-type geartrain` in the place of `ditask`. Importing this teaches
-DI-engine the queue (`install`); where DI-engine is not installed it does nothing. docs/di-engine.md is the manual.
+or, with nothing to import, `geartrain-ditask ... --mq-type geartrain` instead of `ditask`. Importing this registers the
+queue with DI-engine (`install`); where DI-engine is not installed it does nothing. docs/di-engine.md is the manual.
 
-The files: `options` (what may be asked for), `contacts` (where nodes are), `bus` (events between them; knows nothing
-of DI-engine), `engine` (what of DI-engine is replaced), `ditask` (its command line).
+The files: `options` (options of the queue), `discovery` (addresses of nodes), `bus` (events; knows nothing of
+DI-engine) with `membership` (its peers) and `peer_queue` (events in flight to one), `message_queue` (what of DI-engine
+is replaced), `ditask` (its command line).
 """
 
 from __future__ import annotations
 
 import importlib.util
 
-from geartrain.integrations.di_engine.bus import Bus, Window
+from geartrain.integrations.di_engine.bus import Bus
 from geartrain.integrations.di_engine.message_queue import PEER_JOINED, PEER_LOST, Queue, install
 from geartrain.integrations.di_engine.options import MQ_TYPES
+from geartrain.integrations.di_engine.peer_queue import Window
 
 if importlib.util.find_spec("ding") is not None:
     install()

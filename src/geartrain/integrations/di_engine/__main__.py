@@ -1,4 +1,4 @@
-"""`python -m geartrain.integrations.di_engine ditask ...`."""
+"""Command `python -m geartrain.integrations.di_engine ditask ...`."""
 
 from __future__ import annotations
 

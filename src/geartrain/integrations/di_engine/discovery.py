@@ -1,4 +1,4 @@
-"""Where other nodes are: fixed addresses, files of this host, and a store that all can reach."""
+"""Discovery of nodes: by address, by files of this host, or through a c10d store."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from geartrain.transport.rendezvous import store_of
 
 @dataclass
 class Contact:
-    """A place where a node is, or will be. `name` is the node's once it has been met there."""
+    """Address of a node, or where it will be published. `name` is the node's, once it was joined."""
 
     text: str
     store: Any = None
     key: str = ""
-    # One that was there when the store was read, and is not waited for when it is gone: who comes back joins anew.
+    # It had joined when the store was read: it is not waited for when it is gone, for a restarted node joins by itself.
     seen: bool = False
     name: str | None = field(default=None, compare=False)
     failures: int = field(default=0, compare=False)
 
     def address(self) -> str | None:
-        """What to dial; None while nobody is there. Never waits."""
+        """Address to dial; None while there is none. Does not wait."""
         if self.store is not None:
             return _text(self.store.get(self.key)) if self.store.check([self.key]) else None
         url = urlparse(self.text)
@@ -44,14 +44,14 @@ class Contact:
 
 
 def parse_contact(text: str) -> Contact:
-    """The contact that "tcp://host:port", "ipc:///path" or an `address` of a node's stands for.
+    """Parses "tcp://host:port", "ipc:///path" or the `address` of a node.
 
     Raises:
-        ArgumentError: none of these; a node id, which needs an init_method, is told apart.
+        ArgumentError: none of these; for a node id the message names the init_method that it needs.
     """
     text = text.strip()
     url = urlparse(text)
-    with contextlib.suppress(ValueError):  # of a port that is no number
+    with contextlib.suppress(ValueError):  # the port is no number
         places = (url.scheme == "ipc" and url.path, url.scheme == "tcp" and url.hostname and url.port)
         if text.startswith("id=") or any(places):
             return Contact(text)
@@ -63,11 +63,11 @@ def parse_contact(text: str) -> Contact:
 
 
 class Publication:
-    """The file in which a node of this host tells its address: what "ipc:///path" stands for. Gone with `close`."""
+    """File with the address of a node of this host, for "ipc:///path". `close` removes it."""
 
     def __init__(self, path: Path, address: str) -> None:
         self._path = path
-        # Beside it first, so that a reader finds all of it or nothing.
+        # Renamed when it is complete, so that a reader finds all of it or nothing.
         handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
         with os.fdopen(handle, "w") as file:
             file.write(address)
@@ -79,28 +79,28 @@ class Publication:
 
 
 class StoreRegister:
-    """The nodes that have joined through a store of torch's kind, in the order in which they did."""
+    """Register of nodes in a c10d store, in the order in which they joined."""
 
     def __init__(self, init_method: str, node_id: int, timeout_s: float) -> None:
         """Node 0 starts the store of a tcp:// method; the others wait for it. Raises `WaitTimeoutError`."""
         try:
             self._store, _, _ = store_of(init_method, node_id, None, timeout_s)
-        except (RuntimeError, OSError, ValueError) as error:  # torch has names for them that change
-            who = "cannot start" if node_id == 0 else "does not reach"
+        except (RuntimeError, OSError, ValueError) as error:  # torch's error classes differ by version
+            who = "cannot start" if node_id == 0 else "cannot reach"
             raise WaitTimeoutError(
                 f"node {node_id} {who} the store at {init_method} within {timeout_s:g} s; node 0 starts it. "
                 f"torch says: {str(error).splitlines()[0]}"
             ) from error
 
     def join(self, node_id: int, address: str) -> list[Contact]:
-        """Adds a node; those that came before it."""
+        """Adds a node; returns those that joined before it."""
         number = int(self._store.add(f"{_PREFIX}joined", 1))
         self._store.set(f"{_PREFIX}node/{node_id}", address)
         self._store.set(f"{_PREFIX}member/{number}", address)
         return [self._contact(f"member {n}", f"member/{n}", seen=True) for n in range(1, number)]
 
     def node(self, node_id: int) -> Contact:
-        """The node of that id, now or later."""
+        """The node of that id, which may join later."""
         return self._contact(f"node {node_id}", f"node/{node_id}")
 
     def _contact(self, text: str, key: str, seen: bool = False) -> Contact:
@@ -110,13 +110,13 @@ class StoreRegister:
 def contacts_of(
     attach_to: Sequence[str], topology: str, node_id: int, address: str, register: StoreRegister | None
 ) -> list[Contact]:
-    """Whom a node looks for by itself: who was there before it, as its topology says, and `attach_to`."""
+    """Contacts that a node joins: earlier nodes, as its topology says, and `attach_to`."""
     if register is None:
         return [parse_contact(text) for text in attach_to]
     before = register.join(node_id, address)
     found = before if topology == "mesh" else [register.node(0)] if topology == "star" and node_id != 0 else []
     for text in attach_to:
-        # The page of torchrpc writes 0_0_0 for node 0: the devices belong into the map, and the id is what counts.
+        # DI-engine's page of torchrpc writes 0_0_0 for node 0; the devices belong into the map.
         number = re.fullmatch(r"(\d+)(_\d+_\d+)?", text.strip())
         found.append(parse_contact(text) if number is None else register.node(int(number.group(1))))
     return found

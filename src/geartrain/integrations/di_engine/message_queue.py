@@ -1,9 +1,9 @@
-"""The message queue as DI-engine wants it, and the places of DI-engine that learn of it.
+"""DI-engine's message queue interface on a `Bus`, and the methods of DI-engine's `Parallel` that it replaces.
 
-DI-engine knows two kinds of queue by name, in a table inside `Parallel.runner`, and hands them bytes that it has
-pickled. So five of Parallel's methods are replaced: `runner`, which knows the names; `emit`, which hands over values;
-`on` and `once`, which have the listener in place before peers hear of it; and `listen`, which has events handled by
-the threads of the connections. For any other kind of queue each does what it did.
+DI-engine knows two kinds of queue by name, in a table inside `Parallel.runner`, and passes them pickled bytes. So five
+methods of `Parallel` are replaced: `runner`, with the names; `emit`, which passes values; `on` and `once`, which add
+the listener before peers get the subscription; and `listen`, which handles events on the threads of the connections.
+For any other kind of queue each does what it did.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlparse
 
+import geartrain.integrations.di_engine.options as queue_options
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
-from geartrain.integrations.di_engine import options as asked
 from geartrain.integrations.di_engine.bus import Bus
 from geartrain.integrations.di_engine.discovery import Publication, StoreRegister, contacts_of
-from geartrain.integrations.di_engine.options import MQ_TYPES, Options
+from geartrain.integrations.di_engine.options import MQ_TYPES, QueueOptions
 
 _log = logging.getLogger("geartrain.di_engine")
 
-#: The versions of DI-engine whose `Parallel` was read and tried.
+#: Versions of DI-engine with which the replaced methods were tested.
 KNOWN_VERSIONS = ("0.5.3",)
-#: Emitted locally on `Parallel`, with a node id and words, when a peer comes or is lost.
+#: Emitted locally on `Parallel`, with a node id and a reason, when a peer joins or is lost.
 PEER_JOINED, PEER_LOST = "geartrain.peer_joined", "geartrain.peer_lost"
-#: What `ditask` was given beyond what DI-engine's own passes on; `Parallel.runner` takes it from here.
+#: Options of `ditask` that DI-engine's own does not pass on; `Parallel.runner` takes them from here.
 further: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("further")
 
 _RUNNER = [
@@ -68,27 +68,27 @@ class Queue:
         self,
         listen_to: str = "",
         attach_to: Sequence[str] | None = None,
-        options: Options | None = None,
+        options: QueueOptions | None = None,
         **_: Any,
     ) -> None:
-        """A node that can be reached from now on: a place that is taken is an error here, in the user's thread.
+        """Starts a node. An address that is in use is an error here, in the user's thread.
 
         Args:
             listen_to: "tcp://host:port" or "ipc:///path"; with an init_method, a host and port 0.
-            attach_to: whom to look for: places, or node ids with an init_method.
-            options: what `Parallel.runner` was asked for.
+            attach_to: nodes to join: addresses, or node ids with an init_method.
+            options: of `Parallel.runner`.
         """
-        self.options = options or Options(secret=asked.cluster_secret())
+        self.options = options or QueueOptions(secret=queue_options.cluster_secret())
         self.attach_to: list[str] = list(attach_to or [])
         self.listen_to = listen_to
         self._inbox: queue.Queue[tuple[str, Any, Work[None]] | None] = queue.Queue()
         self._stopped = threading.Event()
         self._on_change: Callable[[str, int, str], object] | None = None
         self._publication: Publication | None = None
-        wanted = asked.check_mq_type(self.options.mq_type)
+        wanted = queue_options.check_mq_type(self.options.mq_type)
         map_ = self.options.device_map
-        visible = asked.visible_devices() if wanted or map_ or self.options.devices else 0
-        asked.check_devices(wanted, self.options.devices, map_, visible)
+        visible = queue_options.visible_devices() if wanted or map_ or self.options.devices else 0
+        queue_options.check_devices(wanted, self.options.devices, map_, visible)
         host, port = _host_and_port(listen_to)
         self._bus = Bus(
             f"node-{self.options.node_id}-{secrets.token_hex(4)}",
@@ -111,7 +111,7 @@ class Queue:
     # --- what DI-engine calls ---------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Looks for those it attaches to. Returns when each has been tried; those not there are tried again."""
+        """Joins the nodes that it attaches to. Returns when each was tried once; others are retried."""
         if self._stopped.is_set():
             return
         register = None
@@ -123,22 +123,22 @@ class Queue:
         found = contacts_of(self.attach_to, self.options.topology, self.options.node_id, self._bus.address, register)
         self.attach_to = [contact.text for contact in found]
         _log.info("node %d listens on %s, attaches to %s", self.options.node_id, self.listen_to, self.attach_to)
-        self._bus.link(found)
+        self._bus.connect(found)
 
     def publish(self, topic: str, data: bytes) -> None:
-        """Sends bytes to whoever has subscribed."""
+        """Sends bytes to the nodes that subscribe to the topic."""
         self._bus.emit(topic, (data,), {})
 
     def subscribe(self, topic: str) -> None:
-        """Has a topic sent here."""
+        """Subscribes to a topic."""
         self._bus.subscribe(topic)
 
     def unsubscribe(self, topic: str) -> None:
-        """No longer; a pattern, such as "task.*", means all that match."""
+        """Ends a subscription; a pattern, such as "task.*", ends all that match."""
         self._bus.unsubscribe(one for one in self._bus.topics if fnmatchcase(one, topic))
 
     def recv(self) -> tuple[str, Any] | None:
-        """The next topic and its bytes; None once stopped. For who uses the queue without `Parallel`."""
+        """The next topic and its bytes; None once stopped. For use without `Parallel`."""
 
         def keep(topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Work[None]]:
             taken: Work[None] = Work()
@@ -146,16 +146,16 @@ class Queue:
             return [taken]
 
         if not self._stopped.is_set():
-            self._bus.hand_to(keep)
+            self._bus.set_handler(keep)
         found = self._inbox.get()
         if found is None:
-            self._inbox.put(None)  # for whoever asks next
+            self._inbox.put(None)  # for other threads that wait
             return None
         found[2].set_result(None)
         return found[:2]
 
     def stop(self) -> None:
-        """Leaves the others. What was emitted is still delivered."""
+        """Leaves its peers. What was emitted is still delivered."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -167,14 +167,14 @@ class Queue:
     # --- what the replaced methods of Parallel call -------------------------------------------------------------------
 
     def emit(self, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Sends values to whoever has subscribed. Raises what `Bus.emit` does."""
+        """Sends values to the nodes that subscribe to the topic. Raises as `Bus.emit`."""
         self._bus.emit(topic, args, kwargs)
 
     def serve(self, parallel: Any) -> None:
-        """Has `Parallel`'s listeners called, until stopped."""
+        """Calls `Parallel`'s listeners, until stopped."""
         dispatch = Dispatch(parallel)
         self._on_change = dispatch.changed
-        self._bus.hand_to(dispatch)
+        self._bus.set_handler(dispatch)
         self.listen()
         self._stopped.wait()
 
@@ -184,15 +184,15 @@ class Queue:
 
 
 class Dispatch:
-    """Calls the listeners of an event in the threads that DI-engine has for that, two for each of its loops."""
+    """Calls the listeners of an event on DI-engine's threads, two for each of its event loops."""
 
     def __init__(self, parallel: Any) -> None:
         self._parallel = parallel
         self._emit = importlib.import_module("ding.framework.event_loop").EventLoop.emit
-        self._told: BaseException | None = None
+        self._logged: BaseException | None = None
 
     def __call__(self, event: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Work[Any]]:
-        """What is now being done. Raises when no loop takes the event, because a listener of each raised before."""
+        """Submits the event; returns the work. Raises when a listener of each loop has raised before."""
         loop = self._parallel._event_loop
         if not loop.listened(event):
             return []
@@ -211,8 +211,8 @@ class Dispatch:
         if own:
             failed = loop._exception or failed
             work += self._submit(loop, event, *args, **kwargs)
-        if failed is not None and failed is not self._told:
-            self._told = failed
+        if failed is not None and failed is not self._logged:
+            self._logged = failed
             _log.error("a listener raised, and its loop takes no more events, such as %r", event, exc_info=failed)
         if failed is not None and not work:
             raise GeartrainError(f"node {self._parallel.node_id} takes no events: a listener raised {failed!r}")
@@ -230,7 +230,7 @@ class Dispatch:
             return []  # it was stopped meanwhile
 
     def changed(self, what: str, node_id: int, reason: str) -> None:
-        """A peer has come or is lost: tells whoever listens for that here."""
+        """A peer has joined or is lost: calls the local listeners of that."""
         loop = self._parallel._event_loop
         event = PEER_JOINED if what == "joined" else PEER_LOST
         if loop.listened(event):
@@ -241,10 +241,10 @@ class Dispatch:
 
 
 def install() -> None:
-    """Teaches DI-engine the queue, once; `import geartrain.integrations.di_engine` does it.
+    """Registers the queue with DI-engine, once; `import geartrain.integrations.di_engine` does it.
 
     Raises:
-        MissingDependencyError: DI-engine is not installed, or of a version whose inside is not known.
+        MissingDependencyError: DI-engine is not installed, or of a version that was not tested.
     """
     ding, parallel, registry, mq = _check_engine()
     if "geartrain" in registry:
@@ -286,7 +286,7 @@ def _check_engine() -> tuple[Any, Any, Any, Any]:
 
 
 def _either(made: type, ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours for a `Parallel` that has our queue, theirs for any other."""
+    """A method that calls `ours` for a `Parallel` with our queue, and `theirs` for any other."""
 
     @functools.wraps(theirs)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -334,8 +334,8 @@ def _runner(
     """`Parallel.runner`, with the kinds of queue in `MQ_TYPES` and three more arguments for these.
 
     Args:
-        init_method: "tcp://host:port", "env://" or "file:///path", as for `torch.distributed`: where the nodes find
-            each other. Node 0 starts a tcp store. Without, they find each other by addresses, as with nng.
+        init_method: "tcp://host:port", "env://" or "file:///path", as for `torch.distributed`: the rendezvous of the
+            nodes. Node 0 starts a tcp store. Without it they join by addresses, as with nng.
         local_cuda_devices: the GPUs of this process, such as "0,1".
         cuda_device_map: which of them goes with which of a peer's, as `<peer's node id>_<local>_<peer's>,...`.
     """
@@ -369,7 +369,7 @@ def _runner(
                 pool.map(_run_worker, work)
             finally:
                 atexit.unregister(pool.__exit__)
-                for worker in workers:  # of those that could not do it themselves
+                for worker in workers:  # of workers that were killed
                     url = urlparse(worker["listen_to"])
                     if url.scheme == "ipc":
                         Path(url.path).unlink(missing_ok=True)
@@ -378,34 +378,34 @@ def _runner(
 
 
 def _run_worker(worker: dict[str, Any], main: tuple[Any, ...]) -> None:
-    """What a spawned worker does. To find this function it imports this module; then it can learn of the queue."""
+    """Runs a spawned worker. To unpickle this function it imports this module, and then registers the queue."""
     install()
     importlib.import_module("ding.framework.parallel").Parallel._subprocess_runner(worker, main)
 
 
-def _workers(cls: Any, asked_for: dict[str, Any], given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What each worker is started with."""
-    count, topology, init_method = asked_for["n_parallel_workers"], asked_for["topology"], given["init_method"]
-    if topology not in asked.TOPOLOGIES:
-        raise ArgumentError(f"a topology is one of {', '.join(asked.TOPOLOGIES)}, found {topology!r}")
-    attach_to = [text for text in asked_for["attach_to"] or [] if text]
-    wanted = asked.check_mq_type(asked_for["mq_type"])
-    devices = asked.parse_devices(given["local_cuda_devices"])
-    device_map = asked.parse_device_map(given["cuda_device_map"])
-    if wanted or devices or device_map:  # here already, before anything is started
-        asked.check_devices(wanted, devices, device_map, asked.visible_devices())
-    secret = asked.cluster_secret()
+def _workers(cls: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Arguments of each worker."""
+    count, topology, init_method = arguments["n_parallel_workers"], arguments["topology"], given["init_method"]
+    if topology not in queue_options.TOPOLOGIES:
+        raise ArgumentError(f"a topology is one of {', '.join(queue_options.TOPOLOGIES)}, found {topology!r}")
+    attach_to = [text for text in arguments["attach_to"] or [] if text]
+    wanted = queue_options.check_mq_type(arguments["mq_type"])
+    devices = queue_options.parse_devices(given["local_cuda_devices"])
+    device_map = queue_options.parse_device_map(given["cuda_device_map"])
+    if wanted or devices or device_map:  # before any process is started
+        queue_options.check_devices(wanted, devices, device_map, queue_options.visible_devices())
+    secret = queue_options.cluster_secret()
     shared = bool(secret)
     if not secret and count > 1:
-        secret = secrets.token_bytes(32)  # between these workers, which get it from this process
-    common = Options(asked_for["mq_type"], 0, topology, init_method, devices, device_map, secret)
-    nodes = _listening_places(cls, asked_for, init_method, shared, given)
-    node_ids = cls.padding_param(asked_for["node_ids"], count, 0)
+        secret = secrets.token_bytes(32)  # of these workers, which get it from this process
+    common = QueueOptions(arguments["mq_type"], 0, topology, init_method, devices, device_map, secret)
+    nodes = _listening_addresses(cls, arguments, init_method, shared, given)
+    node_ids = cls.padding_param(arguments["node_ids"], count, 0)
     passed_on = ("labels", "auto_recover", "max_retries", "mq_type", "startup_interval")
     for i in range(count):
         before = [] if init_method else {"mesh": nodes[:i], "star": nodes[: min(1, i)], "alone": []}[topology]
         yield {
-            **{name: asked_for[name] for name in passed_on},
+            **{name: arguments[name] for name in passed_on},
             "n_parallel_workers": count,
             "node_id": node_ids[i],
             "local_id": i,
@@ -415,15 +415,15 @@ def _workers(cls: Any, asked_for: dict[str, Any], given: dict[str, Any]) -> Iter
         }
 
 
-def _listening_places(
-    cls: Any, asked_for: dict[str, Any], init_method: str | None, shared: bool, given: dict[str, Any]
+def _listening_addresses(
+    cls: Any, arguments: dict[str, Any], init_method: str | None, shared: bool, given: dict[str, Any]
 ) -> list[str]:
-    """Where each worker listens. Only with a secret that others can have does it listen for other hosts."""
-    address = asked_for["address"] or (cls.get_ip() if shared else "127.0.0.1")
-    count, ports = asked_for["n_parallel_workers"], asked_for["ports"]
+    """Address on which each worker listens: loopback, unless other hosts can have the secret."""
+    address = arguments["address"] or (cls.get_ip() if shared else "127.0.0.1")
+    count, ports = arguments["n_parallel_workers"], arguments["ports"]
     if init_method is not None and (ports is None or given.get("any_port")):
-        return [f"tcp://{address}:0"] * count  # the store tells the others
-    places: list[str] = cls.get_node_addrs(count, protocol=asked_for["protocol"], address=address, ports=ports)
+        return [f"tcp://{address}:0"] * count  # the others get it from the store
+    places: list[str] = cls.get_node_addrs(count, protocol=arguments["protocol"], address=address, ports=ports)
     return places
 
 

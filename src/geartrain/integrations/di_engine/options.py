@@ -1,4 +1,4 @@
-"""What a user may ask for: kinds of queue, device maps, places to attach to, the cluster's secret."""
+"""Options of the message queue: its kind, device maps, the cluster's secret."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from geartrain.errors import ArgumentError, MissingDependencyError, TransportError, UntrustedPeerError
 
-#: What `mq_type` may be, and whether tensors go from GPU to GPU: True, False, or None for whenever devices are named.
+#: Values of `mq_type`, and whether tensors go from GPU to GPU: True, False, or None for when devices are named.
 MQ_TYPES: dict[str, bool | None] = {
     "geartrain": None,
     "geartrain:cpu": False,
@@ -26,7 +26,7 @@ TOPOLOGIES = ("mesh", "star", "alone")
 
 @dataclass(frozen=True)
 class DevicePair:
-    """Tensors for a node go from a GPU of this process to one of that node's."""
+    """Entry of a device map: tensors for a node go from a GPU of this process to one of that node."""
 
     node_id: int
     local: int
@@ -34,8 +34,8 @@ class DevicePair:
 
 
 @dataclass(frozen=True)
-class Options:
-    """What every worker of a runner is told. Travels to the workers, so everything in it can be pickled."""
+class QueueOptions:
+    """Options of every worker of a runner. Can be pickled, as workers get it that way."""
 
     mq_type: str = "geartrain"
     node_id: int = 0
@@ -46,23 +46,23 @@ class Options:
     secret: bytes = b""
     timeout_s: float = 60.0
 
-    def __repr__(self) -> str:  # the secret is nobody's business
-        return f"<Options of node {self.node_id}: {self.mq_type}, {self.topology}>"
+    def __repr__(self) -> str:  # without the secret
+        return f"<QueueOptions of node {self.node_id}: {self.mq_type}, {self.topology}>"
 
 
 def check_mq_type(mq_type: str) -> bool | None:
-    """Whether GPUs are to be used; None when that is left open.
+    """Whether the kind of queue uses GPUs; None where the other options decide.
 
     Raises:
         ArgumentError: there is no such kind.
     """
     if mq_type not in MQ_TYPES:
-        raise ArgumentError(f"there is no message queue {mq_type!r} of geartrain's; there are {', '.join(MQ_TYPES)}")
+        raise ArgumentError(f"there is no message queue {mq_type!r} of geartrain; there are {', '.join(MQ_TYPES)}")
     return MQ_TYPES[mq_type]
 
 
 def parse_devices(text: str | tuple[int, ...] | list[int] | None) -> tuple[int, ...] | None:
-    """The GPUs that this process may use.
+    """Parses the GPUs that this process may use.
 
     Example:
         >>> parse_devices("0,1")
@@ -83,14 +83,14 @@ def parse_devices(text: str | tuple[int, ...] | list[int] | None) -> tuple[int, 
 
 
 def parse_device_map(text: str | None) -> tuple[DevicePair, ...]:
-    """Pairs of GPUs, one of this process and one of a peer, as `<peer's node id>_<local GPU>_<peer's GPU>,...`.
+    """Parses a device map, `<peer's node id>_<local GPU>_<peer's GPU>,...`.
 
     Example:
         >>> parse_device_map("1_0_1,2_0_2")
         (DevicePair(node_id=1, local=0, peer=1), DevicePair(node_id=2, local=0, peer=2))
 
     Raises:
-        ArgumentError: it does not look like that, or gives one GPU two partners at one peer.
+        ArgumentError: it has another form, or maps one GPU to two of one peer.
     """
     if not text:
         return ()
@@ -112,11 +112,11 @@ def parse_device_map(text: str | None) -> tuple[DevicePair, ...]:
 def check_devices(
     wanted: bool | None, devices: tuple[int, ...] | None, device_map: tuple[DevicePair, ...], visible: int
 ) -> bool:
-    """Whether GPUs are used, of the `visible` ones here.
+    """Checks the options for GPUs; returns whether any are used.
 
     Raises:
-        TransportError: they are asked for, and are not there.
-        ArgumentError: a map speaks of a device that was not named, or devices are named for a queue without them.
+        TransportError: they are requested, and torch does not see them.
+        ArgumentError: a map has a device that was not named, or devices are named for a queue without GPUs.
     """
     if wanted is False and (devices is not None or device_map):
         raise ArgumentError("devices are named for a queue that moves tensors through the CPU; take mq_type='cuda'")
@@ -146,7 +146,7 @@ def check_devices(
 
 
 def visible_devices() -> int:
-    """How many GPUs torch sees here."""
+    """Number of GPUs that torch sees."""
     try:
         import torch
     except ImportError:
@@ -155,7 +155,7 @@ def visible_devices() -> int:
 
 
 def cluster_secret(environment: Mapping[str, str] | None = None) -> bytes:
-    """The cluster's secret: GEARTRAIN_SECRET, or what stands in the file that GEARTRAIN_SECRET_FILE names.
+    """The cluster's secret: GEARTRAIN_SECRET, or the contents of the file GEARTRAIN_SECRET_FILE.
 
     Raises:
         UntrustedPeerError: the file is empty, or others may read it.

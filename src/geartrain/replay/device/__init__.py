@@ -1,26 +1,28 @@
-"""Batches that land in a GPU's memory: gathered by the GPU itself, or staged through pinned host memory.
+"""Batches in a GPU's memory: gathered by the GPU from pinned segments, or staged through pinned buffers.
 
 Two paths, the same batches:
 
-    gather   the segment is pinned where it is (pinning.py) and one Triton kernel reads the chosen rows out of it
-             (kernels/gather_rows.py). The CPU touches no row.
+    gather   the segment is pinned where it is (device/pinned_memory.py) and one Triton kernel reads the drawn rows from
+             it (device/kernels/gather.py). The CPU copies nothing.
     staged   native threads gather into a pinned buffer (fetch.py), and one asynchronous copy takes it to the device.
              Works for any segment, pinned or not.
 
 Either runs on a stream of its own, into one buffer of device memory a batch (an *arena*), with an event at its end. The
-consumer's stream waits for the event; its host does not wait. The arena comes from torch's allocator and is lent to the
-consumer's stream, so that its memory is used again once the batch was dropped and what the consumer had given its
-stream by then is done.
+consumer's stream waits for the event; its host does not wait. The arena comes from torch's allocator and is recorded
+for the consumer's stream: its memory is reused once the batch was dropped and that stream is done with it.
 
-| file | one idea |
+| file | contents |
 |---|---|
-| `options` | what `Replay(device=...)` is told: `DeviceOptions`, `Convert` |
-| `crossover` | up to which size of rows the GPU's own gather is taken |
-| `place` | `DeviceTarget`: one plan's segment, pinned or not, and which path it takes |
-| `transfer` | `BatchTransfer`: one batch on its way; `ReadyBatch`; `StreamHandoff`: to the consumer's stream |
-| `stage` | `StagingBuffer`: a batch as the CPU makes it, in pinned memory |
-| `arrange` | conversion, packing and scattering within device memory |
-| `pool` | pinned buffers, used again |
+| `options` | arguments of `Replay(device=...)`: `DeviceOptions`, `Convert` |
+| `gather_threshold` | the largest rows that the GPU gathers by itself |
+| `session` | `DeviceSession`: a replay's device, stream and segments, and their closing |
+| `target` | `DeviceTarget`: one store's segment, pinned or not, and its path |
+| `transfer` | `BatchTransfer`: one batch in flight; `ReadyBatch`; `StreamHandoff` to the consumer's stream |
+| `staging` | `StagingBuffer`: a batch in pinned host memory |
+| `pinned_pool` | `PinnedPool`: pinned buffers that are reused |
+| `layout` | conversion, packing and scattering within device memory |
+| `priority_mirror` | `DevicePriorities`: a store's priorities in device memory |
+| `builder` | `DeviceBatchBuilder` |
 """
 
 from geartrain.replay.device.gather_threshold import CROSSOVER_BYTES

@@ -205,11 +205,11 @@ class DeviceBatchBuilder:
 
     def _finish(self, pending: PendingBatch) -> BuiltBatch:
         began_s = time.perf_counter()
-        books = self._resolve(pending)
+        metadata = self._resolve(pending)
         state = list(pending.state)
         for part in pending.parts:
             state[part.number] = part.state
-        made = self._ready(pending.transfer.finish(*books, pending.step), state)
+        made = self._ready(pending.transfer.finish(*metadata, pending.step), state)
         self._make_s += time.perf_counter() - began_s
         return made
 
@@ -313,7 +313,7 @@ class DeviceBatchBuilder:
         part.taken[redraw.numbers] = taken
 
     def _resolve(self, pending: PendingBatch) -> tuple[Keys, Any, Any]:
-        """Waits for the device, and replaces torn rows until there are none; returns keys and books."""
+        """Waits for the device, and redraws torn rows until there are none; returns keys and metadata."""
         transfer, parts = pending.transfer, pending.parts
         unknown = [part for part in parts if self._priorities[part.number] is not None]
         torn, *news = transfer.wait_read_back()

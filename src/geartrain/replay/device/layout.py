@@ -1,4 +1,4 @@
-"""What is done to a batch within device memory: conversion, packing, rows put to their places.
+"""Layout changes within device memory: conversion, packing, scattering of rows.
 
 The gather kernel does all of this on its way. Here it is done by torch, a few operations a field, to what came by
 copies: batches that the CPU made, and rows that other ranks sent.

@@ -1,4 +1,4 @@
-"""Pinned host memory on the way between host and device."""
+"""Pool of pinned host buffers for copies between host and device."""
 
 from __future__ import annotations
 

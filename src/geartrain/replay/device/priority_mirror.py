@@ -1,12 +1,12 @@
-"""A store's priorities in a GPU's memory, so that rows are chosen where they will be read.
+"""Device copy of a store's priorities, for draws on the GPU that will read the rows.
 
-The mirror is a copy of the words (8 bytes a row) and of the selectable bits, taken out of the pinned segment by the
+It is a copy of the words (8 bytes a row) and of the selectable bits, taken out of the pinned segment by the
 device's copy engine when the store has changed. From it `kernels.candidates.DeviceCandidates` draws the rows that the
 CPU would draw, and the drawn keys go to the gather without having been on the host. The copy may be behind the store by
 what was written meanwhile; a row that was overwritten since is torn, and drawn again.
 
-What it costs: 8.1 bytes a row over the link for each batch that finds the store changed, two passes over the priorities in
-device memory, and one wait of the replay's thread for the sum of all priorities.
+Cost: 8.1 bytes a row over the link for each batch that finds the store changed, two passes over the priorities
+in device memory, and one wait of the replay's thread for the sum of all priorities.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def why_not(strategy: Strategy) -> str | None:
 
 
 def pays(rows: int, draws: int) -> bool:
-    """Whether keeping a mirror of so many rows for each batch of so many draws takes less than drawing on the CPU."""
+    """Whether keeping a copy of so many rows for each batch of so many draws takes less than drawing on the CPU."""
     copied_us = 8.125 * rows / (LINK_GB_PER_S * 1e3)
     return draws * CPU_DRAW_NS / 1e3 > copied_us + LAUNCHES_US
 

@@ -1,4 +1,4 @@
-"""A batch as the CPU makes it, in pinned memory, and one copy that takes it to the device."""
+"""Staging buffer: a batch gathered by the CPU into pinned memory, and its copy to the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the batches of one plan land: its segment, pinned where it is or not, and the path that follows from that."""
+"""Device target of one store: its segment, pinned or not, and the path that its rows take."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gather_plan_of(plan: FetchPlan, convert: Mapping[str, Convert], packed: bool
 
 
 class DeviceTarget:
-    """Where the batches of one plan land.
+    """One store's segment and path, for batches on a device.
 
     Args:
         device, stream: on which.
@@ -100,7 +100,7 @@ class DeviceTarget:
         return "gather", f"the segment is pinned and rows have {self.row_bytes} bytes, at most {most} ({says})"
 
     def close(self) -> None:
-        """Waits for the stream and lets go of the segment."""
+        """Waits for the stream and releases the segment."""
         if self._pin is not None:
             with self.device.on(self.stream):
                 self.device.sync(self.device.record())
@@ -130,7 +130,7 @@ class DeviceTarget:
         return views
 
     def describe(self) -> dict[str, Any]:
-        """The path in use and why, for people."""
+        """The path in use and why."""
         return {
             "device": self.device.name,
             "path": self.path,

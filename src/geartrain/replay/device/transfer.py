@@ -1,4 +1,4 @@
-"""One batch on its way to a device, and the consumer's stream that takes it over."""
+"""Asynchronous transfer of one batch to a device, and its handoff to the consumer's stream."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MOST_UNCONSUMED = 4
 
 
 class BatchTransfer:
-    """One batch on its way: its arena, and what the host has to learn of it.
+    """One batch in flight: its arena, and what is read back to the host.
 
     Args:
-        target: where it lands.
+        target: of one store.
         n: rows.
-        plan: how it lies in its arena; the target's by default.
+        plan: its layout in the arena; the target's by default.
         arena: device memory for it; by default its own, which belongs to the target's stream.
     """
 
@@ -106,7 +106,7 @@ class BatchTransfer:
             self._event = target.device.record()
 
     def wait_read_back(self) -> list[NDArray[Any]]:
-        """What was asked for, the torn rows first. Here, and only here, a host thread waits for the device."""
+        """What was read back, the torn rows first. Here, and only here, a host thread waits for the device."""
         self.target.device.sync(self._event)
         found = [np.array(view.numpy()) for _, view in self._copies]
         for buffer, _ in self._copies:
@@ -128,11 +128,11 @@ class BatchTransfer:
         import torch
 
         target, plan, layout = self.target, self.target.plan, self.layout
-        books = {"probability": probability, "importance_weights": importance_weights, "draw": draw}
-        books = {name: book for name, book in books.items() if book is not None}
-        books = dict(zip(books, target.upload(list(books.values())), strict=True))
+        metadata = {"probability": probability, "importance_weights": importance_weights, "draw": draw}
+        metadata = {name: array for name, array in metadata.items() if array is not None}
+        metadata = dict(zip(metadata, target.upload(list(metadata.values())), strict=True))
         n, steps = layout.n, self.plan.steps
-        fields = {}
+        fields: dict[str, Any] = {}
         for spec, offset in zip(self.plan.fields, layout.fields, strict=True):
             schema = plan.store.fields[spec.name]
             dtype = torch_dtype(DTYPES[spec.result or schema.dtype])
@@ -147,14 +147,16 @@ class BatchTransfer:
             self._view(layout.starts, torch.int32, n),
             self._view(layout.lengths, torch.int32, n),
             self._view(layout.versions, torch.int64, n),
-            books.get("probability"),
-            books.get("importance_weights"),
+            metadata.get("probability"),
+            metadata.get("importance_weights"),
             step,
-            books.get("draw"),
+            metadata.get("draw"),
             self.cu_seqlens,
         )
         with target.device.on(target.stream):
-            return ReadyBatch(batch, target.device.record(), [self.arena, *list(books.values())[:1], *self._packed()])
+            return ReadyBatch(
+                batch, target.device.record(), [self.arena, *list(metadata.values())[:1], *self._packed()]
+            )
 
     def _packed(self) -> list[torch.Tensor]:
         return [] if self.cu_seqlens is None else [self.cu_seqlens]
@@ -176,11 +178,11 @@ class ReadyBatch:
         """Makes the calling thread's stream wait for the batch, and keeps its memory for that stream."""
         device.wait(self.event)
         for tensor in self.memory:
-            device.lend(tensor)
+            device.record_stream(tensor)
 
 
 class StreamHandoff:
-    """Batches on their way into the hands of the consumer's stream."""
+    """Handoff of batches to the consumer's stream."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -192,7 +194,7 @@ class StreamHandoff:
             self._device.sync(self._consumed.popleft())
 
     def of(self, ready: ReadyBatch) -> Callable[[], None]:
-        """What the consumer's thread does as it takes the batch."""
+        """What the consumer's thread calls when it takes the batch."""
 
         def deliver() -> None:
             # What the consumer gave its stream before it asked: the work on earlier batches.

@@ -89,7 +89,7 @@ class HostAssembler:
         plan = buffer.plan
         probability = np.ascontiguousarray(buffer.headers["probability"])
         batch = plan.batch(raw_of(buffer), keys, probability, importance_weights, step)
-        return dataclasses.replace(batch, draw=plan.book(its)), nothing
+        return dataclasses.replace(batch, draw=plan.as_output(its)), nothing
 
     def empty_batch(self, plan: FetchPlan, step: int) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
@@ -97,7 +97,7 @@ class HostAssembler:
         none = np.empty(0, np.int32)
         raw = FetchedRows([], np.empty(0, np.uint8), empty.mask(none, none), none, none, np.empty(0, np.int64), 0)
         batch = empty.batch(raw, Keys.empty(), np.empty(0), None, step)
-        return dataclasses.replace(batch, draw=empty.book(np.empty(0, np.int64))), nothing
+        return dataclasses.replace(batch, draw=empty.as_output(np.empty(0, np.int64))), nothing
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchAssembler`."""

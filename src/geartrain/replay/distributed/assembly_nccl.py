@@ -122,12 +122,12 @@ class NcclAssembler(GatherAssembler):
         layouts = {} if mine is None else {peer: mine.transfer.plan.arena(k) for peer, k in incoming}
         receives = {peer: layout.nbytes for peer, layout in layouts.items()}
         device.wait(gathered)
-        device.lend(outbox)
+        device.record_stream(outbox)
         inbox = device.empty((sum(receives.values()),), torch.uint8)
         self._group.all_to_all(device, inbox, receives, outbox, sends)
         if mine is not None and places is not None:
-            device.lend(mine.transfer.arena)
-            device.lend(places)
+            device.record_stream(mine.transfer.arena)
+            device.record_stream(places)
             device.run(functools.partial(_scatter_arenas, mine, inbox, [*layouts.values()], places))
 
     def batch(
@@ -149,7 +149,7 @@ class NcclAssembler(GatherAssembler):
             hand_over()
             all_to_all()
             if work is not None:
-                self.device.lend(buffer.transfer.arena)
+                self.device.record_stream(buffer.transfer.arena)
                 self.device.run(work)
 
         return batch, deliver

@@ -1,4 +1,4 @@
-"""Groups of tensors that travel beside a message, and what is said of them in it."""
+"""Tensor bundles: leaves of a message that are transferred together out of band, as the message describes them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import numpy as np
 
 from geartrain.core.schema import DTYPES
 from geartrain.device.cuda_ipc import layout
-from geartrain.device.cuda_runtime import Driver
+from geartrain.device.device import DeviceRuntime
 from geartrain.errors import DeviceError, MessageError
+from geartrain.rpc.tensors.channels import ARRAY, TENSOR, LeafSpec, TensorChannels
 from geartrain.rpc.tensors.device_map import CPU
-from geartrain.rpc.tensors.paths import ARRAY, TENSOR, Form, Ways
-from geartrain.rpc.tensors.pytree import put_back
+from geartrain.rpc.tensors.pytree import KeyPath, put_back
 
 #: Arrays and CPU tensors of so many bytes go over NIXL where it was asked for: a transfer costs some round trips.
 NIXL_BYTES = 256 << 10
-REHEARSAL_BYTES = 64
+NONCE_BYTES = 64
 
-#: Way, device of the receiver's (or, of a result, where the leaves are), number of a room, token, entries.
-Group = tuple[str, int, int, bytes, list[tuple[tuple[int, ...], Form]]]
+#: Channel, device of the receiver's (or, of a result, where the leaves are), number of a lease, token, and the key path
+#: and spec of each leaf.
+TensorBundle = tuple[str, int, int, bytes, list[tuple[KeyPath, LeafSpec]]]
 
 
-def leaves_at(tree: Any, paths: list[tuple[int, ...]]) -> list[Any]:
-    """The leaves at these places. Raises `MessageError` where there is no such place."""
+def leaves_at(tree: Any, key_paths: list[KeyPath]) -> list[Any]:
+    """The leaves at these key paths. Raises `MessageError` where there is no such place."""
     leaves = []
-    for path in paths:
+    for key_path in key_paths:
         node = tree
-        for i in path:
+        for i in key_path:
             node = list(node.values()) if type(node) is dict else node
             if type(node) not in (list, tuple) or not 0 <= i < len(node):
                 raise MessageError("a leaf for a place that is not there")
@@ -36,14 +37,14 @@ def leaves_at(tree: Any, paths: list[tuple[int, ...]]) -> list[Any]:
     return leaves
 
 
-def by_host(driver: Driver, tree: Any, device: int, entries: list[Any]) -> tuple[Any, Group]:
-    """The value with copies on the CPU in the places of its leaves, and what is said of them."""
+def through_host(driver: DeviceRuntime, tree: Any, device: int, entries: list[Any]) -> tuple[Any, TensorBundle]:
+    """The value with copies on the CPU in the places of its leaves, and their bundle."""
     copies = driver.to_host([leaf for _, leaf in entries])
-    tree = put_back(tree, [(path, copy) for (path, _), copy in zip(entries, copies, strict=True)])
-    return tree, ("host", device, 0, b"", [(path, (0, (), 0, TENSOR)) for path, _ in entries])
+    tree = put_back(tree, [(key_path, copy) for (key_path, _), copy in zip(entries, copies, strict=True)])
+    return tree, ("host", device, 0, b"", [(key_path, (0, (), 0, TENSOR)) for key_path, _ in entries])
 
 
-def moved(driver: Driver, device: int, entries: list[Any], leaves: list[Any]) -> list[Any]:
+def moved(driver: DeviceRuntime, device: int, entries: list[Any], leaves: list[Any]) -> list[Any]:
     """Host leaves on their device."""
     if device == CPU:
         return []  # they stay where they are
@@ -51,11 +52,11 @@ def moved(driver: Driver, device: int, entries: list[Any], leaves: list[Any]) ->
         raise DeviceError(f"there is no cuda:{device} here, of {driver.count()}")
     if not all(is_on_host(leaf) and not isinstance(leaf, np.ndarray) for leaf in leaves):
         raise MessageError("only tensors go to a GPU")
-    return [(path, leaf) for (path, _), leaf in zip(entries, driver.from_host(device, leaves), strict=True)]
+    return [(key_path, leaf) for (key_path, _), leaf in zip(entries, driver.from_host(device, leaves), strict=True)]
 
 
-def forms_of(driver: Driver, leaves: list[Any]) -> tuple[list[Form], int]:
-    """Of each leaf, and how large the room is."""
+def specs_of(driver: DeviceRuntime, leaves: list[Any]) -> tuple[list[LeafSpec], int]:
+    """Of each leaf, and the bytes of a buffer for all of them."""
     heads = []
     for leaf in leaves:
         if not is_on_host(leaf):
@@ -66,36 +67,35 @@ def forms_of(driver: Driver, leaves: list[Any]) -> tuple[list[Form], int]:
             kind = ARRAY if isinstance(leaf, np.ndarray) else TENSOR
             heads.append((DTYPES[name].code, tuple(leaf.shape), leaf.nbytes, kind))
     offsets, end = layout([head[2] for head in heads])
-    forms = [(code, shape, at, kind) for (code, shape, _, kind), at in zip(heads, offsets, strict=True)]
-    return forms, end
+    return [(code, shape, at, kind) for (code, shape, _, kind), at in zip(heads, offsets, strict=True)], end
 
 
-def extents(forms: list[Form]) -> list[tuple[int, int]]:
+def extents(specs: list[LeafSpec]) -> list[tuple[int, int]]:
     """Offset and bytes of each leaf. Raises `MessageError`."""
     sizes = {dtype.code: dtype.itemsize for dtype in DTYPES.values()}
     try:
-        return [(at, sizes[code] * int(np.prod(shape, dtype=object))) for code, shape, at, _ in forms]
+        return [(at, sizes[code] * int(np.prod(shape, dtype=object))) for code, shape, at, _ in specs]
     except KeyError as error:
         raise MessageError(f"a leaf has the unknown dtype {error}") from None
 
 
-def checked(value: Any) -> tuple[Any, list[Group]]:
-    """What came, if it has the form that it should."""
+def checked(value: Any) -> tuple[Any, list[TensorBundle]]:
+    """A received value and its bundles. Raises `MessageError` unless they are well formed."""
     try:
-        tree, groups = value
-        for way, device, number, token, entries in groups:
-            if [type(part) for part in (way, device, number, token)] != [str, int, int, bytes]:
+        tree, bundles = value
+        for channel, device, number, token, entries in bundles:
+            if [type(part) for part in (channel, device, number, token)] != [str, int, int, bytes]:
                 raise TypeError
-            for path, (code, shape, offset, kind) in entries:
-                if any(type(i) is not int or i < 0 for i in (*path, *shape)) or type(path) is not tuple:
+            for key_path, (code, shape, offset, kind) in entries:
+                if any(type(i) is not int or i < 0 for i in (*key_path, *shape)) or type(key_path) is not tuple:
                     raise TypeError
                 if type(shape) is not tuple or type(code) is not int or type(offset) is not int:
                     raise TypeError
                 if kind not in (TENSOR, ARRAY):
                     raise TypeError
-        return tree, groups
+        return tree, bundles
     except (TypeError, ValueError):
-        raise MessageError("the message says of its tensors what cannot be") from None
+        raise MessageError("the message describes its tensors in a malformed way") from None
 
 
 def is_on_host(leaf: Any) -> bool:
@@ -125,8 +125,8 @@ def as_tensor(array: Any) -> Any:
     return torch.from_numpy(array.copy())
 
 
-def found_in(driver: Driver, ways: Ways, number: int, token: bytes) -> bytes:
-    """The bytes of a rehearsal."""
-    form: Form = (DTYPES["uint8"].code, (REHEARSAL_BYTES,), 0, TENSOR)
-    (host,) = driver.to_host(ways.take(number, token, [form]))
+def take_nonce(driver: DeviceRuntime, channels: TensorChannels, number: int, token: bytes) -> bytes:
+    """The nonce that a peer wrote into a leased buffer."""
+    spec: LeafSpec = (DTYPES["uint8"].code, (NONCE_BYTES,), 0, TENSOR)
+    (host,) = driver.to_host(channels.take(number, token, [spec]))
     return bytes(host.numpy().tobytes())

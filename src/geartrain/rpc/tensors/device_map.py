@@ -1,4 +1,4 @@
-"""Which GPU of a peer a tensor goes to, and where what comes back from one of them goes.
+"""Device maps: which GPU of a peer a tensor goes to, and which GPU here a result on it comes back to.
 
 A map is given per peer, as for `torch.distributed.rpc`: `{"learner": {0: 1}}` sends tensors on cuda:0 to the learner's
 cuda:1, and results on its cuda:1 come back to cuda:0. As text it is `<peer>_<local GPU>_<peer's GPU>,...`, where the
@@ -77,8 +77,8 @@ def maps_of(given: str | Mapping[Any, Any] | None, local_count: int) -> Maps:
     """Maps as they were given, checked against the GPUs that there are here.
 
     Raises:
-        DeviceError: malformed; a GPU that is not here; two GPUs for one of the peer's, so that results could not find
-            the way back.
+        DeviceError: malformed; a GPU that is not here; two GPUs for one of the peer's, so that results could not be
+            mapped back.
 
     Example:
         >>> maps_of("1_0_1,1_1_0,2_0_0", 2)
@@ -94,8 +94,8 @@ def maps_of(given: str | Mapping[Any, Any] | None, local_count: int) -> Maps:
             if list(pairs.values()).count(there) > 1:
                 several = [h for h, t in pairs.items() if t == there]
                 raise DeviceError(
-                    f"the device map to {peer!r} sends GPUs {several} to one, cuda:{there}: results could not find "
-                    "the way back"
+                    f"the device map to {peer!r} sends GPUs {several} to one, cuda:{there}: results could not be "
+                    "mapped back"
                 )
     return maps
 

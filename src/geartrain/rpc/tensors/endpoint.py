@@ -1,15 +1,16 @@
-"""Tensors of calls and results that do not stand in the message: those on GPUs and, over NIXL, big ones on the CPU.
+"""Out-of-band tensors of one node: tensors on GPUs and, over NIXL, big ones on the CPU.
 
-A message whose kind has the bit `BESIDE` holds (value, groups): the value with None where leaves were taken out, and
-for each group of leaves (way, device, number, token, entries), an entry being (path, form). `host` groups have their
-leaves in the value, as CPU tensors, and say which GPU they are for.
+A message whose kind has the bit `OUT_OF_BAND` holds (value, bundles): the value with None where leaves were taken out,
+and for each bundle of leaves (channel, device, number, token, entries), an entry being (key path, spec). Bundles of the
+channel `host` have their leaves in the value, as CPU tensors, and say which GPU they are for.
 
-Arguments. The caller knows the device map; it asks for room (`geartrain.rpc.room`), pushes, and sends the call.
-Results. The server holds copies of the leaves and answers with their forms; the caller makes room and asks for them
-(`geartrain.rpc.push`). What the server has not been told a way for goes in the message.
+Arguments. The client knows the device map; it leases a buffer of the server (`geartrain.rpc.lease`), writes into it,
+and sends the call.
+Results. The server holds copies of the leaves and replies with their specs; the client leases a buffer of its own and
+has the server write into it (`geartrain.rpc.push`). Where no channel is known to work, the leaves go in the message.
 
-A way between two GPUs is believed when random bytes have come through it (`Outbound.way`); before, and where they do
-not, tensors are copied through pinned host memory, and a log line says so once.
+A channel between two GPUs is used once a nonce has come through it (`TensorSender.channel`); before, and where none
+does, tensors are copied through pinned host memory, and a log line says so once.
 """
 
 from __future__ import annotations
@@ -18,25 +19,32 @@ from collections.abc import Callable
 from typing import Any
 
 import geartrain.transport.nixl as nixl
-from geartrain.device.cuda_runtime import CudaDriver, Driver
-from geartrain.errors import TransportError
-from geartrain.rpc.tensors.bundles import is_big
+from geartrain.device.cuda_runtime import CudaRuntime
+from geartrain.device.device import DeviceRuntime
+from geartrain.errors import MessageError, TransportError
+from geartrain.rpc.tensors.bundles import NIXL_BYTES, is_big
+from geartrain.rpc.tensors.channels import TensorChannels
 from geartrain.rpc.tensors.device_map import Maps, maps_of
-from geartrain.rpc.tensors.paths import Ways
-from geartrain.rpc.tensors.receiver import Inbound
-from geartrain.rpc.tensors.registered_memory import Landings
+from geartrain.rpc.tensors.pytree import KeyPath, take_out
+from geartrain.rpc.tensors.registered_memory import RegisteredMemoryPool
+from geartrain.transport.codec import Payload, native_codec
 
-#: Transports of tensors that can be forced; messages then go as they go.
-WAYS = ("cuda_ipc", "nixl")
+#: Channels that can be forced; messages then still use the transport that was chosen for them.
+CHANNELS = ("cuda_ipc", "nixl")
+
+#: A value without its leaves, and these.
+TakenOut = tuple[Any, list[tuple[KeyPath, Any]]]
 
 
-class Devices:
-    """What a node knows of GPUs: the driver, the maps, and whether a way was asked for."""
+class DeviceTensors:
+    """A node's side of transferring tensors: the driver, the device maps, and which channel was asked for."""
 
-    def __init__(self, device_map: Any, transport: str | None, driver: Driver | None, max_lent_bytes: int) -> None:
-        self.driver = driver or CudaDriver()
+    def __init__(
+        self, device_map: Any, transport: str | None, driver: DeviceRuntime | None, max_leased_bytes: int
+    ) -> None:
+        self.driver = driver or CudaRuntime()
         self.maps: Maps = maps_of(device_map, _count_for(self.driver, device_map))
-        self.forced = transport if transport in WAYS else None
+        self.forced = transport if transport in CHANNELS else None
         why = None
         if self.forced == "nixl":
             why = nixl.why_not()
@@ -44,28 +52,49 @@ class Devices:
             why = self.driver.why_no_ipc()
         if why is not None:
             raise TransportError(f"transport {self.forced!r} was asked for, and is not viable here: {why}")
-        self.landings = Landings()
-        self.max_lent_bytes = max_lent_bytes
+        self._codec = native_codec()
+        self._memory = RegisteredMemoryPool()
+        self._max_leased_bytes = max_leased_bytes
 
     def close(self) -> None:
-        """Frees memory that is registered for nothing."""
-        self.landings.close()
+        """Frees registered memory that is not leased."""
+        self._memory.close()
 
-    def ways(self) -> Ways:
+    def channels(self) -> TensorChannels:
         """For one end of a connection."""
-        return Ways(self.driver, self.landings, self.max_lent_bytes)
+        return TensorChannels(self.driver, self._memory, self._max_leased_bytes)
 
-    def inbound(self, connection: Any) -> Inbound:
-        """For a peer that calls this node."""
-        return Inbound(self, connection)
+    def encode(self, value: Any, pickle: bool, over_nixl: bool) -> tuple[Payload | None, TakenOut | None]:
+        """The encoded value where all of it stands in the message; else the value without its leaves, and these.
 
-    def wanted(self, over_nixl: bool) -> Callable[[Any], bool]:
+        Args:
+            value: arguments or a result.
+            pickle: whether what the codec does not know goes by pickle.
+            over_nixl: whether big arrays and CPU tensors are taken out as well.
+
+        Raises:
+            MessageError: the codec does not know something in it.
+        """
+        try:
+            payload = self._codec.encode(value, pickle)
+        except MessageError:
+            taken = take_out(value, self._wanted(over_nixl))
+            if not taken[1]:
+                raise
+            return None, taken
+        if over_nixl and payload.nbytes >= NIXL_BYTES:
+            taken = take_out(value, self._wanted(over_nixl))
+            if taken[1]:
+                return None, taken
+        return payload, None
+
+    def _wanted(self, over_nixl: bool) -> Callable[[Any], bool]:
         """Which leaves are taken out of a message."""
         on_device = self.driver.device_of
         return lambda leaf: on_device(leaf) is not None or (over_nixl and is_big(leaf))
 
 
-def _count_for(driver: Driver, device_map: Any) -> int:
+def _count_for(driver: DeviceRuntime, device_map: Any) -> int:
     if device_map:
         driver.why_no_ipc()  # imports torch, without which there are no devices to count
     return driver.count()

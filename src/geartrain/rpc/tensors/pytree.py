@@ -1,4 +1,4 @@
-"""Tensors and arrays within a value: taken out before it is encoded, and put back where they stood."""
+"""Pytrees: leaves taken out of nested containers before encoding, and put back by their key paths."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from geartrain.errors import MessageError
 from geartrain.transport.codec import MAX_DEPTH
 
-#: The way to a leaf: at each level the position in the tuple or list, or of the item in the dict.
-Path = tuple[int, ...]
+#: Where a leaf stands: at each level the position in the tuple or list, or of the item in the dict.
+KeyPath = tuple[int, ...]
 
 
-def take_out(value: Any, wanted: Callable[[Any], bool]) -> tuple[Any, list[tuple[Path, Any]]]:
-    """The value with None for the leaves that are wanted, and these; the value itself is not changed.
+def take_out(value: Any, wanted: Callable[[Any], bool]) -> tuple[Any, list[tuple[KeyPath, Any]]]:
+    """The value with None for the leaves that are wanted, and these by key path; the value itself is not changed.
 
     Looks into tuples, lists and the values of dicts, as the codec does; what it does not look into stays.
 
@@ -21,23 +21,23 @@ def take_out(value: Any, wanted: Callable[[Any], bool]) -> tuple[Any, list[tuple
         >>> take_out({"a": [1, "x"], "b": "y"}, lambda leaf: isinstance(leaf, str))
         ({'a': [1, None], 'b': None}, [((0, 1), 'x'), ((1,), 'y')])
     """
-    found: list[tuple[Path, Any]] = []
+    found: list[tuple[KeyPath, Any]] = []
 
-    def walk(node: Any, path: Path) -> Any:
+    def walk(node: Any, key_path: KeyPath) -> Any:
         kind = type(node)
         if kind is tuple or kind is list:
             children: Any = node
         elif kind is dict:
             children = list(node.values())
         elif wanted(node):
-            found.append((path, node))
+            found.append((key_path, node))
             return None
         else:
             return node
-        if len(path) > MAX_DEPTH:
+        if len(key_path) > MAX_DEPTH:
             raise MessageError(f"containers are nested deeper than {MAX_DEPTH}, or contain themselves")
         before = len(found)
-        walked = [walk(child, (*path, i)) for i, child in enumerate(children)]
+        walked = [walk(child, (*key_path, i)) for i, child in enumerate(children)]
         if len(found) == before:
             return node
         return dict(zip(node, walked, strict=True)) if kind is dict else kind(walked)
@@ -45,8 +45,8 @@ def take_out(value: Any, wanted: Callable[[Any], bool]) -> tuple[Any, list[tuple
     return walk(value, ()), found
 
 
-def put_back(value: Any, leaves: Sequence[tuple[Path, Any]]) -> Any:
-    """The value with leaves in the places of their paths. Raises `MessageError` where there is no such place.
+def put_back(value: Any, leaves: Sequence[tuple[KeyPath, Any]]) -> Any:
+    """The value with leaves at their key paths. Raises `MessageError` where there is no such place.
 
     Example:
         >>> put_back({"a": [1, None], "b": None}, [((0, 1), "x"), ((1,), "y")])
@@ -62,11 +62,11 @@ def put_back(value: Any, leaves: Sequence[tuple[Path, Any]]) -> Any:
     if kind is not tuple and kind is not list and kind is not dict:
         raise MessageError("a leaf for a place that is not there")
     children = list(value.values()) if kind is dict else list(value)
-    below: dict[int, list[tuple[Path, Any]]] = {}
-    for path, leaf in leaves:
-        if not path or not 0 <= path[0] < len(children):
+    below: dict[int, list[tuple[KeyPath, Any]]] = {}
+    for key_path, leaf in leaves:
+        if not key_path or not 0 <= key_path[0] < len(children):
             raise MessageError("a leaf for a place that is not there")
-        below.setdefault(path[0], []).append((path[1:], leaf))
+        below.setdefault(key_path[0], []).append((key_path[1:], leaf))
     for i, inner in below.items():
         children[i] = put_back(children[i], inner)
     return dict(zip(value, children, strict=True)) if kind is dict else kind(children)

@@ -1,4 +1,4 @@
-"""Registered host memory that peers write to over NIXL, used again and again."""
+"""Registered host memory: a pool of buffers that peers write to over NIXL."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.transport.nixl import Region, expose
+from geartrain.transport.nixl import RegisteredRegion, expose
 
 
-class Landings:
-    """A pool of it. `room` lends a landing; when the last view of its array is gone, the memory goes back.
+class RegisteredMemoryPool:
+    """Leases buffers, and keeps up to `max_warm_bytes` of those that came back for the next leases.
 
-    One that a lost peer may still be writing to is `abandoned`: its pages go back to the system, its address is never
-    used for anything else.
+    A buffer that a lost peer may still be writing to is `abandoned`: its pages go back to the system, its address is
+    never used for anything else.
     """
 
     def __init__(self, max_warm_bytes: int = 2 << 30) -> None:
         self._max_warm_bytes = max_warm_bytes
         self._lock = threading.Lock()
-        self._warm: dict[int, list[tuple[mmap.mmap, Region]]] = {}
+        self._warm: dict[int, list[tuple[mmap.mmap, RegisteredRegion]]] = {}
         self._warm_bytes = 0
         self._closed = False
         self.abandoned = 0
 
-    def room(self, nbytes: int) -> Landing:
-        """Memory for so many bytes, beginning at a page."""
+    def lease(self, nbytes: int) -> RegisteredBuffer:
+        """A buffer of so many bytes or more, beginning at a page."""
         size = max(1 << 16, 1 << (nbytes - 1).bit_length() if nbytes < 1 << 24 else -(-nbytes >> 23) << 23)
         with self._lock:
             warm = self._warm.get(size)
             if warm:
                 self._warm_bytes -= size
-                return Landing(self, *warm.pop())
+                return RegisteredBuffer(self, *warm.pop())
         memory = mmap.mmap(-1, size)
-        return Landing(self, memory, expose(np.frombuffer(memory, np.uint8)))
+        return RegisteredBuffer(self, memory, expose(np.frombuffer(memory, np.uint8)))
 
-    def give_back(self, memory: mmap.mmap, region: Region) -> None:
-        """It is not used any more."""
+    def give_back(self, memory: mmap.mmap, region: RegisteredRegion) -> None:
+        """The memory of a buffer that is not used any more."""
         with self._lock:
             if not self._closed and self._warm_bytes + region.nbytes <= self._max_warm_bytes:
                 self._warm.setdefault(region.nbytes, []).append((memory, region))
@@ -47,7 +47,7 @@ class Landings:
         region.close()
 
     def close(self) -> None:
-        """Frees what is not in use; the rest follows when it goes back."""
+        """Frees what is not leased; the rest is freed when it comes back."""
         with self._lock:
             self._closed, warm, self._warm, self._warm_bytes = True, self._warm, {}, 0
         for entries in warm.values():
@@ -55,25 +55,25 @@ class Landings:
                 region.close()
 
 
-class Landing:
-    """One piece of the `Landings`, until it is given back or abandoned."""
+class RegisteredBuffer:
+    """One buffer of a pool, until it is released or abandoned."""
 
-    def __init__(self, pool: Landings, memory: mmap.mmap, region: Region) -> None:
+    def __init__(self, pool: RegisteredMemoryPool, memory: mmap.mmap, region: RegisteredRegion) -> None:
         self._pool, self.memory, self.region = pool, memory, region
         self.nbytes = region.nbytes
         self.descriptor = region.descriptor
 
     def array(self) -> Any:
-        """All of it as uint8; it goes back to the pool with the last view of this array."""
+        """All of it as uint8; it is released with the last view of this array."""
         owner = _Views(self._pool, self.memory, self.region)
         return np.asarray(owner)
 
-    def drop(self) -> None:
-        """Gives it back: nobody writes to it."""
+    def release(self) -> None:
+        """Gives it back to the pool: no peer writes to it."""
         self._pool.give_back(self.memory, self.region)
 
     def abandon(self) -> None:
-        """Somebody may still be writing to it."""
+        """A peer may still be writing to it: it is never leased again."""
         self.region.close()
         self.memory.madvise(mmap.MADV_DONTNEED)
         _abandoned.append(self.memory)
@@ -81,9 +81,9 @@ class Landing:
 
 
 class _Views:
-    """The base of all views of a landing: gives it back when it is the last."""
+    """The base of all views of a buffer: gives the memory back with the last of them."""
 
-    def __init__(self, pool: Landings, memory: mmap.mmap, region: Region) -> None:
+    def __init__(self, pool: RegisteredMemoryPool, memory: mmap.mmap, region: RegisteredRegion) -> None:
         self._parts = pool, memory, region
         self.__array_interface__ = {
             "shape": (region.nbytes,),

@@ -1,4 +1,4 @@
-"""The calling end of devices.py: sends tensors to a peer, finds out how, and fetches those of its results."""
+"""Client side of tensor transfers: sends tensors of calls, fetches those of results, and chooses the channels."""
 
 from __future__ import annotations
 
@@ -8,157 +8,165 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+import geartrain._native as _native
 import geartrain.transport.nixl as nixl
 from geartrain.errors import (
     BusyError,
     ConnectionClosedError,
     GeartrainError,
-    MessageError,
     PeerLostError,
     TransportError,
     WaitTimeoutError,
 )
-from geartrain.rpc.protocol import BESIDE
+from geartrain.rpc.protocol import OUT_OF_BAND
 from geartrain.rpc.tensors.bundles import (
-    NIXL_BYTES,
-    REHEARSAL_BYTES,
-    Group,
+    NONCE_BYTES,
+    TensorBundle,
     as_tensor,
-    by_host,
     checked,
     extents,
-    forms_of,
-    found_in,
     is_on_host,
     leaves_at,
     moved,
+    specs_of,
+    take_nonce,
+    through_host,
 )
+from geartrain.rpc.tensors.channels import TensorChannels
 from geartrain.rpc.tensors.device_map import CPU, DeviceMap
-from geartrain.rpc.tensors.paths import Ways
-from geartrain.rpc.tensors.pytree import put_back, take_out
+from geartrain.rpc.tensors.endpoint import DeviceTensors
+from geartrain.rpc.tensors.pytree import put_back
 from geartrain.transport.codec import native_codec
-
-if TYPE_CHECKING:
-    from geartrain.rpc.client import Peer
-    from geartrain.rpc.tensors.endpoint import Devices
 
 _log = logging.getLogger(__name__)
 
 
-class Outbound:
-    """The calling end: sends tensors to a peer, and fetches those of its results."""
+class TensorSender:
+    """The client's end of one connection.
 
-    def __init__(self, devices: Devices, peer: Peer, device_map: Callable[[], DeviceMap]) -> None:
-        self._devices, self._peer = devices, peer
+    Args:
+        devices: this node's.
+        peer: the server's name, for errors and logs.
+        connection: to it.
+        ask: `ask(function, args, timeout_s)` calls one of the functions of tensors/calls.py there.
+        device_map: finds the map to this peer, when a tensor on a GPU is first sent.
+    """
+
+    def __init__(
+        self,
+        devices: DeviceTensors,
+        peer: str,
+        connection: _native.Connection,
+        ask: Callable[[str, tuple[Any, ...], float], Any],
+        device_map: Callable[[], DeviceMap],
+    ) -> None:
+        self._devices, self._peer, self._connection, self._call = devices, peer, connection, ask
         self._codec = native_codec()
         self._find_map = device_map
         self._map: DeviceMap | None = None
-        self._ways: Ways | None = None  # once there was need
-        self._their_count = 0
+        self._channels: TensorChannels | None = None  # once negotiated
+        self._their_count = 0  # GPUs of the server's
+        self._their_no_ipc: str | None = None  # why their memory cannot be shared
         self._lock = threading.Lock()
-        self._chosen: dict[tuple[int, int], str] = {}  # (GPU here, GPU there) -> way
-        self._back: dict[int, str] = {}  # GPU there -> way that the peer was told of
-        self.notes: dict[str, str] = {}  # for people
-        self.bytes_by_way: dict[str, int] = {}
+        self._chosen: dict[tuple[int, int], str] = {}  # (GPU here, GPU there) -> channel
+        self._result_channels: dict[int, str] = {}  # GPU there -> channel of results
+        self.notes: dict[str, str] = {}  # pair of devices -> channel and why, for people
+        self.bytes_by_channel: dict[str, int] = {}
+
+    @property
+    def negotiated(self) -> bool:
+        """Whether the server was asked for its GPUs: when a tensor first had to be transferred out of band."""
+        return self._channels is not None
 
     # --- arguments --------------------------------------------------------------------------------------------------
 
     def encode(self, value: Any, pickle: bool, timeout_s: float) -> tuple[int, Any]:
-        """The parcel of a value, and the bit of its kind."""
-        over_nixl = self._devices.forced == "nixl"
+        """The bit of a call's kind, and its encoded value; tensors that are not in it have been sent, or queued."""
         if self._devices.forced is not None:
-            self._meet(timeout_s)
-        try:
-            parcel = self._codec.encode(value, pickle)
-            if not (over_nixl and parcel.nbytes >= NIXL_BYTES):
-                return 0, parcel
-        except MessageError:
-            tree, leaves = take_out(value, self._devices.wanted(over_nixl))
-            if not leaves:
-                raise
-        else:
-            tree, leaves = take_out(value, self._devices.wanted(over_nixl))
-            if not leaves:
-                return 0, parcel
+            self._negotiate(timeout_s)
+        payload, taken = self._devices.encode(value, pickle, self._devices.forced == "nixl")
+        if taken is None:
+            return 0, payload
         until_s = time.monotonic() + timeout_s
-        self._meet(timeout_s)
-        tree, groups = self._send(tree, leaves, until_s)
-        return BESIDE, self._codec.encode((tree, groups), pickle)
+        self._negotiate(timeout_s)
+        return OUT_OF_BAND, self._codec.encode(self._send(*taken, until_s), pickle)
 
-    def _send(self, tree: Any, leaves: list[Any], until_s: float) -> tuple[Any, list[Group]]:
-        """Pushes leaves, by the pairs of devices that they go from and to."""
-        driver, pairs = self._devices.driver, {}  # type: ignore[var-annotated]
-        for path, leaf in leaves:
+    def _send(self, tree: Any, leaves: list[Any], until_s: float) -> tuple[Any, list[TensorBundle]]:
+        """Sends leaves in bundles, one per pair of devices that they go from and to."""
+        driver = self._devices.driver
+        pairs: dict[tuple[str, int, int], list[Any]] = {}
+        for key_path, leaf in leaves:
             here = driver.device_of(leaf)
             if here is None:
-                pairs.setdefault(("nixl", CPU, CPU), []).append((path, leaf))
+                pairs.setdefault(("nixl", CPU, CPU), []).append((key_path, leaf))
                 continue
             there = self.map.there(here, self._their_count)
-            way = "host" if there == CPU else self.way(here, there, until_s)
-            pairs.setdefault((way, here, there), []).append((path, leaf))
-        groups: list[Group] = []
-        for (way, here, there), entries in pairs.items():
-            if way != "host":
-                group = self._push(way, here, there, entries, until_s)
-                if group is not None:
-                    groups.append(group)
+            channel = "host" if there == CPU else self.channel(here, there, until_s)
+            pairs.setdefault((channel, here, there), []).append((key_path, leaf))
+        bundles: list[TensorBundle] = []
+        for (channel, here, there), entries in pairs.items():
+            if channel != "host":
+                bundle = self._push(channel, here, there, entries, until_s)
+                if bundle is not None:
+                    bundles.append(bundle)
                     continue
-            tree, group = by_host(driver, tree, there, entries)
+            tree, bundle = through_host(driver, tree, there, entries)
             self._count("host", [leaf for _, leaf in entries])
-            groups.append(group)
-        return tree, groups
+            bundles.append(bundle)
+        return tree, bundles
 
-    def _push(self, way: str, here: int, there: int, entries: list[Any], until_s: float) -> Group | None:
-        """The group; or None when the peer has no room now, and the host may do it."""
-        assert self._ways is not None
+    def _push(self, channel: str, here: int, there: int, entries: list[Any], until_s: float) -> TensorBundle | None:
+        """The bundle of leaves that were written to the server; None when it leases no buffer now."""
+        assert self._channels is not None
         leaves = [leaf for _, leaf in entries]
-        forms, nbytes = forms_of(self._devices.driver, leaves)
+        specs, nbytes = specs_of(self._devices.driver, leaves)
         try:
-            number, descriptor = self._ask("room", way, there, nbytes, until_s=until_s)
+            number, descriptor = self.ask("lease", channel, there, nbytes, until_s=until_s)
         except (BusyError, TransportError) as error:
             if self._devices.forced is not None:
                 raise
             self._note(f"cuda:{here} -> its cuda:{there}", "through host memory for now", str(error))
             return None
         try:
-            token = self._ways.push(way, here, descriptor, leaves, _left(until_s))
+            token = self._channels.push(channel, here, descriptor, leaves, _left(until_s))
         except BaseException:
             with contextlib.suppress(GeartrainError):
-                self._ask("forget_room", number, until_s=until_s)
+                self.ask("revoke", number, until_s=until_s)
             raise
-        self._count(way, leaves)
-        return way, there, number, token, [(path, form) for (path, _), form in zip(entries, forms, strict=True)]
+        self._count(channel, leaves)
+        described = [(key_path, spec) for (key_path, _), spec in zip(entries, specs, strict=True)]
+        return channel, there, number, token, described
 
     # --- results ----------------------------------------------------------------------------------------------------
 
     def fetch(self, value: Any, tag: int, timeout_s: float, elsewhere: bool) -> Any:
-        """The result of which the peer holds leaves, complete.
+        """A result with the leaves that the server holds.
 
         `elsewhere`: another thread will use it, whose current stream may be another one, so it waits for the copies.
         """
         until_s = time.monotonic() + timeout_s
-        tree, groups = checked(value)
-        self._meet(timeout_s)
+        tree, bundles = checked(value)
+        self._negotiate(timeout_s)
         found, held = [], False
         try:
-            for at, (way, source, _, _, entries) in enumerate(groups):
-                if way == "host":
-                    leaves = leaves_at(tree, [path for path, _ in entries])
+            for i, (channel, source, _, _, entries) in enumerate(bundles):
+                if channel == "host":
+                    leaves = leaves_at(tree, [key_path for key_path, _ in entries])
                     target = self.map.back(source, self._devices.driver.count())
                     found += moved(self._devices.driver, target, entries, leaves)
                     self._count("host", leaves)
-                    self._learn_way_back(source, target, until_s)
+                    self._try_result_channel(source, target, until_s)
                 else:
                     held = True
-                    found += self._pull(way, source, tag, at, entries, until_s)
+                    found += self._pull(channel, source, tag, i, entries, until_s)
         except BaseException:
             if held:
                 with contextlib.suppress(GeartrainError):
-                    self._ask("forget_held", tag, until_s=until_s)
+                    self.ask("discard", tag, until_s=until_s)
             raise
         if elsewhere:
             self._finish({device for _, leaf in found if (device := self._devices.driver.device_of(leaf)) is not None})
@@ -167,38 +175,37 @@ class Outbound:
     def _finish(self, devices: set[int]) -> None:
         driver = self._devices.driver
         for device in devices:
-            event = driver.event(device)
-            driver.record(device, event)
-            driver.finish(event)
+            one = driver.device(device)
+            one.sync(one.record())
 
-    def _pull(self, way: str, source: int, tag: int, at: int, entries: list[Any], until_s: float) -> list[Any]:
-        assert self._ways is not None
+    def _pull(self, channel: str, source: int, tag: int, bundle: int, entries: list[Any], until_s: float) -> list[Any]:
+        assert self._channels is not None
         target = CPU if source == CPU else self.map.back(source, self._devices.driver.count())
         if target == CPU and source != CPU:
-            raise TransportError(f"a result is on cuda:{source} of {self._peer.name!r}, and here is no GPU for {way}")
-        if source != CPU and way == "cuda_ipc":
-            self._prove_back(source, target, until_s)
-        forms = [form for _, form in entries]
-        end = max((offset + size for offset, size in extents(forms)), default=0)
+            raise TransportError(f"a result is on cuda:{source} of {self._peer!r}, and here is no GPU for {channel}")
+        if source != CPU and channel == "cuda_ipc":
+            self._verify_result_channel(source, target, until_s)
+        specs = [spec for _, spec in entries]
+        end = max((offset + size for offset, size in extents(specs)), default=0)
         try:
-            number, descriptor = self._ways.room(way, target, end)
+            number, descriptor = self._channels.lease(channel, target, end)
         except (BusyError, TransportError) as error:
             if self._devices.forced is not None:
                 raise
             self._note(f"its cuda:{source} -> cuda:{target}", "through host memory for now", str(error))
-            leaves = self._devices.driver.from_host(target, self._ask("hand_over", tag, at, until_s=until_s))
+            leaves = self._devices.driver.from_host(target, self.ask("copy_to_host", tag, bundle, until_s=until_s))
             self._count("host", leaves)
-            return [(path, leaf) for (path, _), leaf in zip(entries, leaves, strict=True)]
+            return [(key_path, leaf) for (key_path, _), leaf in zip(entries, leaves, strict=True)]
         try:
-            token = self._ask("push", tag, at, descriptor, _left(until_s), until_s=until_s)
+            token = self.ask("push", tag, bundle, descriptor, _left(until_s), until_s=until_s)
         except BaseException:
-            self._ways.forget(number)
+            self._channels.revoke(number)
             raise
-        leaves = self._ways.take(number, token, forms)
-        self._count(way, leaves)
-        return [(path, leaf) for (path, _), leaf in zip(entries, leaves, strict=True)]
+        leaves = self._channels.take(number, token, specs)
+        self._count(channel, leaves)
+        return [(key_path, leaf) for (key_path, _), leaf in zip(entries, leaves, strict=True)]
 
-    # --- choosing a way ---------------------------------------------------------------------------------------------
+    # --- choosing a channel -----------------------------------------------------------------------------------------
 
     @property
     def map(self) -> DeviceMap:
@@ -207,11 +214,11 @@ class Outbound:
             self._map = self._find_map()
         return self._map
 
-    def way(self, here: int, there: int, until_s: float) -> str:
-        """How a tensor goes from a GPU here to one there: found out once, by sending something.
+    def channel(self, here: int, there: int, until_s: float) -> str:
+        """The channel from a GPU here to one there: found out once, by sending a nonce.
 
         Raises:
-            TransportError: a way was asked for, and does not work.
+            TransportError: a channel was asked for, and does not work.
         """
         if self._devices.forced == "nixl":
             return "nixl"
@@ -219,127 +226,128 @@ class Outbound:
             if (here, there) not in self._chosen:
                 pair = f"cuda:{here} -> its cuda:{there}"
                 try:
-                    self._rehearse(here, there, until_s)
+                    self._verify_channel(here, there, until_s)
                     self._chosen[here, there] = "cuda_ipc"
                     self._note(pair, "cuda_ipc")
                 except GeartrainError as error:
                     if self._devices.forced is not None:
-                        raise TransportError(f"cuda_ipc to {self._peer.name!r}, {pair}: {error}") from error
-                    if _passes(error):
+                        raise TransportError(f"cuda_ipc to {self._peer!r}, {pair}: {error}") from error
+                    if _is_of_call(error):
                         raise
                     self._chosen[here, there] = "host"
                     self._note(pair, "through host memory", f"no cuda_ipc: {error}")
             return self._chosen[here, there]
 
-    def _rehearse(self, here: int, there: int, until_s: float) -> None:
-        """Pushes random bytes, and asks the peer what came."""
-        assert self._ways is not None
+    def _verify_channel(self, here: int, there: int, until_s: float) -> None:
+        """Sends a nonce over cuda_ipc, and asks the server what it received. Raises `TransportError`."""
+        assert self._channels is not None
         driver = self._devices.driver
-        for why, where in ((driver.why_no_ipc(), "here"), (self._theirs[1], "there")):
+        for why, where in ((driver.why_no_ipc(), "here"), (self._their_no_ipc, "there")):
             if why is not None:
                 raise TransportError(f"it is not viable {where}: {why}")
-        sent = np.frombuffer(secrets.token_bytes(REHEARSAL_BYTES), np.uint8)
-        (tensor,) = driver.from_host(here, [as_tensor(sent)])
-        number, descriptor = self._ask("room", "cuda_ipc", there, sent.nbytes, until_s=until_s)
+        nonce = np.frombuffer(secrets.token_bytes(NONCE_BYTES), np.uint8)
+        (tensor,) = driver.from_host(here, [as_tensor(nonce)])
+        number, descriptor = self.ask("lease", "cuda_ipc", there, nonce.nbytes, until_s=until_s)
         try:
-            token = self._ways.push("cuda_ipc", here, descriptor, [tensor], _left(until_s))
+            token = self._channels.push("cuda_ipc", here, descriptor, [tensor], _left(until_s))
         except BaseException:
-            self._ask("forget_room", number, until_s=until_s)
+            self.ask("revoke", number, until_s=until_s)
             raise
-        if self._ask("rehearsed", number, token, until_s=until_s) != sent.tobytes():
+        if self.ask("nonce_received", number, token, until_s=until_s) != nonce.tobytes():
             raise TransportError("other bytes came than were sent")
 
-    def _prove_back(self, there: int, here: int, until_s: float) -> None:
-        """Has the peer push random bytes from its GPU to one here. Raises `TransportError`."""
-        assert self._ways is not None
+    def _verify_result_channel(self, there: int, here: int, until_s: float) -> None:
+        """Has the server send a nonce from its GPU to one here over cuda_ipc. Raises `TransportError`."""
+        assert self._channels is not None
         with self._lock:
-            if self._back.get(there) == "cuda_ipc":
+            if self._result_channels.get(there) == "cuda_ipc":
                 return
-            for why, where in ((self._devices.driver.why_no_ipc(), "here"), (self._theirs[1], "there")):
+            for why, where in ((self._devices.driver.why_no_ipc(), "here"), (self._their_no_ipc, "there")):
                 if why is not None:
                     raise TransportError(f"cuda_ipc is not viable {where}: {why}")
-            number, descriptor = self._ways.room("cuda_ipc", here, REHEARSAL_BYTES)
+            number, descriptor = self._channels.lease("cuda_ipc", here, NONCE_BYTES)
             try:
-                token, sent = self._ask("rehearse", there, descriptor, until_s=until_s)
+                token, sent = self.ask("send_nonce", there, descriptor, until_s=until_s)
             except BaseException:
-                self._ways.forget(number)
+                self._channels.revoke(number)
                 raise
-            if found_in(self._devices.driver, self._ways, number, token) != sent:
+            if take_nonce(self._devices.driver, self._channels, number, token) != sent:
                 raise TransportError("other bytes came than the peer sent")
-            self._ask("agree", there, "cuda_ipc", until_s=until_s)
-            self._back[there] = "cuda_ipc"
+            self.ask("use_channel", there, "cuda_ipc", until_s=until_s)
+            self._result_channels[there] = "cuda_ipc"
             self._note(f"its cuda:{there} -> cuda:{here}", "cuda_ipc")
 
-    def _learn_way_back(self, there: int, here: int, until_s: float) -> None:
+    def _try_result_channel(self, there: int, here: int, until_s: float) -> None:
         """After the first result that came through the host."""
-        if here == CPU or there in self._back:
+        if here == CPU or there in self._result_channels:
             return
         try:
-            self._prove_back(there, here, until_s)
+            self._verify_result_channel(there, here, until_s)
         except GeartrainError as error:
-            if _passes(error):
+            if _is_of_call(error):
                 raise
-            self._back[there] = "host"
+            self._result_channels[there] = "host"
             self._note(f"its cuda:{there} -> cuda:{here}", "through host memory", f"no cuda_ipc: {error}")
 
-    def _meet(self, timeout_s: float) -> None:
-        """Tells the peer what was asked for here, and learns what it has; links the two by NIXL if that was it."""
+    def _negotiate(self, timeout_s: float) -> None:
+        """Tells the server which channel is asked for, and learns of its GPUs; links both over NIXL if that is it."""
         with self._lock:
-            linked = self._devices.forced != "nixl" or (self._ways is not None and _is_up(self._ways.link))
-            if self._ways is not None and linked:
+            linked = self._devices.forced != "nixl" or (self._channels is not None and _is_up(self._channels.link))
+            if self._channels is not None and linked:
                 return
             until_s = time.monotonic() + timeout_s
-            ways = self._ways or self._devices.ways()
+            channels = self._channels or self._devices.channels()
             try:
                 handshake = nixl.Handshake() if self._devices.forced == "nixl" else None
                 hello = None if handshake is None else handshake.hello
-                self._theirs = self._ask("meet", self._devices.forced, hello, until_s=until_s)
-                self._their_count = int(self._theirs[0])
+                theirs = self.ask("negotiate", self._devices.forced, hello, until_s=until_s)
+                self._their_count, self._their_no_ipc = int(theirs[0]), theirs[1]
                 if handshake is not None:
-                    connection = self._peer.connection
-                    ways.link = handshake.prove(self._theirs[2], lambda: connection.lost, _left(until_s))
-                    self._ask("linked", until_s=until_s)
+                    connection = self._connection
+                    channels.link = handshake.prove(theirs[2], lambda: connection.lost, _left(until_s))
+                    self.ask("confirm_nixl", until_s=until_s)
                     handshake.confirm()
                     self._note("big tensors", nixl.describe())
             except GeartrainError as error:
-                if _passes(error) or self._devices.forced is None:
+                if _is_of_call(error) or self._devices.forced is None:
                     raise
-                raise TransportError(f"{self._devices.forced} to {self._peer.name!r}: {error}") from error
-            self._ways = ways
+                raise TransportError(f"{self._devices.forced} to {self._peer!r}: {error}") from error
+            self._channels = channels
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
-    def _ask(self, what: str, *args: Any, until_s: float) -> Any:
-        return self._peer.ask(f"geartrain.rpc.{what}", args, _left(until_s))
+    def ask(self, what: str, *args: Any, until_s: float) -> Any:
+        """The result of one of the functions of tensors/calls.py."""
+        return self._call(f"geartrain.rpc.{what}", args, _left(until_s))
 
-    def _note(self, pair: str, way: str, because: str = "") -> None:
-        text = f"{way} ({because})" if because else way
+    def _note(self, pair: str, channel: str, because: str = "") -> None:
+        text = f"{channel} ({because})" if because else channel
         if self.notes.get(pair) != text:
             self.notes[pair] = text
             level = logging.WARNING if because else logging.INFO
-            _log.log(level, "tensors to and from %r, %s: %s", self._peer.name, pair, text)
+            _log.log(level, "tensors to and from %r, %s: %s", self._peer, pair, text)
 
-    def _count(self, way: str, leaves: list[Any]) -> None:
+    def _count(self, channel: str, leaves: list[Any]) -> None:
         size = self._devices.driver.form
         nbytes = sum(leaf.nbytes if is_on_host(leaf) else size(leaf)[2] for leaf in leaves)
-        self.bytes_by_way[way] = self.bytes_by_way.get(way, 0) + nbytes
+        self.bytes_by_channel[channel] = self.bytes_by_channel.get(channel, 0) + nbytes
 
     def describe(self) -> str:
-        """The ways that were chosen so far, and why not better ones."""
-        return "; ".join(f"{pair}: {way}" for pair, way in self.notes.items())
+        """The channels that were chosen so far, and why not better ones."""
+        return "; ".join(f"{pair}: {channel}" for pair, channel in self.notes.items())
 
     def close(self) -> None:
-        """The peer is gone, or this node hangs up on it."""
-        if self._ways is not None:
-            self._ways.close()
+        """The server is gone, or this node closes the connection."""
+        if self._channels is not None:
+            self._channels.close()
 
 
-def _is_up(link: nixl.Link | None) -> bool:
+def _is_up(link: nixl.NixlLink | None) -> bool:
     return link is not None and not link.ended
 
 
-def _passes(error: GeartrainError) -> bool:
-    """Errors of the call, not of a way."""
+def _is_of_call(error: GeartrainError) -> bool:
+    """Errors of the call, not of a channel."""
     return isinstance(error, (PeerLostError, WaitTimeoutError, ConnectionClosedError))
 
 

@@ -48,7 +48,7 @@ def doctor(
 
     Example: geartrain doctor --listen, and on the other side: geartrain doctor --peer ADDRESS --transport tcp
     """
-    import geartrain.tools.peer_probe as reach
+    import geartrain.tools.peer_probe as peer_probe
     from geartrain.tools.doctor import examine
 
     secret = os.environ.get("GEARTRAIN_SECRET", "").encode()
@@ -58,11 +58,11 @@ def doctor(
         die("--transport is for --peer")
     if listen:
         with errors():
-            reach.serve(host, secret)
+            peer_probe.serve(host, secret)
         return
     if peer is not None:
         with errors():
-            found = reach.reach(
+            found = peer_probe.probe(
                 peer,
                 transport=transport,
                 secret=secret,
@@ -73,7 +73,7 @@ def doctor(
         if as_json:
             sys.stdout.write(json.dumps(vars(found), indent=1) + "\n")
         else:
-            _print_reached(found)
+            _print_report(found)
         return
     findings = examine()
     if as_json:
@@ -89,7 +89,7 @@ def doctor(
     out.print(table)
 
 
-def _print_reached(found: Any) -> None:
+def _print_report(found: Any) -> None:
     table = Table("what", "found", title="{name}, process {pid} on {host}".format(**found.about), title_justify="left")
     for what, text in found.in_words().items():
         table.add_row(what, escape(text))
@@ -103,9 +103,9 @@ def bench(
     quick: Annotated[bool, typer.Option(help="Fewer cases and repeats; ends within 60 s on 2 cores.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw them into this file (PNG, SVG, PDF).")] = None,
-    peer_python: Annotated[
+    baseline_python: Annotated[
         list[str] | None,
-        typer.Option(help="Interpreter of a peer's own environment, as peer=/path/to/python. Repeatable."),
+        typer.Option(help="Interpreter of another system's own environment, as name=/path/to/python. Repeatable."),
     ] = None,
     device: Annotated[
         str, typer.Option(help="cpu, or cuda for benches that have a GPU form (selection, fetch).")
@@ -116,24 +116,25 @@ def bench(
         typer.Option(help="What the consumer's step takes, for benches that have one (ranks). Repeatable."),
     ] = None,
 ) -> None:
-    """Measure, beside the floor of this machine and the peers that are installed.
+    """Measure, beside the floor of this machine and the other systems that are installed.
 
     rpc-rl and allreduce take further arguments: python -m geartrain_bench.rpc_rl.bench --help, and so on.
 
     Example: geartrain bench store --quick --json store.json --plot store.png
     """
-    from geartrain_bench import WITH_ARGUMENTS, load
+    from geartrain_bench import load
 
-    if context.args and name not in WITH_ARGUMENTS:
+    takes_arguments = name in BENCHES and BENCHES[name].takes_arguments
+    if context.args and not takes_arguments:
         die(f"the bench {name!r} takes no {' '.join(context.args)}")
-    further = {"arguments": context.args} if name in WITH_ARGUMENTS else {}
+    further = {"arguments": context.args} if takes_arguments else {}
 
-    peers = {}
-    for pair in peer_python or []:
-        peer, found, python = pair.partition("=")
+    baselines = {}
+    for pair in baseline_python or []:
+        name_, found, python = pair.partition("=")
         if not found:
-            die(f"--peer-python takes peer=/path/to/python, found {pair!r}")
-        peers[peer] = python
+            die(f"--baseline-python takes name=/path/to/python, found {pair!r}")
+        baselines[name_] = python
     if quick and full:
         die("--quick and --full ask for opposite things")
     with errors():
@@ -141,4 +142,4 @@ def bench(
         more = {key: value for key, value in {"full": full, "train_ms": train_ms}.items() if value}
         for key in more.keys() - inspect_module.signature(main).parameters.keys():
             die(f"the bench {name!r} has no --{key.replace('_', '-')}")
-        main(quick=quick, json_path=json_path, plot_path=plot_path, peers=peers or None, **more, **further)
+        main(quick=quick, json_path=json_path, plot_path=plot_path, baselines=baselines or None, **more, **further)

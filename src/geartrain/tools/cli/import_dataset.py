@@ -1,4 +1,4 @@
-"""`geartrain import`: datasets of others become stores."""
+"""`geartrain import`: import of a dataset into a store."""
 
 from __future__ import annotations
 

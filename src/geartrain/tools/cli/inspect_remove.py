@@ -1,4 +1,4 @@
-"""`geartrain inspect` and `geartrain remove`: what there is, and what is left behind."""
+"""`geartrain inspect` and `geartrain remove`: stores, weights, counters and checkpoints of this host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-import geartrain.core.counters as board
+import geartrain.core.counters as counters
 import geartrain.weights as weights
 from geartrain.errors import GeartrainError
 from geartrain.store.store import Store
@@ -27,14 +27,14 @@ def inspect(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A store's name or path, the name of weights or of a board, or the directory of a checkpoint or its "
-            "steps. Lists all stores, weights and boards without."
+            help="A store's name or path, the name of weights or counters, or the directory of a checkpoint or its "
+            "steps. Without it: a list of all stores, weights and counters."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    audit: Annotated[bool, typer.Option(help="Join the store and check all of its books.")] = False,
+    audit: Annotated[bool, typer.Option(help="Attach to the store and check its metadata.")] = False,
 ) -> None:
-    """Show a store: schema, rows, bytes, weights, counters; or a model's weights. No trace unless --audit is given."""
+    """Show a store: schema, rows, bytes, weights, counters; or a model's weights. Attaches only with --audit."""
     with errors():
         if name is None:
             _list_segments(as_json)
@@ -44,12 +44,12 @@ def inspect(
             _inspect_steps(Path(name), as_json)
         elif _is_weights(name):
             _inspect_weights(name, as_json)
-        elif _is_board(name):
-            about = {"kind": "board", **board.describe(name)._asdict()}
+        elif _is_counters(name):
+            about = {"kind": "counters", **counters.describe(name)._asdict()}
             if as_json:
                 sys.stdout.write(json.dumps(about, indent=1) + "\n")
             else:
-                _print_boards([about])
+                _print_counters([about])
         else:
             _inspect_store(name, as_json)
             if audit:
@@ -74,14 +74,14 @@ def _list_segments(as_json: bool) -> None:
         except GeartrainError as error:
             found.append({"name": name, "error": str(error)})
     found_weights = [_describe_weights(name) for name in weights.names()]
-    found_boards = [_describe_board(name) for name in board.names()]
+    found_counters = [_describe_counters(name) for name in counters.names()]
     if as_json:
-        sys.stdout.write(json.dumps(found + found_weights + found_boards, indent=1) + "\n")
+        sys.stdout.write(json.dumps(found + found_weights + found_counters, indent=1) + "\n")
         return
     if found_weights:
         _print_weights(found_weights)
-    if found_boards:
-        _print_boards(found_boards)
+    if found_counters:
+        _print_counters(found_counters)
     if not found:
         out.print("no stores in /dev/shm")
         return
@@ -139,24 +139,24 @@ def _print_weights(found: list[dict[str, Any]]) -> None:
     out.print(table)
 
 
-def _is_board(name: str) -> bool:
-    return name in board.names() and not Path(f"/dev/shm/geartrain.{name}").exists()
+def _is_counters(name: str) -> bool:
+    return name in counters.names() and not Path(f"/dev/shm/geartrain.{name}").exists()
 
 
-def _describe_board(name: str) -> dict[str, Any]:
+def _describe_counters(name: str) -> dict[str, Any]:
     try:
-        return {"kind": "board", **board.describe(name)._asdict()}
+        return {"kind": "counters", **counters.describe(name)._asdict()}
     except (GeartrainError, OSError) as error:
-        return {"kind": "board", "name": name, "error": str(error)}
+        return {"kind": "counters", "name": name, "error": str(error)}
 
 
-def _print_boards(found: list[dict[str, Any]]) -> None:
-    table = Table("board", "processes", "made by", "counts")
+def _print_counters(found: list[dict[str, Any]]) -> None:
+    table = Table("counters", "processes", "created by", "totals")
     for entry in found:
         if "error" in entry:
             table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", "", "")
             continue
-        counted = {name: value for name, value in entry["totals"].items() if value and name in board.COUNTED}
+        counted = {name: value for name, value in entry["totals"].items() if value and name in counters.COUNTED}
         table.add_row(
             escape(entry["name"]),
             str(entry["slots"]),
@@ -318,7 +318,7 @@ def _inspect_steps(directory: Path, as_json: bool) -> None:
 def _audit(name: str) -> None:
     store = Store.open(name, adopt=True)
     problems = store.audit()
-    store.close(keep=True)  # looking must not remove what a dead run left
+    store.close(keep=True)  # an audit must not remove what a dead run has left
     for problem in problems:
         out.print(f"[red]wrong:[/] {escape(problem)}")
     if problems:
@@ -328,12 +328,12 @@ def _audit(name: str) -> None:
 
 @app.command()
 def remove(
-    name: Annotated[str, typer.Argument(help="The name of a store, of weights or of a board, or a store's path.")],
+    name: Annotated[str, typer.Argument(help="The name of a store, of weights or of counters, or a store's path.")],
     force: Annotated[
         bool, typer.Option(help="Even while processes use it; they keep the memory until they end.")
     ] = False,
 ) -> None:
-    """Remove a store, a model's weights, or a board of counters, that a run has left behind."""
+    """Remove a store, a model's weights, or counters, that a run has left behind."""
     with errors():
         if _is_weights(name):
             about = weights.describe(name)
@@ -342,11 +342,11 @@ def remove(
             weights.unlink(name)
             out.print(f"removed the weights {name} (version {about.version}, {about.file_bytes / 1e6:,.1f} MB)")
             return
-        if _is_board(name):
-            if board.describe(name).in_use and not force:
-                die(f"the process that made the board {name!r} lives; --force removes the name all the same")
-            board.unlink(name)
-            out.print(f"removed the board {name}")
+        if _is_counters(name):
+            if counters.describe(name).in_use and not force:
+                die(f"the process that created the counters {name!r} is alive; --force removes the name all the same")
+            counters.unlink(name)
+            out.print(f"removed the counters {name}")
             return
         store = Store.peek(name)
         users = store.native.live_clients()

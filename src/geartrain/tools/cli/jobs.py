@@ -1,4 +1,4 @@
-"""`geartrain reducer` and `geartrain launch`: processes that go on for long."""
+"""`geartrain reducer` and `geartrain launch`: long-running processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def reducer(
         typer.Option(help="A file with the secret that ranks must know; or GEARTRAIN_SECRET. Without: loopback only."),
     ] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port of the host.")] = None,
-    window: Annotated[int, typer.Option(help="Bytes that a rank may have here and not yet added up.")] = 16 << 20,
-    every_s: Annotated[float, typer.Option(help="Seconds between lines of figures; 0 for none.")] = 10.0,
-    grace_s: Annotated[float, typer.Option(help="How long to wait, when told to stop, for groups to leave.")] = 10.0,
+    window: Annotated[int, typer.Option(help="Bytes in flight of each rank: received and not yet reduced.")] = 16 << 20,
+    every_s: Annotated[float, typer.Option(help="Seconds between lines of statistics; 0 for none.")] = 10.0,
+    grace_s: Annotated[float, typer.Option(help="How long groups have to leave after SIGTERM.")] = 10.0,
 ) -> None:
     """Own shares of other hosts' all-reduces: receive arrays, add them up, return the sums. Needs no accelerator.
 
-    One process a host serves any number of groups. SIGTERM or Ctrl-C stops it: it takes no new groups, gives those at
-    work time to leave, and tells the rest that it is gone.
+    One process a host serves any number of groups. SIGTERM or Ctrl-C stops it: it accepts no new groups, gives active
+    ones time to leave, and disconnects the rest.
 
     Example: geartrain reducer --bind 0.0.0.0:7000 --secret-file /etc/geartrain/secret
     """
@@ -50,23 +50,23 @@ def launch(
         Path | None, typer.Option(help="For a log of each process and summary.json; runs/NAME-TIME by default.")
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin with an empty store, where a job that died has left one.")
+        bool,
+        typer.Option(
+            "--fresh", help="Start with an empty store; by default, rows that a failed job has left are adopted."
+        ),
     ] = False,
-    timeout_s: Annotated[
-        float | None, typer.Option(help="Stop the job after so long, instead of what it says.")
-    ] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Time limit of the job, instead of its own.")] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Lines instead of a table, also on a terminal.")] = False,
-    every_s: Annotated[float, typer.Option(help="A line so often.")] = 10.0,
-    hosts: Annotated[
-        int | None, typer.Option(help="Of several hosts: how many. Not needed under torchrun or srun.")
-    ] = None,
-    host: Annotated[int | None, typer.Option(help="Which of them this is, from 0.")] = None,
-    master: Annotated[str | None, typer.Option(help="host:port of host 0, where the ranks meet.")] = None,
-    link_port: Annotated[
-        int | None, typer.Option(help="Port of host 0 where the launchers meet; the one after the ranks' by default.")
+    every_s: Annotated[float, typer.Option(help="Seconds between lines.")] = 10.0,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port of the host.")] = None,
+    hosts: Annotated[int | None, typer.Option(help="Number of hosts. Not needed under torchrun or srun.")] = None,
+    host: Annotated[int | None, typer.Option(help="Number of this host, from 0.")] = None,
+    master: Annotated[str | None, typer.Option(help="host:port of host 0, for the ranks' rendezvous.")] = None,
+    coordinator_port: Annotated[
+        int | None, typer.Option(help="Port of host 0 for the launchers; the one after the ranks' by default.")
     ] = None,
 ) -> None:
-    """Run a job: learner ranks, agents and actors of one description, watched and ended together.
+    """Run a job: start, supervise and end its learner ranks, agents and actors.
 
     \b
     job.toml:
@@ -75,7 +75,7 @@ def launch(
       \\[learner]                      # ranks, with torchrun's variables
       run = "pendulum:learn"         # or a command: ["python", "x.py"]
       processes = 2
-      \\[agent]                        # optional: answers actors
+      \\[agent]                        # optional: serves actions
       run = "pendulum:serve"
       \\[actor]                        # writes episodes into the store
       environments = "pendulum:environments"
@@ -99,17 +99,23 @@ def launch(
     Example: geartrain launch job.toml --folder runs/pendulum
     """
     import geartrain.launch as launching
-    from geartrain.launch.hosts import place_of
+    from geartrain.launch.hosts import host_position
 
     sys.path.insert(0, str(Path.cwd()))  # where `python -m` looks, too
     with errors():
         described = launching.load(job)
         if timeout_s is not None:
             described = dataclasses.replace(described, timeout_s=timeout_s)
-        place = place_of(os.environ, hosts=hosts, host=host, master=master, link_port=link_port)
+        position = host_position(os.environ, hosts=hosts, host=host, master=master, coordinator_port=coordinator_port)
         try:
             launching.run(
-                described, folder=folder, place=place, fresh=fresh, live=False if lines else None, every_s=every_s
+                described,
+                folder=folder,
+                position=position,
+                fresh=fresh,
+                live=False if lines else None,
+                every_s=every_s,
+                metrics_port=metrics_port,
             )
         except launching.JobTimeoutError as error:
             die(str(error), 124)

@@ -1,8 +1,8 @@
-"""A GPU that is not there: streams that fall behind, memory that is given away as soon as it may be.
+"""Simulated device: an accelerator on the CPU whose streams lag behind, for tests of the order of work.
 
-What is given to a stream runs when somebody waits for it, or by chance earlier, streams in random order: later than on
-any GPU, so that a missing wait shows as wrong bytes. Freed device memory goes to the next who asks on the same stream,
-at once, unless it was lent to another stream that is still busy: as torch's allocator does, but always.
+By default, work given to a stream runs when a host thread waits for it, or by chance earlier, streams in random order:
+later than on any GPU, so that a missing wait shows as wrong bytes. Freed device memory is reused by the next allocation
+on the same stream, at once, unless another stream that used it is still busy: as torch's allocator does, but always.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,47 +21,102 @@ from numpy.typing import NDArray
 
 from geartrain.errors import PinError
 
+_POLL_S = 1e-4
 
-class Stream:
-    """Work in its order."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.work: deque[Callable[[], bool]] = deque()  # each says whether it is done; False asks to come back
+class Mark:
+    """A point in a stream's work, recorded by an event."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+        self._reached = False
+
+    @property
+    def reached(self) -> bool:
+        """Whether the stream has come to it."""
+        return self._reached
+
+    def reach(self) -> None:
+        """The stream has come to it."""
+        self._reached = True
 
 
 class Event:
-    """A point in a stream's work."""
+    """CUDA's: waiting for it means waiting for what it had recorded at the time of the call."""
 
     def __init__(self) -> None:
-        self.done = False
+        self.mark: Mark | None = None
+
+    def record(self, stream: Stream) -> Mark:
+        """A new mark, for the end of the stream's work."""
+        self.mark = Mark(stream)
+        return self.mark
+
+
+class Stream:
+    """A queue of work. Each piece returns None when it is done, or the mark that it waits for."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.work: deque[Callable[[], Mark | None]] = deque()
+
+    def run_one(self) -> Mark | None:
+        """Runs the next piece; the mark that it waits for, if it cannot run."""
+        piece = self.work.popleft()
+        blocked = piece()
+        if blocked is not None:
+            self.work.appendleft(piece)
+        return blocked
 
 
 class SimulatedDevice:
     """A `geartrain.device.device.Device` on the CPU.
 
     Args:
-        seed: of what runs when.
+        seed: of the order in which streams run.
         kernels: run the Triton kernels, in Triton's interpreter (TRITON_INTERPRET=1), and run everything at once. Rows
-            can be chosen on such a device; on any other the references stand in for the kernels.
-        most_pinned: registering more bytes than this fails, as it does with a driver that keeps to RLIMIT_MEMLOCK.
+            can be selected on such a device only; on any other the references stand in for the kernels.
+        most_pinned: registering more bytes than this fails, as with a driver that enforces RLIMIT_MEMLOCK.
+        chance: of a piece of work running when another is given: 0 runs only what the host waits for, as late as
+            events allow; 1 runs all that can run, at once.
+        obeys_waits: False ignores `wait`, so that a test can show what its events are needed for.
+        delay_s: where not None, a thread of the device runs the work, so long after it was given: for work that another
+            process waits for.
 
     Attributes:
-        registered: address -> bytes of what is registered now.
-        syncs: how often a host thread waited, by the name of the thread.
+        registered: address -> bytes of memory that is registered now.
+        host_waits: (thread, stream) of each time a host thread waited.
+        used_by: (address, stream) of each `record_stream`.
+        failures: errors of work that the device's thread has run.
     """
 
-    def __init__(self, seed: int = 0, *, kernels: bool = False, most_pinned: int | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        kernels: bool = False,
+        most_pinned: int | None = None,
+        chance: float = 0.3,
+        obeys_waits: bool = True,
+        delay_s: float | None = None,
+    ) -> None:
         self.name = f"simulated:{seed}"
         self.model = "simulated"
         self.collectives = "gloo"
+        self.delay_s = delay_s
         self.registered: dict[int, int] = {}
-        self.syncs: dict[str, int] = {}
+        self.host_waits: list[tuple[str, str]] = []
+        self.used_by: list[tuple[int, str]] = []
+        self.failures: list[BaseException] = []
         self.gathers = 0
         self._kernels = kernels
         self._most_pinned = most_pinned
+        self._chance = chance
+        self._obeys_waits = obeys_waits
         self._random = random.Random(seed)
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._thread: threading.Thread | None = None
         self._main = Stream("main")
         self._streams = [self._main]
         self._local = threading.local()
@@ -71,7 +127,7 @@ class SimulatedDevice:
     # --- memory ------------------------------------------------------------------------------------------------
 
     def register(self, memory: NDArray[np.uint8]) -> None:
-        """Notes it."""
+        """Counted, and nothing else."""
         if self._most_pinned is not None and sum(self.registered.values()) + memory.nbytes > self._most_pinned:
             raise PinError("simulated: out of memory that can be locked")
         if memory.ctypes.data in self.registered:
@@ -85,7 +141,7 @@ class SimulatedDevice:
         del self.registered[memory.ctypes.data]
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Memory that was somebody else's a moment ago where there is some, full of 0xAB otherwise."""
+        """Memory that was freed a moment ago where there is some; filled with 0xAB otherwise."""
         import torch
 
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -104,14 +160,17 @@ class SimulatedDevice:
     def _freed(self, block: _Block) -> None:
         with self._lock:
             del self._blocks[block.address]
-            block.busy = [self._event(stream) for stream in block.lent]
-            block.lent = []
+            block.busy = [self._mark(stream) for stream in block.streams]
+            block.streams = []
             self._free.append(block)
 
-    def lend(self, tensor: Any) -> None:
+    def record_stream(self, tensor: Any) -> None:
         """The current stream uses it too."""
         with self._lock:
-            self._blocks[tensor.untyped_storage().data_ptr()].lent.append(self.current_stream())
+            stream, address = self.current_stream(), tensor.untyped_storage().data_ptr()
+            self.used_by.append((address, stream.name))
+            if address in self._blocks:  # else memory that the test has allocated itself
+                self._blocks[address].streams.append(stream)
 
     def pinned(self, nbytes: int) -> Any:
         """Plain memory."""
@@ -139,13 +198,13 @@ class SimulatedDevice:
             return self._streams[-1]
 
     def current_stream(self) -> Stream:
-        """Of the calling thread; the main one unless it said otherwise."""
+        """Of the calling thread; by default the main one."""
         stack: list[Stream] = getattr(self._local, "stack", [])
         return stack[-1] if stack else self._main
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Makes it the calling thread's stream meanwhile."""
+        """Makes it the calling thread's current stream."""
         stack = self._local.__dict__.setdefault("stack", [])
         stack.append(stream)
         try:
@@ -153,75 +212,126 @@ class SimulatedDevice:
         finally:
             stack.pop()
 
-    def record(self) -> Event:
+    def new_event(self) -> Event:
+        """One that has recorded nothing."""
+        return Event()
+
+    def record(self, event: Any = None) -> Any:
         """Of the current stream."""
-        return self._event(self.current_stream())
-
-    def _event(self, stream: Stream) -> Event:
-        event = Event()
-
-        def come() -> bool:
-            event.done = True
-            return True
-
-        self._give(stream, come)
+        event = Event() if event is None else event
+        with self._lock:
+            stream = self.current_stream()
+            self._give(stream, event.record(stream).reach)
         return event
 
-    def wait(self, event: Event) -> None:
+    def _mark(self, stream: Stream) -> Mark:
+        mark = Mark(stream)
+        self._give(stream, mark.reach)
+        return mark
+
+    def wait(self, event: Any) -> None:
         """The current stream stops there."""
-        self._give(self.current_stream(), lambda: event.done)
+        mark = event.mark
+        if mark is not None and self._obeys_waits:
+            self._give(self.current_stream(), lambda: None if mark.reached else mark)
 
-    def done(self, event: Event) -> bool:
+    def done(self, event: Any) -> bool:
         """As it is now."""
-        return event.done
+        return event.mark is None or event.mark.reached
 
-    def sync(self, event: Event) -> None:
-        """Lets the device run until the event has come."""
-        thread = threading.current_thread().name
-        self.syncs[thread] = self.syncs.get(thread, 0) + 1
+    def sync(self, event: Any) -> None:
+        """Lets the device run until it has come to the event's mark."""
+        mark = event.mark
+        if mark is None:
+            return
         with self._lock:
-            while not event.done:
-                if not self._step():
-                    raise RuntimeError("simulated: an event is waited for that nothing will bring")
+            self.host_waits.append((threading.current_thread().name, mark.stream.name if mark.stream else ""))
+            if self.delay_s is not None:
+                while not mark.reached:
+                    self._changed.wait(_POLL_S)
+            elif self._chance == 0:
+                self._run_until(mark)
+            else:
+                while not mark.reached:
+                    if not self._step():
+                        raise RuntimeError("simulated: the host waits for an event that nothing can bring about")
+
+    @property
+    def syncs(self) -> Counter[str]:
+        """How often a host thread waited, by its name."""
+        return Counter(thread for thread, _ in self.host_waits)
 
     def finish(self) -> None:
-        """Lets the device run until nothing is left."""
+        """Lets the device run until no work is left. Raises the first error of the device's thread."""
         with self._lock:
+            if self.delay_s is not None:
+                while self._thread is not None:
+                    self._changed.wait(_POLL_S)
+                if self.failures:
+                    raise self.failures[0]
+                return
             while self._step():
                 pass
             stuck = [stream.name for stream in self._streams if stream.work]
             if stuck:
-                raise RuntimeError(f"simulated: {stuck} wait for what nothing will bring")
+                raise RuntimeError(f"simulated: {stuck} wait for what nothing can bring about")
 
-    def _give(self, stream: Stream, work: Callable[[], bool]) -> None:
+    def _give(self, stream: Stream, work: Callable[[], Mark | None]) -> None:
         with self._lock:
             stream.work.append(work)
-            if self._kernels:
+            if self.delay_s is not None:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run_all, name=self.name, daemon=True)
+                    self._thread.start()
+            elif self._kernels:
                 self.finish()
-            elif self._random.random() < 0.3:
-                self._step()
+            else:
+                while self._random.random() < self._chance and self._step():
+                    pass
 
     def _step(self) -> bool:
-        """Runs one piece of work of some stream that is not waiting; False when there is none."""
+        """Runs one piece of work of some stream that is not blocked; False when there is none."""
         streams = [stream for stream in self._streams if stream.work]
         self._random.shuffle(streams)
-        for stream in streams:
-            work = stream.work.popleft()
-            if work():
-                return True
-            stream.work.appendleft(work)
-        return False
+        return any(stream.run_one() is None for stream in streams)
+
+    def _run_until(self, mark: Mark) -> None:
+        """Runs what a mark depends on, and nothing else."""
+        while not mark.reached:
+            if mark.stream is None or not mark.stream.work:
+                raise RuntimeError("simulated: the host waits for an event that nothing can bring about")
+            blocked = mark.stream.run_one()
+            if blocked is not None:
+                self._run_until(blocked)
+
+    def _run_all(self) -> None:
+        """The device's thread: ends when no work is left."""
+        while True:
+            with self._lock:
+                if not any(stream.work for stream in self._streams):
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+            time.sleep(self.delay_s or 0)
+            with self._lock:
+                try:
+                    ran = self._step()
+                except BaseException as error:
+                    self.failures.append(error)
+                    ran = True
+                self._changed.notify_all()
+            if not ran:
+                time.sleep(_POLL_S)  # blocked by another process
 
     # --- work --------------------------------------------------------------------------------------------------
 
     def run(self, work: Callable[[], object]) -> None:
         """Later."""
 
-        def do() -> bool:
+        def run_now() -> None:
             work()
-            return True
 
-        self._give(self.current_stream(), do)
+        self._give(self.current_stream(), run_now)
 
     def copy(self, to: Any, source: Any) -> None:
         """Later."""
@@ -261,25 +371,25 @@ class SimulatedDevice:
         self.run(work)
 
     def why_no_selection(self) -> str | None:
-        """Only the kernels choose."""
+        """Only the kernels select."""
         return None if self._kernels else "the simulated device runs no kernels"
 
 
 class _Block:
-    """Device memory, of the stream it was first made on."""
+    """Device memory, of the stream it was allocated on."""
 
     def __init__(self, memory: NDArray[np.uint8], stream: Stream) -> None:
         self.memory = memory
         self.address = memory.ctypes.data
         self.stream = stream
-        self.lent: list[Stream] = []
-        self.busy: list[Event] = []
+        self.streams: list[Stream] = []  # others that use it
+        self.busy: list[Mark] = []
 
     def fits(self, nbytes: int, stream: Stream) -> bool:
         return (
             self.stream is stream
             and nbytes <= len(self.memory) <= 2 * nbytes + 64
-            and all(event.done for event in self.busy)
+            and all(mark.reached for mark in self.busy)
         )
 
 
@@ -287,4 +397,4 @@ def _listed(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-__all__ = ["Event", "SimulatedDevice", "Stream"]
+__all__ = ["Event", "Mark", "SimulatedDevice", "Stream"]

@@ -1,0 +1,32 @@
+// What a group is made of, and what it counts.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace geartrain {
+
+struct GroupOptions {
+  uint32_t rank = 0, world = 1;
+  std::string name = "default";
+  std::vector<std::string> reducers;  // host:port of each
+  std::vector<double> shares;         // of the ranks, then of the reducers; none below zero, 1 in all. Empty: equal
+  bool ring = false;                  // the ring instead of shares; then there are no reducers
+  std::string secret;                 // of ranks and reducers; empty: a key of one's own in the address, for ranks
+  std::string host = "127.0.0.1";     // to listen on
+  std::vector<std::string> advertise;
+  bool shm = true;  // between members of one host
+  uint64_t max_window_bytes = uint64_t{16} << 20;
+  uint64_t fixed_window_bytes = 0;  // 0: it adapts
+};
+
+struct GroupCounts {
+  uint64_t operations = 0, elements = 0, array_bytes = 0;
+  uint64_t sent_tcp = 0, received_tcp = 0, sent_shm = 0, received_shm = 0;  // of frames, headers and all
+  uint64_t reduced_bytes = 0;                                               // as an owner
+  uint64_t window_bytes = 0, least_delay_ns = 0;
+  uint64_t links_tcp = 0, links_shm = 0, refused = 0;
+};
+
+}  // namespace geartrain

@@ -1,0 +1,252 @@
+#include "collectives/membership.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "base/sha256.h"
+#include "transport/security/handshake.h"
+
+namespace geartrain {
+namespace {
+
+constexpr char kKeyMark[] = ";key=";
+constexpr uint64_t kNever = ~uint64_t{0};
+constexpr double kDialPauseS = 0.05;
+
+void count_bytes(const Peer& peer, GroupCounts* out) {
+  const bool tcp = std::strcmp(peer.transport(), "tcp") == 0;
+  (tcp ? out->sent_tcp : out->sent_shm) += peer.bytes_sent();
+  (tcp ? out->received_tcp : out->received_shm) += peer.bytes_received();
+}
+
+}  // namespace
+
+std::string ranks_text(std::span<const uint32_t> ranks) {
+  std::string out;
+  for (const uint32_t rank : ranks) out += (out.empty() ? "" : ", ") + std::to_string(rank);
+  return out;
+}
+
+Membership::Membership(const GroupOptions& options, EventLoop& loop, Peer::Side& side, Events events)
+    : options_(options),
+      members_(options.world + static_cast<uint32_t>(options.reducers.size())),
+      loop_(loop),
+      side_(side),
+      events_(std::move(events)),
+      peers_(members_),
+      left_at_(members_, kNever) {}
+
+void Membership::open() {
+  AcceptorOptions acceptor;
+  acceptor.host = options_.host;
+  acceptor.advertise = options_.advertise;
+  acceptor.secret = options_.secret;
+  acceptor.shm = options_.shm;
+  acceptor.max_window_bytes = options_.max_window_bytes;
+  if (options_.secret.empty()) {
+    // Whoever is told the address may come in: it goes to the other ranks, and nowhere else.
+    std::array<uint8_t, 16> key;
+    random_bytes(key);
+    acceptor.secret = hex(key);
+  }
+  acceptor_ = std::make_unique<Acceptor>(loop_, acceptor, *this);
+  address_ = acceptor_->address();
+  if (options_.secret.empty()) address_ += kKeyMark + acceptor.secret;
+}
+
+void Membership::connect(const std::vector<std::string>& addresses, Deadline deadline) {
+  if (addresses.size() != options_.world) {
+    fail(ErrorKind::schema, "there are ", options_.world, " ranks, but ", addresses.size(), " addresses");
+  }
+  Join join{};
+  join.magic = kCollectiveMagic;
+  join.version = kCollectiveVersion;
+  join.rank = options_.rank;
+  join.world = options_.world;
+  join.owners = owners();
+  put_text(join.name, options_.name);
+  identify(addresses, &join);
+  loop_.post([this, join] {
+    expected_ = join;
+    ready_ = true;
+    acceptor_->retry();
+  });
+  for (uint32_t member = 0; member < members_; ++member) {
+    if (!linked(member) || (member > options_.rank && member < options_.world)) continue;
+    Join to = join;
+    to.member = member;
+    dial_member(member, to, addresses, deadline);
+  }
+  wait_for_all(deadline);
+}
+
+uint32_t Membership::owners() const {
+  return static_cast<uint32_t>(
+      std::count_if(options_.shares.begin(), options_.shares.end(), [](double share) { return share > 0; }));
+}
+
+// Whether this rank and that member speak to each other.
+bool Membership::linked(uint32_t member) const {
+  if (member == options_.rank) return false;
+  if (options_.ring) return member == next_rank() || member == previous_rank();
+  return options_.shares[member] > 0 || (member < options_.world && options_.shares[options_.rank] > 0);
+}
+
+void Membership::identify(const std::vector<std::string>& addresses, Join* join) const {
+  std::vector<std::byte> who, how;
+  for (const std::string& address : addresses) append(&who, address.c_str(), address.size() + 1);
+  append(&who, options_.name.c_str(), options_.name.size() + 1);
+  const uint32_t numbers[] = {options_.world, members_, options_.ring};
+  append(&how, numbers, 3);
+  append(&how, options_.shares.data(), options_.shares.size());
+  const Digest group = sha256(who), settings = sha256(how);
+  std::memcpy(join->group, group.data(), sizeof join->group);
+  std::memcpy(join->settings, settings.data(), sizeof join->settings);
+}
+
+void Membership::dial_member(uint32_t member, const Join& join, const std::vector<std::string>& addresses,
+                             Deadline deadline) {
+  const bool rank = member < options_.world;
+  std::string place = rank ? addresses[member] : options_.reducers[member - options_.world];
+  std::string secret = options_.secret;
+  if (const size_t mark = place.find(kKeyMark); rank && mark != std::string::npos) {
+    if (secret.empty()) secret = place.substr(mark + sizeof kKeyMark - 1);
+    place.resize(mark);
+  }
+  for (;;) {
+    try {
+      auto dialled = std::make_shared<Dialled>(dial(place, secret, join, loop_, options_.shm, deadline));
+      const bool posted = loop_.post([this, member, dialled] {
+        events_.welcome(dialled->welcome.max_window_bytes);
+        meet(member, std::move(dialled->link));
+      });
+      if (!posted) fail(ErrorKind::hung_up, "the group was closed");
+      return;
+    } catch (const Error& error) {
+      // Somebody who has not come up yet, or is just coming back.
+      const bool again = error.kind == ErrorKind::not_viable || error.kind == ErrorKind::peer_lost;
+      if (!again || deadline.passed()) {
+        throw Error(error.kind, "cannot reach " + name_of(member) + ": " + error.what());
+      }
+      if (const Fault ended = fault(); ended.kind != FaultKind::none) fail(ErrorKind::peer_lost, ended.text);
+      std::this_thread::sleep_for(std::chrono::duration<double>(kDialPauseS));
+    }
+  }
+}
+
+void Membership::wait_for_all(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (fault_.kind != FaultKind::none) fail(ErrorKind::peer_lost, fault_.text);
+    std::vector<uint32_t> missing;
+    for (uint32_t member = 0; member < members_; ++member) {
+      if (linked(member) && !met_.contains(member)) missing.push_back(member);
+    }
+    if (missing.empty()) return;
+    if (deadline.passed()) {
+      fail(ErrorKind::timed_out, "rank(s) ", ranks_text(missing), " did not join the group '", options_.name,
+           "' in time");
+    }
+    met_changed_.wait_for(lock, std::chrono::nanoseconds(std::min<uint64_t>(deadline.left_ns(), 100'000'000)));
+  }
+}
+
+Acceptor::Host::Verdict Membership::judge(const Join& join, std::string* refusal) {
+  if (!ready_) return Verdict::later;
+  if (fault_.kind != FaultKind::none) {
+    *refusal = fault_.text;
+  } else if (std::memcmp(join.group, expected_.group, sizeof join.group) != 0) {
+    *refusal = "it belongs to another group, or to another epoch of this one";
+  } else if (std::memcmp(join.settings, expected_.settings, sizeof join.settings) != 0 ||
+             join.world != options_.world) {
+    *refusal = "ranks disagree about shares, reducers or the algorithm of the group";
+  } else if (join.member != options_.rank || join.rank <= options_.rank || !linked(join.rank)) {
+    *refusal = "rank " + std::to_string(join.rank) + " is not expected here";
+  } else if (peers_[join.rank] != nullptr) {
+    *refusal = "rank " + std::to_string(join.rank) + " is here already";
+  } else {
+    return Verdict::welcome;
+  }
+  return Verdict::refused;
+}
+
+void Membership::meet(uint32_t member, std::unique_ptr<Link> link) {
+  if (peers_[member] != nullptr || fault_.kind != FaultKind::none) return;
+  peers_[member] = std::make_unique<Peer>(loop_, std::move(link), member, side_);
+  peers_[member]->kick();
+  std::lock_guard lock(mutex_);
+  met_.insert(member);
+  met_changed_.notify_all();
+}
+
+Fault Membership::fault() const {
+  std::lock_guard lock(mutex_);
+  return fault_;
+}
+
+std::string Membership::name_of(uint32_t member) const {
+  return member < options_.world ? "rank " + std::to_string(member)
+         : member < members_     ? "reducer " + options_.reducers[member - options_.world]
+                                 : "nobody";
+}
+
+Fault Membership::left_fault(uint32_t member, uint64_t operation) const {
+  return {member < options_.world ? FaultKind::rank_lost : FaultKind::reducer_lost,
+          name_of(member) + " has left the group, and operation " + std::to_string(operation) + " waits for it",
+          {member}};
+}
+
+void Membership::say(uint32_t member, FrameKind kind, uint64_t operation, std::span<const std::byte> payload) const {
+  if (peers_[member] == nullptr) return;
+  peers_[member]->say(kind, operation, 0, payload);
+  peers_[member]->kick();
+}
+
+void Membership::kick(uint32_t member) const {
+  if (peers_[member] != nullptr) peers_[member]->kick();
+}
+
+void Membership::end(Fault fault, bool tell) {
+  if (over()) return;
+  {
+    std::lock_guard lock(mutex_);
+    fault_ = std::move(fault);
+    met_changed_.notify_all();
+  }
+  const std::vector<std::byte> said = bytes_of(fault_);
+  for_each_open([&](Peer& peer) {
+    peer.blank();
+    if (tell) peer.say(FrameKind::fault, 0, 0, said);
+    peer.kick();
+  });
+  events_.ended();
+}
+
+void Membership::discard(uint32_t member) {
+  count_bytes(*peers_[member], &gone_counts_);
+  loop_.discard(std::move(peers_[member]));
+}
+
+bool Membership::has_left(uint32_t member) const {
+  return left_at_[member] != kNever;
+}
+
+Fault Membership::missing_for(uint64_t operation) const {
+  for (uint32_t member = 0; member < members_; ++member) {
+    if (operation >= left_at_[member]) return left_fault(member, operation);
+  }
+  return {};
+}
+
+void Membership::count(GroupCounts* out) const {
+  *out = gone_counts_;
+  for (const auto& peer : peers_) {
+    if (peer == nullptr) continue;
+    count_bytes(*peer, out);
+    ++(std::strcmp(peer->transport(), "tcp") == 0 ? out->links_tcp : out->links_shm);
+  }
+}
+
+}  // namespace geartrain

@@ -1,0 +1,114 @@
+// Membership of a group: who belongs to it, the links to them, and the fault that ends it for all.
+//
+// Every rank listens; of two ranks the later one dials, and ranks dial reducers. Links are made on the caller's thread
+// (connect), or by the door's listener; from meet() on a member is a Peer of the loop.
+//
+// On the loop, but for what says otherwise.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "collectives/acceptor.h"
+#include "collectives/group_options.h"
+#include "collectives/peer.h"
+
+namespace geartrain {
+
+std::string ranks_text(std::span<const uint32_t> ranks);
+
+class Membership final : public Acceptor::Host {
+ public:
+  struct Events {
+    std::function<void()> ended;                       // on the loop; the fault is known, and was told
+    std::function<void(uint64_t max_window)> welcome;  // a member was reached that takes so much ahead
+  };
+  Membership(const GroupOptions& options, EventLoop& loop, Peer::Side& side, Events events);
+
+  // Listens. The caller's thread, once the loop runs. Throws os, untrusted.
+  void open();
+  // Takes nobody any more. Any thread but the loop's.
+  void close() { acceptor_->close(); }
+  // After the loop has stopped.
+  void drop_peers() { peers_.clear(); }
+  void drop_acceptor() { acceptor_.reset(); }
+
+  // Any thread.
+  const std::string& address() const { return address_; }
+  uint64_t refused() const { return acceptor_->refused(); }
+  std::string name_of(uint32_t member) const;
+  Fault fault() const;
+  // Links to all that this rank speaks to. The caller's thread. Throws timed_out, not_viable, untrusted, peer_lost.
+  void connect(const std::vector<std::string>& addresses, Deadline deadline);
+
+  uint32_t size() const { return members_; }
+  uint32_t owners() const;
+  uint32_t next_rank() const { return (options_.rank + 1) % options_.world; }
+  uint32_t previous_rank() const { return (options_.rank + options_.world - 1) % options_.world; }
+  // Null: it is not here, or not any more.
+  Peer* peer(uint32_t member) const { return peers_[member].get(); }
+  // Those whose links are open.
+  template <typename Do>
+  void for_each_open(Do&& act) const {
+    for (const auto& peer : peers_) {
+      if (peer != nullptr && !peer->closed()) act(*peer);
+    }
+  }
+  void say(uint32_t member, FrameKind kind, uint64_t operation, std::span<const std::byte> payload = {}) const;
+  void kick(uint32_t member) const;
+
+  // The group is over: everybody is told, and nothing of the callers' memory is touched any more. The first fault
+  // counts.
+  void end(Fault fault, bool tell = true);
+  bool over() const { return fault_.kind != FaultKind::none; }
+  const Fault& ending() const { return fault_; }
+
+  // The member's link is gone.
+  void discard(uint32_t member);
+  // It takes part in no operation from this one on.
+  void left(uint32_t member, uint64_t operation) { left_at_[member] = operation; }
+  bool has_left(uint32_t member) const;
+  // Why an operation cannot be: a member that has left before it. Kind none: all are there.
+  Fault missing_for(uint64_t operation) const;
+  Fault left_fault(uint32_t member, uint64_t operation) const;
+
+  uint64_t due() { return acceptor_->due(); }
+  void count(GroupCounts* out) const;
+
+ private:
+  Verdict judge(const Join& join, std::string* refusal) override;
+  void enter(const Join& join, std::unique_ptr<Link> link) override { meet(join.rank, std::move(link)); }
+
+  bool linked(uint32_t member) const;
+  void identify(const std::vector<std::string>& addresses, Join* join) const;
+  void dial_member(uint32_t member, const Join& join, const std::vector<std::string>& addresses, Deadline deadline);
+  void wait_for_all(Deadline deadline);
+  void meet(uint32_t member, std::unique_ptr<Link> link);
+
+  const GroupOptions& options_;
+  const uint32_t members_;
+  EventLoop& loop_;
+  Peer::Side& side_;
+  const Events events_;
+  std::string address_;
+
+  mutable std::mutex mutex_;  // of the fault, which only the loop changes, and of who has been met
+  std::condition_variable met_changed_;
+  std::set<uint32_t> met_;
+  Fault fault_;
+
+  std::vector<std::unique_ptr<Peer>> peers_;  // by member
+  std::vector<uint64_t> left_at_;             // by member: the first operation that it does not take part in
+  GroupCounts gone_counts_;
+  Join expected_{};
+  bool ready_ = false;
+  std::unique_ptr<Acceptor> acceptor_;
+};
+
+}  // namespace geartrain

@@ -1,0 +1,118 @@
+#include "collectives/operations.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace geartrain {
+
+Operations::Operations(const GroupOptions& options, Membership& members)
+    : options_(options),
+      members_(members),
+      owner_(blocks_, *this, options.world, options.rank, chunk_bytes(members.owners()), options.max_window_bytes),
+      shares_(blocks_, *this, options.shares, options.rank, options.max_window_bytes),
+      ring_(blocks_, *this, options.rank, options.world) {
+  if (options.fixed_window_bytes != 0) shares_.window().fix(options.fixed_window_bytes);
+}
+
+void Operations::add(const std::shared_ptr<Work>& work) {
+  work->number = next_number_++;
+  works_.push_back(work);
+}
+
+void Operations::start(const std::shared_ptr<Work>& work) {
+  if (options_.ring) return ring_.begin(work);
+  const auto [first, last] = shares_.begin(work);
+  if (first <= last) {
+    owner_.open_local(work->number, work->shape, (last - first) * bytes_of(work->shape.wire),
+                      work->in + first * bytes_of(work->shape.dtype), shares_.completed());
+  }
+  if (!members_.over()) shares_.start();
+}
+
+void Operations::finish_all() {
+  shares_.clear();
+  ring_.clear();
+  std::vector<std::shared_ptr<Work>> works;
+  works.swap(works_);
+  for (const auto& work : works) work->finish(members_.ending());
+}
+
+void Operations::completed(const std::shared_ptr<Work>& work) {
+  std::erase(works_, work);
+  settled_.store(std::max(shares_.settled(), options_.shares[options_.rank] > 0 ? owner_.settled() : 0u),
+                 std::memory_order_relaxed);
+  ++done_;
+  elements_ += work->shape.count;
+  array_bytes_ += work->shape.count * bytes_of(work->shape.dtype);
+  work->finish();
+}
+
+std::span<std::byte> Operations::room(const Peer& peer, const WireHeader& header) {
+  switch (static_cast<FrameKind>(header.kind)) {
+    case FrameKind::ring:
+      check_ring(peer);
+      return ring_.room(header);
+    case FrameKind::part:
+      if (peer.member() >= options_.world || options_.shares[options_.rank] <= 0) {
+        fail(ErrorKind::frame, "it sent a part to somebody who owns nothing");
+      }
+      if (options_.ring) fail(ErrorKind::frame, "it sent a part into a ring");
+      return owner_.room(peer.member(), header);
+    case FrameKind::result:
+      return shares_.room(peer.member(), header);
+    default:
+      fail(ErrorKind::frame, "it sent data of no known kind");
+  }
+}
+
+void Operations::took(const Peer& peer, const WireHeader& header, std::span<std::byte> payload) {
+  switch (static_cast<FrameKind>(header.kind)) {
+    case FrameKind::open: {
+      if (peer.member() >= options_.world || header.bytes != sizeof(Open)) fail(ErrorKind::frame, "it opened nothing");
+      Open open;
+      std::memcpy(&open, payload.data(), sizeof open);
+      if (!options_.ring) return owner_.open(peer.member(), header.operation, open);
+      check_ring(peer);
+      return ring_.open(header.operation, open);
+    }
+    case FrameKind::ring:
+      return ring_.took(header, payload);
+    case FrameKind::part:
+      return owner_.took(peer.member(), header);
+    case FrameKind::result:
+      return shares_.took(peer.member(), header, payload);
+    default:
+      fail(ErrorKind::frame, "it sent a frame of the wrong kind");
+  }
+}
+
+bool Operations::next(const Peer& peer, OutFrame* frame) {
+  // Results first: they are what the other side waits for before it may go on.
+  if (options_.ring) return peer.member() == members_.next_rank() && ring_.next(frame);
+  return (peer.member() < options_.world && owner_.next(peer.member(), frame)) || shares_.next(peer.member(), frame);
+}
+
+void Operations::open(uint32_t owner, uint64_t operation, const Open& open) {
+  members_.peer(owner)->say(FrameKind::open, operation, 0, std::as_bytes(std::span(&open, 1)));
+}
+
+void Operations::ring_room() {
+  if (Peer* const previous = members_.peer(members_.previous_rank())) previous->resume();
+}
+
+void Operations::check_ring(const Peer& peer) const {
+  if (!options_.ring || peer.member() != members_.previous_rank()) {
+    fail(ErrorKind::frame, "it sent what only the previous rank of a ring may send");
+  }
+}
+
+void Operations::count(GroupCounts* out) {
+  out->operations = done_;
+  out->elements = elements_;
+  out->array_bytes = array_bytes_;
+  out->reduced_bytes = owner_.reduced_bytes();
+  out->window_bytes = shares_.window().bytes();
+  out->least_delay_ns = shares_.window().least_delay_ns();
+}
+
+}  // namespace geartrain

@@ -1,0 +1,75 @@
+// Operations of a group that are under way: their order, the algorithm that does them, and the frames that belong to
+// them. Several go on at the same time; each ends by itself (Work::finish), or all by the group's fault.
+//
+// On the loop, but for settled().
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collectives/membership.h"
+#include "collectives/ring_allreduce.h"
+#include "collectives/sharded_allreduce.h"
+#include "collectives/share_owner.h"
+#include "collectives/work.h"
+
+namespace geartrain {
+
+class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host, public RingAllreduce::Host {
+ public:
+  Operations(const GroupOptions& options, Membership& members);
+
+  // Gives it its number. Then start(), unless the group ended over it.
+  void add(const std::shared_ptr<Work>& work);
+  void start(const std::shared_ptr<Work>& work);
+  // All fail with the group's fault.
+  void finish_all();
+
+  // What Peer::Side asks, for frames of these kinds: open, ring, part, result.
+  std::span<std::byte> room(const Peer& peer, const WireHeader& header);
+  void took(const Peer& peer, const WireHeader& header, std::span<std::byte> payload);
+  bool next(const Peer& peer, OutFrame* frame);
+
+  const std::vector<std::shared_ptr<Work>>& works() const { return works_; }  // under way, in their order
+  uint64_t next_number() const { return next_number_; }
+  uint64_t done() const { return done_; }
+  ShareOwner& owner() { return owner_; }
+  ShardedAllreduce& shares() { return shares_; }
+  RingAllreduce& ring() { return ring_; }
+  uint32_t settled() const { return settled_.load(std::memory_order_relaxed); }
+  void count(GroupCounts* out);
+
+ private:
+  void open(uint32_t owner, uint64_t operation, const Open& open) override;
+  void parts_for(uint32_t owner) override { members_.kick(owner); }
+  void results_for(uint32_t rank) override { members_.kick(rank); }
+  void deliver(uint64_t operation, uint64_t offset, std::span<const std::byte> result) override {
+    shares_.deliver(operation, offset, result);
+  }
+  void open_next(uint64_t operation, const Open& what) override { open(members_.next_rank(), operation, what); }
+  void ring_for_next() override { members_.kick(members_.next_rank()); }
+  void ring_room() override;
+  void disagree(const std::string& text, std::vector<uint32_t> ranks) override {
+    members_.end({FaultKind::disagree, text, std::move(ranks)});
+  }
+  void completed(const std::shared_ptr<Work>& work) override;
+  void check_ring(const Peer& peer) const;
+
+  const GroupOptions& options_;
+  Membership& members_;
+  ChunkBufferPool blocks_;
+  ShareOwner owner_;
+  ShardedAllreduce shares_;
+  RingAllreduce ring_;
+  std::vector<std::shared_ptr<Work>> works_;
+  uint64_t next_number_ = 0;
+  uint64_t done_ = 0, elements_ = 0, array_bytes_ = 0;
+  std::atomic<uint32_t> settled_{0};
+};
+
+}  // namespace geartrain

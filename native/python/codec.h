@@ -1,0 +1,52 @@
+// The two halves of the codec, and what both know of Python. codec.cc has the format.
+#pragma once
+
+#include <array>
+
+#include "base/errors.h"
+#include "python/bind.h"
+#include "python/messages.h"
+
+namespace geartrain {
+
+constexpr uint32_t kMostIntBytes = 1 << 16;
+
+// The names of Python that both halves need, looked up once.
+struct Names {
+  nb::object numpy_array, numpy_scalar, as_array, numpy_codes;  // dict: numpy dtype -> code
+  nb::object torch_tensor, torch_codes, torch_dtypes;           // set once torch is there; dicts both ways
+  nb::object to_plain, from_numpy;
+};
+
+// What a Codec was made with (codec.cc). Under the GIL.
+struct CodecTypes {
+  mutable Names names;
+  std::array<uint8_t, 256> itemsizes{};
+  nb::object torch_part, dumps, loads;
+  uint32_t max_depth = 0;
+
+  void need_torch() const {
+    if (names.torch_tensor.is_valid()) return;
+    const nb::tuple part = nb::cast<nb::tuple>(torch_part());
+    names.torch_codes = part[1];
+    names.torch_dtypes = part[2];
+    names.to_plain = part[3];
+    names.from_numpy = part[4];
+    names.torch_tensor = part[0];
+  }
+  bool torch_is_loaded() const {
+    if (names.torch_tensor.is_valid()) return true;
+    PyObject* modules = PyImport_GetModuleDict();
+    if (PyDict_GetItemString(modules, "torch") == nullptr) return false;
+    need_torch();
+    return true;
+  }
+};
+
+// The caller's to delete. Throws frame for what cannot be sent, and whatever pickle raises.
+Parcel* encode(const CodecTypes& codec, nb::handle value, bool pickle);
+
+// Throws frame for whatever is wrong with the message, untrusted for a pickle where none is taken.
+nb::object decode(const CodecTypes& codec, const Message& message, bool pickle);
+
+}  // namespace geartrain

@@ -1,0 +1,243 @@
+// Values into a header and buffers. codec.cc has the format.
+
+#include <nanobind/stl/string.h>
+
+#include <cstring>
+
+#include "python/codec.h"
+
+namespace geartrain {
+namespace {
+
+constexpr size_t kInlineMost = 512;        // an array of so many bytes stands in the header
+constexpr size_t kInlineBytesMost = 4096;  // and so do bytes
+constexpr size_t kMostBuffers = 4096;
+
+struct Writer {
+  const CodecTypes& codec;
+  Parcel& parcel;
+  const bool pickle;
+
+  template <typename T>
+  void put(T number) {
+    const auto* bytes = reinterpret_cast<const std::byte*>(&number);
+    parcel.header.insert(parcel.header.end(), bytes, bytes + sizeof number);
+  }
+  void tag(char which) { parcel.header.push_back(static_cast<std::byte>(which)); }
+  void raw(const void* data, size_t bytes) {
+    const auto* begin = static_cast<const std::byte*>(data);
+    parcel.header.insert(parcel.header.end(), begin, begin + bytes);
+  }
+  void count(size_t n) {
+    if (n > 0xffffffffu) fail(ErrorKind::frame, "a container or string has 2^32 - 1 elements at most, found ", n);
+    put(static_cast<uint32_t>(n));
+  }
+
+  void value(nb::handle object, uint32_t depth) {
+    PyObject* o = object.ptr();
+    if (depth > codec.max_depth) {
+      fail(ErrorKind::frame, "containers are nested deeper than ", codec.max_depth, ", or contain themselves");
+    }
+    if (o == Py_None) return tag('N');
+    if (o == Py_True) return tag('T');
+    if (o == Py_False) return tag('F');
+    if (PyLong_CheckExact(o)) return integer(o);
+    if (PyFloat_CheckExact(o)) {
+      tag('d');
+      return put(PyFloat_AS_DOUBLE(o));
+    }
+    if (PyUnicode_CheckExact(o)) return string(o);
+    if (PyTuple_CheckExact(o)) {
+      tag('t');
+      const Py_ssize_t n = PyTuple_GET_SIZE(o);
+      count(static_cast<size_t>(n));
+      for (Py_ssize_t i = 0; i < n; ++i) value(PyTuple_GET_ITEM(o, i), depth + 1);
+      return;
+    }
+    if (PyList_CheckExact(o)) {
+      tag('l');
+      const size_t at = parcel.header.size();
+      count(0);
+      uint32_t n = 0;
+      for (; n < PyList_GET_SIZE(o); ++n) value(nb::borrow(PyList_GET_ITEM(o, n)), depth + 1);
+      std::memcpy(parcel.header.data() + at, &n, sizeof n);
+      return;
+    }
+    if (PyDict_CheckExact(o)) return dict(o, depth);
+    if (PyBytes_CheckExact(o)) return bytes(object, 'b', PyBytes_AS_STRING(o), PyBytes_GET_SIZE(o));
+    if (Py_TYPE(o) == reinterpret_cast<PyTypeObject*>(codec.names.numpy_array.ptr())) return numpy(object, 'a');
+    if (codec.torch_is_loaded() && PyObject_IsInstance(o, codec.names.torch_tensor.ptr()) == 1) return tensor(object);
+    rare(object, depth);
+  }
+
+  void integer(PyObject* o) {
+    int overflow = 0;
+    const long long number = PyLong_AsLongLongAndOverflow(o, &overflow);
+    if (overflow == 0) {
+      tag('i');
+      return put(static_cast<int64_t>(number));
+    }
+    const nb::handle object(o);
+    const auto n = nb::cast<size_t>(object.attr("bit_length")()) / 8 + 1;
+    if (n > kMostIntBytes) fail(ErrorKind::frame, "an int has ", kMostIntBytes, " bytes at most, found ", n);
+    const auto digits = nb::cast<nb::bytes>(object.attr("to_bytes")(n, "little", nb::arg("signed") = true));
+    tag('I');
+    count(n);
+    raw(digits.c_str(), n);
+  }
+
+  void string(PyObject* o) {
+    Py_ssize_t n = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(o, &n);
+    if (text == nullptr) {
+      PyErr_Clear();
+      fail(ErrorKind::frame, "a str holds half a surrogate pair, and cannot be written as UTF-8");
+    }
+    tag('s');
+    count(static_cast<size_t>(n));
+    raw(text, static_cast<size_t>(n));
+  }
+
+  void dict(PyObject* o, uint32_t depth) {
+    tag('m');
+    const size_t at = parcel.header.size();
+    count(0);
+    PyObject *key = nullptr, *item = nullptr;
+    Py_ssize_t position = 0;
+    uint32_t n = 0;
+    while (PyDict_Next(o, &position, &key, &item)) {
+      const nb::object held_key = nb::borrow(key), held_item = nb::borrow(item);
+      value(held_key, depth + 1);
+      value(held_item, depth + 1);
+      ++n;
+    }
+    std::memcpy(parcel.header.data() + at, &n, sizeof n);
+  }
+
+  void bytes(nb::handle owner, char which, const char* data, Py_ssize_t n) {
+    if (static_cast<size_t>(n) <= kInlineBytesMost || parcel.buffers().size() >= kMostBuffers) {
+      tag(which);
+      count(static_cast<size_t>(n));
+      return raw(data, static_cast<size_t>(n));
+    }
+    tag(which == 'b' ? 'B' : 'Y');
+    put(static_cast<uint64_t>(n));
+    if (which == 'b') {
+      parcel.add(data, static_cast<size_t>(n), nb::borrow(owner));
+    } else {
+      parcel.add(owner);  // a bytearray must not be resized meanwhile
+    }
+  }
+
+  void rare(nb::handle object, uint32_t depth) {
+    PyObject* o = object.ptr();
+    if (PyByteArray_CheckExact(o)) return bytes(object, 'y', PyByteArray_AS_STRING(o), PyByteArray_GET_SIZE(o));
+    if (PyComplex_CheckExact(o)) {
+      tag('c');
+      put(PyComplex_RealAsDouble(o));
+      return put(PyComplex_ImagAsDouble(o));
+    }
+    if (PyAnySet_CheckExact(o)) {
+      tag(PyFrozenSet_CheckExact(o) ? 'z' : 'e');
+      const nb::list items(nb::steal<nb::list>(PySequence_List(o)));
+      count(items.size());
+      for (const nb::handle item : items) value(item, depth + 1);
+      return;
+    }
+    if (PyObject_IsInstance(o, codec.names.numpy_scalar.ptr()) == 1) {
+      const nb::object array = codec.names.as_array(object);
+      if (PyDict_Contains(codec.names.numpy_codes.ptr(), nb::object(array.attr("dtype")).ptr()) == 1) {
+        return numpy(array, 'g');
+      }
+    }
+    pickled(object);
+  }
+
+  void array_head(char which, uint8_t code, bool in_line, const std::vector<uint64_t>& shape) {
+    tag(which);
+    put(code);
+    put(static_cast<uint8_t>(shape.size()));
+    put(static_cast<uint8_t>(in_line));
+    for (const uint64_t axis : shape) put(axis);
+  }
+
+  bool stands_inline(size_t bytes) const { return bytes <= kInlineMost || parcel.buffers().size() >= kMostBuffers; }
+
+  void numpy(nb::handle object, char which) {
+    const nb::object dtype = object.attr("dtype");
+    PyObject* code = PyDict_GetItemWithError(codec.names.numpy_codes.ptr(), dtype.ptr());
+    if (code == nullptr) {
+      if (PyErr_Occurred() != nullptr) throw nb::python_error();
+      return pickled(object);  // objects, strings, dates, structures, another byte order
+    }
+    Py_buffer view;
+    if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_C_CONTIGUOUS) != 0) {
+      PyErr_Clear();
+      const nb::object plain = nb::module_::import_("numpy").attr("ascontiguousarray")(object);
+      return numpy(plain, which);
+    }
+    std::vector<uint64_t> shape(view.shape, view.shape + view.ndim);
+    const bool in_line = stands_inline(static_cast<size_t>(view.len));
+    array_head(which, static_cast<uint8_t>(PyLong_AsLong(code)), in_line, shape);
+    if (in_line) {
+      raw(view.buf, static_cast<size_t>(view.len));
+    } else {
+      parcel.add(view.buf, static_cast<size_t>(view.len), nb::borrow(object));
+    }
+    PyBuffer_Release(&view);
+  }
+
+  void tensor(nb::handle object) {
+    // A plain tensor: on the CPU, dense, contiguous, without history. Most are, and are returned as they are.
+    const nb::object plain = codec.names.to_plain(object);
+    if (plain.is_none()) return pickled(object);
+    PyObject* code = PyDict_GetItemWithError(codec.names.torch_codes.ptr(), nb::object(plain.attr("dtype")).ptr());
+    if (code == nullptr) return pickled(object);
+    const nb::object size = plain.attr("shape");
+    std::vector<uint64_t> shape;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size.ptr()); ++i) {
+      shape.push_back(nb::cast<uint64_t>(nb::handle(PyTuple_GET_ITEM(size.ptr(), i))));
+    }
+    uint64_t bytes = codec.itemsizes.at(static_cast<size_t>(PyLong_AsLong(code)));
+    for (const uint64_t axis : shape) bytes *= axis;
+    const auto* data = reinterpret_cast<const void*>(nb::cast<uintptr_t>(plain.attr("data_ptr")()));
+    const bool in_line = stands_inline(bytes);
+    array_head('A', static_cast<uint8_t>(PyLong_AsLong(code)), in_line, shape);
+    if (in_line) {
+      if (bytes != 0) raw(data, bytes);
+    } else {
+      parcel.add(data, bytes, plain);
+    }
+  }
+
+  void pickled(nb::handle object) {
+    if (!pickle) {
+      fail(ErrorKind::frame, "a ", nb::cast<std::string>(nb::object(nb::str(object.type()))),
+           " is sent by pickle only, and that is for peers that proved they know the cluster's secret, where "
+           "pickle is allowed");
+    }
+    uint32_t buffers = 0;
+    const nb::object add = nb::cpp_function([&](nb::handle exported) {
+      if (parcel.buffers().size() >= kMostBuffers) return true;  // in band
+      parcel.add(nb::object(exported.attr("raw")()));
+      ++buffers;
+      return false;
+    });
+    const auto text = nb::cast<nb::bytes>(codec.dumps(object, add));
+    tag('p');
+    count(text.size());
+    put(buffers);
+    raw(text.c_str(), text.size());
+  }
+};
+
+}  // namespace
+
+Parcel* encode(const CodecTypes& codec, nb::handle value, bool pickle) {
+  auto parcel = std::make_unique<Parcel>();
+  parcel->header.reserve(128);
+  Writer{codec, *parcel, pickle}.value(value, 0);
+  return parcel.release();
+}
+
+}  // namespace geartrain

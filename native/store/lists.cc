@@ -1,0 +1,175 @@
+// The lists that rows are on: free, held by a client, committed in their order; and keys in that order.
+
+#include <algorithm>
+#include <tuple>
+
+#include "base/errors.h"
+#include "store/store.h"
+
+namespace geartrain {
+
+void Store::keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations) {
+  rows->clear();
+  generations->clear();
+  if (read_only_) {
+    // Without the lock the list cannot be walked; the words and sequence numbers can be read.
+    std::vector<std::tuple<uint64_t, uint32_t, uint32_t>> found;  // (sequence, row, generation)
+    for (uint32_t row = 0; row < header().capacity; ++row) {
+      const bool selectable = (bit_tree_.leaves()[row / 64].load(kRelaxed) >> (row % 64) & 1) != 0;
+      const uint64_t word = words()[row].load(std::memory_order_acquire);
+      if (selectable && is_committed(word)) found.push_back({status()[row].sequence, row, generation_of(word)});
+    }
+    std::sort(found.begin(), found.end());
+    for (const auto& [sequence, row, generation] : found) {
+      rows->push_back(row);
+      generations->push_back(generation);
+    }
+    return;
+  }
+  ensure_client();
+  Guard guard(*this);
+  rows->reserve(committed_count());
+  generations->reserve(committed_count());
+  const auto add = [&](uint32_t row) {
+    rows->push_back(row);
+    generations->push_back(generation_of(words()[row].load(kRelaxed)));
+  };
+  // Growing rows are on their writers' lists, and among the others by the number they were published under.
+  std::vector<std::pair<uint64_t, uint32_t>> growing;  // (sequence, row)
+  for (uint32_t slot = 0; slot < kMaxClients && growing.size() < control().growing_count; ++slot) {
+    if (client(slot).in_use == 0) continue;
+    for (uint32_t row = client(slot).held; row != kNoRow; row = status()[row].next) {
+      if (status()[row].state == RowState::growing) growing.push_back({status()[row].sequence, row});
+    }
+  }
+  std::sort(growing.begin(), growing.end());
+  auto next = growing.begin();
+  for (uint32_t row = control().order_head; row != kNoRow; row = status()[row].next) {
+    for (; next != growing.end() && next->first < status()[row].sequence; ++next) add(next->second);
+    add(row);
+  }
+  for (; next != growing.end(); ++next) add(next->second);
+}
+
+std::vector<uint32_t> Store::free_rows() {
+  ensure_client();
+  Guard guard(*this);
+  std::vector<uint32_t> rows;
+  for (uint32_t row = control().free_head; row != kNoRow; row = status()[row].next) rows.push_back(row);
+  return rows;
+}
+
+// --- the lists ------------------------------------------------------------------------------------------------
+
+void Store::advance_sequence(uint64_t next) {
+  // 2^63 leaves room for commits for ever.
+  if (next > uint64_t{1} << 63) fail(ErrorKind::schema, "sequence numbers go up to 2^63, found ", next);
+  ensure_client();
+  Guard guard(*this);
+  control().next_sequence = std::max(control().next_sequence, next);
+}
+
+void Store::check_rows(std::span<const uint32_t> rows) const {
+  for (uint32_t row : rows) {
+    if (row >= header().capacity) {
+      fail(ErrorKind::schema, "row ", row, " is beyond the store's capacity of ", header().capacity);
+    }
+  }
+}
+
+void Store::check_held(std::span<const uint32_t> rows, RowState state) const {
+  check_rows(rows);
+  const auto clear_marks = [&] {
+    for (uint32_t row : rows) status()[row].mark = 0;
+  };
+  for (uint32_t row : rows) {
+    RowStatus& s = status()[row];
+    if (s.state != state || s.owner != client_slot_ || s.mark != 0) {
+      const bool twice = s.mark != 0;
+      clear_marks();
+      if (twice) fail(ErrorKind::schema, "row ", row, " is named twice in one call");
+      fail(ErrorKind::stale_key, "row ", row, " is not being ", state == RowState::writing ? "written" : "extended",
+           " by this process (committed, abandoned or another's)");
+    }
+    s.mark = 1;
+  }
+  clear_marks();
+}
+
+uint32_t Store::take_free_row() {
+  Control& c = control();
+  const uint32_t row = c.free_head;
+  c.free_head = status()[row].next;
+  (c.free_head == kNoRow ? c.free_tail : status()[c.free_head].previous) = kNoRow;
+  --c.free_count;
+  return row;
+}
+
+void Store::put_free_row(uint32_t row) {
+  Control& c = control();
+  RowStatus& s = status()[row];
+  s.state = RowState::free;
+  s.previous = c.free_tail;
+  s.next = kNoRow;
+  (c.free_tail == kNoRow ? c.free_head : status()[c.free_tail].next) = row;
+  c.free_tail = row;
+  ++c.free_count;
+}
+
+void Store::hold(uint32_t row, uint32_t slot, RowState state) {
+  Client& mine = client(slot);
+  RowStatus& s = status()[row];
+  // The owner before the state, for a rebuild after a death in between: a row in a held state belongs to its owner.
+  s.owner = static_cast<uint16_t>(slot);
+  std::atomic_signal_fence(std::memory_order_release);
+  s.state = state;
+  s.previous = kNoRow;
+  s.next = mine.held;
+  if (mine.held != kNoRow) status()[mine.held].previous = row;
+  mine.held = row;
+  ++mine.held_count;
+  ++held_count(state);
+}
+
+uint64_t& Store::held_count(RowState state) const {
+  Control& c = control();
+  return state == RowState::writing ? c.writing_count : state == RowState::growing ? c.growing_count : c.spent_count;
+}
+
+void Store::unhold(uint32_t row) {
+  RowStatus& s = status()[row];
+  Client& owner = client(s.owner);
+  (s.previous == kNoRow ? owner.held : status()[s.previous].next) = s.next;
+  if (s.next != kNoRow) status()[s.next].previous = s.previous;
+  --owner.held_count;
+  --held_count(s.state);
+}
+
+void Store::link_order(uint32_t row) {
+  Control& c = control();
+  RowStatus& s = status()[row];
+  s.previous = c.order_tail;
+  s.next = kNoRow;
+  (c.order_tail == kNoRow ? c.order_head : status()[c.order_tail].next) = row;
+  c.order_tail = row;
+}
+
+void Store::unlink_order(uint32_t row) {
+  Control& c = control();
+  RowStatus& s = status()[row];
+  (s.previous == kNoRow ? c.order_head : status()[s.previous].next) = s.next;
+  (s.next == kNoRow ? c.order_tail : status()[s.next].previous) = s.previous;
+}
+
+void Store::set_bit(Sums& sums, uint32_t row, bool selectable) {
+  // Only the lock's holder writes bits, so a load and a store will do.
+  const uint64_t bit = uint64_t{1} << (row % 64);
+  std::atomic<uint64_t>& word = bit_tree_.leaves()[row / 64];
+  const uint64_t old = word.load(kRelaxed);
+  word.store(selectable ? old | bit : old & ~bit, kRelaxed);
+  sums.bits.add(row / 64, selectable ? 1 : ~uint64_t{0});
+}
+
+// --- removal --------------------------------------------------------------------------------------------------
+
+}  // namespace geartrain

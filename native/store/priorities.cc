@@ -1,0 +1,156 @@
+// Priorities of rows: fixed-point, in the words, their sums in the priority tree.
+
+#include <cmath>
+#include <limits>
+
+#include "base/errors.h"
+#include "segment/bucket_order.h"
+#include "store/remover_heap.h"
+#include "store/store.h"
+
+namespace geartrain {
+namespace {
+
+constexpr size_t kAhead = 12;  // rows whose words are fetched ahead of their update
+
+}  // namespace
+
+// Announces that this process is changing priorities without the lock, so that a rebuild waits for it, and a
+// rebuild after its death knows that sums may be half updated.
+class PriorityWriter {
+ public:
+  explicit PriorityWriter(Store& store) : writers_(store.client(store.client_slot_).priority_writers) {
+    writers_.fetch_add(1, std::memory_order_seq_cst);
+    while (store.control().rebuilding.load(std::memory_order_seq_cst) != 0) {
+      writers_.fetch_sub(1, std::memory_order_seq_cst);
+      {
+        Store::Guard wait_for_the_rebuild(store);
+      }
+      writers_.fetch_add(1, std::memory_order_seq_cst);
+    }
+  }
+  ~PriorityWriter() { writers_.fetch_sub(1, std::memory_order_seq_cst); }
+  PriorityWriter(const PriorityWriter&) = delete;
+  PriorityWriter& operator=(const PriorityWriter&) = delete;
+
+ private:
+  std::atomic<uint32_t>& writers_;
+};
+
+// --- the calls ------------------------------------------------------------------------------------------------
+
+uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                                  std::span<const double> priorities) {
+  ensure_client();
+  if (rows.size() != priorities.size() || rows.size() != generations.size()) {
+    fail(ErrorKind::schema, rows.size(), " rows were given with ", priorities.size(), " priorities");
+  }
+  check_rows(rows);
+  validate_priorities(priorities);
+  uint64_t stale = 0;
+  const bool ordered = header().remover == static_cast<uint32_t>(Remover::lowest_priority);
+  if (ordered || header().max_times_sampled != 0) {
+    // The heap follows the priorities; and a row that was sampled for the last time keeps its generation while it is
+    // read, so that only its state tells that its priority is zero for good.
+    Guard guard(*this);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (generation_of(words()[rows[i]].load(kRelaxed)) != generations[i] || (generations[i] & 1) == 0 ||
+          status()[rows[i]].state == RowState::spent) {
+        ++stale;
+        continue;
+      }
+      set_priority_locked(rows[i], fixed_point(priorities[i]));
+      if (ordered && status()[rows[i]].state == RowState::committed) Heap(*this).moved(rows[i]);
+    }
+  } else {
+    struct Update {
+      uint32_t row, generation, priority;
+    };
+    const auto update = [&](size_t i) { return Update{rows[i], generations[i], fixed_point(priorities[i])}; };
+    PooledArray<Update> ordered;  // the same row's updates keep their order, so the last one wins
+    if (rows.size() >= kOrderFrom) {
+      ordered = bucket_order<Update>(rows.size(), header().capacity, [&](size_t i) { return rows[i]; }, update);
+    }
+    PriorityWriter writer(*this);
+    PriorityTree::Adder sums(priority_tree_);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const size_t ahead = i + kAhead;
+      if (ahead < rows.size()) priority_tree_.prefetch(ordered.empty() ? rows[ahead] : ordered[ahead].row);
+      const auto [row, generation, priority] = ordered.empty() ? update(i) : ordered[i];
+      uint64_t old = words()[row].load(kRelaxed);
+      bool changed = false;
+      while (!changed && generation_of(old) == generation && is_committed(old)) {
+        changed = words()[row].compare_exchange_weak(old, make_word(generation, priority), kRelaxed);
+      }
+      // Whoever changed the word owes the sums the difference, even if the row is evicted in between: the eviction
+      // takes away the priority it found.
+      if (changed) sums.add(row, uint64_t{priority} - priority_of(old));
+      stale += !changed;
+    }
+  }
+  count(control().counters.priorities_updated, rows.size() - stale);
+  count(control().counters.stale_keys, stale);
+  return stale;
+}
+
+void Store::raise_priorities(double power) {
+  ensure_client();
+  const auto raised = [&](uint64_t word) { return fixed_point(std::pow(priority_of(word) / priority_scale_, power)); };
+  const uint64_t rows = header().capacity;
+  if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) {
+    Guard guard(*this);
+    Heap heap(*this);
+    for (uint32_t row = 0; row < rows; ++row) {
+      const uint64_t word = words()[row].load(kRelaxed);
+      if (priority_of(word) == 0) continue;
+      set_priority_locked(row, raised(word));
+      if (status()[row].state != RowState::committed) continue;  // growing: it is not in the heap yet
+      heap.moved(row);  // different priorities may have become equal, and then age decides
+    }
+    return;
+  }
+  PriorityWriter writer(*this);
+  PriorityTree::Adder sums(priority_tree_);
+  for (uint64_t row = 0; row < rows; ++row) {
+    uint64_t old = words()[row].load(kRelaxed);
+    uint64_t fresh = old;
+    do {
+      if (priority_of(old) == 0) break;  // free, spent or not to be drawn
+      fresh = make_word(generation_of(old), raised(old));
+    } while (!words()[row].compare_exchange_weak(old, fresh, kRelaxed));
+    if (priority_of(old) != 0) sums.add(row, uint64_t{priority_of(fresh)} - priority_of(old));
+  }
+}
+
+void Store::set_priority_locked(uint32_t row, uint32_t priority) {
+  // Updates without the lock may race for the same word: take what was there, whatever it was.
+  uint64_t old = words()[row].load(kRelaxed);
+  while (!words()[row].compare_exchange_weak(old, make_word(generation_of(old), priority), kRelaxed)) {
+  }
+  priority_tree_.add(row, uint64_t{priority} - priority_of(old));
+}
+
+uint32_t Store::fixed_point(double priority) {
+  const double scaled = priority * priority_scale_;
+  if (scaled >= 4294967295.5) {
+    count(control().counters.priorities_saturated);
+    return std::numeric_limits<uint32_t>::max();
+  }
+  const auto fixed = static_cast<uint32_t>(std::nearbyint(scaled));
+  if (fixed == 0 && priority > 0) {
+    count(control().counters.priorities_rounded_up);  // a row with some priority must stay reachable
+    return 1;
+  }
+  return fixed;
+}
+
+void Store::validate_priorities(std::span<const double> priorities) const {
+  for (size_t i = 0; i < priorities.size(); ++i) {
+    if (!(priorities[i] >= 0) || std::isinf(priorities[i])) {
+      fail(ErrorKind::schema, "a priority is a finite number >= 0, priority ", i, " of ", priorities.size(), " is ",
+           priorities[i]);
+    }
+  }
+}
+
+}  // namespace geartrain

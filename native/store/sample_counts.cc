@@ -1,0 +1,82 @@
+// How often each row was sampled, and what max_times_sampled does with the last sample.
+
+#include "base/errors.h"
+#include "store/remover_heap.h"
+#include "store/store.h"
+
+namespace geartrain {
+
+void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                          std::span<uint8_t> taken) {
+  ensure_client();
+  check_rows(rows);
+  uint64_t counted = 0;
+  const uint32_t limit = header().max_times_sampled;
+  if (limit == 0) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      taken[i] = generation_of(words()[rows[i]].load(kRelaxed)) == generations[i];
+      if (taken[i] != 0) status()[rows[i]].times_sampled.fetch_add(1, kRelaxed);
+      counted += taken[i];
+    }
+  } else {
+    Guard guard(*this);
+    Sums sums(*this);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const uint32_t row = rows[i];
+      RowStatus& s = status()[row];
+      const uint64_t word = words()[row].load(kRelaxed);
+      taken[i] = generation_of(word) == generations[i] && is_committed(word) && s.state == RowState::committed;
+      if (taken[i] == 0) continue;
+      ++counted;
+      if (s.times_sampled.fetch_add(1, kRelaxed) + 1 < limit) continue;
+      // The last sample: out of everybody's sight, but readable under its generation until release_spent.
+      if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).erase(row);
+      unlink_order(row);
+      set_bit(sums, row, false);
+      control().committed_count.fetch_sub(1, kRelaxed);
+      hold(row, client_slot_, RowState::spent);
+      set_priority_locked(row, 0);
+    }
+  }
+  count(control().counters.sampled, counted);
+}
+
+void Store::release_spent(std::span<const uint32_t> rows, std::span<const uint32_t> generations) {
+  if (header().max_times_sampled == 0) return;
+  ensure_client();
+  check_rows(rows);
+  Guard guard(*this);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const RowStatus& s = status()[rows[i]];
+    if (s.state != RowState::spent || s.owner != client_slot_ ||
+        generation_of(words()[rows[i]].load(kRelaxed)) != generations[i]) {
+      continue;
+    }
+    unhold(rows[i]);
+    free_spent(rows[i]);
+    put_free_row(rows[i]);
+  }
+}
+
+void Store::set_times_sampled(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                              std::span<const uint32_t> counts) {
+  ensure_client();
+  check_rows(rows);
+  if (generations.size() != rows.size() || counts.size() != rows.size()) {
+    fail(ErrorKind::schema, "as many generations and counts as rows are needed");
+  }
+  Guard guard(*this);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const uint32_t generation = generation_of(words()[rows[i]].load(kRelaxed));
+    if (generation == generations[i] && (generation & 1) != 0)
+      status()[rows[i]].times_sampled.store(counts[i], kRelaxed);
+  }
+}
+
+void Store::free_spent(uint32_t row) {
+  const uint32_t generation = generation_of(words()[row].load(kRelaxed));
+  words()[row].store(make_word(generation + 1, 0), std::memory_order_release);  // its priority is zero already
+  count(control().counters.spent);
+}
+
+}  // namespace geartrain

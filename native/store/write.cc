@@ -1,0 +1,208 @@
+// Writing rows: allocated blocks become rows by commit, or by publish, extend and seal.
+
+#include <algorithm>
+
+#include "base/clock.h"
+#include "base/errors.h"
+#include "store/remover_heap.h"
+#include "store/store.h"
+
+namespace geartrain {
+namespace {
+
+constexpr uint64_t kReapEvery_ns = 100'000'000;
+
+}  // namespace
+
+void Store::allocate(std::span<uint32_t> rows) {
+  ensure_client();
+  Guard guard(*this);
+  Sums sums(*this);
+  Control& c = control();
+  give_up_locked();
+  if (header().max_age_ns != 0) expire_locked(wall_ns());
+  if (c.free_count < rows.size()) {
+    // Dead writers' rows come before living ones' experience. Asking the kernel who is alive costs a system
+    // call per client, so it is not done for every row of a full store.
+    const bool short_of_rows = c.free_count + removable_count() < rows.size();
+    if (short_of_rows || monotonic_ns() - c.last_reap_ns > kReapEvery_ns) reap_locked();
+  }
+  if (c.free_count + removable_count() < rows.size()) {
+    fail(ErrorKind::full, rows.size(), " rows were asked for, but of ", header().capacity, " rows ", c.writing_count,
+         " are being written, ", c.growing_count, " extended and ", c.spent_count,
+         " read for the last time; commit, seal or abandon some, or create the store with more capacity");
+  }
+  for (uint32_t& row : rows) {
+    if (c.free_count == 0) evict_one(sums);
+    row = take_free_row();
+    hold(row, client_slot_, RowState::writing);
+  }
+  // A reader that still copies an evicted row must see its new generation before any of the bytes that the
+  // caller writes next.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void Store::check_values(size_t n, const CommitValues& values) const {
+  const auto sized = [&](size_t size, const char* what) {
+    if (size != 0 && size != n) fail(ErrorKind::schema, n, " rows were given with ", size, " ", what);
+  };
+  sized(values.lengths.size(), "lengths");
+  sized(values.priorities.size(), "priorities");
+  sized(values.versions.size(), "versions");
+  for (size_t i = 0; i < values.lengths.size(); ++i) {
+    if (values.lengths[i] == 0 || values.lengths[i] > header().max_length) {
+      fail(ErrorKind::schema, "row ", i, " has length ", values.lengths[i], ", a block holds 1 to ",
+           header().max_length, " steps");
+    }
+  }
+  validate_priorities(values.priorities);
+}
+
+void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations) {
+  ensure_client();
+  check_values(rows.size(), values);
+  // Streaming stores by whoever filled the blocks must not overtake the words that publish them.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  Guard guard(*this);
+  Sums sums(*this);
+  check_held(rows);
+  Control& c = control();
+  check_the_cap(1);  // the others of one call can make room for each other
+  const uint64_t now_ns = wall_ns();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const uint32_t row = rows[i];
+    make_room_at_the_cap(sums);
+    unhold(row);
+    const uint64_t word = write_values(row, i, values, now_ns);
+    status()[row].state = RowState::committed;
+    make_selectable(sums, row, word);
+    link_order(row);
+    if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(row);
+    generations[i] = generation_of(word);
+  }
+  count(c.counters.inserted, rows.size());
+  announce(c.limiter);
+}
+
+void Store::publish(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations) {
+  ensure_client();
+  check_values(rows.size(), values);
+  if (header().max_times_sampled != 0) {
+    fail(ErrorKind::schema,
+         "a store with max_times_sampled gives a row away with its last sample, so none can be "
+         "published while it is still being extended; commit it when it is complete");
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // as in commit
+  Guard guard(*this);
+  Sums sums(*this);
+  check_held(rows);
+  Control& c = control();
+  check_the_cap(rows.size());
+  const uint64_t now_ns = wall_ns();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const uint32_t row = rows[i];
+    make_room_at_the_cap(sums);
+    const uint64_t word = write_values(row, i, values, now_ns);
+    --c.writing_count;
+    ++c.growing_count;
+    status()[row].state = RowState::growing;  // it stays on this client's held list
+    make_selectable(sums, row, word);
+    generations[i] = generation_of(word);
+  }
+  count(c.counters.inserted, rows.size());
+  announce(c.limiter);
+}
+
+void Store::extend(uint32_t row, uint32_t length) {
+  ensure_client();
+  Guard guard(*this);
+  check_held({&row, 1}, RowState::growing);
+  std::atomic<uint32_t>& known = status()[row].length;
+  if (length < known.load(kRelaxed) || length > header().max_length) {
+    fail(ErrorKind::schema, "row ", row, " has ", known.load(kRelaxed), " steps and a block holds ",
+         header().max_length, ": it cannot be extended to ", length);
+  }
+  known.store(length, std::memory_order_release);  // after the steps
+}
+
+void Store::seal(std::span<const uint32_t> rows) {
+  ensure_client();
+  Guard guard(*this);
+  check_held(rows, RowState::growing);
+  const uint64_t now_ns = wall_ns();
+  for (const uint32_t row : rows) seal_locked(row, now_ns);
+}
+
+void Store::abandon(std::span<const uint32_t> rows) {
+  ensure_client();
+  try {
+    Guard guard(*this);
+    check_held(rows);
+    for (uint32_t row : rows) {
+      unhold(row);
+      put_free_row(row);
+    }
+    count(control().counters.abandoned, rows.size());
+  } catch (const Error& error) {
+    if (error.kind == ErrorKind::lock_timeout) {
+      std::lock_guard lock(given_up_mutex_);
+      given_up_.insert(given_up_.end(), rows.begin(), rows.end());
+    }
+    throw;
+  }
+}
+
+uint64_t Store::write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t now_ns) {
+  RowStatus& s = status()[row];
+  s.sequence.store(control().next_sequence++, kRelaxed);
+  s.inserted_at_ns.store(now_ns, kRelaxed);
+  s.length.store(values.lengths.empty() ? header().max_length : values.lengths[i], kRelaxed);
+  s.version.store(values.versions.empty() ? 0 : values.versions[i], kRelaxed);
+  s.times_sampled.store(0, kRelaxed);
+  return make_word(generation_of(words()[row].load(kRelaxed)) + 1,
+                   fixed_point(values.priorities.empty() ? 1.0 : values.priorities[i]));
+}
+
+void Store::make_selectable(Sums& sums, uint32_t row, uint64_t word) {
+  words()[row].store(word, std::memory_order_release);  // the row is true from here on
+  sums.priorities.add(row, priority_of(word));
+  set_bit(sums, row, true);
+  control().committed_count.store(committed_count() + 1, kRelaxed);
+}
+
+void Store::seal_locked(uint32_t row, uint64_t now_ns) {
+  RowStatus& s = status()[row];
+  unhold(row);
+  // Its number and age are those of its end: it is the newest, and the order list stays sorted.
+  s.sequence.store(control().next_sequence++, kRelaxed);
+  s.inserted_at_ns.store(now_ns, kRelaxed);
+  s.state = RowState::committed;
+  link_order(row);
+  if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(row);
+}
+
+void Store::check_the_cap(size_t rows) const {
+  if (control().growing_count + rows > header().max_rows) {
+    fail(ErrorKind::full, rows, " more were to be added, but ", control().growing_count, " of the ", header().max_rows,
+         " rows that may be kept are still being extended; seal some, or create the store with more rows");
+  }
+}
+
+void Store::make_room_at_the_cap(Sums& sums) {
+  // The oldest of the others makes room, by the remover's choice.
+  if (committed_count() >= header().max_rows) evict_one(sums);
+}
+
+void Store::give_up_locked() {
+  std::lock_guard lock(given_up_mutex_);
+  for (uint32_t row : given_up_) {
+    // In a forked child these are the parent's, who keeps its own list.
+    if (status()[row].state != RowState::writing || status()[row].owner != client_slot_) continue;
+    unhold(row);
+    put_free_row(row);
+    count(control().counters.abandoned);
+  }
+  given_up_.clear();
+}
+
+}  // namespace geartrain

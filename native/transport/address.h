@@ -1,0 +1,21 @@
+// Addresses of listeners, as text that peers are given.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace geartrain {
+
+// Where a listener can be reached: "id=<32 hex>;shm=<name>;tcp=<host>:<port>". Parsed from what anyone may have sent.
+// With "id=any" it is whoever answers there: for a place that is known before its listener is, such as a fixed port.
+struct Address {
+  static constexpr const char* kAnyId = "any";
+  std::string id;
+  std::string shm;               // name of a Unix socket in the abstract namespace; empty: none
+  std::vector<std::string> tcp;  // host:port, in the order to try them
+
+  std::string text() const;
+  static Address parse(const std::string& text);  // throws schema
+};
+
+}  // namespace geartrain

@@ -1,0 +1,64 @@
+// connect(): the providers in their order, until one works.
+
+#include "base/errors.h"
+#include "transport/providers/provider.h"
+#include "transport/sideband/sideband.h"
+#include "transport/transport.h"
+
+namespace geartrain {
+namespace {
+
+constexpr uint32_t kMostBuffers = 16384;
+
+}  // namespace
+
+void check_options(const Options& options) {
+  const MessageLimits& limits = options.limits;
+  if (limits.max_buffers > kMostBuffers) {
+    fail(ErrorKind::schema, "a message has ", kMostBuffers, " buffers at most, found max_buffers=", limits.max_buffers);
+  }
+  if (options.lanes > kMaxLanes)
+    fail(ErrorKind::schema, "there are ", kMaxLanes, " lanes at most, found ", options.lanes);
+  if (options.peer_timeout_s != 0 && options.peer_timeout_s < kLeastPeerTimeoutS) {
+    fail(ErrorKind::schema, "peers give a sign of life every ", kBeatS, " s: peer_timeout_s is 0, for none, or ",
+         kLeastPeerTimeoutS, " and more, found ", options.peer_timeout_s);
+  }
+  if (options.transport.empty()) return;
+  for (const Provider& provider : kProviders) {
+    if (options.transport == provider.name) return;
+  }
+  fail(ErrorKind::schema, "there is no transport '", options.transport, "'; there are inproc, shm and tcp");
+}
+
+const std::array<Provider, 3> kProviders = {{
+    {"inproc", inproc_not_viable},
+    {"shm", shm_not_viable},
+    {"tcp", tcp_not_viable},
+}};
+
+std::shared_ptr<Connection> connect(const std::string& text, const Options& options, Deadline deadline) {
+  check_options(options);
+  const Address address = Address::parse(text);
+  using Dial = std::shared_ptr<Connection> (*)(const Address&, const Options&, Deadline);
+  constexpr Dial kDials[] = {dial_inproc, dial_shm, dial_tcp};
+  std::vector<std::pair<std::string, std::string>> considered;
+  for (size_t i = 0; i < kProviders.size(); ++i) {
+    if (!options.transport.empty() && options.transport != kProviders[i].name) continue;
+    try {
+      auto connection = kDials[i](address, options, deadline);
+      connection->considered_ = std::move(considered);
+      return connection;
+    } catch (const Error& error) {
+      if (error.kind == ErrorKind::untrusted || error.kind == ErrorKind::timed_out) throw;
+      considered.emplace_back(kProviders[i].name, error.what());
+    }
+  }
+  std::string reasons;
+  for (const auto& [name, reason] : considered) reasons += (reasons.empty() ? "" : "; ") + name + ": " + reason;
+  fail(ErrorKind::not_viable,
+       options.transport.empty() ? "no transport reaches the peer. "
+                                 : "the transport asked for does not reach the peer. ",
+       reasons);
+}
+
+}  // namespace geartrain

@@ -1,0 +1,200 @@
+// One end of a connection: sending, receiving, exposed memory, and its end. transport.h is the manual.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/descriptor.h"
+#include "base/errors.h"
+#include "transport/message.h"
+#include "transport/options.h"
+
+namespace geartrain {
+
+struct ConnectionCounts {
+  uint64_t messages_sent = 0, messages_received = 0;
+  std::array<uint64_t, kPathCount> bytes_sent{}, bytes_received{};  // of headers and buffers
+};
+
+// A mutex whose waits have a deadline.
+class Turn {
+ public:
+  class Hold {
+   public:
+    Hold(Turn& turn, Deadline deadline, const char* what);  // throws timed_out
+    ~Hold();
+    Hold(const Hold&) = delete;
+    Hold& operator=(const Hold&) = delete;
+
+   private:
+    Turn& turn_;
+  };
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable free_;
+  bool taken_ = false;
+  uint32_t waiting_ = 0;
+};
+
+// How long to look again and again before a sleep. Looking in vain takes the core from somebody, perhaps from the one
+// who is waited for, so it gets shorter while it is in vain, and is tried again now and then. One thread at a time.
+class Patience {
+ public:
+  explicit Patience(double spin_us);
+  double spin_us() const { return most_us_ * share_; }
+  void rewarded() { share_ = share_ * 2 + 0.1 < 1 ? share_ * 2 + 0.1 : 1; }
+  void in_vain() {
+    share_ = share_ < 0.05 ? 0 : share_ / 2;
+    if (++vain_ % 64 == 0) share_ = 0.5;
+  }
+
+ private:
+  double most_us_;
+  double share_ = 1.0;
+  uint32_t vain_ = 0;
+};
+
+class Sideband;
+class Stream;
+class ExposedRegion;
+class ExposedRegions;
+struct RegionHandle;
+
+class Connection {
+ public:
+  enum class Poll { nothing, message, more };
+
+  virtual ~Connection() = default;
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  // Throws frame (beyond a limit; nothing was sent), timed_out, peer_lost, hung_up.
+  void send(const Outgoing& message, Deadline deadline);
+  // The next message. Throws timed_out (none came), frame (what came is no message), peer_lost, hung_up.
+  void receive(Message* message, Deadline deadline);
+  // The next message, if there is one: never waits. `more`: there is work, but no whole message yet; call again.
+  Poll poll(Message* message);
+
+  // The peer may read this memory, or write it, from now until the region is closed; for one connection's peer.
+  std::shared_ptr<ExposedRegion> expose(std::span<std::byte> memory, bool writable);
+  // The peer's memory that the handle speaks of, from `offset` on. The peer's program need not do anything. Throws
+  // region (closed, too small, read-only), schema (no handle), timed_out, peer_lost, hung_up. When it throws, what is
+  // in the destination is arbitrary.
+  void read(Bytes handle, std::span<std::byte> into, uint64_t offset, Deadline deadline);
+  void write(Bytes handle, Bytes from, uint64_t offset, Deadline deadline);
+
+  // For who waits for many connections (inbox.h), and then does not call receive(): when arm() returns true there is
+  // nothing to poll, and one of the wake descriptors becomes ready once there is. `edge` ones tell of it only once.
+  struct Wake {
+    int fd;
+    bool edge;
+  };
+  bool arm();
+  virtual std::vector<Wake> wakes() const = 0;
+  // A socket that tells (EPOLLRDHUP) of the peer's end, for who does not read.
+  virtual int end_descriptor() const = 0;
+  // A look without a system call, where can_look(): may something be there?
+  bool might_have_data() const { return has_ahead_.load(std::memory_order_acquire) || look(); }
+  virtual bool can_look() const { return false; }
+
+  // The peer is gone, as far as is known without asking it.
+  bool lost() const { return lost_.load(std::memory_order_acquire); }
+  // Hangs up; other threads' waits end with hung_up. Idempotent, any thread.
+  void close();
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
+
+  virtual const char* transport() const = 0;
+  // One line for people: the way, and its ends.
+  virtual std::string describe() const = 0;
+  // How read() and write() reach exposed memory: "memory", "cma", or "served" and why not the former; "" at first.
+  virtual std::string one_sided() const;
+  ConnectionCounts counts() const;
+  bool authenticated() const { return authenticated_; }
+  // "TLSv1.3" and the cipher; "" without TLS.
+  virtual std::string tls() const { return ""; }
+  // The faster providers, and why each was not taken.
+  const std::vector<std::pair<std::string, std::string>>& considered() const { return considered_; }
+  // Something of the same connection that both sides know: for logs.
+  const std::string& name() const { return name_; }
+
+ protected:
+  explicit Connection(const Options& options, std::string name, bool authenticated);
+
+  // Under the send turn, checked against the limits.
+  virtual void write_message(const Outgoing& message, Deadline deadline) = 0;
+  // Under the read mutex. Throws peer_lost at the end, frame for what is no message.
+  virtual Poll read_message(Message* message) = 0;
+  // What read() and write() do; over the line beside the connection unless there is something better.
+  virtual Path read_region(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset, Deadline deadline);
+  virtual Path write_region(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline);
+  // The line beside it: from when the connection is made until its end; the last in a constructor, the first in a
+  // destructor. `peer` is its process, if there is a hope to reach into it, else `why` there is none.
+  void start_sideband(Stream socket, int peer, const std::string& why);
+  void stop_sideband();
+  // What arm() and might_have_data() ask of the provider.
+  virtual bool prepare_to_sleep() = 0;
+  virtual bool look() const { return false; }
+  // Makes both sides notice. Any thread, any number of times.
+  virtual void hang_up() = 0;
+
+  // Remembers why, and hangs up.
+  void lose(const std::string& reason);
+  [[noreturn]] void fail_lost() const;
+  void check_usable() const;
+  bool forked() const { return forks_ != forks(); }
+  // For a write that waits: reads one message ahead, if nobody else reads and there is room for it.
+  // True when that may have made progress.
+  bool read_ahead();
+  void count_sent(Path path, uint64_t bytes) { add(bytes_sent_[static_cast<size_t>(path)], bytes); }
+  void count_received(Path path, uint64_t bytes) { add(bytes_received_[static_cast<size_t>(path)], bytes); }
+  void wake_self() const;
+
+  const Options options_;
+  Descriptor wake_;  // an eventfd: this side's sleepers
+  const std::shared_ptr<ExposedRegions> regions_;
+  std::shared_ptr<Sideband> sideband_;  // null: there is none
+
+ private:
+  static void add(std::atomic<uint64_t>& counter, uint64_t n) { counter.fetch_add(n, std::memory_order_relaxed); }
+  Poll poll_now(Message* message);
+  template <typename Do>
+  void access(Do&& act);
+  bool spin(Message* message, Deadline deadline);
+  void sleep(Deadline deadline);
+
+  const uint64_t forks_;
+  std::string name_;
+  bool authenticated_;
+  std::vector<std::pair<std::string, std::string>> considered_;
+  friend std::shared_ptr<Connection> connect(const std::string&, const Options&, Deadline);
+
+  Turn send_turn_, receive_turn_;
+  std::mutex read_mutex_;
+  std::deque<Message> ahead_;  // read by waiting sends; under read_mutex_
+  uint64_t ahead_bytes_ = 0;
+  bool ended_ = false;  // read() threw; under read_mutex_
+  std::atomic<bool> has_ahead_{false};
+  Descriptor sleeper_;  // an epoll over wakes(); made by the first receive() that sleeps
+  Patience patience_;   // under receive_turn_
+
+  std::atomic<bool> lost_{false}, closed_{false};
+  mutable std::mutex reason_mutex_;
+  std::string reason_;
+
+  std::atomic<uint64_t> messages_sent_{0}, messages_received_{0};
+  std::array<std::atomic<uint64_t>, kPathCount> bytes_sent_{}, bytes_received_{};
+};
+
+}  // namespace geartrain

@@ -1,0 +1,69 @@
+"""Shares: which rank or reducer owns how much of an array."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import geartrain._native as _native
+from geartrain.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The owners of an array's shares: ranks first, then reducers.
+
+    Attributes:
+        reducers: host:port of each.
+        shares: of each rank, then of each reducer; of sum 1.
+        rates: bytes/s of each rank's link, then of each reducer's; None where they were not given.
+    """
+
+    reducers: tuple[str, ...]
+    shares: tuple[float, ...]
+    rates: tuple[float, ...] | None = None
+
+    def without(self, lost: Collection[str], algorithm: str) -> Owners:
+        """The remaining owners, without some reducers.
+
+        Shares are planned again where rates are known; otherwise the old ones are scaled to sum 1.
+        """
+        ranks = len(self.shares) - len(self.reducers)
+        kept = [i for i, reducer in enumerate(self.reducers) if reducer not in lost]
+        reducers = tuple(self.reducers[i] for i in kept)
+        if self.rates is not None:
+            rates = (*self.rates[:ranks], *(self.rates[ranks + i] for i in kept))
+            return Owners(reducers, pick_shares("auto", ranks, len(kept), rates, algorithm), rates)
+        shares = [*self.shares[:ranks], *(self.shares[ranks + i] for i in kept)]
+        total = sum(shares)
+        if total <= 0:
+            return Owners(reducers, pick_shares("equal", ranks, len(kept), None, algorithm))
+        return Owners(reducers, tuple(share / total for share in shares))
+
+
+def pick_shares(
+    shares: str | Sequence[float], world_size: int, reducers: int, rates: Sequence[float] | None, algorithm: str
+) -> tuple[float, ...]:
+    """The shares of ranks and reducers: as given, equal on the ranks, or the best for the rates of their links.
+
+    Raises:
+        ArgumentError: a wrong number of shares or rates, or any of them for a ring.
+    """
+    if algorithm == "ring" and (reducers or not isinstance(shares, str)):
+        raise ArgumentError("a ring has neither reducers nor shares")
+    if isinstance(shares, str):
+        if shares not in ("auto", "equal"):
+            raise ArgumentError(f'shares is "auto", "equal" or a sequence of numbers, found {shares!r}')
+        if shares == "equal" or algorithm == "ring":
+            return (*(1.0 / world_size,) * world_size, *(0.0,) * reducers)
+        given_rates = [1e9] * (world_size + reducers) if rates is None else [float(rate) for rate in rates]
+        if len(given_rates) != world_size + reducers:
+            raise ArgumentError(
+                f"{world_size} ranks and {reducers} reducers have so many rates, found {len(given_rates)}"
+            )
+        # The size of the array changes the time, not the shares.
+        return tuple(_native.plan_shares(given_rates[:world_size], given_rates[world_size:], 1e9)[0])
+    given = tuple(float(share) for share in shares)
+    if len(given) != world_size + reducers:
+        raise ArgumentError(f"shares are of {world_size} ranks and {reducers} reducers, found {len(given)}")
+    return given

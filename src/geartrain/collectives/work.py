@@ -1,0 +1,155 @@
+"""Work: the handle of an all-reduce in progress, valid across the epochs of its group."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import geartrain._native as _native
+from geartrain.collectives.buffers import ITEM_SIZES
+from geartrain.collectives.faults import Fault
+from geartrain.errors import CollectiveTimeoutError, GeartrainError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class FaultNaming(Protocol):
+    """The session that an operation was issued in, as far as `Work` needs it."""
+
+    def error_of(self, fault: Fault) -> GeartrainError:
+        """A native fault as the error to raise."""
+        ...
+
+
+class Issue:
+    """One issue of an operation to the native group of one session.
+
+    Args:
+        session: which was given it.
+        number: its place in the session's order of operations, the same on all ranks.
+        native: the native handle.
+        result: (nbytes,) uint8, where the result goes when the input has to stay; None when it goes into the array.
+    """
+
+    __slots__ = ("native", "number", "result", "session")
+
+    def __init__(
+        self, session: FaultNaming, number: int, native: _native.CollectiveWork, result: NDArray[np.uint8] | None
+    ) -> None:
+        self.session = session
+        self.number = number
+        self.native = native
+        self.result = result
+
+    def succeeded(self) -> bool:
+        """Whether its result is complete on this rank."""
+        return self.native.done() and self.native.fault() is None
+
+
+class Work:
+    """An all-reduce in progress. Its array belongs to the group until it is done.
+
+    Made by `Group.all_reduce_async`. A group that continues without a lost reducer issues the operation again in its
+    next session; the handle stays.
+    """
+
+    __slots__ = (
+        "_complete",
+        "_lock",
+        "_recover",
+        "address",
+        "array",
+        "count",
+        "dtype",
+        "issue",
+        "name",
+        "op",
+        "timeout_s",
+        "wire_dtype",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        recover: Callable[[FaultNaming, Fault], bool],
+        address: int,
+        count: int,
+        dtype: str,
+        wire_dtype: str,
+        op: str,
+        timeout_s: float,
+        array: Any,
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.count = count
+        self.dtype = dtype
+        self.wire_dtype = wire_dtype
+        self.op = op
+        self.timeout_s = timeout_s
+        self.array = array
+        self.issue: Issue | None = None  # set by the session that issues it
+        self._recover = recover
+        self._lock = threading.Lock()
+        self._complete = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return self.count * ITEM_SIZES[self.dtype]
+
+    def done(self) -> bool:
+        """Whether it has ended, with a result or an error. Never waits."""
+        issue = self.issue
+        if self._complete or issue is None:
+            return self._complete
+        if not issue.native.done():
+            return False
+        if issue.native.fault() is None:
+            self.complete(issue)
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Waits for the result, and returns the array.
+
+        The operation has a deadline of its own, counted from its call; a shorter `timeout_s` ends this wait only. When
+        a reducer was lost and the group continues without it (`on_reducer_loss`), so does the operation.
+
+        Raises:
+            CollectiveTimeoutError: not complete in time; `ranks` and `reducers` name the members that are behind.
+            RankLostError, ReducerLostError: a member died, disconnected or left.
+            RanksDisagreeError: another rank issued a different operation.
+            CollectiveClosedError: the group was closed or aborted.
+        """
+        # The operation's own deadline ends it; what is added covers the event loop's time to report that.
+        limit_s = self.timeout_s + 5.0 if timeout_s is None else timeout_s
+        while not self._complete:
+            issue = self.issue
+            assert issue is not None
+            if not issue.native.wait(limit_s):
+                raise CollectiveTimeoutError(f"group {self.name!r}: the operation is not complete after {limit_s} s")
+            fault = issue.native.fault()
+            if fault is None:
+                self.complete(issue)
+            elif not self._recover(issue.session, fault):
+                raise issue.session.error_of(fault)
+        return self.array
+
+    def error(self) -> GeartrainError | None:
+        """Why it failed; None when it succeeded, or has not ended."""
+        issue = self.issue
+        if self._complete or issue is None or not issue.native.done():
+            return None
+        fault = issue.native.fault()
+        return None if fault is None else issue.session.error_of(fault)
+
+    def complete(self, issue: Issue) -> None:
+        """Marks it as complete, after copying a result that was kept beside the array into it."""
+        with self._lock:
+            if not self._complete and issue.result is not None:
+                ctypes.memmove(self.address, issue.result.ctypes.data, self.nbytes)
+            self._complete = True

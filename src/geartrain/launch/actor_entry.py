@@ -1,0 +1,6 @@
+"""Entry point of an actor pool's process: `python -m geartrain.launch.actor_entry`."""
+
+from geartrain.launch.actor_process import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Process of an actor pool: reads its task from stdin (actor_entry.py), and runs one actor."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.spawn
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from geartrain.core.counters import SharedCounters
+from geartrain.core.processes import die_with_parent
+from geartrain.launch.actor_role import ActorContext, actor_seed, run_actor
+from geartrain.launch.metrics import Reporter
+from geartrain.store.store import Store
+
+
+@dataclass(frozen=True)
+class ActorTask:
+    """What the processes of an actor pool run.
+
+    Attributes:
+        store, counters: names of both; actor i has the counters' slot i.
+        make_environments, make_policy: see `ActorPool`.
+        actors: how many there are.
+        seed: of the pool.
+        threads: that torch may use.
+        options: for `Actor`.
+    """
+
+    store: str
+    counters: str
+    make_environments: Callable[[ActorContext], Any]
+    make_policy: Callable[[ActorContext], Any]
+    actors: int
+    seed: int
+    threads: int
+    options: dict[str, Any]
+
+
+def task_bytes(task: ActorTask, number: int, restart: int, error_fd: int) -> bytes:
+    """Stdin of process `number`: what its interpreter needs to find the functions of the task, and the task, pickled.
+
+    Raises:
+        pickle.PicklingError, AttributeError: a function that a new process cannot find.
+    """
+    preparation = multiprocessing.spawn.get_preparation_data(f"geartrain-actor-{number}")
+    preparation.pop("authkey", None)  # belongs to the pipes of multiprocessing, which are not used
+    header = pickle.dumps((preparation, number, restart, os.getpid(), error_fd))
+    return header + pickle.dumps(task)
+
+
+def main() -> None:
+    """Runs one actor until its slot says stop; the traceback of an error goes to the pool."""
+    preparation, number, restart, parent, error_fd = pickle.load(sys.stdin.buffer)
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are the pool's owner's affair
+    try:
+        multiprocessing.spawn.prepare(preparation)  # sys.path, and the main module that functions may be in
+        task: ActorTask = pickle.load(sys.stdin.buffer)
+        with Path(os.devnull).open("rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.environ.setdefault("OMP_NUM_THREADS", str(task.threads))
+        if (torch := sys.modules.get("torch")) is not None:  # it read the variable when the user's module imported it
+            torch.set_num_threads(task.threads)
+        _act(task, number, restart)
+    except BaseException:
+        with contextlib.suppress(OSError), os.fdopen(error_fd, "w") as errors:
+            errors.write(traceback.format_exc())
+        raise SystemExit(1) from None
+
+
+def _act(task: ActorTask, number: int, restart: int) -> None:
+    slot = SharedCounters.open(task.counters).slot(number)
+    run_actor(
+        ActorContext(number, task.actors, actor_seed(task.seed, number, restart), restart),
+        task.make_environments,
+        task.make_policy,
+        lambda: Store.open(task.store),
+        Reporter(slot, None),
+        lambda: slot["stop"] != 0.0,
+        **task.options,
+    )
+
+
+__all__ = ["ActorTask", "main", "task_bytes"]

@@ -1,0 +1,69 @@
+"""Objects that a peer keeps for a client: handles on the client's side, and the functions that it calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from geartrain.rpc.future import Future
+from geartrain.rpc.registry import function, functions
+
+if TYPE_CHECKING:
+    from geartrain.rpc.session import ServerSession
+
+MAKE, METHOD, DROP = "geartrain.rpc.make", "geartrain.rpc.method", "geartrain.rpc.drop"
+
+
+class Calls(Protocol):
+    """A node, as far as handles need it."""
+
+    def call(self, peer: str, function: str, /, *args: Any, timeout_s: float | None = None) -> Any:
+        """The result of a peer's function."""
+
+    def call_async(self, peer: str, function: str, /, *args: Any, timeout_s: float | None = None) -> Future:
+        """The same as a `Future`."""
+
+
+class Remote:
+    """Handle of an object that a peer keeps. `remote.call("method", ...)` calls it there."""
+
+    def __init__(self, node: Calls, peer: str, number: int) -> None:
+        self._node, self.peer, self._number = node, peer, number
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """The method's result; raises what `Node.call` does."""
+        return self._node.call(self.peer, METHOD, self._number, method, args, kwargs, timeout_s=timeout_s)
+
+    def call_async(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Future:
+        """The same as a `Future`."""
+        return self._node.call_async(self.peer, METHOD, self._number, method, args, kwargs, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Has the peer drop the object."""
+        self._node.call(self.peer, DROP, self._number)
+
+    def __repr__(self) -> str:
+        return f"<Remote {self._number} of {self.peer!r}>"
+
+
+def _make(session: ServerSession, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    cls = functions.get(name)
+    if not isinstance(cls, type):
+        raise LookupError(f"no class {name!r} is registered")
+    number = len(session.objects) and max(session.objects) + 1
+    session.objects[number] = cls(*args, **kwargs)
+    return number
+
+
+def _method(session: ServerSession, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if method.startswith("_") and method != "__call__":
+        raise AttributeError(f"{method!r} is private: clients call public methods and __call__")
+    return getattr(session.objects[number], method)(*args, **kwargs)
+
+
+def _drop(session: ServerSession, number: int) -> None:
+    session.objects.pop(number, None)
+
+
+function(name=MAKE, with_caller=True)(_make)
+function(name=METHOD, with_caller=True)(_method)
+function(name=DROP, with_caller=True)(_drop)

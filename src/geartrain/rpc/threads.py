@@ -1,0 +1,35 @@
+"""Background threads of one node, joined when it closes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class ThreadGroup:
+    """Daemon threads that `join` waits for. `owner` stands in their names."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._alive: set[threading.Thread] = set()
+
+    def start(self, run: Callable[[], object], what: str) -> None:
+        """Runs `run()` in a new thread. Raises `RuntimeError` when the system has no more threads."""
+
+        def body() -> None:
+            mine = threading.current_thread()
+            self._alive.add(mine)
+            try:
+                run()
+            finally:
+                self._alive.discard(mine)
+
+        threading.Thread(target=body, name=f"geartrain {what} {self._owner}", daemon=True).start()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for all of them together, at most so long; not for the thread that asks."""
+        until_s = time.monotonic() + timeout_s
+        for thread in list(self._alive):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until_s - time.monotonic()))

@@ -1,0 +1,32 @@
+"""How long tests wait for what must happen: longer on a busy machine.
+
+`patience(10)` is 10 seconds where nothing else runs, and as many times more as there are processes for each core now,
+or as GEARTRAIN_TEST_PATIENCE says, whichever is more. It is for deadlines that are there to end a test that hangs: a
+process that must end, a call that must return, a file that must appear. A timeout that is itself tested is a number.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VARIABLE = "GEARTRAIN_TEST_PATIENCE"
+MOST = 50.0  # beyond this a test that hangs would hang for hours
+
+
+def load() -> float:
+    """Processes that run or wait for a core, for each core: now or in the last minute, what is more, and at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    last_minute, _, _, now, _ = Path("/proc/loadavg").read_text().split()
+    running = int(now.split("/")[0]) - 1  # without who asks
+    return max(1.0, float(last_minute) / cores, running / cores)
+
+
+def factor() -> float:
+    """How many times as long as on an idle machine."""
+    return min(MOST, max(float(os.environ.get(VARIABLE, "1")), load()))
+
+
+def patience(seconds: float) -> float:
+    """Seconds to wait for what takes less than `seconds` on an idle machine."""
+    return seconds * factor()
