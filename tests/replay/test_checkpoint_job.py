@@ -350,10 +350,10 @@ def test_another_schema_is_named_by_field_and_ranks(store_name: Any, tmp_path: P
 def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path) -> None:
     with stores_of(store_name, [20]) as (store,):
         for options, said in (
-            ({}, "a step is a number"),
-            ({"step": -1}, "a step is a number"),
+            ({}, "a step is a whole number"),
+            ({"step": -1}, "a step is a whole number"),
             ({"step": 1, "keep": 0}, "at least one step must be kept"),
-            ({"state": {"step": 1, "x": object()}}, "what JSON knows"),
+            ({"state": {"step": 1, "x": object()}}, "must be JSON"),
         ):
             with pytest.raises(CheckpointError, match=said):
                 save_checkpoint(store, tmp_path, **options)  # type: ignore[arg-type]
@@ -364,7 +364,7 @@ def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path
         for options, said in (
             ({"shard": (2, 2)}, "a shard is"),
             ({"shard": (1, 2)}, "no rank asks for shard 0"),
-            ({"capacity": 5}, "only mean something with reshard"),
+            ({"capacity": 5}, "need reshard"),
             ({"max_rows": 5}, "limits come from the checkpoint"),
             ({"reshard": True, "shard": (0, 1), "step": 3}, "step 3 is not complete"),
         ):
