@@ -102,7 +102,7 @@ def write_episodes(store: gt.Store, numbers: range) -> None:
         with store.row() as row:
             obs, action = row["obs"], row["action"]
             # A row weighs as much as it has steps: every step is equally likely to be drawn.
-            row.weight = row.length = int(rng.integers(LENGTH // 2, LENGTH + 1))
+            row.priority = row.length = int(rng.integers(LENGTH // 2, LENGTH + 1))
             state, seen = rng.normal(size=OBS), np.zeros(OBS)
             for t in range(row.length):
                 obs[t], action[t] = state, expert(state, seen)

@@ -98,7 +98,7 @@ def write_episodes(store_name: str, numbers: range, seed: int, turn: Any, next_t
                 reward[: t + 1] = reward[t::-1].cumsum()[::-1]
                 row["kicked"] = kicked
                 # A row weighs as much as it has steps: every step is equally likely to be drawn.
-                row.weight = t + 1
+                row.priority = t + 1
 
 
 def collect(store: gt.Store, episodes: int, seed: int, bars: progress.Progress) -> None:
