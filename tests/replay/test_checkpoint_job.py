@@ -759,7 +759,7 @@ def test_a_mixtures_store_is_resharded_in_its_part_of_the_state(store_name: Any,
     assert loaded[0][1]["state"] == [{"other": 3}, {f"after/{k}": passed for k in range(3)}]
     assert loaded[0][1]["step"] == 2 and passed == 7, "of the first nine commits two were deleted"
     close(loaded)
-    with pytest.raises(CheckpointError, match="the state is of 2 stores, there is no part 2"):
+    with pytest.raises(CheckpointError, match="the state has 2 stores, part=2 is none of them"):
         load_all(store_name, tmp_path, 3, reshard=True, part=2)
 
 
