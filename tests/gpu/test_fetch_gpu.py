@@ -83,8 +83,8 @@ def test_random_batches_are_those_of_the_native_code() -> None:
 def same(a: gt.Batch, b: gt.Batch, convert: dict[str, Convert], packed: bool) -> None:
     import torch
 
-    assert a.rows == b.rows
-    for name, values in a.items():
+    assert a.keys == b.keys
+    for name, values in a.fields.items():
         timed = name != "group"
         expected = convert[name].apply(values, a.mask if timed else None) if name in convert else values
         assert torch.equal(expected[a.mask] if packed and timed else expected, b[name].cpu()), name
@@ -94,7 +94,8 @@ def same(a: gt.Batch, b: gt.Batch, convert: dict[str, Convert], packed: bool) ->
 
 
 STRATEGIES = [
-    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5), Prioritized(seed=3, replacement=False),
+    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5),
+    Prioritized(seed=3, replacement=False),
     TopK(), Lifo(), Fifo(), GroupSampling("group", 4, seed=1),
 ]  # fmt: skip
 

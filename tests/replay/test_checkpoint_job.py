@@ -354,10 +354,10 @@ def test_another_schema_is_named_by_field_and_ranks(store_name: Any, tmp_path: P
 def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path) -> None:
     with stores_of(store_name, [20]) as (store,):
         for options, said in (
-            ({}, "a step is a number"),
-            ({"step": -1}, "a step is a number"),
+            ({}, "a step is a whole number"),
+            ({"step": -1}, "a step is a whole number"),
             ({"step": 1, "keep": 0}, "at least one step must be kept"),
-            ({"state": {"step": 1, "x": object()}}, "what JSON knows"),
+            ({"state": {"step": 1, "x": object()}}, "must be JSON"),
         ):
             with pytest.raises(CheckpointError, match=said):
                 save_checkpoint(store, tmp_path, **options)  # type: ignore[arg-type]
@@ -368,7 +368,7 @@ def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path
         for options, said in (
             ({"shard": (2, 2)}, "a shard is"),
             ({"shard": (1, 2)}, "no rank asks for shard 0"),
-            ({"capacity": 5}, "only mean something with reshard"),
+            ({"capacity": 5}, "need reshard"),
             ({"max_rows": 5}, "limits come from the checkpoint"),
             ({"reshard": True, "shard": (0, 1), "step": 3}, "step 3 is not complete"),
         ):
@@ -763,7 +763,7 @@ def test_a_mixtures_store_is_resharded_in_its_part_of_the_state(store_name: Any,
     assert loaded[0][1]["state"] == [{"other": 3}, {f"after/{k}": passed for k in range(3)}]
     assert loaded[0][1]["step"] == 2 and passed == 7, "of the first nine commits two were deleted"
     close(loaded)
-    with pytest.raises(CheckpointError, match="the state is of 2 stores, there is no part 2"):
+    with pytest.raises(CheckpointError, match="the state has 2 stores, part=2 is none of them"):
         load_all(store_name, tmp_path, 3, reshard=True, part=2)
 
 

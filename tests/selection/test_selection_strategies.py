@@ -26,7 +26,7 @@ from geartrain.selection import (
     Uniform,
     importance_weights,
 )
-from geartrain.selection.strategy import traits_of
+from geartrain.selection.strategy import seed_of, traits_of
 
 FIELDS = {"x": gt.Field((), "int64"), "prompt": gt.Field((), "int64", per_row=True)}
 NONE = np.empty(0, np.uint32)
@@ -222,7 +222,7 @@ class LosesRows:
 
     def __init__(self, store: gt.Store, inner: Any, positions: list[int]) -> None:
         self.store, self.inner, self.positions = store, inner, positions
-        self.seed = inner.seed
+        self.seed = seed_of(inner)
         self.traits = Traits(atom=traits_of(inner).atom)
         self.asked: list[Redraw] = []
 

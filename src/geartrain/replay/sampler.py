@@ -29,6 +29,7 @@ MAX_ATTEMPTS = 64
 ALPHA_STEP = 0.01
 # How often a wait for rows looks at the store.
 LOOK_EVERY_S = 0.01
+_NO_ROWS = np.empty(0, np.intp)
 
 
 def alpha_at(strategy: Strategy, step: int) -> float:
@@ -130,10 +131,9 @@ class StoreSampler:
             batch.fetched.put(redraw.numbers, fetched)
             batch.draw = batch.draw.with_redrawn(redraw.numbers, draw)
         weights = importance_of(self.strategy, batch.draw, count, step)
-        draw = batch.draw
-        return (
-            draw if weights is draw.importance_weights else replace(draw, importance_weights=weights)
-        ), batch.fetched
+        if weights is not batch.draw.importance_weights:
+            batch.draw = replace(batch.draw, importance_weights=weights)
+        return batch.draw, batch.fetched
 
     def redraws(self, batch: Redrawable) -> Iterator[Redraw]:
         """What is to be drawn again, attempt after attempt, until no row of a batch is lost: the one redraw loop.
@@ -223,6 +223,8 @@ class StoreSampler:
 
     def with_atoms(self, torn: NDArray[np.uint8]) -> NDArray[np.intp]:
         """The torn rows of whole atoms, and with each those that stand and fall with it."""
+        if not np.count_nonzero(torn):
+            return _NO_ROWS
         if self.atom == 1:
             return np.flatnonzero(torn)
         whole = torn.reshape(-1, self.atom).any(1)
@@ -266,12 +268,13 @@ class StoreSampler:
         self, n: int, step: int, state: dict[str, int], redraw: Redraw | None, out: list[Any] | None
     ) -> tuple[Draw, FetchedRows]:
         draw = self.draw(n, step, state, redraw)
-        taken = self.count_samples(draw.rows, draw.generations)
+        taken = self.plan.store.native.count_samples(draw.rows, draw.generations)
         numbers = np.arange(n, dtype=np.uint32) if redraw is None else redraw.numbers
         ends = self.ends(step, 0 if redraw is None else redraw.attempt, numbers, draw.rows)
         fetched = self.plan.fetch(draw.rows, draw.generations, ends, out)
         if out is not None:
             fetched = fetched._replace(arrays=out)
-        self.release(draw.rows, draw.generations)
-        fetched.torn[~taken] = 1
+        if self.limited:
+            self.release(draw.rows, draw.generations)
+            fetched.torn[taken == 0] = 1  # somebody else drew the row's last allowed sample first
         return draw, fetched

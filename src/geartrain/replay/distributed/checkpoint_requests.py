@@ -194,7 +194,7 @@ def check_load_requests(everyone: Sequence[LoadRequest]) -> None:
             ("adopt", first.options.adopt, one.options.adopt),
         ):
             if ours != theirs:
-                raise RanksDisagreeError(f"ranks 0 and {rank} ask for different things: {what} {ours} and {theirs}")
+                raise RanksDisagreeError(f"ranks 0 and {rank} have different arguments: {what} {ours} and {theirs}")
     asked = {one.shard[0] for one in everyone}
     if missing := set(range(first.shard[1])) - asked:
         raise RanksDisagreeError(f"of {first.shard[1]} shards, no rank asks for shard {min(missing)}")

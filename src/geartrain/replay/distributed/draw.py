@@ -81,6 +81,8 @@ class ShardedSampler:
         self.cursors = [0 for _ in samplers]
         self._fingerprint = fingerprint
         self._status = rank_status(len(samplers))
+        # Stores whose draws need no more than their shards' totals.
+        self._by_totals = [is_independent(each.strategy) and each.traits.limits is None for each in samplers]
         # Rows on their last allowed sample, held until all ranks have read them.
         self._held: list[list[tuple[NDArray[np.uint32], NDArray[np.uint32]]]] = [[] for _ in samplers]
 
@@ -103,9 +105,9 @@ class ShardedSampler:
             if self.members.leads(number):
                 sampler.plan.store.native.advance_sequence(int(shards["next_sequence"].max()))
             counts.append(int(shards["rows"][store.leaders].sum()))
-            by_totals = not changed and totals_of(sampler.strategy, sampler.candidates) is not None
             leaders = shards[store.leaders]
-            totals.append(np.stack([leaders["total"], leaders["unlimited_total"]], 1) if by_totals else None)
+            known = self._by_totals[number] and not changed
+            totals.append(np.stack([leaders["total"], leaders["unlimited_total"]], 1) if known else None)
             if sampler.traits.cursor:
                 for rank, used in enumerate(shards["cursor"].tolist()):
                     if used:
@@ -128,7 +130,7 @@ class ShardedSampler:
             if self.members.leads(number):
                 sampler.expire()
             self._release(number)  # all ranks have read the rows of the batch before, or never will
-            totals = totals_of(sampler.strategy, sampler.candidates)
+            totals = totals_of(sampler.strategy, sampler.candidates) if self._by_totals[number] else None
             total, unlimited = (0, 0) if totals is None else totals.tolist()
             rows, sequence = native.committed_count(), native.next_sequence()
             mine["stores"][0, number] = (rows, sequence, self.cursors[number], total, unlimited)

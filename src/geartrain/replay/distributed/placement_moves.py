@@ -1,6 +1,6 @@
 """Row moves between shards: which rows leave which shard, and their transfer in row messages.
 
-A row is committed in its new shard, and the sender has been told, before it is removed from its old one: a job that is
+A row is committed in its new shard, and acknowledged, before it is removed from its old one: a job that is
 killed in between has some rows twice, and never loses one.
 """
 

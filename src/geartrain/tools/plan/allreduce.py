@@ -1,8 +1,8 @@
 """Performance model of all-reduce: time on a network, the best shares, and the number of reducers worth their price.
 
 Every share of an array has one owner, which receives it from all workers, sums it and returns the sum. A worker that
-owns the fraction x of K bytes moves K (1 + (N - 2) x) each way, a reducer that owns y moves K N y; the best shares follow in
-closed form (`native/collectives/share_planner.h`). From Python:
+owns the fraction x of K bytes moves K (1 + (N - 2) x) each way, a reducer that owns y moves K N y; the best shares
+follow in closed form (`native/collectives/share_planner.h`). From Python:
 
     from geartrain.tools.plan.allreduce import Network, plan
 

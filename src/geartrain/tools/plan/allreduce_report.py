@@ -134,7 +134,7 @@ def _kinds(rates: Sequence[float]) -> str:
 
 
 def _groups(found: AllReducePlan, start: int, stop: int, what: str) -> list[str]:
-    """Members with the same rate own the same, so they are told together."""
+    """Members with the same rate own the same, so they are one group."""
     rates = (*found.network.workers, *found.network.reducers)
     counted: dict[tuple[float, float, float], int] = {}
     for i in range(start, stop):

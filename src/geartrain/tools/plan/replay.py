@@ -258,8 +258,8 @@ class Checked:
 def check(result: Mapping[str, Any], constants: Constants | None = None) -> list[Checked]:
     """Predictions for the cases of a `geartrain bench ranks` result, each with its measurement.
 
-    The constants are those that the bench measured in the same run, unless others are given. Cases of strategies outside
-    the model (ordered ones) are left out.
+    The constants are those that the bench measured in the same run, unless others are given. Cases of strategies
+    outside the model (ordered ones) are left out.
 
     Raises:
         ArgumentError: not such a result.

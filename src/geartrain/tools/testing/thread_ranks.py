@@ -1,4 +1,4 @@
-"""In-process rank group: ranks are threads, a group of eight starts in a millisecond, faults are injected by objects."""
+"""In-process rank group: ranks are threads, a group of eight starts in a millisecond, faults are objects."""
 
 from __future__ import annotations
 
