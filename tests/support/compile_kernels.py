@@ -73,15 +73,15 @@ FIELDS: dict[str, tuple[str, int, int, str | None]] = {
 
 
 def gather_kinds(names: list[str]) -> dict[str, Any]:
-    """What `GatherRows` compiles the gather with for these fields."""
-    from geartrain.device.kernels.gather import GatherRows
+    """What `GatherPlan` compiles the gather with for these fields."""
+    from geartrain.device.kernels.gather import GatherPlan
     from geartrain.device.kernels.gather_layout import GatherField, SegmentLayout
 
     fields = []
     for name in names:
         dtype, itemsize, step, into = FIELDS[name]
         fields.append(GatherField(name, dtype, itemsize, 0, 64 * step, 64 * step, step, True, into))
-    plan = GatherRows(SegmentLayout(0, 0, 48, 10, 64), fields, 20, True)
+    plan = GatherPlan(SegmentLayout(0, 0, 48, 10, 64), fields, 20, True)
     return {"KINDS": plan.kinds, "CHUNK": plan.chunk}
 
 

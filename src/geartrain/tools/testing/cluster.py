@@ -91,7 +91,7 @@ class HostsError(GeartrainError):
     """Hosts cannot be made here, or one of their parts failed; carries the command's own words."""
 
 
-class Moved(NamedTuple):
+class LinkTraffic(NamedTuple):
     """Bytes that went through a host's eth0, headers included, loopback not."""
 
     sent: int
@@ -256,14 +256,14 @@ class Hosts:
 
     # --- the links ------------------------------------------------------------------------------------------
 
-    def bytes(self, i: int) -> Moved:
+    def bytes(self, i: int) -> LinkTraffic:
         """What host i's eth0 has sent and received since it was made, by the kernel's count.
 
         What the host's own queue dropped is in neither; what was lost after it has been sent.
         """
         said = _run(["ip", "-netns", self._space(i), "-json", "-statistics", "link", "show", "dev", INTERFACE])
         counted = json.loads(said)[0]["stats64"]
-        return Moved(int(counted["tx"]["bytes"]), int(counted["rx"]["bytes"]))
+        return LinkTraffic(int(counted["tx"]["bytes"]), int(counted["rx"]["bytes"]))
 
     def switch_counters(self) -> dict[str, int]:
         """What the switch of these hosts has forwarded, dropped and lost; see `Switch.counters`."""
