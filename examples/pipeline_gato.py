@@ -230,7 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         bars = stack.enter_context(curves.bars(screen))
         if talks:
-            store = stack.enter_context(gt.Store.create(name, demo.FIELDS, capacity=chosen.episodes))
+            store = stack.enter_context(
+                gt.Store.create(name, demo.FIELDS, max_length=demo.EPISODE_STEPS, capacity=chosen.episodes)
+            )
             demo.collect(store, chosen.episodes, chosen.seed, bars)
         dist.barrier()
         if not talks:

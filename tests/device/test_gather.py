@@ -53,13 +53,13 @@ def test_rows_chosen_and_gathered_on_a_device_are_those_of_the_host() -> None:
 
 def test_elements_are_as_wide_as_steps_allow(store_name) -> None:
     fields = {
-        "aligned": gt.Field((8, 4), "float32"),
-        "odd": gt.Field((8, 11), "float32"),
-        "bytes": gt.Field((8, 75), "uint8"),
-        "words": gt.Field((8, 84), "uint8"),
-        "once": gt.Field((3,), "float64", timed=False),
+        "aligned": gt.Field((4,), "float32"),
+        "odd": gt.Field((11,), "float32"),
+        "bytes": gt.Field((75,), "uint8"),
+        "words": gt.Field((84,), "uint8"),
+        "once": gt.Field((3,), "float64", per_row=True),
     }
-    with gt.Store.create(store_name(), fields, capacity=4) as store:
+    with gt.Store.create(store_name(), fields, max_length=8, capacity=4) as store:
         plan = gather_plan_of(FetchPlan.make(store, None, 3, "left", "torch", 1), {}, False)
     kinds = {field.name: (field.kind[1], field.kind[5]) for field in plan.fields}
     assert kinds == {
@@ -68,7 +68,7 @@ def test_elements_are_as_wide_as_steps_allow(store_name) -> None:
 
 
 def test_every_byte_of_a_window_has_a_slot(store_name) -> None:
-    with gt.Store.create(store_name(), {"x": gt.Field((2000, 11), "float32")}, capacity=2) as store:
+    with gt.Store.create(store_name(), {"x": gt.Field((11,), "float32")}, max_length=2000, capacity=2) as store:
         for window in (1, 2, 20, 21, 22, 1000, 1999):
             plan = gather_plan_of(FetchPlan.make(store, None, window, "left", "torch", 1), {}, False)
             pieces = sum(field == 0 for field, _ in plan.slots)

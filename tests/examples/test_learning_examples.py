@@ -124,10 +124,10 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name):
     from geartrain.actors import EpisodeRecorder, recorded_fields
 
     fields = {
-        "observation.frame": gt.Field((dqn.ROW, 1, 1), "uint8"),
-        "observation.age": gt.Field((dqn.ROW,), "int32"),
-        "action": gt.Field((dqn.ROW,), "int64"),
-        "reward": gt.Field((dqn.ROW,), "float32"),
+        "observation.frame": gt.Field((1, 1), "uint8"),
+        "observation.age": gt.Field((), "int32"),
+        "action": gt.Field((), "int64"),
+        "reward": gt.Field((), "float32"),
     }
     rng = np.random.default_rng(0)
     length, ends = 90, True
@@ -147,7 +147,7 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name):
         return total + dqn.GAMMA**n * float(values(target, t + n)[values(online, t + n).argmax()])
 
     expected = {int(frames[t]): wanted(t) - float(values(online, t)[actions[t]]) for t in range(length)}
-    with gt.Store.create(store_name(), recorded_fields(fields, dqn.ROW), capacity=10) as store:
+    with gt.Store.create(store_name(), recorded_fields(fields), max_length=dqn.ROW, capacity=10) as store:
         recorder = EpisodeRecorder(store, overlap=dqn.WINDOW - 1)
 
         def seen(t):

@@ -34,11 +34,11 @@ pytestmark = pytest.mark.skipif(
 def store(store_name: Callable[[], str]) -> Iterator[gt.Store]:
     rng = np.random.default_rng(0)
     fields = {
-        "x": gt.Field((60, 11), "float32"),
-        "pixels": gt.Field((60, 3, 5), "uint8"),
-        "group": gt.Field((), "int64", timed=False),
+        "x": gt.Field((11,), "float32"),
+        "pixels": gt.Field((3, 5), "uint8"),
+        "group": gt.Field((), "int64", per_row=True),
     }
-    with gt.Store.create(store_name(), fields, capacity=2000) as made:
+    with gt.Store.create(store_name(), fields, max_length=60, capacity=2000) as made:
         made.insert(
             {
                 "x": rng.normal(size=(2000, 60, 11)).astype("f"),

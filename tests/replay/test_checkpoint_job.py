@@ -27,7 +27,11 @@ from geartrain.replay.distributed.checkpoint_requests import torchrun_shard
 from geartrain.replay.distributed.checkpoint_steps import describe_steps
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
-FIELDS = {"x": gt.Field((4, 3), "float32"), "id": gt.Field((), "int64"), "prompt": gt.Field((), "int32")}
+FIELDS = {
+    "x": gt.Field((3,), "float32"),
+    "id": gt.Field((), "int64", per_row=True),
+    "prompt": gt.Field((), "int32", per_row=True),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +64,7 @@ def stores_of(store_name: Any, sizes: list[int], **options: Any) -> Iterator[lis
     with ExitStack() as stack:
         made = []
         for number, size in enumerate(sizes):
-            store = stack.enter_context(gt.Store.create(store_name(), FIELDS, capacity=60, **options))
+            store = stack.enter_context(gt.Store.create(store_name(), FIELDS, max_length=4, capacity=60, **options))
             keys = put(store, 1000 * (number + 1), size) if size else None
             if keys is not None:
                 store.delete(keys[::7])
@@ -175,7 +179,7 @@ def test_a_later_step_writes_what_is_new_and_old_steps_go(store_name: Any, tmp_p
         for store in stores:
             put(store, 7000, 1)
         third = save_all(stores, tmp_path, step=30)[0]
-        row = sum(field.nbytes for field in FIELDS.values())
+        row = sum(field.block_nbytes(4) for field in FIELDS.values())
         assert third.bytes_written - again.bytes_written == pytest.approx(2 * row, abs=700), "two rows, two entries"
         assert [step["step"] for step in describe_steps(tmp_path)] == [30, 20]
         save_all(stores, tmp_path, step=31, keep=1)
@@ -332,17 +336,17 @@ def test_ranks_that_disagree_are_told_apart(store_name: Any, tmp_path: Path, oth
 
 
 def test_another_schema_is_named_by_field_and_ranks(store_name: Any, tmp_path: Path) -> None:
-    other = {**FIELDS, "x": gt.Field((4, 2), "float32")}
+    other = {**FIELDS, "x": gt.Field((2,), "float32")}
     with (
-        gt.Store.create(store_name(), FIELDS, capacity=4) as one,
-        gt.Store.create(store_name(), other, capacity=4) as two,
+        gt.Store.create(store_name(), FIELDS, max_length=4, capacity=4) as one,
+        gt.Store.create(store_name(), other, max_length=4, capacity=4) as two,
     ):
         with pytest.raises(
-            RanksDisagreeError, match=r"rank 1 has another schema than that of rank 0: field 'x' is .*4, 2"
+            RanksDisagreeError, match=r"rank 1 has another schema than that of rank 0: field 'x' is .*shape=\(2,\)"
         ):
             save_all([one, two], tmp_path, step=1)
-    with gt.Store.create(store_name(), FIELDS, capacity=4) as one:
-        with gt.Store.create(store_name(), FIELDS, capacity=4, remover="lifo") as two:
+    with gt.Store.create(store_name(), FIELDS, max_length=4, capacity=4) as one:
+        with gt.Store.create(store_name(), FIELDS, max_length=4, capacity=4, remover="lifo") as two:
             with pytest.raises(RanksDisagreeError, match="remover is fifo and lifo"):
                 save_all([one, two], tmp_path, step=1)
 
@@ -786,7 +790,7 @@ def train_and_die(name: str, directory: Path, *, load: bool) -> None:
         store, _, _ = load_checkpoint(directory, name)
         replay = gt.Replay(store, gt.selection.Prioritized(seed=2), 8, prefetch=0, output="numpy")
     else:
-        store = gt.Store.create(name, FIELDS, capacity=60)
+        store = gt.Store.create(name, FIELDS, max_length=4, capacity=60)
         put(store, 0, 40)
         replay = gt.Replay(store, gt.selection.Prioritized(seed=2), 8, prefetch=0, output="numpy")
         steps(replay, 5)
@@ -808,7 +812,7 @@ def steps(replay: gt.Replay, n: int) -> list[list[int]]:
 def test_a_shard_that_survived_is_adopted_and_the_batches_are_those_of_the_uninterrupted_run(
     store_name: Any, tmp_path: Path, fork: Callable[[Callable[[], object]], int]
 ) -> None:
-    with gt.Store.create(store_name(), FIELDS, capacity=60) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=4, capacity=60) as store:
         put(store, 0, 40)
         replay = gt.Replay(store, gt.selection.Prioritized(seed=2), 8, prefetch=0, output="numpy")
         steps(replay, 5)

@@ -26,11 +26,11 @@ from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 STEPS = 6
 FIELDS = {
-    "obs": gt.Field((STEPS, 3), "float32"),
-    "half": gt.Field((STEPS, 2), "bfloat16"),
-    "done": gt.Field((STEPS,), "bool"),
-    "image": gt.Field((2, 2), "uint8", timed=False),
-    "number": gt.Field((), "int64"),
+    "obs": gt.Field((3,), "float32"),
+    "half": gt.Field((2,), "bfloat16"),
+    "done": gt.Field((), "bool"),
+    "image": gt.Field((2, 2), "uint8", per_row=True),
+    "number": gt.Field((), "int64", per_row=True),
 }
 Stores = Callable[..., list[gt.Store]]
 
@@ -41,7 +41,9 @@ def make_stores(store_name: Callable[[], str]) -> Iterator[Stores]:
     made: list[gt.Store] = []
 
     def make(*capacities: int, fields: dict[str, gt.Field] = FIELDS, **options: Any) -> list[gt.Store]:
-        stores = [gt.Store.create(store_name(), fields, capacity=each, **options) for each in capacities]
+        stores = [
+            gt.Store.create(store_name(), fields, max_length=STEPS, capacity=each, **options) for each in capacities
+        ]
         made.extend(stores)
         return stores
 
@@ -80,7 +82,7 @@ def contents(store: gt.Store) -> dict[int, tuple[Any, ...]]:
     for i, row in enumerate(keys.row.tolist()):
         length = int(books["length"][i])
         blocks = tuple(
-            columns[name][row, :length].tobytes() if spec.timed else columns[name][row].tobytes()
+            columns[name][row, :length].tobytes() if not spec.per_row else columns[name][row].tobytes()
             for name, spec in store.fields.items()
         )
         about = tuple(books[name][i] for name in ("length", "priority", "version", "times_sampled"))

@@ -25,10 +25,10 @@ from geartrain.tools.testing import ThreadRankGroup, run_ranks
 N, STEPS, B = 240, 10, 48
 RANKS = [1, 2, 3, 4, 8]
 FIELDS = {
-    "obs": gt.Field((STEPS, 3), "float32"),
-    "action": gt.Field((STEPS,), "int64"),
-    "number": gt.Field((), "int64"),
-    "group": gt.Field((), "int64"),
+    "obs": gt.Field((3,), "float32"),
+    "action": gt.Field((), "int64"),
+    "number": gt.Field((), "int64", per_row=True),
+    "group": gt.Field((), "int64", per_row=True),
 }
 WEIGHTS = np.random.default_rng(0).integers(0, 30, N) / 4.0
 
@@ -62,7 +62,7 @@ def make_stores(store_name: Callable[[], str]) -> Iterator[Callable[..., list[gt
             inner[1] = inner[0]
         stores = []
         for first, last in zip([0, *inner.tolist()], [*inner.tolist(), N], strict=True):
-            store = gt.Store.create(store_name(), FIELDS, capacity=N, **options)
+            store = gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=N, **options)
             insert(store, first, last)
             stores.append(store)
         made.extend(stores)
@@ -198,7 +198,7 @@ def test_ranks_of_one_host_read_its_shard_without_moving_a_byte(make_stores: Cal
 def test_local_first_moves_the_surplus_and_ordered_nearly_all(store_name: Callable[[], str]) -> None:
     stores = []
     for shard in range(4):
-        stores.append(gt.Store.create(store_name(), FIELDS, capacity=60))
+        stores.append(gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=60))
         insert(stores[-1], shard * 60, shard * 60 + 60)
     try:
         _, first = over_ranks(stores, Uniform(seed=1), batches=40)
@@ -346,7 +346,7 @@ def test_rows_with_a_limit_on_samples_are_all_used_and_never_more_often(store_na
     for shards, ranks in ((1, 1), (1, 2), (2, 2), (4, 4)):
         stores = []
         for shard in range(shards):
-            stores.append(gt.Store.create(store_name(), FIELDS, capacity=N, max_times_sampled=1))
+            stores.append(gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=N, max_times_sampled=1))
             insert(stores[-1], N * shard // shards, N * (shard + 1) // shards)
 
         def body(rank: ThreadRankGroup, stores: Any = stores) -> tuple[list[int], list[gt.Batch]]:
@@ -540,7 +540,7 @@ def test_a_mixture_over_ranks_makes_the_batches_of_one_process(make_stores: Call
 @pytest.mark.parametrize("selection", [Prioritized(seed=1), Uniform(seed=1, replacement=False), Lifo(), Fifo(), TopK()])
 def test_no_torn_row_arrives_while_every_shard_is_overwritten(store_name: Callable[[], str], selection: Any) -> None:
     shards = 2
-    stores = [gt.Store.create(store_name(), FIELDS, capacity=40) for _ in range(shards)]
+    stores = [gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=40) for _ in range(shards)]
     for store in stores:
         # Priorities that have nothing to do with age, lest top-k ask for just the rows that are overwritten next.
         store.insert(
@@ -686,7 +686,12 @@ def test_ranks_that_disagree_are_told_so(
 
 def test_a_shard_of_another_schema_is_named_with_its_field_and_ranks(store_name: Callable[[], str]) -> None:
     stores = [
-        gt.Store.create(store_name(), {"obs": gt.Field((4, 2), "float32"), "x": gt.Field((), kind)}, capacity=4)
+        gt.Store.create(
+            store_name(),
+            {"obs": gt.Field((2,), "float32"), "x": gt.Field((), kind, per_row=True)},
+            max_length=4,
+            capacity=4,
+        )
         for kind in ("int64", "float32")
     ]
 
@@ -703,7 +708,7 @@ def test_a_field_that_one_shard_lacks_is_named_everywhere(
     make_stores: Callable[..., list[gt.Store]], store_name: Any
 ) -> None:
     (store,) = make_stores(1)
-    with gt.Store.create(store_name(), {"obs": FIELDS["obs"]}, capacity=4) as other:
+    with gt.Store.create(store_name(), {"obs": FIELDS["obs"]}, max_length=STEPS, capacity=4) as other:
 
         def body(rank: ThreadRankGroup) -> None:
             with pytest.raises((FieldError, RanksDisagreeError), match="has no field 'action'"):

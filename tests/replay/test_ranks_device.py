@@ -27,9 +27,9 @@ from geartrain.tools.testing import SimulatedDevice  # noqa: E402
 
 N, STEPS, B = 120, 30, 24
 FIELDS = {
-    "x": gt.Field((STEPS, 11), "float32"),
-    "pixels": gt.Field((STEPS, 3, 5), "uint8"),
-    "group": gt.Field((), "int64", timed=False),
+    "x": gt.Field((11,), "float32"),
+    "pixels": gt.Field((3, 5), "uint8"),
+    "group": gt.Field((), "int64", per_row=True),
 }
 
 
@@ -51,7 +51,7 @@ def make_shards(store_name: Callable[[], str]) -> Iterator[Callable[..., list[st
     def make(shards: int, **options: Any) -> list[str]:
         cuts = [0, *(N * 4 * (i + 1) // (5 * shards) // 4 * 4 for i in range(shards - 1)), N]
         for first, last in itertools.pairwise(cuts):
-            store = gt.Store.create(store_name(), FIELDS, capacity=N, **options)
+            store = gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=N, **options)
             store.native.advance_sequence(first + 1)
             lengths = np.random.default_rng(1).integers(1, STEPS + 1, N)[first:last]
             priorities = np.random.default_rng(2).random(N)[first:last]
@@ -185,7 +185,7 @@ def test_heads_tails_and_tensor_parallel_peers(
 def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], str], path: Any, packed: bool) -> None:
     """Every shard is written anew about once a batch, while two ranks of a shard read it for all four."""
     done = threading.Event()
-    stores = [gt.Store.create(store_name(), tagged.FIELDS, capacity=40) for _ in range(2)]
+    stores = [gt.Store.create(store_name(), tagged.FIELDS, max_length=tagged.STEPS, capacity=40) for _ in range(2)]
     for store in stores:
         tagged.insert(store, np.arange(1, 41))
     redrawn = [0.0] * 4

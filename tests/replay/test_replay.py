@@ -31,7 +31,9 @@ ROWS, STEPS = 200, 12
 @pytest.fixture
 def store(name):
     """200 rows of 1 to 12 steps; row i holds i * 100 + t at step t."""
-    with gt.Store.create(name, {"x": gt.Field((STEPS,), "int64"), "id": gt.Field((), "int32")}, capacity=ROWS) as made:
+    with gt.Store.create(
+        name, {"x": gt.Field((), "int64"), "id": gt.Field((), "int32", per_row=True)}, max_length=STEPS, capacity=ROWS
+    ) as made:
         values = np.arange(ROWS)[:, None] * 100 + np.arange(STEPS)
         priorities = np.arange(ROWS) % 5
         made.insert({"x": values, "id": np.arange(ROWS, dtype=np.int32)}, lengths=_lengths(), priorities=priorities)
@@ -217,7 +219,7 @@ def test_an_error_reaches_the_consumer_at_its_own_step_and_the_next_call_tries_a
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_empty_store_is_an_error_and_not_a_wait(name, prefetch):
-    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=9) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store:
         with gt.Replay(store, Uniform(), 4, prefetch=prefetch, min_rows=3) as replay:
             for n in (0, 1, 1):
                 store.insert({"x": np.zeros(n, np.int64)})
@@ -300,7 +302,7 @@ def test_closing_does_not_wait_for_ever_for_a_strategy_that_never_returns(store)
 
 
 def test_a_store_closed_under_a_prefetching_replay_is_an_error_and_not_a_crash(name):
-    store = gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=9)
+    store = gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9)
     store.insert({"x": np.zeros(9, np.int64)})
     with gt.Replay(store, Uniform(), 4, prefetch=2, timeout_s=patience(20)) as replay:
         replay.sample()
@@ -404,7 +406,7 @@ def test_a_forked_child_goes_on_with_the_same_batches_on_a_thread_of_its_own(sto
 
 
 def test_batches_are_full_and_whole_while_rows_turn_over(name):
-    with gt.Store.create(name, {"x": gt.Field((400,), "int64")}, capacity=6) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64")}, max_length=400, capacity=6) as store:
         store.insert({"x": np.zeros((3, 400), np.int64)})
         stop = threading.Event()
 

@@ -124,7 +124,7 @@ def test_window_ends_are_bit_for_bit_those_of_the_slow_reference():
 
 def test_a_store_gives_the_draws_of_an_array_with_its_priorities(name):
     priorities = np.random.default_rng(3).integers(0, 60, 300) / 4
-    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=300) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=300) as store:
         store.insert({"x": np.arange(300)}, priorities=priorities)
         ours, arrays = (
             Candidates.of_store(store.native, store.column),
@@ -200,7 +200,7 @@ def test_the_same_statistic_catches_a_bias_of_one_per_cent():
 
 
 def test_uniform_draws_from_a_store_skip_the_holes_and_favour_nobody(name):
-    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=ROWS) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=ROWS) as store:
         keys = store.insert({"x": np.arange(ROWS)}, priorities=0)
         gone = np.random.default_rng(4).random(ROWS) < 0.6
         store.delete(keys[gone])

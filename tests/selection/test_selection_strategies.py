@@ -28,14 +28,14 @@ from geartrain.selection import (
 )
 from geartrain.selection.strategy import traits_of
 
-FIELDS = {"x": gt.Field((6,), "int64"), "prompt": gt.Field((), "int64")}
+FIELDS = {"x": gt.Field((), "int64"), "prompt": gt.Field((), "int64", per_row=True)}
 NONE = np.empty(0, np.uint32)
 
 
 @pytest.fixture
 def store(store_name: Any) -> Any:
     """80 rows; row i holds i, belongs to prompt i // 4 and has priority 1 + i % 5."""
-    with gt.Store.create(store_name(), FIELDS, capacity=100) as made:
+    with gt.Store.create(store_name(), FIELDS, max_length=6, capacity=100) as made:
         n = np.arange(80)
         made.insert(
             {"x": np.repeat(n[:, None], 6, 1), "prompt": n // 4},
@@ -301,7 +301,9 @@ def test_all_priorities_follow_an_exponent_that_changes(store: gt.Store) -> None
 
 @pytest.mark.parametrize("remover", ["fifo", "lowest_priority"])
 def test_raising_all_priorities_keeps_sums_order_and_zeros(store_name: Any, remover: Any) -> None:
-    with gt.Store.create(store_name(), {"x": gt.Field((), "int64")}, capacity=500, remover=remover) as store:
+    with gt.Store.create(
+        store_name(), {"x": gt.Field((), "int64", per_row=True)}, capacity=500, remover=remover
+    ) as store:
         priorities = np.random.default_rng(0).uniform(0, 100, 400)
         priorities[::7] = 0
         store.insert({"x": np.arange(400)}, priorities=priorities)
@@ -348,7 +350,7 @@ def test_a_batch_carries_importance_weights_when_the_strategy_makes_them(store: 
 def test_a_mixture_draws_its_quotas_and_updates_the_right_stores(
     store: gt.Store, store_name: Any, prefetch: int
 ) -> None:
-    with gt.Store.create(store_name(), FIELDS, capacity=50) as online:
+    with gt.Store.create(store_name(), FIELDS, max_length=6, capacity=50) as online:
         online.insert({"x": np.full((40, 6), 1000), "prompt": np.zeros(40, np.int64)})
         mixture = Mixture([3, 1], [Uniform(0), Prioritized(1)])
         with gt.Replay(
@@ -382,7 +384,10 @@ def test_mixtures_that_cannot_be_are_refused(store: gt.Store, store_name: Any) -
     with pytest.raises(ArgumentError, match="need a Mixture"):
         gt.Replay([store, store], Uniform(), 4)
     with gt.Store.create(
-        store_name(), {"x": gt.Field((6,), "int32"), "prompt": gt.Field((), "int64")}, capacity=5
+        store_name(),
+        {"x": gt.Field((), "int32"), "prompt": gt.Field((), "int64", per_row=True)},
+        max_length=6,
+        capacity=5,
     ) as other:
         with pytest.raises(ArgumentError, match="must be the same in all stores"):
             gt.Replay([store, other], Mixture([1, 1], [Uniform(), Uniform()]), 4)

@@ -51,7 +51,9 @@ def cut(store_name: Callable[[], str]) -> Iterator[Callable[..., Shards]]:
         parts: Shards = []
         for first, last in zip(cuts(shards), cuts(shards)[1:], strict=False):
             store = gt.Store.create(
-                store_name(), {"number": gt.Field((), "int64"), "group": gt.Field((), "int64")}, capacity=N
+                store_name(),
+                {"number": gt.Field((), "int64", per_row=True), "group": gt.Field((), "int64", per_row=True)},
+                capacity=N,
             )
             made.append(store)
             store.native.advance_sequence(first + 1)

@@ -41,7 +41,9 @@ class Tempered(DeclaredStrategy):
 
 def make_store(name: str) -> gt.Store:
     rng = np.random.default_rng(3)
-    store = gt.Store.create(name, {"x": gt.Field((9, 3), "float32"), "y": gt.Field((), "int32")}, capacity=300)
+    store = gt.Store.create(
+        name, {"x": gt.Field((3,), "float32"), "y": gt.Field((), "int32", per_row=True)}, max_length=9, capacity=300
+    )
     values = {"x": rng.normal(size=(320, 9, 3)).astype("f"), "y": np.arange(320, dtype=np.int32)}
     store.insert(values, lengths=rng.integers(1, 10, 320), priorities=rng.random(320))  # the oldest are evicted
     store.delete(store.keys()[::7])
@@ -76,9 +78,9 @@ def same_batches(store: Any, strategy: Any, device: Any, *, packed: bool = False
 
 def nothing_torn(name: str, device: Any, select: str, pause_s: float) -> int:
     """Rows of one value each, overwritten as fast as a writer can; returns how many batches were whole."""
-    fields = {"x": gt.Field((50, 7), "float32")}
+    fields = {"x": gt.Field((7,), "float32")}
     done = threading.Event()
-    with gt.Store.create(name, fields, capacity=30) as store:
+    with gt.Store.create(name, fields, max_length=50, capacity=30) as store:
         store.insert({"x": np.zeros((30, 50, 7), "f")})
 
         def write() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import geartrain as gt
-from geartrain.core.schema import DTYPES, as_tensor
+from geartrain.core.dtypes import DTYPES, as_tensor
 from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO
 from geartrain.device.kernels.gather_reference import reference_gather, reference_window
 from geartrain.replay.device import Convert, gather_plan_of
@@ -34,18 +34,15 @@ def random_store(rng: np.random.Generator, name: str) -> gt.Store:
     for i in range(int(rng.integers(1, 5))):
         dtype = str(rng.choice(DTYPES_TRIED))
         step = tuple(int(n) for n in rng.integers(1, 12, int(rng.integers(0, 3))))
-        if rng.random() < 0.75 or i == 0:
-            fields[f"f{i}"] = gt.Field((length, *step), dtype)
-        else:
-            fields[f"f{i}"] = gt.Field(step, dtype, timed=False)
-    store = gt.Store.create(name, fields, capacity=int(rng.integers(3, 12)))
+        fields[f"f{i}"] = gt.Field(step, dtype, per_row=bool(rng.random() >= 0.75) and i > 0)
+    store = gt.Store.create(name, fields, max_length=length, capacity=int(rng.integers(3, 12)))
     for _ in range(int(rng.integers(1, 4))):  # rows are evicted and written anew
         for _ in range(store.capacity):
             with store.row(version=int(rng.integers(-5, 2**40))) as row:
                 for field, spec in fields.items():
                     column = store.column(field)
-                    raw = rng.integers(0, 2 if spec.dtype == "bool" else 100, spec.nbytes, dtype=np.uint8)
-                    column[row.index] = raw.view(column.dtype).reshape(spec.shape)
+                    raw = rng.integers(0, 2 if spec.dtype == "bool" else 100, spec.block_nbytes(length), dtype=np.uint8)
+                    column[row.index] = raw.view(column.dtype).reshape(spec.block_shape(length))
                 row.length = int(rng.integers(1, length + 1))
     return store
 

@@ -20,9 +20,9 @@ import pipeline_gato
 
 STEPS, EPISODES, LENGTH = 8, 12, 60
 FIELDS = {
-    "obs": gt.Field((LENGTH, demo.OBS), "float32"),
-    "action": gt.Field((LENGTH, demo.ACTION), "float32"),
-    "return_to_go": gt.Field((LENGTH,), "float32"),
+    "obs": gt.Field((demo.OBS,), "float32"),
+    "action": gt.Field((demo.ACTION,), "float32"),
+    "return_to_go": gt.Field((), "float32"),
 }
 
 
@@ -45,7 +45,7 @@ def main(out, name):
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
     if first:
-        store = gt.Store.create(name, FIELDS, capacity=EPISODES)
+        store = gt.Store.create(name, FIELDS, max_length=LENGTH, capacity=EPISODES)
         fill(store)
     dist.barrier()
     if not first:

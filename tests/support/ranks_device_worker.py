@@ -38,7 +38,7 @@ def finish(device: Any) -> None:
 
 def store_of(name: str, rank: int, size: int) -> gt.Store:
     first, last = N * rank // size // 4 * 4, N * (rank + 1) // size // 4 * 4
-    store = gt.Store.create(name, FIELDS, capacity=N)
+    store = gt.Store.create(name, FIELDS, max_length=STEPS, capacity=N)
     store.native.advance_sequence(first + 1)
     lengths = [number % STEPS + 1 for number in range(first, last)]
     store.insert(values(first, last), lengths=lengths, priorities=[1 + number % 5 for number in range(first, last)])

@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 from geartrain.core.arguments import default_threads
+from geartrain.core.dtypes import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
 from geartrain.core.keys import Keys
-from geartrain.core.schema import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.store.store import Store
@@ -216,9 +216,7 @@ class FetchPlan:
     def shape(self, name: str, n: int) -> tuple[int, ...]:
         """The shape of a field's array in a batch of n rows."""
         spec = self.store.fields[name]
-        if spec.timed:
-            return (n, self.window or spec.shape[0], *spec.step_shape)
-        return (n, *spec.shape)
+        return (n, *spec.block_shape(self.window or self.store.max_length))
 
     def fetch(
         self,

@@ -87,7 +87,7 @@ class Replay:
     Example:
         >>> import numpy as np
         >>> import geartrain as gt
-        >>> store = gt.Store.create("doc-replay", {"x": gt.Field((10, 2), "float32")}, capacity=4)
+        >>> store = gt.Store.create("doc-replay", {"x": gt.Field((2,), "float32")}, max_length=10, capacity=4)
         >>> _ = store.insert({"x": np.zeros((4, 10, 2), np.float32)})
         >>> with gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=3, window=5, num_batches=2) as replay:
         ...     [tuple(batch["x"].shape) for batch in replay]

@@ -83,7 +83,7 @@ class Rank:
 
     def fill(self, store: str, rows: int, row_bytes: int, capacity: int) -> dict[str, Any]:
         """Joins or makes a store and fills it to so many rows of noise, with exponential priorities."""
-        fields = {"x": Field((row_bytes // 4,), "float32", timed=False)}
+        fields = {"x": Field((row_bytes // 4,), "float32", per_row=True)}
         if store not in self.stores:
             self.stores[store] = Store.open(store, fields, create="missing", capacity=capacity)
         one = self.stores[store]

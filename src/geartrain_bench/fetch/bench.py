@@ -149,7 +149,9 @@ def _case(
     cpu = device == "cpu"
     laps = CPU_LAPS if cpu else QUICK_LAPS if quick else LAPS
     times: dict[str, list[harness.Lap]] = {}
-    with gt.Store.create(store_name, {"x": gt.Field(shape, "float32")}, capacity=capacity) as store:
+    with gt.Store.create(
+        store_name, {"x": gt.Field(shape[1:], "float32")}, max_length=shape[0], capacity=capacity
+    ) as store:
         several = max(1, min(64, int(64e6 / row_bytes)))
         piece = np.random.default_rng(0).random((several, *shape), dtype=np.float32)
         for at in range(0, capacity, several):

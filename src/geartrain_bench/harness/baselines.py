@@ -22,10 +22,18 @@ class BaselineProcess(AnsweringProcess):
     """
 
     def __init__(
-        self, name: str, python: str, rows: int, fields: Mapping[str, Field], setup_s: float = 240.0, kind: str = "rows"
+        self,
+        name: str,
+        python: str,
+        rows: int,
+        fields: Mapping[str, Field],
+        max_length: int = 1,
+        *,
+        setup_s: float = 240.0,
+        kind: str = "rows",
     ) -> None:
         super().__init__(name, python, WORKER, {"OMP_NUM_THREADS": "2", **VARIANTS.get(name, {})})
-        shapes = {name: [list(field.shape), field.dtype] for name, field in fields.items()}
+        shapes = {name: [list(field.block_shape(max_length)), field.dtype] for name, field in fields.items()}
         try:
             about = self.ask({"do": "setup", "kind": kind, "baseline": name, "rows": rows, "fields": shapes}, setup_s)
         except BaseException:

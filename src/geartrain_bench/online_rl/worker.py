@@ -76,8 +76,8 @@ def learn(context: Context, asked: dict[str, Any]) -> None:
     counters = SharedCounters.open(f"launch-{context.job}")
     replay = None
     if asked["loop"] != "bare":
-        shapes = environments_of(environments(ActorContext(0, 1, 0, 0))).fields(ROW_STEPS)
-        store = context.store(recorded_fields(shapes, ROW_STEPS), capacity=asked["capacity"] // 16)
+        shapes = environments_of(environments(ActorContext(0, 1, 0, 0))).fields()
+        store = context.store(recorded_fields(shapes), max_length=ROW_STEPS, capacity=asked["capacity"] // 16)
         publisher = context.publisher()
         publisher.publish(1, network.state_dict())
     until_s = time.monotonic() + 60

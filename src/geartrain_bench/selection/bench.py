@@ -266,7 +266,7 @@ class _SizeBench:
         harness.say(f"N {short(self.rows)}: filling a store")
         chunk = min(self.rows, 1_000_000)
         byte = np.zeros(chunk, np.uint8)
-        with Store.create(f"bench-{os.getpid()}", {"x": Field((), "uint8")}, capacity=self.rows) as store:
+        with Store.create(f"bench-{os.getpid()}", {"x": Field((), "uint8", per_row=True)}, capacity=self.rows) as store:
             for first in range(0, self.rows, chunk):
                 priorities = self.values[first : first + chunk].astype(np.float64) ** ALPHA
                 store.insert({"x": byte[: len(priorities)]}, priorities=priorities)

@@ -44,9 +44,8 @@ SEED = 20230723
 ALL_BASELINES = ("torchrl", "torchrl-thp", "cpprb", "reverb")
 
 
-def flat(row_bytes: int) -> dict[str, Field]:
-    """One field of 1 KB steps: nothing but bytes, so that the floor is exact."""
-    return {"x": Field((row_bytes // 1024, 256), "float32")}
+#: One field of 1 KB steps: nothing but bytes, so that the floor is exact.
+FLAT = {"x": Field((256,), "float32")}
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Table:
 
     name: str
     fields: dict[str, Field]
+    max_length: int
     data_bytes: int
     peer_bytes: int
     batches: tuple[int, ...]
@@ -64,7 +64,7 @@ class Table:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return sum(field.nbytes for field in self.fields.values())
+        return sum(field.block_nbytes(self.max_length) for field in self.fields.values())
 
     @property
     def rows(self) -> int:
@@ -72,12 +72,13 @@ class Table:
         return max(self.data_bytes // self.row_bytes, *self.batches)
 
 
-#: The shape of a robot-learning row: 103 steps, 103 KB.
+#: A step of robot learning, of which MULTI_STEPS make a row of 103 KB.
+MULTI_STEPS = 103
 MULTI = {
-    "obs": Field((103, 240), "float32"),
-    "action": Field((103, 8), "float32"),
-    "reward": Field((103,), "float32"),
-    "done": Field((103,), "uint8"),
+    "obs": Field((240,), "float32"),
+    "action": Field((8,), "float32"),
+    "reward": Field((), "float32"),
+    "done": Field((), "uint8"),
 }
 
 
@@ -98,10 +99,10 @@ class Plan:
 
 FULL = Plan(
     tables=(
-        Table("4 KB", flat(4096), 1500 * MB, 600 * MB, (32, 256, 1024)),
-        Table("100 KB", flat(102_400), 1500 * MB, 600 * MB, (32, 256, 1024)),
-        Table("1 MB", flat(1 << 20), 1100 * MB, 600 * MB, (32, 256, 1024)),
-        Table("100 KB in 4 fields", MULTI, 1500 * MB, 600 * MB, (32, 1024)),
+        Table("4 KB", FLAT, 4, 1500 * MB, 600 * MB, (32, 256, 1024)),
+        Table("100 KB", FLAT, 100, 1500 * MB, 600 * MB, (32, 256, 1024)),
+        Table("1 MB", FLAT, 1024, 1100 * MB, 600 * MB, (32, 256, 1024)),
+        Table("100 KB in 4 fields", MULTI, MULTI_STEPS, 1500 * MB, 600 * MB, (32, 1024)),
     ),
     repeats=21,
     case_s=20.0,
@@ -109,9 +110,9 @@ FULL = Plan(
 )
 QUICK = Plan(
     tables=(
-        Table("4 KB", flat(4096), 400 * MB, 200 * MB, (32, 1024), (1,), False),
-        Table("100 KB", flat(102_400), 400 * MB, 200 * MB, (32, 1024)),
-        Table("1 MB", flat(1 << 20), 400 * MB, 200 * MB, (32,), (1,), False),
+        Table("4 KB", FLAT, 4, 400 * MB, 200 * MB, (32, 1024), (1,), False),
+        Table("100 KB", FLAT, 100, 400 * MB, 200 * MB, (32, 1024)),
+        Table("1 MB", FLAT, 1024, 400 * MB, 200 * MB, (32,), (1,), False),
     ),
     repeats=11,
     case_s=2.0,
@@ -178,10 +179,12 @@ class _TableBench:
         table = self.table
         with contextlib.ExitStack() as stack:
             harness.say(f"{table.name}: filling {table.rows} rows")
-            store = stack.enter_context(Store.create(f"bench-{os.getpid()}", table.fields, capacity=table.rows))
+            store = stack.enter_context(
+                Store.create(f"bench-{os.getpid()}", table.fields, max_length=table.max_length, capacity=table.rows)
+            )
             self.store = store
             self.columns = [store.column(name) for name in table.fields]
-            noise = _noise(table.fields, min(64, table.rows), self.random)
+            noise = _noise(table, min(64, table.rows), self.random)
             while len(store) < table.rows:
                 n = min(64, table.rows - len(store))
                 store.insert({name: array[:n] for name, array in noise.items()})
@@ -211,7 +214,9 @@ class _TableBench:
                 continue
             harness.say(f"{self.table.name}: starting {name}")
             try:
-                baseline = stack.enter_context(BaselineProcess(name, python, rows, self.table.fields))
+                baseline = stack.enter_context(
+                    BaselineProcess(name, python, rows, self.table.fields, self.table.max_length)
+                )
             except BaselineError as error:
                 self._missing(name, str(error))
                 del self.wanted_peers[name]
@@ -258,7 +263,9 @@ class _TableBench:
 
     def _fetch_case(self, batch: int, threads: int) -> None:
         calls = max(1, self.plan.lap_bytes // (batch * self.table.row_bytes))
-        outputs = [_aligned((batch, *field.shape), field) for field in self.table.fields.values()]
+        outputs = [
+            _aligned((batch, *field.block_shape(self.table.max_length)), field) for field in self.table.fields.values()
+        ]
         every = range(len(self.columns))
 
         def draw() -> NDArray[np.uint32]:
@@ -348,7 +355,7 @@ class _TableBench:
 
     def _insert_case(self, batch: int, threads: int) -> None:
         calls = max(1, self.plan.lap_bytes // (batch * self.table.row_bytes))
-        source = _noise(self.table.fields, batch, self.random)
+        source = _noise(self.table, batch, self.random)
         arrays = list(source.values())
         places = self.table.rows // batch
         turn = 0
@@ -387,7 +394,7 @@ class _TableBench:
         """What a row costs beside the copy of its bytes, from Python and from C++."""
         store, n = self.store, self.plan.single_rows
         name = next(iter(self.table.fields))
-        source = _noise(self.table.fields, 1, self.random)
+        source = _noise(self.table, 1, self.random)
         one, column = source[name][0], self.columns[0]
 
         def times(body: Callable[[int], None]) -> list[float]:
@@ -528,16 +535,17 @@ def _aligned(shape: tuple[int, ...], field: Field) -> NDArray[Any]:
     return memory[start : start + nbytes].view(field.numpy_dtype).reshape(shape)
 
 
-def _noise(fields: dict[str, Field], n: int, random: np.random.Generator) -> dict[str, NDArray[Any]]:
+def _noise(table: Table, n: int, random: np.random.Generator) -> dict[str, NDArray[Any]]:
     """n rows, a warm array per field."""
     made: dict[str, NDArray[Any]] = {}
-    for name, field in fields.items():
-        array = _aligned((n, *field.shape), field)
+    for name, field in table.fields.items():
+        shape = field.block_shape(table.max_length)
+        array = _aligned((n, *shape), field)
         rows = min(n, 64)
         if field.dtype == "float32":
-            array[:rows] = random.standard_normal((rows, *field.shape), dtype=np.float32)
+            array[:rows] = random.standard_normal((rows, *shape), dtype=np.float32)
         else:
-            array[:rows] = random.integers(0, 2, (rows, *field.shape))
+            array[:rows] = random.integers(0, 2, (rows, *shape))
         for first in range(rows, n, rows):
             array[first : first + rows] = array[: min(rows, n - first)]
         made[name] = array

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.schema import DTYPES, torch_dtype
+from geartrain.core.dtypes import DTYPES, torch_dtype
 from geartrain.replay.device.options import Convert
 from geartrain.replay.device.transfer import BatchTransfer
 

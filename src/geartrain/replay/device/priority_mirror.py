@@ -26,7 +26,7 @@ LINK_GB_PER_S = 25.0
 LAUNCHES_US = 60.0
 
 # Counters of a store that tell that words have changed.
-_CHANGES = ("inserted", "evicted", "expired", "spent", "deleted", "abandoned", "priorities_updated", "repairs")
+_CHANGES = ("inserted", "evicted", "expired", "exhausted", "deleted", "abandoned", "priorities_updated", "repairs")
 
 
 def why_not(strategy: Strategy) -> str | None:

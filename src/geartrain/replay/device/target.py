@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.schema import round_up
 from geartrain.device.device import Device
 from geartrain.device.pinned_memory import Pin, pins
 from geartrain.errors import ArgumentError, PinError
@@ -40,12 +41,12 @@ def gather_plan_of(plan: FetchPlan, convert: Mapping[str, Convert], packed: bool
         spec = store.fields[name]
         offset, stride = layout["columns"][number]
         into = convert.get(name)
-        step_bytes = spec.step_nbytes if spec.timed else spec.nbytes
+        block_bytes, timed = spec.block_nbytes(store.max_length), not spec.per_row
         fields.append(
-            GatherField(name, spec.dtype, spec.itemsize, offset, stride, spec.nbytes, step_bytes, spec.timed)
+            GatherField(name, spec.dtype, spec.itemsize, offset, stride, block_bytes, spec.nbytes, timed)
             if into is None
             else GatherField(
-                name, spec.dtype, spec.itemsize, offset, stride, spec.nbytes, step_bytes, spec.timed,
+                name, spec.dtype, spec.itemsize, offset, stride, block_bytes, spec.nbytes, timed,
                 into.dtype, into.scale, into.shift,
             )
         )  # fmt: skip
@@ -112,7 +113,7 @@ class DeviceTarget:
         """Small host arrays, on the device by one copy."""
         import torch
 
-        sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
+        sizes = [round_up(array.nbytes, 16) for array in arrays]
         total = sum(sizes)
         if total == 0:
             return []

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.dtypes import DTYPES, torch_dtype
 from geartrain.core.keys import Keys
-from geartrain.core.schema import DTYPES, torch_dtype
 from geartrain.device.device import Device
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.target import DeviceTarget
@@ -137,8 +137,8 @@ class BatchTransfer:
             schema = plan.store.fields[spec.name]
             dtype = torch_dtype(DTYPES[spec.result or schema.dtype])
             shape = plan.shape(spec.name, n)
-            if self.steps_packed is not None and schema.timed:
-                shape = (self.steps_packed, *schema.step_shape)
+            if self.steps_packed is not None and not schema.per_row:
+                shape = (self.steps_packed, *schema.shape)
             fields[spec.name] = self._view(offset, dtype, *shape)
         batch = Batch(
             fields,

@@ -57,7 +57,8 @@ from geartrain.replay.distributed.checkpoint_steps import (
 )
 from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
 from geartrain.replay.distributed.restore import LoadOptions, adopt_segment, saved_shard
-from geartrain.store.checkpoint_reader import STORED_NAMES, Checkpoint, renamed, schema_of
+from geartrain.store.checkpoint_format import STORED_NAMES, renamed, schema_of
+from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.checkpoint_writer import Saved, save
 from geartrain.store.store import Store
 
@@ -352,6 +353,7 @@ def _write_shard(
     saved = save(
         store.native,
         store.fields,
+        store.max_length,
         store.options,
         target,
         base=base_checkpoint(root, here.steps, here.store_id, store.origin),
@@ -384,7 +386,7 @@ def _new_record(everyone: Sequence[SaveRequest], shards: list[dict[str, Any]], s
         "created": first.now,
         "world": len(everyone),
         "shards": shards,
-        "fields": schema_of(store.fields),
+        "fields": schema_of(store.fields, store.max_length),
         "limits": renamed(first.limits, STORED_NAMES),
         "state": None if first.state is None else json.loads(first.state),
     }

@@ -16,7 +16,7 @@ from geartrain.core.schema import Field
 from geartrain.errors import CheckpointError, RanksDisagreeError
 from geartrain.replay.distributed.checkpoint_steps import Steps, scan_steps
 from geartrain.replay.distributed.restore import SHARED_LIMITS, LoadOptions
-from geartrain.store.checkpoint_reader import make_directory
+from geartrain.store.checkpoint_format import make_directory
 from geartrain.store.store import Store
 
 # --- saving -----------------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ class SaveRequest:
     Attributes:
         store_id: of its segment.
         step, state, shard, keep: as of `save_checkpoint`; the state as JSON.
-        fields, limits: of its store.
+        fields, max_length, limits: of its store.
         steps: that are complete on its disk.
         token: the step's id, if this is rank 0.
         now: UTC, the step's time if this is rank 0.
@@ -41,6 +41,7 @@ class SaveRequest:
     shard: tuple[int, int] | None
     keep: int
     fields: dict[str, Field]
+    max_length: int
     limits: dict[str, Any]
     steps: Steps
     token: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -69,7 +70,8 @@ def save_request(
     make_directory(root)
     limits = {limit: store.options[limit] for limit in SHARED_LIMITS}
     steps, _ = scan_steps(root)
-    return SaveRequest(store.native.describe()["store_id"], step, text, shard, keep, store.fields, limits, steps)
+    store_id, schema = store.native.describe()["store_id"], (store.fields, store.max_length)
+    return SaveRequest(store_id, step, text, shard, keep, *schema, limits, steps)
 
 
 def shard_ranks(everyone: Sequence[SaveRequest]) -> list[list[int]]:
@@ -115,6 +117,11 @@ def check_save_requests(everyone: Sequence[SaveRequest], members: Sequence[Seque
             raise RanksDisagreeError(
                 f"the shards of ranks 0 and {rank} have their fields in another order: "
                 f"{', '.join(first.fields)} and {', '.join(one.fields)}"
+            )
+        if one.max_length != first.max_length:
+            raise RanksDisagreeError(
+                f"the shards of ranks 0 and {rank} have other schemas: rows of at most {first.max_length} steps "
+                f"and of {one.max_length}"
             )
         for limit, ours in first.limits.items():
             if one.limits[limit] != ours:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from geartrain.store.checkpoint_reader import json_checksum, sync_directory, write_json
+from geartrain.store.checkpoint_format import json_checksum, sync_directory, write_json
 
 FORMAT = "geartrain-shards"
 VERSION = 1

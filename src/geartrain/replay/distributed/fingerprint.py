@@ -31,7 +31,9 @@ def describe_job(parts: Sequence[StoreSampler], selection: Selection, batch_size
         for name in ("priority_fraction_bits", "max_times_sampled", "max_age_s"):
             job[f"{name}{which}"] = options[name]
         for name, spec in plan.store.fields.items():
-            job[f"field {name!r}{which}"] = f"{spec.dtype} {spec.shape}{'' if spec.timed else ' without time'}"
+            job[f"field {name!r}{which}"] = (
+                f"{spec.dtype} {spec.block_shape(plan.store.max_length)}{' without time' if spec.per_row else ''}"
+            )
     return job
 
 

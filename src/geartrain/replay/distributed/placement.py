@@ -140,7 +140,7 @@ class Placement:
     Example:
         >>> import numpy as np
         >>> import geartrain as gt
-        >>> store = gt.Store.create("doc-placement", {"x": gt.Field((10, 2), "float32")}, capacity=4)
+        >>> store = gt.Store.create("doc-placement", {"x": gt.Field((2,), "float32")}, max_length=10, capacity=4)
         >>> with Placement(store) as placement:
         ...     mine = placement.mine(np.array([0.5, 0.1, 2.0]))
         ...     _ = store.insert({"x": np.zeros((len(mine), 10, 2), np.float32)})
@@ -208,7 +208,9 @@ class Placement:
         }
         job["priority_fraction_bits"] = self.store.options["priority_fraction_bits"]
         for name, spec in self.store.fields.items():
-            job[f"field {name!r}"] = f"{spec.dtype} {spec.shape}{'' if spec.timed else ' without time'}"
+            job[f"field {name!r}"] = (
+                f"{spec.dtype} {spec.block_shape(self.store.max_length)}{' without time' if spec.per_row else ''}"
+            )
         fields = list(
             dict.fromkeys([*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())])
         )

@@ -45,7 +45,7 @@ class RowMover:
     def free_rows(self) -> int:
         """Rows that the shard takes before it evicts one."""
         counts = self.store.native.counters()
-        return max(0, min(counts["free"], self._max_rows - counts["committed"] - counts["growing"] - counts["writing"]))
+        return max(0, min(counts["free"], self._max_rows - counts["committed"] - counts["open"] - counts["writing"]))
 
     # --- which rows ---------------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from geartrain.core.keys import Keys
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
-from geartrain.store.checkpoint_reader import ROW_RECORD, Checkpoint, json_checksum, put_blocks, restore, write_json
+from geartrain.store.checkpoint_format import ROW_RECORD, json_checksum, write_json
+from geartrain.store.checkpoint_reader import Checkpoint, put_blocks, restore
 from geartrain.store.store import Store
 
 # Limits that shards of one population share.
@@ -202,7 +203,7 @@ class _ReshardedShard(SavedShard):
     def load(self, name: str, progress: bool, options: dict[str, Any]) -> Store:
         limits = {**self._limits(), **options}
         first = self._sources[0]
-        store = Store.create(name, first.fields, **limits)
+        store = Store.create(name, first.fields, max_length=first.max_length, **limits)
         try:
             self._fill(store, progress)
         except BaseException:
@@ -261,8 +262,8 @@ class _ReshardedShard(SavedShard):
         spec = self._sources[0].fields.get(name)
         if spec is None:
             raise FieldError(f"the shards have no field {name!r} to keep rows together by")
-        if spec.shape or spec.dtype.startswith(("float", "bfloat", "complex")):
-            raise ArgumentError(f"rows are kept together by a field of one whole number, {name!r} is {spec}")
+        if spec.shape or not spec.per_row or spec.dtype.startswith(("float", "bfloat", "complex")):
+            raise ArgumentError(f"rows are kept together by a field of one whole number a row, {name!r} is {spec}")
         values = np.empty(self._total, spec.numpy_dtype)
         for number, source in enumerate(self._sources):
             mine = self._shard_of == number

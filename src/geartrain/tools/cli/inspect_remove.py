@@ -175,8 +175,14 @@ def _describe(store: Store) -> dict[str, Any]:
         "name": store.name,
         "path": str(store.path),
         "fields": [
-            {"name": name, "shape": list(f.shape), "dtype": f.dtype, "timed": f.timed, "row_bytes": f.nbytes}
-            for name, f in store.fields.items()
+            {
+                "name": name,
+                "shape": list(field.shape),
+                "dtype": field.dtype,
+                "per_row": field.per_row,
+                "row_bytes": field.block_nbytes(store.max_length),
+            }
+            for name, field in store.fields.items()
         ],
         "rows": len(priorities),
         "capacity": store.capacity,
@@ -217,13 +223,13 @@ def _inspect_store(name: str, as_json: bool) -> None:
         f"{about['rows']:,} of {about['capacity']:,} rows, {about['steps']:,} steps, {about['bytes'] / 1e6:,.1f} MB, "
         + (f"{about['processes']} processes attached" if about["processes"] else "[yellow]no process attached[/]")
     )
-    table = Table("field", "shape of a row", "dtype", "timed", "bytes a row", title_justify="left")
+    table = Table("field", "shape of a step", "dtype", "once a row", "bytes a row", title_justify="left")
     for field in about["fields"]:
         table.add_row(
             escape(field["name"]),
             str(tuple(field["shape"])),
             field["dtype"],
-            "yes" if field["timed"] else "no",
+            "yes" if field["per_row"] else "no",
             f"{field['row_bytes']:,}",
         )
     out.print(table)
@@ -251,7 +257,7 @@ def _print_histogram(priorities: dict[str, Any]) -> None:
 
 
 def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
-    from geartrain.store.checkpoint_reader import read_manifest
+    from geartrain.store.checkpoint_format import read_manifest
 
     manifest = read_manifest(directory)
     if as_json:
@@ -263,7 +269,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
         f"checkpoint of {manifest['created']}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB"
         + (f", {shared / 1e6:,.1f} MB of them shared with other checkpoints" if shared else "")
     )
-    table = Table("field", "shape of a row", "dtype", "timed")
+    table = Table("field", "shape of a row's block", "dtype", "time in front")
     for field in manifest["fields"]:
         table.add_row(
             escape(field["name"]),

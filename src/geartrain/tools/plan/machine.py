@@ -151,7 +151,7 @@ def _measure_host_copy(cores: int) -> float:
 
 
 def _some_rows(row_bytes: int, rows: int) -> Any:
-    field = Field((row_bytes // 4,), "float32", timed=False)
+    field = Field((row_bytes // 4,), "float32", per_row=True)
     store = Store.create(f"plan-{os.getpid()}-{row_bytes}", {"x": field}, capacity=rows)
     noise = np.random.default_rng(0).standard_normal((64, row_bytes // 4), np.float32)
     while len(store) < rows:

@@ -180,7 +180,7 @@ class SimulatedDevice:
 
     def host_view(self, memory: NDArray[np.uint8]) -> Any:
         """A tensor over registered memory; refuses any other."""
-        from geartrain.core.schema import writable_tensor
+        from geartrain.core.dtypes import writable_tensor
 
         if memory.ctypes.data not in self.registered:
             raise PinError("simulated: the device cannot read memory that is not registered")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.schema import DTYPES, dtype_of_code, numpy_dtype
+from geartrain.core.dtypes import DTYPES, dtype_of_code, numpy_dtype
 from geartrain.errors import TransportError
 from geartrain.tools.testing.simulated_device import Event, Mark, SimulatedDevice, Stream
 
