@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
+from geartrain.core.schema import round_up
 from geartrain.replay.batch import Batch
 from geartrain.replay.device import (
     BatchTransfer,
@@ -26,7 +27,7 @@ from geartrain.replay.device import (
 )
 from geartrain.replay.device.layout import convert_rows
 from geartrain.replay.distributed.assembly_host import HostAssembler, raw_of
-from geartrain.replay.distributed.messages import RowLayout, RowMessage, padded
+from geartrain.replay.distributed.messages import RowLayout, RowMessage
 from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.read import ReadResult, RowBuffer
 from geartrain.replay.fetch import FetchPlan
@@ -191,7 +192,7 @@ class GatherAssembler(DeviceAssembler):
     def _message_memory(self, plan: FetchPlan, counts: Sequence[int]) -> Sequence[Bytes | None]:
         """All messages in one pinned buffer, which `_scatter` copies to the device."""
         sizes = [RowLayout.of(plan, n).nbytes for n in counts]
-        begins = np.cumsum([0, *(padded(size) for size in sizes)]).tolist()
+        begins = np.cumsum([0, *(round_up(size) for size in sizes)]).tolist()
         self._buffer, self._begins = self.targets[0].pool.take(begins[-1]), begins
         memory: Bytes = self._buffer.numpy()
         return [memory[at : at + size] for at, size in zip(begins, sizes, strict=False)]

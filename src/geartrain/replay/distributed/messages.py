@@ -25,8 +25,6 @@ from geartrain.replay.fetch import FetchPlan
 #: Version of the messages between ranks; ranks of different versions refuse each other.
 PROTOCOL = 2
 
-ALIGN = 64  # bytes, of each array in a message
-
 # Metadata of a row of a batch.
 ROW_HEADER = np.dtype(
     [
@@ -80,7 +78,7 @@ class RowLayout(NamedTuple):
         fields, at = [], 0
         for name in plan.names:
             fields.append(at)
-            at += padded(int(np.prod(plan.shape(name, n))) * plan.raw_dtype(name).itemsize)
+            at += round_up(int(np.prod(plan.shape(name, n))) * plan.raw_dtype(name).itemsize)
         stored = at + n * ROW_HEADER.itemsize
         return RowLayout(fields, at, stored, stored + n * STORED_ROW.itemsize * with_stored)
 
@@ -118,11 +116,6 @@ class RowMessage:
         return sum(int(array.nbytes) for array in self.arrays)
 
 
-def padded(size: int) -> int:
-    """A size in bytes, rounded up to `ALIGN`."""
-    return round_up(size, ALIGN)
-
-
 def flat_bytes(array: NDArray[Any]) -> Bytes:
     """A contiguous array as bytes, without a copy."""
     flat: Bytes = array.reshape(-1).view(np.uint8)
@@ -130,7 +123,6 @@ def flat_bytes(array: NDArray[Any]) -> Bytes:
 
 
 __all__ = [
-    "ALIGN",
     "PRIORITY_UPDATE",
     "PROTOCOL",
     "ROW_HEADER",
@@ -139,6 +131,5 @@ __all__ = [
     "RowLayout",
     "RowMessage",
     "flat_bytes",
-    "padded",
     "rank_status",
 ]
