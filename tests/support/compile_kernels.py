@@ -1,8 +1,9 @@
 """Compiles every kernel for GPUs that need not be there, and prints what came out as JSON.
 
-    python tests/support/compile_kernels.py cuda:80 cuda:90 cuda:100 hip:gfx942     every kernel, once (--all: every variant;
-                                                                            --gather, --select: only these)
-    python tests/support/compile_kernels.py --launches                              as DeviceCandidates launches them
+    python tests/support/compile_kernels.py cuda:80 cuda:90 cuda:100 hip:gfx942
+        every kernel, once (--all: every variant; --gather, --select: only these)
+    python tests/support/compile_kernels.py --launches
+        as DeviceCandidates launches them
 
 A program of its own, since Triton either compiles or interprets, whichever TRITON_INTERPRET said at import.
 """

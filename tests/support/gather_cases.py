@@ -1,7 +1,7 @@
 """Random batches, gathered by the Triton kernel and by the native code: they have to agree to the bit.
 
-`python tests/support/gather_cases.py SEED COUNT` runs some where Triton interprets (TRITON_INTERPRET=1), and prints what
-differed as JSON; tests/gpu runs them on a GPU.
+`python tests/support/gather_cases.py SEED COUNT` runs some where Triton interprets (TRITON_INTERPRET=1), and prints
+what differed as JSON; tests/gpu runs them on a GPU.
 """
 
 from __future__ import annotations
