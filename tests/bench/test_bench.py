@@ -149,7 +149,7 @@ def test_the_store_bench_says_what_a_row_costs_beside_its_bytes(tiny: BenchResul
     assert found["geartrain row()", "overhead"].unit == "us"
     assert found["geartrain insert", "overhead"].unit == "us"
     assert found["geartrain", "overhead"].unit == "ns"
-    assert found["geartrain", "books per row, trees included"].p50 > 48  # few rows: page padding shows
+    assert found["geartrain", "metadata per row, trees included"].p50 > 48  # few rows: page padding shows
 
 
 def test_peers_that_did_not_run_are_named_with_the_reason(tiny: BenchResult) -> None:

@@ -1,15 +1,15 @@
-"""The store against the memory it stands on: fetch and insert in GB/s, and what one row costs beside its bytes.
+"""Store throughput compared with memcpy: fetch and insert in GB/s, and the overhead of one row.
 
 Floors, in the same run, over the same memory: for fetch a C loop that copies the chosen rows out of the segment
 into warm memory and does nothing else; for insert a C loop that copies the same bytes from the same array to the
 place in the segment where they would go. Both with ordinary and with streaming stores, on one thread and, where
 two are allowed, on two that each do half and never wait for each other; the floor of a case is the one whose
-median is best. So a floor chooses its method with hindsight, which no system can.
+median is best. So a floor's method is chosen with hindsight, unlike any system's.
 
-"geartrain" is `fetch` by known keys and `insert`; "geartrain Replay" draws the rows as well, as the `sample` of
-every baseline does, and is what baselines should be compared with. NumPy and torch index the segment's own columns.
+"geartrain" is `fetch` by known keys and `insert`; "geartrain Replay" samples the rows as well, as the `sample` of
+every baseline does: compare baselines with it. NumPy and torch index the segment's own columns.
 
-How these numbers could mislead: see docs/benchmarks.md.
+Threats to validity: see docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import geartrain_bench.harness.timing as harness
 from geartrain.core.schema import Field
 from geartrain.replay.fetch import fetch
 from geartrain.replay.replay import Replay
-from geartrain.selection.strategy import Uniform
+from geartrain.selection import Uniform
 from geartrain.store.store import Store
 from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Clock, Lap, Row, System
@@ -50,7 +50,7 @@ FLAT = {"x": Field((256,), "float32")}
 
 @dataclass(frozen=True)
 class Table:
-    """A store to be measured: its rows, and how many bytes of them."""
+    """A store to be measured: its rows, and their total bytes."""
 
     name: str
     fields: dict[str, Field]
@@ -68,7 +68,7 @@ class Table:
 
     @property
     def rows(self) -> int:
-        """Rows of the store: as many as fit, and no fewer than the largest batch."""
+        """Rows of the store: as many as fit, at least the largest batch."""
         return max(self.data_bytes // self.row_bytes, *self.batches)
 
 
@@ -84,7 +84,7 @@ MULTI = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure."""
+    """Cases to measure, and time limits."""
 
     tables: tuple[Table, ...]
     repeats: int
@@ -129,11 +129,11 @@ def main(
     plot_path: Path | None = None,
     baselines: dict[str, str] | None = None,
 ) -> BenchResult:
-    """Measures, prints the table, writes what was asked for, and returns the result.
+    """Measures, prints the table, writes the requested files, and returns the result.
 
-    `baselines` maps "torchrl", "torchrl-thp" (torch's allocator told to use huge pages), "cpprb" and "reverb" to the
+    `baselines` maps "torchrl", "torchrl-thp" (torch's allocator with huge pages), "cpprb" and "reverb" to the
     interpreter of an environment that has it; GEARTRAIN_BASELINE_PYTHON_TORCHRL and the like do the same. `--quick`
-    fits baselines too, as far as its minute allows.
+    includes baselines as far as its minute allows.
     """
     result = run(QUICK if quick else FULL, {**report.parse_baselines([]), **(baselines or {})}, quick=quick)
     report.report(result, json_path, plot_path)
@@ -149,7 +149,7 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchR
         if name not in baselines:
             result.baselines_missing[name] = f"no interpreter given (--baseline-python {name}=/path/to/python)"
     for name in set(baselines) - set(ALL_BASELINES):
-        result.baselines_missing[name] = f"unknown to this bench, which knows {', '.join(ALL_BASELINES)}"
+        result.baselines_missing[name] = f"unknown to this benchmark, which has {', '.join(ALL_BASELINES)}"
     cases = sum(2 * len(table.batches) * len(table.threads) for table in plan.tables)
     clock = Clock(plan.budget_s, cases)
     baselines = {name: python for name, python in baselines.items() if name in ALL_BASELINES}
@@ -175,7 +175,7 @@ class _TableBench:
         self.as_torch = "torch" in result.versions
 
     def measure(self, *, single_rows: bool) -> None:
-        """Everything about this table, in an order that keeps memory low: baselines go before the largest batches."""
+        """All cases of this table, in an order that limits memory: baselines are closed before the largest batches."""
         table = self.table
         with contextlib.ExitStack() as stack:
             harness.say(f"{table.name}: filling {table.rows} rows")
@@ -198,7 +198,9 @@ class _TableBench:
                         for threads in table.threads:
                             what(batch, threads)
                 if self.baselines and large:
-                    self._end_peers(f"{batch_list(large)} rows of {table.name} would not fit into memory beside ours")
+                    self._end_peers(
+                        f"{batch_list(large)} rows of {table.name} would not fit into memory together with geartrain's"
+                    )
             if single_rows:
                 self._single_rows()
                 self._bytes_per_row()
@@ -242,9 +244,9 @@ class _TableBench:
         for baseline in list(self.baselines):
             try:
                 if baseline.threads(threads) != threads:
-                    continue  # it has no threads; its figure stands in the case with one
+                    continue  # it has no threads; its figure is in the case with one
 
-                # Bound now: the loop's names change. Three calls at least, for baselines that work ahead.
+                # Bound now: the loop's names change. Three calls at least, for baselines that prefetch.
                 def one_lap(
                     baseline: BaselineProcess = baseline, calls: int = max(calls, 3 if baseline.name == "reverb" else 1)
                 ) -> Lap:
@@ -391,7 +393,7 @@ class _TableBench:
     # --- one row --------------------------------------------------------------------------------------------
 
     def _single_rows(self) -> None:
-        """What a row costs beside the copy of its bytes, from Python and from C++."""
+        """Overhead of a row, without the copy of its bytes, from Python and from C++."""
         store, n = self.store, self.plan.single_rows
         name = next(iter(self.table.fields))
         source = _noise(self.table, 1, self.random)
@@ -435,9 +437,11 @@ class _TableBench:
         fixed = 32768  # header, control, field records and clients, whatever the number of rows
         per_row = (about["nbytes"] - about["column_bytes"] - fixed) / about["capacity"]
         case = f"{about['capacity']} rows"
-        self._add(Row(case, "geartrain", "books per row, trees included", "B", per_row, per_row, per_row, per_row, 1.0))
+        self._add(
+            Row(case, "geartrain", "metadata per row, trees included", "B", per_row, per_row, per_row, per_row, 1.0)
+        )
 
-    # --- writing down ---------------------------------------------------------------------------------------
+    # --- results -------------------------------------------------------------------------------------------
 
     def _record(self, what: str, batch: int, threads: int, systems: list[System]) -> None:
         nbytes = batch * self.table.row_bytes
@@ -474,7 +478,7 @@ class _TableBench:
 
 
 def _floors(floor: Callable[[bool, int], Lap], threads: int) -> list[System]:
-    """Both ways of storing, on one thread and, where allowed, on two."""
+    """Plain and streaming stores, on one thread and, where allowed, on two."""
     systems = []
     for parts in range(1, threads + 1):
         for stream in (False, True):
@@ -487,7 +491,7 @@ def _floors(floor: Callable[[bool, int], Lap], threads: int) -> list[System]:
 
 
 def _in_parts(calls: int, parts: int, work: Callable[[int, int, int], None]) -> Lap:
-    """`work(part, first, last)` makes those of `calls + 1` calls, for every part at once, the first one untimed.
+    """`work(part, first, last)` runs those of `calls + 1` calls, for every part in parallel, the first one untimed.
 
     The time is that of the slowest part: from when all were running to its end.
     """
@@ -553,7 +557,7 @@ def _noise(table: Table, n: int, random: np.random.Generator) -> dict[str, NDArr
 
 
 def batch_list(batches: list[int]) -> str:
-    """Batch sizes as words."""
+    """Batch sizes as text."""
     return " and ".join(map(str, batches))
 
 

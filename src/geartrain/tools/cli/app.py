@@ -1,4 +1,4 @@
-"""The command itself: what its parts are added to, and how an error is shown."""
+"""Typer application, and the display of errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ out = Console()
 
 @contextlib.contextmanager
 def errors() -> Iterator[None]:
-    """Shows what was refused as one line on stderr, not as a traceback."""
+    """Prints an error as one line on stderr, not as a traceback."""
     try:
         yield
     except GeartrainError as error:
@@ -31,6 +31,6 @@ def errors() -> Iterator[None]:
 
 
 def die(message: str, code: int = 1) -> NoReturn:
-    """Says it on stderr, and ends."""
+    """Prints it on stderr, and exits."""
     Console(stderr=True).print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
     raise typer.Exit(code)

@@ -236,7 +236,7 @@ def _inspect_store(name: str, as_json: bool) -> None:
     limits = {key: value for key, value in about["options"].items() if value is not None}
     out.print("options   " + ", ".join(f"{key}={value}" for key, value in limits.items()))
     shown = {key: value for key, value in about["counters"].items() if value}
-    out.print("counters  " + (", ".join(f"{key} {value:,}" for key, value in shown.items()) or "nothing happened yet"))
+    out.print("counters  " + (", ".join(f"{key} {value:,}" for key, value in shown.items()) or "none yet"))
     if about["versions"]:
         out.print(f"versions  {about['versions'][0]} to {about['versions'][1]}")
     _print_histogram(about["priorities"])
@@ -281,7 +281,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
 
 
 def _inspect_steps(directory: Path, as_json: bool) -> None:
-    from geartrain.replay.distributed.checkpoint import describe_steps
+    from geartrain.replay.distributed.checkpoint_steps import describe_steps
 
     steps = describe_steps(directory)
     if as_json:
@@ -324,7 +324,7 @@ def _inspect_steps(directory: Path, as_json: bool) -> None:
 def _audit(name: str) -> None:
     store = Store.open(name, adopt=True)
     problems = store.audit()
-    store.close(keep=True)  # an audit must not remove what a dead run has left
+    store.close(keep=True)  # an audit must not remove a dead run's store
     for problem in problems:
         out.print(f"[red]wrong:[/] {escape(problem)}")
     if problems:
@@ -336,28 +336,28 @@ def _audit(name: str) -> None:
 def remove(
     name: Annotated[str, typer.Argument(help="The name of a store, of weights or of counters, or a store's path.")],
     force: Annotated[
-        bool, typer.Option(help="Even while processes use it; they keep the memory until they end.")
+        bool, typer.Option(help="Even while processes use it; the memory is freed when they end.")
     ] = False,
 ) -> None:
-    """Remove a store, a model's weights, or counters, that a run has left behind."""
+    """Remove a stale store, a model's weights, or counters."""
     with errors():
         if _is_weights(name):
             about = weights.describe(name)
             if about.in_use and not force:
-                die(f"living processes use the weights {name!r}; --force removes the name all the same")
+                die(f"living processes use the weights {name!r}; --force removes the name regardless")
             weights.unlink(name)
             out.print(f"removed the weights {name} (version {about.version}, {about.file_bytes / 1e6:,.1f} MB)")
             return
         if _is_counters(name):
             if counters.describe(name).in_use and not force:
-                die(f"the process that created the counters {name!r} is alive; --force removes the name all the same")
+                die(f"the process that created the counters {name!r} is alive; --force removes the name regardless")
             counters.unlink(name)
             out.print(f"removed the counters {name}")
             return
         store = Store.peek(name)
         users = store.native.live_clients()
         if users and not force:
-            die(f"{users} living processes use {name!r}; --force removes its name all the same")
+            die(f"{users} living processes use {name!r}; --force removes its name regardless")
         rows = len(store)
         store.unlink()
         out.print(f"removed {name} ({rows:,} rows, {store.nbytes / 1e6:,.1f} MB)")

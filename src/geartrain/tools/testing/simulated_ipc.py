@@ -74,7 +74,7 @@ class _IpcMark(Mark):
 
 
 class IpcEvent(Event):
-    """Two numbers in a file: of records, and of those that their stream has come to."""
+    """Two counters in a file: records, and records that their stream has reached."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
