@@ -162,7 +162,7 @@ def learn(
         min_size_to_sample=2 * rows,
         error_buffer=rows * max(1.0, chosen.samples_per_row),
     )
-    selection = gt.selection.Group(
+    selection = gt.selection.GroupSampling(
         "prompt", GROUP, seed=chosen.seed, limits=gt.selection.Limits(min_version=lambda: version - MAX_STALE)
     )
     with (

@@ -26,8 +26,8 @@ struct Buffers {
 
 Buffers& the_buffers() {
   static auto* pool = [] {
-    auto* made = new Buffers();  // never deleted: arrays may come back while the process exits
-    // A fork must not leave the child a lock that nobody will release.
+    auto* made = new Buffers();  // never deleted: arrays may be returned while the process exits
+    // A fork must not leave the child a lock whose holder does not exist there.
     static Buffers* of_process = made;
     ::pthread_atfork([] { of_process->mutex.lock(); }, [] { of_process->mutex.unlock(); },
                      [] { of_process->mutex.unlock(); });

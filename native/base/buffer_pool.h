@@ -1,7 +1,8 @@
-// Warm memory for batches. A fresh 100 MB buffer costs 25,000 page faults before its first byte; a used one none.
+// Pool of warm buffers for batches. A fresh 100 MB buffer costs 25,000 page faults before its first byte; a used one
+// none.
 //
-// Buffers come back when their last user lets go (in Python: when the last array over them is collected), so a batch
-// that somebody still holds is never overwritten. What is kept for later is limited; see kKeepBytes.
+// Buffers return when their last reference is dropped (in Python: when the last array over them is collected), so a
+// batch that is still referenced is never overwritten. What the pool keeps is bounded; see kKeepBytes.
 #pragma once
 
 #include <cstddef>

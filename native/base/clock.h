@@ -1,4 +1,4 @@
-// The two clocks: one for waits, one for ages that must survive a restart.
+// Clocks: a monotonic one for waits, a wall clock for ages that must survive a restart.
 #pragma once
 
 #include <time.h>

@@ -19,8 +19,8 @@ namespace {
 using Kernel = void (*)(unsigned char* to, const unsigned char* from, size_t bytes);
 
 #if defined(__SANITIZE_THREAD__)
-// Readers race with writers by design (the generation tells them afterwards). ThreadSanitizer must not see that
-// race, and must see every other: so the copy is made by code it does not watch.
+// Readers race with writers by design (the generation detects it afterwards). ThreadSanitizer must not see that
+// race, and must see every other: so the copy is made by code it does not instrument.
 __attribute__((no_sanitize("thread"), noinline)) void plain(unsigned char* to, const unsigned char* from,
                                                             size_t bytes) {
   for (size_t i = 0; i < bytes; ++i) {
@@ -123,7 +123,7 @@ void copy_block(void* to, const void* from, size_t bytes, bool stream) {
 size_t stream_from() {
   static const size_t threshold = [] {
     const long cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
-    // A virtual machine may be told of the caches of the whole host, of which it has a slice.
+    // A virtual machine may report the caches of the whole host, of which it has a slice.
     constexpr size_t kMost = size_t{20} << 20;
     return cache > 0 ? std::min(static_cast<size_t>(cache) / 5 * 3, kMost) : kMost;
   }();

@@ -1,9 +1,9 @@
-// Copying blocks: plain for what the reader will find in its cache, streaming for what is too large for it.
+// Block copies: plain for what the reader will find in its cache, streaming for what is too large for it.
 //
 // A streaming copy writes around the cache: the destination's lines are not first read from memory, a third of
 // the traffic. It pays once a batch outgrows the last-level cache and costs below that (docs/benchmarks.md).
 // The widest form the CPU has is chosen at run time. `stream_fence` must follow streaming copies, on the thread
-// that made them, before anyone is told of the data.
+// that made them, before the data is published.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@ namespace geartrain {
 // destination together. On a machine with 32 MB of it the crossover lies between 13 and 26 MB.
 size_t stream_from();
 
-// The source may be overwritten meanwhile by another process (a torn row): the bytes are then worthless, and the
-// caller finds out from the row's generation.
+// The source may be overwritten meanwhile by another process (a torn row): the bytes are then invalid, and the
+// caller detects it by the row's generation.
 void copy_block(void* to, const void* from, size_t bytes, bool stream);
 void zero_block(void* to, size_t bytes);
 void stream_fence();

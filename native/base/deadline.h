@@ -1,4 +1,4 @@
-// Deadlines: points on the monotonic clock, so that a wait in several steps ends when it was to end.
+// Deadlines: points on the monotonic clock, so that a wait in several steps ends at one time.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace geartrain {
 
-// A point in time at which a wait gives up.
+// The point in time at which a wait times out.
 class Deadline {
  public:
   // A negative or absurdly long wait becomes none, or a hundred years.

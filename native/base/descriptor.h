@@ -1,8 +1,8 @@
-// File descriptors that stay with the process that made them.
+// File descriptors that are closed in forked children.
 //
 // A connection that a forked child inherits would be two processes reading one stream, and its end would not be seen
 // by the peer while either lives. So a child closes every Descriptor of its parent at the fork, before any other code
-// runs in it, and forks() tells objects made before that they are somebody else's. Any thread.
+// runs in it, and forks() lets objects made before the fork detect that they are the parent's. Any thread.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@
 
 namespace geartrain {
 
-// How many forks lie between this process and the one that loaded the library.
+// The number of forks between this process and the one that loaded the library.
 uint64_t forks();
 
 class Descriptor {
  public:
   Descriptor() = default;
-  explicit Descriptor(int fd);  // takes it over; a negative one is none
+  explicit Descriptor(int fd);  // takes ownership; a negative one is none
   Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)), forks_(other.forks_) {}
   Descriptor& operator=(Descriptor&& other) noexcept {
     std::swap(fd_, other.fd_);

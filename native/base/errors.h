@@ -1,5 +1,5 @@
-// The native layer's errors: one exception type that carries which named Python error it becomes.
-// Anyone may throw; nothing here allocates beyond the message.
+// Errors of the native layer: one exception type with a kind for each named Python error.
+// Any thread may throw; nothing here allocates beyond the message.
 #pragma once
 
 #include <sstream>
@@ -8,7 +8,7 @@
 
 namespace geartrain {
 
-// Each kind is one class of geartrain.errors; bind/module.cc holds the table.
+// Each kind is one class of geartrain.errors; python/errors.cc holds the table.
 enum class ErrorKind {
   schema,
   exists,

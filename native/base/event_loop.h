@@ -1,12 +1,12 @@
-// One thread that waits for many sockets: the event loop of a Group or a Reducer, and the only thread that touches
+// Event loop: one thread that waits for many sockets, of a Group or a Reducer, and the only thread that touches
 // their links.
 //
 //   EventLoop loop("geartrain group");
 //   loop.post([&] { loop.watch(fd, EPOLLIN, &handler); });   // any thread; runs on the loop's
 //
-// It sleeps in epoll_wait, or not at all: rings in shared memory (Pollable) are looked at before every sleep. A sleeper
-// says so in their memory, and whoever writes there then wakes it. Timers are one function that says when it wants to
-// be called again. No handler may wait for anything.
+// It sleeps in epoll_wait, or not at all: rings in shared memory (Pollable) are polled before every sleep. A sleeper
+// announces itself in their memory, and the peer that writes there wakes it. Timers are one function, which returns
+// when it has to be called again. No handler may block.
 //
 // Handlers are destroyed by discard() only, after the round of events that they may still be part of.
 #pragma once
@@ -31,12 +31,12 @@ class EventLoop {
     virtual ~Handler() = default;
     virtual void ready(uint32_t events) = 0;
   };
-  // Something that no descriptor tells of while the loop is awake.
+  // A source without a descriptor that becomes ready while the loop is awake.
   class Pollable {
    public:
     virtual ~Pollable() = default;
-    virtual bool look() = 0;            // does what there is; false: nothing
-    virtual bool announce_sleep() = 0;  // false: there is something after all
+    virtual bool look() = 0;            // handles what is ready; false: nothing was
+    virtual bool announce_sleep() = 0;  // false: there is something to handle after all
     virtual void announce_wake() = 0;
   };
 
@@ -50,7 +50,7 @@ class EventLoop {
   // Runs what was posted before, then ends the thread. Not from the loop's own thread.
   void stop();
   bool here() const { return std::this_thread::get_id() == id_.load(); }
-  // A descriptor whose reading wakes the loop: given to peers that share memory with it.
+  // A descriptor that wakes the loop when it becomes readable: passed to peers that share memory with it.
   int wake_descriptor() const { return wake_.get(); }
 
   // --- on the loop's thread -----------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-// Locks that the kernel drops when their owner dies: on bytes of a file, which need not exist, owned by an open file.
+// File locks that the kernel drops when their owner dies: on bytes of a file, which need not exist, owned by an open
+// file.
 //
-// An open file's lock (F_OFD_SETLK) goes with its last descriptor, which is to say when the process ends, however it
+// An open file's lock (F_OFD_SETLK) is released with its last descriptor, hence when the process ends, however it
 // ends. Unlike a pid it cannot be mistaken for another process's: pids are reused, and two containers that share a
-// file can both run as pid 1. Whoever opens the file again owns nothing of the first open file's locks.
+// file can both run as pid 1. A second open of the file owns none of the first open file's locks.
 //
-// A forked child shares its parent's open file, and so its locks: they stay until both have let go of it. A child that
+// A forked child shares its parent's open file, and so its locks: they are held until both have closed it. A child that
 // wants locks of its own opens the file again (store.cc, weights/segment.py).
 //
 // Any thread and process. A shared lock needs a descriptor that may be read, an exclusive one that may be written, and
@@ -23,10 +24,10 @@ enum class LockKind : uint8_t { shared, exclusive };
 // Throws os: the descriptor or its file system cannot do it.
 bool take_file_lock(int fd, uint64_t byte, LockKind kind = LockKind::exclusive);
 
-// Tries until it may have the lock; false at the deadline, or at the first signal that comes while it waits.
+// Retries until the lock is granted; false at the deadline, or at the first signal that arrives while it waits.
 bool wait_for_file_lock(int fd, uint64_t byte, LockKind kind, Deadline deadline);
 
-// Of a lock that this open file has, or has not.
+// Releases a lock that this open file may hold.
 void drop_file_lock(int fd, uint64_t byte);
 
 // Whether some *other* open file has the lock, of either kind. Throws os.

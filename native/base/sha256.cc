@@ -128,7 +128,7 @@ void random_bytes(std::span<uint8_t> out) {
   while (!out.empty()) {
     const ssize_t got = ::getrandom(out.data(), out.size(), 0);
     if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) fail(ErrorKind::os, "the kernel gives no random bytes: ", std::strerror(errno));
+    if (got <= 0) fail(ErrorKind::os, "the kernel returns no random bytes: ", std::strerror(errno));
     out = out.subspan(static_cast<size_t>(got));
   }
 }

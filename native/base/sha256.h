@@ -1,4 +1,4 @@
-// SHA-256 and HMAC-SHA-256 (FIPS 180-4, RFC 2104), for proofs that a peer knows the cluster's secret.
+// SHA-256 and HMAC-SHA-256 (FIPS 180-4, RFC 2104), for proofs of the cluster's secret.
 //
 // A few hundred bytes per connection: plain code, no dependency. Any thread.
 #pragma once

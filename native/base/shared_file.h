@@ -1,11 +1,11 @@
-// A file mapped into memory and shared by every process that maps it: the ground a segment stands on.
+// Shared mappings of files: the memory of a segment.
 //
 // A segment is a file, in /dev/shm (memory) or anywhere else that can be mapped (an NVMe disk). A new file
-// is built without a name and appears under its own in one step (publish), so that nobody ever sees half a
+// is built without a name and appears under its own in one step (publish), so that no process ever sees half a
 // segment. The mapping outlives the file's name: unlink removes the name, the memory goes when the
 // last process unmaps it.
 //
-// Threads: a Mapping is made and destroyed by one thread; its memory is anyone's.
+// Threads: a Mapping is made and destroyed by one thread; its memory may be used by any.
 #pragma once
 
 #include <cstddef>
@@ -22,9 +22,9 @@ void exchange_paths(const std::string& one, const std::string& other);
 
 class Mapping {
  public:
-  // A new file of `bytes` zeros beside `path`, not yet visible under that name. With `reserve`, every block
-  // is allocated now, so that a full file system is an error here and not a SIGBUS later.
-  // Throws no_space (how much there is, what to do), missing (the directory), os.
+  // A new file of `bytes` zeros in the directory of `path`, not yet visible under that name. With `reserve`, every
+  // block is allocated now, so that a full file system is an error here and not a SIGBUS later. Throws no_space (how
+  // much there is, what to do), missing (the directory), os.
   static Mapping create(const std::string& path, uint64_t bytes, bool reserve);
 
   // The file at `path`, whole. Throws missing, os.
@@ -38,7 +38,7 @@ class Mapping {
   // Gives the file its name. Throws exists when the name is taken.
   void publish();
 
-  // Removes the name if it still means this file; false when it does not (any more).
+  // Removes the name if it still refers to this file; false when it does not (any more).
   bool unlink();
 
   std::byte* data() const { return data_; }

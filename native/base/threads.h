@@ -1,4 +1,4 @@
-// A few threads that copy. One pool per process, made on first use and again after a fork.
+// Thread pool for copies: one per process, made on first use and again after a fork.
 //
 // Any thread may call parallel_for; the caller works too, so progress never depends on a free worker.
 #pragma once
@@ -22,7 +22,7 @@ void parallel_for(size_t count, size_t grain, unsigned threads, Body&& body) {
       &body);
 }
 
-// Cores this process may use, as its affinity mask says.
+// Cores in this process's affinity mask.
 unsigned available_cores();
 
 }  // namespace geartrain

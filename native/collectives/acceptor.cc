@@ -13,15 +13,15 @@ namespace geartrain {
 namespace {
 
 constexpr size_t kMostNewcomers = 4096;
-constexpr double kJoinTimeoutS = 10;    // to say who one is
-constexpr double kEarlyTimeoutS = 300;  // to be waited for by a group that is not ready
+constexpr double kJoinTimeoutS = 10;    // to send its Join
+constexpr double kEarlyTimeoutS = 300;  // for a group that is not ready
 constexpr size_t kJoinFds = 2;          // the rings' memory, and the dialer's eventfd
 
 }  // namespace
 
 // --- the listening side ---------------------------------------------------------------------------------------------
 
-// Somebody who has proved to know the secret and has yet to say what for.
+// A connection that has proved the secret and has yet to send its Join.
 class Acceptor::Newcomer final : public EventLoop::Handler {
  public:
   Newcomer(Acceptor& acceptor, Descriptor socket, bool local)
@@ -81,32 +81,32 @@ void Acceptor::drop(Newcomer& newcomer, bool refused) {
   newcomers_.erase(place);
 }
 
-// Reads the Join, and lets in or refuses. The newcomer may be dropped afterwards.
+// Reads the Join, and admits or refuses the newcomer, which may be dropped afterwards.
 void Acceptor::step(Newcomer& newcomer) {
   std::unique_ptr<Link> link;
-  Join said{};
+  Join accepted{};
   try {
     while (newcomer.filled < sizeof(Join)) {
       const auto rest = std::as_writable_bytes(std::span(&newcomer.join, 1)).subspan(newcomer.filled);
       const ssize_t got = receive_with_fds(newcomer.socket.get(), rest, &newcomer.fds);
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && errno == EAGAIN) return;
-      // Somebody who found a better way in the meantime.
+      // A dialer that chose another path in the meantime.
       if (got == 0 && newcomer.filled == 0) return drop(newcomer, false);
       if (got <= 0) fail(ErrorKind::peer_lost, "it hung up");
-      if (newcomer.fds.size() > kJoinFds) fail(ErrorKind::frame, "descriptors that nobody asked for");
+      if (newcomer.fds.size() > kJoinFds) fail(ErrorKind::frame, "unexpected descriptors");
       newcomer.filled += static_cast<size_t>(got);
       if (newcomer.filled == sizeof(Join)) newcomer.deadline = Deadline::after(kEarlyTimeoutS);
     }
     const Join& join = newcomer.join;
-    if (join.magic != kCollectiveMagic) fail(ErrorKind::frame, "what came is no join");
+    if (join.magic != kCollectiveMagic) fail(ErrorKind::frame, "malformed Join");
     std::string refusal;
     Host::Verdict verdict = Host::Verdict::refused;
     if (join.version != kCollectiveVersion) {
-      refusal = "it speaks version " + std::to_string(kCollectiveVersion) + " of the protocol";
+      refusal = "it has version " + std::to_string(kCollectiveVersion) + " of the protocol";
     } else if (join.world == 0 || join.world > kMostMembers || join.rank >= join.world || join.owners == 0 ||
                join.owners > kMostMembers) {
-      refusal = "no such group can be";
+      refusal = "the group's sizes are invalid";
     } else if (join.ring_bytes != 0 && (join.ring_bytes != kRingBytes || newcomer.fds.size() != kJoinFds)) {
       refusal = "rings of another size, or without their memory";
     } else {
@@ -125,12 +125,12 @@ void Acceptor::step(Newcomer& newcomer) {
     if (verdict == Host::Verdict::refused) return drop(newcomer, true);
     link = rings ? ring_link(std::move(newcomer.socket), newcomer.fds[0], std::move(newcomer.fds[1]), false)
                  : tcp_link(std::move(newcomer.socket));
-    said = join;
+    accepted = join;
   } catch (const Error&) {
     return drop(newcomer, true);
   }
   drop(newcomer, false);
-  host_.enter(said, std::move(link));
+  host_.enter(accepted, std::move(link));
 }
 
 void Acceptor::retry() {
@@ -154,12 +154,11 @@ uint64_t Acceptor::due() {
   return least;
 }
 
-// --- the dialing side
-// -------------------------------------------------------------------------------------------------
+// --- the dialing side -----------------------------------------------------------------------------------------------
 
 namespace {
 
-// Says who one is and hears the answer, on a socket that was greeted.
+// Sends the Join and receives the Welcome, over a socket that has completed the handshake.
 Dialled introduce(Descriptor socket, Join join, const EventLoop& loop, bool rings, Deadline deadline) {
   Dialled out;
   RingMemory memory;
@@ -179,7 +178,7 @@ Dialled introduce(Descriptor socket, Join join, const EventLoop& loop, bool ring
     if (got <= 0) fail(ErrorKind::peer_lost, "it hung up");
     rest = rest.subspan(static_cast<size_t>(got));
   }
-  if (out.welcome.magic != kCollectiveMagic) fail(ErrorKind::frame, "what answers there is no member of a group");
+  if (out.welcome.magic != kCollectiveMagic) fail(ErrorKind::frame, "what answers there is not a member of a group");
   if (const std::string refusal = text_from(out.welcome.refusal); !refusal.empty()) {
     fail(ErrorKind::schema, "it refuses: ", refusal);
   }
@@ -224,7 +223,7 @@ Dialled dial(const std::string& place, const std::string& secret, Join join, con
       Descriptor socket = connect_tcp(where, soon);
       const Session session = greet(socket.get(), Intent::raw, address, options, soon);
       if (shm && address.shm.empty()) {
-        // A reducer, of which only the port was known. On this host its socket has its id for a name.
+        // A reducer, of which only the port is known. On this host its Unix socket is named by its id.
         try {
           return dial_unix("geartrain-" + hex(session.listener), address, options, join, loop, deadline);
         } catch (const Error& error) {

@@ -1,8 +1,8 @@
-// How members of a group find each other: a Listener that takes sockets which have proved themselves, and dial().
+// Acceptor of a group's members: a Listener that receives authenticated sockets, and dial().
 //
 // Over a Unix socket the dialer's Join carries the memory of two rings and its loop's eventfd, and the answer carries
-// the other loop's: then the two share memory. Whether they can is found by doing it: the name of the Unix socket holds
-// the listener's random id, and the handshake proves who answers there. Host names are never compared.
+// the other loop's: then the two share memory. Whether they can is found by trying: the name of the Unix socket holds
+// the listener's random id, and the handshake proves the identity of the listener there. Host names are never compared.
 #pragma once
 
 #include <functional>
@@ -32,7 +32,7 @@ class Acceptor {
    public:
     virtual ~Host() = default;
     enum class Verdict { welcome, later, refused };
-    // On the loop. `later`: retry() asks again.
+    // On the loop. `later`: retry() calls again.
     virtual Verdict judge(const Join& join, std::string* refusal) = 0;
     virtual void enter(const Join& join, std::unique_ptr<Link> link) = 0;
   };
@@ -40,13 +40,13 @@ class Acceptor {
   Acceptor(EventLoop& loop, const AcceptorOptions& options, Host& host);
   // After the loop has stopped.
   ~Acceptor();
-  // Takes nobody any more. Any thread but the loop's.
+  // Accepts no more connections. Any thread but the loop's.
   void close();
   const std::string& address() const { return listener_->address(); }
-  // Refused: without proof, or with a Join that is none.
+  // Refused: without proof, or with an invalid Join.
   uint64_t refused() const { return listener_->refused() + refused_.load(); }
-  // On the loop: those who came too early are judged again; those who say nothing are sent away. Nanoseconds until
-  // that is to be done again.
+  // On the loop: those that came too early are judged again; those that send nothing are dropped. Nanoseconds until
+  // the next call is due.
   void retry();
   uint64_t due();
 
@@ -68,7 +68,7 @@ struct Dialled {
   Welcome welcome{};
 };
 
-// Waits, on the caller's thread. `place` is a listener's address, or host:port of a reducer. Throws untrusted,
+// Blocks the caller's thread. `place` is a listener's address, or host:port of a reducer. Throws untrusted,
 // timed_out, not_viable, peer_lost, frame; with the other side's reason where it gave one.
 Dialled dial(const std::string& place, const std::string& secret, Join join, const EventLoop& loop, bool shm,
              Deadline deadline);

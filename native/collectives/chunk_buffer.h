@@ -1,4 +1,4 @@
-// Memory of one chunk, counted by those who use it, and taken again when nobody does. One thread: the loop's.
+// Reference-counted buffers of one chunk, reused when the last reference is dropped. One thread: the loop's.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct ChunkBuffer {
   uint32_t users;
 };
 
-// Keeps at most `kept` free blocks warm; the rest goes back to the system. Outlives its blocks.
+// Keeps at most `kept` free blocks warm; the rest is returned to the system. Outlives its blocks.
 class ChunkBufferPool {
  public:
   explicit ChunkBufferPool(size_t kept = 512) : kept_(kept) {}

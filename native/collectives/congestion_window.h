@@ -1,4 +1,4 @@
-// How far a rank may run ahead of the results it has got: the bandwidth-delay product, found by looking.
+// Congestion window: how far a rank may run ahead of the results it got. It follows the bandwidth-delay product.
 //
 // A chunk's delay is the time from handing it to the kernel until its result is back; the rate is what came back in
 // that time. With too small a window every chunk comes back after the least delay there is, and the rate is
@@ -6,11 +6,11 @@
 //
 //   window = 2 x (highest rate of late) x (least delay of late)
 //
-// doubles from round to round while it is what holds the rank up, and stops at twice the bandwidth-delay product: one
+// doubles from round to round while it limits the rank, and stops at twice the bandwidth-delay product: one
 // in flight, one to fill the gaps that turns and other ranks leave. It grows only when the window was what held the
-// rank up, so that idle or late ranks teach nothing wrong, and shrinks by an eighth at most.
+// limit, so that idle or late ranks do not change it, and shrinks by an eighth at most.
 //
-// Every rank has its own; the slowest sets the pace of all, since no result comes back before its part has gone.
+// Every rank has its own; the slowest sets the pace of all, since no result comes back before its part was sent.
 #pragma once
 
 #include <algorithm>
@@ -44,13 +44,13 @@ class CongestionWindow {
     bytes_ = std::clamp(std::clamp(wanted, low, high), least_, most_);
   }
 
-  // What the owners allow may be less than was hoped for.
+  // What the owners allow may be less than was expected.
   void limit(uint64_t most) {
     most_ = std::min(most_, most);
     least_ = std::min(least_, most_);
     bytes_ = std::min(bytes_, most_);
   }
-  // For tests and experiments: this many, whatever is seen.
+  // For tests and experiments: a fixed window.
   void fix(uint64_t bytes) { least_ = most_ = bytes_ = bytes; }
 
  private:

@@ -27,7 +27,7 @@ uint64_t OperationDeadlines::on_time() {
     members_.end(overdue(work));
     return sleep;
   }
-  // A little before, the owners are asked what they wait for.
+  // Shortly before the deadline, the owners are queried.
   if (left > work.ask_ns) {
     look_at_ns_ = now + left - work.ask_ns;
     return std::min(sleep, left - work.ask_ns);
@@ -36,7 +36,7 @@ uint64_t OperationDeadlines::on_time() {
     asked_ = work.number + 1;
     answers_.clear();
     for (const uint32_t owner : waited_for(work)) {
-      if (owner != options_.rank) members_.say(owner, FrameKind::query, work.number);
+      if (owner != options_.rank) members_.send_control(owner, FrameKind::query, work.number);
     }
   }
   return std::min(sleep, left);
@@ -46,7 +46,7 @@ std::vector<uint32_t> OperationDeadlines::waited_for(const Work& work) const {
   return options_.ring ? std::vector<uint32_t>{members_.previous_rank()} : operations_.shares().incomplete(work.number);
 }
 
-// Who is behind: owners that do not even answer; else those whom the owners wait for, and not for everybody alike.
+// Ranks that are behind: owners that do not answer; else those that the owners wait for, and not all alike.
 Fault OperationDeadlines::overdue(const Work& work) {
   std::set<uint32_t> silent, behind, all;
   for (const uint32_t owner : waited_for(work)) {
@@ -82,7 +82,7 @@ void OperationDeadlines::took_query(Peer& peer, uint64_t operation) {
   if (options_.ring) return answer_around(operation);
   uint64_t bytes, of;
   const auto ranks = operations_.owner().least_advanced(operation, &bytes, &of);
-  peer.say(FrameKind::status, operation, 0, members_bytes(bytes, of, ranks));
+  peer.send_control(FrameKind::status, operation, 0, members_bytes(bytes, of, ranks));
   peer.kick();
 }
 
@@ -93,10 +93,10 @@ void OperationDeadlines::took_status(const Peer& peer, uint64_t operation, std::
 }
 
 void OperationDeadlines::tell_next(uint64_t operation, const std::vector<uint32_t>& ranks) const {
-  members_.say(members_.next_rank(), FrameKind::status, operation, members_bytes(0, 0, ranks));
+  members_.send_control(members_.next_rank(), FrameKind::status, operation, members_bytes(0, 0, ranks));
 }
 
-// Who is behind is asked against the ring's direction: each names the one before, until one is behind itself or does
+// Queries go against the ring's direction: each rank names the one before, until one is behind itself or does
 // not answer. The last answer counts.
 void OperationDeadlines::answer_around(uint64_t operation) {
   if (!operations_.ring().begun(operation)) return tell_next(operation, {options_.rank});
@@ -104,7 +104,7 @@ void OperationDeadlines::answer_around(uint64_t operation) {
   tell_next(operation, {members_.previous_rank()});
   ring_asked_ = true;
   if (members_.previous_rank() != members_.next_rank()) {
-    members_.say(members_.previous_rank(), FrameKind::query, operation);
+    members_.send_control(members_.previous_rank(), FrameKind::query, operation);
   }
 }
 

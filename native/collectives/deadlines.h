@@ -1,5 +1,5 @@
-// Deadlines of a group's operations, and who is to blame: a little before one passes, the owners are asked what they
-// wait for (query, status), so that the fault can name the ranks that are behind.
+// Deadlines of a group's operations, and the ranks responsible: shortly before one passes, the owners are queried for
+// the ranks they wait for (query, status), so that the fault can name those that are behind.
 //
 // On the loop.
 #pragma once
@@ -35,10 +35,10 @@ class OperationDeadlines {
   const GroupOptions& options_;
   Membership& members_;
   Operations& operations_;
-  uint64_t look_at_ns_ = kNever;  // when the next deadline may want something
-  uint64_t asked_ = 0;            // number of the operation that the owners were asked about, and one
+  uint64_t look_at_ns_ = kNever;  // when the next deadline may need an action
+  uint64_t asked_ = 0;            // number of the operation that the owners were queried about, and one
   std::map<uint32_t, std::vector<uint32_t>> answers_;
-  bool ring_asked_ = false;  // the next rank wants to know what this one waits for
+  bool ring_asked_ = false;  // the next rank has queried this one
 };
 
 }  // namespace geartrain

@@ -21,7 +21,7 @@ void check_options(GroupOptions* options) {
     fail(ErrorKind::schema, "rank ", options->rank, " is not one of ", options->world);
   }
   if (members > kMostMembers) fail(ErrorKind::schema, "a group has ", kMostMembers, " members at most");
-  if (options->ring && !options->reducers.empty()) fail(ErrorKind::schema, "a ring has no place for reducers");
+  if (options->ring && !options->reducers.empty()) fail(ErrorKind::schema, "a ring has no reducers");
   if (options->shares.empty()) {
     options->shares.assign(members, 0.0);
     std::fill_n(options->shares.begin(), options->world, 1.0 / options->world);
@@ -35,7 +35,7 @@ void check_options(GroupOptions* options) {
     fail(ErrorKind::schema, "there are ", options->world, " ranks and ", options->reducers.size(), " reducers, but ",
          options->shares.size(), " shares");
   }
-  if (std::abs(sum - 1) > 1e-6) fail(ErrorKind::schema, "shares are 1 in all, found ", sum);
+  if (std::abs(sum - 1) > 1e-6) fail(ErrorKind::schema, "shares add up to 1, found ", sum);
 }
 
 GroupOptions checked(GroupOptions options) {
@@ -45,7 +45,7 @@ GroupOptions checked(GroupOptions options) {
 
 }  // namespace
 
-// Frames of all peers come here, and go to whom they concern: the members, the operations or their deadlines.
+// Frames of all peers arrive here and are dispatched: to the members, the operations or their deadlines.
 class Group::Body final : public Peer::Side {
  public:
   explicit Body(GroupOptions options)
@@ -77,7 +77,7 @@ class Group::Body final : public Peer::Side {
       fail(ErrorKind::schema, "the average of ", geartrain::name_of(shape.dtype), " is not one of them");
     }
     if (shape.wire != shape.dtype && (shape.dtype != Dtype::float32 || !convertible(shape.dtype, shape.wire))) {
-      fail(ErrorKind::schema, geartrain::name_of(shape.dtype), " cannot travel as ", geartrain::name_of(shape.wire));
+      fail(ErrorKind::schema, geartrain::name_of(shape.dtype), " cannot be sent as ", geartrain::name_of(shape.wire));
     }
     Shape asked = shape;
     asked.algorithm = options_.ring;
@@ -107,7 +107,7 @@ class Group::Body final : public Peer::Side {
   }
 
   void close(Deadline deadline) {
-    // What others still wait for goes first.
+    // What other ranks still wait for is sent first.
     for (bool waiting = true; waiting && !deadline.passed();) {
       call([&] {
         waiting = !members_.over() &&
@@ -119,7 +119,7 @@ class Group::Body final : public Peer::Side {
     call([&] {
       const auto& works = operations_.works();
       members_.for_each_open([&](Peer& peer) {
-        peer.say(FrameKind::bye, works.empty() ? operations_.next_number() : works.front()->number);
+        peer.send_control(FrameKind::bye, works.empty() ? operations_.next_number() : works.front()->number);
         peer.kick();
       });
       closing_ = true;
@@ -131,7 +131,7 @@ class Group::Body final : public Peer::Side {
       if (waiting) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     loop_.stop();
-    members_.drop_peers();  // the others see the end now, and not when somebody destroys this
+    members_.drop_peers();  // the others see the end now, and not when this is destroyed
   }
 
  private:
@@ -164,7 +164,7 @@ class Group::Body final : public Peer::Side {
   }
 
   std::span<std::byte> room(Peer& peer, const WireHeader& header) override {
-    if (members_.over()) return nowhere_;
+    if (members_.over()) return discard_;
     return operations_.room(peer, header);
   }
 
@@ -186,7 +186,7 @@ class Group::Body final : public Peer::Side {
     if (closing_ || members_.over()) return;
     uint64_t operation, bytes, of;
     if (members_.has_left(member)) {
-      // What it had done it has sent before, unless it was in a hurry.
+      // It sent its results before, unless it left in a hurry.
       if (operations_.shares().owes(member, &operation, &bytes, &of))
         members_.end(members_.left_fault(member, operation));
       return;
@@ -214,13 +214,13 @@ class Group::Body final : public Peer::Side {
   const GroupOptions options_;
   std::mutex order_mutex_;
   // The loop's.
-  std::vector<std::byte> nowhere_ = std::vector<std::byte>(kChunkBytes);  // for what comes when all is over
+  std::vector<std::byte> discard_ = std::vector<std::byte>(kChunkBytes);  // for what arrives after the end
   Membership members_;
   Operations operations_;
   OperationDeadlines deadlines_;
   bool closing_ = false;
 
-  EventLoop loop_;  // the last: nothing of the above is used any more once it has stopped
+  EventLoop loop_;  // the last: nothing of the above is used once it has stopped
 };
 
 Group::Group(const GroupOptions& options) : body_(std::make_unique<Body>(checked(options))) {}

@@ -1,4 +1,4 @@
-// What a group is made of, and what it counts.
+// Options and counters of a group.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@ struct GroupOptions {
   uint32_t rank = 0, world = 1;
   std::string name = "default";
   std::vector<std::string> reducers;  // host:port of each
-  std::vector<double> shares;         // of the ranks, then of the reducers; none below zero, 1 in all. Empty: equal
+  std::vector<double> shares;         // of the ranks, then of the reducers; none below zero, their sum 1. Empty: equal
   bool ring = false;                  // the ring instead of shares; then there are no reducers
-  std::string secret;                 // of ranks and reducers; empty: a key of one's own in the address, for ranks
+  std::string secret;                 // of ranks and reducers; empty: a key in the address, for ranks
   std::string host = "127.0.0.1";     // to listen on
   std::vector<std::string> advertise;
   bool shm = true;  // between members of one host

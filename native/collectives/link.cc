@@ -13,10 +13,9 @@
 namespace geartrain {
 namespace {
 
-// --- TCP
-// ----------------------------------------------------------------------------------------------------------------
+// --- TCP ------------------------------------------------------------------------------------------------------------
 
-// What the kernel may hold unsent: two turns of a peer. More would only stand in a queue that nobody can reorder.
+// What the kernel may hold unsent: two turns of a peer. More would only stand in a queue that cannot be reordered.
 constexpr int kUnsentBytes = 32 << 10;
 
 class TcpLink final : public Link {
@@ -26,7 +25,7 @@ class TcpLink final : public Link {
     ::setsockopt(socket_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     ::setsockopt(socket_.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
     ::setsockopt(socket_.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-    // A stopped rank is told by its name, after the operation's own deadline, not by the kernel after its.
+    // A stopped rank is reported by its name, after the operation's own deadline, not by the kernel after its.
     ::setsockopt(socket_.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &never, sizeof never);
   }
 
@@ -85,7 +84,7 @@ class RingLink final : public Link {
     auto* const second = reinterpret_cast<SharedRing*>(memory_.data() + kOneRing);
     for (const SharedRing* one : {first, second}) {
       if (std::memcmp(one->magic, kRingMagic, sizeof kRingMagic) != 0 || one->bytes != kRingBytes) {
-        fail(ErrorKind::frame, "the memory that it shares holds no ring");
+        fail(ErrorKind::frame, "its shared memory holds no ring");
       }
     }
     out_ = dialer ? first : second;
@@ -121,7 +120,7 @@ class RingLink final : public Link {
       done += n;
     }
     if (done == 0) {
-      // Only an empty ring may tell of the end: what came before it must be read first.
+      // Only an empty ring may report the end: what came before it must be read first.
       if (ended_) fail(ErrorKind::peer_lost, "connection closed");
       return 0;
     }
@@ -149,7 +148,7 @@ class RingLink final : public Link {
 
  private:
   static uint64_t in_ring(uint64_t written, uint64_t taken) {
-    if (written - taken > kRingBytes) fail(ErrorKind::peer_lost, "its ring makes no sense");
+    if (written - taken > kRingBytes) fail(ErrorKind::peer_lost, "its ring is corrupt");
     return written - taken;
   }
 

@@ -1,4 +1,4 @@
-// Bytes between two members of a group, in order, without waiting: over TCP, or through two rings in memory that both
+// Link: ordered bytes between two members of a group, non-blocking, over TCP or through two rings in memory that both
 // have mapped.
 //
 // A ring's memory, one for each direction, after the Unix socket has passed its descriptor:
@@ -10,10 +10,10 @@
 //   +--------+----------+------------------+-----------------------------+---
 //
 // `written` and `taken` count bytes since the beginning and never go back. Each side also has a flag for "my loop
-// sleeps": who has written or taken something wakes a sleeper through its eventfd. The flag is set before the last look
-// at the ring, and read after the ring was changed (both sequentially consistent), so no wake-up is lost. The socket
-// stays open to tell of the peer's death. What the peer writes into the counters is not believed: a difference of more
-// than the ring's size is a broken peer.
+// sleeps": a side that has written or taken something wakes a sleeper through its eventfd. The flag is set before the
+// last poll of the ring, and read after the ring was changed (both sequentially consistent), so no wake-up is lost. The
+// socket stays open to report the peer's death. The peer's counters are not trusted: a difference of more than the
+// ring's size is a broken peer.
 //
 // One thread, the loop's.
 #pragma once
@@ -38,7 +38,7 @@ class Link {
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
-  // How many bytes went or came; 0: none now. Throws peer_lost.
+  // The number of bytes sent or received; 0: none now. Throws peer_lost.
   virtual size_t write(std::span<struct iovec> parts) = 0;
   virtual size_t read(std::span<struct iovec> parts) = 0;
   // Before sleeping: wakes are wanted, for what comes only if it `reads`. False when there is something to read, or
@@ -48,7 +48,7 @@ class Link {
   // The socket: for epoll. `polled`: the bytes do not come through it, only the end does.
   int socket() const { return socket_.get(); }
   virtual bool polled() const { return false; }
-  // The socket of a polled link has told of the peer's end: read() tells of it once all has been read.
+  // The socket of a polled link has reported the peer's end: read() reports it once all has been read.
   virtual void end() {}
   virtual const char* name() const = 0;
 
@@ -57,7 +57,7 @@ class Link {
   const Descriptor socket_;
 };
 
-// A connected TCP socket that does not block.
+// A connected non-blocking TCP socket.
 std::unique_ptr<Link> tcp_link(Descriptor socket);
 
 // The dialer makes the memory and sends it with its Join.

@@ -46,7 +46,7 @@ void Membership::open() {
   acceptor.shm = options_.shm;
   acceptor.max_window_bytes = options_.max_window_bytes;
   if (options_.secret.empty()) {
-    // Whoever is told the address may come in: it goes to the other ranks, and nowhere else.
+    // The address admits its holder: it is passed to the other ranks, and nowhere else.
     std::array<uint8_t, 16> key;
     random_bytes(key);
     acceptor.secret = hex(key);
@@ -87,7 +87,7 @@ uint32_t Membership::owners() const {
       std::count_if(options_.shares.begin(), options_.shares.end(), [](double share) { return share > 0; }));
 }
 
-// Whether this rank and that member speak to each other.
+// Whether this rank and that member are connected.
 bool Membership::linked(uint32_t member) const {
   if (member == options_.rank) return false;
   if (options_.ring) return member == next_rank() || member == previous_rank();
@@ -120,12 +120,12 @@ void Membership::dial_member(uint32_t member, const Join& join, const std::vecto
       auto dialled = std::make_shared<Dialled>(dial(place, secret, join, loop_, options_.shm, deadline));
       const bool posted = loop_.post([this, member, dialled] {
         events_.welcome(dialled->welcome.max_window_bytes);
-        meet(member, std::move(dialled->link));
+        add_peer(member, std::move(dialled->link));
       });
       if (!posted) fail(ErrorKind::hung_up, "the group was closed");
       return;
     } catch (const Error& error) {
-      // Somebody who has not come up yet, or is just coming back.
+      // A member that has not started yet, or is restarting.
       const bool again = error.kind == ErrorKind::not_viable || error.kind == ErrorKind::peer_lost;
       if (!again || deadline.passed()) {
         throw Error(error.kind, "cannot reach " + name_of(member) + ": " + error.what());
@@ -172,7 +172,7 @@ Acceptor::Host::Verdict Membership::judge(const Join& join, std::string* refusal
   return Verdict::refused;
 }
 
-void Membership::meet(uint32_t member, std::unique_ptr<Link> link) {
+void Membership::add_peer(uint32_t member, std::unique_ptr<Link> link) {
   if (peers_[member] != nullptr || fault_.kind != FaultKind::none) return;
   peers_[member] = std::make_unique<Peer>(loop_, std::move(link), member, side_);
   peers_[member]->kick();
@@ -189,7 +189,7 @@ Fault Membership::fault() const {
 std::string Membership::name_of(uint32_t member) const {
   return member < options_.world ? "rank " + std::to_string(member)
          : member < members_     ? "reducer " + options_.reducers[member - options_.world]
-                                 : "nobody";
+                                 : "no member";
 }
 
 Fault Membership::left_fault(uint32_t member, uint64_t operation) const {
@@ -198,9 +198,10 @@ Fault Membership::left_fault(uint32_t member, uint64_t operation) const {
           {member}};
 }
 
-void Membership::say(uint32_t member, FrameKind kind, uint64_t operation, std::span<const std::byte> payload) const {
+void Membership::send_control(uint32_t member, FrameKind kind, uint64_t operation,
+                              std::span<const std::byte> payload) const {
   if (peers_[member] == nullptr) return;
-  peers_[member]->say(kind, operation, 0, payload);
+  peers_[member]->send_control(kind, operation, 0, payload);
   peers_[member]->kick();
 }
 
@@ -208,17 +209,17 @@ void Membership::kick(uint32_t member) const {
   if (peers_[member] != nullptr) peers_[member]->kick();
 }
 
-void Membership::end(Fault fault, bool tell) {
+void Membership::end(Fault fault, bool notify) {
   if (over()) return;
   {
     std::lock_guard lock(mutex_);
     fault_ = std::move(fault);
     met_changed_.notify_all();
   }
-  const std::vector<std::byte> said = bytes_of(fault_);
+  const std::vector<std::byte> payload = bytes_of(fault_);
   for_each_open([&](Peer& peer) {
     peer.blank();
-    if (tell) peer.say(FrameKind::fault, 0, 0, said);
+    if (notify) peer.send_control(FrameKind::fault, 0, 0, payload);
     peer.kick();
   });
   events_.ended();

@@ -1,9 +1,9 @@
-// Membership of a group: who belongs to it, the links to them, and the fault that ends it for all.
+// Membership of a group: its members, the links to them, and the fault that ends it for all.
 //
 // Every rank listens; of two ranks the later one dials, and ranks dial reducers. Links are made on the caller's thread
-// (connect), or by the door's listener; from meet() on a member is a Peer of the loop.
+// (connect), or by the acceptor's listener; from add_peer() on a member is a Peer of the loop.
 //
-// On the loop, but for what says otherwise.
+// On the loop, unless stated otherwise.
 #pragma once
 
 #include <condition_variable>
@@ -26,14 +26,14 @@ std::string ranks_text(std::span<const uint32_t> ranks);
 class Membership final : public Acceptor::Host {
  public:
   struct Events {
-    std::function<void()> ended;                       // on the loop; the fault is known, and was told
-    std::function<void(uint64_t max_window)> welcome;  // a member was reached that takes so much ahead
+    std::function<void()> ended;                       // on the loop; the fault is known, and the members were notified
+    std::function<void(uint64_t max_window)> welcome;  // a member was reached that grants this window
   };
   Membership(const GroupOptions& options, EventLoop& loop, Peer::Side& side, Events events);
 
   // Listens. The caller's thread, once the loop runs. Throws os, untrusted.
   void open();
-  // Takes nobody any more. Any thread but the loop's.
+  // Accepts no more members. Any thread but the loop's.
   void close() { acceptor_->close(); }
   // After the loop has stopped.
   void drop_peers() { peers_.clear(); }
@@ -44,14 +44,15 @@ class Membership final : public Acceptor::Host {
   uint64_t refused() const { return acceptor_->refused(); }
   std::string name_of(uint32_t member) const;
   Fault fault() const;
-  // Links to all that this rank speaks to. The caller's thread. Throws timed_out, not_viable, untrusted, peer_lost.
+  // Links to all members that this rank exchanges data with. The caller's thread. Throws timed_out, not_viable,
+  // untrusted, peer_lost.
   void connect(const std::vector<std::string>& addresses, Deadline deadline);
 
   uint32_t size() const { return members_; }
   uint32_t owners() const;
   uint32_t next_rank() const { return (options_.rank + 1) % options_.world; }
   uint32_t previous_rank() const { return (options_.rank + options_.world - 1) % options_.world; }
-  // Null: it is not here, or not any more.
+  // Null: it is not connected, or not any more.
   Peer* peer(uint32_t member) const { return peers_[member].get(); }
   // Those whose links are open.
   template <typename Do>
@@ -60,12 +61,12 @@ class Membership final : public Acceptor::Host {
       if (peer != nullptr && !peer->closed()) act(*peer);
     }
   }
-  void say(uint32_t member, FrameKind kind, uint64_t operation, std::span<const std::byte> payload = {}) const;
+  void send_control(uint32_t member, FrameKind kind, uint64_t operation, std::span<const std::byte> payload = {}) const;
   void kick(uint32_t member) const;
 
-  // The group is over: everybody is told, and nothing of the callers' memory is touched any more. The first fault
+  // Ends the group: all members are notified, and the callers' memory is not touched any more. The first fault
   // counts.
-  void end(Fault fault, bool tell = true);
+  void end(Fault fault, bool notify = true);
   bool over() const { return fault_.kind != FaultKind::none; }
   const Fault& ending() const { return fault_; }
 
@@ -74,7 +75,7 @@ class Membership final : public Acceptor::Host {
   // It takes part in no operation from this one on.
   void left(uint32_t member, uint64_t operation) { left_at_[member] = operation; }
   bool has_left(uint32_t member) const;
-  // Why an operation cannot be: a member that has left before it. Kind none: all are there.
+  // Why an operation is impossible: a member that has left before it. Kind none: all are there.
   Fault missing_for(uint64_t operation) const;
   Fault left_fault(uint32_t member, uint64_t operation) const;
 
@@ -83,13 +84,13 @@ class Membership final : public Acceptor::Host {
 
  private:
   Verdict judge(const Join& join, std::string* refusal) override;
-  void enter(const Join& join, std::unique_ptr<Link> link) override { meet(join.rank, std::move(link)); }
+  void enter(const Join& join, std::unique_ptr<Link> link) override { add_peer(join.rank, std::move(link)); }
 
   bool linked(uint32_t member) const;
   void identify(const std::vector<std::string>& addresses, Join* join) const;
   void dial_member(uint32_t member, const Join& join, const std::vector<std::string>& addresses, Deadline deadline);
   void wait_for_all(Deadline deadline);
-  void meet(uint32_t member, std::unique_ptr<Link> link);
+  void add_peer(uint32_t member, std::unique_ptr<Link> link);
 
   const GroupOptions& options_;
   const uint32_t members_;
@@ -98,7 +99,7 @@ class Membership final : public Acceptor::Host {
   const Events events_;
   std::string address_;
 
-  mutable std::mutex mutex_;  // of the fault, which only the loop changes, and of who has been met
+  mutable std::mutex mutex_;  // of the fault, which only the loop changes, and of the members that were reached
   std::condition_variable met_changed_;
   std::set<uint32_t> met_;
   Fault fault_;

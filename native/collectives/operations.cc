@@ -54,7 +54,7 @@ std::span<std::byte> Operations::room(const Peer& peer, const WireHeader& header
       return ring_.room(header);
     case FrameKind::part:
       if (peer.member() >= options_.world || options_.shares[options_.rank] <= 0) {
-        fail(ErrorKind::frame, "it sent a part to somebody who owns nothing");
+        fail(ErrorKind::frame, "it sent a part to a member that owns no share");
       }
       if (options_.ring) fail(ErrorKind::frame, "it sent a part into a ring");
       return owner_.room(peer.member(), header);
@@ -68,7 +68,8 @@ std::span<std::byte> Operations::room(const Peer& peer, const WireHeader& header
 void Operations::took(const Peer& peer, const WireHeader& header, std::span<std::byte> payload) {
   switch (static_cast<FrameKind>(header.kind)) {
     case FrameKind::open: {
-      if (peer.member() >= options_.world || header.bytes != sizeof(Open)) fail(ErrorKind::frame, "it opened nothing");
+      if (peer.member() >= options_.world || header.bytes != sizeof(Open))
+        fail(ErrorKind::frame, "it sent a malformed open");
       Open open;
       std::memcpy(&open, payload.data(), sizeof open);
       if (!options_.ring) return owner_.open(peer.member(), header.operation, open);
@@ -93,7 +94,7 @@ bool Operations::next(const Peer& peer, OutFrame* frame) {
 }
 
 void Operations::open(uint32_t owner, uint64_t operation, const Open& open) {
-  members_.peer(owner)->say(FrameKind::open, operation, 0, std::as_bytes(std::span(&open, 1)));
+  members_.peer(owner)->send_control(FrameKind::open, operation, 0, std::as_bytes(std::span(&open, 1)));
 }
 
 void Operations::ring_room() {

@@ -1,7 +1,7 @@
-// Operations of a group that are under way: their order, the algorithm that does them, and the frames that belong to
-// them. Several go on at the same time; each ends by itself (Work::finish), or all by the group's fault.
+// Operations of a group that are in flight: their order, the algorithm of each, and the dispatch of their
+// frames. Several run at the same time; each ends by itself (Work::finish), or all by the group's fault.
 //
-// On the loop, but for settled().
+// On the loop, except settled().
 #pragma once
 
 #include <atomic>
@@ -30,12 +30,12 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   // All fail with the group's fault.
   void finish_all();
 
-  // What Peer::Side asks, for frames of these kinds: open, ring, part, result.
+  // Peer::Side for frames of these kinds: open, ring, part, result.
   std::span<std::byte> room(const Peer& peer, const WireHeader& header);
   void took(const Peer& peer, const WireHeader& header, std::span<std::byte> payload);
   bool next(const Peer& peer, OutFrame* frame);
 
-  const std::vector<std::shared_ptr<Work>>& works() const { return works_; }  // under way, in their order
+  const std::vector<std::shared_ptr<Work>>& works() const { return works_; }  // in flight, in their order
   uint64_t next_number() const { return next_number_; }
   uint64_t done() const { return done_; }
   ShareOwner& owner() { return owner_; }

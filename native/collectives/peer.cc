@@ -38,20 +38,19 @@ void Peer::lose(const std::string& why) {
   side_.lost(*this, why);
 }
 
-// --- out
-// ----------------------------------------------------------------------------------------------------------------
+// --- sending --------------------------------------------------------------------------------------------------------
 
-void Peer::say(FrameKind kind, uint64_t operation, uint64_t offset, std::span<const std::byte> payload) {
-  if (closed_ || deaf_) return;
+void Peer::send_control(FrameKind kind, uint64_t operation, uint64_t offset, std::span<const std::byte> payload) {
+  if (closed_ || stalled_) return;
   const WireHeader header = frame_of(kind, operation, offset, payload.size());
   const auto bytes = std::as_bytes(std::span(&header, 1));
   control_.insert(control_.end(), bytes.begin(), bytes.end());
   control_.insert(control_.end(), payload.begin(), payload.end());
-  if (control_.size() > kMostControlQueued) deaf_ = true;  // it reads nothing: deadlines will name it
+  if (control_.size() > kMostControlQueued) stalled_ = true;  // it reads nothing: deadlines will name it
 }
 
 void Peer::kick() {
-  // While it waits for room, or is in the middle of sending, more is asked for anyway.
+  // While it waits for room, or is in the middle of sending, more is requested anyway.
   if (!armed_ && !pumping_) pump_out(1);
 }
 
@@ -68,7 +67,7 @@ bool Peer::fill() {
   sending_.clear();
   size_t n = 0;
   while (n < frames_.size() && side_.next(*this, &frames_[n])) ++n;
-  sending_.swap(control_);  // after asking: an operation is opened in front of its first part
+  sending_.swap(control_);  // after the request: an operation is opened in front of its first part
   if (!sending_.empty()) parts_.push_back({sending_.data(), sending_.size()});
   for (size_t i = 0; i < n; ++i) {
     OutFrame& frame = frames_[i];
@@ -80,7 +79,7 @@ bool Peer::fill() {
 
 // Sends up to so many turns. True when something went.
 bool Peer::pump_out(int turns) {
-  if (closed_ || deaf_) return false;
+  if (closed_ || stalled_) return false;
   pumping_ = true;
   bool any = false;
   bool more = !parts_.empty() || fill();
@@ -89,7 +88,7 @@ bool Peer::pump_out(int turns) {
     try {
       sent = link_->write(parts_);
     } catch (const Error&) {
-      deaf_ = true;  // what it said last is still to be read, and tells why
+      stalled_ = true;  // its last frames are still to be read, and give the reason
       more = false;
       break;
     }
@@ -125,13 +124,12 @@ void Peer::blank() {
     frame.data = nullptr;
   }
   if (in_payload_ && is_data(header_)) {
-    if (nowhere_ == nullptr) nowhere_ = std::make_unique<std::byte[]>(kChunkBytes);
-    payload_ = {nowhere_.get(), header_.bytes};
+    if (discard_ == nullptr) discard_ = std::make_unique<std::byte[]>(kChunkBytes);
+    payload_ = {discard_.get(), header_.bytes};
   }
 }
 
-// --- in
-// -----------------------------------------------------------------------------------------------------------------
+// --- receiving ------------------------------------------------------------------------------------------------------
 
 void Peer::resume() {
   if (!paused_ || closed_) return;
@@ -140,7 +138,7 @@ void Peer::resume() {
   pump_in();
 }
 
-// What lies in `ahead_`, frame by frame. False when the peer is closed, or waits for room.
+// Parses `ahead_`, frame by frame. False when the peer is closed, or waits for room.
 bool Peer::digest() {
   for (;;) {
     if (!in_payload_) {
@@ -173,11 +171,11 @@ bool Peer::digest() {
   }
 }
 
-// Reads what has come, up to a budget. True when something had.
+// Reads what has arrived, up to a budget. True when there was something.
 bool Peer::pump_in() {
   bool any = false;
   try {
-    // Whoever waits for room has its header, and no more than that, in `header_`.
+    // While it waits for room, `header_` holds its header, and no more than that.
     if (closed_ || paused_ || !digest()) return false;
     for (size_t budget = kReadBudget; budget > 0;) {
       const size_t wanted = in_payload_ ? payload_.size() - payload_filled_ : 0;

@@ -1,10 +1,11 @@
-// One member of a group, seen from another: frames over a link, none of which ever waits.
+// Peer: one member of a group as seen from another; frames over a link, non-blocking.
 //
-// Sending goes by turns. say() puts a small frame in front of everything; data is asked for when there is room for it
-// (Side::next), two frames at a time, so that what is most urgent then goes first and no more than a turn stands in the
+// Sending goes by turns. send_control() puts a small frame in front of everything; data is requested when there is room
+// for it (Side::next), two frames at a time, so that the most urgent goes first and no more than a turn stands in the
 // kernel's queue. Then it is the next peer's turn: all sockets of a group move on together.
 //
-// Receiving asks the side where a payload is to go before it is read, so that numbers are read right into the array.
+// Receiving asks the side for the destination of a payload before it is read, so that numbers are read right into the
+// array.
 //
 // One thread, the loop's. A peer is destroyed through EventLoop::discard.
 #pragma once
@@ -22,7 +23,7 @@
 
 namespace geartrain {
 
-// A frame of data on its way: `data` stays as it is until it has gone, by `hold` or otherwise.
+// A data frame in flight: `data` stays unchanged until it was sent, by `hold` or otherwise.
 struct OutFrame {
   WireHeader header{};
   const std::byte* data = nullptr;
@@ -34,14 +35,14 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
   class Side {
    public:
     virtual ~Side() = default;
-    // Where the payload of a data frame goes: header.bytes of memory, or none to be asked again after resume().
-    // Throws frame when it is not what is waited for.
+    // The destination of a data frame's payload: header.bytes of memory, or none to be called again after resume().
+    // Throws frame when it is not expected.
     virtual std::span<std::byte> room(Peer& peer, const WireHeader& header) = 0;
     // The frame is complete. Throws frame.
     virtual void took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) = 0;
     // The next data to send. False when there is none: kick() then.
     virtual bool next(Peer& peer, OutFrame* frame) = 0;
-    // The peer is gone, or broke the rules. No more calls for it after this.
+    // The peer is lost, or violated the protocol. No more calls for it after this.
     virtual void lost(Peer& peer, const std::string& why) = 0;
   };
 
@@ -49,15 +50,15 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
   Peer(EventLoop& loop, std::unique_ptr<Link> link, uint32_t member, Side& side);
   ~Peer() override { close(); }
 
-  void say(FrameKind kind, uint64_t operation, uint64_t offset = 0, std::span<const std::byte> payload = {});
+  void send_control(FrameKind kind, uint64_t operation, uint64_t offset = 0, std::span<const std::byte> payload = {});
   // There may be data to send.
   void kick();
   void resume();
-  // The memory of frames under way is no longer there: the rest of what is sent becomes zeros, of what comes, nothing.
+  // The memory of frames in flight is gone: the rest of what is sent becomes zeros, of what arrives is discarded.
   void blank();
   void close();
   bool closed() const { return closed_; }
-  // Everything said and asked for has been given to the kernel or the ring.
+  // All queued frames and data have been written to the kernel or the ring.
   bool drained() const { return parts_.empty() && control_.empty(); }
 
   const char* transport() const { return link_->name(); }
@@ -82,15 +83,15 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
   const std::unique_ptr<Link> link_;
   const uint32_t member_;
   Side& side_;
-  bool closed_ = false, deaf_ = false, armed_ = false, paused_ = false, pumping_ = false;
+  bool closed_ = false, stalled_ = false, armed_ = false, paused_ = false, pumping_ = false;
 
-  // Going out: parts point into `sending_`, the frames' headers and their data.
+  // Outgoing: parts point into `sending_`, the frames' headers and their data.
   std::vector<std::byte> control_, sending_;
   std::array<OutFrame, 2> frames_;
   std::vector<struct iovec> parts_;
   uint64_t bytes_sent_ = 0, bytes_received_ = 0;
 
-  // Coming in.
+  // Incoming.
   WireHeader header_{};
   size_t header_filled_ = 0;
   bool in_payload_ = false;
@@ -99,7 +100,7 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
   std::array<std::byte, kMostControlBytes> small_;
   std::array<std::byte, kMostControlBytes> ahead_;
   size_t ahead_at_ = 0, ahead_end_ = 0;
-  std::unique_ptr<std::byte[]> nowhere_;  // for what nobody wants any more
+  std::unique_ptr<std::byte[]> discard_;  // for discarded payloads
 };
 
 }  // namespace geartrain

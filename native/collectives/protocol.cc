@@ -10,7 +10,8 @@ constexpr size_t kMostNamed = 256;
 constexpr size_t kMostText = 2048;
 
 std::vector<uint32_t> numbers(std::span<const std::byte> bytes, size_t n) {
-  if (n > kMostNamed || bytes.size() < n * sizeof(uint32_t)) fail(ErrorKind::frame, "it names more than it says");
+  if (n > kMostNamed || bytes.size() < n * sizeof(uint32_t))
+    fail(ErrorKind::frame, "its list of members is shorter than announced");
   std::vector<uint32_t> out(n);
   if (n != 0) std::memcpy(out.data(), bytes.data(), n * sizeof(uint32_t));
   return out;

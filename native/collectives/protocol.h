@@ -1,9 +1,9 @@
-// What ranks and reducers say to each other, after the handshake (transport/security/handshake.h) has made sure of
+// Wire protocol between ranks and reducers, after the handshake (transport/security/handshake.h) has authenticated
 // them.
 //
 //   rank (dials)                                       owner: another rank, or a reducer
-//   Join     group, rank, of how many, settings  --->
-//                                                <---  Welcome   how far ahead a rank may run, or why it may not
+//   Join     group, rank, world, settings        --->
+//                                                <---  Welcome   the window granted, or the reason of a refusal
 //
 // From then on both sides send frames, each a header and a payload right behind it:
 //
@@ -12,24 +12,24 @@
 //   | GTC1 | kind | zero | operation     | offset         | bytes  |settled | payload: `bytes`
 //   +------+------+------+---------------+----------------+--------+--------+ - - - - - - - - - -
 //
-//   open    rank -> owner    what the operation is: type, op, number of elements (Open). Before its first part
+//   open    rank -> owner    begins an operation: type, op, number of elements (Open). Before its first part
 //   part    rank -> owner    a piece of the rank's numbers of this owner's share; `offset` counts bytes in the share
 //   result  owner -> rank    a piece of the share, reduced. An empty share is answered by one empty result
 //   ring    rank -> next     a piece of the stream that goes around the ring (ring_allreduce.h)
-//   query   who is this waiting for?                status   the answer: Members, the least advanced
-//   fault   the group is over, and why (Fault): passed on to everyone, as it is
-//   bye     nothing more will come, on purpose: it has done the operations below `operation`, and no other
+//   query   which ranks does this one wait for?     status   the answer: Members, the least advanced
+//   fault   the group is over, with the reason (Fault): forwarded to all, unchanged
+//   bye     an orderly end: the sender has done the operations below `operation`, and no other
 //
-// With an open a rank says how many operations are complete there, from the first one on without a gap; with every
-// result an owner says how many are complete on all ranks, as far as it knows (`settled`, zero in all other frames).
-// What is kept to give it to a rank that lost its reducer can then go.
+// With an open a rank reports how many operations are complete there, from the first one on without a gap; with every
+// result an owner reports how many are complete on all ranks, as far as it knows (`settled`, zero in all other frames).
+// Results kept for a rank that lost its reducer can then be released.
 //
 // Pieces of one share come in order and never cross a multiple of the group's chunk (chunk_bytes). Operations are
 // numbered from 0, in the order of the calls, which is the same on all ranks. Numbers are little-endian.
 //
-// Whatever comes may be garbage. check() passes only what could be a frame; the owner then takes only what it waits
-// for (share_owner.h): the right operation, the right offset, no more bytes than announced. Anything else ends the
-// connection that it came on. Memory is taken per connection, up to the window it was told, whatever it sends.
+// Input is not trusted. check() passes only what could be a frame; the owner then accepts only what it expects
+// (share_owner.h): the right operation, the right offset, no more bytes than announced. Anything else ends the
+// connection that it came on. Memory is allocated per connection, up to the window granted, whatever it sends.
 #pragma once
 
 #include <algorithm>
@@ -76,10 +76,10 @@ struct Join {
   uint8_t settings[16];  // digest of shares, algorithm and so on: must be the same on all ranks
   uint32_t rank;
   uint32_t world;
-  uint32_t member;      // who is spoken to: a rank, or world + the reducer's index
+  uint32_t member;      // the destination: a rank, or world + the reducer's index
   uint32_t owners;      // how many have a share: it sets the chunk
   uint64_t ring_bytes;  // of each ring in the memory that comes with this; 0 over TCP
-  char name[64];        // of the group, for people
+  char name[64];        // of the group, for messages
 };
 static_assert(sizeof(Join) == 128 && offsetof(Join, ring_bytes) == 56);
 
@@ -87,7 +87,7 @@ struct Welcome {
   uint32_t magic;
   uint32_t version;
   uint64_t max_window_bytes;  // how far ahead of the results a rank may run, over all shares
-  char refusal[240];          // why not; empty: welcome. Nothing follows a refusal
+  char refusal[240];          // the reason; empty: welcome. Nothing follows a refusal
 };
 static_assert(sizeof(Welcome) == 256);
 
@@ -118,7 +118,7 @@ constexpr uint32_t kFaultKinds = 8;
 struct Fault {
   FaultKind kind = FaultKind::none;
   std::string text;
-  std::vector<uint32_t> members;  // who: ranks, and world + index for reducers
+  std::vector<uint32_t> members;  // the members responsible: ranks, and world + index for reducers
 };
 
 struct FaultHead {
@@ -128,8 +128,8 @@ struct FaultHead {
 static_assert(sizeof(FaultHead) == 8);
 
 struct Members {
-  uint64_t bytes;    // how far the least advanced of them have come
-  uint64_t of;       // out of how many
+  uint64_t bytes;    // bytes received from the least advanced of them
+  uint64_t of;       // of this many
   uint32_t members;  // u32 each
   uint32_t reserved;
 };
@@ -144,10 +144,10 @@ void put_text(char (&field)[N], const std::string& text) {
   std::memset(field, 0, N);
   std::memcpy(field, text.data(), n);
 }
-// What came in such a field, in letters that a terminal can be shown.
+// Text from such a field, reduced to printable characters.
 std::string text_from(std::span<const char> field);
 
-// The values' bytes behind what a message already holds.
+// Appends the values' bytes to a message.
 template <typename T>
 void append(std::vector<std::byte>* to, const T* values, size_t n) {
   const size_t before = to->size();
@@ -178,7 +178,7 @@ constexpr uint64_t chunk_bytes(uint32_t owners) {
   return chunk;
 }
 
-// What two ranks that ask for different things are told: the same words on both, the lower rank first.
+// The error text of two ranks that disagree: the same on both, the lower rank first.
 std::string disagreement(uint64_t number, uint32_t rank, const Shape& shape, uint32_t other, const Shape& others);
 
 std::vector<std::byte> bytes_of(const Fault& fault);

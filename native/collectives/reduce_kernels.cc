@@ -216,8 +216,7 @@ const Kernel& kernel() {
   return *current;
 }
 
-// --- arrays
-// -----------------------------------------------------------------------------------------------------------
+// --- arrays ---------------------------------------------------------------------------------------------------------
 
 Combine combine_of(const Kernel& with, Op op, Dtype dtype) {
   const size_t row = op == Op::min ? 1 : op == Op::max ? 2 : 0;
@@ -228,7 +227,7 @@ void reduce_plain(const Kernel& with, Op op, Dtype dtype, std::span<const std::b
                   size_t count, uint32_t divisor) {
   const Combine combine = combine_of(with, op, dtype);
   const size_t size = bytes_of(dtype);
-  // `out` may be an input that comes late in the order: then the block is made beside it.
+  // `out` may be an input that comes late in the order: then the block is computed in a temporary.
   const bool sideband = inputs.size() > 2 && std::find(inputs.begin() + 2, inputs.end(), out) != inputs.end();
   alignas(64) std::byte own[kBlock * sizeof(double)];
   for (size_t at = 0; at < count; at += kBlock) {

@@ -1,10 +1,10 @@
-// Arithmetic of collectives: several arrays of one type become one, element by element, in a given order.
+// Reduction kernels: several arrays of one type become one, element by element, in a given order.
 //
-// The order is the whole point. a[0] op a[1] op a[2] ... is computed from left to right for every element, so the
-// result depends on nothing but the arrays: not on who computes it, in pieces of what size, or which array came first.
-// 16-bit floats are added up in fp32 and rounded once at the end, to nearest, ties to even. Integers wrap around. min
-// and max pass on a NaN. Every kernel gives the same bits (-0 and NaN's payload aside): none may contract a multiply
-// and an add, and nothing is divided before the end.
+// The order is the contract. a[0] op a[1] op a[2] ... is computed from left to right for every element, so the
+// result depends on nothing but the arrays: not on the process that computes it, in pieces of what size, or which came
+// first. 16-bit floats are added up in fp32 and rounded once at the end, to nearest, ties to even. Integers wrap
+// around. min and max propagate a NaN. Every kernel gives the same bits (except -0 and NaN's payload): none may
+// contract a multiply and an add, and nothing is divided before the end.
 //
 // Blocks are small enough to stay in the L1 cache, so every array is read from memory once and the result written once.
 // The widest form that the CPU has is chosen at run time, as in copy.cc. Any thread; nothing here waits or allocates.
@@ -37,7 +37,7 @@ const char* name_of(Op op);
 void reduce(Op op, Dtype dtype, std::span<const std::byte* const> inputs, std::byte* out, size_t count,
             uint32_t divisor = 0);
 
-// values[i] /= divisor, for who adds up step by step (the ring).
+// values[i] /= divisor, for algorithms that add step by step (the ring).
 void divide(Dtype dtype, std::byte* values, size_t count, uint32_t divisor);
 
 // float32 to bfloat16 or float16 and back, to nearest, ties to even. The same type is a copy.

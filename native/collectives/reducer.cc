@@ -111,7 +111,7 @@ class Reducer::Body final : public Acceptor::Host {
     const auto place = groups_.find(id_of(join));
     if (place == groups_.end()) {
       if (closing_) *refusal = "this reducer is stopping";
-      if (groups_.size() >= options_.max_groups) *refusal = "this reducer serves all the groups that it can";
+      if (groups_.size() >= options_.max_groups) *refusal = "this reducer is at its limit of groups";
       if (join.member < join.world) *refusal = "this is a reducer, and not a rank";
       return refusal->empty() ? Verdict::welcome : Verdict::refused;
     }
@@ -134,7 +134,7 @@ class Reducer::Body final : public Acceptor::Host {
     group->add(join.rank, std::move(link));
   }
 
-  // Groups whose ranks have all gone are forgotten.
+  // Removes groups whose ranks have all left.
   uint64_t on_time() {
     for (auto place = groups_.begin(); place != groups_.end();) {
       ReducerSession& group = *place->second;

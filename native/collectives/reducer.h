@@ -1,11 +1,12 @@
-// A reducer: owns shares of arrays and has none itself. One process on a host without accelerators serves any number of
+// Reducer: owns shares of arrays and contributes none. One process on a host without accelerators serves any number of
 // groups at once; it needs a window of memory for every rank of a group, and not their arrays.
 //
 //   Reducer reducer({.host = "0.0.0.0", .port = 7000, .secret = secret});
-//   ... reducer.address() is what groups are given; they come and go by themselves
+//   ... reducer.address() is passed to the groups; they come and go by themselves
 //
-// A rank that goes away in the middle of an operation ends its group, here and on all other ranks, and no other group.
-// Garbage, strangers and those who say nothing are refused and counted. One thread of its own, and the listener's.
+// A rank that leaves in the middle of an operation ends its group, here and on all other ranks, and no other group.
+// Invalid input, unauthenticated peers and silent ones are refused and counted. One thread of its own, and the
+// listener's.
 #pragma once
 
 #include <memory>
@@ -21,7 +22,7 @@ struct ReducerOptions {
   uint16_t port = 0;
   std::string secret;
   bool shm = true;
-  uint64_t max_window_bytes = uint64_t{16} << 20;  // for each rank: what it may have here and not yet reduced
+  uint64_t max_window_bytes = uint64_t{16} << 20;  // for each rank: bytes received from it and not yet reduced
   uint32_t max_groups = 1024;
 };
 
@@ -42,7 +43,7 @@ class Reducer {
 
   std::string address() const;  // host:port
   ReducerCounts counts();
-  // Takes no new groups, waits for the present ones to go, up to the deadline, then tells the rest that it stops.
+  // Accepts no new groups, waits for the present ones to end, up to the deadline, then notifies the rest that it stops.
   void close(Deadline deadline);
 
  private:

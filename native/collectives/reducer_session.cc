@@ -12,8 +12,8 @@ ReducerSession::ReducerSession(EventLoop& loop, ChunkBufferPool& blocks, const J
       loop_(loop),
       peers_(join.world),
       left_at_(join.world, ~uint64_t{0}),
-      nowhere_(kChunkBytes),
-      owner_(blocks, *this, join.world, ShareOwner::kNobody, chunk_bytes(join.owners), window_bytes) {}
+      discard_(kChunkBytes),
+      owner_(blocks, *this, join.world, ShareOwner::kNoRank, chunk_bytes(join.owners), window_bytes) {}
 
 uint32_t ReducerSession::ranks() const {
   return static_cast<uint32_t>(std::count_if(peers_.begin(), peers_.end(), [](const auto& p) { return p != nullptr; }));
@@ -26,7 +26,7 @@ bool ReducerSession::drained() const {
 void ReducerSession::add(uint32_t rank, std::unique_ptr<Link> link) {
   peers_[rank] = std::make_unique<Peer>(loop_, std::move(link), rank, *this);
   peers_[rank]->kick();
-  if (over()) tell(*peers_[rank]);
+  if (over()) notify(*peers_[rank]);
 }
 
 uint64_t ReducerSession::bytes_received() const {
@@ -41,11 +41,10 @@ uint64_t ReducerSession::bytes_sent() const {
   return bytes;
 }
 
-// --- frames
-// -------------------------------------------------------------------------------------------------------------
+// --- frames ---------------------------------------------------------------------------------------------------------
 
 std::span<std::byte> ReducerSession::room(Peer& peer, const WireHeader& header) {
-  if (over()) return nowhere_;
+  if (over()) return discard_;
   if (static_cast<FrameKind>(header.kind) != FrameKind::part) fail(ErrorKind::frame, "it sent data of the wrong kind");
   return owner_.room(peer.member(), header);
 }
@@ -60,7 +59,7 @@ void ReducerSession::took(Peer& peer, const WireHeader& header, std::span<std::b
   if (over()) return;
   switch (kind) {
     case FrameKind::open: {
-      if (header.bytes != sizeof(Open)) fail(ErrorKind::frame, "it opened nothing");
+      if (header.bytes != sizeof(Open)) fail(ErrorKind::frame, "it sent a malformed open");
       Open open;
       std::memcpy(&open, payload.data(), sizeof open);
       for (uint32_t rank = 0; rank < left_at_.size(); ++rank) {
@@ -73,7 +72,7 @@ void ReducerSession::took(Peer& peer, const WireHeader& header, std::span<std::b
     case FrameKind::query: {
       uint64_t bytes, of;
       const auto ranks = owner_.least_advanced(header.operation, &bytes, &of);
-      peer.say(FrameKind::status, header.operation, 0, members_bytes(bytes, of, ranks));
+      peer.send_control(FrameKind::status, header.operation, 0, members_bytes(bytes, of, ranks));
       return peer.kick();
     }
     case FrameKind::fault:
@@ -87,8 +86,7 @@ void ReducerSession::results_for(uint32_t rank) {
   if (peers_[rank] != nullptr) peers_[rank]->kick();
 }
 
-// --- the end
-// ------------------------------------------------------------------------------------------------------------
+// --- the end --------------------------------------------------------------------------------------------------------
 
 void ReducerSession::lost(Peer& peer, const std::string& why) {
   const uint32_t rank = peer.member();
@@ -121,9 +119,9 @@ Fault ReducerSession::left_fault(uint32_t rank, uint64_t operation) {
           {rank}};
 }
 
-void ReducerSession::tell(Peer& peer) {
+void ReducerSession::notify(Peer& peer) {
   peer.blank();
-  peer.say(FrameKind::fault, 0, 0, bytes_of(fault_));
+  peer.send_control(FrameKind::fault, 0, 0, bytes_of(fault_));
   peer.kick();
 }
 
@@ -131,7 +129,7 @@ void ReducerSession::end(const Fault& fault) {
   if (over()) return;
   fault_ = fault;
   for (const auto& peer : peers_) {
-    if (peer != nullptr && !peer->closed()) tell(*peer);
+    if (peer != nullptr && !peer->closed()) notify(*peer);
   }
 }
 

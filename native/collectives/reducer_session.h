@@ -1,7 +1,7 @@
-// One group that a reducer serves: its ranks' peers, and the owner of the reducer's share. On the reducer's loop.
+// Session of one group on a reducer: its ranks' peers, and the owner of the reducer's share. On the reducer's loop.
 //
-// Ranks come and go by themselves. One that goes away in the middle of an operation, breaks the rules or disagrees ends
-// the group: all that are left are told why, and nothing more is taken from them.
+// Ranks join and leave by themselves. One that leaves in the middle of an operation, violates the protocol or disagrees
+// ends the group: the remaining ranks receive the fault, and nothing more is accepted from them.
 #pragma once
 
 #include <memory>
@@ -42,17 +42,17 @@ class ReducerSession final : public Peer::Side, public ShareOwner::Host {
 
  private:
   static Fault left_fault(uint32_t rank, uint64_t operation);
-  void tell(Peer& peer);
+  void notify(Peer& peer);
   void end(const Fault& fault);
 
   const std::string where_;
   EventLoop& loop_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank
   std::vector<uint64_t> left_at_;             // by rank: the first operation that it does not take part in
-  std::vector<std::byte> nowhere_;            // for what comes when all is over
+  std::vector<std::byte> discard_;            // for what arrives after the end
   ShareOwner owner_;
   Fault fault_;
-  uint64_t received_ = 0, sent_ = 0;  // of ranks that are gone
+  uint64_t received_ = 0, sent_ = 0;  // of ranks that have left
 };
 
 }  // namespace geartrain

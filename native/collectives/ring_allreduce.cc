@@ -7,7 +7,7 @@
 namespace geartrain {
 namespace {
 
-constexpr uint64_t kMostEarlyBytes = uint64_t{64} << 20;  // that came before their operation was begun here
+constexpr uint64_t kMostEarlyBytes = uint64_t{64} << 20;  // received before their operation was begun here
 constexpr size_t kMostOpen = 65536;
 
 }  // namespace
@@ -33,8 +33,7 @@ void RingAllreduce::forward(const Operation& operation, At* at, bool sending, ui
   }
 }
 
-// --- an operation begins
-// ----------------------------------------------------------------------------------------------
+// --- an operation begins --------------------------------------------------------------------------------------------
 
 void RingAllreduce::compare(uint64_t number, const Shape& mine) {
   const auto found = theirs_.find(number);
@@ -97,8 +96,7 @@ void RingAllreduce::open(uint64_t number, const Open& open) {
   if (still != operations_.end() && work->shape.count == 0) finish(still);
 }
 
-// --- in
-// -----------------------------------------------------------------------------------------------------------------
+// --- receiving ------------------------------------------------------------------------------------------------------
 
 void RingAllreduce::check_place(const Operation& operation, const WireHeader& header) const {
   const At& at = operation.received;
@@ -149,7 +147,7 @@ void RingAllreduce::finish(std::map<uint64_t, Operation>::iterator place) {
   host_.completed(work);
 }
 
-// One chunk: in the first half it is added to one's own numbers, in the second half it is the result.
+// One chunk: in the first half it is added to this rank's own numbers, in the second half it is the result.
 void RingAllreduce::add(Operation& operation, std::span<const std::byte> payload) {
   const Shape& shape = operation.work->shape;
   const At at = operation.received;
@@ -171,7 +169,7 @@ void RingAllreduce::add(Operation& operation, std::span<const std::byte> payload
     reduce(shape.op == Op::avg ? Op::sum : shape.op, shape.dtype, both, mine, count);
     if (last && shape.op == Op::avg) divide(shape.dtype, mine, count, world_);
     if (last && shape.wire != shape.dtype) {
-      // Everybody else gets it rounded.
+      // All other ranks get it rounded.
       alignas(64) std::array<std::byte, kChunkBytes> narrow;
       convert(shape.dtype, mine, shape.wire, narrow.data(), count);
       convert(shape.wire, narrow.data(), shape.dtype, mine, count);
@@ -180,8 +178,7 @@ void RingAllreduce::add(Operation& operation, std::span<const std::byte> payload
   forward(operation, &operation.received, false, count);
 }
 
-// --- out
-// ----------------------------------------------------------------------------------------------------------------
+// --- sending --------------------------------------------------------------------------------------------------------
 
 bool RingAllreduce::next(OutFrame* frame) {
   for (auto& [number, operation] : operations_) {
@@ -202,7 +199,7 @@ bool RingAllreduce::next(OutFrame* frame) {
     const uint64_t bytes = count * bytes_of(shape.wire);
     frame->header = frame_of(FrameKind::ring, number, at.bytes, bytes);
     frame->data = operation.work->out + (operation.starts[p] + at.element) * bytes_of(shape.dtype);
-    // A copy: this piece may be overwritten by the result while the kernel has yet to take it, and is the caller's
+    // A copy: this piece may be overwritten by the result while the kernel has yet to send it, and is the caller's
     // once the operation is over.
     frame->hold = ChunkBufferRef(blocks_);
     convert(shape.dtype, frame->data, shape.wire, frame->hold.data(), count);

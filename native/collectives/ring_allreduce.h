@@ -1,4 +1,5 @@
-// The ring: every rank speaks to its two neighbours only. For networks that allow no more, and as the yardstick.
+// Ring all-reduce: every rank exchanges data with its two neighbours only. For networks that allow no more, and as the
+// baseline.
 //
 // The array is cut into N pieces. In 2(N-1) steps every rank sends one piece to the next rank while it receives another
 // from the previous one. With four ranks, piece by piece, as seen from rank r:
@@ -11,9 +12,9 @@
 //   step 5   ...                                                                       /
 //
 // What is sent in a step is what was received in the step before. So a rank need not wait for a step's end: each chunk
-// goes on as soon as it has come, and been added to. All steps are then one stream, in which byte b of a step may leave
-// once byte b of the step before has arrived, and latency is 2(N-1) chunks instead of 2(N-1) pieces. Each rank moves
-// 2(N-1)/N of the array each way.
+// is forwarded as soon as it has arrived, and been added to. All steps are then one stream, in which byte b of a step
+// may leave once byte b of the step before has arrived, and latency is 2(N-1) chunks instead of 2(N-1) pieces. Each
+// rank moves 2(N-1)/N of the array each way.
 //
 // The order of the sum: piece p begins at rank p and is ((x[p] + x[p+1]) + x[p+2]) + ..., around the ring. It is the
 // same on all ranks, but another one for each piece, and so for another N. 16-bit floats are rounded at every hop; that

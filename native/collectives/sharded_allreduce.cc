@@ -16,7 +16,7 @@ uint32_t owners_of(std::span<const double> shares) {
   return static_cast<uint32_t>(std::count_if(shares.begin(), shares.end(), [](double share) { return share > 0; }));
 }
 
-// Whose turn it is to own a small array, of those who have a share.
+// The owner of a small array, by rotation among the members that have a share.
 size_t whole_owner(std::span<const double> shares, uint64_t operation) {
   uint64_t turn = operation % owners_of(shares);
   size_t owner = 0;
@@ -78,7 +78,7 @@ std::pair<uint64_t, uint64_t> ShardedAllreduce::begin(const std::shared_ptr<Work
     Part& part = operation.parts[owner];
     part.first = starts[owner];
     part.bytes = (starts[owner + 1] - starts[owner]) * bytes_of(shape.wire);
-    // Whoever has a share hears of every array that is divided, so that ranks that disagree meet somewhere.
+    // Every member with a share receives the open of every array that is divided, so that any disagreement is detected.
     part.used = whole ? owner == whole_owner(shares_, work->number) : shares_[owner] > 0;
     operation.left += part.used;
   }
@@ -90,10 +90,9 @@ void ShardedAllreduce::start() {
   for (size_t i = 0; i < others_.size(); ++i) host_.parts_for(others_[(self_ + i) % others_.size()]);
 }
 
-// --- the window
-// -------------------------------------------------------------------------------------------------------
+// --- the window -----------------------------------------------------------------------------------------------------
 
-// How much of the stream has come back, by the share that is behind.
+// The part of the stream that has come back, by the share that is furthest behind.
 uint64_t ShardedAllreduce::returned() const {
   if (operations_.empty()) return stream_;
   const Operation& oldest = operations_.front();
@@ -123,8 +122,7 @@ void ShardedAllreduce::finish_sample(const Operation& operation, uint32_t owner,
   window_.sample(now - sample_.began_ns, delivered_ - sample_.delivered, sample_.held_up, now);
 }
 
-// --- out
-// ----------------------------------------------------------------------------------------------------------------
+// --- sending --------------------------------------------------------------------------------------------------------
 
 bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
   if (operations_.empty()) return false;
@@ -169,8 +167,7 @@ bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
   return false;
 }
 
-// --- in
-// -----------------------------------------------------------------------------------------------------------------
+// --- receiving ------------------------------------------------------------------------------------------------------
 
 ShardedAllreduce::Operation* ShardedAllreduce::find(uint64_t number) {
   if (operations_.empty() || number < operations_.front().number) return nullptr;
@@ -181,7 +178,7 @@ ShardedAllreduce::Operation* ShardedAllreduce::find(uint64_t number) {
 std::span<std::byte> ShardedAllreduce::room(uint32_t owner, const WireHeader& result) {
   Operation* const operation = find(result.operation);
   if (operation == nullptr || !operation->parts[owner].opened || operation->parts[owner].done) {
-    fail(ErrorKind::frame, "it sent a result of operation ", result.operation, ", which nobody waits for");
+    fail(ErrorKind::frame, "it sent a result of operation ", result.operation, ", which is not expected");
   }
   const Part& part = operation->parts[owner];
   const Shape& shape = operation->work->shape;

@@ -1,18 +1,18 @@
-// All-reduce by shares: every share of the array has one owner, who reduces it and returns it to all (share_owner.h).
+// Sharded all-reduce: every share of the array has one owner, which reduces it and returns it to all (share_owner.h).
 //
-// Who owns how much is a vector, one number for each rank and each reducer, and all there is to choose: equal shares
+// Shares are a vector, one number for each rank and each reducer, and the only choice: equal shares
 // on the ranks move the bytes of a ring in two hops instead of 2(N-1); all of it on reducers moves every byte once out
-// and once back; anything between is as right, and what the planner picks for the links at hand (share_planner.h).
+// and once back; anything between is as correct, and what the planner picks for the links at hand (share_planner.h).
 //
-// This is the sender's side, one for a group. What made it reach the theory on shaped links:
+// This is the sender's side, one for a group. What makes it reach the theoretical time on shaped links:
 //
-// * The first owner rotates with the rank, and everyone goes on to the next after a turn, so that at no time all ranks
+// * The first owner rotates with the rank, and all ranks move on to the next after a turn, so that at no time all ranks
 //   send to one owner.
 // * One window over the whole array, in lock step: with the results of a fraction f of the array back from *all*
 //   owners, no share goes beyond f + window/bytes. The results are the credits. Without it TCP would give unequal
 //   shares equal rates, and the last one would end alone. The window also bounds what an owner holds.
 // * The window follows the bandwidth-delay product (congestion_window.h).
-// * Operations are one stream: the next one's parts go as soon as the window lets them, behind the last one's.
+// * Operations are one stream: the next one's parts are sent as soon as the window allows, behind the last one's.
 // * An array of at most 16 KB goes whole to one owner, by turns: two messages instead of two for each owner.
 //
 // One thread, the loop's.
@@ -34,7 +34,8 @@ namespace geartrain {
 constexpr uint64_t kWholeBytes = 16 << 10;  // arrays up to this size are not divided
 
 // Where the shares of an array of `count` elements begin: one more than there are owners. Boundaries are multiples of
-// 16 elements; an array of at most kWholeBytes belongs to one of those who have a share, by the operation's number.
+// 16 elements; an array of at most kWholeBytes belongs to one of the members that have a share, by the operation's
+// number.
 std::vector<uint64_t> divide_array(uint64_t count, Dtype wire, std::span<const double> shares, uint64_t operation);
 
 class ShardedAllreduce {
@@ -42,7 +43,7 @@ class ShardedAllreduce {
   class Host {
    public:
     virtual ~Host() = default;
-    // Tells an owner what operation comes.
+    // Announces the operation to an owner.
     virtual void open(uint32_t owner, uint64_t operation, const Open& open) = 0;
     virtual void parts_for(uint32_t owner) = 0;  // next() may have something for it
     virtual void completed(const std::shared_ptr<Work>& work) = 0;
@@ -50,21 +51,21 @@ class ShardedAllreduce {
   ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vector<double> shares, uint32_t self,
                    uint64_t window_bytes);
 
-  // Begins an operation and returns its own share: [first, last) of the elements, which the caller gives to its owner.
+  // Begins an operation and returns its own share: [first, last) of the elements, which the caller passes to its owner.
   std::pair<uint64_t, uint64_t> begin(const std::shared_ptr<Work>& work);
-  // Tells the other owners; after the caller's own share was given away.
+  // Announces it to the other owners; after the caller's own share was passed on.
   void start();
   bool next(uint32_t owner, OutFrame* frame);
-  // Where a result goes. Throws frame when it is not the one that is waited for.
+  // The destination of a result. Throws frame when it is not the expected one.
   std::span<std::byte> room(uint32_t owner, const WireHeader& result);
   void took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload);
-  void deliver(uint64_t operation, uint64_t offset, std::span<const std::byte> result);  // of one's own share
+  void deliver(uint64_t operation, uint64_t offset, std::span<const std::byte> result);  // of this rank's own share
 
-  // Owners who have not returned all of an operation, for who wants to know why it takes so long.
+  // Owners that have not returned all of an operation, for diagnosis.
   std::vector<uint32_t> incomplete(uint64_t operation) const;
-  // What an owner has returned of the first operation that it still owes something of.
+  // What an owner has returned of the first operation that it has not finished.
   bool owes(uint32_t owner, uint64_t* operation, uint64_t* bytes, uint64_t* of) const;
-  // How many operations are complete here, from the first one on without a gap; and on all ranks, as owners say.
+  // How many operations are complete here, from the first one on without a gap; and on all ranks, as owners report.
   uint64_t completed() const { return operations_.empty() ? begun_ : operations_.front().number; }
   uint32_t settled() const { return settled_; }
   CongestionWindow& window() { return window_; }
@@ -98,7 +99,7 @@ class ShardedAllreduce {
   const uint64_t chunk_;
   CongestionWindow window_;
   std::deque<Operation> operations_;
-  std::vector<uint32_t> others_;  // who own something, but for oneself
+  std::vector<uint32_t> others_;  // other members that own a share
   std::vector<size_t> unsent_;    // by owner: number of the first operation that may have something for it
   uint64_t stream_ = 0;           // where the next operation begins
   uint64_t begun_ = 0;
@@ -106,7 +107,7 @@ class ShardedAllreduce {
   uint64_t delivered_ = 0;  // bytes of results so far
   ChunkBufferRef staging_;  // where a result of another type arrives
 
-  // One chunk at a time is watched on its way.
+  // The delay of one chunk at a time is measured.
   struct Sample {
     bool running = false, held_up = false;
     uint64_t operation = 0, until = 0, began_ns = 0, delivered = 0;

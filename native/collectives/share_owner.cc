@@ -5,7 +5,7 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kMostOperations = 65536;  // begun by somebody and not over
+constexpr size_t kMostOperations = 65536;  // begun by some rank and not over
 
 }  // namespace
 
@@ -21,7 +21,7 @@ ShareOwner::ShareOwner(ChunkBufferPool& blocks, Host& host, uint32_t world, uint
       completed_(world),
       held_(world) {}
 
-// --- what comes -----------------------------------------------------------------------------------------------------
+// --- receiving ------------------------------------------------------------------------------------------------------
 
 ShareOwner::Place ShareOwner::find_or_make(uint32_t rank, uint64_t number, const Shape& shape, uint64_t share_bytes) {
   const auto [place, made] = operations_.try_emplace(number);
@@ -93,9 +93,9 @@ void ShareOwner::took(uint32_t rank, const WireHeader& part) {
   if (operation.received[rank] % chunk_ == 0 || operation.received[rank] == operation.share_bytes) advance(place);
 }
 
-// --- what goes ------------------------------------------------------------------------------------------------------
+// --- sending --------------------------------------------------------------------------------------------------------
 
-// Reduces every chunk that has come from all.
+// Reduces every chunk that has arrived from all.
 void ShareOwner::advance(Place place) {
   Operation& operation = place->second;
   if (operation.open_count < world_) return;
@@ -108,15 +108,15 @@ void ShareOwner::advance(Place place) {
   }
   if (size == 0 && !operation.empty_done) {
     operation.empty_done = any = true;
-    if (self_ != kNobody) host_.deliver(number, 0, {});
+    if (self_ != kNoRank) host_.deliver(number, 0, {});
   }
   if (!any) return;
   const bool over = operation.reduced == size;
   for (uint32_t rank = 0; rank < world_; ++rank) {
     if (rank != self_) host_.results_for(rank);
   }
-  // The ranks may have taken everything at once, and the operation be gone with it.
-  if (over && self_ != kNobody) {
+  // The ranks may have taken everything at once, and the operation be removed with it.
+  if (over && self_ != kNoRank) {
     const Place still = operations_.find(number);
     if (still != operations_.end()) end(still, self_);
   }
@@ -134,7 +134,7 @@ void ShareOwner::reduce_chunk(uint64_t number, Operation& operation, uint64_t by
     }
     inputs[rank] = operation.local + at / bytes_of(shape.wire) * bytes_of(shape.dtype);
     if (shape.wire == shape.dtype) continue;
-    own = ChunkBufferRef(blocks_);  // one's own numbers are rounded as everybody's
+    own = ChunkBufferRef(blocks_);  // this rank's own numbers are rounded like all others
     convert(shape.dtype, inputs[rank], shape.wire, own.data(), count);
     inputs[rank] = own.data();
   }
@@ -147,13 +147,13 @@ void ShareOwner::reduce_chunk(uint64_t number, Operation& operation, uint64_t by
   }
   operation.reduced += bytes;
   reduced_bytes_ += bytes * world_;
-  if (world_ > 1 || self_ == kNobody) {
+  if (world_ > 1 || self_ == kNoRank) {
     operation.results.push_back(result);
   } else {
     operation.results_from += chunk_;
   }
-  // Last: whoever hears of it may ask for the next piece at once.
-  if (self_ != kNobody) host_.deliver(number, at, {result.data(), bytes});
+  // Last: the receiver may request the next piece at once.
+  if (self_ != kNoRank) host_.deliver(number, at, {result.data(), bytes});
 }
 
 bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
@@ -207,15 +207,14 @@ void ShareOwner::end(Place place, uint32_t rank) {
   operations_.erase(place);
 }
 
-// --- who is waited for
-// ------------------------------------------------------------------------------------------------
+// --- diagnosis ------------------------------------------------------------------------------------------------------
 
 std::vector<uint32_t> ShareOwner::least_advanced(uint64_t number, uint64_t* bytes, uint64_t* of) const {
   std::vector<uint32_t> ranks;
   const auto place = operations_.find(number);
   *bytes = *of = 0;
   if (place == operations_.end()) {
-    // Nobody has opened it here, or it is over: whoever asks for it can only wait for what is on its way.
+    // No rank has opened it here, or it is over: a rank that queries it can only wait for what is in flight.
     for (uint32_t rank = 0; rank < world_; ++rank) {
       if (rank != self_ && next_open_[rank] <= number) ranks.push_back(rank);
     }
@@ -223,7 +222,7 @@ std::vector<uint32_t> ShareOwner::least_advanced(uint64_t number, uint64_t* byte
   }
   const Operation& operation = place->second;
   *of = operation.share_bytes;
-  // One who has not even opened it is behind those who have sent nothing yet.
+  // A rank that has not even opened it is behind those that have sent nothing yet.
   const auto progress = [&](uint32_t rank) { return operation.opened[rank] ? operation.received[rank] + 1 : 0; };
   uint64_t least = ~uint64_t{0};
   for (uint32_t rank = 0; rank < world_; ++rank) least = std::min(least, progress(rank));

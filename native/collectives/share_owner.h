@@ -1,11 +1,11 @@
-// The owner of a share: takes everybody's numbers of it, reduces them in the order of the ranks, and returns the result
+// Owner of a share: receives every rank's numbers of it, reduces them in the order of the ranks, and returns the result
 // to all. The same code on a rank and in a reducer.
 //
-// Numbers come in chunks. As soon as a chunk is there from every rank it is reduced, whatever order the chunks came in,
-// and can go back while the next one is on its way. A rank never runs more than a window ahead of the results it got,
-// so an owner holds a window of every rank and not their arrays; what goes beyond is refused.
+// Numbers come in chunks. As soon as a chunk has arrived from every rank it is reduced, whatever order the chunks came
+// in, and can be sent back while the next one is in flight. A rank never runs more than a window ahead of the results
+// it got, so an owner holds a window of every rank and not their arrays; anything beyond is refused.
 //
-// A rank that owns a share gives its own numbers by address (open_local), without a copy, and gets its results by
+// A rank that owns a share passes its own numbers by address (open_local), without a copy, and gets its results by
 // Host::deliver. One thread, the loop's.
 #pragma once
 
@@ -27,33 +27,34 @@ class ShareOwner {
    public:
     virtual ~Host() = default;
     virtual void results_for(uint32_t rank) = 0;  // next() has something for it
-    virtual void deliver(uint64_t operation, uint64_t offset, std::span<const std::byte> result) = 0;  // to oneself
+    virtual void deliver(uint64_t operation, uint64_t offset,
+                         std::span<const std::byte> result) = 0;  // to this rank itself
     virtual void disagree(const std::string& text, std::vector<uint32_t> ranks) = 0;
   };
-  // `self` is the owner's own rank, or kNobody. `window_bytes` is what a rank may have here and not yet reduced.
-  static constexpr uint32_t kNobody = ~0u;
+  // `self` is the owner's own rank, or kNoRank. `window_bytes` is what a rank may have here and not yet reduced.
+  static constexpr uint32_t kNoRank = ~0u;
   ShareOwner(ChunkBufferPool& blocks, Host& host, uint32_t world, uint32_t self, uint64_t chunk, uint64_t window_bytes);
 
   // From a rank. Each throws frame when it is not what may come next from it.
   void open(uint32_t rank, uint64_t operation, const Open& open);
   std::span<std::byte> room(uint32_t rank, const WireHeader& part);
   void took(uint32_t rank, const WireHeader& part);
-  // One's own numbers, of type shape.dtype, which stay as they are until the last result was delivered.
+  // This rank's own numbers, of type shape.dtype, which stay unchanged until the last result was delivered.
   void open_local(uint64_t operation, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
                   uint64_t completed);
 
   // The next piece of a result for a rank. False when there is none now.
   bool next(uint32_t rank, OutFrame* frame);
 
-  // Who has given the least of an operation: the ranks that it waits for.
+  // The ranks that an operation waits for: those that have sent the least.
   std::vector<uint32_t> least_advanced(uint64_t operation, uint64_t* bytes, uint64_t* of) const;
   // The first operation that some rank has begun and that is not over, or a number beyond all.
   uint64_t oldest() const { return operations_.empty() ? ~uint64_t{0} : operations_.begin()->first; }
-  // One beyond the last operation under way; 0 when there is none.
+  // One beyond the last operation in flight; 0 when there is none.
   uint64_t newest() const { return operations_.empty() ? 0 : operations_.rbegin()->first + 1; }
-  // The first one that a rank still owes something to, or is owed something of.
+  // The first operation that a rank has not completed, in either direction.
   bool involves(uint32_t rank, uint64_t* operation, uint64_t* bytes, uint64_t* of) const;
-  // How many operations are complete on all ranks, as far as they have said.
+  // How many operations are complete on all ranks, as far as they have reported.
   uint32_t settled() const;
   uint64_t reduced_bytes() const { return reduced_bytes_; }
   uint64_t operations() const { return done_; }
@@ -69,7 +70,7 @@ class ShareOwner {
     std::vector<std::deque<ChunkBufferRef>> inputs;  // by rank: chunks from `reduced` on
     const std::byte* local = nullptr;
     uint64_t reduced = 0;
-    bool empty_done = false;             // an empty share: everybody has opened it
+    bool empty_done = false;             // an empty share: every rank has opened it
     std::deque<ChunkBufferRef> results;  // chunks from `results_from` on
     uint64_t results_from = 0;
     std::vector<uint64_t> sent;  // by rank: bytes of results taken by next()
@@ -91,7 +92,7 @@ class ShareOwner {
   const uint64_t chunk_, window_bytes_;
   std::map<uint64_t, Operation> operations_;
   std::vector<uint64_t> next_open_;  // by rank: no operation below this may be opened by it any more
-  std::vector<uint32_t> completed_;  // by rank: as it said last
+  std::vector<uint32_t> completed_;  // by rank: as last reported
   std::vector<uint64_t> held_;       // by rank: bytes here and not yet reduced
   uint64_t reduced_bytes_ = 0, done_ = 0;
 };

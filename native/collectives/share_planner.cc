@@ -10,9 +10,9 @@
 namespace geartrain {
 namespace {
 
-// How far given shares may add up beside 1.
+// Tolerance of the shares' sum.
 constexpr double kRounding = 1e-6;
-// Less than this is a rounding too, and nobody is made an owner for it.
+// Less than this is rounding too, and makes no member an owner.
 constexpr double kNoShare = 1e-9;
 
 double sum(std::span<const double> values) {

@@ -1,7 +1,7 @@
-// Which share of an array each member of a group should own, and how long the all-reduce then takes.
+// Share planner: which share of an array each member of a group should own, and how long the all-reduce then takes.
 //
-// Every share has one owner, who receives it from all workers, sums, and returns the sum to all of them. N workers with
-// links of b_i bytes a second, each way at once; M reducers with links of r_j; an array of K bytes. What a member
+// Every share has one owner, which receives it from all workers, sums, and returns the sum to all of them. N workers
+// with links of b_i bytes a second, each way at once; M reducers with links of r_j; an array of K bytes. What a member
 // moves, each way:
 //
 //   worker that owns the fraction x     K (1 + (N - 2) x)   sends the rest of its array, K (1 - x), and the sum of its
@@ -17,7 +17,7 @@
 // the ring's bytes. tests/collectives/test_share_planner.py holds this against a linear program.
 //
 // Only bytes are counted here: latency is hops times a one-way delay, for the caller to add (kDirectHops, *_hops).
-// Pure functions; errors of kind `schema` for what is no cluster. Anybody may call them from any thread.
+// Pure functions; errors of kind `schema` for invalid clusters. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -33,8 +33,8 @@ struct Links {
 };
 
 struct SharesPlan {
-  std::vector<double> shares;  // of workers, then of reducers: none below zero, 1 in all
-  double seconds = 0;          // what `shares_seconds` says of them
+  std::vector<double> shares;  // of workers, then of reducers: none below zero, their sum 1
+  double seconds = 0;          // as shares_seconds() estimates
 };
 
 // The best shares. A group of one owns everything itself.
@@ -47,7 +47,7 @@ std::vector<double> moved_bytes(size_t workers, size_t reducers, std::span<const
 // What those shares take: the slowest member's bytes over its rate.
 double shares_seconds(const Links& links, std::span<const double> shares, double bytes);
 
-// All shares on the reducers, in proportion to their rates. Needs at least one of them, but in a group of one.
+// All shares on the reducers, in proportion to their rates. Needs at least one of them, except in a group of one.
 SharesPlan plan_dedicated(const Links& links, double bytes);
 
 // The ring: 2 (N - 1) steps of K / N, at the pace of the slowest link.
@@ -61,7 +61,7 @@ double tree_bytes(size_t workers, double bytes);
 double tree_seconds(size_t workers, double rate, double bytes);
 size_t tree_hops(size_t workers);
 
-// Every owner is one hop away, and so is the way back.
+// Every owner is one hop away, and so is the result.
 constexpr size_t kDirectHops = 2;
 
 // How many reducers of that rate the best shares, or dedicated ones, need to reach K / min b.

@@ -1,4 +1,4 @@
-// One operation as its caller sees it: what was asked for, and whether it is over. Any thread may wait.
+// Work: one operation as its caller sees it, its arguments and whether it is complete. Any thread may wait.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ class Work {
   const std::byte* const in;  // read until a result for the same place has come
   std::byte* const out;       // may be `in`
   const Deadline deadline;
-  const uint64_t ask_ns;  // how long before it the owners are asked what they wait for
+  const uint64_t ask_ns;  // how long before it the owners are queried
   uint64_t number = 0;    // the loop's, and fixed once it is done
 
   bool done() const { return done_.load(std::memory_order_acquire); }

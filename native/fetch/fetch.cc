@@ -67,7 +67,7 @@ class Gather {
     const uint32_t generation = generation_of(word.load(std::memory_order_acquire));
     request_.torn[i] = 1;
     if (generation != request_.generations[i] || (generation & 1) == 0) return false;  // stale: nothing to copy
-    // Acquired: a growing row's steps are written before they are counted.
+    // Acquire: an open row's steps are written before they are counted.
     const uint32_t length = std::min(status.length.load(std::memory_order_acquire), store_.header().max_length);
     // The steps [start, start + count) of the row go to [at, at + count) of the batch.
     uint32_t start = 0, count = length, at = 0;
@@ -157,7 +157,7 @@ void fill(const Store& store, std::span<const uint32_t> rows, std::span<const In
   uint64_t bytes = 0;
   for (const InsertField& field : fields) bytes += store.fields()[field.field].block_bytes;
   bytes *= rows.size();
-  // A store larger than any cache: the blocks' places are cold, and whoever reads them next will find them in memory.
+  // A store larger than any cache: the blocks are cold, and their next reader will find them in memory.
   const bool stream = bytes >= stream_from() || store.header().regions[kColumnsRegion].bytes >= kColdFrom;
   run(rows.size(), bytes, threads, [&](size_t first, size_t last) {
     for (size_t i = first; i < last; ++i) {

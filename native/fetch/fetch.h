@@ -1,8 +1,8 @@
-// Gathering chosen rows out of a store into one batch, and scattering a batch into rows.
+// Fetch: gathering chosen rows of a store into one batch, and scattering a batch into rows.
 //
-// No locks and no copies in between: bytes go from the columns straight into the caller's buffers, on several
+// No locks and no intermediate copies: bytes go from the columns straight into the caller's buffers, on several
 // threads. Each row's word is read before and after its copy; a row that changed meanwhile is reported as torn and
-// its bytes are worthless. Nothing else can go wrong once the arguments are checked.
+// its bytes are invalid. Nothing else can fail once the arguments are checked.
 //
 // Windows. A window of W steps that ends at step t holds steps max(0, t - W + 1) .. t and nothing later; what is
 // missing is zero, before the steps (pad_left) or after them, and false in the mask.
@@ -28,8 +28,8 @@ struct FetchRequest {
   uint32_t window = 0;  // steps; 0: whole rows
   bool pad_left = true;
   std::span<const int32_t> ends;  // last step of each window; empty: the row's last step
-  // Where in the fields' outputs each row goes, in rows; empty: one after the other. `torn` and the other books below
-  // are in the order of `rows` all the same.
+  // Where in the fields' outputs each row goes, in rows; empty: one after the other. `torn` and the other metadata
+  // below are in the order of `rows` all the same.
   std::span<const uint32_t> places;
   unsigned threads = 1;
   // Filled for every row; all but `torn` may be empty.

@@ -1,4 +1,4 @@
-// Locks of files and sleeping on words of shared memory: geartrain/core/locks.py and futex.py.
+// Bindings of file locks and futexes: geartrain/core/locks.py and futex.py.
 
 #include "base/file_lock.h"
 #include "base/futex.h"

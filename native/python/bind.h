@@ -1,4 +1,4 @@
-// What the binding files share: array types, and turning native memory into arrays that keep it alive.
+// Shared by the bindings: array types, and native memory as arrays that keep it alive.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -44,10 +44,10 @@ nb::object to_numpy(std::vector<T>&& values) {
   return nb::cast(nb::ndarray<nb::numpy, T>(moved->data(), 1, shape, owner));
 }
 
-// How long a wait without the GIL lasts until it looks at Python's signals.
+// How long a wait without the GIL lasts until Python's signals are checked.
 constexpr double kSignalsEveryS = 0.25;
 
-// wait(deadline) until it returns true or the time is over, with a look at signals in between.
+// wait(deadline) until it returns true or the deadline passes, checking signals in between.
 template <typename Wait>
 bool patiently(double timeout_s, Wait&& wait) {
   const Deadline deadline = Deadline::after(timeout_s);
@@ -62,13 +62,13 @@ bool patiently(double timeout_s, Wait&& wait) {
   }
 }
 
-// An entry of a dict of options, or what holds without it.
+// An entry of a dict of options, or the default.
 template <typename T>
 T item(const nb::dict& options, const char* name, T otherwise) {
   return options.contains(name) ? nb::cast<T>(options[name]) : otherwise;
 }
 
-// One pooled buffer that several arrays share, 64-byte aligned each; it goes back to the pool with the last of them.
+// One pooled buffer that several arrays share, 64-byte aligned each; it returns to the pool with the last of them.
 class PooledMemory {
  public:
   explicit PooledMemory(size_t bytes) : base_(static_cast<std::byte*>(take_buffer(bytes))) {
@@ -101,7 +101,7 @@ nb::dlpack::dtype array_dtype(uint8_t code, uint8_t itemsize);
 // Keeps a mapping alive for as long as an array over it lives.
 nb::capsule keep_alive(std::shared_ptr<Mapping> mapping);
 
-// Has Errors of this module raised as the classes of geartrain.errors.
+// Registers the translation of this module's Errors to the classes of geartrain.errors.
 void register_errors();
 
 void bind_base(nb::module_& module);

@@ -1,6 +1,6 @@
-// geartrain._native.Codec: values as a header and buffers, and back, without executing anything that came.
+// Codec (geartrain._native.Codec): values as a header and buffers, and back, without executing anything received.
 //
-// A value is one byte that says what follows, and then that; numbers are little-endian:
+// A value is one type byte, followed by its content; numbers are little-endian:
 //
 //   N T F        None, True, False
 //   i  i64       an int that fits                   I  u32 n, n bytes   one that does not, two's complement
@@ -11,13 +11,13 @@
 //   m  u32 n, n keys and values   dict
 //   a A g  u8 dtype, u8 axes, u8 inline, axes x u64; then the elements, if inline, else they are the next buffer
 //                                 NumPy array, torch tensor, NumPy scalar (no axes)
-//   p  u32 n, u32 k, n bytes      a pickle of protocol 5 with k buffers out of band; only where that is allowed
+//   p  u32 n, u32 k, n bytes      a pickle of protocol 5 with k out-of-band buffers; only where that is allowed
 //
-// Small arrays stand inline, large ones are the message's buffers, used once each and in order: what was sent is not
-// copied here, and an array that was received is a view of the message's memory. Dtypes are schema.py's codes.
+// Small arrays are inline, large ones are the message's buffers, used once each and in order: what is sent is not
+// copied here, and an array that was received is a view of the message's memory. Dtypes are core/dtypes.py's codes.
 //
-// The decoder is safe against any bytes: it reads within bounds, takes memory in proportion to what came, and goes
-// down to the depth that was set. Whatever is wrong is one error, of kind frame.
+// The decoder is safe against any bytes: it reads within bounds, allocates in proportion to the input, and goes
+// down to the depth that was set. Any malformed input is one error, of kind frame.
 
 #include <nanobind/stl/string.h>
 
@@ -48,7 +48,7 @@ class Codec {
     types_.max_depth = max_depth;
   }
 
-  Parcel* encode(nb::handle value, bool pickle) const { return geartrain::encode(types_, value, pickle); }
+  Payload* encode(nb::handle value, bool pickle) const { return geartrain::encode(types_, value, pickle); }
   nb::object decode(const Arrived& arrived, bool pickle) const {
     return geartrain::decode(types_, arrived.message, pickle);
   }
@@ -59,7 +59,7 @@ class Codec {
 
 Arrived* arrived_from(const nb::bytes& header, const nb::list& buffers) {
   auto made = std::make_unique<Arrived>();
-  Parcel parts;
+  Payload parts;
   std::vector<uint64_t> sizes;
   for (const nb::handle buffer : buffers) parts.add(buffer);
   for (const Bytes& part : parts.buffers()) sizes.push_back(part.size());
@@ -97,34 +97,34 @@ void bind_codec(nb::module_& module) {
                    })
       .def_prop_ro("buffers", [](const Arrived& self) { return views_of(self.message); });
 
-  nb::class_<Parcel>(module, "Parcel")
+  nb::class_<Payload>(module, "Payload")
       .def("__init__",
-           [](Parcel* self, const nb::bytes& header, const nb::list& buffers) {
-             auto* made = new (self) Parcel();
+           [](Payload* self, const nb::bytes& header, const nb::list& buffers) {
+             auto* made = new (self) Payload();
              const auto* begin = reinterpret_cast<const std::byte*>(header.c_str());
              made->header.assign(begin, begin + header.size());
              try {
                for (const nb::handle buffer : buffers) made->add(buffer);
              } catch (...) {
-               made->~Parcel();
+               made->~Payload();
                throw;
              }
            })
       .def_prop_ro("header",
-                   [](const Parcel& self) {
+                   [](const Payload& self) {
                      return nb::bytes(reinterpret_cast<const char*>(self.header.data()), self.header.size());
                    })
       .def_prop_ro("buffers",
-                   [](nb::handle_t<Parcel> self) {
+                   [](nb::handle_t<Payload> self) {
                      nb::list out;
-                     for (const Bytes& part : nb::cast<const Parcel&>(self).buffers()) {
+                     for (const Bytes& part : nb::cast<const Payload&>(self).buffers()) {
                        const size_t shape[1] = {part.size()};
                        out.append(nb::cast(nb::ndarray<nb::numpy, const uint8_t>(
                            reinterpret_cast<const uint8_t*>(part.data()), 1, shape, nb::borrow(self))));
                      }
                      return out;
                    })
-      .def_prop_ro("nbytes", [](const Parcel& self) {
+      .def_prop_ro("nbytes", [](const Payload& self) {
         size_t bytes = self.header.size();
         for (const Bytes& part : self.buffers()) bytes += part.size();
         return bytes;

@@ -1,4 +1,4 @@
-// The two halves of the codec, and what both know of Python. codec.cc has the format.
+// Encoder and decoder of the codec, and the Python objects that both use. codec.cc has the format.
 #pragma once
 
 #include <array>
@@ -11,14 +11,14 @@ namespace geartrain {
 
 constexpr uint32_t kMostIntBytes = 1 << 16;
 
-// The names of Python that both halves need, looked up once.
+// Python attributes that both use, looked up once.
 struct Names {
   nb::object numpy_array, numpy_scalar, as_array, numpy_codes;  // dict: numpy dtype -> code
   nb::object torch_tensor, torch_codes, torch_dtypes;           // set once torch is there; dicts both ways
   nb::object to_plain, from_numpy;
 };
 
-// What a Codec was made with (codec.cc). Under the GIL.
+// Settings of a Codec (codec.cc). Under the GIL.
 struct CodecTypes {
   mutable Names names;
   std::array<uint8_t, 256> itemsizes{};
@@ -43,10 +43,10 @@ struct CodecTypes {
   }
 };
 
-// The caller's to delete. Throws frame for what cannot be sent, and whatever pickle raises.
-Parcel* encode(const CodecTypes& codec, nb::handle value, bool pickle);
+// Owned by the caller. Throws frame for what cannot be sent, and whatever pickle raises.
+Payload* encode(const CodecTypes& codec, nb::handle value, bool pickle);
 
-// Throws frame for whatever is wrong with the message, untrusted for a pickle where none is taken.
+// Throws frame for a malformed message, untrusted for a pickle where none is accepted.
 nb::object decode(const CodecTypes& codec, const Message& message, bool pickle);
 
 }  // namespace geartrain

@@ -1,5 +1,5 @@
-// geartrain._native: groups and reducers for Python. Arrays come as addresses: whoever calls keeps them alive until the
-// work is done (collectives/group.py). Every wait releases the GIL and looks for signals now and then.
+// Bindings of groups and reducers. Arrays are passed as addresses: the caller keeps them alive until the
+// work is done (collectives/group.py). Every wait releases the GIL and checks for signals now and then.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>

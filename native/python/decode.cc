@@ -1,4 +1,4 @@
-// Values out of a header and buffers that may be anybody's. codec.cc has the format.
+// Decoder of untrusted headers and buffers. codec.cc has the format.
 
 #include <nanobind/stl/string.h>
 
@@ -35,20 +35,20 @@ struct MessageReader {
     std::memcpy(&number, raw(sizeof number), sizeof number);
     return number;
   }
-  // How many values follow: each takes a byte at least, so memory for them is never out of proportion.
+  // The number of values that follow: each takes a byte at least, so their memory is never out of proportion.
   uint32_t count() {
     const auto n = get<uint32_t>();
     if (n > left()) refuse("it ends too early");
     return n;
   }
   std::span<std::byte> next_buffer() {
-    if (buffer == message.buffers.size()) refuse("it has fewer buffers than it speaks of");
+    if (buffer == message.buffers.size()) refuse("it has fewer buffers than it refers to");
     return message.buffers[buffer++];
   }
 
   void finish() const {
     if (left() != 0) refuse("something follows its value");
-    if (buffer != message.buffers.size()) refuse("it has more buffers than it speaks of");
+    if (buffer != message.buffers.size()) refuse("it has more buffers than it refers to");
   }
 
   static nb::object checked(PyObject* made) {
@@ -138,14 +138,14 @@ struct MessageReader {
       case 'p':
         return pickled();
       default:
-        refuse("it holds a kind of value that this version does not know");
+        refuse("it holds a value of unknown type");
     }
   }
 
   nb::object array(char which) {
     const auto code = get<uint8_t>(), axes = get<uint8_t>(), in_line = get<uint8_t>();
     const size_t itemsize = code < codec.itemsizes.size() ? codec.itemsizes.at(code) : 0;
-    if (itemsize == 0) refuse("an array has a dtype that this version does not know");
+    if (itemsize == 0) refuse("an array has an unknown dtype");
     if (axes > kMostAxes || in_line > 1 || (which == 'g' && axes != 0)) refuse("an array has too many axes");
     std::vector<size_t> shape;
     size_t bytes = itemsize;
@@ -155,7 +155,7 @@ struct MessageReader {
       if (axis > (uint64_t{1} << 62)) refuse("an array is larger than memory can be");
       shape.push_back(axis);
       empty |= axis == 0;
-      // The axes beside an empty one count as well: NumPy and torch multiply them.
+      // The axes next to an empty one count as well: NumPy and torch multiply them.
       if (axis != 0 && (__builtin_mul_overflow(bytes, axis, &bytes) || bytes > (size_t{1} << 62))) {
         refuse("an array is larger than memory can be");
       }
@@ -164,7 +164,7 @@ struct MessageReader {
     std::span<std::byte> elements;
     std::shared_ptr<void> owner;
     if (in_line != 0) {
-      // Its own memory: a number must not keep a message of a gigabyte.
+      // Its own memory: a number must not keep a message of a gigabyte alive.
       const std::byte* from = raw(bytes);
       auto copy = std::shared_ptr<std::byte[]>(new std::byte[std::max<size_t>(bytes, 16)]);
       if (bytes != 0) std::memcpy(copy.get(), from, bytes);
@@ -186,7 +186,7 @@ struct MessageReader {
           nb::cast(nb::ndarray<nb::numpy>(elements.data(), shape.size(), shape.data(), keep, nullptr, dtype));
       return which == 'g' ? nb::object(made[nb::tuple()]) : made;
     }
-    // By way of NumPy: several times as fast as torch's own way in through DLPack.
+    // By way of NumPy: several times as fast as torch's own DLPack import.
     codec.need_torch();
     if (code == kUint64) dtype.code = static_cast<uint8_t>(nb::dlpack::dtype_code::Int);  // it knows one name of two
     nb::object made = codec.names.from_numpy(
@@ -202,13 +202,13 @@ struct MessageReader {
   nb::object pickled() {
     if (!pickle) {
       fail(ErrorKind::untrusted,
-           "the message holds a pickle, and pickles are only taken from peers that proved they "
+           "the message holds a pickle, and pickles are only accepted from peers that proved they "
            "know the cluster's secret, where pickle is allowed");
     }
     const uint32_t n = count();
     const auto buffers = get<uint32_t>();
     const nb::bytes text(reinterpret_cast<const char*>(raw(n)), n);
-    if (buffers > message.buffers.size() - buffer) refuse("it has fewer buffers than it speaks of");
+    if (buffers > message.buffers.size() - buffer) refuse("it has fewer buffers than it refers to");
     nb::list given;
     for (uint32_t i = 0; i < buffers; ++i) {
       const std::span<std::byte> one = next_buffer();

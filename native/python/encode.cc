@@ -1,4 +1,4 @@
-// Values into a header and buffers. codec.cc has the format.
+// Encoder of values into a header and buffers. codec.cc has the format.
 
 #include <nanobind/stl/string.h>
 
@@ -9,24 +9,24 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kInlineMost = 512;        // an array of so many bytes stands in the header
-constexpr size_t kInlineBytesMost = 4096;  // and so do bytes
+constexpr size_t kInlineMost = 512;        // an array of up to so many bytes is inline
+constexpr size_t kInlineBytesMost = 4096;  // and so are bytes
 constexpr size_t kMostBuffers = 4096;
 
 struct Writer {
   const CodecTypes& codec;
-  Parcel& parcel;
+  Payload& payload;
   const bool pickle;
 
   template <typename T>
   void put(T number) {
     const auto* bytes = reinterpret_cast<const std::byte*>(&number);
-    parcel.header.insert(parcel.header.end(), bytes, bytes + sizeof number);
+    payload.header.insert(payload.header.end(), bytes, bytes + sizeof number);
   }
-  void tag(char which) { parcel.header.push_back(static_cast<std::byte>(which)); }
+  void tag(char which) { payload.header.push_back(static_cast<std::byte>(which)); }
   void raw(const void* data, size_t bytes) {
     const auto* begin = static_cast<const std::byte*>(data);
-    parcel.header.insert(parcel.header.end(), begin, begin + bytes);
+    payload.header.insert(payload.header.end(), begin, begin + bytes);
   }
   void count(size_t n) {
     if (n > 0xffffffffu) fail(ErrorKind::frame, "a container or string has 2^32 - 1 elements at most, found ", n);
@@ -56,11 +56,11 @@ struct Writer {
     }
     if (PyList_CheckExact(o)) {
       tag('l');
-      const size_t at = parcel.header.size();
+      const size_t at = payload.header.size();
       count(0);
       uint32_t n = 0;
       for (; n < PyList_GET_SIZE(o); ++n) value(nb::borrow(PyList_GET_ITEM(o, n)), depth + 1);
-      std::memcpy(parcel.header.data() + at, &n, sizeof n);
+      std::memcpy(payload.header.data() + at, &n, sizeof n);
       return;
     }
     if (PyDict_CheckExact(o)) return dict(o, depth);
@@ -100,7 +100,7 @@ struct Writer {
 
   void dict(PyObject* o, uint32_t depth) {
     tag('m');
-    const size_t at = parcel.header.size();
+    const size_t at = payload.header.size();
     count(0);
     PyObject *key = nullptr, *item = nullptr;
     Py_ssize_t position = 0;
@@ -111,11 +111,11 @@ struct Writer {
       value(held_item, depth + 1);
       ++n;
     }
-    std::memcpy(parcel.header.data() + at, &n, sizeof n);
+    std::memcpy(payload.header.data() + at, &n, sizeof n);
   }
 
   void bytes(nb::handle owner, char which, const char* data, Py_ssize_t n) {
-    if (static_cast<size_t>(n) <= kInlineBytesMost || parcel.buffers().size() >= kMostBuffers) {
+    if (static_cast<size_t>(n) <= kInlineBytesMost || payload.buffers().size() >= kMostBuffers) {
       tag(which);
       count(static_cast<size_t>(n));
       return raw(data, static_cast<size_t>(n));
@@ -123,9 +123,9 @@ struct Writer {
     tag(which == 'b' ? 'B' : 'Y');
     put(static_cast<uint64_t>(n));
     if (which == 'b') {
-      parcel.add(data, static_cast<size_t>(n), nb::borrow(owner));
+      payload.add(data, static_cast<size_t>(n), nb::borrow(owner));
     } else {
-      parcel.add(owner);  // a bytearray must not be resized meanwhile
+      payload.add(owner);  // a bytearray must not be resized meanwhile
     }
   }
 
@@ -161,7 +161,7 @@ struct Writer {
     for (const uint64_t axis : shape) put(axis);
   }
 
-  bool stands_inline(size_t bytes) const { return bytes <= kInlineMost || parcel.buffers().size() >= kMostBuffers; }
+  bool stands_inline(size_t bytes) const { return bytes <= kInlineMost || payload.buffers().size() >= kMostBuffers; }
 
   void numpy(nb::handle object, char which) {
     const nb::object dtype = object.attr("dtype");
@@ -182,7 +182,7 @@ struct Writer {
     if (in_line) {
       raw(view.buf, static_cast<size_t>(view.len));
     } else {
-      parcel.add(view.buf, static_cast<size_t>(view.len), nb::borrow(object));
+      payload.add(view.buf, static_cast<size_t>(view.len), nb::borrow(object));
     }
     PyBuffer_Release(&view);
   }
@@ -206,7 +206,7 @@ struct Writer {
     if (in_line) {
       if (bytes != 0) raw(data, bytes);
     } else {
-      parcel.add(data, bytes, plain);
+      payload.add(data, bytes, plain);
     }
   }
 
@@ -218,8 +218,8 @@ struct Writer {
     }
     uint32_t buffers = 0;
     const nb::object add = nb::cpp_function([&](nb::handle exported) {
-      if (parcel.buffers().size() >= kMostBuffers) return true;  // in band
-      parcel.add(nb::object(exported.attr("raw")()));
+      if (payload.buffers().size() >= kMostBuffers) return true;  // in band
+      payload.add(nb::object(exported.attr("raw")()));
       ++buffers;
       return false;
     });
@@ -233,11 +233,11 @@ struct Writer {
 
 }  // namespace
 
-Parcel* encode(const CodecTypes& codec, nb::handle value, bool pickle) {
-  auto parcel = std::make_unique<Parcel>();
-  parcel->header.reserve(128);
-  Writer{codec, *parcel, pickle}.value(value, 0);
-  return parcel.release();
+Payload* encode(const CodecTypes& codec, nb::handle value, bool pickle) {
+  auto payload = std::make_unique<Payload>();
+  payload->header.reserve(128);
+  Writer{codec, *payload, pickle}.value(value, 0);
+  return payload.release();
 }
 
 }  // namespace geartrain

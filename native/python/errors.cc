@@ -1,4 +1,4 @@
-// Native errors as Python's exceptions.
+// Translation of native errors to Python's exceptions.
 
 #include "base/errors.h"
 

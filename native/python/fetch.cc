@@ -1,4 +1,4 @@
-// geartrain._native.fetch: batches in warm, recycled memory, or in the caller's own.
+// Binding of fetch: batches in warm, recycled memory, or in the caller's own.
 
 #include "fetch/fetch.h"
 
@@ -21,7 +21,7 @@ std::vector<size_t> batch_shape(const FieldRecord& field, size_t rows, uint32_t 
   return shape;
 }
 
-// Bytes of an array of that shape; refused when there cannot be so many.
+// Bytes of an array of that shape; refused on overflow.
 size_t bytes_of(const std::vector<size_t>& shape, size_t itemsize) {
   size_t bytes = itemsize;
   for (size_t axis : shape) {
@@ -32,7 +32,7 @@ size_t bytes_of(const std::vector<size_t>& shape, size_t itemsize) {
   return bytes;
 }
 
-// Pooled arrays for the fields of a batch, and nothing in them.
+// Uninitialised pooled arrays for the fields of a batch.
 nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window) {
   std::vector<std::vector<size_t>> shapes;
   size_t bytes = 0;
@@ -57,10 +57,10 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
                      const std::optional<In<int32_t>>& ends, unsigned threads,
                      const std::optional<std::vector<AnyArray>>& out, const std::optional<In<uint32_t>>& places) {
   const size_t n = rows.size();
-  // Rows that the outputs have room for: those asked for, or as many as `places` reaches.
+  // Rows that the outputs have room for: those requested, or as many as `places` reaches.
   size_t room = n;
   if (places) {
-    if (!out) fail(ErrorKind::schema, "places only mean something in output arrays");
+    if (!out) fail(ErrorKind::schema, "places need output arrays");
     for (uint32_t place : view(*places)) room = std::max<size_t>(room, size_t{place} + 1);
   }
   const size_t steps = window != 0 ? window : store.header().max_length;

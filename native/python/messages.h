@@ -1,4 +1,4 @@
-// What the codec and the transports pass to each other in Python: a message that came, and one that is to leave.
+// Messages between the codec and the transports in Python: one received, and the payload of one to be sent.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,18 +12,19 @@ namespace geartrain {
 
 namespace nb = nanobind;
 
-// A message that came, for as long as Python has it or an array over it.
+// A received message, for as long as Python has it or an array over it.
 struct Arrived {
   Message message;
 };
 
-// A header, and the buffers of objects that stay as they are meanwhile. Made and destroyed with the GIL held.
-class Parcel {
+// Payload of a message: a header, and the buffers of objects that stay unchanged meanwhile. Made and destroyed with the
+// GIL held.
+class Payload {
  public:
-  Parcel() = default;
-  Parcel(const Parcel&) = delete;
-  Parcel& operator=(const Parcel&) = delete;
-  ~Parcel() {
+  Payload() = default;
+  Payload(const Payload&) = delete;
+  Payload& operator=(const Payload&) = delete;
+  ~Payload() {
     for (Py_buffer& view : views_) PyBuffer_Release(&view);
   }
 

@@ -1,4 +1,4 @@
-// The Python module geartrain._native, one file for each part beside this one.
+// Python module geartrain._native, one file for each part in this folder.
 
 #include <nanobind/stl/string.h>
 

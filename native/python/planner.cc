@@ -1,4 +1,4 @@
-// The planner of all-reduce: lists of rates and shares in and out.
+// Bindings of the share planner: lists of rates and shares in and out.
 
 #include "collectives/share_planner.h"
 

@@ -1,4 +1,4 @@
-// geartrain._native.Candidates: what can be drawn, as trees over arrays, and the draws.
+// Bindings of selection (geartrain._native.Candidates): rows that can be drawn, as trees over arrays, and the draws.
 
 #include "selection/selection.h"
 
@@ -107,7 +107,7 @@ nb::tuple distinct_rows(const Candidates& from, bool by_priority, uint64_t seed,
   });
 }
 
-// Returns (rows, generations, probability, number found); only the first so many are meant.
+// Returns (rows, generations, probability, number found); entries beyond that number are undefined.
 nb::tuple first(const Candidates& from, int order, size_t n, uint64_t after, const In<uint32_t>& excluded,
                 const std::optional<LimitTuple>& limits) {
   check_known(from, view(excluded));
@@ -150,7 +150,7 @@ nb::tuple found(const Population& from, By by, const In<uint64_t>& targets) {
                         missing);
 }
 
-// A copy of the rows that limits allow, without some, out of which rows can be taken one by one.
+// A copy of the rows that limits allow, except the excluded ones, from which rows can be taken one by one.
 class AllowedRows {
  public:
   AllowedRows(const Candidates& from, bool by_priority, const std::optional<LimitTuple>& limits,
@@ -176,7 +176,7 @@ class AllowedRows {
     return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(priorities)));
   }
 
-  // (row, generation, priority) of the row that the target falls into, which is then gone.
+  // (row, generation, priority) of the row that the target falls into, which is then removed.
   nb::tuple take(uint64_t target) {
     if (target >= allowed_->total()) fail(ErrorKind::schema, "target ", target, " is beyond the total");
     uint32_t row = 0, generation = 0;

@@ -1,4 +1,4 @@
-// geartrain._native.Store: store.h for Python. Every call that may wait or copy releases the GIL.
+// Binding of Store (store.h). Every call that may wait or copy releases the GIL.
 
 #include "store/store.h"
 
@@ -104,8 +104,8 @@ nb::dict counters(const Store& store) {
   nb::dict out;
   out["free"] = n.free;
   out["writing"] = n.writing;
-  out["exhausted_unreleased"] = n.spent;
-  out["open"] = n.growing;
+  out["exhausted_unreleased"] = n.exhausted;
+  out["open"] = n.open;
   out["committed"] = n.committed;
   for (int i = 0; i < kCounterCount; ++i) out[kCounterNames[i]] = counter_array(store)[i].load();
   return out;
@@ -141,7 +141,7 @@ nb::object column(const Store& store, uint32_t field) {
   return nb::cast(nb::ndarray<nb::numpy>(data, shape.size(), shape.data(), owner, strides.data(), dtype));
 }
 
-// The whole segment as bytes, for devices that read it themselves.
+// The whole segment as bytes, for devices that read it directly.
 nb::object segment(const Store& store) {
   const size_t bytes = store.mapping()->bytes();
   const nb::capsule owner = keep_alive(store.mapping());
@@ -150,7 +150,7 @@ nb::object segment(const Store& store) {
   return nb::cast(nb::ndarray<nb::numpy, uint8_t>(data, {bytes}, owner));
 }
 
-// Where in the segment the words, the selectable bits, the books and the columns are: offsets and strides in bytes.
+// Where in the segment the words, the selectable bits, the metadata and the columns are: offsets and strides in bytes.
 nb::dict layout(const Store& store) {
   const Header& h = store.header();
   nb::dict out;
@@ -293,10 +293,10 @@ nb::object count_samples(Store& store, const In<uint32_t>& rows, const In<uint32
   return to_numpy(std::move(taken));
 }
 
-void release_spent(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
+void release_exhausted(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
   check_pairs(rows, generations);
   Unlocked unlocked;
-  store.release_spent(view(rows), view(generations));
+  store.release_exhausted(view(rows), view(generations));
 }
 
 nb::tuple keys(Store& store) {
@@ -308,7 +308,7 @@ nb::tuple keys(Store& store) {
   return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
 }
 
-// The books of the given rows, a column each.
+// The metadata of the given rows, a column each.
 nb::dict infos(const Store& store, const In<uint32_t>& rows) {
   const size_t n = rows.size();
   std::vector<uint64_t> sequence(n), inserted_at_ns(n);
@@ -444,7 +444,7 @@ void bind_store(nb::module_& module) {
            })
       .def("remove", &remove)
       .def("count_samples", &count_samples)
-      .def("release_spent", &release_spent)
+      .def("release_exhausted", &release_exhausted)
       .def("expire",
            [](Store& s) {
              Unlocked u;

@@ -1,5 +1,5 @@
-// The Python module geartrain._native_testing: what benchmarks measure against and cannot time from Python, and the
-// switch of emulated hosts. geartrain itself never imports it; it shares no object with geartrain._native.
+// Python module geartrain._native_testing: lower bounds that benchmarks cannot time from Python, and the
+// network switch of emulated hosts. geartrain itself never imports it; it shares no object with geartrain._native.
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -12,7 +12,7 @@
 namespace geartrain {
 namespace {
 
-// The floor of fetch and insert: rows of `row_bytes`, `stride` apart, copied one after the other into a warm
+// The lower bound of fetch and insert: rows of `row_bytes`, `stride` apart, copied one after the other into a warm
 // destination, and nothing else done. `stream` picks the copy.
 void gather_floor(const nb::ndarray<nb::ro, nb::device::cpu>& source, const nb::ndarray<nb::device::cpu>& destination,
                   const In<uint32_t>& rows, uint64_t row_bytes, uint64_t stride, bool stream) {

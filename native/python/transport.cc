@@ -1,5 +1,5 @@
-// geartrain._native: connections, listeners, the inbox and calls for Python. Every wait releases the GIL, and looks
-// for signals now and then; a send does not, since half a message cannot be taken back, and nor do reads and writes of
+// Bindings of connections, listeners, the inbox and calls. Every wait releases the GIL, and checks
+// for signals now and then; a send does not, since half a message cannot be undone, and neither do reads and writes of
 // exposed memory.
 
 #include <nanobind/stl/optional.h>
@@ -82,9 +82,9 @@ std::shared_ptr<Connection> connect_to(const std::string& address, const nb::dic
   return connect(address, options, Deadline::after(timeout_s));
 }
 
-void send(Connection& connection, uint64_t tag, uint32_t kind, const Parcel& parcel, double timeout_s) {
+void send(Connection& connection, uint64_t tag, uint32_t kind, const Payload& payload, double timeout_s) {
   nb::gil_scoped_release unlocked;
-  connection.send({tag, kind, parcel.header, parcel.buffers()}, Deadline::after(timeout_s));
+  connection.send({tag, kind, payload.header, payload.buffers()}, Deadline::after(timeout_s));
 }
 
 Arrived* receive(Connection& connection, double timeout_s) {
@@ -93,7 +93,7 @@ Arrived* receive(Connection& connection, double timeout_s) {
   return arrived.release();
 }
 
-// An object's memory, held. Throws the exporter's error.
+// An object's memory, pinned by its buffer export. Throws the exporter's error.
 class Held {
  public:
   Held(nb::handle exporter, bool writable) {
@@ -110,7 +110,7 @@ class Held {
   Py_buffer view_;
 };
 
-// Memory that a peer may use until this is closed, or gone.
+// Memory that a peer may use until this is closed, or destroyed.
 class Exposed {
  public:
   Exposed(Connection& connection, nb::handle array, bool writable)
@@ -166,7 +166,7 @@ nb::dict counts(const Connection& connection) {
   return out;
 }
 
-// None at the deadline; else (id, message or why it is lost, how many other threads ask).
+// None at the deadline; else (id, message or the reason of its loss, how many other threads wait).
 nb::object next_event(Inbox& inbox, double timeout_s) {
   Inbox::Event event;
   if (!patiently(timeout_s, [&](Deadline slice, Deadline) { return inbox.receive(&event, slice); })) return nb::none();
@@ -181,14 +181,14 @@ Arrived* wait_for_answer(PendingCalls& calls, uint64_t tag, double timeout_s) {
   return arrived.release();
 }
 
-Arrived* call(PendingCalls& calls, uint32_t kind, const Parcel& parcel, double timeout_s) {
+Arrived* call(PendingCalls& calls, uint32_t kind, const Payload& payload, double timeout_s) {
   auto arrived = std::make_unique<Arrived>();
   const Deadline deadline = Deadline::after(timeout_s);
   uint64_t tag = 0;
   try {
     bool sent = false;
     patiently_or_throw(timeout_s, [&](Deadline slice) {
-      if (!sent) tag = calls.start(kind, parcel.header, parcel.buffers(), false, deadline);
+      if (!sent) tag = calls.start(kind, payload.header, payload.buffers(), false, deadline);
       sent = true;
       calls.wait(tag, &arrived->message, slice);
     });
@@ -242,7 +242,7 @@ void bind_transport(nb::module_& module) {
 
   nb::class_<Inbox>(module, "Inbox")
       .def(nb::init<double, uint32_t>())
-      .def("step_aside", &Inbox::step_aside)
+      .def("yield_slot", &Inbox::yield_slot)
       .def("add", &Inbox::add, nb::call_guard<nb::gil_scoped_release>())
       .def("watch", &Inbox::watch, nb::call_guard<nb::gil_scoped_release>())
       .def("remove", &Inbox::remove, nb::call_guard<nb::gil_scoped_release>())
@@ -253,25 +253,25 @@ void bind_transport(nb::module_& module) {
   nb::class_<PendingCalls>(module, "Calls")
       .def(nb::init<std::shared_ptr<Connection>, size_t>())
       .def("start",
-           [](PendingCalls& calls, uint32_t kind, const Parcel& parcel, bool loose, double timeout_s) {
+           [](PendingCalls& calls, uint32_t kind, const Payload& payload, bool detached, double timeout_s) {
              nb::gil_scoped_release unlocked;
-             return calls.start(kind, parcel.header, parcel.buffers(), loose, Deadline::after(timeout_s));
+             return calls.start(kind, payload.header, payload.buffers(), detached, Deadline::after(timeout_s));
            })
       .def("wait", &wait_for_answer)
       .def("call", &call)
       .def("ready", &PendingCalls::ready)
-      .def("loosen", &PendingCalls::loosen)
+      .def("detach", &PendingCalls::detach)
       .def("forget", &PendingCalls::forget)
-      .def("next_loose",
+      .def("next_detached",
            [](PendingCalls& calls, double timeout_s) {
              auto arrived = std::make_unique<Arrived>();
-             patiently_or_throw(timeout_s, [&](Deadline slice) { calls.next_loose(&arrived->message, slice); });
+             patiently_or_throw(timeout_s, [&](Deadline slice) { calls.next_detached(&arrived->message, slice); });
              return arrived.release();
            })
-      .def("tell",
-           [](PendingCalls& calls, uint64_t tag, uint32_t kind, const Parcel& parcel, double timeout_s) {
+      .def("notify",
+           [](PendingCalls& calls, uint64_t tag, uint32_t kind, const Payload& payload, double timeout_s) {
              nb::gil_scoped_release unlocked;
-             calls.tell(tag, kind, parcel.header, Deadline::after(timeout_s));
+             calls.notify(tag, kind, payload.header, Deadline::after(timeout_s));
            })
       .def_prop_ro("open", &PendingCalls::open)
       .def_prop_ro("connection", &PendingCalls::shared_connection);

@@ -1,4 +1,4 @@
-// An order in which large batches touch memory piece by piece instead of all over.
+// Bucket order: large batches touch memory region by region instead of at random.
 #pragma once
 
 #include <bit>

@@ -52,7 +52,7 @@ void portable(const Word* level, uint64_t width, size_t n, Search* searches, con
 
 #if GEARTRAIN_VECTORS
 
-// Running sums of 8 lanes: each step adds what stands 1, 2 and 4 lanes below.
+// Running sums of 8 lanes: each step adds the lanes 1, 2 and 4 below.
 __attribute__((target("avx512f"))) inline __m512i running_sums(__m512i v) {
   const __m512i zero = _mm512_setzero_si512();
   v = _mm512_add_epi64(v, _mm512_alignr_epi64(v, zero, 7));
@@ -64,7 +64,7 @@ __attribute__((target("avx512f"))) inline __m512i running_sums(__m512i v) {
 __attribute__((target("avx512f,popcnt"))) inline void step_down(__m512i low, __m512i high, Search& search,
                                                                 uint64_t width, const Word* next) {
   alignas(64) uint64_t sums[8 + kFanout];
-  sums[7] = 0;  // what stands before the first child, so that looking it up takes no branch
+  sums[7] = 0;  // the sum before the first child, so that looking it up takes no branch
   low = running_sums(low);
   high = _mm512_add_epi64(running_sums(high), _mm512_permutexvar_epi64(_mm512_set1_epi64(7), low));
   const __m512i target = _mm512_set1_epi64(static_cast<long long>(search.residual));

@@ -1,8 +1,9 @@
-// One step down a sum tree for many searches at once, in the widest form that the CPU has.
+// Descent of a sum tree: one step down for many searches at once, in the widest form that the CPU has.
 //
-// Finding the child that a number falls into means sixteen additions and comparisons whose outcome nobody can
-// predict. With 512-bit vectors that is a handful of instructions, with 256-bit ones a few more, and the portable form
-// is written without branches. All give the same answer; the form is chosen at run time, and can be forced for tests.
+// Finding the child that a number falls into means sixteen additions and comparisons whose outcome cannot be
+// predicted. With 512-bit vectors that is a handful of instructions, with 256-bit ones a few more, and the portable
+// form is written without branches. All give the same answer; the form is chosen at run time, and can be forced for
+// tests.
 #pragma once
 
 #include <atomic>

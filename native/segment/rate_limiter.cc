@@ -8,7 +8,7 @@
 namespace geartrain {
 namespace {
 
-// Tries until it may, or the time is over.
+// Retries until it is admitted, or the time is over.
 template <typename Try>
 bool wait_until(RateLimiter& limiter, std::atomic<uint64_t>& waited_ns, double timeout_s, Try&& attempt) {
   if (attempt()) return true;
@@ -26,7 +26,7 @@ bool wait_until(RateLimiter& limiter, std::atomic<uint64_t>& waited_ns, double t
   return admitted;
 }
 
-// How far inserts are ahead of the middle of what is allowed, in draws.
+// How far inserts are ahead of the middle of the allowed range, in samples.
 double lead(const RateLimiter& limiter, double inserts, double samples) {
   const double ratio = limiter.samples_per_insert.load();
   return ratio * inserts - samples - ratio * static_cast<double>(limiter.min_size.load());
@@ -51,7 +51,7 @@ bool admit_inserts(RateLimiter& limiter, uint64_t n, double timeout_s) {
   const bool admitted = wait_until(limiter, limiter.insert_wait_ns, timeout_s, [&] {
     uint64_t inserts = limiter.inserts.load();
     for (;;) {
-      // Draws only ever add to what inserts may do, so a count of them that is a moment old is on the safe side.
+      // Samples only ever add to what inserts may do, so a slightly old count of them is on the safe side.
       const bool may = limiter.enabled.load() == 0 || limiter.samples_per_insert.load() <= 0 ||
                        inserts + n <= limiter.min_size.load() ||
                        lead(limiter, static_cast<double>(inserts + n), static_cast<double>(limiter.samples.load())) <=
@@ -60,7 +60,7 @@ bool admit_inserts(RateLimiter& limiter, uint64_t n, double timeout_s) {
       if (limiter.inserts.compare_exchange_weak(inserts, inserts + n)) return true;
     }
   });
-  // The rows are announced when they can be drawn.
+  // The rows are announced when they can be sampled.
   return admitted;
 }
 

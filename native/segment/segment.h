@@ -1,12 +1,12 @@
-// The bytes of a segment: what stands where, and what it means. This file is the format's manual.
+// Segment format: the layout of its bytes, and their meaning. This file is the format's manual.
 //
-//   offset 0       Header         what the segment is; written once, before the segment has a name
+//   offset 0       Header         identity and layout; written once, before the segment has a name
 //          4096    Control        the lock, the lists' ends, the counters; changes all the time
 //          8192    FieldRecord    [64]  the schema
-//          16384   Client         [256] the processes that are attached
+//          16384   Client         [256] the attached processes
 //   regions[...]   (64-byte aligned, offsets in the header)
-//     status       RowStatus [capacity]           what is known of a row, but for its priority
-//     words        u64 [capacity, padded to 16]   generation << 32 | priority, the truth about a row
+//     status       RowStatus [capacity]           state and metadata of a row, except its priority
+//     words        u64 [capacity, padded to 16]   generation << 32 | priority, the authoritative state of a row
 //     priority_nodes u64 [...]                      inner nodes of the sum tree over the words' priorities
 //     bits         u64 [capacity / 64, padded]    one bit a row: selectable
 //     bit_nodes    u64 [...]                      inner nodes of the tree that counts the bits
@@ -18,25 +18,25 @@
 //   free (g even) --allocate--> writing (g even) --commit--> committed (g+1, odd) --evict, delete--> free (g+2)
 //                                   | abandon, or its writer died        | its last allowed sample was drawn
 //                                   v                                    v
-//                                 free (g even)                        spent (g+1, odd, priority 0) --> free (g+2)
+//                                 free (g even)                        exhausted (g+1, odd, priority 0) --> free (g+2)
 //
-//   writing --publish--> growing (g+1, odd) --seal, or its writer died--> committed (g+1, odd)
+//   writing --publish--> open (g+1, odd) --seal, or its writer died--> committed (g+1, odd)
 //
-// A growing row is selectable like a committed one, while its writer appends steps behind those it has told of: a
-// length only grows, and is stored after the steps it speaks of. Nobody can remove it; it comes to its place in the
-// order of commits when it is sealed.
+// An open row is selectable like a committed one, while its writer appends steps behind the published ones: a
+// length only grows, and is stored after the steps it counts. It cannot be evicted or deleted; it takes its place in
+// the order of commits when it is sealed.
 //
 // One 64-bit word carries both generation and priority, so "change the priority if the key still holds" is one
 // compare-and-swap and a stale key cannot touch a new row. A key is (row, odd generation).
 //
-// What is true and what is derived. True: the words; in the status table state, owner, sequence and the user's
+// Authoritative and derived state. Authoritative: the words; in the status table state, owner, sequence and the user's
 // numbers. Derived, and rebuilt from those whenever a process died inside the lock: the free queue, the order
-// list, the clients' held lists, the heap, both trees, the bits, the counts. A commit becomes true with the one
+// list, the clients' held lists, the heap, both trees, the bits, the counts. A commit takes effect with the one
 // store of its odd word; whatever a killed process had done before that is undone.
 //
-// Who may write. Everything but the words' priorities and the priority nodes: the holder of Control::mutex (robust:
-// the kernel hands it on when its holder dies). Priorities: any attached process, by compare-and-swap, registered in
-// its Client::priority_writers meanwhile, so that a rebuild can wait until nobody is in the middle. Readers take no
+// Writers. Everything but the words' priorities and the priority nodes: the holder of Control::mutex (robust:
+// the kernel passes it on when its holder dies). Priorities: any attached process, by compare-and-swap, registered in
+// its Client::priority_writers meanwhile, so that a rebuild can wait until no update is in progress. Readers take no
 // lock: they read the word, copy the block, and read the word again (fetch.cc).
 //
 // Room for rows without padding waste: a later format keeps blocks in pages that a row links together. Such a
@@ -68,7 +68,7 @@ constexpr uint64_t kBlockAlignment = 64;
 constexpr uint64_t kKnownFeatures = 0;  // bits of required_features this build understands
 
 enum class Remover : uint32_t { fifo = 0, lifo = 1, lowest_priority = 2 };
-enum class RowState : uint8_t { free = 0, writing = 1, committed = 2, spent = 3, growing = 4 };
+enum class RowState : uint8_t { free = 0, writing = 1, committed = 2, exhausted = 3, open = 4 };
 
 enum RegionId : uint32_t {
   kStatusRegion,
@@ -91,7 +91,7 @@ struct Header {
   uint32_t format_version;
   uint32_t header_bytes;
   uint64_t fingerprint;        // over everything below and the sizes this build gives to every struct here
-  uint64_t required_features;  // a bit this build does not know means: keep out
+  uint64_t required_features;  // a bit this build does not know means: refuse to attach
   uint64_t segment_bytes;
   uint64_t capacity;    // rows
   uint64_t max_rows;    // committed rows kept at most, <= capacity
@@ -105,7 +105,7 @@ struct Header {
   uint32_t priority_fraction_bits;  // a stored priority is round(priority * 2^bits)
   uint32_t persist;                 // the name stays when the last process leaves
   uint64_t created_ns;              // wall clock
-  uint64_t store_id;                // random, to tell this store from an earlier one of the same name
+  uint64_t store_id;                // random, to distinguish this store from an earlier one of the same name
   Region regions[kRegionCount];
 };
 static_assert(sizeof(Header) == 112 + 16 * kRegionCount);
@@ -125,10 +125,10 @@ struct FieldRecord {
 };
 static_assert(sizeof(FieldRecord) == 128);
 
-// What a process is, while it is attached. `in_use`, `pid` and `held` change under the lock.
+// An attached process. `in_use`, `pid` and `held` change under the lock.
 struct alignas(64) Client {
   uint32_t in_use;
-  int32_t pid;  // for people; liveness is the lease's business (file_lock.h)
+  int32_t pid;  // for messages; liveness is the lease's (file_lock.h)
   uint64_t joined_ns;
   uint32_t held;  // first of the rows it is writing, extending or reading for the last time, linked by next
   uint32_t held_count;
@@ -136,18 +136,18 @@ struct alignas(64) Client {
 };
 static_assert(sizeof(Client) == 64);
 
-// Events since the store was made. Relaxed atomics: exact when nothing is going on.
+// Events since the store was made. Relaxed atomics: exact when no process is active.
 struct Counters {
   std::atomic<uint64_t> inserted;    // rows committed
   std::atomic<uint64_t> evicted;     // by the remover, to make room
   std::atomic<uint64_t> expired;     // by age
-  std::atomic<uint64_t> spent;       // by their last allowed sample
+  std::atomic<uint64_t> exhausted;   // by their last allowed sample
   std::atomic<uint64_t> deleted;     // on request
-  std::atomic<uint64_t> abandoned;   // given back unwritten
-  std::atomic<uint64_t> reclaimed;   // taken back from processes that died
-  std::atomic<uint64_t> sampled;     // draws counted against rows
-  std::atomic<uint64_t> torn;        // copies thrown away because the row changed meanwhile
-  std::atomic<uint64_t> stale_keys;  // updates and deletions of rows that were gone
+  std::atomic<uint64_t> abandoned;   // freed unwritten
+  std::atomic<uint64_t> reclaimed;   // reclaimed from processes that died
+  std::atomic<uint64_t> sampled;     // samples counted against rows
+  std::atomic<uint64_t> torn;        // copies discarded because the row changed meanwhile
+  std::atomic<uint64_t> stale_keys;  // updates and deletions of rows that no longer exist
   std::atomic<uint64_t> priorities_updated;
   std::atomic<uint64_t> priorities_saturated;   // too large for 32 bits, stored as the largest
   std::atomic<uint64_t> priorities_rounded_up;  // positive but below the resolution, stored as the smallest
@@ -159,13 +159,13 @@ struct Control {
   pthread_mutex_t mutex;  // robust, process-shared
   char mutex_padding[64 - sizeof(pthread_mutex_t)];
   std::atomic<uint32_t> rebuilding;  // priority writers stay out
-  uint32_t closed;                   // the name is gone; nobody may join
-  uint32_t clean;                    // the last process left in good order
+  uint32_t closed;                   // the name is removed; no process may join
+  uint32_t clean;                    // the last process left in an orderly way
   uint32_t free_head, free_tail;     // the free-index queue, linked by RowStatus::next
   uint32_t order_head, order_tail;   // committed rows, oldest first, linked both ways
   uint32_t heap_count;
-  uint64_t free_count, writing_count, spent_count, growing_count;
-  std::atomic<uint64_t> committed_count;  // selectable rows: growing ones as well
+  uint64_t free_count, writing_count, exhausted_count, open_count;
+  std::atomic<uint64_t> committed_count;  // selectable rows: open ones as well
   uint64_t next_sequence;
   uint64_t last_reap_ns;
   Counters counters;
@@ -182,7 +182,7 @@ struct RowStatus {
   std::atomic<uint32_t> times_sampled;
   uint32_t previous, next;  // in the one list the row is on: free queue, order list or a client's held list
   uint32_t heap_slot;
-  uint16_t owner;  // client slot, while writing, growing or spent
+  uint16_t owner;  // client slot, while writing, open or exhausted
   RowState state;
   uint8_t mark;  // scratch of the lock's holder
 };
@@ -210,7 +210,7 @@ constexpr bool is_committed(uint64_t word) {
   return (generation_of(word) & 1) != 0;
 }
 
-// What a caller says about a field and a store; plan_segment turns it into a header.
+// A caller's description of a field and a store; plan_segment turns it into a header.
 struct FieldSpec {
   std::string name;
   uint8_t dtype = 0;

@@ -1,4 +1,4 @@
-// A sum tree with wide nodes over integer leaves: find the leaf that a number falls into, in a few cache misses.
+// Sum tree with wide nodes over integer leaves: find the leaf that a number falls into, in a few cache misses.
 //
 //   level 2            [ 96 ]                      one node, the total
 //   level 1      [ 40 | 31 | 25 | ... ]            a node is the sum of 16 below it
@@ -8,12 +8,12 @@
 // The 16 children of a node lie side by side on two cache lines, so a step down is two misses fetched together.
 // Sums are unsigned 64-bit integers, hence associative: an update is one atomic add per level, in any order,
 // from any number of processes, without locks and without drift. While an update is under way a reader may see
-// a node that does not match its children; `find` then says so (false) instead of naming a wrong leaf.
+// a node that does not match its children; `find` then reports it (false) instead of naming a wrong leaf.
 //
 // The inner nodes are derived: rebuild() makes them from the leaves, audit() compares. Neither may run while
-// others update (store.cc keeps them out).
+// others update (store.cc excludes them).
 //
-// `Leaf` says what a leaf word counts: its low 32 bits (row priorities) or its set bits (row bitmaps).
+// `Leaf` defines what a leaf word counts: its low 32 bits (row priorities) or its set bits (row bitmaps).
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ namespace geartrain {
 
 constexpr int kMaxLevels = 10;  // 16^9 leaves and more: beyond any segment
 
-// A row's word: generation above, fixed-point priority below (segment.h says more).
+// A row's word: generation above, fixed-point priority below (segment.h).
 struct PriorityLeaf {
   static constexpr Count kCount = Count::low_half;
   static uint64_t count(uint64_t word) { return word & 0xffffffffu; }
@@ -149,7 +149,7 @@ class SumTree {
       }
       delta_[level] += delta;
     }
-    // Pays what is owed to the node that this level is at, and owes it to the one above.
+    // Writes the pending difference to the node that this level is at, and carries it to the one above.
     void settle(int level) {
       const uint64_t delta = delta_[level];
       if (delta == 0) return;
@@ -165,7 +165,7 @@ class SumTree {
   };
 
   // Finds the leaves that targets[0..n) fall into, all of them one level at a time, so that their cache misses
-  // overlap. When the tree changed on the way, a residual is not below the leaf's count: `inside` tells.
+  // overlap. When the tree changed on the way, a residual is not below the leaf's count: `inside` reports it.
   void find(const uint64_t* targets, size_t n, Found* found) const {
     for (size_t i = 0; i < n; ++i) found[i] = {0, targets[i]};
     for (int level = shape_.levels - 2; level >= 0; --level) {

@@ -1,4 +1,4 @@
-// Inside selection: a copy of the rows that may be chosen, for when drawing and refusing would take too long.
+// Internal to selection: a copy of the rows that may be chosen, for when rejection sampling would take too long.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@ namespace geartrain {
 
 [[noreturn]] void fail_empty(const DrawPlan& plan);
 
-// The allowed rows of a population, with sums of their own, from which rows can be taken out.
+// The allowed rows of a population, with sums of their own, from which rows can be removed.
 class Allowed {
  public:
   Allowed(const Population& from, By by, const Limits& limits, std::span<const uint32_t> excluded);
@@ -19,7 +19,7 @@ class Allowed {
   uint64_t total() const { return tree_.total(); }
   uint64_t rows() const { return rows_; }
 
-  // The allowed rows as a population to draw from by priority; rows taken out of it are gone from there as well.
+  // The allowed rows as a population to draw from by priority; rows removed from it are absent there as well.
   Population population() const { return {tree_, {}, words_.get(), nullptr}; }
 
   // Writes the row that `target`, below total(), falls into.

@@ -93,7 +93,7 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
   uint32_t index[kInFlight], rows[kInFlight];
   std::fill(out.rows.begin(), out.rows.end(), kNoRow);
 
-  // Looks for index[0..n) at targets[0..n); those refused come first in index afterwards. Returns how many.
+  // Searches targets[0..n) for index[0..n); those refused come first in index afterwards. Returns how many.
   const auto look = [&](size_t n, uint64_t total) {
     kind.tree.find(targets, n, found);
     for (size_t i = 0; i < n; ++i) {
@@ -120,8 +120,8 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
     return total;
   };
 
-  // Large batches are walked through in the order of their targets, roughly, so that neighbouring draws meet in the
-  // cache and on the same pages. Strata are in that order already.
+  // Large batches are processed roughly in the order of their targets, so that neighbouring draws share
+  // cache lines and pages. Strata are in that order already.
   const uint64_t first_total = total_now();
   PooledArray<Aim> aims;
   if (numbers.size() >= kOrderFrom && from.rows() >= kOrderRows && plan.strata == 0) {
@@ -155,7 +155,7 @@ uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint
   const uint64_t failed = plan.by == By::priority ? draw_by(ByPriority{from}, plan, numbers, out)
                                                   : draw_by(ByRow{from}, plan, numbers, out);
   if (failed == 0 || plan.limits.none()) return failed;
-  // Limits that let few rows through: draw those that are left from a copy of just these rows.
+  // Limits that allow few rows: the remaining draws are made from a copy of just these rows.
   const Allowed allowed(from, plan.by, plan.limits, {});
   const uint64_t total = allowed.total();
   if (total == 0) fail_empty(plan);

@@ -1,4 +1,4 @@
-// Choices that take a pass over the population: without replacement, in order, and under limits that let few through.
+// Choices that take a pass over the population: without replacement, in order, and under limits that allow few rows.
 
 #include <algorithm>
 #include <bit>
@@ -10,7 +10,7 @@
 namespace geartrain {
 namespace {
 
-// PendingCalls visit(row, word) for every selectable row that the limits allow.
+// Calls visit(row, word) for every selectable row that the limits allow.
 template <typename Visit>
 void for_each_row(const Population& from, const Limits& limits, Visit visit) {
   const uint64_t words = from.bits.shape().leaves;
@@ -99,7 +99,7 @@ void draw_distinct(const Population& from, const DrawPlan& plan, std::span<const
   DrawPlan plain = plan;
   plain.key.stream = kDistinctStream;
   plain.strata = 0;
-  plain.limits = {};  // a draw that the limits refuse is passed over like one that was chosen before
+  plain.limits = {};  // a draw that the limits refuse is skipped like one that was chosen before
   constexpr size_t kPiece = 256;
   uint32_t numbers[kPiece], rows[kPiece], generations[kPiece];
   double probability[kPiece];
@@ -178,7 +178,7 @@ size_t first_rows(const Population& from, Order order, uint64_t after, const Lim
     if (!sequences.empty()) sequences[i] = best[i].sequence;
     if (!priorities.empty()) priorities[i] = best[i].priority;
   }
-  for (size_t i = found; i < wanted; ++i) {  // not meant, but not left to chance either
+  for (size_t i = found; i < wanted; ++i) {  // undefined by contract, but deterministic
     out.rows[i] = out.generations[i] = 0;
     out.probability[i] = 0.0;
   }

@@ -1,11 +1,11 @@
-// Choosing rows: exact, seeded, many at a time.
+// Selection of rows: exact, seeded, in bulk.
 //
-// Works on trees and arrays, wherever they live; knows no store. Every choice is a function of the population, the
-// seed, the step, the draw number and the attempt, so the same population gives the same rows on any machine. While
-// rows change under a draw, it is made again with the next attempt; what comes back was selectable when it was looked
-// at.
+// Works on trees and arrays, wherever they live, independent of stores. Every choice is a function of the population,
+// the seed, the step, the draw number and the attempt, so the same population gives the same rows on any machine. While
+// rows change under a draw, it is made again with the next attempt; the rows returned were selectable when they were
+// read.
 //
-// What a draw is, exactly (every other implementation follows this to the bit):
+// Definition of a draw (every other implementation follows this to the bit):
 //   total    = the sum of the priorities (by priority) or the number of selectable rows (by row)
 //   bits     = 128 bits from Philox(seed, step, stream, draw, attempt); below(x) = floor(bits * x / 2^128)
 //   plain    target = below(total)
@@ -44,7 +44,7 @@ struct Population {
   uint64_t rows() const { return priorities.shape().leaves; }
 };
 
-// Rows that do not meet these are not chosen.
+// Rows outside these limits are not chosen.
 struct Limits {
   int64_t min_version = std::numeric_limits<int64_t>::min();
   uint64_t inserted_from_ns = 0;
@@ -65,7 +65,7 @@ enum class By : uint8_t { priority, row };
 struct Draws {
   std::span<uint32_t> rows;
   std::span<uint32_t> generations;
-  std::span<double> probability;  // of this row in one plain draw, limits aside
+  std::span<double> probability;  // of this row in one plain draw, regardless of limits
 };
 
 struct DrawPlan {
@@ -96,8 +96,8 @@ size_t first_rows(const Population& from, Order order, uint64_t after, const Lim
                   std::span<const uint32_t> excluded, const Draws& out, std::span<uint64_t> sequences = {},
                   std::span<uint32_t> priorities = {});
 
-// The numbers that plain draws (or, of kDistinctStream, distinct ones) aim at in a population of that total, which may
-// lie in several pieces (shards): whoever holds the piece that a target falls into finds the row.
+// The targets of plain draws (or, of kDistinctStream, distinct ones) in a population of that total, which may
+// lie in several pieces (shards): the owner of the piece that a target falls into finds the row.
 void draw_targets(const DrawKey& key, uint32_t attempt, uint32_t strata, uint64_t total,
                   std::span<const uint32_t> numbers, std::span<uint64_t> targets);
 

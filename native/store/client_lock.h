@@ -1,4 +1,4 @@
-// Who of a segment's clients is alive: each holds the lock of one byte of the segment's file (base/file_lock.h), far
+// Leases of a segment's clients: each holds the lock of one byte of the segment's file (base/file_lock.h), far
 // beyond its end. A forked child would share its parent's; Store opens the file again in the child (store.cc).
 #pragma once
 
@@ -19,7 +19,7 @@ inline void drop_client_lock(int fd, uint32_t slot) {
   drop_file_lock(fd, kClientLocks + slot);
 }
 
-// Whether another client has the slot. When in doubt it has: then nobody's rows are taken away.
+// Whether another client holds the slot's lease. When in doubt it does: then no client's rows are reclaimed.
 inline bool client_lives(int fd, uint32_t slot) {
   try {
     return file_lock_held(fd, kClientLocks + slot);

@@ -1,4 +1,4 @@
-// Rows that go: removed by key, by age, or by the remover to make room.
+// Removal of rows: by key, by age, or by the remover to make room.
 
 #include "base/clock.h"
 #include "base/errors.h"
@@ -76,7 +76,7 @@ bool Store::evict_one(Sums& sums) {
 
 void Store::retire(Sums& sums, uint32_t row) {
   if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).erase(row);
-  // One exchange takes the priority away and makes every key of the row stale; updates that come later lose.
+  // One exchange clears the priority and makes every key of the row stale; later updates fail.
   const uint32_t generation = generation_of(words()[row].load(kRelaxed));
   const uint64_t old = words()[row].exchange(make_word(generation + 1, 0), std::memory_order_acq_rel);
   sums.priorities.add(row, uint64_t{0} - priority_of(old));

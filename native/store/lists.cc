@@ -34,21 +34,21 @@ void Store::keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations
     rows->push_back(row);
     generations->push_back(generation_of(words()[row].load(kRelaxed)));
   };
-  // Growing rows are on their writers' lists, and among the others by the number they were published under.
-  std::vector<std::pair<uint64_t, uint32_t>> growing;  // (sequence, row)
-  for (uint32_t slot = 0; slot < kMaxClients && growing.size() < control().growing_count; ++slot) {
+  // Open rows are on their writers' lists, and ordered by the sequence number they were published under.
+  std::vector<std::pair<uint64_t, uint32_t>> open_rows;  // (sequence, row)
+  for (uint32_t slot = 0; slot < kMaxClients && open_rows.size() < control().open_count; ++slot) {
     if (client(slot).in_use == 0) continue;
     for (uint32_t row = client(slot).held; row != kNoRow; row = status()[row].next) {
-      if (status()[row].state == RowState::growing) growing.push_back({status()[row].sequence, row});
+      if (status()[row].state == RowState::open) open_rows.push_back({status()[row].sequence, row});
     }
   }
-  std::sort(growing.begin(), growing.end());
-  auto next = growing.begin();
+  std::sort(open_rows.begin(), open_rows.end());
+  auto next = open_rows.begin();
   for (uint32_t row = control().order_head; row != kNoRow; row = status()[row].next) {
-    for (; next != growing.end() && next->first < status()[row].sequence; ++next) add(next->second);
+    for (; next != open_rows.end() && next->first < status()[row].sequence; ++next) add(next->second);
     add(row);
   }
-  for (; next != growing.end(); ++next) add(next->second);
+  for (; next != open_rows.end(); ++next) add(next->second);
 }
 
 std::vector<uint32_t> Store::free_rows() {
@@ -133,7 +133,7 @@ void Store::hold(uint32_t row, uint32_t slot, RowState state) {
 
 uint64_t& Store::held_count(RowState state) const {
   Control& c = control();
-  return state == RowState::writing ? c.writing_count : state == RowState::growing ? c.growing_count : c.spent_count;
+  return state == RowState::writing ? c.writing_count : state == RowState::open ? c.open_count : c.exhausted_count;
 }
 
 void Store::unhold(uint32_t row) {

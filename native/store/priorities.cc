@@ -15,7 +15,7 @@ constexpr size_t kAhead = 12;  // rows whose words are fetched ahead of their up
 
 }  // namespace
 
-// Announces that this process is changing priorities without the lock, so that a rebuild waits for it, and a
+// Registers that this process is changing priorities without the lock, so that a rebuild waits for it, and a
 // rebuild after its death knows that sums may be half updated.
 class PriorityWriter {
  public:
@@ -50,12 +50,12 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
   uint64_t stale = 0;
   const bool ordered = header().remover == static_cast<uint32_t>(Remover::lowest_priority);
   if (ordered || header().max_times_sampled != 0) {
-    // The heap follows the priorities; and a row that was sampled for the last time keeps its generation while it is
-    // read, so that only its state tells that its priority is zero for good.
+    // The heap follows the priorities; and an exhausted row keeps its generation while it is
+    // read, so that only its state shows that its priority is zero for good.
     Guard guard(*this);
     for (size_t i = 0; i < rows.size(); ++i) {
       if (generation_of(words()[rows[i]].load(kRelaxed)) != generations[i] || (generations[i] & 1) == 0 ||
-          status()[rows[i]].state == RowState::spent) {
+          status()[rows[i]].state == RowState::exhausted) {
         ++stale;
         continue;
       }
@@ -82,8 +82,8 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
       while (!changed && generation_of(old) == generation && is_committed(old)) {
         changed = words()[row].compare_exchange_weak(old, make_word(generation, priority), kRelaxed);
       }
-      // Whoever changed the word owes the sums the difference, even if the row is evicted in between: the eviction
-      // takes away the priority it found.
+      // The updater of a word also updates the sums by the difference, even if the row is evicted in between: the
+      // eviction subtracts the priority it found.
       if (changed) sums.add(row, uint64_t{priority} - priority_of(old));
       stale += !changed;
     }
@@ -104,7 +104,7 @@ void Store::raise_priorities(double power) {
       const uint64_t word = words()[row].load(kRelaxed);
       if (priority_of(word) == 0) continue;
       set_priority_locked(row, raised(word));
-      if (status()[row].state != RowState::committed) continue;  // growing: it is not in the heap yet
+      if (status()[row].state != RowState::committed) continue;  // open: it is not in the heap yet
       heap.moved(row);  // different priorities may have become equal, and then age decides
     }
     return;
@@ -115,7 +115,7 @@ void Store::raise_priorities(double power) {
     uint64_t old = words()[row].load(kRelaxed);
     uint64_t fresh = old;
     do {
-      if (priority_of(old) == 0) break;  // free, spent or not to be drawn
+      if (priority_of(old) == 0) break;  // free, exhausted or not to be drawn
       fresh = make_word(generation_of(old), raised(old));
     } while (!words()[row].compare_exchange_weak(old, fresh, kRelaxed));
     if (priority_of(old) != 0) sums.add(row, uint64_t{priority_of(fresh)} - priority_of(old));
@@ -123,7 +123,7 @@ void Store::raise_priorities(double power) {
 }
 
 void Store::set_priority_locked(uint32_t row, uint32_t priority) {
-  // Updates without the lock may race for the same word: take what was there, whatever it was.
+  // Updates without the lock may race for the same word: the difference is to whatever value was there.
   uint64_t old = words()[row].load(kRelaxed);
   while (!words()[row].compare_exchange_weak(old, make_word(generation_of(old), priority), kRelaxed)) {
   }
@@ -138,7 +138,7 @@ uint32_t Store::fixed_point(double priority) {
   }
   const auto fixed = static_cast<uint32_t>(std::nearbyint(scaled));
   if (fixed == 0 && priority > 0) {
-    count(control().counters.priorities_rounded_up);  // a row with some priority must stay reachable
+    count(control().counters.priorities_rounded_up);  // a row with a positive priority must stay reachable
     return 1;
   }
   return fixed;

@@ -1,4 +1,4 @@
-// The lowest_priority remover's order: a binary min-heap of rows by (priority, age), kept in the segment.
+// Heap of the lowest_priority remover: a binary min-heap of rows by (priority, age), kept in the segment.
 //
 // Row status holds each row's slot, so that a changed priority moves one row in O(log n). Under the segment's lock
 // throughout; rebuilt from the words when a process dies in the middle.
@@ -38,7 +38,7 @@ class Heap {
 
   void clear() { *count_ = 0; }
 
-  // The number of rows that are lighter than their parent or do not know their slot.
+  // The number of rows that sort before their parent or whose slot is wrong.
   uint64_t audit() const {
     uint64_t misplaced = 0;
     for (uint32_t slot = 0; slot < *count_; ++slot) {

@@ -1,4 +1,4 @@
-// Repair: taking back what the dead held, rebuilding what is derived, and proving that the books agree.
+// Repair: reclaiming the rows of dead processes, rebuilding derived state, and auditing consistency.
 
 #include <time.h>
 
@@ -58,7 +58,7 @@ void Store::reclaim(uint32_t slot) {
   const uint64_t now_ns = wall_ns();
   while (gone.held != kNoRow) {
     const uint32_t row = gone.held;
-    if (status()[row].state == RowState::growing) {
+    if (status()[row].state == RowState::open) {
       seal_locked(row, now_ns);
       continue;
     }
@@ -115,22 +115,22 @@ void Store::rebuild_locked() {
     if (!alive[slot]) some.priority_writers.store(0);
   }
   c.free_head = c.free_tail = c.order_head = c.order_tail = kNoRow;
-  c.free_count = c.writing_count = c.spent_count = c.growing_count = 0;
+  c.free_count = c.writing_count = c.exhausted_count = c.open_count = 0;
 
   const uint64_t rows = header().capacity;
   std::vector<std::pair<uint64_t, uint32_t>> committed;  // (sequence, row)
-  uint64_t growing = 0;
+  uint64_t open_rows = 0;
   for (uint64_t word = 0; word < bit_tree_.shape().leaves; ++word) bit_tree_.leaves()[word].store(0, kRelaxed);
   for (uint32_t row = 0; row < rows; ++row) {
     RowStatus& s = status()[row];
     s.mark = 0;
     const uint64_t word = words()[row].load(kRelaxed);
     const bool owner_alive = s.owner < kMaxClients && alive[s.owner];
-    if (is_committed(word) && s.state != RowState::spent) {
-      if (s.state == RowState::growing && owner_alive) {
-        hold(row, s.owner, RowState::growing);
+    if (is_committed(word) && s.state != RowState::exhausted) {
+      if (s.state == RowState::open && owner_alive) {
+        hold(row, s.owner, RowState::open);
         c.next_sequence = std::max(c.next_sequence, s.sequence + 1);
-        ++growing;
+        ++open_rows;
       } else {
         s.state = RowState::committed;
         committed.emplace_back(s.sequence, row);
@@ -138,14 +138,14 @@ void Store::rebuild_locked() {
       bit_tree_.leaves()[row / 64].fetch_or(uint64_t{1} << (row % 64), kRelaxed);
     } else if (is_committed(word) && owner_alive) {
       words()[row].store(make_word(generation_of(word), 0), kRelaxed);
-      hold(row, s.owner, RowState::spent);
+      hold(row, s.owner, RowState::exhausted);
     } else if (is_committed(word)) {
       words()[row].store(make_word(generation_of(word) + 1, 0), kRelaxed);
       put_free_row(row);
     } else {
       words()[row].store(make_word(generation_of(word), 0), kRelaxed);
       const bool half_written =
-          s.state == RowState::writing || s.state == RowState::growing || s.state == RowState::committed;
+          s.state == RowState::writing || s.state == RowState::open || s.state == RowState::committed;
       if (half_written && s.state != RowState::committed && owner_alive) {
         hold(row, s.owner, RowState::writing);
       } else {
@@ -161,7 +161,7 @@ void Store::rebuild_locked() {
     link_order(row);
     c.next_sequence = std::max(c.next_sequence, sequence + 1);
   }
-  c.committed_count.store(committed.size() + growing, kRelaxed);
+  c.committed_count.store(committed.size() + open_rows, kRelaxed);
   if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) {
     Heap heap(*this);
     heap.clear();
@@ -218,32 +218,32 @@ std::vector<std::string> Store::audit() {
     }
     before = row;
   });
-  uint64_t held = 0, growing = 0;
+  uint64_t held = 0, open_rows = 0;
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
     if (client(slot).in_use == 0) continue;
     const uint64_t here = walk(client(slot).held, "held", [&](uint32_t row) {
       const RowState state = status()[row].state;
-      const bool published = state == RowState::spent || state == RowState::growing;
+      const bool published = state == RowState::exhausted || state == RowState::open;
       state_is(row, published ? state : RowState::writing, published);
-      growing += state == RowState::growing;
+      open_rows += state == RowState::open;
       if (status()[row].owner != slot) wrong("row ", row, " is held by slot ", slot, " but owned by another");
     });
-    if (here != client(slot).held_count) wrong("slot ", slot, " holds ", here, " rows, its count says otherwise");
+    if (here != client(slot).held_count) wrong("slot ", slot, " holds ", here, " rows, its count disagrees");
     held += here;
   }
   if (free_count != c.free_count) wrong("the free queue has ", free_count, " rows, its count is ", c.free_count);
-  if (committed + growing != c.committed_count) {
-    wrong(committed, " rows are committed and ", growing, " growing, the count is ", c.committed_count);
+  if (committed + open_rows != c.committed_count) {
+    wrong(committed, " rows are committed and ", open_rows, " open, the count is ", c.committed_count);
   }
-  if (growing != c.growing_count) wrong(growing, " rows are growing, the count is ", c.growing_count);
-  if (held != c.writing_count + c.spent_count + growing) wrong(held, " rows are held, the counts say otherwise");
+  if (open_rows != c.open_count) wrong(open_rows, " rows are open, the count is ", c.open_count);
+  if (held != c.writing_count + c.exhausted_count + open_rows) wrong(held, " rows are held, the counts disagree");
   if (free_count + committed + held != rows) {
     wrong("of ", rows, " rows ", free_count, " are free, ", committed, " committed, ", held, " held: some are lost");
   }
   for (uint32_t row = 0; row < rows; ++row) {
     const bool bit = (bit_tree_.leaves()[row / 64].load(kRelaxed) >> (row % 64) & 1) != 0;
     const RowState state = status()[row].state;
-    if (bit != (state == RowState::committed || state == RowState::growing))
+    if (bit != (state == RowState::committed || state == RowState::open))
       wrong("row ", row, " has a wrong selectable bit");
     if (!bit && priority_of(words()[row].load(kRelaxed)) != 0)
       wrong("row ", row, " has a priority but cannot be selected");

@@ -1,4 +1,4 @@
-// How often each row was sampled, and what max_times_sampled does with the last sample.
+// Sample counts of rows, and max_times_sampled.
 
 #include "base/errors.h"
 #include "store/remover_heap.h"
@@ -29,26 +29,26 @@ void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32
       if (taken[i] == 0) continue;
       ++counted;
       if (s.times_sampled.fetch_add(1, kRelaxed) + 1 < limit) continue;
-      // The last sample: out of everybody's sight, but readable under its generation until release_spent.
+      // The last sample: no longer selectable, but readable under its generation until release_exhausted.
       if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).erase(row);
       unlink_order(row);
       set_bit(sums, row, false);
       control().committed_count.fetch_sub(1, kRelaxed);
-      hold(row, client_slot_, RowState::spent);
+      hold(row, client_slot_, RowState::exhausted);
       set_priority_locked(row, 0);
     }
   }
   count(control().counters.sampled, counted);
 }
 
-void Store::release_spent(std::span<const uint32_t> rows, std::span<const uint32_t> generations) {
+void Store::release_exhausted(std::span<const uint32_t> rows, std::span<const uint32_t> generations) {
   if (header().max_times_sampled == 0) return;
   ensure_client();
   check_rows(rows);
   Guard guard(*this);
   for (size_t i = 0; i < rows.size(); ++i) {
     const RowStatus& s = status()[rows[i]];
-    if (s.state != RowState::spent || s.owner != client_slot_ ||
+    if (s.state != RowState::exhausted || s.owner != client_slot_ ||
         generation_of(words()[rows[i]].load(kRelaxed)) != generations[i]) {
       continue;
     }
@@ -76,7 +76,7 @@ void Store::set_times_sampled(std::span<const uint32_t> rows, std::span<const ui
 void Store::free_spent(uint32_t row) {
   const uint32_t generation = generation_of(words()[row].load(kRelaxed));
   words()[row].store(make_word(generation + 1, 0), std::memory_order_release);  // its priority is zero already
-  count(control().counters.spent);
+  count(control().counters.exhausted);
 }
 
 }  // namespace geartrain

@@ -23,7 +23,7 @@ namespace {
 
 // --- fork ---------------------------------------------------------------------------------------------------
 //
-// A child shares the parent's open files, and with them its leases: were the parent to die, the kernel would
+// A child shares the parent's open files, and with them its leases: if the parent died, the kernel would
 // keep its leases for the child. So the child reopens every segment's file at once, in place, and so drops them.
 
 std::mutex open_stores_mutex;
@@ -145,8 +145,8 @@ std::unique_ptr<Store> Store::attach(const std::string& name, const AttachOption
       fail(ErrorKind::stale_store, path, " holds ", store->committed_count(),
            " rows of a run whose processes have all ended without closing it");
     }
-    // Nobody else is here and the gate keeps it so. The lock may have been held at a power cut, which no kernel
-    // remembers: make it anew, then believe only what is true.
+    // No other client is attached and the gate keeps it so. The lock may have been held at a power cut, which no kernel
+    // remembers: initialise it anew, then rebuild from the authoritative state.
     init_mutex(&control.mutex);
     control.rebuilding.store(0);
     control.clean = 0;
@@ -170,7 +170,7 @@ Store::~Store() {
   try {
     close();
   } catch (const Error&) {
-    // A store that cannot be left in good order is taken for dead by the next process, which repairs it.
+    // A store that cannot be left in an orderly way is treated as crashed by the next process, which repairs it.
   }
 }
 
@@ -183,7 +183,7 @@ void Store::close(bool keep) {
     try {
       leave(keep);
     } catch (...) {
-      // The lock is not to be had. Without its lease this client counts as dead, and others take back its rows.
+      // The lock cannot be acquired. Without its lease this client counts as dead, and others reclaim its rows.
       drop_client_lock(mapping_->fd(), slot);
       client_slot_ = kNoClient;
       throw;
@@ -267,7 +267,7 @@ Store::Guard::Guard(const Store& store) : store_(store) {
     try {
       const_cast<Store&>(store).rebuild_locked();
     } catch (...) {
-      // The next one to take the lock must try again, so it has to look unfinished to them as well.
+      // The next holder of the lock must try again, so it has to look unfinished to it as well.
       store.control().rebuilding.store(1);
       ::pthread_mutex_unlock(mutex);
       throw;
@@ -278,7 +278,7 @@ Store::Guard::Guard(const Store& store) : store_(store) {
     repair_or_unlock();
     store.control().counters.repairs.fetch_add(1, std::memory_order_relaxed);
   } else if (error == ETIMEDOUT) {
-    fail(ErrorKind::lock_timeout, "the lock of ", store.mapping_->path(), " was not to be had for ",
+    fail(ErrorKind::lock_timeout, "the lock of ", store.mapping_->path(), " could not be acquired for ",
          store.lock_timeout_s_, " s; the process holding it is stopped or starved");
   } else if (error != 0) {
     fail(ErrorKind::corrupt, "the lock of ", store.mapping_->path(), " is unusable: ", std::strerror(error));
@@ -292,7 +292,7 @@ Store::Guard::~Guard() {
 
 StoreCounts Store::counts() const {
   const Control& c = control();
-  return {c.free_count, c.writing_count, c.spent_count, c.growing_count, removable_count()};
+  return {c.free_count, c.writing_count, c.exhausted_count, c.open_count, removable_count()};
 }
 
 RowInfo Store::info(uint32_t row) const {

@@ -1,27 +1,28 @@
-// A shard of rows in a segment: allocate, write in place, commit; read without locks; survive any process's death.
+// Store: a shard of rows in a segment. Allocate, write in place, commit; read without locks; survive any process's
+// death.
 //
 //   uint32_t row;
-//   store->allocate({&row, 1});                      // a block in every column, now this process's
+//   store->allocate({&row, 1});                      // a block in every column, owned by this process
 //   std::memcpy(store->block(field, row), ...);      // in place
 //   store->commit({&row, 1}, {.lengths = {&t, 1}});  // selectable from here on
 //
-// An episode that is still going on can be selected too: publish() instead of commit(), extend() as steps are added,
+// An episode in progress can be selectable too: publish() instead of commit(), extend() as steps are added,
 // seal() at its end.
 //
 // Processes and threads. Any number of both may use one segment at once; every call here is thread-safe except
-// close(). PendingCalls that change rows take the segment's lock for a few hundred nanoseconds per row.
-// update_priorities takes no lock (but with the lowest_priority remover, whose order it changes, and with
+// close(). Calls that change rows take the segment's lock for a few hundred nanoseconds per row.
+// update_priorities takes no lock (except with the lowest_priority remover, whose order it changes, and with
 // max_times_sampled).
 //
-// Death. The lock is robust: the next process to take it after its holder died rebuilds what the dead one left
-// half done. Rows a dead process was writing come back when the next one notices: on joining, on running out of
-// free rows, or on reap(). Committed rows are never lost while the host lives; rows that a dead process was extending
-// are sealed as they are.
+// Death. The lock is robust: the next process to take it after its holder died repairs what was left
+// half done. Rows a dead process was writing are reclaimed by the next process that notices: on joining, on running out
+// of free rows, or on reap(). Committed rows are never lost while the host lives; rows that a dead process was
+// extending are sealed as they are.
 //
 // Fork. A child may go on using the store: it becomes a client of its own on first use. Rows that were being
 // written at the fork stay the parent's.
 //
-// Deadlines. A lock not had within StoreOptions::lock_timeout_s is an Error(lock_timeout): its holder is stopped.
+// Deadlines. A lock not acquired within StoreOptions::lock_timeout_s is an Error(lock_timeout): its holder is stopped.
 #pragma once
 
 #include <atomic>
@@ -47,7 +48,7 @@ inline void count(std::atomic<uint64_t>& counter, uint64_t n = 1) {
 // How to join a segment that is already there.
 struct AttachOptions {
   bool adopt = false;      // join although the processes that used it died
-  bool read_only = false;  // look, leave no trace: no client slot, no repair
+  bool read_only = false;  // read, leave no trace: no client slot, no repair
   double lock_timeout_s = 10.0;
 };
 
@@ -58,7 +59,7 @@ struct CommitValues {
   std::span<const int64_t> versions;
 };
 
-// A copy of one row's books.
+// A copy of one row's metadata.
 struct RowInfo {
   uint64_t sequence;
   int64_t version;
@@ -78,7 +79,7 @@ struct RestoredRow {
 };
 
 struct StoreCounts {
-  uint64_t free, writing, spent, growing, committed;  // committed: without the growing ones
+  uint64_t free, writing, exhausted, open, committed;  // committed: without the open ones
 };
 
 class Store {
@@ -90,20 +91,19 @@ class Store {
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
 
-  // Gives back rows being written and leaves. The last to leave in good order removes the name, unless the store
+  // Frees rows being written and leaves. The last client to leave in an orderly way removes the name, unless the store
   // persists. With `keep` it stays as it is, for a process that adopts it. Views of the memory stay valid as long as
-  // somebody holds mapping().
+  // a reference to mapping() exists.
   void close(bool keep = false);
-  // Whoever leaves this handle leaves the segment where it is: a job that lost a process is restarted and adopts it.
+  // Clients that leave this handle leave the segment in place: a job that lost a process is restarted and adopts it.
   void keep_segment() { keep_ = true; }
   bool is_closed() const { return closed_; }
   bool unlink();
 
-  // --- rows: write.cc, priorities.cc, sample_counts.cc, evict.cc
-  // ------------------------------------------------------------------------------------
+  // --- rows: write.cc, priorities.cc, sample_counts.cc, evict.cc ----------------------------------------------------
 
-  // Takes rows.size() blocks: free ones first, then victims of the remover. All or nothing. Throws full when so
-  // many are not to be had because they are being written.
+  // Takes rows.size() blocks: free ones first, then victims of the remover. All or nothing. Throws full when too
+  // many are being written.
   void allocate(std::span<uint32_t> rows);
 
   // Makes rows that this process allocated selectable. Everything is checked before anything is changed.
@@ -111,29 +111,29 @@ class Store {
   void commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
 
   // As commit, but the rows stay this process's to extend. Their fields without time must not be changed any more, nor
-  // steps below the length. The remover leaves them alone. Throws full when no more rows may be kept, schema in a
+  // steps below the length. The remover skips them. Throws full when no more rows may be kept, schema in a
   // store with max_times_sampled.
   void publish(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
-  // The row has that many steps by now; they are in its blocks. Throws schema (shorter than it was, or too long),
+  // Sets the row's length; the steps are in its blocks already. Throws schema (shorter than it was, or too long),
   // stale_key (not a row that this process extends).
   void extend(uint32_t row, uint32_t length);
-  // The rows are complete: they take their place as the newest.
+  // Completes the rows: they take their place as the newest.
   void seal(std::span<const uint32_t> rows);
 
-  // What commit checks of the values for n rows, for callers who want to know before they write.
+  // Commit's checks of the values for n rows, for callers that validate before they write.
   void check_values(size_t n, const CommitValues& values) const;
 
-  // Gives back rows that this process allocated and did not commit. When the lock is not to be had this throws
-  // lock_timeout as ever, but the rows are not lost: the next allocate gives them back.
+  // Frees rows that this process allocated and did not commit. When the lock cannot be acquired this throws
+  // lock_timeout as ever, but the rows are not lost: the next allocate frees them.
   void abandon(std::span<const uint32_t> rows);
 
-  // Sets priorities by key; keys whose row is gone are counted and skipped. Returns how many were.
+  // Sets priorities by key; keys whose row no longer exists are counted and skipped. Returns how many were.
   uint64_t update_priorities(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                              std::span<const double> priorities);
 
-  // Raises all priorities to a power; a pass over the words, without the lock but with the lowest_priority remover.
+  // Raises all priorities to a power; a pass over the words, without the lock except with the lowest_priority remover.
   void raise_priorities(double power);
-  // Sets how often rows were sampled, by key, as a checkpoint had it; keys whose row is gone are skipped.
+  // Sets how often rows were sampled, by key, from a checkpoint; keys whose row no longer exists are skipped.
   void set_times_sampled(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                          std::span<const uint32_t> counts);
 
@@ -141,19 +141,19 @@ class Store {
   // population keep their commits in one order this way.
   void advance_sequence(uint64_t next);
 
-  // Removes rows by key. Returns how many were already gone.
+  // Deletes rows by key. Returns how many no longer existed.
   uint64_t remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
 
   // Counts one sample against each key. taken[i] is 0 when the key is stale or its samples are used up (draw
   // again). With max_times_sampled, a row whose last sample this is stays readable for this process, and for
-  // nobody else, until release_spent.
+  // no other, until release_exhausted.
   void count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations, std::span<uint8_t> taken);
-  void release_spent(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
+  void release_exhausted(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
 
-  // Removes rows older than max_age; returns how many. Cheap when there is nothing to do.
+  // Expires rows older than max_age; returns how many. Cheap when there are none.
   uint64_t expire();
 
-  // --- looking ------------------------------------------------------------------------------------------------
+  // --- inspection ---------------------------------------------------------------------------------------------
 
   StoreCounts counts() const;
   // Processes attached and alive. Works read-only.
@@ -181,13 +181,13 @@ class Store {
 
   // --- repair: repair.cc --------------------------------------------------------------------------------
 
-  // Takes back what dead processes held. Returns the number of processes found dead.
+  // Reclaims what dead processes held. Returns the number of processes found dead.
   uint32_t reap();
-  // Rebuilds everything derived from what is true. Needed by nobody who uses this class alone.
+  // Rebuilds all derived state from the authoritative state. Not needed by users of this class alone.
   void rebuild();
-  // What does not add up, one sentence each; empty for a sound store. Takes the lock.
+  // Inconsistencies, one sentence each; empty for a consistent store. Takes the lock.
   std::vector<std::string> audit();
-  // Puts rows back as a checkpoint had them: committed ones (odd generation) in the order of their sequence, free
+  // Restores rows from a checkpoint: committed ones (odd generation) in the order of their sequence, free
   // ones in the order of the queue. The store must be new, with all its rows allocated by this process and filled.
   void restore(std::span<const RestoredRow> rows, uint64_t next_sequence);
 
@@ -221,13 +221,13 @@ class Store {
   void ensure_client();  // joins again in a forked child
 
   // Under the lock. Rows' changes reach the trees through Sums, a node at a time; it is made after the Guard, so that
-  // the sums are whole again before the lock is let go.
+  // the sums are consistent again before the lock is released.
   struct Sums {
     explicit Sums(const Store& store) : priorities(store.priority_tree_), bits(store.bit_tree_) {}
     PriorityTree::Adder priorities;
     BitTree::Adder bits;
   };
-  void give_up_locked();  // rows whose abandon timed out
+  void release_abandoned_locked();  // rows whose abandon timed out
   uint32_t take_free_row();
   void put_free_row(uint32_t row);
   void hold(uint32_t row, uint32_t slot, RowState state);
@@ -238,7 +238,7 @@ class Store {
   void set_bit(Sums& sums, uint32_t row, bool selectable);
   bool evict_one(Sums& sums);
   void retire(Sums& sums, uint32_t row);  // a committed row: no longer selectable, on no list
-  void free_spent(uint32_t row);          // a spent row: its last key is stale from here on
+  void free_spent(uint32_t row);          // an exhausted row: its last key is stale from here on
   uint64_t expire_locked(uint64_t now_ns);
   void check_held(std::span<const uint32_t> rows, RowState state = RowState::writing) const;
   uint64_t write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t now_ns);
@@ -246,7 +246,7 @@ class Store {
   void seal_locked(uint32_t row, uint64_t now_ns);
   void check_the_cap(size_t rows) const;
   void make_room_at_the_cap(Sums& sums);
-  uint64_t removable_count() const { return committed_count() - control().growing_count; }
+  uint64_t removable_count() const { return committed_count() - control().open_count; }
   void set_priority_locked(uint32_t row, uint32_t priority);
   uint32_t reap_locked();
   void reclaim(uint32_t slot);

@@ -19,17 +19,17 @@ void Store::allocate(std::span<uint32_t> rows) {
   Guard guard(*this);
   Sums sums(*this);
   Control& c = control();
-  give_up_locked();
+  release_abandoned_locked();
   if (header().max_age_ns != 0) expire_locked(wall_ns());
   if (c.free_count < rows.size()) {
-    // Dead writers' rows come before living ones' experience. Asking the kernel who is alive costs a system
+    // Dead writers' rows are reclaimed before living ones' are evicted. Querying the kernel for liveness costs a system
     // call per client, so it is not done for every row of a full store.
     const bool short_of_rows = c.free_count + removable_count() < rows.size();
     if (short_of_rows || monotonic_ns() - c.last_reap_ns > kReapEvery_ns) reap_locked();
   }
   if (c.free_count + removable_count() < rows.size()) {
     fail(ErrorKind::full, rows.size(), " rows were asked for, but of ", header().capacity, " rows ", c.writing_count,
-         " are being written, ", c.growing_count, " extended and ", c.spent_count,
+         " are being written, ", c.open_count, " extended and ", c.exhausted_count,
          " read for the last time; commit, seal or abandon some, or create the store with more capacity");
   }
   for (uint32_t& row : rows) {
@@ -61,7 +61,7 @@ void Store::check_values(size_t n, const CommitValues& values) const {
 void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations) {
   ensure_client();
   check_values(rows.size(), values);
-  // Streaming stores by whoever filled the blocks must not overtake the words that publish them.
+  // Streaming stores by the thread that filled the blocks must not overtake the words that publish them.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   Guard guard(*this);
   Sums sums(*this);
@@ -89,7 +89,7 @@ void Store::publish(std::span<const uint32_t> rows, const CommitValues& values, 
   check_values(rows.size(), values);
   if (header().max_times_sampled != 0) {
     fail(ErrorKind::schema,
-         "a store with max_times_sampled gives a row away with its last sample, so none can be "
+         "a store with max_times_sampled removes a row with its last sample, so none can be "
          "published while it is still being extended; commit it when it is complete");
   }
   std::atomic_thread_fence(std::memory_order_seq_cst);  // as in commit
@@ -104,8 +104,8 @@ void Store::publish(std::span<const uint32_t> rows, const CommitValues& values, 
     make_room_at_the_cap(sums);
     const uint64_t word = write_values(row, i, values, now_ns);
     --c.writing_count;
-    ++c.growing_count;
-    status()[row].state = RowState::growing;  // it stays on this client's held list
+    ++c.open_count;
+    status()[row].state = RowState::open;  // it stays on this client's held list
     make_selectable(sums, row, word);
     generations[i] = generation_of(word);
   }
@@ -116,7 +116,7 @@ void Store::publish(std::span<const uint32_t> rows, const CommitValues& values, 
 void Store::extend(uint32_t row, uint32_t length) {
   ensure_client();
   Guard guard(*this);
-  check_held({&row, 1}, RowState::growing);
+  check_held({&row, 1}, RowState::open);
   std::atomic<uint32_t>& known = status()[row].length;
   if (length < known.load(kRelaxed) || length > header().max_length) {
     fail(ErrorKind::schema, "row ", row, " has ", known.load(kRelaxed), " steps and a block holds ",
@@ -128,7 +128,7 @@ void Store::extend(uint32_t row, uint32_t length) {
 void Store::seal(std::span<const uint32_t> rows) {
   ensure_client();
   Guard guard(*this);
-  check_held(rows, RowState::growing);
+  check_held(rows, RowState::open);
   const uint64_t now_ns = wall_ns();
   for (const uint32_t row : rows) seal_locked(row, now_ns);
 }
@@ -164,7 +164,7 @@ uint64_t Store::write_values(uint32_t row, size_t i, const CommitValues& values,
 }
 
 void Store::make_selectable(Sums& sums, uint32_t row, uint64_t word) {
-  words()[row].store(word, std::memory_order_release);  // the row is true from here on
+  words()[row].store(word, std::memory_order_release);  // the commit takes effect here
   sums.priorities.add(row, priority_of(word));
   set_bit(sums, row, true);
   control().committed_count.store(committed_count() + 1, kRelaxed);
@@ -182,8 +182,8 @@ void Store::seal_locked(uint32_t row, uint64_t now_ns) {
 }
 
 void Store::check_the_cap(size_t rows) const {
-  if (control().growing_count + rows > header().max_rows) {
-    fail(ErrorKind::full, rows, " more were to be added, but ", control().growing_count, " of the ", header().max_rows,
+  if (control().open_count + rows > header().max_rows) {
+    fail(ErrorKind::full, rows, " more were to be added, but ", control().open_count, " of the ", header().max_rows,
          " rows that may be kept are still being extended; seal some, or create the store with more rows");
   }
 }
@@ -193,10 +193,10 @@ void Store::make_room_at_the_cap(Sums& sums) {
   if (committed_count() >= header().max_rows) evict_one(sums);
 }
 
-void Store::give_up_locked() {
+void Store::release_abandoned_locked() {
   std::lock_guard lock(given_up_mutex_);
   for (uint32_t row : given_up_) {
-    // In a forked child these are the parent's, who keeps its own list.
+    // In a forked child these are the parent's, which keeps its own list.
     if (status()[row].state != RowState::writing || status()[row].owner != client_slot_) continue;
     unhold(row);
     put_free_row(row);

@@ -19,14 +19,14 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kFrameBytes = 9216;     // MTU 9000, its Ethernet header, and air
-constexpr size_t kMostFrames = 1 << 17;  // 1.2 GB of frames on their way; more are dropped
+constexpr size_t kFrameBytes = 9216;     // MTU 9000, its Ethernet header, and slack
+constexpr size_t kMostFrames = 1 << 17;  // 1.2 GB of frames in flight; more are dropped
 constexpr uint64_t kMostDelayNs = 60'000'000'000;
-constexpr int kReadsInARow = 64;  // of one port, before the others and what is due have their turn
+constexpr int kReadsInARow = 64;  // of one port, before the others and what is due get their turn
 constexpr size_t kEthernetHeader = 14;
 constexpr std::array<uint8_t, 4> kAddressStart{0x02, 0x67, 0x74, 0x00};
 
-// The way from the switch to a host.
+// The link from the switch to a host.
 struct Link {
   double ns_per_byte = 0;
   uint64_t free_ns = 0;  // when all that was accepted has left
@@ -115,7 +115,7 @@ class Switch {
     }
   }
 
-  // Over the wires to one or all.
+  // Forwards to one host or all.
   void forward(uint16_t from, uint32_t number) {
     const Frame& frame = *frames_[number];
     if (frame.bytes < kEthernetHeader || !plugged_[from]) return;
@@ -151,7 +151,7 @@ class Switch {
       const Event event = events_.top();
       events_.pop();
       if (event.at_downlink) {
-        // By the time it should have come, not the time it is looked at: a late switch does not slow the link.
+        // By the time it was due, not the time it is processed: a late switch does not slow the link.
         const uint64_t leaves_ns =
             down_[event.to].accept(event.time_ns, frames_[event.frame]->bytes, queue_ns_, options_.burst_bytes);
         if (leaves_ns != 0) {
@@ -173,11 +173,11 @@ class Switch {
 
   // False at the end of control.
   bool obey() {
-    std::array<char, 256> said;
-    const ssize_t got = ::read(options_.control, said.data(), said.size());
+    std::array<char, 256> input;
+    const ssize_t got = ::read(options_.control, input.data(), input.size());
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
     if (got <= 0) return false;
-    words_.append(said.data(), static_cast<size_t>(got));
+    words_.append(input.data(), static_cast<size_t>(got));
     for (size_t end = words_.find('\n'); end != std::string::npos; end = words_.find('\n')) {
       const std::string line = words_.substr(0, end);
       words_.erase(0, end + 1);

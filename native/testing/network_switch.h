@@ -1,21 +1,21 @@
-// A network switch in a process: frames of TAP devices, or of anything that keeps the borders of messages, forwarded
-// with a delay, losses, and links to the hosts that have a rate and a queue that ends. For tests on kernels without
+// Network switch in a process: frames of TAP devices, or of anything that preserves message boundaries, forwarded
+// with a delay, losses, and links to the hosts with a rate and a bounded queue. For tests on kernels without
 // netem; geartrain.tools.testing.cluster runs it in a child process and draws the hosts around it.
 //
 //   host i [the kernel's tbf] -- delay, loss --[downlink: rate j, queue]-- host j
 //
 // A frame that arrives at a downlink leaves it when the frames before it have, at the link's rate, and is dropped when
-// that is more than `queue_s` away. A link that was idle passes `burst_bytes` at once, as tbf does: whoever is late
-// because the switch's processor was busy loses nothing. What a host sends is slowed where it is sent, by the host's
-// own kernel, which tells TCP about a full queue instead of losing packets of it. Frames to everybody (ARP asks so) are
-// copied, and ARP is never lost: a lost question costs a second, which would measure the kernel.
+// that is more than `queue_s` away. A link that was idle passes `burst_bytes` at once, as tbf does: a sender that is
+// late because the switch's processor was busy loses nothing. What a host sends is shaped where it is sent, by the
+// host's own kernel, which signals a full queue to TCP instead of losing packets. Broadcast frames (as ARP's requests)
+// are copied, and ARP is never lost: a lost request costs a second, which would measure the kernel.
 //
 // Addresses are given, not learned: host i's is 02:67:74:00:HH:LL with i in the last two bytes; frames to others go
 // nowhere.
 //
-// Control, a line each: "counters" answers with a line of JSON, the others with "ok": "unplug I" and "plug I" (nothing
-// goes from or to host I in between), "delay NANOSECONDS" (of frames that come from now on). The end of control is the
-// switch's end, so a switch whose maker was killed goes too.
+// Control, one line a command: "counters" answers with a line of JSON, the others with "ok": "unplug I" and "plug I"
+// (nothing is forwarded from or to host I in between), "delay NANOSECONDS" (of frames that arrive from now on). The end
+// of control ends the switch, also when its parent was killed.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Addresses of listeners, as text that peers are given.
+// Addresses of listeners, as text that is passed to peers.
 #pragma once
 
 #include <string>
@@ -6,8 +6,9 @@
 
 namespace geartrain {
 
-// Where a listener can be reached: "id=<32 hex>;shm=<name>;tcp=<host>:<port>". Parsed from what anyone may have sent.
-// With "id=any" it is whoever answers there: for a place that is known before its listener is, such as a fixed port.
+// Where a listener can be reached: "id=<32 hex>;shm=<name>;tcp=<host>:<port>". Parsed from untrusted text.
+// With "id=any" the listener's identity is not checked: for a place that is known before its listener is, such as a
+// fixed port.
 struct Address {
   static constexpr const char* kAnyId = "any";
   std::string id;

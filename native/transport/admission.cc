@@ -24,9 +24,9 @@ void Admission::take_from(const Descriptor& listening, bool local) {
   while (listening) {
     Descriptor socket(::accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) return;
-    // Whoever says nothing for longest makes room: silence must not keep others out.
+    // The connection that has been silent for longest makes room: silence must not keep others out.
     if (pending_.size() >= options_.options.limits.max_pending) {
-      refuse(pending_.begin(), "too many connections had not proved themselves");
+      refuse(pending_.begin(), "too many unauthenticated connections");
     }
     const bool tls = !local && options_.options.tls != nullptr;
     pending_.emplace_back(std::move(socket), local, Deadline::after(options_.options.limits.handshake_timeout_s),
@@ -44,7 +44,7 @@ void Admission::refuse(Place place, const std::string& why) {
     refusal_ = why;
   }
   refused_.fetch_add(1, std::memory_order_relaxed);
-  // What was said to it is lost if anything of its own is still unread when the socket closes.
+  // Its reply is lost if any of its input is still unread when the socket closes.
   std::byte unread[4096];
   for (int i = 0; i < 16 && place->socket && ::recv(place->socket.get(), unread, sizeof unread, MSG_DONTWAIT) > 0;) ++i;
   pending_.erase(place);
@@ -53,7 +53,7 @@ void Admission::refuse(Place place, const std::string& why) {
 void Admission::refuse_late() {
   for (auto place = pending_.begin(); place != pending_.end();) {
     const auto next = std::next(place);
-    if (place->deadline.passed()) refuse(place, "it did not prove itself in time");
+    if (place->deadline.passed()) refuse(place, "it did not authenticate in time");
     place = next;
   }
 }
@@ -89,7 +89,7 @@ void Admission::advance(const void* pending) {
   }
 }
 
-// Reads what the state waits for. False when it has not all come; throws when it never will.
+// Reads what the state waits for. False when it has not all arrived; throws when it never will.
 template <typename T>
 bool Admission::have(Pending& pending, T* wanted) {
   while (pending.filled < sizeof(T)) {
@@ -99,7 +99,7 @@ bool Admission::have(Pending& pending, T* wanted) {
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && errno == EAGAIN) return false;
     if (got <= 0) fail(ErrorKind::peer_lost, "it hung up");
-    if (pending.fds.size() > kShmOfferFds) fail(ErrorKind::frame, "descriptors that nobody asked for");
+    if (pending.fds.size() > kShmOfferFds) fail(ErrorKind::frame, "unexpected descriptors");
     pending.filled += static_cast<size_t>(got);
   }
   pending.filled = 0;
@@ -108,7 +108,7 @@ bool Admission::have(Pending& pending, T* wanted) {
 
 // A handshake's answers are small: a socket that does not take one at once has been filled on purpose.
 template <typename T>
-void Admission::say(const Pending& pending, const T& what) {
+void Admission::reply(const Pending& pending, const T& what) {
   write_exactly(pending.socket.wire(), std::as_bytes(std::span(&what, 1)), Deadline::after(0));
 }
 
@@ -129,7 +129,7 @@ bool Admission::step(Place place) {
       take_offer(place);
       return false;
     case Pending::State::lanes:
-      fail(ErrorKind::frame, "it speaks before its lanes are there, or hung up");
+      fail(ErrorKind::frame, "it sent data before its lanes were connected, or hung up");
   }
   return false;
 }
@@ -142,7 +142,7 @@ bool Admission::secured(Pending& pending) {
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
     if (got <= 0) fail(ErrorKind::peer_lost, "it hung up");
     if (first == kHelloMagic[0]) {
-      pending.state = Pending::State::hello;  // it is told what it lacks
+      pending.state = Pending::State::hello;  // the reply names what it lacks
       return true;
     }
     pending.socket.use_tls(options_.options.tls, nullptr);
@@ -156,14 +156,14 @@ bool Admission::secured(Pending& pending) {
     case Tls::Step::wants_write:
       break;
   }
-  fail(ErrorKind::timed_out, "it takes nothing of the TLS handshake");
+  fail(ErrorKind::timed_out, "it does not read the TLS handshake");
 }
 
 bool Admission::challenge(Pending& pending) {
   // A TLS handshake begins with a record of its own kind.
   const bool begins_tls = pending.hello.magic[0] == 0x16 && pending.hello.magic[1] == 0x03;
   if (!begins_tls && std::memcmp(pending.hello.magic, kHelloMagic, sizeof kHelloMagic) != 0) {
-    fail(ErrorKind::frame, "what connected there is not geartrain");
+    fail(ErrorKind::frame, "the other side is not geartrain");
   }
   const bool lacks_tls = options_.options.tls != nullptr && !pending.local && pending.socket.tls() == nullptr;
   std::memcpy(pending.challenge.magic, kHelloMagic, sizeof kHelloMagic);
@@ -171,7 +171,7 @@ bool Admission::challenge(Pending& pending) {
   pending.challenge.needs = (options_.options.secret.empty() ? 0u : kNeedsSecret) | (lacks_tls ? kNeedsTls : 0u);
   std::memcpy(pending.challenge.listener, id_.data(), id_.size());
   random_bytes(pending.challenge.nonce);
-  say(pending, pending.challenge);
+  reply(pending, pending.challenge);
   if (begins_tls) fail(ErrorKind::untrusted, "it asks for TLS, and none is used here");
   if (lacks_tls) fail(ErrorKind::untrusted, "it came without TLS");
   if (pending.hello.version != kProtocolVersion) fail(ErrorKind::frame, "another version");
@@ -219,7 +219,7 @@ bool Admission::judge(Place place) {
   }
   verdict.answer = static_cast<uint32_t>(answer);
   seal(options_.options.secret, pending.hello, pending.challenge, &verdict);
-  say(pending, verdict);
+  reply(pending, verdict);
   if (answer != Answer::welcome)
     fail(ErrorKind::untrusted, "it did not prove that it knows the secret, or whose it is");
   switch (intent) {
@@ -230,7 +230,7 @@ bool Admission::judge(Place place) {
     case Intent::stream:
       if (pending.hello.lanes > kMaxLanes) fail(ErrorKind::frame, "too many lanes");
       pending.state = Pending::State::lanes;
-      return false;  // until its lanes have come it has nothing to say
+      return false;  // until its lanes have arrived nothing may follow
     case Intent::lane:
       unwatch(pending);
       owner->lanes.push_back(std::move(pending.socket));
@@ -238,14 +238,14 @@ bool Admission::judge(Place place) {
       if (owner->lanes.size() == owner->hello.lanes + 1) complete(owner);
       return false;
     case Intent::raw:
-      if (options_.raw == nullptr) fail(ErrorKind::frame, "nobody here takes raw connections");
+      if (options_.raw == nullptr) fail(ErrorKind::frame, "raw connections are not accepted here");
       if (pending.socket.tls() != nullptr) fail(ErrorKind::frame, "raw connections are not under TLS");
       unwatch(pending);
       options_.raw(pending.socket.take(), pending.local);
       pending_.erase(place);
       return false;
   }
-  fail(ErrorKind::frame, "an intent that this version does not know");
+  fail(ErrorKind::frame, "an unknown intent");
 }
 
 void Admission::unwatch(const Pending& pending) {

@@ -1,7 +1,7 @@
-// Admission: connections to a listener that have yet to prove themselves, each a state machine of the handshake
-// (security/handshake.h), advanced by whatever has come. None of them can hold up another.
+// Admission: connections to a listener that have yet to authenticate, each a state machine of the handshake
+// (security/handshake.h), advanced by incoming data. None of them can block another.
 //
-// All on the listener's thread, but for refused(), refusal() and refused_so_far().
+// All on the listener's thread, except refused(), refusal() and refused_so_far().
 #pragma once
 
 #include <array>
@@ -23,27 +23,27 @@ namespace geartrain {
 class Admission {
  public:
   using Deliver = std::function<void(std::shared_ptr<Connection>)>;
-  // Sockets are watched by `epoll`, whose events carry what advance() takes. What proved itself goes to `deliver`,
-  // which throws when it cannot be taken.
+  // Sockets are watched by `epoll`, whose events carry the argument of advance(). Authenticated ones go to `deliver`,
+  // which throws when it cannot be accepted.
   Admission(const ListenerOptions& options, const std::array<uint8_t, 16>& id, int epoll, Deliver deliver)
       : options_(options), id_(id), epoll_(epoll), deliver_(std::move(deliver)) {}
 
-  // Accepts all who wait at the listening socket. The one that has said nothing for longest makes room.
+  // Accepts all that wait at the listening socket. The one that has been silent for longest makes room.
   void take_from(const Descriptor& listening, bool local);
-  // Something has come for the one that an event is about; it may be gone already.
+  // The place of an event has become readable; it may have been removed already.
   void advance(const void* event);
   void refuse_late();
-  // Until the next of them is late.
+  // Until the next of them times out.
   int wait_ms() const;
   void clear() { pending_.clear(); }
 
   // Any thread.
   uint64_t refused() const { return refused_.load(std::memory_order_relaxed); }
   std::string refusal() const;
-  std::string refused_so_far() const;  // the end of a sentence; empty: nobody was
+  std::string refused_so_far() const;  // the end of a sentence; empty: none was
 
  private:
-  // A socket that somebody connected and that has yet to prove itself.
+  // A connected socket that has yet to authenticate.
   struct Pending {
     enum class State { tls, hello, proof, offer, lanes };
     Stream socket;
@@ -66,7 +66,7 @@ class Admission {
   template <typename T>
   bool have(Pending& pending, T* wanted);
   template <typename T>
-  void say(const Pending& pending, const T& what);
+  void reply(const Pending& pending, const T& what);
   bool step(Place place);
   bool secured(Pending& pending);
   bool challenge(Pending& pending);

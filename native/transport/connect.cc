@@ -20,7 +20,7 @@ void check_options(const Options& options) {
   if (options.lanes > kMaxLanes)
     fail(ErrorKind::schema, "there are ", kMaxLanes, " lanes at most, found ", options.lanes);
   if (options.peer_timeout_s != 0 && options.peer_timeout_s < kLeastPeerTimeoutS) {
-    fail(ErrorKind::schema, "peers give a sign of life every ", kBeatS, " s: peer_timeout_s is 0, for none, or ",
+    fail(ErrorKind::schema, "peers send heartbeats every ", kHeartbeatS, " s: peer_timeout_s is 0, for none, or ",
          kLeastPeerTimeoutS, " and more, found ", options.peer_timeout_s);
   }
   if (options.transport.empty()) return;

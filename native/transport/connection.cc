@@ -1,4 +1,4 @@
-// What all connections share: turns, waiting, reading ahead, and the end.
+// Common to all connections: turns, waits, read-ahead, and the end.
 
 #include "transport/connection.h"
 
@@ -179,7 +179,7 @@ void Connection::sleep(Deadline deadline) {
     }
   }
   struct epoll_event events[4];
-  ::epoll_wait(sleeper_.get(), events, 4, deadline.left_ms());  // a signal or nothing: the caller looks again
+  ::epoll_wait(sleeper_.get(), events, 4, deadline.left_ms());  // a signal or nothing: the caller polls again
 }
 
 void Connection::wake_self() const {
@@ -218,12 +218,12 @@ void Connection::write(Bytes handle, Bytes from, uint64_t offset, Deadline deadl
 
 Path Connection::read_region(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset,
                              Deadline deadline) {
-  if (sideband_ == nullptr) fail(ErrorKind::not_viable, "this connection has no line for it");
+  if (sideband_ == nullptr) fail(ErrorKind::not_viable, "this connection has no sideband");
   return sideband_->read(handle, into, offset, deadline);
 }
 
 Path Connection::write_region(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline) {
-  if (sideband_ == nullptr) fail(ErrorKind::not_viable, "this connection has no line for it");
+  if (sideband_ == nullptr) fail(ErrorKind::not_viable, "this connection has no sideband");
   return sideband_->write(handle, from, offset, deadline);
 }
 
@@ -231,7 +231,7 @@ void Connection::start_sideband(Stream socket, int peer, const std::string& why)
   Sideband::Setup setup;
   setup.socket = std::move(socket);
   setup.peer = options_.cross_memory ? peer : 0;
-  setup.out_of_reach = options_.cross_memory ? why : "it was not to be tried";
+  setup.out_of_reach = options_.cross_memory ? why : "cross_memory is off";
   setup.peer_timeout_s = options_.peer_timeout_s;
   setup.regions = regions_;
   setup.lost = [this](const std::string& reason) { lose("the peer over " + describe() + " " + reason); };
@@ -244,7 +244,7 @@ void Connection::stop_sideband() {
 }
 
 std::string Connection::one_sided() const {
-  return sideband_ == nullptr ? "" : sideband_->way();
+  return sideband_ == nullptr ? "" : sideband_->access_path();
 }
 
 // --- the end ------------------------------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ class Turn {
   uint32_t waiting_ = 0;
 };
 
-// How long to look again and again before a sleep. Looking in vain takes the core from somebody, perhaps from the one
-// who is waited for, so it gets shorter while it is in vain, and is tried again now and then. One thread at a time.
+// How long to poll before a sleep. Polling takes the core from other threads, perhaps from the one that is waited for,
+// so it gets shorter while it finds nothing, and is tried again now and then. One thread at a time.
 class Patience {
  public:
   explicit Patience(double spin_us);
@@ -82,41 +82,41 @@ class Connection {
 
   // Throws frame (beyond a limit; nothing was sent), timed_out, peer_lost, hung_up.
   void send(const Outgoing& message, Deadline deadline);
-  // The next message. Throws timed_out (none came), frame (what came is no message), peer_lost, hung_up.
+  // The next message. Throws timed_out (none arrived), frame (malformed input), peer_lost, hung_up.
   void receive(Message* message, Deadline deadline);
-  // The next message, if there is one: never waits. `more`: there is work, but no whole message yet; call again.
+  // The next message, if there is one: never blocks. `more`: there is work, but no whole message yet; call again.
   Poll poll(Message* message);
 
   // The peer may read this memory, or write it, from now until the region is closed; for one connection's peer.
   std::shared_ptr<ExposedRegion> expose(std::span<std::byte> memory, bool writable);
-  // The peer's memory that the handle speaks of, from `offset` on. The peer's program need not do anything. Throws
+  // Reads the peer's memory that the handle names, from `offset` on. The peer's program need not take part. Throws
   // region (closed, too small, read-only), schema (no handle), timed_out, peer_lost, hung_up. When it throws, what is
   // in the destination is arbitrary.
   void read(Bytes handle, std::span<std::byte> into, uint64_t offset, Deadline deadline);
   void write(Bytes handle, Bytes from, uint64_t offset, Deadline deadline);
 
-  // For who waits for many connections (inbox.h), and then does not call receive(): when arm() returns true there is
-  // nothing to poll, and one of the wake descriptors becomes ready once there is. `edge` ones tell of it only once.
+  // For threads that wait for many connections (inbox.h), and do not call receive(): when arm() returns true there is
+  // nothing to poll, and one of the wake descriptors becomes ready once there is. `edge` ones report it only once.
   struct Wake {
     int fd;
     bool edge;
   };
   bool arm();
   virtual std::vector<Wake> wakes() const = 0;
-  // A socket that tells (EPOLLRDHUP) of the peer's end, for who does not read.
+  // A socket that reports (EPOLLRDHUP) the peer's end, for threads that do not read.
   virtual int end_descriptor() const = 0;
-  // A look without a system call, where can_look(): may something be there?
+  // A poll without a system call, where can_look(): may there be data?
   bool might_have_data() const { return has_ahead_.load(std::memory_order_acquire) || look(); }
   virtual bool can_look() const { return false; }
 
-  // The peer is gone, as far as is known without asking it.
+  // The peer is lost, as far as is known without a query.
   bool lost() const { return lost_.load(std::memory_order_acquire); }
   // Hangs up; other threads' waits end with hung_up. Idempotent, any thread.
   void close();
   bool closed() const { return closed_.load(std::memory_order_acquire); }
 
   virtual const char* transport() const = 0;
-  // One line for people: the way, and its ends.
+  // One line for logs: the path, and its ends.
   virtual std::string describe() const = 0;
   // How read() and write() reach exposed memory: "memory", "cma", or "served" and why not the former; "" at first.
   virtual std::string one_sided() const;
@@ -126,7 +126,7 @@ class Connection {
   virtual std::string tls() const { return ""; }
   // The faster providers, and why each was not taken.
   const std::vector<std::pair<std::string, std::string>>& considered() const { return considered_; }
-  // Something of the same connection that both sides know: for logs.
+  // An identifier of the connection that both sides know: for logs.
   const std::string& name() const { return name_; }
 
  protected:
@@ -134,27 +134,27 @@ class Connection {
 
   // Under the send turn, checked against the limits.
   virtual void write_message(const Outgoing& message, Deadline deadline) = 0;
-  // Under the read mutex. Throws peer_lost at the end, frame for what is no message.
+  // Under the read mutex. Throws peer_lost at the end, frame for a malformed message.
   virtual Poll read_message(Message* message) = 0;
-  // What read() and write() do; over the line beside the connection unless there is something better.
+  // Implement read() and write(); over the sideband unless the provider has a faster path.
   virtual Path read_region(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset, Deadline deadline);
   virtual Path write_region(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline);
-  // The line beside it: from when the connection is made until its end; the last in a constructor, the first in a
-  // destructor. `peer` is its process, if there is a hope to reach into it, else `why` there is none.
+  // The sideband: from when the connection is made until its end; the last in a constructor, the first in a
+  // destructor. `peer` is its process, if its memory may be reachable, else `why` it is not.
   void start_sideband(Stream socket, int peer, const std::string& why);
   void stop_sideband();
-  // What arm() and might_have_data() ask of the provider.
+  // The provider's part of arm() and might_have_data().
   virtual bool prepare_to_sleep() = 0;
   virtual bool look() const { return false; }
   // Makes both sides notice. Any thread, any number of times.
   virtual void hang_up() = 0;
 
-  // Remembers why, and hangs up.
+  // Records the reason, and closes the connection.
   void lose(const std::string& reason);
   [[noreturn]] void fail_lost() const;
   void check_usable() const;
   bool forked() const { return forks_ != forks(); }
-  // For a write that waits: reads one message ahead, if nobody else reads and there is room for it.
+  // For a write that waits: reads one message ahead, if no other thread reads and there is room for it.
   // True when that may have made progress.
   bool read_ahead();
   void count_sent(Path path, uint64_t bytes) { add(bytes_sent_[static_cast<size_t>(path)], bytes); }

@@ -1,5 +1,5 @@
-// The listener: where it listens, its thread, and the connections that nobody has asked for yet. Who may come in is
-// decided by Admission.
+// Listener: its addresses, its thread, and the connections that are not accepted yet. Authentication is
+// Admission's.
 
 #include "transport/listener.h"
 
@@ -28,7 +28,7 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kMostAccepted = 1024;  // connections that nobody has asked for yet
+constexpr size_t kMostAccepted = 1024;  // authenticated, and not accepted by the program yet
 
 bool is_loopback(const struct sockaddr* address) {
   if (address->sa_family == AF_INET) {
@@ -94,8 +94,8 @@ class Listener::Body {
     }
   }
 
-  // Connections within this process come without a socket. Throws untrusted, peer_lost.
-  std::shared_ptr<Connection> meet(const Options& dialer) {
+  // Connections within this process need no socket. Throws untrusted, peer_lost.
+  std::shared_ptr<Connection> connect_within(const Options& dialer) {
     if (dialer.secret != options_.options.secret) fail(ErrorKind::untrusted, "the peer refuses: it has another secret");
     auto [mine, theirs] = make_inproc(dialer, options_.options, !dialer.secret.empty());
     deliver(std::move(theirs));
@@ -109,7 +109,7 @@ class Listener::Body {
     std::unique_lock lock(mutex_);
     while (ready_.empty() && !closed_) {
       const uint64_t left_ns = deadline.left_ns();
-      if (left_ns == 0) fail(ErrorKind::timed_out, "nobody connected before the deadline", admission_.refused_so_far());
+      if (left_ns == 0) fail(ErrorKind::timed_out, "no connection before the deadline", admission_.refused_so_far());
       arrived_.wait_for(lock, std::chrono::nanoseconds(left_ns));
     }
     if (closed_) fail(ErrorKind::hung_up, "the listener was closed");
@@ -118,8 +118,8 @@ class Listener::Body {
     return connection;
   }
 
-  // The port is free when this returns: whoever starts again under it need not wait. The thread is never long in
-  // anything, so the limit is for a machine that does not let it run.
+  // The port is free when this returns: a process that listens on it again need not wait. The thread never blocks for
+  // long, so the limit is for a machine that does not schedule it.
   void close() {
     if (forks_ != forks()) return;
     std::unique_lock lock(mutex_);
@@ -137,7 +137,7 @@ class Listener::Body {
   std::string refusal() const { return admission_.refusal(); }
 
  private:
-  // For events that are about no connection: who waits there, and the end.
+  // For events that concern no connection: the listening sockets, and the end.
   void watch(int fd) {
     struct epoll_event event{};
     event.events = EPOLLIN | EPOLLRDHUP;
@@ -305,7 +305,7 @@ std::shared_ptr<Connection> dial_inproc(const Address& address, const Options& o
     if (found != registry.listeners.end()) body = found->second.lock();
   }
   if (body == nullptr) fail(ErrorKind::not_viable, "the peer is another process");
-  return body->meet(options);
+  return body->connect_within(options);
 }
 
 }  // namespace geartrain

@@ -1,4 +1,4 @@
-// Where connections come in. transport.h is the manual.
+// Listener of connections. transport.h is the manual.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace geartrain {
 
-// Takes connections. One thread of its own answers all handshakes, none of which can hold up another.
+// Accepts connections. One thread of its own answers all handshakes, none of which can block another.
 class Listener {
  public:
   explicit Listener(const ListenerOptions& options);  // throws os, schema
@@ -19,10 +19,11 @@ class Listener {
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
 
-  // The next connection that proved itself. Throws timed_out, hung_up.
+  // The next authenticated connection. Throws timed_out, hung_up.
   std::shared_ptr<Connection> accept(Deadline deadline);
   const std::string& address() const;
-  // Connections refused so far: no hello in time, no proof, garbage, too many at once. And why the last one was.
+  // Connections refused so far: no hello in time, no proof, malformed input, too many at once. And the last one's
+  // reason.
   uint64_t refused() const;
   std::string refusal() const;
   void close();

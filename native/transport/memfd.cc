@@ -104,7 +104,8 @@ void send_with_fds(int socket, Bytes bytes, std::span<const int> fds, Deadline d
       return;
     }
     if (errno == EAGAIN) {
-      if (!wait_for(socket, POLLOUT, deadline)) fail(ErrorKind::timed_out, "the peer took no descriptor in time");
+      if (!wait_for(socket, POLLOUT, deadline))
+        fail(ErrorKind::timed_out, "the peer did not read a descriptor in time");
     } else if (errno != EINTR) {
       fail(ErrorKind::peer_lost, "the peer hung up: ", std::strerror(errno));
     }

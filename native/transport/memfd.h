@@ -1,5 +1,5 @@
-// Memory that another process can be given: memfds, which have no name and need no file system, and how descriptors
-// pass through Unix sockets. Any thread.
+// Memory that can be passed to another process: memfds, which have no name and need no file system, and descriptor
+// passing through Unix sockets. Any thread.
 #pragma once
 
 #include <span>

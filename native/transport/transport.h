@@ -1,39 +1,39 @@
-// Ordered messages between two processes: a small header, and big buffers beside it that are copied as little as the
-// way between the two allows.
+// Transport of ordered messages between two processes: a small header, and big out-of-band buffers that are copied as
+// little as the path between the two allows.
 //
-//   Listener listener({.tcp_host = "127.0.0.1"});                    // address(): what to give to peers
-//   auto mine = connect(listener.address(), {}, Deadline::after(5)); // the fastest way that really works
+//   Listener listener({.tcp_host = "127.0.0.1"});                    // address(): to pass to peers
+//   auto mine = connect(listener.address(), {}, Deadline::after(5)); // the fastest provider that works
 //   auto theirs = listener.accept(Deadline::after(5));
 //   mine->send({.tag = 1, .header = bytes, .buffers = buffers}, Deadline::after(5));
 //   Message message;
 //   theirs->receive(&message, Deadline::after(5));
 //
 // Providers, fastest first (kProviders): `inproc` (two ends in one process), `shm` (one host: a ring in shared memory
-// for small messages, memfd segments for big ones) and `tcp`. Which one a connection uses is found by doing it: the
+// for small messages, memfd segments for big ones) and `tcp`. A provider is chosen by trying it: the
 // peer's memory is opened and a nonce read through it. Host names, pids and boot ids are never compared, because
-// containers make them lie. `considered()` tells why the faster ones were not taken.
+// containers make them misleading. `considered()` tells why the faster ones were not chosen.
 //
 // Threads. Any number may send on one connection: messages leave whole, in the order of the calls. One thread at a
 // time receives; a second waits for its turn. The thread that sends does the work itself, and so does the one that
 // receives: there is no thread in between. While a send waits for room it also reads what the peer sends, up to
 // MessageLimits::max_queued_bytes, so that two peers that both send do not wait for each other.
 //
-// Memory. A received message lives in memory of its own, or is a view of the sender's segment, which then lends it to
-// nobody else. Either way it goes back to where it came from with the last copy of Message::owner. All buffers begin
+// Memory. A received message has memory of its own, or is a view of the sender's segment, which stays leased
+// meanwhile. Either way it is returned with the last copy of Message::owner. All buffers begin
 // at a multiple of 64 bytes. The sender's buffers may be changed again when send() returns.
 //
 // One-sided. expose() lets the peer read, or write, memory of this process without a message: region.handle() travels
-// in any message, and the peer's end of the connection takes it. Neither program has to receive, or to wait, for that.
+// in any message, and the peer's end of the connection uses it. Neither program has to receive, or to wait, for that.
 //
 // Death. When the peer dies or hangs up, whatever it had sent completely is still received; then every call throws
-// peer_lost. A peer that is stopped, or that a broken network took away, is lost after Options::peer_timeout_s without
-// a sign of life (sideband.h says what that notices and what not), and every wait has a deadline of its own and throws
-// timed_out. A send that meets its deadline in the middle of a message ends the connection.
+// peer_lost. A peer that is stopped, or that a broken network cut off, is lost after Options::peer_timeout_s without
+// heartbeats (sideband.h defines what they detect), and every wait has a deadline of its own and throws
+// timed_out. A send that reaches its deadline in the middle of a message ends the connection.
 //
-// Trust. With a secret, both sides prove that they know it before anything else is said (handshake.h). Without one a
-// listener only takes connections from this host: loopback, and Unix sockets of the same user. Bytes that are not a
-// message end the connection that they came on, and no other. With Options::tls all that goes over TCP, messages,
-// lanes and the line beside the connection, is encrypted, between two sides that showed a certificate (tls.h). Without,
+// Trust. With a secret, both sides prove that they know it before any other exchange (handshake.h). Without one a
+// listener only accepts connections from this host: loopback, and Unix sockets of the same user. A malformed
+// message ends the connection that it came on, and no other. With Options::tls all that goes over TCP, messages,
+// lanes and the sideband, is encrypted, between two sides that showed a certificate (tls.h). Without,
 // messages are neither encrypted nor signed.
 //
 // Fork. A connection or listener belongs to the process that made it. A forked child's copy is closed at the fork

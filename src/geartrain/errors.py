@@ -1,7 +1,7 @@
 """Errors: operating events, and arguments that are refused.
 
-Every class here derives from `GeartrainError`, most through `StoreError`, `ReplayError`, `PeerError` or `JobError`. Those
-that report a caller's mistake also derive from the built-in that Python users expect (`ValueError`, `KeyError`,
+Every class here derives from `GeartrainError`, most through `StoreError`, `ReplayError`, `PeerError` or `JobError`.
+Those that report a caller's mistake also derive from the built-in that Python users expect (`ValueError`, `KeyError`,
 `FileExistsError`, ...), so that code which does not know geartrain catches them.
 """
 

@@ -17,7 +17,7 @@ import geartrain as gt
 from geartrain import actors, rpc, weights
 from geartrain.actors import Actor, EpisodeRecorder, LocalPolicy, RemotePolicy, environments_of, recorded_fields
 from geartrain.errors import ArgumentError, FieldError
-from geartrain.selection.strategy import Uniform
+from geartrain.selection import Uniform
 
 
 class Together:

@@ -17,11 +17,11 @@ import pytest
 import tagged
 
 import geartrain as gt
-import geartrain.replay.device as landing
+import geartrain.replay.device as on_device
 import geartrain.replay.device.gather_threshold as crossover
 from geartrain.errors import ArgumentError, PinError, StoreClosedError
 from geartrain.replay.device import Convert, DeviceOptions
-from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
+from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -68,8 +68,9 @@ def same(host: gt.Batch, landed: gt.Batch, convert: dict[str, Convert], packed: 
 
 
 STRATEGIES = [
-    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5), Prioritized(seed=3, replacement=False),
-    TopK(), Lifo(), Fifo(), Group("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
+    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5),
+    Prioritized(seed=3, replacement=False),
+    TopK(), Lifo(), Fifo(), GroupSampling("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
 ]  # fmt: skip
 
 
@@ -261,7 +262,7 @@ def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(crossover.VARIABLE, raising=False)
     assert chosen()[0] == "gather"
-    assert f"{landing.CROSSOVER_BYTES} (an estimate" in chosen()[1]
+    assert f"{on_device.CROSSOVER_BYTES} (an estimate" in chosen()[1]
     crossover.remember("another", 5000)
     assert crossover.remember(device.model, 100, command="a bench") == tmp_path / "geartrain" / "crossover.json"
     assert chosen()[0] == "staged"

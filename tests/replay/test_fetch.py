@@ -59,7 +59,9 @@ def test_any_window_of_any_field_is_what_a_slow_loop_gives(data):
     random = np.random.default_rng(len(lengths))
     inserted = {}
     for name, field in fields.items():
-        raw = random.integers(0, 2 if field.dtype == "bool" else 256, (len(lengths), field.block_nbytes(longest)), np.uint8)
+        raw = random.integers(
+            0, 2 if field.dtype == "bool" else 256, (len(lengths), field.block_nbytes(longest)), np.uint8
+        )
         inserted[name] = raw.view(field.numpy_dtype).reshape(len(lengths), *field.block_shape(longest))
     with gt.Store.create(unique(), fields, max_length=longest, capacity=len(lengths)) as store:
         keys = store.insert(inserted, lengths=lengths, versions=np.arange(len(lengths)))

@@ -23,7 +23,7 @@ from geartrain.errors import (
     StoreClosedError,
     WaitTimeoutError,
 )
-from geartrain.selection.strategy import Prioritized, Uniform
+from geartrain.selection import Prioritized, Uniform
 
 ROWS, STEPS = 200, 12
 
@@ -196,10 +196,10 @@ class Faulty:
         self.at_step = at_step
         self.fault = fault
 
-    def select(self, candidates, n, step, *, state=None, again=None):
+    def select(self, candidates, n, step, *, state=None, redraw=None):
         if step == self.at_step:
             self.fault()
-        return Uniform().select(candidates, n, step, state=state, again=again)
+        return Uniform().select(candidates, n, step, state=state, redraw=redraw)
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
@@ -227,6 +227,56 @@ def test_an_empty_store_is_an_error_and_not_a_wait(name, prefetch):
                     replay.sample()
             store.insert({"x": np.zeros(1, np.int64)})
             assert len(replay.sample().keys) == 4
+
+
+def test_too_few_rows_are_waited_for_where_another_process_may_insert_some(name):
+    with (
+        gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store,
+        gt.Store.open(name) as actors,
+    ):
+        with gt.Replay(store, Uniform(seed=0), 4, prefetch=0, min_rows=3, timeout_s=60) as replay:
+            inserted = threading.Timer(0.3, lambda: actors.insert({"x": np.zeros(3, np.int64)}))
+            inserted.start()
+            assert len(replay.sample().keys) == 4
+            inserted.join()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_wait_for_rows_ends_in_time_and_says_what_is_missing(name, prefetch):
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store, gt.Store.open(name):
+        store.insert({"x": np.zeros(2, np.int64)})
+        store.limiter.set(samples_per_insert=8, min_size_to_sample=1, error_buffer=100)
+        with gt.Replay(store, Uniform(seed=0), 4, prefetch=prefetch, min_rows=3, timeout_s=0.2) as replay:
+            with pytest.raises(WaitTimeoutError) as caught:
+                replay.sample()
+    for said in ("2 selectable rows of 3 wanted", "8 samples per insert", "waiting for rows"):
+        assert said in str(caught.value)
+
+
+def test_closing_ends_a_wait_for_rows(name):
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store, gt.Store.open(name):
+        replay = gt.Replay(store, Uniform(seed=0), 4, prefetch=1, min_rows=3, timeout_s=1000)
+        closing = threading.Timer(0.2, replay.close)
+        closing.start()
+        with pytest.raises((gt.errors.CallCancelledError, StoreClosedError)):
+            replay.sample()
+        closing.join()
+
+
+def test_a_field_named_like_a_batchs_own_entry_is_refused_in_a_dict(name):
+    from geartrain.replay.iterable_dataset import ReplayDataset
+
+    with gt.Store.create(
+        name, {"mask": gt.Field((), "int64", per_row=True), "x": gt.Field((), "int64", per_row=True)}, capacity=9
+    ) as store:
+        store.insert({"mask": np.arange(4), "x": np.arange(4)})
+        with gt.Replay(store, Uniform(seed=0), 4, prefetch=0) as replay:
+            batch = replay.sample()
+            assert batch["mask"].shape == (4,)
+            with pytest.raises(ArgumentError, match="fields named 'mask' cannot"):
+                batch.as_dict()
+            with pytest.raises(ArgumentError, match="fields named 'mask' cannot"):
+                ReplayDataset(replay)
 
 
 def test_a_batch_that_takes_too_long_is_an_error_in_time_and_is_still_there_later(store):

@@ -11,7 +11,7 @@ from scipy.stats import chi2
 import geartrain as gt
 from geartrain import _native
 from geartrain.errors import ArgumentError, EmptyStoreError
-from geartrain.selection.strategy import Again, Candidates, Prioritized, Uniform
+from geartrain.selection import Candidates, Prioritized, Redraw, Uniform
 
 MASK = 0xFFFFFFFF
 
@@ -142,12 +142,12 @@ def test_a_draw_depends_on_seed_step_number_and_attempt_and_on_nothing_else():
         assert np.array_equal(strategy(1).select(candidates, 400, 7).rows, whole)
         some = np.array([399, 0, 17, 17], np.uint32)
         every = np.arange(400, dtype=np.uint32)
-        again = Again(0, some, np.empty(0, np.uint32))
-        assert np.array_equal(strategy(1).select(candidates, 400, 7, again=again).rows, whole[some])
+        redraw = Redraw(0, some, np.empty(0, np.uint32))
+        assert np.array_equal(strategy(1).select(candidates, 400, 7, redraw=redraw).rows, whole[some])
         others = [
             strategy(2).select(candidates, 400, 7).rows,
             strategy(1).select(candidates, 400, 8).rows,
-            strategy(1).select(candidates, 400, 7, again=Again(1, every, np.empty(0, np.uint32))).rows,
+            strategy(1).select(candidates, 400, 7, redraw=Redraw(1, every, np.empty(0, np.uint32))).rows,
         ]
         assert all((other != whole).mean() > 0.9 for other in others)
 

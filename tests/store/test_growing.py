@@ -8,7 +8,7 @@ from deadlines import patience
 
 import geartrain as gt
 from geartrain.errors import SchemaError, StaleKeyError, StoreFullError
-from geartrain.selection.strategy import Prioritized, Uniform
+from geartrain.selection import Prioritized, Uniform
 
 FIELDS = {"t": gt.Field((1,), "int32"), "id": gt.Field((), "int64", per_row=True)}
 

@@ -204,7 +204,7 @@ def _work(store: gt.Store, seed: int, pipe: Pipe) -> None:
                 case 6:
                     native.count_samples(keys.row, keys.generation)
                     gt.fetch(store, keys, output="numpy", threads=1, on_stale="drop")
-                    native.release_spent(keys.row, keys.generation)
+                    native.release_exhausted(keys.row, keys.generation)
                 case _:
                     store.delete(keys[:1])
                     keys = store.keys()

@@ -10,7 +10,7 @@ from deadlines import patience
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, WaitTimeoutError
-from geartrain.selection.strategy import Uniform
+from geartrain.selection import Uniform
 from geartrain.tools.testing import run_ranks
 
 

@@ -237,7 +237,7 @@ class StoreModel(RuleBasedStateMachine):
         for key, value in spent:  # its last sample can still be read
             assert gt.fetch(self.store, self.keys_of([key]), output="numpy")["value"].tolist() == [value]
         assert self.store.audit() == []
-        self.store.native.release_spent(asked.row, asked.generation)
+        self.store.native.release_exhausted(asked.row, asked.generation)
 
     @rule()
     def expire(self):

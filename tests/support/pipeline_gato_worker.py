@@ -59,7 +59,7 @@ def main(out, name):
         selection = gt.selection.Prioritized(seed=0)
         with gt.Replay(store, selection, demo.BATCH, window=demo.CONTEXT, num_batches=STEPS, **how) as replay:
             losses = [trainer.step(number, batch) for number, batch in enumerate(replay)]
-        if trainer.part.is_tail:
+        if trainer.part.is_last_stage:
             found[f"{stages}x{replicas}"] = losses
         whole = everywhere.gathered(STEPS)
         found[f"norm {stages}x{replicas}"] = torch.cat([each.flatten() for each in whole.parameters()]).norm().item()

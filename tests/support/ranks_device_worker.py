@@ -20,7 +20,7 @@ from test_ranks_device import FIELDS, STEPS, B, N, same, values
 import geartrain as gt
 from geartrain.errors import PeerLostError
 from geartrain.replay.device import Convert, DeviceOptions
-from geartrain.selection.strategy import Fifo, Group, Prioritized, Uniform
+from geartrain.selection import Fifo, GroupSampling, Prioritized, Uniform
 from geartrain.tools.testing import SimulatedDevice
 
 
@@ -56,7 +56,7 @@ def batches(name: str) -> None:
             (Prioritized(seed=3, beta=0.5), {"window": 7, "assignment": "ordered"}, {}),
             (Uniform(seed=2, stratified=True), {"window": None, "assignment": "ordered"}, {"convert": convert}),
             (Fifo(), {"window": 9, "pad": "right", "assignment": "ordered"}, {"packed": True, "convert": convert}),
-            (Group("group", 4, seed=1), {"window": 5}, {}),
+            (GroupSampling("group", 4, seed=1), {"window": 5}, {}),
         ]
         for strategy, settings, options in cases:
             replay = functools.partial(gt.Replay, store, strategy, B, num_batches=4, group=dist.group.WORLD, **settings)

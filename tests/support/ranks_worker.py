@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import geartrain as gt
 from geartrain.errors import PeerLostError
-from geartrain.selection.strategy import Prioritized, Uniform
+from geartrain.selection import Prioritized, Uniform
 
 N, B = 96, 24
 FIELDS = {"x": gt.Field((2,), "float32"), "number": gt.Field((), "int64", per_row=True)}

@@ -57,7 +57,7 @@ def test_inspect_shows_schema_rows_bytes_and_weights(store_name: Any) -> None:
     with make(store_name()) as store:
         shown = geartrain("inspect", store.name).stdout
         assert "5 of 8 rows" in shown and "50 steps" in shown and "1 processes attached" in shown
-        assert "obs" in shown and "(10, 2)" in shown and "float32" in shown
+        assert "obs" in shown and "(2,)" in shown and "float32" in shown
         assert "1 rows have priority 0" in shown and "█" in shown
         about = json.loads(geartrain("inspect", store.name, "--json").stdout)
         assert about["rows"] == 5 and about["steps"] == 50 and about["versions"] == [0, 4]

@@ -88,13 +88,13 @@ def test_arbitrary_bytes_are_a_value_or_a_named_error(header: bytes, buffers: li
 @QUICK
 @given(VALUES, st.data())
 def test_damaged_messages_are_a_value_or_a_named_error(value: Any, data: st.DataObject) -> None:
-    parcel = encode(value)
-    header = bytearray(parcel.header)
+    payload = encode(value)
+    header = bytearray(payload.header)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(header) - 1))
         header[at] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(header)))
-    buffers = [bytes(b) for b in parcel.buffers][: data.draw(st.integers(0, 3))]
+    buffers = [bytes(b) for b in payload.buffers][: data.draw(st.integers(0, 3))]
     for candidate in (bytes(header), bytes(header[:cut])):
         with contextlib.suppress(MessageError, UntrustedPeerError):
             decode(Message.make(candidate, buffers))
@@ -102,10 +102,10 @@ def test_damaged_messages_are_a_value_or_a_named_error(value: Any, data: st.Data
 
 def test_big_arrays_are_not_copied_on_either_side() -> None:
     array = np.arange(100_000, dtype=np.float32)
-    parcel = encode({"obs": array, "more": b"x" * 10_000})
-    assert parcel.buffers[0].ctypes.data == array.ctypes.data
-    assert len(parcel.header) < 200
-    message = pack(parcel)
+    payload = encode({"obs": array, "more": b"x" * 10_000})
+    assert payload.buffers[0].ctypes.data == array.ctypes.data
+    assert len(payload.header) < 200
+    message = pack(payload)
     decoded = decode(message)["obs"]
     assert decoded.ctypes.data == message.buffers[0].ctypes.data
     assert decoded.flags.writeable
@@ -172,22 +172,22 @@ def test_what_the_format_does_not_know_is_refused_with_its_type(value: Any) -> N
 
 def test_pickle_is_used_and_taken_only_where_it_is_allowed() -> None:
     thing = Thing(np.arange(1000.0))
-    parcel = encode({"thing": thing, "colour": Colour.RED, "point": Point(1, 2)}, pickle=True)
-    assert parcel.buffers[0].ctypes.data == thing.array.ctypes.data  # out of band
-    found = decode(pack(parcel), pickle=True)
+    payload = encode({"thing": thing, "colour": Colour.RED, "point": Point(1, 2)}, pickle=True)
+    assert payload.buffers[0].ctypes.data == thing.array.ctypes.data  # out of band
+    found = decode(pack(payload), pickle=True)
     assert (found["thing"].array == thing.array).all()
     assert found["colour"] is Colour.RED
     assert found["point"] == Point(1, 2)
     with pytest.raises(UntrustedPeerError, match="pickle"):
-        decode(pack(parcel))
+        decode(pack(payload))
 
 
 def test_tensors_inside_objects_go_out_of_band_too() -> None:
     torch = pytest.importorskip("torch")
     thing = Thing(torch.randn(3, 500).to(torch.bfloat16))
-    parcel = encode(thing, pickle=True)
-    assert len(parcel.header) < 1000
-    assert torch.equal(decode(pack(parcel), pickle=True).array, thing.array)
+    payload = encode(thing, pickle=True)
+    assert len(payload.header) < 1000
+    assert torch.equal(decode(pack(payload), pickle=True).array, thing.array)
 
 
 def test_nesting_has_a_limit_on_both_sides() -> None:

@@ -296,7 +296,7 @@ def test_a_stopped_peer_is_lost_though_nobody_waits_for_it(name: str) -> None:
             until_s = time.monotonic() + patience(8)
             while not connection.native.lost and time.monotonic() < until_s:
                 time.sleep(0.05)
-            with pytest.raises(PeerLostError, match="no sign of life"):
+            with pytest.raises(PeerLostError, match="no heartbeat"):
                 connection.receive(timeout_s=patience(1))
         finally:
             process.kill()

@@ -1,4 +1,4 @@
-// The C interface (geartrain_allreduce.h): no exception leaves it.
+// C interface (geartrain_allreduce.h): no exception leaves it.
 
 #include "collectives/c_api/geartrain_allreduce.h"
 

@@ -18,7 +18,8 @@
  * Addresses hold a key that lets its holder into the group: exchange them on channels that you trust. With a secret
  * they hold none, and every rank and reducer must know the secret. Nothing is encrypted.
  *
- * Compatible within one GT_ABI_VERSION: structures only grow at their end, and `bytes` tells how much the caller knows.
+ * Compatible within one GT_ABI_VERSION: structures only grow at their end, and `bytes` is the size that the caller was
+ * compiled with.
  */
 #ifndef GEARTRAIN_ALLREDUCE_H
 #define GEARTRAIN_ALLREDUCE_H
@@ -50,18 +51,18 @@ typedef enum gt_dtype {
 
 typedef enum gt_op { GT_SUM = 0, GT_AVG, GT_MIN, GT_MAX } gt_op;
 
-/* What a call came to. gt_last_error() has the words: who, in which operation, and why. */
+/* Result of a call. gt_last_error() has the text: the member, the operation and the reason. */
 typedef enum gt_status {
   GT_OK = 0,
   GT_RANK_LOST,    /* a rank died, hung up or left */
-  GT_REDUCER_LOST, /* a reducer did */
-  GT_TIMED_OUT,    /* not over in time: the words name who is behind */
+  GT_REDUCER_LOST, /* a reducer died, hung up or left */
+  GT_TIMED_OUT,    /* not over in time: the text names the ranks that are behind */
   GT_DISAGREE,     /* ranks asked for different things */
-  GT_PROTOCOL,     /* somebody spoke nonsense */
+  GT_PROTOCOL,     /* malformed input from a member */
   GT_CLOSED,       /* the group was closed or aborted */
-  GT_INVALID,      /* an argument that cannot be */
+  GT_INVALID,      /* an invalid argument */
   GT_UNTRUSTED,    /* another secret, or none */
-  GT_UNREACHABLE,  /* nobody there */
+  GT_UNREACHABLE,  /* no listener at the address */
   GT_SYSTEM        /* memory, descriptors, and the like */
 } gt_status;
 
@@ -90,16 +91,16 @@ gt_status gt_group_connect(gt_group* group, const char* addresses, double timeou
  * and the group is over: close it, and make another one of the ranks that are left. */
 gt_status gt_allreduce(gt_group* group, void* data, size_t count, gt_dtype dtype, gt_op op, double timeout_s);
 
-/* The same without waiting: the array belongs to the group until gt_wait, which also frees the work, says how it went.
- * After GT_TIMED_OUT from a gt_wait shorter than the operation's own timeout the work is still there. */
+/* The same without waiting: the array belongs to the group until gt_wait, which also frees the work, returns its
+ * result. After GT_TIMED_OUT from a gt_wait shorter than the operation's own timeout the work is still there. */
 gt_status gt_allreduce_start(gt_group* group, void* data, size_t count, gt_dtype dtype, gt_op op, double timeout_s,
                              gt_work** work);
 gt_status gt_wait(gt_work* work, double timeout_s);
 
-/* Leaves and frees the group, after what other ranks still need of this one. NULL is nothing. */
+/* Leaves and frees the group, after what other ranks still need of this one. NULL is ignored. */
 void gt_group_close(gt_group* group, double timeout_s);
 
-/* The words of this thread's last failure. */
+/* The text of this thread's last failure. */
 const char* gt_last_error(void);
 
 #ifdef __cplusplus

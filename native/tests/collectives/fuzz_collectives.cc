@@ -1,5 +1,5 @@
-// A member of a group that sends anything, to a reducer and to a rank that waits for results: it is taken as what the
-// rules allow, or its connection ends, and nothing else happens.
+// Fuzzer of a group's members: arbitrary bytes to a reducer and to a rank that waits for results are accepted as far as
+// the protocol allows, or end their connection, and nothing else happens.
 
 #include <sys/socket.h>
 #include <future>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr uint64_t kCount = 40'000;
 
-// What is left of the input comes out of it in pieces of changing size; what is sent into it is gone.
+// A link that reads the rest of the input in pieces of changing size and discards what is written.
 class FuzzLink final : public Link {
  public:
   FuzzLink(Descriptor socket, std::span<const uint8_t> input) : Link(std::move(socket)), left_(input) {}
@@ -44,7 +44,7 @@ class FuzzLink final : public Link {
 std::unique_ptr<Link> link_of(std::span<const uint8_t> input) {
   int pair[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) != 0) std::abort();
-  static std::vector<Descriptor> others;  // the other ends: open, and silent
+  static std::vector<Descriptor> others;  // the other ends: open and idle
   others.emplace_back(pair[1]);
   if (others.size() > 64) others.erase(others.begin(), others.begin() + 32);
   return std::make_unique<FuzzLink>(Descriptor(pair[0]), input);
@@ -55,7 +55,7 @@ EventLoop& quiet_loop() {
   return loop;
 }
 
-// A rank with one operation under way, whose other owner is the fuzzer.
+// A rank with one operation in flight, whose other owner is the fuzzer.
 class Rank final : public Peer::Side, public ShardedAllreduce::Host {
  public:
   explicit Rank(std::span<const uint8_t> input) : array_(kCount * 4), shares_(blocks_, *this, {0.5, 0.5}, 0, 1 << 20) {
@@ -102,7 +102,7 @@ void serve(Reader reader) {
   ReducerSession group(quiet_loop(), blocks, join, 256 << 10, "127.0.0.1:1");
   group.add(0, link_of(first));
   group.add(1, link_of(reader.rest()));
-  // Both in turns, until both are gone.
+  // Both in turns, until both are closed.
   for (bool any = true; any;) {
     any = false;
     for (const uint32_t rank : {0u, 1u}) {
@@ -150,10 +150,10 @@ std::vector<Input> fuzz_seeds() {
     frame(&results, FrameKind::result, 0, at, 0, bytes);
   }
   seeds.push_back(results);
-  Input told = {1};
-  frame(&told, FrameKind::fault, 0, 0, FaultHead{1, 1}, 40);
-  frame(&told, FrameKind::status, 0, 0, Members{1, 2, 1, 0}, 28);
-  seeds.push_back(told);
+  Input notified = {1};
+  frame(&notified, FrameKind::fault, 0, 0, FaultHead{1, 1}, 40);
+  frame(&notified, FrameKind::status, 0, 0, Members{1, 2, 1, 0}, 28);
+  seeds.push_back(notified);
   return seeds;
 }
 
@@ -162,7 +162,7 @@ std::vector<Input> fuzz_seeds() {
 // u8 which side. A reducer's: u16 how much is rank 0's, the rest is rank 1's.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace geartrain;
-  // On the loop's thread, which is the only one that may touch peers: it looks at their sockets as well.
+  // On the loop's thread, which is the only one that may touch peers: it polls their sockets as well.
   std::promise<void> done;
   quiet_loop().post([&] {
     Reader reader(data, size);

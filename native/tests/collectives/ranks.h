@@ -1,4 +1,4 @@
-// Ranks as threads: a group of them over loopback, with reducers or without, and what the result must be.
+// Ranks as threads: a group of them over loopback, with or without reducers, and the expected result.
 #pragma once
 
 #include <barrier>
@@ -35,7 +35,7 @@ inline GroupOptions options_of(const Crew& crew, uint32_t rank, const std::vecto
   return options;
 }
 
-// Makes the groups, one thread each, and runs the body on all. A throw of one is a failed check.
+// Makes the groups, one thread each, and runs the body on all. An exception on one is a failed check.
 inline void run_ranks(const Crew& crew, const std::function<void(uint32_t rank, Group& group)>& body,
                       const std::vector<std::unique_ptr<Reducer>>* given = nullptr) {
   std::vector<std::unique_ptr<Reducer>> made;
@@ -93,7 +93,7 @@ inline Array numbers(uint64_t seed, Dtype dtype, uint64_t count) {
   return out;
 }
 
-// What all-reduce by shares must give: everybody's numbers, rounded to the wire, in the order of the ranks.
+// The expected result of the sharded all-reduce: all ranks' numbers, rounded to the wire, in the order of the ranks.
 inline Array reference(uint64_t seed, uint32_t world, const Shape& shape) {
   std::vector<Array> wire(world);
   std::vector<const std::byte*> inputs;

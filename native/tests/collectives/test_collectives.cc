@@ -1,4 +1,4 @@
-// Collectives: arithmetic, all-reduce by shares and by ring, over TCP and shared memory, and what happens when it
+// Collectives: arithmetic, sharded and ring all-reduce, over TCP and shared memory, and their failures.
 // fails.
 
 #include <cmath>
@@ -49,8 +49,7 @@ std::vector<double> random_shares(std::mt19937_64& random, size_t members) {
   return shares;
 }
 
-// --- arithmetic
-// -------------------------------------------------------------------------------------------------------
+// --- arithmetic -----------------------------------------------------------------------------------------------------
 
 template <typename T>
 T at(const Array& array, size_t i) {
@@ -150,8 +149,7 @@ TEST(shares_cover_the_array_without_gaps) {
   }
 }
 
-// --- all-reduce
-// -------------------------------------------------------------------------------------------------------
+// --- all-reduce -----------------------------------------------------------------------------------------------------
 
 void reduces_right(const Crew& crew, uint64_t seed, size_t operations) {
   const auto all = shapes(seed, operations);
@@ -164,7 +162,7 @@ void reduces_right(const Crew& crew, uint64_t seed, size_t operations) {
       arrays.push_back(numbers(seed + 100 * i + rank, all[i].dtype, all[i].count));
     std::vector<std::shared_ptr<Work>> works;
     for (size_t i = 0; i < all.size(); ++i) {
-      // Ranks come at different times, so parts of every operation come in every order.
+      // Ranks start at different times, so parts of every operation come in every order.
       if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
       works.push_back(start(group, all[i], &arrays[i]));
       if (random() % 4 == 0) finish(*works.back());
@@ -188,7 +186,7 @@ TEST(every_vector_of_shares_gives_the_same_bits) {
   std::mt19937_64 random(11);
   for (int i = 0; i < (kThreadSanitizer ? 3 : 8); ++i) {
     const auto world = static_cast<uint32_t>(1 + random() % 5), reducers = static_cast<uint32_t>(random() % 4);
-    // The same seed: the same numbers and the same expected bits, whoever owns what.
+    // The same seed: the same numbers and the same expected bits, whatever the shares.
     reduces_right({world, reducers, random_shares(random, world + reducers)}, 77, 14);
   }
 }
@@ -256,15 +254,14 @@ TEST(the_ring_adds_up_in_its_documented_order) {
   }
 }
 
-// --- bytes
-// ------------------------------------------------------------------------------------------------------------
+// --- bytes ----------------------------------------------------------------------------------------------------------
 
 double bytes_per_rank(const Crew& crew, uint64_t count) {
   std::atomic<uint64_t> most{0};
   run_ranks(crew, [&](uint32_t rank, Group& group) {
     Array array = numbers(rank, Dtype::float32, count);
     finish(*start(group, {count, Dtype::float32, Dtype::float32, Op::sum, 0}, &array));
-    // What others still need of this rank goes first.
+    // What others still need of this rank is sent first.
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     const GroupCounts counts = group.counts();
     uint64_t seen = most;
@@ -288,10 +285,9 @@ TEST(a_rank_sends_k_to_reducers_and_the_rings_bytes_to_ranks) {
   }
 }
 
-// --- failure
-// ----------------------------------------------------------------------------------------------------------
+// --- failure --------------------------------------------------------------------------------------------------------
 
-TEST(ranks_that_disagree_all_hear_who_and_how) {
+TEST(ranks_that_disagree_all_receive_the_same_fault) {
   for (const bool ring : {false, true}) {
     run_ranks({.world = 3, .ring = ring}, [&](uint32_t rank, Group& group) {
       Array array = numbers(rank, Dtype::float64, 30'000);
@@ -309,7 +305,7 @@ TEST(ranks_that_disagree_all_hear_who_and_how) {
   }
 }
 
-TEST(a_rank_that_does_not_come_is_named_at_the_deadline) {
+TEST(a_rank_that_does_not_join_is_named_at_the_deadline) {
   for (const bool ring : {false, true}) {
     for (const uint32_t reducers : {0u, 1u}) {
       if (ring && reducers != 0) continue;
@@ -378,7 +374,7 @@ TEST(an_abort_ends_the_group_everywhere_with_its_reason) {
   });
 }
 
-TEST(one_reducer_serves_many_groups_and_one_bad_group_hurts_no_other) {
+TEST(one_reducer_serves_many_groups_and_a_failed_group_affects_no_other) {
   std::vector<std::unique_ptr<Reducer>> reducers;
   reducers.push_back(std::make_unique<Reducer>(ReducerOptions{.shm = false}));
   std::vector<std::thread> crews;
@@ -438,7 +434,7 @@ TEST(a_reducer_holds_windows_and_not_arrays) {
   CHECK(most > 0 && most < (4u << 20));  // of 64 MB
 }
 
-TEST(a_stranger_is_kept_out_and_counted) {
+TEST(an_unauthenticated_rank_is_refused_and_counted) {
   ReducerOptions options;
   options.secret = "the right one";
   std::vector<std::unique_ptr<Reducer>> reducers;

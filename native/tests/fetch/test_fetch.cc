@@ -1,4 +1,4 @@
-// Fetch under fire: rows that turn over while they are read are never returned, by any copy kernel or thread count.
+// Fetch under concurrency: rows overwritten while they are read are never returned, by any copy kernel or thread count.
 
 #include "fetch/fetch.h"
 

@@ -30,7 +30,7 @@ struct TreeMemory {
   PriorityTree tree;
 };
 
-// What find must say, by adding up one leaf after the other.
+// The reference of find: adds up one leaf after the other.
 PriorityTree::Found slow_find(const PriorityTree& tree, uint64_t target) {
   for (uint64_t leaf = 0; leaf < tree.shape().leaves; ++leaf) {
     const uint64_t count = PriorityLeaf::count(tree.leaves()[leaf].load());
@@ -117,7 +117,7 @@ TEST(updates_from_many_threads_leave_every_sum_exact) {
   }
   std::mt19937_64 random(99);
   uint64_t inside = 0;
-  do {  // a reader beside them stays in bounds, whatever the sums say meanwhile
+  do {  // a concurrent reader stays in bounds, whatever the sums are meanwhile
     uint64_t targets[16];
     PriorityTree::Found found[16];
     for (uint64_t& target : targets) target = random() % (memory.tree.total() | 1);
@@ -140,7 +140,7 @@ TEST(an_audit_counts_every_wrong_sum) {
   memory.leaf_words[299] = make_word(1, 9);
   memory.tree.rebuild();
   CHECK_EQ(memory.tree.audit(), uint64_t{0});
-  memory.leaf_words[0] = make_word(1, 1);  // no sum knows of it
+  memory.leaf_words[0] = make_word(1, 1);  // no sum includes it
   CHECK_EQ(memory.tree.audit(), uint64_t{1});
   memory.tree.add(0, 1);
   CHECK_EQ(memory.tree.audit(), uint64_t{0});

@@ -88,7 +88,7 @@ TEST(rows_drawn_while_others_insert_delete_and_reweigh_were_selectable_and_never
   auto store = store_of(kRows);
   std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
-  // Rows committed with priority 0 keep it: nobody may draw one by priority.
+  // Rows committed with priority 0 keep it: none may be drawn by priority.
   threads.emplace_back([&] {
     for (uint32_t i = 0; !stop; ++i) {
       uint32_t row = 0, generation = 0;
@@ -172,7 +172,7 @@ TEST(every_form_of_the_descent_finds_the_same_leaves) {
       CHECK(set_descend_kernel("portable"));
       draw(population(*store), plan, numbers, {expected, generation, probability});
       for (const char* form : {"avx2", "avx512", "avx512vpopcntdq"}) {
-        if (!set_descend_kernel(form)) continue;  // not a machine that has it
+        if (!set_descend_kernel(form)) continue;  // not on this machine
         draw(population(*store), plan, numbers, {found, generation, probability});
         for (size_t i = 0; i < 300; ++i) CHECK_EQ(found[i], expected[i]);
       }

@@ -1,9 +1,9 @@
-// Death after every instruction that matters: a child runs one call a single instruction at a time, and is killed.
+// Death after every relevant instruction: a child runs one call a single instruction at a time, and is killed.
 //
-// A first run steps through the call and notes after which instructions the shared memory differed from before. Then
+// A first run steps through the call and records after which instructions the shared memory differed from before. Then
 // a fresh child is killed after each of those, one after the other, so that every state the memory can be left in is
-// seen once, whatever order the compiler gave the stores. The survivor must find sound books, all blocks, and whole
-// rows. Random kills hit the rare states too seldom; hooks in the code would see only the states somebody thought of.
+// seen once, whatever order the compiler gave the stores. The survivor must find consistent state, all blocks, and
+// whole rows. Random kills hit the rare states too seldom; hooks in the code would see only the anticipated states.
 
 #include <signal.h>
 #include <sys/ptrace.h>
@@ -43,7 +43,7 @@ struct Scenario {
 };
 
 uint64_t hash_of(const Store& store) {
-  // Everything but the columns: what the books are made of.
+  // Everything but the columns: the store's own state.
   const auto* words = reinterpret_cast<const uint64_t*>(store.mapping()->data());
   const uint64_t count = store.header().regions[kColumnsRegion].offset / 8;
   uint64_t hash = 0;
@@ -63,7 +63,7 @@ class Stepped {
       return;
     }
     try {
-      store.reap();  // joins: the fork made this process a client to be
+      store.reap();  // joins: after the fork this process must become a client
       const auto call = scenario.prepare(store, keys);
       if (::ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) ::_exit(2);
       ::raise(SIGSTOP);
@@ -201,7 +201,7 @@ std::vector<Scenario> scenarios() {
   const auto release = [](Store& store, const Keys& keys) -> std::function<void()> {
     const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
     store.count_samples(some_rows.first(3), some_generations.first(3), taken);
-    return [=, &store] { store.release_spent(some_rows.first(3), some_generations.first(3)); };
+    return [=, &store] { store.release_exhausted(some_rows.first(3), some_generations.first(3)); };
   };
   const auto abandon = [](Store& store, const Keys&) -> std::function<void()> {
     store.allocate(rows);
@@ -235,7 +235,7 @@ std::vector<Scenario> scenarios() {
       second->close();
     };
   };
-  // A process died while it held blocks and was changing priorities: its heir dies while taking them back.
+  // A process died while it held blocks and was changing priorities: its successor dies while reclaiming them.
   const auto reap = [](Store& store, const Keys&) -> std::function<void()> {
     const pid_t dying = ::fork();
     if (dying == 0) {
@@ -260,23 +260,24 @@ std::vector<Scenario> scenarios() {
       {"allocate free rows", options_of(), 4, {}, allocate},
       {"allocate, evicting the oldest", options_of(), 20, oldest, allocate},
       {"allocate, evicting the newest", options_of(Remover::lifo), 20, newest, allocate},
-      {"allocate, evicting the lightest", options_of(Remover::lowest_priority), 20, oldest, allocate},
+      {"allocate, evicting the lowest priority", options_of(Remover::lowest_priority), 20, oldest, allocate},
       {"commit", options_of(), 4, {}, commit},
       {"commit at the cap", options_of(Remover::fifo, 0, 10), 10, oldest, commit},
-      {"commit at the cap, evicting the lightest", options_of(Remover::lowest_priority, 0, 10), 10, oldest, commit},
+      {"commit at the cap, evicting the lowest priority", options_of(Remover::lowest_priority, 0, 10), 10, oldest,
+       commit},
       {"publish", options_of(), 4, {}, publish},
       {"publish at the cap", options_of(Remover::lifo, 0, 10), 10, {8, 9, 10}, publish},
       {"seal", options_of(), 4, {}, seal},
       {"seal into a heap", options_of(Remover::lowest_priority), 4, {}, seal},
       {"abandon", options_of(), 4, {}, abandon},
-      {"update weights without the lock", options_of(), 18, {}, update},
-      {"update weights in a heap", options_of(Remover::lowest_priority), 18, {}, update},
-      {"update weights of rows sampled a few times", options_of(Remover::fifo, 2), 18, {}, update},
+      {"update priorities without the lock", options_of(), 18, {}, update},
+      {"update priorities in a heap", options_of(Remover::lowest_priority), 18, {}, update},
+      {"update priorities of rows sampled a few times", options_of(Remover::fifo, 2), 18, {}, update},
       {"delete", options_of(), 18, {1, 2}, remove},
       {"delete from a heap", options_of(Remover::lowest_priority), 18, {1, 2}, remove},
       {"count last samples", options_of(Remover::fifo, 1), 18, oldest, sample},
       {"count last samples in a heap", options_of(Remover::lowest_priority, 1), 18, oldest, sample},
-      {"release spent rows", options_of(Remover::fifo, 1), 18, oldest, release},
+      {"release exhausted rows", options_of(Remover::fifo, 1), 18, oldest, release},
       {"expire", aging, 4, all, expire},
       {"rebuild", options_of(Remover::lowest_priority), 5, {}, rebuild},
       {"join and leave", options_of(), 4, {}, join_and_leave},
@@ -284,7 +285,7 @@ std::vector<Scenario> scenarios() {
   };
 }
 
-TEST(a_process_killed_after_any_instruction_loses_nothing_and_blocks_nobody) {
+TEST(a_process_killed_after_any_instruction_loses_nothing_and_blocks_no_one) {
   if (kThreadSanitizer) return;
   for (const Scenario& scenario : scenarios()) {
     if (!run(scenario)) {

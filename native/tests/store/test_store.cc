@@ -1,4 +1,4 @@
-// The store's books under concurrency and death, without Python: threads on one handle, handles of their own, forks.
+// Store under concurrency and death, without Python: threads on one handle, handles of their own, forks.
 
 #include "store/store.h"
 
@@ -27,12 +27,12 @@ void check_sound(Store& store) {
   for (const std::string& problem : store.audit()) testing::failed(__FILE__, __LINE__, problem);
 }
 
-// Somebody who does everything at random with rows of its own tags.
+// A client that does everything at random with rows of its own tags.
 class Busy {
  public:
   Busy(Store& store, uint32_t seed) : store_(store), random_(seed), tag_(uint64_t{seed} << 40) {}
   ~Busy() {
-    if (length_ != 0) store_.seal({&growing_, 1});
+    if (length_ != 0) store_.seal({&open_row_, 1});
   }
   Busy(const Busy&) = delete;
   Busy& operator=(const Busy&) = delete;
@@ -77,30 +77,30 @@ class Busy {
   }
   // One row at a time is published at its beginning and extended to its end.
   void grow() {
-    const uint64_t tag = growing_tag_;
+    const uint64_t tag = open_tag_;
     if (length_ == 0) {
       if (store_.header().max_times_sampled != 0) return;
       try {
-        store_.allocate({&growing_, 1});
+        store_.allocate({&open_row_, 1});
       } catch (const Error& error) {
         if (error.kind != ErrorKind::full) throw;
         return;
       }
-      growing_tag_ = ++tag_ | kGrowingTag;
-      begin_tagged(store_, growing_, growing_tag_);
-      grow_tagged(store_, growing_, growing_tag_, 0, 1);
-      const auto version = static_cast<int64_t>(growing_tag_);
+      open_tag_ = ++tag_ | kOpenTag;
+      begin_tagged(store_, open_row_, open_tag_);
+      grow_tagged(store_, open_row_, open_tag_, 0, 1);
+      const auto version = static_cast<int64_t>(open_tag_);
       const uint32_t one = 1;
       uint32_t generation = 0;
-      store_.publish({&growing_, 1}, {{&one, 1}, {}, {&version, 1}}, {&generation, 1});
+      store_.publish({&open_row_, 1}, {{&one, 1}, {}, {&version, 1}}, {&generation, 1});
       length_ = 1;
     } else if (length_ < tagged_length(tag)) {
       const uint32_t next = std::min<uint32_t>(length_ + 1 + random_() % 40, tagged_length(tag));
-      grow_tagged(store_, growing_, tag, length_, next);
-      store_.extend(growing_, next);
+      grow_tagged(store_, open_row_, tag, length_, next);
+      store_.extend(open_row_, next);
       length_ = next;
     } else {
-      store_.seal({&growing_, 1});
+      store_.seal({&open_row_, 1});
       length_ = 0;
     }
   }
@@ -114,7 +114,7 @@ class Busy {
     }
     store_.abandon({&row, 1});
   }
-  // Keys as anybody sees them: some are stale by the time they are used.
+  // Shared keys: some are stale by the time they are used.
   size_t some_keys(uint32_t* rows, uint32_t* generations, size_t n) {
     for (size_t i = 0; i < n; ++i) {
       rows[i] = random_() % store_.header().capacity;
@@ -136,7 +136,7 @@ class Busy {
     store_.count_samples({rows, n}, {generations, n}, {taken, n});
     const TaggedBatch batch = fetch_tagged(store_, {rows, n}, {generations, n});
     CHECK_EQ(batch.mixed, uint64_t{0});
-    store_.release_spent({rows, n}, {generations, n});
+    store_.release_exhausted({rows, n}, {generations, n});
   }
   void remove() {
     uint32_t row = 0, generation = 0;
@@ -147,11 +147,11 @@ class Busy {
   Store& store_;
   std::mt19937 random_;
   uint64_t tag_;
-  uint64_t growing_tag_ = 0;
-  uint32_t growing_ = 0, length_ = 0;  // no length: nothing is growing
+  uint64_t open_tag_ = 0;
+  uint32_t open_row_ = 0, length_ = 0;  // no length: no row is open
 };
 
-// Every combination of what changes how rows leave.
+// Every combination of what changes how rows are removed.
 std::vector<StoreOptions> all_kinds() {
   std::vector<StoreOptions> kinds;
   for (Remover remover : {Remover::fifo, Remover::lifo, Remover::lowest_priority}) {
@@ -167,7 +167,7 @@ std::vector<StoreOptions> all_kinds() {
   return kinds;
 }
 
-TEST(threads_sharing_a_handle_leave_sound_books) {
+TEST(threads_sharing_a_handle_leave_consistent_state) {
   for (const StoreOptions& options : all_kinds()) {
     auto store = Store::create(testing::unique_name(), tagged_fields(), options);
     std::vector<std::thread> threads;
@@ -189,7 +189,7 @@ TEST(threads_sharing_a_handle_leave_sound_books) {
   }
 }
 
-TEST(threads_with_handles_of_their_own_leave_sound_books) {
+TEST(threads_with_handles_of_their_own_leave_consistent_state) {
   if (kThreadSanitizer) return;
   for (const StoreOptions& options : all_kinds()) {
     const std::string name = testing::unique_name();
@@ -236,7 +236,7 @@ TEST(updates_that_race_with_evictions_leave_the_sums_exact) {
         store->allocate({&row, 1});
         store->commit({&row, 1}, {{}, {&priority, 1}, {}}, {&generation, 1});
         store->count_samples({&row, 1}, {&generation, 1}, {&taken, 1});
-        store->release_spent({&row, 1}, {&generation, 1});
+        store->release_exhausted({&row, 1}, {&generation, 1});
       }
       unsound += !store->audit().empty();
     }
@@ -335,7 +335,7 @@ TEST(nothing_is_changed_when_one_value_of_a_call_is_refused) {
   check_sound(*store);
 }
 
-TEST(a_row_is_read_while_it_grows_and_only_as_far_as_it_has_grown) {
+TEST(an_open_row_is_read_up_to_its_published_length) {
   auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
   std::atomic<bool> done{false};
   std::atomic<uint64_t> whole{0}, mixed{0};
@@ -353,7 +353,7 @@ TEST(a_row_is_read_while_it_grows_and_only_as_far_as_it_has_grown) {
     }
   });
   for (uint64_t episode = 1; episode <= 300 || whole.load() < 100; ++episode) {
-    const uint64_t tag = kGrowingTag | episode;
+    const uint64_t tag = kOpenTag | episode;
     uint32_t row = 0, generation = 0;
     store->allocate({&row, 1});
     begin_tagged(*store, row, tag);
@@ -373,7 +373,7 @@ TEST(a_row_is_read_while_it_grows_and_only_as_far_as_it_has_grown) {
   check_sound(*store);
 }
 
-TEST(a_growing_row_is_its_writers_alone) {
+TEST(an_open_row_is_its_writers_alone) {
   auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(3));
   uint32_t rows[2], generations[2];
   store->allocate(rows);
@@ -381,9 +381,9 @@ TEST(a_growing_row_is_its_writers_alone) {
   store->publish(rows, {lengths, {}, {}}, generations);
   check_sound(*store);
   CHECK_EQ(store->committed_count(), uint64_t{2});
-  CHECK_EQ(store->counts().growing, uint64_t{2});
+  CHECK_EQ(store->counts().open, uint64_t{2});
   CHECK_EQ(store->bit_tree().total(), uint64_t{2});
-  // Not the remover's, nor anybody else's to delete.
+  // Neither the remover nor another client can remove it.
   uint32_t more[2];
   CHECK_THROWS(full, store->allocate(more));
   CHECK_EQ(store->remove(rows, generations), uint64_t{2});
@@ -396,7 +396,7 @@ TEST(a_growing_row_is_its_writers_alone) {
   CHECK_EQ(store->info(rows[0]).length, 6u);
   store->rebuild();  // as after a death
   check_sound(*store);
-  CHECK_EQ(store->counts().growing, uint64_t{2});
+  CHECK_EQ(store->counts().open, uint64_t{2});
   store->seal(rows);
   check_sound(*store);
   CHECK_EQ(store->info(rows[0]).generation, generations[0]);
@@ -417,9 +417,9 @@ TEST(what_a_dead_writer_has_published_stays) {
     ::_exit(0);
   }
   ::waitpid(child, nullptr, 0);
-  CHECK_EQ(store->counts().growing, uint64_t{1});
+  CHECK_EQ(store->counts().open, uint64_t{1});
   CHECK_EQ(store->reap(), 1u);
-  CHECK_EQ(store->counts().growing, uint64_t{0});
+  CHECK_EQ(store->counts().open, uint64_t{0});
   CHECK_EQ(store->counts().committed, uint64_t{1});
   check_sound(*store);
 }
@@ -477,7 +477,7 @@ TEST(sample_counts_are_set_by_key) {
   CHECK_THROWS(schema, store->set_times_sampled({&beyond, 1}, {&generation, 1}, {&seven, 1}));
 }
 
-TEST(a_segment_that_is_to_be_kept_outlives_whoever_leaves_it_last) {
+TEST(a_segment_that_is_kept_outlives_its_last_client) {
   const std::string name = testing::unique_name();
   auto store = Store::create(name, tagged_fields(), options_of(2));
   uint32_t row = 0, generation = 0;

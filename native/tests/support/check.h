@@ -1,4 +1,4 @@
-// The smallest test framework that says where and what: TEST(promise) { CHECK(...); } and one RUN_TESTS() per file.
+// Minimal test framework: TEST(promise) { CHECK(...); } and one RUN_TESTS() per file.
 //
 // Tests run one after the other in the order they are written; an argument runs only those whose name contains it.
 #pragma once
@@ -32,8 +32,8 @@ constexpr bool kAddressSanitizer = false;
 
 namespace testing {
 
-// How much longer than on an idle machine, and without a sanitizer, everything may take: a slow machine is slow, and
-// no failure. GEARTRAIN_TEST_PATIENCE=4 allows four times as long.
+// The factor by which deadlines are extended on slow machines and under sanitizers, so that slowness is no
+// failure. GEARTRAIN_TEST_PATIENCE=4 allows four times as long.
 inline double patience() {
   static const double factor = [] {
     const char* given = std::getenv("GEARTRAIN_TEST_PATIENCE");
@@ -43,7 +43,7 @@ inline double patience() {
   return factor;
 }
 
-// Whether less than so many seconds have passed since then, with patience.
+// Whether less than so many seconds have passed since then, with that factor.
 inline bool within(uint64_t began_ns, double seconds) {
   return static_cast<double>(geartrain::monotonic_ns() - began_ns) < seconds * patience() * 1e9;
 }

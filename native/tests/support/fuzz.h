@@ -1,5 +1,5 @@
-// What the fuzzers have in common. Each fuzz_x.cc has LLVMFuzzerTestOneInput, for libFuzzer, and seeds made from what
-// is really sent; without libFuzzer fuzz_driver.cc mutates those with a fixed seed and budget.
+// Shared by the fuzzers. Each fuzz_x.cc has LLVMFuzzerTestOneInput, for libFuzzer, and seeds made from real
+// messages; without libFuzzer fuzz_driver.cc mutates those with a fixed seed and budget.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// fuzz_x [runs] [seconds]: the seeds as they are, and then mutations of them, the same with every run. What would be
-// found is found by the sanitizers, by an exception that is not an Error, or by a run that takes a second.
+// Fuzz driver (fuzz_x [runs] [seconds]): the seeds as they are, and then mutations of them, the same with every run.
+// Findings are those of the sanitizers, an exception that is not an Error, or a run that takes a second.
 
 #include <algorithm>
 #include <chrono>

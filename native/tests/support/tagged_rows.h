@@ -1,4 +1,4 @@
-// Rows that can tell whether they are whole: every element follows from one tag that the row carries.
+// Self-checking rows: every element follows from one tag that the row carries.
 #pragma once
 
 #include <cstdint>
@@ -22,13 +22,13 @@ inline uint64_t tagged_step(uint64_t tag, uint64_t step, uint64_t at) {
   return tag * 0x9e3779b97f4a7c15u + step * kTaggedWidth + at;
 }
 // Rows of such tags may be found shorter than they are going to be.
-constexpr uint64_t kGrowingTag = uint64_t{1} << 63;
+constexpr uint64_t kOpenTag = uint64_t{1} << 63;
 
 inline uint32_t tagged_length(uint64_t tag) {
   return 1 + static_cast<uint32_t>(tag * 0x2545f4914f6cdd1du >> 32) % kTaggedSteps;
 }
 
-// Writes rows of these tags, which allocate() has given us; returns their lengths.
+// Writes rows of these tags, which were allocated by this process; returns their lengths.
 inline std::vector<uint32_t> fill_tagged(Store& store, std::span<const uint32_t> rows, std::span<const uint64_t> tags) {
   const size_t n = rows.size();
   std::vector<uint64_t> steps(n * kTaggedSteps * kTaggedWidth), late(n * 3);
@@ -49,13 +49,13 @@ inline std::vector<uint32_t> fill_tagged(Store& store, std::span<const uint32_t>
   return lengths;
 }
 
-// A row that grows: its first step, and all fields without time, after which it can be published with length 1.
+// An open row: its first step, and all fields without time, after which it can be published with length 1.
 inline void begin_tagged(Store& store, uint32_t row, uint64_t tag) {
   std::memcpy(store.block(0, row), &tag, 8);
   auto* late = reinterpret_cast<uint64_t*>(store.block(2, row));
   for (uint32_t k = 0; k < 3; ++k) late[k] = tag ^ k;
 }
-// Its steps [from, to), which nobody may have heard of yet.
+// Its steps [from, to), which need not be published yet.
 inline void grow_tagged(Store& store, uint32_t row, uint64_t tag, uint32_t from, uint32_t to) {
   auto* steps = reinterpret_cast<uint64_t*>(store.block(1, row));
   for (uint32_t t = from; t < to; ++t) {
@@ -116,7 +116,7 @@ inline TaggedBatch fetch_tagged(const Store& store, std::span<const uint32_t> ro
     ++out.whole;
     const uint64_t tag = tags[i];
     const auto full = static_cast<int32_t>(tagged_length(tag));
-    const bool may_grow = (tag & kGrowingTag) != 0 && lengths[i] > 0 && lengths[i] < full;
+    const bool may_grow = (tag & kOpenTag) != 0 && lengths[i] > 0 && lengths[i] < full;
     bool good = versions[i] == static_cast<int64_t>(tag) && (lengths[i] == full || may_grow);
     for (uint32_t k = 0; k < 3; ++k) good &= late[i * 3 + k] == (tag ^ k);
     int32_t step = starts[i];

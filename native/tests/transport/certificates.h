@@ -1,4 +1,4 @@
-// Certificates for tests, made by the openssl command in a folder that goes with the process.
+// Certificates for tests, made by the openssl command in a folder that is removed with the process.
 #pragma once
 
 #include <unistd.h>
@@ -41,7 +41,7 @@ class Authority {
     return why;
   }
 
-  // One for tests that need no more.
+  // The default authority.
   static Authority& of_tests() {
     static Authority* all = [] {
       static Authority* made = new Authority();  // what it loaded is still in use when the process ends
@@ -62,7 +62,7 @@ class Authority {
     return files;
   }
 
-  // One that was good in January of 2020.
+  // One that expired in February 2020.
   TlsFiles sign_old(const std::string& file, const std::string& names) const {
     TlsFiles files = sign(file, names);
     std::ofstream(path("ca.cnf")) << "[ca]\ndefault_ca=all\n[all]\ndatabase=" << path("index.txt")
@@ -77,7 +77,7 @@ class Authority {
     return files;
   }
 
-  // What loopback's listeners and dialers show.
+  // Certificates of loopback listeners and dialers.
   std::shared_ptr<const TlsContext> context() {
     if (context_ == nullptr) context_ = TlsContext::load(sign("peer", "IP:127.0.0.1"));
     return context_;

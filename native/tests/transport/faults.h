@@ -1,4 +1,4 @@
-// What goes wrong, on purpose: processes to kill and stop, bare sockets, a peer that lies; and what a process has open.
+// Fault injection: processes to kill and stop, bare sockets, a malicious peer; and the process's open resources.
 #pragma once
 
 #include <arpa/inet.h>
@@ -64,7 +64,7 @@ inline pid_t fork_safely() {
   return ::fork();
 }
 
-// A process of its own, that runs `body` and ends; killed when the test is done with it.
+// A child process that runs `body` and ends; killed when the test is done with it.
 class Child {
  public:
   explicit Child(const std::function<void()>& body) : pid_(fork_safely()) {
@@ -117,7 +117,7 @@ inline Descriptor raw_unix(const std::string& address) {
   return socket;
 }
 
-// A connection whose dialer's end is two bare sockets that have made their greetings, and say what they are told to.
+// A connection whose dialer's end is two bare sockets that have completed the handshake, and send what the test says.
 struct Liar {
   Listener listener;
   Descriptor socket, sideband;
@@ -130,7 +130,7 @@ struct Liar {
     greet(sideband.get(), Intent::lane, Address::parse(listener.address()), {}, soon(), 0, &session.id);
     victim = listener.accept(soon());
   }
-  void say(Bytes bytes) const { write_exactly(socket.get(), bytes, soon()); }
+  void send(Bytes bytes) const { write_exactly(socket.get(), bytes, soon()); }
 };
 
 }  // namespace geartrain

@@ -1,4 +1,4 @@
-// A peer over TCP, with up to two lanes, that sends anything: what comes is messages, and then the end.
+// Fuzzer of frames: arbitrary bytes of a peer over TCP, with up to two lanes, yield messages, and then the end.
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -56,7 +56,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   theirs.clear();
   Stream socket = std::move(mine.front());
   mine.erase(mine.begin());
-  if (!mine.empty()) mine.emplace_back();  // no line beside them
+  if (!mine.empty()) mine.emplace_back();  // no sideband
   const auto connection = take_tcp(std::move(socket), std::move(mine), {}, options);
   try {
     Message message;

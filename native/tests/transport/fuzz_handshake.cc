@@ -1,4 +1,4 @@
-// Anything instead of a greeting, to a listener and to a dialer; and anything as an address or a region's handle.
+// Fuzzer of handshakes: arbitrary bytes to a listener and to a dialer; and as an address or a region's handle.
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -30,8 +30,8 @@ Address address_of_nought() {
   return address;
 }
 
-// A listener that is met by a stranger: it refuses, or waits for more, and goes on.
-void at_the_door(std::span<const uint8_t> said) {
+// A listener under arbitrary input: it refuses, or waits for more, and goes on.
+void to_a_listener(std::span<const uint8_t> input) {
   static Listener* listener = [] {
     ListenerOptions options;
     options.tcp_host = "";
@@ -45,7 +45,7 @@ void at_the_door(std::span<const uint8_t> said) {
   const Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const auto size = static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + name.size());
   if (::connect(socket.get(), reinterpret_cast<const struct sockaddr*>(&to), size) != 0) std::abort();
-  [[maybe_unused]] const ssize_t sent = ::send(socket.get(), said.data(), said.size(), MSG_NOSIGNAL);
+  [[maybe_unused]] const ssize_t sent = ::send(socket.get(), input.data(), input.size(), MSG_NOSIGNAL);
   ::shutdown(socket.get(), SHUT_WR);
   char answer[256];
   while (wait_for(socket.get(), POLLIN, Deadline::after(5))) {
@@ -54,13 +54,13 @@ void at_the_door(std::span<const uint8_t> said) {
   std::abort();  // it neither answered nor hung up
 }
 
-// A dialer that is answered by a stranger.
-void at_the_other_end(std::span<const uint8_t> said) {
+// A dialer under an arbitrary answer.
+void to_a_dialer(std::span<const uint8_t> input) {
   int ends[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) return;
   const Descriptor mine(ends[0]);
   Descriptor theirs(ends[1]);
-  [[maybe_unused]] const ssize_t sent = ::send(ends[1], said.data(), said.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+  [[maybe_unused]] const ssize_t sent = ::send(ends[1], input.data(), input.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
   ::shutdown(ends[1], SHUT_WR);
   try {
     greet(mine.get(), Intent::stream, address_of_nought(), {}, Deadline::after(1));
@@ -71,15 +71,15 @@ void at_the_other_end(std::span<const uint8_t> said) {
   }
 }
 
-void as_text(std::span<const uint8_t> said) {
+void as_text(std::span<const uint8_t> input) {
   try {
-    const Address address = Address::parse(std::string(reinterpret_cast<const char*>(said.data()), said.size()));
+    const Address address = Address::parse(std::string(reinterpret_cast<const char*>(input.data()), input.size()));
     if (Address::parse(address.text()).text() != address.text()) std::abort();
   } catch (const Error& error) {
     if (error.kind != ErrorKind::schema) throw;
   }
   try {
-    RegionHandle::parse(std::as_bytes(said));
+    RegionHandle::parse(std::as_bytes(input));
   } catch (const Error& error) {
     if (error.kind != ErrorKind::schema) throw;
   }
@@ -111,9 +111,9 @@ std::vector<Input> fuzz_seeds() {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace geartrain;
   if (size == 0) return 0;
-  const std::span<const uint8_t> said(data + 1, size - 1);
-  if (data[0] % 3 == 0) at_the_door(said);
-  if (data[0] % 3 == 1) at_the_other_end(said);
-  if (data[0] % 3 == 2) as_text(said);
+  const std::span<const uint8_t> input(data + 1, size - 1);
+  if (data[0] % 3 == 0) to_a_listener(input);
+  if (data[0] % 3 == 1) to_a_dialer(input);
+  if (data[0] % 3 == 2) as_text(input);
   return 0;
 }

@@ -1,4 +1,4 @@
-// A peer on this host that writes anything into the shared ring, and announces anything as its segments.
+// Fuzzer of shared memory: a peer on this host writes anything into the ring, and announces anything as its segments.
 
 #include <fcntl.h>
 #include <sys/eventfd.h>
@@ -52,7 +52,7 @@ std::vector<Input> fuzz_seeds() {
 }  // namespace geartrain
 
 // u8 announcements, each a u8 of how many descriptors come with it and 24 bytes; u64 how far the ring is written; then
-// what stands in it.
+// its contents.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace geartrain;
   static const Descriptor segment = make_memory("fuzz segment", kSegmentBytes);

@@ -1,4 +1,4 @@
-// A peer that says anything on the line beside the connection, with two regions exposed to it: it gets and writes what
+// Fuzzer of the sideband: arbitrary records of a peer with two regions exposed to it read and write only what
 // it may, and nothing else.
 
 #include <sys/socket.h>
@@ -12,7 +12,7 @@
 namespace geartrain {
 namespace {
 
-// As sideband.cc has it; `a` and `b` stand for the ids of the regions.
+// As in sideband.cc; `a` and `b` stand for the ids of the regions.
 struct Note {
   uint32_t word, access;
   uint64_t number, offset, bytes, stamp, data;

@@ -1,4 +1,4 @@
-// Pairs of connected ends over every provider, and messages that can be recognised.
+// Pairs of connected ends over every provider, and payloads that identify themselves.
 #pragma once
 
 #include <cstring>
@@ -13,7 +13,7 @@
 
 namespace geartrain {
 
-// What the conformance suite runs over: the providers, and TCP under TLS where certificates can be made.
+// Transports of the conformance suite: the providers, and TCP under TLS where certificates can be made.
 inline const std::vector<const char*>& transports() {
   static const std::vector<const char*> all = Authority::not_viable().empty()
                                                   ? std::vector{"inproc", "shm", "tcp", "tcp+tls"}
@@ -62,7 +62,7 @@ inline Pair connected(const std::string& transport, Options options = {}) {
   return pair;
 }
 
-// Bytes that tell their message, their place and their buffer.
+// Bytes that identify their message, their place and their buffer.
 inline std::vector<std::byte> pattern(uint64_t seed, uint64_t bytes) {
   std::vector<std::byte> out(bytes);
   for (uint64_t i = 0; i < bytes; i += 8) {
@@ -72,11 +72,11 @@ inline std::vector<std::byte> pattern(uint64_t seed, uint64_t bytes) {
   return out;
 }
 
-struct Parcel {
+struct Payload {
   std::vector<std::byte> header;
   std::vector<std::vector<std::byte>> buffers;
 
-  Parcel(uint64_t seed, uint64_t header_bytes, const std::vector<uint64_t>& sizes)
+  Payload(uint64_t seed, uint64_t header_bytes, const std::vector<uint64_t>& sizes)
       : header(pattern(seed, header_bytes)) {
     for (const uint64_t size : sizes) buffers.push_back(pattern(seed + buffers.size() + 1, size));
   }

@@ -1,5 +1,5 @@
-// One conformance suite over every provider: whole messages in order, deadlines, bounded queues, and an end that is
-// noticed. And who waits for many peers (inbox.h) or for answers (pending_calls.h).
+// Conformance suite of every provider: whole messages in order, deadlines, bounded queues, and detection of the
+// end. And the inbox of many peers (inbox.h), and pending calls (pending_calls.h).
 
 #include <sys/mman.h>
 
@@ -64,7 +64,7 @@ TEST(messages_arrive_whole_and_in_order_whatever_their_sizes) {
       CHECK_EQ(pair.one->name().size(), size_t{16});
       std::thread sender([&] {
         for (size_t i = 0; i < forms.size(); ++i) {
-          Parcel(i, forms[i].first, forms[i].second).send(*pair.one, i << 40, soon(), static_cast<uint32_t>(i));
+          Payload(i, forms[i].first, forms[i].second).send(*pair.one, i << 40, soon(), static_cast<uint32_t>(i));
         }
       });
       for (size_t i = 0; i < forms.size(); ++i) {
@@ -72,7 +72,7 @@ TEST(messages_arrive_whole_and_in_order_whatever_their_sizes) {
         pair.other->receive(&message, soon());
         CHECK_EQ(message.tag, uint64_t{i} << 40);
         CHECK_EQ(message.kind, static_cast<uint32_t>(i));
-        CHECK(Parcel(i, forms[i].first, forms[i].second).is(message));
+        CHECK(Payload(i, forms[i].first, forms[i].second).is(message));
       }
       sender.join();
       const ConnectionCounts sent = pair.one->counts(), received = pair.other->counts();
@@ -100,7 +100,7 @@ TEST(random_messages_both_ways_from_many_threads_stay_whole_and_in_order) {
       const uint64_t top = random() % 20 == 0 ? 2 * kMiB : random() % 4 == 0 ? 80 * kKiB : 2000;
       std::vector<uint64_t> sizes(random() % 4);
       for (uint64_t& size : sizes) size = random() % top;
-      return Parcel(tag, random() % 300, sizes);
+      return Payload(tag, random() % 300, sizes);
     };
     for (Connection* end : {pair.one.get(), pair.other.get()}) {
       for (uint64_t t = 0; t < kThreads; ++t) {
@@ -127,12 +127,12 @@ TEST(two_peers_that_both_send_first_do_not_wait_for_each_other) {
   for (const char* transport : transports()) {
     Pair pair = connected(transport);
     const auto talk = [](Connection& end) {
-      for (uint64_t i = 0; i < 60; ++i) Parcel(i, 100, {kMiB}).send(end, i, soon());
+      for (uint64_t i = 0; i < 60; ++i) Payload(i, 100, {kMiB}).send(end, i, soon());
       for (uint64_t i = 0; i < 60; ++i) {
         Message message;
         end.receive(&message, soon());
         CHECK_EQ(message.tag, i);
-        CHECK(Parcel(i, 100, {kMiB}).is(message));
+        CHECK(Payload(i, 100, {kMiB}).is(message));
       }
     };
     std::thread other([&] { talk(*pair.other); });
@@ -150,14 +150,14 @@ TEST(every_wait_ends_at_its_deadline) {
     Message message;
     CHECK_THROWS(timed_out, pair.one->receive(&message, Deadline::after(0.02)));
     CHECK_THROWS(timed_out, pair.one->receive(&message, Deadline::after(0)));
-    // The peer does not read: what is on its way is bounded, and the sender gets its deadline.
+    // The peer does not read: data in flight is bounded, and the sender times out.
     const uint64_t began_ns = monotonic_ns();
     uint64_t sent = 0;
     bool timed_out = false;
-    const Parcel parcel(1, 10, {kMiB});
+    const Payload payload(1, 10, {kMiB});
     while (!timed_out && sent < 1000) {
       try {
-        parcel.send(*pair.one, sent, Deadline::after(0.2));
+        payload.send(*pair.one, sent, Deadline::after(0.2));
         ++sent;
       } catch (const Error& error) {
         timed_out = error.kind == ErrorKind::timed_out;
@@ -172,7 +172,7 @@ TEST(every_wait_ends_at_its_deadline) {
     for (uint64_t i = 0; i < sent; ++i) {
       pair.other->receive(&message, soon());
       CHECK_EQ(message.tag, i);
-      CHECK(parcel.is(message));
+      CHECK(payload.is(message));
     }
   }
 }
@@ -180,23 +180,23 @@ TEST(every_wait_ends_at_its_deadline) {
 TEST(what_was_sent_before_the_end_is_received_and_then_the_end_is_an_error) {
   for (const char* transport : transports()) {
     Pair pair = connected(transport);
-    for (uint64_t i = 0; i < 5; ++i) Parcel(i, 20, {i * 100 * kKiB}).send(*pair.one, i, soon());
+    for (uint64_t i = 0; i < 5; ++i) Payload(i, 20, {i * 100 * kKiB}).send(*pair.one, i, soon());
     pair.one->close();
-    CHECK_THROWS(hung_up, Parcel(1, 1, {}).send(*pair.one, 1, soon()));
+    CHECK_THROWS(hung_up, Payload(1, 1, {}).send(*pair.one, 1, soon()));
     pair.one.reset();
     Message message;
     for (uint64_t i = 0; i < 5; ++i) {
       pair.other->receive(&message, soon());
-      CHECK(Parcel(i, 20, {i * 100 * kKiB}).is(message));
+      CHECK(Payload(i, 20, {i * 100 * kKiB}).is(message));
     }
     CHECK_THROWS(peer_lost, pair.other->receive(&message, soon()));
     CHECK_THROWS(peer_lost, pair.other->receive(&message, soon()));
     CHECK(pair.other->lost());
-    CHECK_THROWS(peer_lost, Parcel(1, 1, {}).send(*pair.other, 1, soon()));
+    CHECK_THROWS(peer_lost, Payload(1, 1, {}).send(*pair.other, 1, soon()));
   }
 }
 
-TEST(the_end_wakes_whoever_waits) {
+TEST(the_end_wakes_every_waiting_thread) {
   for (const char* transport : transports()) {
     for (const bool own : {true, false}) {
       Pair pair = connected(transport);
@@ -227,22 +227,22 @@ TEST(messages_that_are_kept_are_never_overwritten_and_their_memory_comes_back) {
       Pair pair = connected(transport, options);
       // More than there are segments for: the later ones are copied.
       for (uint64_t i = 0; i < 150; ++i) {
-        Parcel(i, 8, {600 * kKiB + i}).send(*pair.one, i, soon());
+        Payload(i, 8, {600 * kKiB + i}).send(*pair.one, i, soon());
         kept.emplace_back();
         pair.other->receive(&kept.back(), soon());
       }
-      for (uint64_t i = 0; i < 150; ++i) CHECK(Parcel(i, 8, {600 * kKiB + i}).is(kept[i]));
+      for (uint64_t i = 0; i < 150; ++i) CHECK(Payload(i, 8, {600 * kKiB + i}).is(kept[i]));
       kept.erase(kept.begin(), kept.begin() + 75);
       for (uint64_t i = 0; i < 75; ++i) {
-        Parcel(i, 8, {600 * kKiB + i}).send(*pair.one, i, soon());
+        Payload(i, 8, {600 * kKiB + i}).send(*pair.one, i, soon());
         kept.emplace_back();
         pair.other->receive(&kept.back(), soon());
       }
     }
-    // The connection is gone, the messages are not.
+    // The connection is closed, the messages are not.
     for (uint64_t i = 0; i < 150; ++i) {
       const uint64_t seed = (i + 75) % 150;
-      CHECK(Parcel(seed, 8, {600 * kKiB + seed}).is(kept[i]));
+      CHECK(Payload(seed, 8, {600 * kKiB + seed}).is(kept[i]));
     }
     kept.clear();
     CHECK_EQ(pool_counts().bytes_in_use, in_use);
@@ -256,17 +256,17 @@ TEST(what_is_beyond_a_limit_is_refused_by_its_sender) {
   options.limits.max_buffers = 3;
   for (const char* transport : transports()) {
     Pair pair = connected(transport, options);
-    CHECK_THROWS(frame, Parcel(1, 101, {}).send(*pair.one, 1, soon()));
-    CHECK_THROWS(frame, Parcel(1, 1, {1001}).send(*pair.one, 1, soon()));
-    CHECK_THROWS(frame, Parcel(1, 1, {1, 1, 1, 1}).send(*pair.one, 1, soon()));
-    Parcel(1, 100, {500, 499, 1}).send(*pair.one, 1, soon());
+    CHECK_THROWS(frame, Payload(1, 101, {}).send(*pair.one, 1, soon()));
+    CHECK_THROWS(frame, Payload(1, 1, {1001}).send(*pair.one, 1, soon()));
+    CHECK_THROWS(frame, Payload(1, 1, {1, 1, 1, 1}).send(*pair.one, 1, soon()));
+    Payload(1, 100, {500, 499, 1}).send(*pair.one, 1, soon());
     Message message;
     pair.other->receive(&message, soon());
-    CHECK(Parcel(1, 100, {500, 499, 1}).is(message));
+    CHECK(Payload(1, 100, {500, 499, 1}).is(message));
   }
 }
 
-TEST(the_fastest_way_that_works_is_chosen_and_the_others_are_explained) {
+TEST(the_fastest_provider_that_works_is_chosen_and_the_others_are_explained) {
   ListenerOptions options;
   Listener all(options);
   CHECK_EQ(std::string(connect(all.address(), {}, soon())->transport()), "inproc");
@@ -287,10 +287,10 @@ TEST(the_fastest_way_that_works_is_chosen_and_the_others_are_explained) {
   Options unknown;
   unknown.transport = "pigeon";
   CHECK_THROWS(schema, connect(address, unknown, soon()));
-  for (const char* nonsense : {"", "id=", "tcp=1:2", "id=12;tcp=1:2", "hello"}) {
-    CHECK_THROWS(schema, Address::parse(nonsense));
+  for (const char* malformed : {"", "id=", "tcp=1:2", "id=12;tcp=1:2", "hello"}) {
+    CHECK_THROWS(schema, Address::parse(malformed));
   }
-  // Whoever answers there, for places that are known before their listeners are.
+  // An address without an id, for places that are known before their listeners are.
   const std::string place = Address::parse(address).tcp.at(0);
   CHECK_EQ(std::string(connect("id=any;tcp=" + place, {}, soon())->transport()), "tcp");
 }
@@ -320,7 +320,7 @@ TEST(a_secret_is_proved_on_both_sides_or_there_is_no_connection) {
   CHECK(Address::parse(guarded.address()).tcp.size() >= 1);
 }
 
-TEST(an_inbox_serves_many_peers_in_their_order_and_tells_of_their_end) {
+TEST(an_inbox_serves_many_peers_in_their_order_and_reports_their_end) {
   constexpr uint64_t kPeers = 9, kEach = 200;
   std::vector<Pair> pairs;
   Inbox inbox;
@@ -332,7 +332,7 @@ TEST(an_inbox_serves_many_peers_in_their_order_and_tells_of_their_end) {
   std::vector<std::thread> senders;
   for (uint64_t i = 0; i < kPeers; ++i) {
     senders.emplace_back([&, i] {
-      for (uint64_t n = 0; n < kEach; ++n) Parcel(n, 50, {n % 50 == 0 ? kMiB : 9}).send(*pairs[i].one, n, soon());
+      for (uint64_t n = 0; n < kEach; ++n) Payload(n, 50, {n % 50 == 0 ? kMiB : 9}).send(*pairs[i].one, n, soon());
       pairs[i].one->close();
     });
   }
@@ -349,8 +349,8 @@ TEST(an_inbox_serves_many_peers_in_their_order_and_tells_of_their_end) {
             continue;
           }
           if (event.message.tag % 40 == 0) ::usleep(1500);  // slow now and then: others must go on meanwhile
-          wrong += !Parcel(event.message.tag, 50, {event.message.tag % 50 == 0 ? kMiB : 9}).is(event.message);
-          // Order is kept: nobody else has a message of this peer before resume().
+          wrong += !Payload(event.message.tag, 50, {event.message.tag % 50 == 0 ? kMiB : 9}).is(event.message);
+          // Order is kept: no other thread has a message of this peer before resume().
           wrong += next[event.id]++ != event.message.tag;
           inbox.resume(event.id);
         }
@@ -389,8 +389,8 @@ TEST(a_slow_answer_holds_up_other_peers_for_a_moment_only) {
   }
   Message message;
   for (uint64_t i = 0; i < 20; ++i) {
-    if (i == 5) Parcel(0, 1, {}).send(*slow.one, 1, soon());
-    Parcel(0, 1, {}).send(*quick.one, i, soon());
+    if (i == 5) Payload(0, 1, {}).send(*slow.one, 1, soon());
+    Payload(0, 1, {}).send(*quick.one, i, soon());
     quick.one->receive(&message, soon(5));
     CHECK_EQ(message.tag, i);
   }
@@ -400,13 +400,13 @@ TEST(a_slow_answer_holds_up_other_peers_for_a_moment_only) {
   for (auto& server : servers) server.join();
 }
 
-TEST(the_end_of_a_watched_peer_is_told_without_reading_from_it) {
+TEST(the_end_of_a_watched_peer_is_reported_without_reading_from_it) {
   for (const char* transport : transports()) {
     Pair pair = connected(transport);
     Inbox inbox;
     inbox.watch(5, pair.one);
     Inbox::Event event;
-    Parcel(1, 1, {}).send(*pair.other, 1, soon());
+    Payload(1, 1, {}).send(*pair.other, 1, soon());
     CHECK(!inbox.receive(&event, Deadline::after(0.05)));
     pair.other->close();
     CHECK(inbox.receive(&event, soon()));
@@ -434,18 +434,18 @@ TEST(many_threads_ask_over_one_connection_and_each_gets_its_own_answer) {
       }
     });
     std::vector<std::thread> callers;
-    std::atomic<uint64_t> wrong{0}, loose{0};
+    std::atomic<uint64_t> wrong{0}, detached{0};
     for (uint64_t t = 0; t < 3; ++t) {
       callers.emplace_back([&, t] {
-        std::vector<std::pair<uint64_t, Parcel>> open;
+        std::vector<std::pair<uint64_t, Payload>> open;
         for (uint64_t n = 0; n < 100; ++n) {
-          open.emplace_back(0, Parcel(t << 32 | n, 40, {}));
+          open.emplace_back(0, Payload(t << 32 | n, 40, {}));
           open.back().first = calls.start(0, open.back().second.header, {}, false, soon());
           if (open.size() < 4 && n != 99) continue;
-          for (const auto& [tag, parcel] : open) {
+          for (const auto& [tag, payload] : open) {
             Message answer;
             calls.wait(tag, &answer, soon());
-            wrong += !parcel.is(answer) || answer.tag != tag;
+            wrong += !payload.is(answer) || answer.tag != tag;
           }
           open.clear();
         }
@@ -454,8 +454,8 @@ TEST(many_threads_ask_over_one_connection_and_each_gets_its_own_answer) {
     std::thread completer([&] {
       for (int n = 0; n < 100; ++n) {
         Message answer;
-        calls.next_loose(&answer, soon());
-        ++loose;
+        calls.next_detached(&answer, soon());
+        ++detached;
       }
     });
     for (int n = 0; n < 100; ++n) calls.start(0, {}, {}, true, soon());
@@ -463,7 +463,7 @@ TEST(many_threads_ask_over_one_connection_and_each_gets_its_own_answer) {
     completer.join();
     server.join();
     CHECK_EQ(wrong.load(), uint64_t{0});
-    CHECK_EQ(loose.load(), uint64_t{100});
+    CHECK_EQ(detached.load(), uint64_t{100});
     CHECK_EQ(calls.open(), size_t{0});
     const uint64_t unanswered = calls.start(0, {}, {}, false, soon());
     Message answer;

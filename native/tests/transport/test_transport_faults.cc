@@ -1,5 +1,5 @@
-// What goes wrong between processes: killed, stopped, silent and lying peers. Each is a named error in bounded time,
-// nothing is left behind, and everybody else goes on.
+// Faults between processes: killed, stopped, silent and malicious peers. Each is a named error in bounded time,
+// nothing leaks, and all others go on.
 
 #include <fcntl.h>
 #include <poll.h>
@@ -23,7 +23,7 @@ namespace {
 
 TEST(a_peer_killed_in_the_middle_of_big_messages_is_an_error_and_its_memory_comes_back) {
   if (kThreadSanitizer) return;
-  connected("tcp");  // the thread that serves the lines beside connections keeps two files open
+  connected("tcp");  // the sideband thread keeps two files open
   for (const char* transport : transports_between_processes()) {
     const size_t files = open_files(), in_use = pool_counts().bytes_in_use;
     for (int round = 0; round < 12; ++round) {
@@ -31,11 +31,11 @@ TEST(a_peer_killed_in_the_middle_of_big_messages_is_an_error_and_its_memory_come
       const std::string address = listener.address();
       Child child([&] {
         const auto connection = connect(address, over(transport), soon());
-        const Parcel parcel(3, 10, {48 * kMiB, 5});
-        for (uint64_t i = 0;; ++i) parcel.send(*connection, i, soon());
+        const Payload payload(3, 10, {48 * kMiB, 5});
+        for (uint64_t i = 0;; ++i) payload.send(*connection, i, soon());
       });
       const auto connection = listener.accept(soon());
-      const Parcel expected(3, 10, {48 * kMiB, 5});
+      const Payload expected(3, 10, {48 * kMiB, 5});
       Message message;
       connection->receive(&message, soon());
       ::usleep(static_cast<useconds_t>(round * 3001));
@@ -73,14 +73,14 @@ TEST(a_peer_killed_while_it_is_sent_to_is_an_error) {
         for (;;) connection->receive(&message, soon());
       });
       const auto connection = listener.accept(soon());
-      const Parcel parcel(3, 10, {bytes});
-      for (uint64_t i = 0; i < 3; ++i) parcel.send(*connection, i, soon());
+      const Payload payload(3, 10, {bytes});
+      for (uint64_t i = 0; i < 3; ++i) payload.send(*connection, i, soon());
       child.signal(SIGKILL);
       const Deadline deadline = soon(5);
       bool lost = false;
       while (!lost && !deadline.passed()) {
         try {
-          parcel.send(*connection, 9, deadline);
+          payload.send(*connection, 9, deadline);
         } catch (const Error& error) {
           lost = error.kind == ErrorKind::peer_lost;
           CHECK(lost);
@@ -108,14 +108,14 @@ TEST(a_stopped_peer_is_a_deadline_and_goes_on_when_it_goes_on) {
     const auto connection = listener.accept(soon());
     PendingCalls calls(connection);
     Message answer;
-    const Parcel parcel(1, 100, {});
-    calls.wait(calls.start(0, parcel.header, {}, false, soon()), &answer, soon());
+    const Payload payload(1, 100, {});
+    calls.wait(calls.start(0, payload.header, {}, false, soon()), &answer, soon());
     child.signal(SIGSTOP);
-    const uint64_t tag = calls.start(0, parcel.header, {}, false, soon());
+    const uint64_t tag = calls.start(0, payload.header, {}, false, soon());
     CHECK_THROWS(timed_out, calls.wait(tag, &answer, Deadline::after(0.1)));
     child.signal(SIGCONT);
     calls.wait(tag, &answer, soon());
-    CHECK(parcel.is(answer));
+    CHECK(payload.is(answer));
   }
 }
 
@@ -126,7 +126,7 @@ TEST(a_forked_child_may_not_use_its_parents_connections_and_does_not_keep_them_o
     PendingCalls calls(pair.one);
     Inbox inbox;
     inbox.add(1, pair.other);
-    Parcel(1, 5, {kMiB}).send(*pair.one, 1, soon());
+    Payload(1, 5, {kMiB}).send(*pair.one, 1, soon());
     Message kept;
     Inbox::Event event;
     CHECK(inbox.receive(&event, soon()));
@@ -144,9 +144,9 @@ TEST(a_forked_child_may_not_use_its_parents_connections_and_does_not_keep_them_o
       pair = {};
       // And may make its own.
       Pair own = connected(transport);
-      Parcel(2, 9, {9}).send(*own.one, 1, soon());
+      Payload(2, 9, {9}).send(*own.one, 1, soon());
       own.other->receive(&message, soon());
-      CHECK(Parcel(2, 9, {9}).is(message));
+      CHECK(Payload(2, 9, {9}).is(message));
       const char done = testing::failures == 0 ? 'y' : 'n';
       CHECK_EQ(::write(pipe[1], &done, 1), ssize_t{1});
       ::pause();
@@ -158,12 +158,12 @@ TEST(a_forked_child_may_not_use_its_parents_connections_and_does_not_keep_them_o
     ::close(pipe[1]);
     // The child's copies came and went without a trace in the parent.
     for (uint64_t i = 0; i < 80; ++i) {
-      Parcel(i, 5, {kMiB}).send(*pair.one, i, soon());
+      Payload(i, 5, {kMiB}).send(*pair.one, i, soon());
       inbox.resume(1);
       CHECK(inbox.receive(&event, soon()));
-      CHECK(Parcel(i, 5, {kMiB}).is(event.message));
+      CHECK(Payload(i, 5, {kMiB}).is(event.message));
     }
-    CHECK(Parcel(1, 5, {kMiB}).is(kept));
+    CHECK(Payload(1, 5, {kMiB}).is(kept));
     inbox.resume(1);
     // The child lives, and the end is seen nevertheless.
     pair.one->close();
@@ -173,7 +173,7 @@ TEST(a_forked_child_may_not_use_its_parents_connections_and_does_not_keep_them_o
   }
 }
 
-TEST(garbage_and_silence_on_the_port_are_refused_and_disturb_nobody) {
+TEST(garbage_and_silence_on_the_port_are_refused_and_disturb_no_other) {
   ListenerOptions options;
   options.options.limits.handshake_timeout_s = 0.5;
   Listener listener(options);
@@ -194,10 +194,10 @@ TEST(garbage_and_silence_on_the_port_are_refused_and_disturb_nobody) {
     const char* transport = i % 2 == 0 ? "tcp" : "shm";
     const auto one = connect(listener.address(), over(transport), soon(5));
     const auto other = listener.accept(soon(5));
-    Parcel(1, 2, {3}).send(*one, 9, soon());
+    Payload(1, 2, {3}).send(*one, 9, soon());
     Message message;
     other->receive(&message, soon());
-    CHECK(Parcel(1, 2, {3}).is(message));
+    CHECK(Payload(1, 2, {3}).is(message));
   }
   ::usleep(700'000);
   for (const Descriptor& socket : silent) {
@@ -220,7 +220,7 @@ TEST(a_frame_that_claims_what_cannot_be_ends_its_connection_before_memory_is_tak
   const uint64_t before_mib = resident_mib();
   for (const FrameHeader& frame : frames) {
     Liar liar;
-    liar.say(std::as_bytes(std::span(&frame, 1)));
+    liar.send(std::as_bytes(std::span(&frame, 1)));
     Message message;
     CHECK_THROWS(frame, liar.victim->receive(&message, soon(5)));
     CHECK_THROWS(peer_lost, liar.victim->receive(&message, soon(5)));
@@ -229,9 +229,9 @@ TEST(a_frame_that_claims_what_cannot_be_ends_its_connection_before_memory_is_tak
   for (const std::pair<uint64_t, uint64_t> sizes : {std::pair{huge, huge}, {5, 6}, {5, 4}, {~uint64_t{0}, 11}}) {
     Liar liar;
     const FrameHeader frame = {kFrameMagic, 0, 0, 0, 10, 2, 0, 0};
-    liar.say(std::as_bytes(std::span(&frame, 1)));
-    liar.say(std::as_bytes(std::span(&sizes.first, 1)));
-    liar.say(std::as_bytes(std::span(&sizes.second, 1)));
+    liar.send(std::as_bytes(std::span(&frame, 1)));
+    liar.send(std::as_bytes(std::span(&sizes.first, 1)));
+    liar.send(std::as_bytes(std::span(&sizes.second, 1)));
     Message message;
     CHECK_THROWS(frame, liar.victim->receive(&message, soon(5)));
   }
@@ -239,8 +239,8 @@ TEST(a_frame_that_claims_what_cannot_be_ends_its_connection_before_memory_is_tak
   Liar patient;
   const FrameHeader frame = {kFrameMagic, 0, 0, 0, 8000 * kMiB, 1, 0, 0};
   const uint64_t size = frame.payload_bytes;
-  patient.say(std::as_bytes(std::span(&frame, 1)));
-  patient.say(std::as_bytes(std::span(&size, 1)));
+  patient.send(std::as_bytes(std::span(&frame, 1)));
+  patient.send(std::as_bytes(std::span(&size, 1)));
   Message message;
   CHECK_THROWS(timed_out, patient.victim->receive(&message, Deadline::after(0.1)));
   CHECK(resident_mib() < before_mib + 100);
@@ -272,7 +272,7 @@ TEST(random_bytes_on_a_connection_never_do_more_than_end_it) {
       bytes[random() % bytes.size()] ^= static_cast<std::byte>(1u << (random() % 8));
     }
     bytes.resize(bytes.size() - random() % bytes.size() / 4);
-    liar.say(bytes);
+    liar.send(bytes);
     liar.socket.reset();
     try {
       Message message;
@@ -312,8 +312,8 @@ TEST(a_reader_that_never_reads_bounds_what_its_peer_may_queue) {
     options.limits.max_segment_bytes = 64 * kMiB;
     const uint64_t before_mib = resident_mib();
     Pair pair = connected(transport, options);
-    const Parcel parcel(1, 10, {8 * kMiB});
-    CHECK_THROWS(timed_out, for (int i = 0; i < 1000; ++i) parcel.send(*pair.one, 1, Deadline::after(0.1)));
+    const Payload payload(1, 10, {8 * kMiB});
+    CHECK_THROWS(timed_out, for (int i = 0; i < 1000; ++i) payload.send(*pair.one, 1, Deadline::after(0.1)));
     CHECK(resident_mib() < before_mib + 200);
   }
 }

@@ -1,4 +1,4 @@
-// Memory that one side exposes to the other, and the signs of life that go the same way: over the line beside a
+// Memory regions that one side exposes to the other, and heartbeats: both over the sideband of a
 // connection (sideband.h).
 
 #include <sys/mman.h>
@@ -47,7 +47,7 @@ std::vector<std::byte> handle_of(const ExposedRegion& region) {
   return {bytes.begin(), bytes.end()};
 }
 
-TEST(exposed_memory_is_read_and_written_as_it_is_over_every_way) {
+TEST(exposed_memory_is_read_and_written_as_it_is_over_every_path) {
   for (const Way& way : ways()) {
     Pair pair = connected_by(way);
     const uint64_t big = kThreadSanitizer ? 5 * kMiB + 5 : 37 * kMiB + 5;
@@ -60,7 +60,7 @@ TEST(exposed_memory_is_read_and_written_as_it_is_over_every_way) {
       const std::vector<std::byte> fresh = pattern(bytes + 1, bytes);
       std::vector<std::byte> expected = memory;
       std::copy(fresh.begin(), fresh.end(), expected.begin() + 36);
-      region->use(0, 0, [](auto) {});  // the way through the sockets is one that ThreadSanitizer does not see
+      region->use(0, 0, [](auto) {});  // ThreadSanitizer does not see the synchronisation through the sockets
       pair.one->write(handle, fresh, 36, soon());
       CHECK(memory == expected);
     }
@@ -69,10 +69,10 @@ TEST(exposed_memory_is_read_and_written_as_it_is_over_every_way) {
     CHECK_EQ(counts.bytes_sent[static_cast<size_t>(way.path)], 1004 + kMiB + big);
     CHECK(pair.one->one_sided().starts_with(kPathNames[static_cast<size_t>(way.path)]));
     // And the messages have not been disturbed.
-    Parcel(1, 2, {3}).send(*pair.one, 1, soon());
+    Payload(1, 2, {3}).send(*pair.one, 1, soon());
     Message message;
     pair.other->receive(&message, soon());
-    CHECK(Parcel(1, 2, {3}).is(message));
+    CHECK(Payload(1, 2, {3}).is(message));
   }
 }
 
@@ -88,7 +88,7 @@ TEST(a_handle_allows_what_it_says_over_its_connection_and_nothing_else) {
     CHECK_THROWS(region, pair.one->write(handle, into, 0, soon()));
     CHECK_THROWS(schema, pair.one->read(Bytes(handle).first(20), into, 0, soon()));
     CHECK_THROWS(schema, pair.one->read({}, into, 0, soon()));
-    // A handle that was tampered with says what its owner did not.
+    // A tampered handle differs from what its owner exposed.
     RegionHandle forged = region->handle();
     forged.writable = 1;
     CHECK_THROWS(region, pair.one->write(std::as_bytes(std::span(&forged, 1)), into, 0, soon()));
@@ -146,7 +146,7 @@ TEST(what_was_read_while_a_region_was_closed_is_an_error_or_was_there) {
       std::fill(memory.begin(), memory.end(), std::byte{2});
       ::usleep(3000);
       CHECK(std::all_of(memory.begin(), memory.end(), [](std::byte b) { return b == std::byte{2}; }));
-      ::munmap(at, kBytes);  // whoever still came here would be killed, or read something else
+      ::munmap(at, kBytes);  // a late access would be killed, or read something else
       user.join();
       CHECK(ended);
     }
@@ -178,7 +178,7 @@ TEST(both_sides_and_many_threads_read_and_write_at_once) {
   }
 }
 
-// A child that exposes 256 MiB, says so, and never looks at the connection again.
+// A child that exposes 256 MiB, sends the handle, and never reads the connection again.
 void expose_and_pause(const std::string& address, const Way& way) {
   Options options = over(way.transport);
   options.cross_memory = way.cross_memory;
@@ -242,7 +242,7 @@ TEST(an_end_that_is_closed_ends_reads_of_it_with_its_name) {
   }
 }
 
-// --- signs of life ------------------------------------------------------------------------------------------------
+// --- heartbeats ---------------------------------------------------------------------------------------------------
 
 bool lost_within(const Connection& connection, double seconds) {
   for (const Deadline deadline = soon(seconds); !deadline.passed();) {
@@ -252,7 +252,7 @@ bool lost_within(const Connection& connection, double seconds) {
   return connection.lost();
 }
 
-TEST(a_stopped_peer_is_lost_though_nobody_waits_for_it_and_a_busy_one_is_not) {
+TEST(a_stopped_peer_is_lost_without_any_call_that_waits_for_it_and_a_busy_one_is_not) {
   if (kThreadSanitizer) return;
   for (const char* transport : transports_between_processes()) {
     ListenerOptions options = listening(transport);
@@ -276,7 +276,7 @@ TEST(a_stopped_peer_is_lost_though_nobody_waits_for_it_and_a_busy_one_is_not) {
     while (inbox.receive(&event, soon(8)) && !event.lost) continue;
     CHECK(testing::within(began_ns, 6));
     CHECK(event.lost && event.id == 4);
-    CHECK(event.reason.find("no sign of life") != std::string::npos);
+    CHECK(event.reason.find("no heartbeat") != std::string::npos);
     CHECK(connection->lost());
     CHECK(!alive->lost());
     Message message;
@@ -290,7 +290,7 @@ TEST(a_half_open_connection_is_lost_in_time_and_what_it_had_sent_is_received) {
   options.options.peer_timeout_s = 2;
   Liar silent(options);  // both sockets stay open, and nothing comes
   const FrameHeader frame = {kFrameMagic, 3, 4, 0, 0, 0, 0, 0};
-  silent.say(std::as_bytes(std::span(&frame, 1)));
+  silent.send(std::as_bytes(std::span(&frame, 1)));
   CHECK(lost_within(*silent.victim, 6));
   Message message;
   silent.victim->receive(&message, soon(1));
@@ -298,7 +298,7 @@ TEST(a_half_open_connection_is_lost_in_time_and_what_it_had_sent_is_received) {
   CHECK_THROWS(peer_lost, silent.victim->receive(&message, soon(1)));
 }
 
-TEST(nonsense_beside_a_connection_ends_it) {
+TEST(malformed_sideband_input_ends_the_connection) {
   Liar liar;
   std::vector<std::byte> garbage(1000, std::byte{0x5a});
   write_exactly(liar.sideband.get(), garbage, soon());

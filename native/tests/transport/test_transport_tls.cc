@@ -1,5 +1,5 @@
-// TLS over TCP: what is refused says why on both sides, what travels is neither read nor changed by others, and what
-// goes wrong is a named error in bounded time. That messages arrive as ever is in the suites of all transports.
+// TLS over TCP: refusals name the reason on both sides, traffic is neither read nor changed by others, and
+// failures are named errors in bounded time. Delivery of messages is in the suite of all transports.
 
 #include <poll.h>
 
@@ -42,30 +42,31 @@ bool has(const std::string& text, const char* part) {
   return found;
 }
 
-// Both sides' words when they do not come together.
-void refused(const TlsFiles* dialer, const TlsFiles* at_the_door, const char* dialer_says, const char* door_says) {
-  Listener listener(listening_with(at_the_door));
+// Both sides' error texts when they do not connect.
+void refused(const TlsFiles* dialer, const TlsFiles* at_listener, const char* dialer_error,
+             const char* listener_error) {
+  Listener listener(listening_with(at_listener));
   const uint64_t began_ns = monotonic_ns();
   try {
     connect(listener.address(), with(dialer), soon(20));
     CHECK(false);
   } catch (const Error& error) {
     CHECK(error.kind == ErrorKind::untrusted);
-    CHECK(has(error.what(), dialer_says));
+    CHECK(has(error.what(), dialer_error));
   }
   CHECK(within(3, [&] { return listener.refused() != 0; }));
-  CHECK(has(listener.refusal(), door_says));
+  CHECK(has(listener.refusal(), listener_error));
   CHECK(testing::within(began_ns, 4));
   try {
     listener.accept(Deadline::after(0));
     CHECK(false);
   } catch (const Error& error) {
     CHECK(error.kind == ErrorKind::timed_out);
-    CHECK(has(error.what(), door_says));
+    CHECK(has(error.what(), listener_error));
   }
 }
 
-TEST(who_is_not_trusted_is_refused_and_both_sides_say_why) {
+TEST(an_untrusted_certificate_is_refused_with_the_reason_on_both_sides) {
   if (!Authority::not_viable().empty()) return;
   const Authority ours, theirs;
   const TlsFiles good = ours.sign("good", "IP:127.0.0.1");
@@ -138,15 +139,15 @@ TEST(the_secret_is_proved_inside) {
   Options options = over("tcp+tls"), other = options;
   options.secret = "open sesame";
   other.secret = "open barley";
-  ListenerOptions door = listening("tcp+tls", options);
-  Listener listener(door);
+  ListenerOptions accepting = listening("tcp+tls", options);
+  Listener listener(accepting);
   CHECK_THROWS(untrusted, connect(listener.address(), other, soon()));
   CHECK_THROWS(untrusted, connect(listener.address(), over("tcp+tls"), soon()));
   const auto one = connect(listener.address(), options, soon());
   CHECK(one->authenticated());
 }
 
-TEST(keys_are_changed_on_the_way_and_nobody_notices) {
+TEST(keys_are_changed_in_transit_without_effect) {
   if (!Authority::not_viable().empty()) return;
   TlsFiles files = Authority::of_tests().sign("rekeyed", "IP:127.0.0.1");
   files.rekey_bytes = 300'000;
@@ -154,7 +155,7 @@ TEST(keys_are_changed_on_the_way_and_nobody_notices) {
   const auto one = connect(listener.address(), with(&files), soon());
   const auto other = listener.accept(soon());
   const auto talk = [](Connection& end) {
-    const Parcel big(1, 100, {12 * kMiB + 5}), small(2, 20'000, {3, 70'000});
+    const Payload big(1, 100, {12 * kMiB + 5}), small(2, 20'000, {3, 70'000});
     for (uint64_t i = 0; i < 20; ++i) (i % 5 == 0 ? big : small).send(end, i, soon());
     for (uint64_t i = 0; i < 20; ++i) {
       Message message;
@@ -168,7 +169,7 @@ TEST(keys_are_changed_on_the_way_and_nobody_notices) {
   there.join();
 }
 
-// Somebody on the way, who passes everything on, remembers it, and changes a byte when told to.
+// A proxy that forwards everything, records it, and changes a byte on request.
 class Between {
  public:
   explicit Between(const std::string& address) : address_(address) {
@@ -214,7 +215,7 @@ class Between {
           ::shutdown(to, SHUT_WR);
           continue;
         }
-        // A big record's middle: what is small may be the beat of the line beside the connection.
+        // A big record's middle: a small one may be the sideband's heartbeat.
         if (got > 4000 && change.exchange(false)) bytes[static_cast<size_t>(got) / 2] ^= std::byte{1};
         {
           std::lock_guard lock(mutex_);
@@ -251,14 +252,14 @@ TEST(what_travels_cannot_be_read_on_the_way_and_one_changed_byte_ends_the_connec
       Between between(listener.address());
       const auto one = connect(between.address(), over(transport), soon());
       const auto other = listener.accept(soon());
-      const Parcel parcel(5, 64, {bytes});
-      parcel.send(*one, 1, soon());
+      const Payload payload(5, 64, {bytes});
+      payload.send(*one, 1, soon());
       Message message;
       other->receive(&message, soon());
-      CHECK(parcel.is(message));
-      CHECK_EQ(between.saw(Bytes(parcel.header).first(32)), !tls);
-      CHECK_EQ(between.saw(Bytes(parcel.buffers[0]).first(32)), !tls);
-      // The line beside it: exposed memory.
+      CHECK(payload.is(message));
+      CHECK_EQ(between.saw(Bytes(payload.header).first(32)), !tls);
+      CHECK_EQ(between.saw(Bytes(payload.buffers[0]).first(32)), !tls);
+      // The sideband: exposed memory.
       std::vector<std::byte> memory = pattern(77, 5000), into(5000);
       const auto region = other->expose(memory, false);
       const RegionHandle handle = region->handle();
@@ -268,7 +269,7 @@ TEST(what_travels_cannot_be_read_on_the_way_and_one_changed_byte_ends_the_connec
       if (!tls) continue;
       between.change = true;
       try {
-        parcel.send(*one, 2, soon());
+        payload.send(*one, 2, soon());
         other->receive(&message, soon());
         CHECK(false);
       } catch (const Error& error) {
@@ -288,7 +289,7 @@ TEST(what_travels_cannot_be_read_on_the_way_and_one_changed_byte_ends_the_connec
   }
 }
 
-TEST(garbage_and_silence_on_a_port_with_tls_are_refused_and_disturb_nobody) {
+TEST(garbage_and_silence_on_a_port_with_tls_are_refused_and_disturb_no_other) {
   if (!Authority::not_viable().empty()) return;
   ListenerOptions options = listening("tcp+tls");
   options.options.limits.handshake_timeout_s = 1;
@@ -307,10 +308,10 @@ TEST(garbage_and_silence_on_a_port_with_tls_are_refused_and_disturb_nobody) {
     if (i % 4 != 0) continue;
     const auto one = connect(listener.address(), over("tcp+tls"), soon(5));
     const auto other = listener.accept(soon(5));
-    Parcel(1, 2, {3}).send(*one, 9, soon());
+    Payload(1, 2, {3}).send(*one, 9, soon());
     Message message;
     other->receive(&message, soon());
-    CHECK(Parcel(1, 2, {3}).is(message));
+    CHECK(Payload(1, 2, {3}).is(message));
   }
   ::usleep(1'200'000);
   for (const Descriptor& socket : silent) {
@@ -322,21 +323,21 @@ TEST(garbage_and_silence_on_a_port_with_tls_are_refused_and_disturb_nobody) {
   CHECK_THROWS(timed_out, listener.accept(Deadline::after(0)));
 }
 
-TEST(who_stops_in_the_middle_of_a_handshake_is_a_deadline) {
+TEST(a_peer_that_stops_in_the_middle_of_a_handshake_is_a_deadline) {
   if (!Authority::not_viable().empty()) return;
-  Descriptor door(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  Descriptor accepting(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   struct sockaddr_in at{};
   at.sin_family = AF_INET;
   at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  CHECK_EQ(::bind(door.get(), reinterpret_cast<const struct sockaddr*>(&at), sizeof at), 0);
-  CHECK_EQ(::listen(door.get(), 16), 0);
+  CHECK_EQ(::bind(accepting.get(), reinterpret_cast<const struct sockaddr*>(&at), sizeof at), 0);
+  CHECK_EQ(::listen(accepting.get(), 16), 0);
   socklen_t size = sizeof at;
-  ::getsockname(door.get(), reinterpret_cast<struct sockaddr*>(&at), &size);
+  ::getsockname(accepting.get(), reinterpret_cast<struct sockaddr*>(&at), &size);
   const std::string address = "id=any;tcp=127.0.0.1:" + std::to_string(ntohs(at.sin_port));
   CHECK_THROWS(timed_out, connect(address, over("tcp+tls"), soon(0.3)));
   std::thread closer([&] {
     // The first one to wait is the last one's corpse.
-    for (int i = 0; i < 2; ++i) Descriptor(::accept4(door.get(), nullptr, nullptr, SOCK_CLOEXEC)).reset();
+    for (int i = 0; i < 2; ++i) Descriptor(::accept4(accepting.get(), nullptr, nullptr, SOCK_CLOEXEC)).reset();
   });
   try {
     connect(address, over("tcp+tls"), soon(5));

@@ -1,9 +1,9 @@
-// A message on its way: what stands before its bytes, in a stream and in a ring.
+// Frame of a message: what precedes its bytes in a stream and in a ring.
 //
 //   FrameHeader | u64 sizes[buffer_count] | SegmentPlace, if in a segment | header | buffers, one after the other
 //
-// A frame comes from a peer that may be broken or hostile: check() passes only what the limits allow, before memory
-// is taken for it. All numbers are little-endian; no other machine is supported.
+// Frames of a peer are untrusted: check() passes only what the limits allow, before memory
+// is allocated for it. All numbers are little-endian; no other machine is supported.
 #pragma once
 
 #include <bit>
@@ -19,8 +19,8 @@ static_assert(std::endian::native == std::endian::little);
 constexpr uint32_t kFrameMagic = 0x31465447;  // "GTF1"
 
 enum FrameFlag : uint16_t {
-  kInSegment = 1,        // shm: the buffers stand in a segment, 64-byte aligned, in their order
-  kHeaderInSegment = 2,  // and so does the header, before them
+  kInSegment = 1,        // shm: the buffers are in a segment, 64-byte aligned, in their order
+  kHeaderInSegment = 2,  // and so is the header, before them
   kOnLanes = 4,          // tcp: the buffers come in pieces over the lanes (tcp.cc)
 };
 
@@ -38,7 +38,7 @@ static_assert(sizeof(FrameHeader) == 40 && alignof(FrameHeader) == 8);
 
 struct SegmentPlace {
   uint32_t slot;
-  uint32_t use;  // how many segments stood in the slot before this one
+  uint32_t use;  // how many segments used the slot before this one
 };
 static_assert(sizeof(SegmentPlace) == 8);
 

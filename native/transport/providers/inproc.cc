@@ -1,4 +1,4 @@
-// Two ends in one process: a queue each way, and one copy, so that a message belongs to its receiver alone.
+// inproc: two ends in one process; a queue each way, and one copy, so that a message belongs to its receiver alone.
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@
 namespace geartrain {
 namespace {
 
-// One way. Whoever holds it may be the last: the two ends end when they like.
+// One direction. Either end may hold it last: the two ends close independently.
 struct Pipe {
   std::mutex mutex;
   std::condition_variable changed;
@@ -51,7 +51,7 @@ class InprocConnection final : public Connection {
   std::vector<Wake> wakes() const override { return {{wake_.get(), true}}; }
   int end_descriptor() const override { return end_.get(); }
   std::string one_sided() const override { return "memory"; }
-  // Before anybody has either end.
+  // Before either end is used.
   static void introduce(InprocConnection& one, InprocConnection& other) {
     one.peer_regions_ = other.regions_;
     other.peer_regions_ = one.regions_;
@@ -111,7 +111,7 @@ class InprocConnection final : public Connection {
         fail(ErrorKind::timed_out, "the peer over ", describe(), " took no message before the deadline");
       }
       lock.lock();
-      // Looks again now and then for what the peer sends: that is in the other pipe.
+      // Polls now and then for what the peer sends: that is in the other pipe.
       if (!progress) out_->changed.wait_for(lock, std::chrono::milliseconds(std::min(5, deadline.left_ms())));
     }
     if (out_->closed) {
@@ -155,7 +155,7 @@ class InprocConnection final : public Connection {
 
   std::shared_ptr<ExposedRegions> peer_regions_;
   const std::shared_ptr<Pipe> in_, out_;
-  const Descriptor end_;  // one of a pair of sockets that carry nothing, and tell of the end
+  const Descriptor end_;  // one of a pair of sockets that carry nothing, and report the end
 };
 
 }  // namespace

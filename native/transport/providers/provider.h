@@ -1,4 +1,4 @@
-// What the providers are made of, for connect() and the listener; nobody else needs this.
+// Interface of the providers, internal to connect() and the listener.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace geartrain {
 
-// Each throws when the peer cannot be reached this way: not_viable, peer_lost, frame, untrusted, timed_out.
+// Each throws when the peer cannot be reached by this provider: not_viable, peer_lost, frame, untrusted, timed_out.
 std::shared_ptr<Connection> dial_inproc(const Address& address, const Options& options, Deadline deadline);
 std::shared_ptr<Connection> dial_shm(const Address& address, const Options& options, Deadline deadline);
 std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& options, Deadline deadline);
@@ -19,7 +19,7 @@ std::string inproc_not_viable();
 std::string shm_not_viable();
 std::string tcp_not_viable();
 
-// What is asked for can be had; else throws schema.
+// Validates the options; throws schema.
 void check_options(const Options& options);
 
 // --- the listener's side ------------------------------------------------------------------------------------------
@@ -30,12 +30,12 @@ std::pair<std::shared_ptr<Connection>, std::shared_ptr<Connection>> make_inproc(
                                                                                 bool authenticated);
 
 // After the handshake the dialer of a shm connection sends this, with four descriptors: the control segment
-// (shm_control.h), its own eventfd, the listener's, and the listener's end of the line beside the connection
+// (shm_control.h), its own eventfd, the listener's, and the listener's end of the sideband
 // (sideband.h).
 struct ShmOffer {
   char magic[8];
   uint64_t segment_bytes;
-  uint8_t nonce[32];  // also stands in the segment
+  uint8_t nonce[32];  // also in the segment
 };
 static_assert(sizeof(ShmOffer) == 48);
 constexpr size_t kShmOfferFds = 4;
@@ -46,18 +46,18 @@ struct ShmReply {
 };
 static_assert(sizeof(ShmReply) == 128);
 
-// Opens the dialer's segment, reads its nonce and answers it there. Throws not_viable, and leaves the socket alone
+// Opens the dialer's segment, reads its nonce and answers it there. Throws not_viable, and does not touch the socket
 // then.
 std::shared_ptr<Connection> take_shm(Descriptor&& socket, const ShmOffer& offer, std::vector<Descriptor> fds,
                                      const Session& session, const Options& options);
 
-// The last of the lanes is the line beside the connection.
+// The last of the lanes is the sideband.
 std::shared_ptr<Connection> take_tcp(Stream socket, std::vector<Stream> lanes, const Session& session,
                                      const Options& options);
 
-// --- shared by them, and by those who speak over sockets of their own ----------------------------------------------
+// --- shared by the providers, and by users of raw sockets -----------------------------------------------------------
 
-// A connected socket that does not block. Throws not_viable, timed_out.
+// A connected non-blocking socket. Throws not_viable, timed_out.
 Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline);
 // The same, by a name in the abstract namespace.
 Descriptor connect_unix(const std::string& name, Deadline deadline);

@@ -1,20 +1,20 @@
-// Two processes on one host. Small messages stand in a ring in shared memory, big ones in memfd segments that the
-// sender keeps and lends; a Unix socket carries descriptors, and tells of the peer's end.
+// shm: two processes on one host. Small messages are in a ring in shared memory, big ones in memfd segments that the
+// sender keeps and leases; a Unix socket carries descriptors, and reports the peer's end.
 //
-// shm_control.h draws what they share. The receiver copies everything out of the ring before it looks at it, because
+// shm_control.h draws the shared memory. The receiver copies everything out of the ring before it reads it, because
 // the sender could change it meanwhile.
 //
-// Sleeping. A receiver that finds nothing sets `asleep`, looks again, and waits for its eventfd, which the sender
+// Sleeping. A receiver that finds nothing sets `asleep`, polls again, and waits for its eventfd, which the sender
 // writes when it finds `asleep` set. A sender without room does the same with `short_of_room`. So while both are
-// busy, messages cost no system call. Nobody ever reads an eventfd: waits are edge-triggered, and any number of
+// busy, messages cost no system call. No thread ever reads an eventfd: waits are edge-triggered, and any number of
 // threads may wait at once.
 //
-// Segments (shm_segments.h). A segment is lent by the sender before the frame that speaks of it is visible, and given
-// back by the receiver when the last user of the message is done. Segments are sealed against shrinking, so reading
+// Segments (shm_segments.h). A segment is leased by the sender before the frame that names it is visible, and returned
+// by the receiver when the last reference to the message is dropped. Segments are sealed against shrinking, so reading
 // them cannot fault; nothing here depends on the size of /dev/shm, and nothing has a name that could be left behind.
 //
 // Death. The kernel closes the socket of a process that dies: the other side takes what is whole in the ring, and
-// then its connection ends. Messages it still uses stay valid, because the memory is the kernel's until nobody maps it.
+// then its connection ends. Messages it still uses stay valid, because the kernel keeps memory that is mapped.
 
 #include <fcntl.h>
 #include <poll.h>
@@ -40,13 +40,13 @@ namespace geartrain {
 namespace {
 
 constexpr char kOfferMagic[8] = {'G', 'E', 'A', 'R', 'O', 'F', 'R', '\n'};
-constexpr uint64_t kInlineMost = uint64_t{32} << 10;    // frames up to this size stand in the ring whole
+constexpr uint64_t kInlineMost = uint64_t{32} << 10;    // frames up to this size are in the ring whole
 constexpr uint64_t kInlineHeader = uint64_t{16} << 10;  // headers up to this size, when the buffers do not
 constexpr uint64_t kViewFrom = uint64_t{512} << 10;     // a smaller message is copied: that is soon done
-constexpr uint64_t kGlanceNs = 5'000'000;               // how often a busy sender looks whether the peer lives
+constexpr uint64_t kGlanceNs = 5'000'000;               // how often a busy sender checks the peer's liveness
 constexpr uint32_t kMostViews = kSlots / 2;             // the others stay free for messages that are copied
 
-// A message's claim on the peer's segment.
+// A message's lease of the peer's segment.
 struct Lease {
   std::shared_ptr<Control> control;
   std::shared_ptr<Memory> segment;
@@ -56,9 +56,9 @@ struct Lease {
   uint64_t bytes;
 
   ~Lease() {
-    if (control->made_in != forks()) return;  // a forked child's copy: the parent's still stands
+    if (control->made_in != forks()) return;  // a forked child's copy: the parent's is still valid
     Direction& in = control->direction(false);
-    in.lent[slot].store(0, std::memory_order_release);
+    in.leased[slot].store(0, std::memory_order_release);
     viewed_bytes->fetch_sub(bytes, std::memory_order_relaxed);
     views->fetch_sub(1, std::memory_order_relaxed);
     control->wake_if(in.short_of_room);
@@ -149,7 +149,7 @@ class ShmConnection final : public Connection {
   }
 
  private:
-  // A busy sender makes no system call that would tell it of the peer's end.
+  // A busy sender makes no system call that would report the peer's end.
   void glance() {
     const uint64_t now = monotonic_ns();
     if (now - glanced_ns_ < kGlanceNs) return;
@@ -170,7 +170,7 @@ class ShmConnection final : public Connection {
     wait_until([&] { return room() >= needed; }, deadline, "took no message");
   }
 
-  // Until the peer has made it true; reads what it sends meanwhile.
+  // Waits until the peer has made it true; reads what it sends meanwhile.
   template <typename True>
   void wait_until(True&& is_true, Deadline deadline, const char* what) {
     while (!is_true()) {
@@ -185,7 +185,7 @@ class ShmConnection final : public Connection {
       }
       if (!sender_sleeper_) watch_for_sender();
       struct epoll_event events[2];
-      // The peer rings when there is room. When it sends meanwhile and nobody reads, that is found out here as well.
+      // The peer signals when there is room. Data that it sends meanwhile is detected here as well.
       const int ms = prepare_to_sleep() ? deadline.left_ms() : std::min(1, deadline.left_ms());
       const int ready = ::epoll_wait(sender_sleeper_.get(), events, 2, ms);
       for (int i = 0; i < ready; ++i) {
@@ -223,7 +223,7 @@ class ShmConnection final : public Connection {
   uint32_t find_segment(uint64_t needed, Deadline deadline) {
     uint32_t found = kSlots;
     try {
-      wait_until([&] { return (found = own_.try_take(needed, deadline)) != kSlots; }, deadline, "gave no segment back");
+      wait_until([&] { return (found = own_.try_take(needed, deadline)) != kSlots; }, deadline, "returned no segment");
     } catch (const Error& error) {
       if (own_.broken()) lose(error.what());
       throw;
@@ -246,12 +246,12 @@ class ShmConnection final : public Connection {
       }
       if (ended) check_socket_.store(true, std::memory_order_relaxed);
     } else {
-      // The ring explains why this thread is awake; whatever else there is will not let the next sleep begin.
+      // The ring explains why this thread is awake; any other event will not let the next sleep begin.
       check_socket_.store(false, std::memory_order_relaxed);
     }
     const uint64_t there = head - tail;
     FrameHeader frame{};
-    if (there > kRingBytes || there < sizeof frame) fail(ErrorKind::frame, "the peer's ring makes no sense");
+    if (there > kRingBytes || there < sizeof frame) fail(ErrorKind::frame, "the peer's ring is corrupt");
     uint64_t at = control_->get(tail, std::as_writable_bytes(std::span(&frame, 1)));
     check(frame, options_.limits, kInSegment | kHeaderInSegment);
     const bool in_segment = (frame.flags & kInSegment) != 0;
@@ -288,7 +288,7 @@ class ShmConnection final : public Connection {
     const std::shared_ptr<Memory> segment = theirs_.find(place);
     uint64_t needed = header_too ? padded(frame.header_bytes) : 0;
     for (const uint64_t size : sizes_) needed += padded(size);
-    if (needed > segment->bytes()) fail(ErrorKind::frame, "the peer speaks of bytes beyond its segment");
+    if (needed > segment->bytes()) fail(ErrorKind::frame, "the peer refers to bytes beyond its segment");
 
     std::byte* from = segment->data();
     const uint64_t total = frame.header_bytes + frame.payload_bytes;
@@ -312,7 +312,7 @@ class ShmConnection final : public Connection {
       count_received(Path::segment, total);
       return at;  // the lease ends here
     }
-    // The header is looked at more than once, so it is always a copy: the sender could change what it lent.
+    // The header is read more than once, so it is always a copy: the sender could change the leased memory.
     make_room(message, frame.header_bytes, {});
     if (header_too) {
       std::memcpy(message->header.data(), from, frame.header_bytes);
@@ -352,7 +352,7 @@ class ShmConnection final : public Connection {
 
 }  // namespace
 
-// --- meeting --------------------------------------------------------------------------------------------------------
+// --- connecting -----------------------------------------------------------------------------------------------------
 
 Descriptor connect_unix(const std::string& name, Deadline deadline) {
   Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -369,7 +369,7 @@ Descriptor connect_unix(const std::string& name, Deadline deadline) {
     if (errno != EAGAIN && errno != EINTR) {
       fail(ErrorKind::not_viable, "its socket cannot be connected: ", std::strerror(errno));
     }
-    // The listener's backlog is full, and a Unix socket cannot be waited for: look again shortly.
+    // The listener's backlog is full, and a Unix socket cannot be waited for: retry shortly.
     if (deadline.passed()) fail(ErrorKind::timed_out, "the peer took no connection before the deadline");
     wait_for(-1, 0, Deadline::after(0.001));
   }
@@ -404,13 +404,13 @@ std::shared_ptr<Connection> dial_shm(const Address& address, const Options& opti
     fail(ErrorKind::os, "cannot make a pair of sockets: ", std::strerror(errno));
   }
   Descriptor sideband(line[0]);
-  const Descriptor aside_there(line[1]);
-  const int fds[kShmOfferFds] = {memory.get(), mine.get(), control->peer_wake.get(), aside_there.get()};
+  const Descriptor sideband_peer_end(line[1]);
+  const int fds[kShmOfferFds] = {memory.get(), mine.get(), control->peer_wake.get(), sideband_peer_end.get()};
   send_with_fds(socket.get(), std::as_bytes(std::span(&offer, 1)), fds, deadline);
   ShmReply reply{};
   read_exactly(socket.get(), std::as_writable_bytes(std::span(&reply, 1)), deadline);
   reply.reason[sizeof reply.reason - 1] = 0;
-  if (reply.viable == 0) fail(ErrorKind::not_viable, "the peer says: ", reply.reason);
+  if (reply.viable == 0) fail(ErrorKind::not_viable, "the peer answered: ", reply.reason);
   for (size_t i = 0; i < sizeof header.nonce; ++i) {
     if (header.answer[i] != static_cast<uint8_t>(~offer.nonce[i])) {
       fail(ErrorKind::not_viable, "the peer's answer does not show in the memory it was to share");
@@ -438,7 +438,7 @@ std::shared_ptr<Connection> take_shm(Descriptor&& socket, const ShmOffer& offer,
   }
   for (size_t i = 0; i < sizeof header.nonce; ++i) header.answer[i] = static_cast<uint8_t>(~offer.nonce[i]);
   for (size_t i = 1; i < kShmOfferFds; ++i) {
-    ::fcntl(fds[i].get(), F_SETFL, O_NONBLOCK);  // whatever it is, writing to it shall not wait
+    ::fcntl(fds[i].get(), F_SETFL, O_NONBLOCK);  // a misbehaving descriptor must not block writes
   }
   control->peer_wake = std::move(fds[1]);
   return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(fds[2]), std::move(fds[3]),

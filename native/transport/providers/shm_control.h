@@ -1,4 +1,4 @@
-// What two processes on one host share for a connection: counters, flags and two rings.
+// Control segment of a shm connection: counters, flags and two rings shared by two processes on one host.
 //
 // The control segment, a memfd made by the dialer:
 //
@@ -7,7 +7,7 @@
 //          8192     ring      [2]   kRingBytes each
 //
 // A ring holds frames (frame.h), each beginning at a multiple of 8; positions count bytes for ever, modulo its size.
-// The receiver copies everything out before it looks at it, because the sender could change it meanwhile.
+// The receiver copies everything out before it reads it, because the sender could change it meanwhile.
 #pragma once
 
 #include <unistd.h>
@@ -29,19 +29,19 @@ struct ControlHeader {
   uint32_t slots;
   uint64_t ring_bytes;
   uint8_t nonce[32];
-  uint8_t answer[32];  // the nonce, every bit turned
+  uint8_t answer[32];  // the nonce, every bit inverted
 };
 
 struct Direction {
-  alignas(64) std::atomic<uint64_t> head;           // the sender's: bytes ever written
-  alignas(64) std::atomic<uint64_t> tail;           // the receiver's: bytes ever read
-  alignas(64) std::atomic<uint32_t> asleep;         // set by the receiver, cleared by whoever wakes it
-  alignas(64) std::atomic<uint32_t> short_of_room;  // set by the sender, cleared by whoever wakes it
-  alignas(64) std::atomic<uint32_t> lent[kSlots];   // set by the sender, cleared by the receiver
+  alignas(64) std::atomic<uint64_t> head;            // the sender's: bytes ever written
+  alignas(64) std::atomic<uint64_t> tail;            // the receiver's: bytes ever read
+  alignas(64) std::atomic<uint32_t> asleep;          // set by the receiver, cleared by the side that wakes it
+  alignas(64) std::atomic<uint32_t> short_of_room;   // set by the sender, cleared by the side that wakes it
+  alignas(64) std::atomic<uint32_t> leased[kSlots];  // set by the sender, cleared by the receiver
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 static_assert(offsetof(Direction, tail) == 64 && offsetof(Direction, asleep) == 128);
-static_assert(offsetof(Direction, short_of_room) == 192 && offsetof(Direction, lent) == 256);
+static_assert(offsetof(Direction, short_of_room) == 192 && offsetof(Direction, leased) == 256);
 static_assert(sizeof(Direction) == 512);
 
 constexpr uint64_t kDirectionsOffset = 4096;

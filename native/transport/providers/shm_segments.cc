@@ -7,7 +7,7 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kSmallestSegment = uint64_t{256} << 10;
-constexpr uint64_t kIdleNs = 10'000'000'000;  // a segment unused for so long is given up
+constexpr uint64_t kIdleNs = 10'000'000'000;  // a segment unused for so long is released
 constexpr uint32_t kAnnounce = 1, kDrop = 2;
 
 }  // namespace
@@ -19,7 +19,7 @@ uint32_t OwnSegments::try_take(uint64_t needed, Deadline deadline) {
     Own& own = own_[slot];
     if (own.memory.data() == nullptr) {
       empty = std::min(empty, slot);
-    } else if (!is_lent(slot)) {
+    } else if (!is_leased(slot)) {
       if (own.memory.bytes() >= needed && (best == kSlots || own.memory.bytes() < own_[best].memory.bytes())) {
         best = slot;
       } else if (now - own.used_ns > kIdleNs) {
@@ -33,7 +33,7 @@ uint32_t OwnSegments::try_take(uint64_t needed, Deadline deadline) {
   const uint64_t bytes = (needed + unit - 1) / unit * unit;
   for (uint32_t slot = 0; slot < kSlots; ++slot) {
     if (empty != kSlots && own_bytes_ + bytes <= most_bytes_) break;
-    if (own_[slot].memory.data() == nullptr || is_lent(slot)) continue;
+    if (own_[slot].memory.data() == nullptr || is_leased(slot)) continue;
     give_up(slot, deadline);
     empty = slot;
   }
@@ -67,7 +67,7 @@ void OwnSegments::note(uint32_t word, uint32_t slot, uint64_t bytes, int fd, Dea
 
 SegmentPlace OwnSegments::lend(uint32_t slot) {
   own_[slot].used_ns = monotonic_ns();
-  out_.lent[slot].store(1, std::memory_order_relaxed);
+  out_.leased[slot].store(1, std::memory_order_relaxed);
   return {slot, own_[slot].use};
 }
 
@@ -83,7 +83,7 @@ bool PeerSegments::read_notes() {
     if (fds_.size() > 1) fail(ErrorKind::frame, "the peer sent more descriptors than it announced");
     if (filled_ < sizeof note_) continue;
     filled_ = 0;
-    if (note_.slot >= kSlots) fail(ErrorKind::frame, "the peer announces a segment that cannot be");
+    if (note_.slot >= kSlots) fail(ErrorKind::frame, "the peer announces an impossible segment");
     Theirs& theirs = theirs_[note_.slot];
     if (note_.word == kAnnounce && fds_.size() == 1) {
       theirs.memory = std::make_shared<Memory>(open_memory(fds_.front(), note_.bytes));
@@ -98,11 +98,11 @@ bool PeerSegments::read_notes() {
 }
 
 std::shared_ptr<Memory> PeerSegments::find(const SegmentPlace& place) {
-  if (place.slot >= kSlots) fail(ErrorKind::frame, "the peer speaks of a segment that cannot be");
+  if (place.slot >= kSlots) fail(ErrorKind::frame, "the peer refers to an impossible segment");
   const Theirs& theirs = theirs_[place.slot];
   if (theirs.use != place.use) read_notes();  // announced before the frame was visible
   if (theirs.use != place.use || theirs.memory == nullptr) {
-    fail(ErrorKind::frame, "the peer speaks of a segment that it never announced");
+    fail(ErrorKind::frame, "the peer refers to a segment that it never announced");
   }
   return theirs.memory;
 }

@@ -1,8 +1,8 @@
-// The memory that big messages of a shm connection stand in: what one side lends, and what it was lent.
+// Segments of big messages of a shm connection: the memory that one side leases, and the leases that it received.
 //
 // A segment is a sealed memfd in one of kSlots slots. It is announced over the Unix socket with its descriptor, before
-// a frame speaks of it, and dropped the same way. `lent[slot]` (shm_control.h) says who may touch it. Each class has
-// one user at a time: the sender's under its turn, the receiver's under the read mutex.
+// a frame names it, and dropped the same way. `leased[slot]` (shm_control.h) defines which side may access it. Each
+// class has one user at a time: the sender's under its turn, the receiver's under the read mutex.
 #pragma once
 
 #include <array>
@@ -17,13 +17,13 @@ class OwnSegments {
   OwnSegments(const Descriptor& socket, Direction& out, uint64_t most_bytes)
       : socket_(socket), out_(out), most_bytes_(most_bytes) {}
 
-  // A segment that is not lent and has so many bytes: the smallest such, or a new one, or kSlots when all are lent.
+  // A segment that is not leased and has so many bytes: the smallest such, or a new one, or kSlots when all are leased.
   // Throws no_space, and what sending a note throws, after which the socket is useless.
   uint32_t try_take(uint64_t needed, Deadline deadline);
   std::byte* data(uint32_t slot) const { return own_.at(slot).memory.data(); }
-  // The frame that speaks of it is about to be published.
+  // The frame that names it is about to be published.
   SegmentPlace lend(uint32_t slot);
-  bool broken() const { return broken_; }  // half a note may have left
+  bool broken() const { return broken_; }  // half a note may have been sent
 
  private:
   struct Own {
@@ -31,7 +31,7 @@ class OwnSegments {
     uint32_t use = 0;
     uint64_t used_ns = 0;
   };
-  bool is_lent(uint32_t slot) const { return out_.lent[slot].load(std::memory_order_acquire) != 0; }
+  bool is_leased(uint32_t slot) const { return out_.leased[slot].load(std::memory_order_acquire) != 0; }
   uint32_t make(uint32_t slot, uint64_t bytes, Deadline deadline);
   void give_up(uint32_t slot, Deadline deadline);
   void note(uint32_t word, uint32_t slot, uint64_t bytes, int fd, Deadline deadline);
@@ -48,9 +48,9 @@ class PeerSegments {
  public:
   explicit PeerSegments(const Descriptor& socket) : socket_(socket) {}
 
-  // Takes note of segments that come and go. False when the peer's end of the socket is closed. Throws frame.
+  // Processes announcements of segments. False when the peer's end of the socket is closed. Throws frame.
   bool read_notes();
-  // The segment that a frame speaks of. Throws frame.
+  // The segment that a frame names. Throws frame.
   std::shared_ptr<Memory> find(const SegmentPlace& place);
 
  private:

@@ -1,15 +1,15 @@
-// Two processes with a network between them: frames (frame.h) on a stream, and big payloads over several streams.
+// tcp: two processes with a network between them; frames (frame.h) on a stream, and big payloads over several streams.
 //
 // Lanes. A payload of kLanesFrom bytes and more is cut, all buffers one after the other, into pieces of kPiece bytes;
-// piece i travels on lane i modulo their number, after the frame on the first connection, which stays silent until
+// piece i travels on lane i modulo their number, after the frame on the first connection, which stays idle until
 // the payload is through. One thread serves all lanes on either side, whichever is ready. That gives the network
 // several flows to spread over its links and queues; what a core can copy stays the limit on loopback.
 //
-// Reading never waits: what has come is kept, in the buffer or in its place in the message, until the rest is there.
-// So one thread can serve many peers, and a slow one delays nobody (inbox.h). Payloads are read straight into memory
-// of their own.
+// Reading never blocks: what has arrived is kept, in the buffer or in its place in the message, until the rest is
+// there. So one thread can serve many peers, and a slow one delays no other (inbox.h). Payloads are read straight into
+// memory of their own.
 //
-// A host that is gone without a word is noticed by the line beside the connection (sideband.h), which is the last lane;
+// A host that disappeared is detected by the heartbeats of the sideband (sideband.h), which is the last lane;
 // where that is turned off, by keep-alive probes after about twenty seconds, and by unacknowledged data after thirty.
 
 #include <arpa/inet.h>
@@ -35,7 +35,7 @@ namespace {
 constexpr uint64_t kLanesFrom = uint64_t{8} << 20;
 constexpr uint64_t kPiece = uint64_t{1} << 20;
 constexpr size_t kBufferBytes = size_t{256} << 10;
-constexpr uint64_t kReadBudget = uint64_t{8} << 20;  // then others get their turn
+constexpr uint64_t kReadBudget = uint64_t{8} << 20;  // then other connections get their turn
 constexpr size_t kMostParts = 64;                    // of one sendmsg or recvmsg
 
 // Consecutive spans as one sequence of bytes.
@@ -69,7 +69,7 @@ class Sequence {
   std::vector<uint64_t> ends_;
 };
 
-// How far one lane has come with a payload.
+// Progress of one lane with a payload.
 struct LaneProgress {
   uint64_t piece;
   uint64_t done;  // of it
@@ -112,14 +112,14 @@ class TcpConnection final : public Connection {
   TcpConnection(Stream socket, std::vector<Stream> lanes, const Session& session, const Options& options)
       : Connection(options, session.name(), session.authenticated),
         socket_(std::move(socket)),
-        aside_socket_(pop(&lanes)),
+        sideband_socket_(pop(&lanes)),
         lanes_(std::move(lanes)),
         buffer_(std::make_unique<std::byte[]>(kBufferBytes)) {
     prepare(socket_.get());
-    if (aside_socket_) prepare(aside_socket_.get());
+    if (sideband_socket_) prepare(sideband_socket_.get());
     for (const Stream& lane : lanes_) prepare(lane.get());
     ends_ = end_name(socket_.get(), false) + " - " + end_name(socket_.get(), true);
-    if (aside_socket_) start_sideband(std::move(aside_socket_), 0, "the peer is reached over TCP");
+    if (sideband_socket_) start_sideband(std::move(sideband_socket_), 0, "the peer is reached over TCP");
   }
   ~TcpConnection() override { stop_sideband(); }
 
@@ -137,7 +137,7 @@ class TcpConnection final : public Connection {
   int end_descriptor() const override { return socket_.get(); }
 
  protected:
-  // The sockets stay readable while there is something in them, and nothing whole is left in the buffer.
+  // The sockets stay readable while they hold data, and nothing whole is left in the buffer.
   bool prepare_to_sleep() override { return true; }
 
   void hang_up() override {
@@ -175,7 +175,7 @@ class TcpConnection final : public Connection {
       finish({&socket_, 1}, deadline);
       finish(lanes_, deadline);
     } catch (const Error& error) {
-      // Half a message cannot be taken back.
+      // Half a message cannot be undone.
       if (begun && !lost()) lose(error.what());
       throw;
     }
@@ -201,14 +201,14 @@ class TcpConnection final : public Connection {
     }
   }
 
-  // Under TLS what was taken may not have left.
+  // Under TLS what was accepted may not have been sent.
   void finish(std::span<const Stream> streams, Deadline deadline) {
     for (const Stream& stream : streams) {
       while (!stream.wire().flush()) wait_writable({&stream, 1}, deadline);
     }
   }
 
-  // As much as the stream takes now.
+  // Writes as much as the stream takes now.
   uint64_t write_some(const Stream& stream, const Sequence<const std::byte>& bytes, uint64_t at, uint64_t length) {
     struct iovec parts[kMostParts];
     const size_t n = bytes.vectors(at, length, parts, kMostParts);
@@ -232,7 +232,7 @@ class TcpConnection final : public Connection {
     struct pollfd all[kMaxLanes];
     size_t n = 0;
     for (const Stream& stream : streams) all[n++] = {stream.get(), POLLOUT, 0};
-    // Looks again now and then for what the peer sends, which it may have to get rid of first.
+    // Polls now and then for what the peer sends, which may have to be read first.
     ::poll(all, n, std::min(5, deadline.left_ms()));
   }
 
@@ -293,7 +293,7 @@ class TcpConnection final : public Connection {
     in_message_ = true;
   }
 
-  // Takes what stands in the buffer.
+  // Takes what is in the buffer.
   bool is_whole() {
     while (buffered() != 0 && first_done_ != first_in_.bytes()) {
       struct iovec part{};
@@ -374,7 +374,7 @@ class TcpConnection final : public Connection {
   }
 
   const Stream socket_;
-  Stream aside_socket_;  // until the line beside the connection has it
+  Stream sideband_socket_;  // until the sideband has it
   const std::vector<Stream> lanes_;
   std::string ends_;
 
@@ -388,7 +388,7 @@ class TcpConnection final : public Connection {
   bool in_message_ = false, on_lanes_ = false, drained_ = false, lanes_drained_ = false;
   Message partial_;
   std::vector<uint64_t> sizes_in_;
-  Sequence<std::byte> first_in_, bulk_in_;  // what comes on the first connection, and what on the lanes
+  Sequence<std::byte> first_in_, bulk_in_;  // received on the first connection, and on the lanes
   uint64_t first_done_ = 0, bulk_left_ = 0;
   std::vector<LaneProgress> progress_in_;
 };
@@ -446,7 +446,7 @@ std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& opti
   std::string why;
   for (const std::string& place : address.tcp) {
     try {
-      // An address that nobody answers must not use up the time of the next one.
+      // An address that does not answer must not use up the time of the next one.
       const Deadline soon =
           &place == &address.tcp.back() ? deadline : deadline.sooner(options.limits.handshake_timeout_s);
       Stream socket = connect_stream(place, options, soon);

@@ -115,7 +115,7 @@ bool Inbox::receive(Event* event, Deadline deadline) {
   left_ns_ = monotonic_ns();
   event->standing_by = standing_by_;
   if (found && !event->lost) away_.push_back({std::this_thread::get_id(), left_ns_});
-  // A deputy without a clock must start one; it has one while messages keep coming.
+  // A deputy without a timed wait must start one; it has one while messages keep coming.
   if (has_deputy_ && (dormant_ || !found)) {
     dormant_ = false;
     deputy_.notify_one();
@@ -160,7 +160,7 @@ bool Inbox::stand_by(std::unique_lock<std::mutex>& lock, Deadline deadline) {
   }
 }
 
-// From when on a thread may lead, if no other does: who comes back from work at once, who has rested when the last
+// When a thread may lead, if no other does: a thread that returns from work at once, one that has waited when the last
 // leader has been away for kTakeover; and neither while enough others are at work.
 uint64_t Inbox::may_lead_ns(bool rested, uint64_t now_ns) const {
   constexpr auto kLongNs = static_cast<uint64_t>(kLongS * 1e9);
@@ -179,7 +179,7 @@ void Inbox::come_back() {
   std::erase_if(away_, [](const Away& one) { return one.thread == std::this_thread::get_id(); });
 }
 
-void Inbox::step_aside() {
+void Inbox::yield_slot() {
   if (forks_ != forks()) return;
   std::lock_guard lock(mutex_);
   come_back();
@@ -206,7 +206,7 @@ bool Inbox::lead(Event* event, Deadline deadline) {
   }
 }
 
-// The next message of those that may have one, each in its turn.
+// The next message of the ready connections, each in its turn.
 bool Inbox::take_ready(Event* event) {
   std::unique_lock lock(mutex_);
   while (!ready_.empty()) {
@@ -258,7 +258,7 @@ void Inbox::mark_ready(uint64_t id) {
   ready_.push_back(id);
 }
 
-// Looks at everybody once, without waiting.
+// Polls all connections once, without waiting.
 bool Inbox::look_around() {
   bool sockets = false;
   {

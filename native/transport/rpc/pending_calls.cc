@@ -4,7 +4,7 @@
 
 namespace geartrain {
 
-uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, bool loose,
+uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, bool detached,
                              Deadline deadline) {
   uint64_t tag = 0;
   {
@@ -15,8 +15,8 @@ uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes>
       read_until(lock, &mine, deadline, [&] { return unanswered_ < max_open_; });
     }
     tag = next_tag_++;
-    questions_[tag].loose = loose;
-    loose_open_ += loose;
+    questions_[tag].detached = detached;
+    detached_open_ += detached;
     ++unanswered_;
   }
   try {
@@ -25,19 +25,19 @@ uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes>
     forget(tag);
     throw;
   }
-  if (loose) loose_.notify_one();
+  if (detached) detached_.notify_one();
   return tag;
 }
 
-void PendingCalls::tell(uint64_t tag, uint32_t kind, Bytes header, Deadline deadline) {
+void PendingCalls::notify(uint64_t tag, uint32_t kind, Bytes header, Deadline deadline) {
   connection_->send({tag, kind, header, {}}, deadline);
 }
 
 void PendingCalls::wait(uint64_t tag, Message* answer, Deadline deadline) {
   std::unique_lock lock(mutex_);
   auto found = questions_.find(tag);
-  if (found == questions_.end() || found->second.loose)
-    fail(ErrorKind::schema, "no call number ", tag, " is waited for");
+  if (found == questions_.end() || found->second.detached)
+    fail(ErrorKind::schema, "no pending call has the number ", tag);
   Question& question = found->second;  // stays where it is: the map is of nodes
   std::condition_variable mine;
   if (!question.answered) {
@@ -52,26 +52,26 @@ void PendingCalls::wait(uint64_t tag, Message* answer, Deadline deadline) {
   }
   if (!question.answered) {
     questions_.erase(tag);
-    fail(ErrorKind::hung_up, "the call was given up by another thread");
+    fail(ErrorKind::hung_up, "the call was cancelled by another thread");
   }
   *answer = std::move(question.answer);
   questions_.erase(tag);
 }
 
-void PendingCalls::next_loose(Message* answer, Deadline deadline) {
+void PendingCalls::next_detached(Message* answer, Deadline deadline) {
   std::unique_lock lock(mutex_);
-  while (loose_open_ == 0 && !failed_) {
+  while (detached_open_ == 0 && !failed_) {
     const uint64_t left_ns = deadline.left_ns();
     if (left_ns == 0) fail(ErrorKind::timed_out, "no answer came before the deadline");
-    loose_.wait_for(lock, std::chrono::nanoseconds(left_ns));
+    detached_.wait_for(lock, std::chrono::nanoseconds(left_ns));
   }
-  read_until(lock, &loose_, deadline, [&] { return !loose_answered_.empty(); });
-  const uint64_t tag = loose_answered_.front();
-  loose_answered_.pop_front();
+  read_until(lock, &detached_, deadline, [&] { return !detached_answered_.empty(); });
+  const uint64_t tag = detached_answered_.front();
+  detached_answered_.pop_front();
   const auto found = questions_.find(tag);
   *answer = std::move(found->second.answer);
   questions_.erase(found);
-  --loose_open_;
+  --detached_open_;
 }
 
 // One of the waiting threads reads for all of them; the others sleep until their answer is there, or it is their turn.
@@ -101,7 +101,7 @@ void PendingCalls::read_until(std::unique_lock<std::mutex>& lock, std::condition
         failed_kind_ = error.kind;
         reason_ = error.what();
         for (std::condition_variable* other : waiters_) other->notify_all();
-        loose_.notify_all();
+        detached_.notify_all();
       } else {
         wake_another();
       }
@@ -116,14 +116,14 @@ void PendingCalls::read_until(std::unique_lock<std::mutex>& lock, std::condition
 
 void PendingCalls::deliver(Message&& message) {
   const auto found = questions_.find(message.tag);
-  if (found == questions_.end() || found->second.answered || found->second.forgotten) return;  // or never asked
+  if (found == questions_.end() || found->second.answered || found->second.forgotten) return;  // or never sent
   Question& question = found->second;
   question.answered = true;
   --unanswered_;
   question.answer = std::move(message);
-  if (question.loose) {
-    loose_answered_.push_back(found->first);
-    loose_.notify_one();
+  if (question.detached) {
+    detached_answered_.push_back(found->first);
+    detached_.notify_one();
   } else if (question.waiter != nullptr) {
     question.waiter->notify_one();
   }
@@ -139,17 +139,17 @@ bool PendingCalls::ready(uint64_t tag) const {
   return failed_ || (found != questions_.end() && found->second.answered);
 }
 
-void PendingCalls::loosen(uint64_t tag) {
+void PendingCalls::detach(uint64_t tag) {
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.waiter != nullptr) {
-    fail(ErrorKind::schema, "no call number ", tag, " that nobody waits for");
+    fail(ErrorKind::schema, "no pending call has the number ", tag, ", or a thread waits for it");
   }
-  if (found->second.loose) return;
-  found->second.loose = true;
-  ++loose_open_;
-  if (found->second.answered) loose_answered_.push_back(tag);
-  loose_.notify_one();
+  if (found->second.detached) return;
+  found->second.detached = true;
+  ++detached_open_;
+  if (found->second.answered) detached_answered_.push_back(tag);
+  detached_.notify_one();
 }
 
 void PendingCalls::forget(uint64_t tag) {
@@ -162,9 +162,9 @@ void PendingCalls::forget(uint64_t tag) {
     found->second.waiter->notify_one();
     return;
   }
-  if (found->second.loose) {
-    --loose_open_;
-    std::erase(loose_answered_, tag);
+  if (found->second.detached) {
+    --detached_open_;
+    std::erase(detached_answered_, tag);
   }
   questions_.erase(found);
 }

@@ -31,9 +31,9 @@ const char* reason(Answer answer) {
     case Answer::other_user:
       return "it belongs to another user, and no secret was given";
     case Answer::unknown_session:
-      return "it knows nothing of the connection that this lane belongs to";
+      return "it does not know the connection of this lane";
     case Answer::other_version:
-      return "it speaks another version of the protocol";
+      return "it has another version of the protocol";
   }
   return "it gave no reason";
 }
@@ -139,7 +139,7 @@ Session greet(Wire wire, Intent intent, const Address& address, const Options& o
     fail(ErrorKind::frame, "what answers there is not geartrain");
   }
   if (challenge.version != kProtocolVersion) {
-    fail(ErrorKind::frame, "the peer speaks version ", challenge.version, " of the protocol, this is version ",
+    fail(ErrorKind::frame, "the peer has version ", challenge.version, " of the protocol, this is version ",
          kProtocolVersion);
   }
   if (!address.id.empty() && address.id != Address::kAnyId && hex(challenge.listener) != address.id) {

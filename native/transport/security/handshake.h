@@ -1,16 +1,16 @@
-// The first words on a socket, before any message: both sides prove that they know the secret, or that none is needed.
+// Handshake on a socket, before any message: both sides prove that they know the secret, or that none is needed.
 //
 //   dialer                                    listener
-//   Hello      nonce, what for          --->
-//                                       <---  Challenge  who I am, nonce, whether a secret is needed
-//   Proof      HMAC over both           --->             checked before anything of ours is revealed
-//                                       <---  Verdict    yes or why not, a session's id, HMAC over all of it
+//   Hello      nonce, intent            --->
+//                                       <---  Challenge  listener's id, nonce, whether a secret is needed
+//   Proof      HMAC over both           --->             verified before the listener reveals anything
+//                                       <---  Verdict    accepted or the reason, a session's id, HMAC over all of it
 //
-// The HMACs cover every byte said so far under a label for each side, so that none can be replayed or reflected. All
+// The HMACs cover every byte so far under a label for each side, so that none can be replayed or reflected. All
 // structures have a fixed size: what is longer, shorter or later than expected is refused and closed.
 //
-// Where TLS was asked for (tls.h), its handshake comes first and all of this is said inside. Who comes without gets a
-// Challenge that says so; who comes with TLS where none is used gets one as well, in the clear, and knows it by that.
+// With TLS (tls.h), its handshake comes first and all of this is inside. A dialer without TLS gets a
+// Challenge that names the reason; a dialer with TLS where none is used gets one as well, in the clear, and detects it.
 #pragma once
 
 #include <optional>
@@ -31,14 +31,14 @@ enum class Intent : uint32_t {
   stream = 1,
   shm = 2,
   lane = 3,
-  raw = 4,  // no messages: whoever has the listener speaks for itself from here on (ListenerOptions::raw)
+  raw = 4,  // no messages: the listener's owner speaks its own protocol from here on (ListenerOptions::raw)
 };
 
 struct Hello {
   char magic[8];
   uint32_t version;
   uint32_t intent;
-  uint32_t lanes;  // stream: how many will follow, and then one beside them (sideband.h); lane: which of them this is
+  uint32_t lanes;  // stream: how many will follow, and then the sideband (sideband.h); lane: which of them this is
   uint32_t has_secret;
   uint8_t session[16];  // lane: of its connection
   uint8_t nonce[32];
@@ -47,7 +47,7 @@ static_assert(sizeof(Hello) == 72);
 
 enum Need : uint32_t {
   kNeedsSecret = 1,
-  kNeedsTls = 2,  // said to who came without; nothing follows
+  kNeedsTls = 2,  // to a dialer without TLS; nothing follows
 };
 
 struct Challenge {
@@ -83,10 +83,10 @@ static_assert(sizeof(Verdict) == 56);
 
 using SessionId = std::array<uint8_t, 16>;
 
-// What both sides know of each other once they have agreed.
+// Result of a handshake: what both sides know of each other.
 struct Session {
   SessionId id{};
-  SessionId listener{};  // of the one that was greeted
+  SessionId listener{};  // of the listener that was dialled
   bool authenticated = false;
   std::string name() const;  // the id's first half, in hexadecimal
 };
@@ -94,7 +94,7 @@ struct Session {
 Proof prove(const std::string& secret, const Hello& hello, const Challenge& challenge);
 void seal(const std::string& secret, const Hello& hello, const Challenge& challenge, Verdict* verdict);
 
-// The dialer's half, over a connected socket that does not block. An address without an id takes whoever answers there.
+// The dialer's half, over a connected non-blocking socket. An address without an id accepts any listener there.
 // Throws untrusted, timed_out, peer_lost, frame.
 Session greet(Wire wire, Intent intent, const Address& address, const Options& options, Deadline deadline,
               uint32_t lanes = 0, const SessionId* of = nullptr);
@@ -102,10 +102,10 @@ Session greet(Wire wire, Intent intent, const Address& address, const Options& o
 // The dialer's TLS handshake with the host that it dialled. Throws untrusted, timed_out, peer_lost.
 void secure(Stream* stream, const Options& options, const std::string& host, Deadline deadline);
 
-// Exactly so many bytes, over a socket that does not block. Throws timed_out and peer_lost, and what a Wire throws.
+// Exactly so many bytes, over a non-blocking socket. Throws timed_out and peer_lost, and what a Wire throws.
 void write_exactly(Wire wire, Bytes bytes, Deadline deadline);
 void read_exactly(Wire wire, std::span<std::byte> bytes, Deadline deadline);
-// Until the socket has one of the events. False at the deadline.
+// Waits until the socket has one of the events. False at the deadline.
 bool wait_for(int socket, short events, Deadline deadline);
 
 std::string hex(std::span<const uint8_t> bytes);

@@ -29,7 +29,7 @@ struct Loaded {
   if (functions.name == nullptr && why_not.empty()) why_not = file + " is not OpenSSL 3: it has no " #name;
     GEARTRAIN_OPENSSL(GEARTRAIN_OPENSSL_FIND)
 #undef GEARTRAIN_OPENSSL_FIND
-    // Threads of ours live as long as the process: OpenSSL is not to clean up under them.
+    // Threads of this library live as long as the process: OpenSSL must not clean up under them.
     if (why_not.empty() && functions.OPENSSL_init_ssl(OpenSsl::kNoAtExit, nullptr) != 1) {
       why_not = file + " could not be initialised";
     }

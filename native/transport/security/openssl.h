@@ -1,4 +1,4 @@
-// The part of OpenSSL 3 that TLS needs (tls.cc), found while the program runs: who does not ask for TLS needs no
+// OpenSSL 3, the part that TLS needs (tls.cc), loaded at run time: programs without TLS need no
 // OpenSSL, neither to build nor to run. The prototypes are ours; those of OpenSSL 3 do not change within its major
 // version.
 //
@@ -81,7 +81,7 @@ struct OpenSsl {
 
 // Any thread. Throws not_viable where there is none, or none that fits.
 const OpenSsl& openssl();
-// Why there is none, or empty.
+// Why it cannot be used, or empty.
 std::string tls_not_viable();
 
 }  // namespace geartrain

@@ -1,5 +1,5 @@
-// A connected TCP socket, with TLS over it or not: what the transports read and write. Without TLS each call is the
-// system's own.
+// Stream: a connected TCP socket, with or without TLS, as the transports read and write it. Without TLS each call is
+// the system's own.
 #pragma once
 
 #include <sys/socket.h>
@@ -12,15 +12,15 @@
 
 namespace geartrain {
 
-// Where bytes go and come from; whose it is stands elsewhere. A plain socket is one.
+// Reference to a stream, not its owner. A plain socket is one.
 struct Wire {
   int socket;
   Tls* tls = nullptr;
 
   Wire(int socket_, Tls* tls_ = nullptr) : socket(socket_), tls(tls_) {}  // NOLINT: on purpose
 
-  // How many bytes, 0 at the end, -1 and errno; never waits. With TLS each may throw (tls.h), and receive() is short
-  // only when nothing more has come.
+  // The number of bytes, 0 at the end, -1 and errno; never blocks. With TLS each may throw (tls.h), and receive() is
+  // short only when nothing more has arrived.
   ssize_t send(std::span<struct iovec> parts, int flags = 0) const {
     if (tls != nullptr) return tls->send(parts);
     struct msghdr header{};
@@ -43,7 +43,7 @@ struct Wire {
     struct iovec part = {into, bytes};
     return receive({&part, 1});
   }
-  // Whether all that was sent is on its way; else it is once the socket is writable and this was called again.
+  // Whether all that was written has been sent; else it is once the socket is writable and this was called again.
   bool flush() const { return tls == nullptr || tls->flush(); }
   // Whether there may be more to receive that no poll() of the socket shows.
   bool unread() const { return tls != nullptr && tls->unread(); }
@@ -56,7 +56,7 @@ class Stream {
   int get() const { return socket_.get(); }
   explicit operator bool() const { return static_cast<bool>(socket_); }
   Wire wire() const { return {socket_.get(), tls_.get()}; }
-  // Null: it is not under TLS.
+  // Null: without TLS.
   Tls* tls() const { return tls_.get(); }
 
   // From here on all is under TLS, beginning with its handshake. `host` was dialled; null: the listener's side.

@@ -19,11 +19,11 @@ namespace {
 
 constexpr size_t kRecord = size_t{16} << 10;      // TLS has no larger ones
 constexpr size_t kGatherBelow = size_t{4} << 10;  // parts that share a record with their neighbours
-constexpr size_t kBatch = size_t{128} << 10;      // encrypted at once, then given to the socket at once
+constexpr size_t kBatch = size_t{128} << 10;      // encrypted in one batch, then written to the socket in one call
 constexpr size_t kInBytes = size_t{128} << 10;
 
-// Other libraries of the process may use the same OpenSSL and have it clean up at exit, while the thread that serves
-// the lines beside connections still runs. From then on nobody of us goes in.
+// Other libraries of the process may use the same OpenSSL and have it clean up at exit, while the sideband
+// thread still runs. From then on no thread of ours calls it.
 std::atomic<bool> leaving{false};
 std::atomic<int> inside{0};
 
@@ -66,13 +66,13 @@ std::string in_words(unsigned long error) {
   return text == nullptr ? "for no reason that OpenSSL gives" : text;
 }
 
-// The peer's alert, which came as an error; 0: it is none.
+// The peer's alert, received as an error; 0: it is none.
 unsigned alert_of(unsigned long error) {
   const unsigned long library = (error >> 23) & 0xff, reason = error & 0x7fffff;
   return library == 20 && reason > 1000 && reason < 1256 ? static_cast<unsigned>(reason - 1000) : 0;
 }
 
-// Why a peer does not take this side's certificate; null: the alert tells of something else.
+// Why a peer refuses this side's certificate; null: the alert is about something else.
 const char* refusal(unsigned alert) {
   switch (alert) {
     case 42:
@@ -125,7 +125,7 @@ void check_readable(const std::string& file, const char* what) {
 
 }  // namespace
 
-// --- what a process shows and trusts --------------------------------------------------------------------------------
+// --- certificate and trusted authority of a process -----------------------------------------------------------------
 
 std::shared_ptr<const TlsContext> TlsContext::load(const TlsFiles& files) {
   return std::shared_ptr<const TlsContext>(new TlsContext(files));
@@ -151,8 +151,8 @@ TlsContext::TlsContext(const TlsFiles& files) : name_(files.name), rekey_bytes_(
     fail(ErrorKind::not_viable, "this OpenSSL has no TLS 1.3: ", in_words(take_error()));
   }
   api.SSL_CTX_ctrl(context, OpenSsl::kSessionCacheMode, 0, nullptr);
-  api.SSL_CTX_set_num_tickets(context, 0);  // nobody resumes: each connection is proved anew
-  api.SSL_CTX_set_default_passwd_cb(context, [](char*, int, int, void*) { return -1; });  // and asks no terminal
+  api.SSL_CTX_set_num_tickets(context, 0);  // no resumption: each connection is authenticated anew
+  api.SSL_CTX_set_default_passwd_cb(context, [](char*, int, int, void*) { return -1; });  // and prompts no terminal
   check(api.SSL_CTX_use_certificate_chain_file(context, files.certificate.c_str()) == 1, "certificate",
         files.certificate);
   // Which compares the two.
@@ -169,9 +169,9 @@ TlsContext::~TlsContext() {
 
 // --- between OpenSSL and the socket ---------------------------------------------------------------------------------
 
-// OpenSSL's own way to a socket reads a record in two calls, writes each in one, and lets a broken pipe be a signal.
+// OpenSSL's own socket BIO reads a record in two calls, writes each in one, and lets a broken pipe be a signal.
 struct Tls::Sockets {
-  // From what has come already; when there is nothing, as much as there is room for.
+  // From what has arrived already; when there is nothing, as much as there is room for.
   static int read(Bio* bio, char* to, int most) {
     const OpenSsl& api = openssl();
     Tls& tls = *static_cast<Tls*>(api.BIO_get_data(bio));
@@ -188,7 +188,7 @@ struct Tls::Sockets {
       if (got == 0) tls.at_end_ = true;
       tls.in_taken_ = 0;
       tls.in_filled_ = got > 0 ? static_cast<size_t>(got) : 0;
-      tls.drained_ = tls.in_filled_ < kInBytes;  // the next time there is a sign of it
+      tls.drained_ = tls.in_filled_ < kInBytes;  // the next time the socket is readable
       const size_t first = std::min(sizeof tls.first_ - tls.first_filled_, tls.in_filled_);
       std::memcpy(tls.first_ + tls.first_filled_, tls.in_.get(), first);
       tls.first_filled_ += first;
@@ -253,7 +253,7 @@ Tls::Tls(std::shared_ptr<const TlsContext> context, int socket, const std::strin
 
 Tls::~Tls() {
   const Inside in;
-  if (in) openssl().SSL_free(ssl_);  // and the way to the socket
+  if (in) openssl().SSL_free(ssl_);  // and the BIO
 }
 
 // --- the handshake --------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ void Tls::fail_handshake() {
 
 // --- bytes ----------------------------------------------------------------------------------------------------------
 
-// After an operation that failed for good: why, for who was not told, and comes later.
+// After an operation that failed for good: the reason, for later calls.
 void Tls::note_failure() {
   if (failure_) return;
   const unsigned long error = take_error();
@@ -336,7 +336,7 @@ ssize_t Tls::receive(std::span<const struct iovec> parts) {
       if (api.SSL_read_ex(ssl_, static_cast<std::byte*>(part.iov_base) + at, part.iov_len - at, &got) == 1) {
         at += got;
         total += got;
-        lock.unlock();  // a record each: who sends meanwhile waits no longer
+        lock.unlock();  // a record each: waiting senders get their turn
         lock.lock();
         continue;
       }
@@ -344,7 +344,7 @@ ssize_t Tls::receive(std::span<const struct iovec> parts) {
       unread_.store(false, std::memory_order_relaxed);
       if (why == OpenSsl::kErrorSsl && !at_end_ && read_error_ == 0) {
         note_failure();
-        drain();  // the alert that tells the peer
+        drain();  // the alert for the peer
         check_failure();
       }
       if (total != 0) return static_cast<ssize_t>(total);  // an end is still there the next time
@@ -356,7 +356,7 @@ ssize_t Tls::receive(std::span<const struct iovec> parts) {
   return static_cast<ssize_t>(total);
 }
 
-// Has it encrypted, into out_. False when the stream is broken.
+// Encrypts into out_. False when the stream is broken.
 bool Tls::put(const std::byte* from, size_t bytes) {
   size_t written = 0;
   openssl().ERR_clear_error();
@@ -370,7 +370,7 @@ ssize_t Tls::send(std::span<const struct iovec> parts) {
   std::lock_guard lock(mutex_);
   if (!drain()) return errno = EAGAIN, -1;
   if (write_error_ != 0) {
-    // A peer that refuses this side said why before it hung up.
+    // A peer that refuses this side sent the reason before it hung up.
     std::byte scrap;
     size_t got = 0;
     drained_ = false;
@@ -402,7 +402,7 @@ ssize_t Tls::send(std::span<const struct iovec> parts) {
   good = good && put(gathered_.data(), gathered_.size());
   sent_under_key_ += taken;
   if (good && sent_under_key_ >= context_->rekey_bytes_) {
-    good = api.SSL_key_update(ssl_, 0) == 1;  // of this direction; the next record says so
+    good = api.SSL_key_update(ssl_, 0) == 1;  // of this direction; the next record announces it
     sent_under_key_ = 0;
   }
   if (!good) return errno = EPIPE, -1;

@@ -1,15 +1,15 @@
-// TLS 1.3 over a socket, where both sides show a certificate: what tcp.cc and sideband.cc read and write through when
-// it is asked for (stream.h).
+// TLS 1.3 over a socket, where both sides show a certificate: used by tcp.cc and sideband.cc when
+// it is configured (stream.h).
 //
-// What is proved. Each side checks that one authority, `ca`, signed the other's certificate, and that it is valid now.
+// Authentication. Each side checks that one authority, `ca`, signed the other's certificate, and that it is valid now.
 // The dialer also checks that it is the listener's: for `name`, or for the host that it dialled. With a `name` the
 // listener checks the dialer's for it as well. Names are those of the certificate's subjectAltName, without wildcards.
 // Nothing of this replaces the secret, which is proved inside (handshake.h).
 //
-// The end. A stream that ends is a lost peer to whoever reads it, whatever ended it, and messages count only when they
-// are whole (frame.h). So nobody says goodbye (close_notify), and a cut stream is no less safe than a whole one.
+// The end. A stream that ends is a lost peer to its reader, whatever ended it, and messages count only when they
+// are whole (frame.h). So neither side sends close_notify, and a cut stream is no less safe than a whole one.
 //
-// Threads: any; one at a time is in the cipher. Reading and writing never wait.
+// Threads: any; one at a time is in the cipher. Reading and writing never block.
 #pragma once
 
 #include <sys/types.h>
@@ -35,12 +35,12 @@ struct SslContext;
 struct TlsFiles {
   std::string certificate;                    // PEM, with the authorities between it and `ca` after it
   std::string key;                            // PEM, not encrypted
-  std::string ca;                             // PEM: whoever signs what peers show
+  std::string ca;                             // PEM: the authority that signs peers' certificates
   std::string name;                           // that peers' certificates are for; empty: the host that is dialled
   uint64_t rekey_bytes = uint64_t{64} << 30;  // sent under one key: AES-GCM is good for 360 GB (RFC 8446, 5.5)
 };
 
-// What a process shows and trusts: read once. Any thread.
+// Certificate and trusted authority of a process: read once. Any thread.
 class TlsContext {
  public:
   // Throws not_viable (no OpenSSL), schema (a file that cannot be used).
@@ -59,7 +59,7 @@ class TlsContext {
 
 class Tls {
  public:
-  // On a connected socket, which stays the caller's and does not block. `host` was dialled; null: the listener's side.
+  // On a connected non-blocking socket, which stays the caller's. `host` was dialled; null: the listener's side.
   Tls(std::shared_ptr<const TlsContext> context, int socket, const std::string* host);
   ~Tls();
   Tls(const Tls&) = delete;
@@ -69,22 +69,22 @@ class Tls {
   // Throws untrusted (which certificate, and why not), peer_lost, frame.
   Step shake_hands();
 
-  // As sendmsg and recvmsg: how many bytes, 0 at the end, -1 and errno. Each throws untrusted when the peer refuses
-  // this side, which a dialer hears only now, frame for what the peer did not write, and peer_lost when it says so.
-  // receive() goes on until there is no room or nothing more has come. send() takes bytes that the socket may not have
-  // yet: see flush().
+  // As sendmsg and recvmsg: the number of bytes, 0 at the end, -1 and errno. Each throws untrusted when the peer
+  // refuses this side, which a dialer learns only now, frame for what the peer did not write, and peer_lost when it
+  // closed. receive() goes on until there is no room or nothing more has arrived. send() accepts bytes that the socket
+  // may not have yet: see flush().
   ssize_t receive(std::span<const struct iovec> parts);
   ssize_t send(std::span<const struct iovec> parts);
-  // Whether the socket has all that was sent; else try again when it is writable. True as well when it never will.
+  // Whether the socket has all that was sent; else retry when it is writable. True as well when it never will.
   bool flush();
   // Whether the last receive() ended for want of room: there may be more, which no poll() shows.
   bool unread() const { return unread_.load(std::memory_order_relaxed); }
 
-  // "TLSv1.3 TLS_AES_128_GCM_SHA256", once hands are shaken.
+  // "TLSv1.3 TLS_AES_128_GCM_SHA256", after the handshake.
   const std::string& describe() const { return described_; }
 
  private:
-  struct Sockets;  // what OpenSSL calls to read and write
+  struct Sockets;  // the BIO's functions
   bool put(const std::byte* from, size_t bytes);
   bool drain();
   [[noreturn]] void fail_handshake();
@@ -93,21 +93,21 @@ class Tls {
 
   const std::shared_ptr<const TlsContext> context_;
   const int socket_;
-  const std::string peer_;  // in words
+  const std::string peer_;  // for messages
   Ssl* ssl_ = nullptr;
   std::string described_ = "TLSv1.3";
   mutable std::mutex mutex_;  // of all below
   std::atomic<bool> unread_{true};
 
-  // Coming in, as it comes from the socket.
+  // Incoming, as read from the socket.
   const std::unique_ptr<std::byte[]> in_;
   size_t in_taken_ = 0, in_filled_ = 0;
-  char first_[8] = {};  // that the peer ever said
+  char first_[8] = {};  // the peer's first bytes
   size_t first_filled_ = 0;
   bool at_end_ = false, drained_ = false;
   int read_error_ = 0;
 
-  // Going out: encrypted, and not yet taken by the socket.
+  // Outgoing: encrypted, and not yet written to the socket.
   std::vector<std::byte> out_, gathered_;
   size_t out_sent_ = 0;
   int write_error_ = 0;

@@ -24,7 +24,7 @@ Access read_piece(pid_t owner, const RegionHandle& handle, uint64_t offset, std:
   const struct iovec theirs[3] = {
       {at(handle.stamp), before.size()}, {at(handle.data + offset), into.size()}, {at(handle.stamp), after.size()}};
   const ssize_t got = ::process_vm_readv(owner, mine, 3, theirs, 3, 0);
-  if (got < 0) return errno == EFAULT ? Access::closed : Access::out_of_reach;  // a stamp that is unmapped is no stamp
+  if (got < 0) return errno == EFAULT ? Access::closed : Access::out_of_reach;  // a stamp that is unmapped is invalid
   const bool whole = static_cast<uint64_t>(got) == into.size() + before.size() + after.size();
   return whole && before == handle.id && after == handle.id ? Access::ok : Access::closed;
 }
@@ -60,7 +60,8 @@ void ExposedRegion::close() {
   if (forks_ != forks()) return;  // the lock may be held by a thread that this process does not have
   std::lock_guard lock(mutex_);
   closed_ = true;
-  auto* stamp = const_cast<volatile uint8_t*>(stamp_.data());  // others read it, and this is not to be left out
+  auto* stamp =
+      const_cast<volatile uint8_t*>(stamp_.data());  // other processes read it: the store must not be optimised away
   for (size_t i = 0; i < stamp_.size(); ++i) stamp[i] = 0;
 }
 

@@ -1,16 +1,16 @@
-// Memory that one side lets the other read, or write, without a message: what a handle says, what holds while the
-// memory is used, and the way into another process's memory (cross-memory attach, Linux's process_vm_readv).
+// Memory regions: memory that one side exposes to the other for one-sided reads, or writes: handles, locking while the
+// memory is accessed, and access to another process's memory (cross-memory attach, Linux's process_vm_readv).
 //
-// A handle is a few bytes that travel in any message. Who has it may use the region over the connection that it was
-// exposed on, and over no other; its id is 128 random bits. Nothing is done without the region's leave: use() looks at
-// bounds under a lock, and close() waits for that lock, so that after close() nobody touches the memory.
+// A handle is a few bytes that travel in any message. Its holder may use the region over the connection that it was
+// exposed on, and over no other; its id is 128 random bits. Every access goes through the region: use() checks
+// bounds under a lock, and close() waits for that lock, so that after close() the memory is not accessed.
 //
-// The stamp. A reader that goes into the owner's memory by itself asks nobody, so it reads the stamp, the data and the
+// The stamp. A reader that accesses the owner's memory directly reads the stamp, the data and the
 // stamp again. The stamp holds the id while the region is open and zeros afterwards: data between two good ones was
-// read while the region was open. A process that got the owner's number later does not have the stamp either. Nobody
-// writes into another's memory this way: a writer asks, and the owner reads from the writer (sideband.h).
+// read while the region was open. A process that reuses the owner's pid does not have the stamp either. No process
+// writes into another's memory this way: a writer sends a request, and the owner reads from the writer (sideband.h).
 //
-// Threads: any. A forked child's copies stand for nothing.
+// Threads: any. A forked child's copies are closed.
 #pragma once
 
 #include <sys/types.h>
@@ -34,12 +34,12 @@ struct RegionHandle {
   char magic[8];
   ExposedId id;
   uint64_t bytes;
-  uint64_t stamp;  // where the stamp and the memory stand in the owner's address space
+  uint64_t stamp;  // addresses of the stamp and the memory in the owner's address space
   uint64_t data;
   uint32_t writable;
   uint32_t reserved;  // zero
 
-  // From bytes that anyone may have sent. Throws schema.
+  // From untrusted bytes. Throws schema.
   static RegionHandle parse(std::span<const std::byte> bytes);
 };
 static_assert(sizeof(RegionHandle) == 56);
@@ -56,11 +56,11 @@ class ExposedRegion {
   const ExposedId& id() const { return id_; }
   uint64_t bytes() const { return memory_.size(); }
   bool writable() const { return writable_; }
-  // Nobody uses the memory once this has returned; waits for a piece that is being copied. Idempotent.
+  // The memory is not accessed once this has returned; waits for a piece that is being copied. Idempotent.
   void close();
   bool closed() const;
 
-  // use(its bytes from offset) while it cannot be closed; keep it short. False when it is closed or has no such bytes.
+  // Calls use(its bytes from offset) under the lock; keep it short. False when it is closed or has no such bytes.
   template <typename Use>
   bool use(uint64_t offset, uint64_t bytes, Use&& use) {
     std::lock_guard lock(mutex_);
@@ -79,11 +79,11 @@ class ExposedRegion {
   bool closed_ = false;
 };
 
-// What one end of a connection has exposed.
+// The regions that one end of a connection has exposed.
 class ExposedRegions {
  public:
   std::shared_ptr<ExposedRegion> add(std::span<std::byte> memory, bool writable);
-  std::shared_ptr<ExposedRegion> find(const ExposedId& id) const;  // null when there is none, or it is gone
+  std::shared_ptr<ExposedRegion> find(const ExposedId& id) const;  // null when there is none, or it was destroyed
 
  private:
   mutable std::mutex mutex_;
@@ -91,15 +91,15 @@ class ExposedRegions {
   size_t sweep_at_ = 64;
 };
 
-// How an access ended.
+// Result of an access.
 enum class Access : uint32_t { ok = 0, closed, beyond, read_only, out_of_reach };
 constexpr uint32_t kAccessCount = 5;
 // Throws for all but ok: region, and not_viable when out of reach.
 void check_access(Access access);
-// What the handle itself forbids, before anybody is asked.
+// Checks against the handle itself, before any request.
 Access allowed(const RegionHandle& handle, uint64_t offset, uint64_t bytes, bool writing);
 
-// Copies from another process's region. `out_of_reach` when this process may not look there, or it is gone.
+// Copies from another process's region. `out_of_reach` when access is denied, or the process has ended.
 Access read_across(pid_t owner, const RegionHandle& handle, uint64_t offset, std::span<std::byte> into);
 // Plain memory of another process; 0, or the error's number.
 int peek(pid_t owner, uint64_t address, std::span<std::byte> into);

@@ -12,10 +12,9 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kChunk = uint64_t{1} << 20;
-constexpr uint64_t kBudget = uint64_t{4} << 20;      // of one line, until the others get their turn
+constexpr uint64_t kBudget = uint64_t{4} << 20;      // of one sideband, until the others get their turn
 constexpr uint64_t kTakePiece = uint64_t{16} << 20;  // a region cannot be closed for so long
-constexpr size_t kMostOpen = 64;                     // requests of one side without an answer
-constexpr size_t kMostNotes = 1024;                  // that a peer does not take
+constexpr size_t kMostNotes = 1024;                  // that a peer does not read
 
 }  // namespace
 
@@ -28,9 +27,9 @@ Sideband::Sideband(Setup setup)
       out_of_reach_(std::move(setup.out_of_reach)) {
   random_bytes(nonce_);
   if (peer_ == 0) {
-    greeted_ = told_reach_ = true;  // and nothing to wait for
+    greeted_ = reach_known_ = true;  // and nothing to wait for
   } else {
-    out_of_reach_.clear();  // until it is found out
+    out_of_reach_.clear();  // until it is known
   }
 }
 
@@ -38,12 +37,12 @@ void Sideband::start() {
   SidebandThread::of_process().add(shared_from_this());
   std::lock_guard lock(mutex_);
   Note note{};
-  note.word = static_cast<uint32_t>(Word::greeting);
+  note.kind = static_cast<uint32_t>(NoteKind::greeting);
   note.region = nonce_;
   if (peer_ != 0) note.data = reinterpret_cast<uintptr_t>(nonce_.data());
   notes_.push_back(note);
   flush();
-  unread_.store(socket_.wire().unread(), std::memory_order_relaxed);  // it may have come with the handshake
+  unread_.store(socket_.wire().unread(), std::memory_order_relaxed);  // it may have arrived with the handshake
   SidebandThread::of_process().wake();
 }
 
@@ -61,121 +60,7 @@ void Sideband::hang_up() const {
   if (forks_ == forks()) ::shutdown(socket_.get(), SHUT_RDWR);
 }
 
-// --- asking ---------------------------------------------------------------------------------------------------------
-
-Path Sideband::read(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset, Deadline deadline) {
-  check_access(allowed(handle, offset, into.size(), false));
-  bool reachable = false;
-  {
-    std::unique_lock lock(mutex_);
-    wait_until_greeted(lock, deadline);
-    reachable = out_of_reach_.empty();
-  }
-  if (reachable) {
-    // A peer that is gone has no stamp: who got its number is not read by mistake.
-    const Access access = read_across(peer_, handle, offset, into);
-    if (access != Access::out_of_reach) {
-      if (access != Access::ok) {
-        std::lock_guard lock(mutex_);
-        if (ended_) fail(ErrorKind::peer_lost, "the peer hung up, or died, while its memory was read");
-      }
-      check_access(access);
-      return Path::cma;
-    }
-  }
-  Note note{};
-  note.word = static_cast<uint32_t>(Word::get);
-  note.offset = offset;
-  note.bytes = into.size();
-  note.region = handle.id;
-  check_access(ask(note, into, deadline));
-  return Path::served;
-}
-
-Path Sideband::write(const RegionHandle& handle, Bytes from, uint64_t offset, Deadline deadline) {
-  check_access(allowed(handle, offset, from.size(), true));
-  Note note{};
-  note.offset = offset;
-  note.bytes = from.size();
-  note.region = handle.id;
-  bool reachable = false;
-  {
-    std::unique_lock lock(mutex_);
-    wait_until_greeted(lock, deadline);
-    reachable = peer_reaches_;
-  }
-  if (reachable) {
-    note.word = static_cast<uint32_t>(Word::take);
-    const Access access = ask(note, from, deadline);
-    if (access != Access::out_of_reach) {
-      check_access(access);
-      return Path::cma;
-    }
-    std::lock_guard lock(mutex_);
-    peer_reaches_ = false;
-  }
-  note.word = static_cast<uint32_t>(Word::put);
-  check_access(ask(note, from, deadline));
-  return Path::served;
-}
-
-void Sideband::wait_until_greeted(std::unique_lock<std::mutex>& lock, Deadline deadline) {
-  while (!ended_ && !(greeted_ && told_reach_)) {
-    if (deadline.passed()) fail(ErrorKind::timed_out, "the peer's transport said nothing before the deadline");
-    greeting_.wait_for(lock, std::chrono::nanoseconds(deadline.left_ns()));
-  }
-}
-
-Access Sideband::ask(Note note, Bytes memory, Deadline deadline) {
-  const std::span<std::byte> bytes(const_cast<std::byte*>(memory.data()), memory.size());
-  const bool incoming = note.word == static_cast<uint32_t>(Word::get);
-  Request request{std::make_shared<ExposedRegion>(bytes, incoming), incoming, false, Access::ok, {}};
-  std::unique_lock lock(mutex_);
-  while (requests_.size() >= kMostOpen && !ended_) {
-    if (deadline.passed()) fail(ErrorKind::timed_out, "other reads and writes were still under way at the deadline");
-    greeting_.wait_for(lock, std::chrono::nanoseconds(deadline.left_ns()));
-  }
-  if (ended_) fail(ErrorKind::peer_lost, "the peer hung up, or died");
-  note.number = next_number_++;
-  const RegionHandle mine = request.local->handle();
-  note.stamp = mine.stamp;
-  note.data = mine.data;
-  note.from = mine.id;
-  requests_[note.number] = &request;
-  notes_.push_back(note);
-  if (note.word == static_cast<uint32_t>(Word::put)) {
-    transfers_.push_back({Word::load, note.number, request.local, 0, note.bytes, 0});
-  }
-  flush();
-  while (!request.done && !ended_ && !deadline.passed()) {
-    request.changed.wait_for(lock, std::chrono::nanoseconds(deadline.left_ns()));
-  }
-  requests_.erase(note.number);
-  greeting_.notify_all();
-  const bool ended = ended_;
-  if (!request.done && !ended) withdraw(note);
-  lock.unlock();
-  request.local->close();  // from here on the memory is the caller's again
-  if (request.done) return request.access;
-  if (ended) fail(ErrorKind::peer_lost, "the peer hung up, or died, in the middle of a read or write");
-  fail(ErrorKind::timed_out, "the peer's transport had not done it all before the deadline");
-}
-
-void Sideband::withdraw(const Note& note) {
-  std::erase_if(transfers_, [&](const Transfer& t) { return t.word == Word::load && t.number == note.number; });
-  const size_t waiting =
-      std::erase_if(notes_, [&](const Note& other) { return other.word == note.word && other.number == note.number; });
-  if (waiting == 0) say(Word::withdraw, note.number);  // the peer may know of it
-  flush();
-}
-
-std::string Sideband::way() const {
-  std::lock_guard lock(mutex_);
-  if (!greeted_) return "";
-  return out_of_reach_.empty() ? "cma" : "served: " + out_of_reach_;
-}
-
-// --- what comes -----------------------------------------------------------------------------------------------------
+// --- incoming -------------------------------------------------------------------------------------------------------
 
 void Sideband::on_ready() {
   std::lock_guard lock(mutex_);
@@ -195,7 +80,7 @@ void Sideband::on_ready() {
         end();
         break;
       }
-      heard_ = true;
+      received_ = true;
       in_filled_ += static_cast<size_t>(got);
       budget -= std::min<uint64_t>(budget, static_cast<uint64_t>(got));
       if (in_filled_ < sizeof in_) continue;
@@ -206,11 +91,11 @@ void Sideband::on_ready() {
     flush();
   } catch (const Error& error) {
     end();
-    tell_lost(error.what());
+    report_lost(error.what());
   }
 }
 
-// False when nothing more has come.
+// False when nothing more has arrived.
 bool Sideband::read_payload(uint64_t* budget) {
   ssize_t got = 0;
   int error = 0;
@@ -220,7 +105,7 @@ bool Sideband::read_payload(uint64_t* budget) {
       got = socket_.wire().receive(into.data(), into.size());
       error = errno;
     });
-    if (!used) payload_for_.reset();  // closed meanwhile: its owner is told when the chunk is through
+    if (!used) payload_for_.reset();  // closed meanwhile: its owner is informed when the chunk is through
   }
   if (!used) {
     std::byte nowhere[16384];
@@ -233,18 +118,18 @@ bool Sideband::read_payload(uint64_t* budget) {
     end();
     return false;
   }
-  heard_ = true;
+  received_ = true;
   const auto bytes = static_cast<uint64_t>(got);
   payload_left_ -= bytes;
   payload_at_ += bytes;
   *budget -= std::min(*budget, bytes);
   if (payload_left_ == 0) {
-    const auto put = in_.word == static_cast<uint32_t>(Word::load) ? puts_.find(in_.number) : puts_.end();
+    const auto put = in_.kind == static_cast<uint32_t>(NoteKind::load) ? puts_.find(in_.number) : puts_.end();
     if (put != puts_.end()) {
       put->second.got += in_.bytes;
       const bool closed = payload_for_ == nullptr;
       if (closed || put->second.got == put->second.bytes) {
-        say(Word::done, in_.number, closed ? Access::closed : Access::ok);
+        send_note(NoteKind::done, in_.number, closed ? Access::closed : Access::ok);
         puts_.erase(put);
       }
     }
@@ -254,27 +139,27 @@ bool Sideband::read_payload(uint64_t* budget) {
 }
 
 void Sideband::handle(const Note& note) {
-  if (notes_.size() >= kMostNotes) nonsense("requests, and takes no answers");
-  switch (static_cast<Word>(note.word)) {
-    case Word::beat:
+  if (notes_.size() >= kMostNotes) malformed("requests, and reads no answers");
+  switch (static_cast<NoteKind>(note.kind)) {
+    case NoteKind::beat:
       return;
-    case Word::greeting:
+    case NoteKind::greeting:
       return greeted(note);
-    case Word::reach:
-      told_reach_ = true;
+    case NoteKind::reach:
+      reach_known_ = true;
       peer_reaches_ = peer_ != 0 && note.access == 0;
       greeting_.notify_all();
       return;
-    case Word::get:
-    case Word::put:
-    case Word::take:
+    case NoteKind::get:
+    case NoteKind::put:
+    case NoteKind::take:
       return requested(note);
-    case Word::chunk:
-    case Word::load:
+    case NoteKind::chunk:
+    case NoteKind::load:
       return arriving(note);
-    case Word::done: {
-      if (note.access >= kAccessCount) nonsense("an answer that does not exist");
-      std::erase_if(transfers_, [&](const Transfer& t) { return t.word == Word::load && t.number == note.number; });
+    case NoteKind::done: {
+      if (note.access >= kAccessCount) malformed("an answer that does not exist");
+      std::erase_if(transfers_, [&](const Transfer& t) { return t.kind == NoteKind::load && t.number == note.number; });
       const auto found = requests_.find(note.number);
       if (found == requests_.end()) return;
       found->second->done = true;
@@ -282,45 +167,46 @@ void Sideband::handle(const Note& note) {
       found->second->changed.notify_one();
       return;
     }
-    case Word::withdraw:
+    case NoteKind::cancel:
       puts_.erase(note.number);
-      std::erase_if(transfers_, [&](const Transfer& t) { return t.word == Word::chunk && t.number == note.number; });
+      std::erase_if(transfers_,
+                    [&](const Transfer& t) { return t.kind == NoteKind::chunk && t.number == note.number; });
       std::erase_if(takes_, [&](const Take& take) { return take.number == note.number; });
       return;
   }
-  nonsense("what is not a note");
+  malformed("what is not a note");
 }
 
 void Sideband::greeted(const Note& note) {
   if (peer_ != 0 && !greeted_) {
     ExposedId found{};
     if (note.data == 0) {
-      out_of_reach_ = "the peer does not want it";
+      out_of_reach_ = "the peer has turned it off";
     } else if (const int error = peek(peer_, note.data, std::as_writable_bytes(std::span(found))); error != 0) {
       out_of_reach_ = std::string("the peer's memory cannot be read: ") + std::strerror(error);
     } else if (found != note.region) {
-      out_of_reach_ = "another process answers to the peer's number";
+      out_of_reach_ = "another process has the peer's pid";
     }
   }
   greeted_ = true;
   greeting_.notify_all();
-  say(Word::reach, 0, out_of_reach_.empty() ? Access::ok : Access::out_of_reach);
+  send_note(NoteKind::reach, 0, out_of_reach_.empty() ? Access::ok : Access::out_of_reach);
 }
 
 void Sideband::requested(const Note& note) {
-  if (puts_.size() + transfers_.size() + takes_.size() > 2 * kMostOpen) nonsense("more requests than it may");
-  const bool writing = static_cast<Word>(note.word) != Word::get;
+  if (puts_.size() + transfers_.size() + takes_.size() > 2 * kMostOpen) malformed("too many requests");
+  const bool writing = static_cast<NoteKind>(note.kind) != NoteKind::get;
   const auto region = regions_->find(note.region);
   Access access = Access::closed;
   if (region != nullptr && !region->closed()) access = allowed(region->handle(), note.offset, note.bytes, writing);
-  if (static_cast<Word>(note.word) == Word::take && access == Access::ok && !out_of_reach_.empty()) {
+  if (static_cast<NoteKind>(note.kind) == NoteKind::take && access == Access::ok && !out_of_reach_.empty()) {
     access = Access::out_of_reach;
   }
-  if (access != Access::ok || note.bytes == 0) return say(Word::done, note.number, access);
-  if (static_cast<Word>(note.word) == Word::get) {
-    transfers_.push_back({Word::chunk, note.number, region, note.offset, note.bytes, 0});
-  } else if (static_cast<Word>(note.word) == Word::put) {
-    if (!puts_.try_emplace(note.number, Put{region, note.offset, note.bytes, 0}).second) nonsense("a number twice");
+  if (access != Access::ok || note.bytes == 0) return send_note(NoteKind::done, note.number, access);
+  if (static_cast<NoteKind>(note.kind) == NoteKind::get) {
+    transfers_.push_back({NoteKind::chunk, note.number, region, note.offset, note.bytes, 0});
+  } else if (static_cast<NoteKind>(note.kind) == NoteKind::put) {
+    if (!puts_.try_emplace(note.number, Put{region, note.offset, note.bytes, 0}).second) malformed("a number twice");
   } else {
     RegionHandle from{};
     from.id = note.from;
@@ -332,29 +218,29 @@ void Sideband::requested(const Note& note) {
   }
 }
 
-// Bytes follow: for a read of ours, or for a region of ours. Those that nobody wants are read and thrown away.
+// Bytes follow: for a read of ours, or for a region of ours. Those without a destination are read and discarded.
 void Sideband::arriving(const Note& note) {
-  if (note.bytes == 0 || note.bytes > kChunk) nonsense("a chunk of a size that cannot be");
+  if (note.bytes == 0 || note.bytes > kChunk) malformed("a chunk of a size that cannot be");
   payload_left_ = note.bytes;
   payload_at_ = note.offset;
   payload_for_.reset();
-  if (static_cast<Word>(note.word) == Word::chunk) {
+  if (static_cast<NoteKind>(note.kind) == NoteKind::chunk) {
     const auto found = requests_.find(note.number);
     if (found == requests_.end() || !found->second->incoming) return;
     const auto& local = found->second->local;
-    if (note.offset > local->bytes() || note.bytes > local->bytes() - note.offset) nonsense("more than was asked for");
+    if (note.offset > local->bytes() || note.bytes > local->bytes() - note.offset) malformed("more than was asked for");
     payload_for_ = local;
     return;
   }
   const auto found = puts_.find(note.number);
   if (found == puts_.end()) return;
   const Put& put = found->second;
-  if (note.offset != put.got || note.bytes > put.bytes - put.got) nonsense("other bytes than it announced");
+  if (note.offset != put.got || note.bytes > put.bytes - put.got) malformed("other bytes than it announced");
   payload_at_ = put.offset + note.offset;
   payload_for_ = put.region;
 }
 
-// A piece at a time, so that the beat goes on and regions can be closed.
+// A piece at a time, so that heartbeats go on and regions can be closed.
 void Sideband::work() {
   if (unread_.load(std::memory_order_relaxed)) on_ready();
   Take take;
@@ -375,24 +261,24 @@ void Sideband::work() {
     takes_.front().done += bytes;
     if (access != Access::ok || takes_.front().done == take.from.bytes) {
       takes_.pop_front();
-      say(Word::done, take.number, access);
+      send_note(NoteKind::done, take.number, access);
     }
   }
   has_work_.store(!takes_.empty(), std::memory_order_relaxed);
   flush();
 }
 
-// --- what leaves ----------------------------------------------------------------------------------------------------
+// --- outgoing -------------------------------------------------------------------------------------------------------
 
-void Sideband::say(Word word, uint64_t number, Access access) {
+void Sideband::send_note(NoteKind kind, uint64_t number, Access access) {
   Note note{};
-  note.word = static_cast<uint32_t>(word);
+  note.kind = static_cast<uint32_t>(kind);
   note.number = number;
   note.access = static_cast<uint32_t>(access);
   notes_.push_back(note);
 }
 
-// As much as the socket takes, and the budget allows; the thread goes on when there is room again.
+// Writes as much as the socket takes, and the budget allows; the thread goes on when there is room again.
 void Sideband::flush() {
   uint64_t chunks = kBudget / kChunk;
   while (!ended_) {
@@ -419,7 +305,7 @@ void Sideband::flush() {
   }
 }
 
-// The next chunk of whoever waits longest.
+// The next chunk of the request that waits longest.
 void Sideband::begin_chunk() {
   chunk_ = std::move(transfers_.front());
   transfers_.pop_front();
@@ -427,7 +313,7 @@ void Sideband::begin_chunk() {
   chunk_left_ = chunk_spoilt_ ? 0 : std::min(kChunk, chunk_.bytes - chunk_.sent);
   if (chunk_left_ == 0) return end_chunk();
   Note note{};
-  note.word = static_cast<uint32_t>(chunk_.word);
+  note.kind = static_cast<uint32_t>(chunk_.kind);
   note.number = chunk_.number;
   note.offset = chunk_.sent;
   note.bytes = chunk_left_;
@@ -436,7 +322,7 @@ void Sideband::begin_chunk() {
   out_sent_ = 0;
 }
 
-// False when the socket took nothing. A chunk was promised: what its region no longer gives goes as zeros.
+// False when the socket took nothing. A chunk was announced: bytes of a region closed meanwhile go as zeros.
 bool Sideband::send_payload() {
   ssize_t n = 0;
   int error = 0;
@@ -462,13 +348,13 @@ void Sideband::end_chunk() {
   const bool last = chunk_spoilt_ || chunk_.sent == chunk_.bytes;
   if (!last) {
     transfers_.push_back(std::move(chunk_));
-  } else if (chunk_.word == Word::chunk) {
-    say(Word::done, chunk_.number, chunk_spoilt_ ? Access::closed : Access::ok);
+  } else if (chunk_.kind == NoteKind::chunk) {
+    send_note(NoteKind::done, chunk_.number, chunk_spoilt_ ? Access::closed : Access::ok);
   }
   chunk_ = {};
 }
 
-// After a send that sent nothing: whether to try again now.
+// After a send that sent nothing: whether to retry now.
 bool Sideband::again() {
   if (errno == EINTR) return true;
   if (errno == EAGAIN) {
@@ -485,21 +371,21 @@ void Sideband::want_write(bool wanted) {
   SidebandThread::of_process().watch(this, wanted);
 }
 
-// --- life and death -------------------------------------------------------------------------------------------------
+// --- heartbeats and loss --------------------------------------------------------------------------------------------
 
 void Sideband::tick() {
   std::lock_guard lock(mutex_);
-  if (ended_) return;  // the connection itself tells of that
-  // Counted in beats of our own: a process that was stopped itself does not blame its peers.
-  silent_s_ = heard_ ? 0 : silent_s_ + kBeatS;
-  heard_ = false;
-  if (peer_timeout_s_ > 0 && silent_s_ >= peer_timeout_s_) {
+  if (ended_) return;  // the connection itself reports that
+  // Counted in heartbeats of this process: one that was stopped itself does not declare its peers lost.
+  idle_s_ = received_ ? 0 : idle_s_ + kHeartbeatS;
+  received_ = false;
+  if (peer_timeout_s_ > 0 && idle_s_ >= peer_timeout_s_) {
     end();
     std::ostringstream text;
-    text << "has given no sign of life for " << silent_s_ << " s: its process is stopped, or the way to it is cut";
-    return tell_lost(text.str());
+    text << "has sent no heartbeat for " << idle_s_ << " s: its process is stopped, or the network to it is cut";
+    return report_lost(text.str());
   }
-  if (notes_.empty()) say(Word::beat);
+  if (notes_.empty()) send_note(NoteKind::beat);
   flush();
 }
 
@@ -518,11 +404,11 @@ void Sideband::end() {
   payload_for_.reset();
 }
 
-void Sideband::nonsense(const char* what) {
-  fail(ErrorKind::frame, "sent ", what, " beside the connection");
+void Sideband::malformed(const char* what) {
+  fail(ErrorKind::frame, "sent ", what, " on the sideband");
 }
 
-void Sideband::tell_lost(const std::string& reason) {
+void Sideband::report_lost(const std::string& reason) {
   std::lock_guard lock(lost_mutex_);
   if (lost_) lost_(reason);
 }

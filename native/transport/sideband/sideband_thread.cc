@@ -25,7 +25,7 @@ SidebandThread* made = nullptr;  // never deleted: connections may outlive main
 SidebandThread& SidebandThread::of_process() {
   static const bool told = [] {
     forks();
-    // The thread may be anywhere at a fork, so a child leaves what there was as it is, and never looks at it again.
+    // The thread may be anywhere at a fork, so a child leaves the parent's object as it is, and never uses it again.
     ::pthread_atfork([] { making.lock(); }, [] { making.unlock(); },
                      [] {
                        made = nullptr;
@@ -70,7 +70,7 @@ void SidebandThread::add(const std::shared_ptr<SidebandLine>& line) {
 }
 
 void SidebandThread::remove(const SidebandLine* line) {
-  std::shared_ptr<SidebandLine> last;  // let go without the lock
+  std::shared_ptr<SidebandLine> last;  // released without the lock
   std::lock_guard lock(mutex_);
   const auto found = lines_.find(line);
   if (found == lines_.end()) return;
@@ -83,7 +83,7 @@ void SidebandThread::watch(const SidebandLine* line, bool write) const {
   struct epoll_event event{};
   event.events = EPOLLIN | (write ? EPOLLOUT : 0u);
   event.data.ptr = const_cast<SidebandLine*>(line);
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, line->socket(), &event);  // fails when it is gone
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, line->socket(), &event);  // fails when it is closed
 }
 
 void SidebandThread::wake() const {
@@ -92,8 +92,8 @@ void SidebandThread::wake() const {
 }
 
 void SidebandThread::serve() {
-  constexpr auto kBeatNs = static_cast<uint64_t>(kBeatS * 1e9);
-  uint64_t next_beat_ns = monotonic_ns() + kBeatNs;
+  constexpr auto kHeartbeatNs = static_cast<uint64_t>(kHeartbeatS * 1e9);
+  uint64_t next_beat_ns = monotonic_ns() + kHeartbeatNs;
   struct epoll_event events[64];
   std::vector<std::shared_ptr<SidebandLine>> all, ready;
   bool busy = false;
@@ -116,14 +116,14 @@ void SidebandThread::serve() {
     for (const auto& line : ready) line->on_ready();
     if (monotonic_ns() >= next_beat_ns) {
       for (const auto& line : all) line->tick();
-      next_beat_ns = monotonic_ns() + kBeatNs;
+      next_beat_ns = monotonic_ns() + kHeartbeatNs;
     }
     busy = false;
     for (const auto& line : all) {
       if (line->has_work()) line->work();
       busy |= line->has_work();
     }
-    all.clear();  // now, and not when something happens next: the last one to have a line closes it
+    all.clear();  // now, and not at the next event: the last reference closes the line
     ready.clear();
   }
 }

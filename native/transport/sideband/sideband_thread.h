@@ -1,5 +1,5 @@
-// The one thread of a process that serves the lines beside its connections (sideband.h). It is made with the first of
-// them, and lives as long as the process; a forked child makes its own. It waits for nobody but in its one epoll.
+// Sideband thread: one thread of a process that serves the sidebands of its connections (sideband.h). It starts with
+// the first of them, and lives as long as the process; a forked child makes its own. It blocks only in its one epoll.
 #pragma once
 
 #include <map>
@@ -10,18 +10,18 @@
 
 namespace geartrain {
 
-// How often every line is told to give a sign of life.
-constexpr double kBeatS = 0.5;
+// Interval of heartbeats.
+constexpr double kHeartbeatS = 0.5;
 
-// What the thread serves: it alone calls these, but for socket().
+// A sideband as the thread serves it: it alone calls these, except socket().
 class SidebandLine {
  public:
   virtual ~SidebandLine() = default;
   virtual int socket() const = 0;  // watched from add() to remove()
   virtual void on_ready() = 0;     // the socket may be read, or written
-  virtual void tick() = 0;         // every kBeatS
+  virtual void tick() = 0;         // every kHeartbeatS
   virtual bool has_work() const = 0;
-  virtual void work() = 0;  // a piece of it: then other lines have their turn
+  virtual void work() = 0;  // a piece of it: then other sidebands get their turn
 };
 
 class SidebandThread {
@@ -29,7 +29,7 @@ class SidebandThread {
   static SidebandThread& of_process();
   void add(const std::shared_ptr<SidebandLine>& line);
   void remove(const SidebandLine* line);
-  void watch(const SidebandLine* line, bool write) const;  // no lock: from within the line's own
+  void watch(const SidebandLine* line, bool write) const;  // no lock: from within the sideband's own
   void wake() const;                                       // a line has work
 
  private:

@@ -122,7 +122,7 @@ class Client:
         """Drops the reply when it comes, and has the peer cancel the call."""
         self.calls.forget(tag)
         with contextlib.suppress(GeartrainError):
-            self.calls.tell(tag, CANCEL, self._codec.encode(None), 0.1)
+            self.calls.notify(tag, CANCEL, self._codec.encode(None), 0.1)
         with self._lock:
             self._in_background.pop(tag, None)
 
@@ -135,12 +135,12 @@ class Client:
             if not self._completing:
                 self._completing = True
                 self._threads.start(self._complete, "completes futures of")
-        self.calls.loosen(tag)
+        self.calls.detach(tag)
 
     def _complete(self) -> None:
         while True:
             try:
-                message = self.calls.next_loose(0.5)
+                message = self.calls.next_detached(0.5)
             except WaitTimeoutError:
                 self._expire()
                 with self._lock:

@@ -40,7 +40,7 @@ class Scheduler:
         threads: where more threads come from.
         execute: runs a call's function and replies; called without the lock.
         refuse: replies with an error instead.
-        step_aside: reports to the inbox that this thread will not come back for long.
+        yield_slot: reports to the inbox that this thread will not come back for long.
         max_threads: workers that run functions at once.
         max_open: calls that wait in one session's queue; four times as many wait for a thread.
         max_queued_bytes: the same in bytes of their messages.
@@ -52,14 +52,14 @@ class Scheduler:
         threads: ThreadGroup,
         execute: Callable[[Call], None],
         refuse: Callable[[Call, BusyError], None],
-        step_aside: Callable[[], None],
+        yield_slot: Callable[[], None],
         *,
         max_threads: int,
         max_open: int,
         max_queued_bytes: int,
     ) -> None:
         self._name, self._threads = name, threads
-        self._execute, self._refuse, self._leave_inbox = execute, refuse, step_aside
+        self._execute, self._refuse, self._leave_inbox = execute, refuse, yield_slot
         self._max_threads, self._max_open, self._max_queued_bytes = max_threads, max_open, max_queued_bytes
         self._on_wait = self._yield_turn
         self._lock = threading.Lock()  # of all below, and of the sessions' queues

@@ -79,7 +79,7 @@ class Server:
             threads,
             self._execute,
             self._refuse,
-            self._inbox.step_aside,
+            self._inbox.yield_slot,
             max_threads=max_threads,
             max_open=max_open,
             max_queued_bytes=max_queued_bytes,
@@ -166,7 +166,7 @@ class Server:
                     traceback.print_exc()
             del event, message, session  # memory of the peer's, perhaps
             if scheduler.retire_receiver():
-                self._inbox.step_aside()
+                self._inbox.yield_slot()
                 return
 
     def _expire(self) -> None:

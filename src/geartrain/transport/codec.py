@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: How deep containers may be nested.
 MAX_DEPTH = 64
 
-Payload = _native.Parcel
+Payload = _native.Payload
 Message = _native.Message
 
 

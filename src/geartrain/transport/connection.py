@@ -26,7 +26,7 @@ from geartrain.errors import TransportError
 from geartrain.transport.tls import TLS
 
 Message = _native.Message
-Payload = _native.Parcel
+Payload = _native.Payload
 
 #: All transports, fastest first.
 TRANSPORTS = ("inproc", "shm", "tcp")

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 import geartrain._native_testing as _native_testing
-import geartrain.selection.strategy as selection
+import geartrain.selection as selection
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.assignment import Assignment

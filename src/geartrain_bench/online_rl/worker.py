@@ -14,7 +14,7 @@ from geartrain.actors import LocalPolicy, environments_of, recorded_fields
 from geartrain.core.counters import SharedCounters
 from geartrain.launch import ActorContext, Context
 from geartrain.replay.replay import Replay
-from geartrain.selection.strategy import Uniform
+from geartrain.selection import Uniform
 
 #: What CartPole observes, the width of the policy, and its actions.
 OBSERVED, WIDTH, ACTIONS = 4, 64, 2

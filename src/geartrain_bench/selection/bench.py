@@ -40,7 +40,7 @@ import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.core.keys import Keys
 from geartrain.core.schema import Field
-from geartrain.selection.strategy import Candidates, Drawn, Prioritized, Strategy, Uniform
+from geartrain.selection import Candidates, Draw, Prioritized, Strategy, Uniform
 from geartrain.store.store import Store
 from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
@@ -359,8 +359,8 @@ class _SizeBench:
     def _plain_draws(self, candidates: Candidates, batch: int) -> list[System]:
         weighing = Prioritized(SEED, beta=BETA)
 
-        def weigh(drawn: Drawn) -> None:
-            weighing.importance_weights(drawn.probability, len(candidates), 0)
+        def weigh(drawn: Draw) -> None:
+            weighing.importance_weights(drawn, len(candidates), 0)
 
         return [
             self._draws("geartrain", Prioritized(SEED), candidates, batch),
@@ -373,7 +373,7 @@ class _SizeBench:
         strategy: Strategy,
         candidates: Candidates,
         batch: int,
-        then: Callable[[Drawn], object] | None = None,
+        then: Callable[[Draw], object] | None = None,
     ) -> System:
         def one(step: int) -> None:
             drawn = strategy.select(candidates, batch, step)

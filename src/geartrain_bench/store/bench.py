@@ -34,7 +34,7 @@ import geartrain_bench.harness.timing as harness
 from geartrain.core.schema import Field
 from geartrain.replay.fetch import fetch
 from geartrain.replay.replay import Replay
-from geartrain.selection.strategy import Uniform
+from geartrain.selection import Uniform
 from geartrain.store.store import Store
 from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Clock, Lap, Row, System

@@ -69,7 +69,7 @@ def plan_ranks(
                 memory_gb=memory_gb,
             )
             here = known or DEFAULTS
-            asked = [report.Asked(f"{hosts} x {gpus} ranks", cluster, here.of_host(cores) if cores else here)]
+            asked = [report.ClusterCase(f"{hosts} x {gpus} ranks", cluster, here.of_host(cores) if cores else here)]
         report.show(asked, json_path)
 
 

@@ -89,8 +89,8 @@ class HostsError(GeartrainError):
     """Hosts cannot be created here, or one of their parts failed; carries the command's output."""
 
 
-class Moved(NamedTuple):
-    """Bytes through a host's eth0, including headers, excluding loopback."""
+class LinkTraffic(NamedTuple):
+    """Bytes that went through a host's eth0, headers included, loopback not."""
 
     sent: int
     received: int
@@ -254,14 +254,14 @@ class Hosts:
 
     # --- the links ------------------------------------------------------------------------------------------
 
-    def bytes(self, i: int) -> Moved:
-        """Bytes that host i's eth0 has sent and received since it was created, by the kernel's counters.
+    def bytes(self, i: int) -> LinkTraffic:
+        """What host i's eth0 has sent and received since it was made, by the kernel's count.
 
         Packets dropped by the host's own queue are in neither; packets lost later count as sent.
         """
         said = _run(["ip", "-netns", self._space(i), "-json", "-statistics", "link", "show", "dev", INTERFACE])
         counted = json.loads(said)[0]["stats64"]
-        return Moved(int(counted["tx"]["bytes"]), int(counted["rx"]["bytes"]))
+        return LinkTraffic(int(counted["tx"]["bytes"]), int(counted["rx"]["bytes"]))
 
     def switch_counters(self) -> dict[str, int]:
         """Frames that the switch has forwarded, dropped and lost; see `Switch.counters`."""
