@@ -141,7 +141,7 @@ class ShmConnection final : public Connection {
     wait_for_room(record, deadline);
     const uint16_t flags = kInSegment | (header_too ? kHeaderInSegment : 0);
     uint64_t at = put_frame(frame_of(message, flags), message);
-    const SegmentPlace place = own_.lend(slot);
+    const SegmentPlace place = own_.lease(slot);
     at = control_->put(at, std::as_bytes(std::span(&place, 1)));
     if (!header_too) at = control_->put(at, message.header);
     publish(at);

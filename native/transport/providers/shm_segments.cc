@@ -65,7 +65,7 @@ void OwnSegments::note(uint32_t word, uint32_t slot, uint64_t bytes, int fd, Dea
   broken_ = false;
 }
 
-SegmentPlace OwnSegments::lend(uint32_t slot) {
+SegmentPlace OwnSegments::lease(uint32_t slot) {
   own_[slot].used_ns = monotonic_ns();
   out_.leased[slot].store(1, std::memory_order_relaxed);
   return {slot, own_[slot].use};

@@ -22,7 +22,7 @@ class OwnSegments {
   uint32_t try_take(uint64_t needed, Deadline deadline);
   std::byte* data(uint32_t slot) const { return own_.at(slot).memory.data(); }
   // The frame that names it is about to be published.
-  SegmentPlace lend(uint32_t slot);
+  SegmentPlace lease(uint32_t slot);
   bool broken() const { return broken_; }  // half a note may have been sent
 
  private:

@@ -260,7 +260,7 @@ class StoreSampler:
         return taken != 0 if self.limited else np.ones(len(rows), bool)
 
     def release(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> None:
-        """Lets go of rows whose last allowed samples these were, once they are copied."""
+        """Releases rows whose last allowed samples these were, once they are copied."""
         if self.limited:
             self.plan.store.native.release_exhausted(rows, generations)
 
