@@ -138,4 +138,4 @@ def test_the_command_prints_the_plan_and_writes_it(tmp_path: Path) -> None:
         (("--workers", "8x1Gbit", "--bytes", "1GB", "--price-worker", "3", "--price-reducer", "1"), "one kind"),
     ):
         code, said = run(*words)
-        assert code == 1 and reason in said
+        assert code == 2 and reason in said

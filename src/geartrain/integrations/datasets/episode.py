@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.schema import Field
-from geartrain.errors import MissingDependencyError, SchemaError, SourceError
+from geartrain.errors import ArgumentError, MissingDependencyError, SchemaError, SourceError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 FieldChoice = Mapping[str, str] | Sequence[str] | str | None
@@ -149,6 +149,7 @@ def choose(
         skip_unsupported: leave out what cannot be stored instead of raising.
 
     Raises:
+        ArgumentError: text that is neither a name nor an assignment.
         SourceError: an unknown name, a name taken twice, or a field that cannot be stored; it lists
             what can.
 
@@ -162,7 +163,12 @@ def choose(
         pairs = [(str(stored), str(found)) for stored, found in wanted.items()]
     else:
         names = [wanted] if isinstance(wanted, str) else list(wanted)
-        pairs = [(stored, found or stored) for stored, _, found in (n.partition("=") for n in names)]
+        pairs = []
+        for text in names:
+            stored, equals, found = text.partition("=")
+            if not stored or (equals and not found):
+                raise ArgumentError(f"a field is a name or stored=found, found {text!r}")
+            pairs.append((stored, found or stored))
 
     chosen: dict[str, str] = {}
     refused: dict[str, str] = {}

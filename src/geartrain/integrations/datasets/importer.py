@@ -13,13 +13,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 
+from geartrain.core.arguments import whole_number
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field, as_dtype
-from geartrain.errors import SourceError, StoreExistsError, StoreMissingError
+from geartrain.errors import ArgumentError, SourceError, StoreExistsError, StoreMissingError
 from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Source
 from geartrain.store.store import Store
 
@@ -108,6 +109,7 @@ def import_dataset(
             format's default.
 
     Raises:
+        ArgumentError: a format, option, cast, capacity or max_length that there is not.
         SourceError: the dataset, or an episode of it, cannot be stored.
         MissingDependencyError: the format's package is not installed.
         StoreExistsError: `into` exists.
@@ -122,6 +124,9 @@ def import_dataset(
     """
     casts = _casts(cast)
     _check_too_long(on_too_long)
+    for what, value in (("capacity", capacity), ("max_length", max_length)):
+        if value is not None and whole_number(what, value, 2**62) < 1:
+            raise ArgumentError(f"{what} is at least 1, found {value}")
     _check_absent(str(into))  # before a long pass over the data
     opened = open_source(source, format=format, fields=fields, skip_unsupported=skip_unsupported, **options)
     if capacity is None:
@@ -205,14 +210,15 @@ def open_source(
     """The `Source` for a path, a dict of arrays or a torch `Dataset`.
 
     Raises:
-        SourceError: the format is unknown, or has no such option; the message lists what there is.
+        ArgumentError: the format is unknown, or has no such option; the message lists what there is.
+        SourceError: the path is in no known format, or damaged.
     """
     if isinstance(source, Source):
         if fields is not None or options:
             raise SourceError(f"{source.name}: is open already; fields and options are for opening it")
         return source
     if format not in ("auto", *FORMATS):
-        raise SourceError(f"format {format!r} is unknown; there are auto, {', '.join(FORMATS)}")
+        raise ArgumentError(f"format {format!r} is unknown; there are auto, {', '.join(FORMATS)}")
     if format == "auto":
         format = _recognise(source)
     module, kind = FORMATS[format]
@@ -225,12 +231,23 @@ def open_source(
     ]
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise SourceError(
+        raise ArgumentError(
             f"the {format} importer has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
         )
+    _check_options(format, opener, options)
     opened = opener(source, fields=fields, skip_unsupported=skip_unsupported, **options)
     assert isinstance(opened, Source)  # FORMATS names only classes of this package
     return opened
+
+
+def _check_options(format: str, opener: Any, options: Mapping[str, Any]) -> None:
+    """Raises `ArgumentError` for a flag, number or word of another type; arrays and collections are the opener's."""
+    hints = get_type_hints(opener.__init__)
+    for name, value in options.items():
+        kinds = set(get_args(hints[name]) or (hints[name],)) - {type(None)}
+        if kinds <= {bool, int, float, str} and type(value) not in kinds:
+            wanted = " or ".join(sorted(kind.__name__ for kind in kinds))
+            raise ArgumentError(f"the option {name} of the {format} importer is a {wanted}, found {value!r}")
 
 
 def _recognise(source: object) -> str:
@@ -245,9 +262,9 @@ def _recognise(source: object) -> str:
         if module.recognise(path):
             return name
         if module.LOOKS_FOR:
-            looked_for.append(f"  {name}: {module.LOOKS_FOR}")
+            looked_for.append(f"{module.LOOKS_FOR} ({name})")
     state = "does not exist" if not path.exists() else "has no known format"
-    raise SourceError("\n".join([f"{path} {state}. Looked for:", *looked_for]))
+    raise SourceError(f"{path} {state}; looked for {'; '.join(looked_for)}")
 
 
 def _check(where: str, episode: Episode, schema: Mapping[str, Field], limit: int, casts: Mapping[str, str]) -> None:
@@ -315,6 +332,9 @@ def _casts(cast: Mapping[str, str] | Sequence[str] | str) -> dict[str, str]:
     else:
         texts = [cast] if isinstance(cast, str) else list(cast)
         pairs = [(found, wanted) for found, _, wanted in (text.partition("=") for text in texts)]
+    for found, wanted in pairs:
+        if not found or not wanted:
+            raise ArgumentError(f"a cast is found=wanted, such as float64=float32, found '{found}={wanted}'")
     return {as_dtype(found).name: as_dtype(wanted).name for found, wanted in pairs}
 
 
@@ -334,4 +354,4 @@ def _check_absent(name: str) -> None:
 
 def _check_too_long(on_too_long: str) -> None:
     if on_too_long not in ("error", "truncate", "skip"):
-        raise SourceError(f"on_too_long is {on_too_long!r}; it can be 'error', 'truncate' or 'skip'")
+        raise ArgumentError(f"on_too_long is {on_too_long!r}; it can be 'error', 'truncate' or 'skip'")
