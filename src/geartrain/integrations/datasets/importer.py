@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -21,9 +23,10 @@ from geartrain.core.arguments import whole_number
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field, as_dtype
 from geartrain.errors import ArgumentError, SourceError, StoreExistsError, StoreMissingError
-from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Source
+from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Source, reading
 from geartrain.store.store import Store
 
+_log = logging.getLogger(__name__)
 TooLong = Literal["error", "truncate", "skip"]
 
 # Format -> module and class. A module is imported on use; each of them has `recognise(path)`, which checks
@@ -104,7 +107,8 @@ def import_dataset(
         cast: dtypes to convert on the way, such as {"float64": "float32"} or "float64=float32".
         skip_unsupported: leave out fields that no store can hold (text, video) instead of refusing.
         persist: keep the store after the last process has closed it. By default for files only.
-        progress: a bar, or lines, on stderr.
+        progress: a bar, or lines, on stderr. Without it, episodes that were left out or cut are counted in a
+            warning of the log.
         options: of the format, such as `split=` for RLDS or `episode_steps=` for D4RL. None is the
             format's default.
 
@@ -196,6 +200,8 @@ def ingest(
             steps += fitting.length
         report = ImportReport(bar.done, steps, bar.nbytes, too_long, empty, time.monotonic() - started)
     bar.say(f"{source.name}: {report}")
+    if not progress and (report.too_long or report.empty):  # nothing is left out without a word
+        _log.warning("%s: %s", source.name, report)
     return report
 
 
@@ -235,7 +241,11 @@ def open_source(
             f"the {format} importer has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
         )
     _check_options(format, opener, options)
-    opened = opener(source, fields=fields, skip_unsupported=skip_unsupported, **options)
+    if format != "torch":
+        with reading(str(source) if isinstance(source, str | Path) else "the arrays", f"the format {format}"):
+            opened = opener(source, fields=fields, skip_unsupported=skip_unsupported, **options)
+    else:  # errors of the user's own dataset are theirs
+        opened = opener(source, fields=fields, skip_unsupported=skip_unsupported, **options)
     assert isinstance(opened, Source)  # FORMATS names only classes of this package
     return opened
 
@@ -244,7 +254,8 @@ def _check_options(format: str, opener: Any, options: Mapping[str, Any]) -> None
     """Raises `ArgumentError` for a flag, number or word of another type; arrays and collections are the opener's."""
     hints = get_type_hints(opener.__init__)
     for name, value in options.items():
-        kinds = set(get_args(hints[name]) or (hints[name],)) - {type(None)}
+        hint = hints[name]
+        kinds = set(get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) - {type(None)}
         if kinds <= {bool, int, float, str} and type(value) not in kinds:
             wanted = " or ".join(sorted(kind.__name__ for kind in kinds))
             raise ArgumentError(f"the option {name} of the {format} importer is a {wanted}, found {value!r}")
@@ -259,8 +270,9 @@ def _recognise(source: object) -> str:
     looked_for = []
     for name, (module_name, _) in FORMATS.items():
         module = importlib.import_module(module_name)
-        if module.recognise(path):
-            return name
+        with reading(str(path), "a dataset"):
+            if module.recognise(path):
+                return name
         if module.LOOKS_FOR:
             looked_for.append(f"{module.LOOKS_FOR} ({name})")
     state = "does not exist" if not path.exists() else "has no known format"
