@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import geartrain as gt
 import memory_task as task
 from geartrain.replay.distributed.checkpoint import load_checkpoint, newest_step, save_checkpoint
-from geartrain.replay.distributed.rank_group import TorchRanks
+from geartrain.replay.distributed.rank_group import TorchRankGroup
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     optimizer = task.optimizer_of(model)
     losses: list[float] = []
     where, resumed = chosen.directory, None
-    ranks = TorchRanks(range(world))  # for saving; the replay has its own
+    ranks = TorchRankGroup(range(world))  # for saving; the replay has its own
     # The segments outlive a crash of all their processes, so they are removed by hand in the end.
     keep = {"persist": where is not None}
     if where and newest_step(where, ranks) is not None:
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         optimizer.load_state_dict(saved["optimizer"])
         losses = saved["losses"]
         if talks:
-            print(f"going on from step {found.step}: {found.adopted} of {found.keys} rows were still in memory")
+            print(f"going on from step {found.step}: {found.adopted} of {found.rows} rows were still in memory")
     else:
         store = task.open_shard(chosen.store, chosen.episodes, chosen.shards, **keep)
 

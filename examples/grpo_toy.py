@@ -35,10 +35,10 @@ EQUALS, WORDS, TEXT = 10, 11, 2 * DIGITS + 1
 GROUP = 8  # answers to one prompt
 MAX_STALE = 4  # versions that a row may be old when it is drawn
 FIELDS = {
-    "prompt": gt.Field((), "int64"),  # numbers the groups
-    "text": gt.Field((TEXT,), "uint8"),
-    "log_prob": gt.Field((TEXT,), "float32"),  # of each token when it was written; 0 for the prompt's
-    "reward": gt.Field((), "float32"),
+    "prompt": gt.Field((), "int64", per_row=True),  # numbers the groups
+    "text": gt.Field((), "uint8"),
+    "log_prob": gt.Field((), "float32"),  # of each token when it was written; 0 for the prompt's
+    "reward": gt.Field((), "float32", per_row=True),
 }
 
 
@@ -162,7 +162,7 @@ def learn(
         min_size_to_sample=2 * rows,
         error_buffer=rows * max(1.0, chosen.samples_per_row),
     )
-    selection = gt.selection.Group(
+    selection = gt.selection.GroupSampling(
         "prompt", GROUP, seed=chosen.seed, limits=gt.selection.Limits(min_version=lambda: version - MAX_STALE)
     )
     with (
@@ -224,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     curves.prepare()
     screen = console.Console()
     curve = curves.Curve("GRPO: sorting five digits", "learner steps", "share of prompts sorted", chosen, promise=0.95)
-    with gt.Store.create(f"grpo-{os.getpid()}", FIELDS, capacity=16 * chosen.prompts * GROUP) as store:
+    with gt.Store.create(f"grpo-{os.getpid()}", FIELDS, max_length=TEXT, capacity=16 * chosen.prompts * GROUP) as store:
         result = learn(chosen, store, curve, screen)
     finished = curve.finish(**result)["result"]
     screen.print(", ".join(f"{name} {value:,.3g}" for name, value in finished.items()))

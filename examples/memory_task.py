@@ -19,7 +19,7 @@ import geartrain as gt
 
 OBS, ACTION, LENGTH = 6, 2, 64
 WINDOW, BATCH, WIDTH = 8, 64, 64  # BATCH is the whole job's: every replica gets its share of it.
-FIELDS = {"obs": gt.Field((LENGTH, OBS), "float32"), "action": gt.Field((LENGTH, ACTION), "float32")}
+FIELDS = {"obs": gt.Field((OBS,), "float32"), "action": gt.Field((ACTION,), "float32")}
 
 
 def options(about: str | None) -> argparse.ArgumentParser:
@@ -74,7 +74,9 @@ def open_shard(name: str, episodes: int, shards: int | None = None, **how: objec
     """This rank's shard, filled with its part of the episodes by the first of the ranks that share it."""
     k, n = shard_of(shards)
     part = range(k * episodes // n, (k + 1) * episodes // n)
-    store = gt.Store.open(f"{name}-{k}", FIELDS, create="missing", adopt=True, capacity=len(part), **how)
+    store = gt.Store.open(
+        f"{name}-{k}", FIELDS, max_length=LENGTH, create="missing", adopt=True, capacity=len(part), **how
+    )
     dist.barrier()
     found = len(store)  # the same for all that share it: none, or what a run left that was killed
     dist.barrier()
@@ -102,7 +104,7 @@ def write_episodes(store: gt.Store, numbers: range) -> None:
         with store.row() as row:
             obs, action = row["obs"], row["action"]
             # A row weighs as much as it has steps: every step is equally likely to be drawn.
-            row.weight = row.length = int(rng.integers(LENGTH // 2, LENGTH + 1))
+            row.priority = row.length = int(rng.integers(LENGTH // 2, LENGTH + 1))
             state, seen = rng.normal(size=OBS), np.zeros(OBS)
             for t in range(row.length):
                 obs[t], action[t] = state, expert(state, seen)

@@ -48,10 +48,10 @@ OBS, ACTION, CONTEXT, BATCH = 11, 3, 20, 32
 EVALUATE_AT = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # Of the steps: the early ones fall early.
 PASS_MARK = 0.90
 FIELDS = {
-    "obs": gt.Field((EPISODE_STEPS, OBS), "float32"),
-    "action": gt.Field((EPISODE_STEPS, ACTION), "float32"),
-    "return_to_go": gt.Field((EPISODE_STEPS,), "float32"),
-    "kicked": gt.Field((), "bool"),
+    "obs": gt.Field((OBS,), "float32"),
+    "action": gt.Field((ACTION,), "float32"),
+    "return_to_go": gt.Field((), "float32"),
+    "kicked": gt.Field((), "bool", per_row=True),
 }
 WINDOW_FIELDS = ["return_to_go", "obs", "action"]
 
@@ -98,7 +98,7 @@ def write_episodes(store_name: str, numbers: range, seed: int, turn: Any, next_t
                 reward[: t + 1] = reward[t::-1].cumsum()[::-1]
                 row["kicked"] = kicked
                 # A row weighs as much as it has steps: every step is equally likely to be drawn.
-                row.weight = t + 1
+                row.priority = t + 1
 
 
 def collect(store: gt.Store, episodes: int, seed: int, bars: progress.Progress) -> None:
@@ -232,7 +232,7 @@ def evaluate(model: nn.Module, numbers: Sequence[int], target: float, bars: prog
     bar = bars.add_task("evaluation, 1,000 steps", total=EPISODE_STEPS)
     envs = [make_hopper() for _ in range(episodes)]
     obs = np.stack([env.reset(seed=10_000 + i)[0] for i, env in zip(numbers, envs, strict=True)])
-    shapes = {name: FIELDS[name].step_shape for name in WINDOW_FIELDS}
+    shapes = {name: FIELDS[name].shape for name in WINDOW_FIELDS}
     window = {name: torch.zeros(episodes, CONTEXT, *shape) for name, shape in shapes.items()}
     mask = torch.zeros(episodes, CONTEXT, dtype=torch.bool)
     returns, hopping = np.zeros(episodes), list(range(episodes))
@@ -415,7 +415,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # One thread: it repeats bit for bit on any machine, and two gain little where cores are shared.
     torch.set_num_threads(1)
-    store = gt.Store.create(f"hopper-demo-{os.getpid()}", FIELDS, capacity=options.episodes)
+    store = gt.Store.create(f"hopper-demo-{os.getpid()}", FIELDS, max_length=EPISODE_STEPS, capacity=options.episodes)
     screen = console.Console()
     try:
         columns = (progress.TextColumn("{task.description:<24}"), progress.BarColumn())

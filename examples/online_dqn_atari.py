@@ -269,9 +269,9 @@ def main(arguments: list[str] | None = None) -> int:
     curves.prepare()
     screen = console.Console()
     curve = curves.Curve(f"DQN on {chosen.game}", "environment steps", "return", chosen)
-    fields = recorded_fields(make(f"atari/{chosen.game}").fields(ROW), ROW)
+    fields = recorded_fields(make(f"atari/{chosen.game}").fields())
     rows = max(64, chosen.capacity // (ROW - WINDOW))
-    with gt.Store.create(f"atari-{os.getpid()}", fields, capacity=rows) as store:
+    with gt.Store.create(f"atari-{os.getpid()}", fields, max_length=ROW, capacity=rows) as store:
         result = learn(chosen, store, curve, screen)
     finished = curve.finish(**result)["result"]
     screen.print(" ".join(f"{name}={value:,.2f}" for name, value in finished.items()))

@@ -286,15 +286,16 @@ def main(arguments: list[str] | None = None) -> int:
     discrete = chosen.task.startswith("smax")
     steps = ACTIONS + 1
     fields = recorded_fields(
-        battles.fields(steps),
-        steps,
-        log_prob=gt.Field((steps, battles.agents), "float32"),
-        value=gt.Field((steps, battles.agents), "float32"),
+        battles.fields(),
+        log_prob=gt.Field((battles.agents,), "float32"),
+        value=gt.Field((battles.agents,), "float32"),
     )
     seen = fields["observation.agents" if discrete else "observation"].shape[-1]
     team = Team(battles.agents, seen, battles.actions, discrete)
     curve = curves.Curve(f"Multi-Agent Transformer on {chosen.task}", "environment steps", chosen.measure, chosen)
-    with gt.Store.create(f"mat-{os.getpid()}", fields, capacity=8 * chosen.envs, max_times_sampled=1) as store:
+    with gt.Store.create(
+        f"mat-{os.getpid()}", fields, max_length=steps, capacity=8 * chosen.envs, max_times_sampled=1
+    ) as store:
         result = learn(chosen, team, battles, store, curve)
     finished = curve.finish(**result)["result"]
     screen.print(" ".join(f"{name}={value:,.2f}" for name, value in finished.items()))

@@ -254,11 +254,11 @@ def main(arguments: list[str] | None = None) -> int:
         arms = make(chosen.task, chosen.arms)
     except MissingDependencyError as error:
         raise SystemExit(str(error)) from None
-    fields = recorded_fields(arms.fields(EPISODE + 1), EPISODE + 1)
+    fields = recorded_fields(arms.fields())
     agent = Agent(fields[SEEN].shape[-1] + fields[GOAL].shape[-1], fields["action"].shape[-1])
     curve = curves.Curve(f"SAC with hindsight on {chosen.task}", "environment steps", "success", chosen)
     capacity = chosen.steps // EPISODE + 4 * chosen.arms  # every episode stays
-    with gt.Store.create(f"fetch-{os.getpid()}", fields, capacity=capacity) as store:
+    with gt.Store.create(f"fetch-{os.getpid()}", fields, max_length=EPISODE + 1, capacity=capacity) as store:
         result = learn(chosen, agent, arms, store, curve)
     finished = curve.finish(**result)["result"]
     screen.print(" ".join(f"{name}={value:,.2f}" for name, value in finished.items()))

@@ -42,23 +42,23 @@ class Stage(nn.Module):
     def __init__(self, whole: demo.DecisionTransformer, place: int, stages: int) -> None:
         super().__init__()
         cuts = [math.ceil(len(whole.layers) * at / stages) for at in range(stages + 1)]
-        self.is_head, self.is_tail = place == 0, place == stages - 1
+        self.is_first_stage, self.is_last_stage = place == 0, place == stages - 1
         self.whole = whole
         whole.layers = whole.layers[cuts[place] : cuts[place + 1]]
-        others = [] if self.is_head else ["embed_return", "embed_obs", "embed_action", "embed_place"]
-        others += [] if self.is_tail else ["norm", "head"]
+        others = [] if self.is_first_stage else ["embed_return", "embed_obs", "embed_action", "embed_place"]
+        others += [] if self.is_last_stage else ["norm", "head"]
         for name in others:
             delattr(whole, name)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """The head's `x` is (B, W, 1 + OBS + ACTION), that of the others (B, 3 W, width); mask (B, W)."""
-        if self.is_head:
+        if self.is_first_stage:
             returns, obs, action = x.split([1, demo.OBS, demo.ACTION], -1)
             x = self.whole.embed({"return_to_go": returns[..., 0], "obs": obs, "action": action})
         hidden = self.whole.hidden(mask)
         for layer in self.whole.layers:
             x = layer(x, src_mask=hidden)
-        return self.whole.read(x) if self.is_tail else x
+        return self.whole.read(x) if self.is_last_stage else x
 
 
 def loss_of(predicted: Tensor, target: Tensor) -> Tensor:
@@ -86,9 +86,9 @@ class Trainer:
         self.optimizer.zero_grad()
         given: tuple[Tensor, ...] = ()
         wanted, losses = {}, []
-        if self.part.is_head:
+        if self.part.is_first_stage:
             given = (torch.cat([batch["return_to_go"][..., None], batch["obs"], batch["action"]], -1),)
-        if self.part.is_tail:
+        if self.part.is_last_stage:
             real = batch.mask.sum().float()
             dist.all_reduce(real, group=self.replicas)
             real /= dist.get_world_size(self.replicas) * MICROBATCHES
@@ -185,7 +185,7 @@ def run(
     everywhere.close()
     # Losses are known to the tails; rank 0 writes them down.
     found = [None] * world
-    dist.all_gather_object(found, losses if trainer.part.is_tail else None)
+    dist.all_gather_object(found, losses if trainer.part.is_last_stage else None)
     curve.content["losses"] = next(each for each in found if each)
     return {
         "expert": target,
@@ -230,7 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         bars = stack.enter_context(curves.bars(screen))
         if talks:
-            store = stack.enter_context(gt.Store.create(name, demo.FIELDS, capacity=chosen.episodes))
+            store = stack.enter_context(
+                gt.Store.create(name, demo.FIELDS, max_length=demo.EPISODE_STEPS, capacity=chosen.episodes)
+            )
             demo.collect(store, chosen.episodes, chosen.seed, bars)
         dist.barrier()
         if not talks:

@@ -26,8 +26,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     device = task.start(multiple_of=STAGES)
     mesh = init_device_mesh(device.type, (STAGES, dist.get_world_size() // STAGES), mesh_dim_names=("pp", "dp"))
     place, replicas = mesh["pp"].get_local_rank(), mesh["dp"].get_group()
-    is_head, is_tail = place == 0, place == STAGES - 1
-    talks = is_tail and mesh["dp"].get_local_rank() == 0
+    is_first_stage, is_last_stage = place == 0, place == STAGES - 1
+    talks = is_last_stage and mesh["dp"].get_local_rank() == 0
     store = task.open_shard(chosen.store, chosen.episodes, chosen.shards)
 
     whole = task.layers(chosen.seed)
@@ -53,14 +53,14 @@ def main(arguments: list[str] | None = None) -> list[float]:
         for batch in replay:
             rows, of_parts = batch.to(device), []
             optimizer.zero_grad()
-            if is_head:
+            if is_first_stage:
                 schedule.step(rows["obs"])
-            elif is_tail:
+            elif is_last_stage:
                 schedule.step(target=task.target_of(rows), losses=of_parts)
             else:
                 schedule.step()
             optimizer.step()
-            if is_tail:
+            if is_last_stage:
                 losses.append(task.mean_over(replicas, sum(of_parts) / MICROBATCHES))
             if talks and len(losses) % 20 == 0:
                 print(f"step {len(losses):>4}  loss {losses[-1]:.4f}", flush=True)

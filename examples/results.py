@@ -1,11 +1,11 @@
-"""Reproduces the results of docs/results.md: runs each command, keeps its curve, and holds it against its promise.
+"""Reproduces the results of docs/results.md: runs each command, keeps its curve, and compares it with its target.
 
     python examples/results.py                    everything, one after the other
     python examples/results.py grpo dqn-atari     some of them
     python examples/results.py --list             what there is
 
-Curves (JSON), pictures (PNG), what was printed (log) and a summary go to runs/results. Exit code 1 says that a promise
-was not kept. A new result is one more `Result` in the table below: a command that writes --curve and --plot by
+Curves (JSON), pictures (PNG), what was printed (log) and a summary go to runs/results. Exit code 1: a target
+was missed. A new result is one more `Result` in the table below: a command that writes --curve and --plot by
 `curves.Curve`, and a figure of it with a bound.
 """
 
@@ -34,12 +34,12 @@ class Result:
 
     Attributes:
         command: what is run, without --curve and --plot; "python" and "torchrun" are those of this environment.
-        promise: in words. figure, at_least, at_most: of the curve's result, what that means.
+        target: in words. figure, at_least, at_most: of the curve's result, what that means.
         follows: another result, whose losses this one's must follow within `apart` (relative, largest over the steps).
     """
 
     command: str
-    promise: str
+    target: str
     figure: str
     at_least: float = float("-inf")
     at_most: float = float("inf")
@@ -85,13 +85,13 @@ RESULTS = {
     ),
     "mat-3m": Result(
         "python examples/online_mat_smax.py --task smax/3m --seed 0",
-        "SMAX 3m: wins 85 % of its battles, with its likeliest actions",
+        "SMAX 3m: wins 85 % of its battles, with greedy actions",
         "greedy",
         at_least=0.85,
     ),
     "mat-2s3z": Result(
         "python examples/online_mat_smax.py --task smax/2s3z --minibatches 8 --steps 500000 --seconds 780 --seed 0",
-        "SMAX 2s3z: wins 40 % of its battles, with its likeliest actions",
+        "SMAX 2s3z: wins 40 % of its battles, with greedy actions",
         "greedy",
         at_least=0.4,
     ),
@@ -155,27 +155,27 @@ def distance(mine: list[float], others: list[float]) -> float:
 
 
 def shown(lines: dict[str, dict[str, object]]) -> table.Table:
-    out = table.Table("result", "measured", "promised", "wall", "CPU", "met", "")
+    out = table.Table("result", "measured", "target", "wall", "CPU", "met", "")
     for name, line in lines.items():
         result = RESULTS[name]
         measured = f"{line['figure']} {line['measured']:.3g}" if "measured" in line else "–"
         cpu = f"{line['cpu_s']:.0f} s" if "cpu_s" in line else ""
         met = "[green]yes" if line["met"] else "[red]no"
-        out.add_row(name, measured, result.promise, f"{line['wall_s']:.0f} s", cpu, met, str(line["why"]))
+        out.add_row(name, measured, result.target, f"{line['wall_s']:.0f} s", cpu, met, str(line["why"]))
     return out
 
 
 def markdown(lines: dict[str, dict[str, object]]) -> str:
     """The summary as docs/results.md has it."""
     out = [
-        "| result | promised | measured | training, s | all, s | CPU, s | command |",
+        "| result | target | measured | training, s | all, s | CPU, s | command |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, line in lines.items():
         if name in RESULTS and "measured" in line:
             figure = f"{line['measured']:.3g}" + ("" if line["met"] else ", **not met**")
             times = f"{line['train_s']:.0f} | {line['wall_s']:.0f} | {line['cpu_s']:.0f}"
-            out.append(f"| {name} | {RESULTS[name].promise} | {figure} | {times} | `{line['command']}` |")
+            out.append(f"| {name} | {RESULTS[name].target} | {figure} | {times} | `{line['command']}` |")
     return "\n".join(out)
 
 
@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     screen = console.Console()
     if chosen.list:
         for name, result in RESULTS.items():
-            screen.print(f"[bold]{name}[/]: {result.promise}\n    {result.command}", soft_wrap=True)
+            screen.print(f"[bold]{name}[/]: {result.target}\n    {result.command}", soft_wrap=True)
         return 0
     out = chosen.out.absolute()
     if chosen.markdown:

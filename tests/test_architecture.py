@@ -171,7 +171,7 @@ FOREIGN = {"_fields", "_event_loop"}
 #: Debts; these lists only get shorter.
 CIRCLES_TO_OPEN: set[str] = set()
 TO_CLOSE: set[str] = set()
-NAMES_TO_PART = {"Group", "Rows", "Reader", "Moved", "Plan"}
+NAMES_TO_PART: set[str] = set()
 
 
 def test_only_tools_and_benchmarks_use_the_native_testing_module() -> None:

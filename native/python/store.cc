@@ -82,7 +82,7 @@ nb::dict describe(const Store& store) {
 constexpr const char* kCounterNames[] = {"inserted",
                                          "evicted",
                                          "expired",
-                                         "spent",
+                                         "exhausted",
                                          "deleted",
                                          "abandoned",
                                          "reclaimed",
@@ -104,8 +104,8 @@ nb::dict counters(const Store& store) {
   nb::dict out;
   out["free"] = n.free;
   out["writing"] = n.writing;
-  out["spent_unreleased"] = n.spent;
-  out["growing"] = n.growing;
+  out["exhausted_unreleased"] = n.spent;
+  out["open"] = n.growing;
   out["committed"] = n.committed;
   for (int i = 0; i < kCounterCount; ++i) out[kCounterNames[i]] = counter_array(store)[i].load();
   return out;

@@ -2,7 +2,7 @@
 
     import geartrain as gt
 
-    store = gt.Store.create("hopper", {"obs": gt.Field((1000, 11), "float32")}, capacity=10_000)
+    store = gt.Store.create("hopper", {"obs": gt.Field((11,), "float32")}, max_length=1000, capacity=10_000)
     replay = gt.Replay(store, gt.selection.Prioritized(seed=0), batch_size=256, window=20)
 
 The public names are these; each is documented where it is defined, and imported when it is first used.

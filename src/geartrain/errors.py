@@ -1,8 +1,8 @@
 """Errors: operating events, and arguments that are refused.
 
-Every class here derives from `GeartrainError`, most through `StoreError`, `ReplayError`, `PeerError` or `JobError`. Those that report a caller's mistake also derive from
-the built-in that Python users expect (`ValueError`, `KeyError`, `FileExistsError`, ...), so that code
-which has never heard of geartrain still catches them.
+Every class here derives from `GeartrainError`, most through `StoreError`, `ReplayError`, `PeerError` or `JobError`.
+Those that report a caller's mistake also derive from the built-in that Python users expect (`ValueError`, `KeyError`,
+`FileExistsError`, ...), so that code which does not know geartrain catches them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Benchmarks, a folder a claim. Each prints its lower bound, other systems and the command that made its numbers.
+"""Benchmarks, one folder a claim. Each prints its lower bound, its baselines and the command that reproduces it.
 
 In each folder `bench.py` has `main(*, quick, json_path, plot_path, baselines) -> BenchResult`, started by
-`geartrain bench NAME` or `python -m geartrain_bench.FOLDER.bench`; what runs in another process is `worker.py`, and other
-systems are `*_baseline.py`.
+`geartrain bench NAME` or `python -m geartrain_bench.FOLDER.bench`; `worker.py` runs in another process, and
+baselines are `*_baseline.py`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from geartrain_bench.harness.timing import BenchResult
 
 
 class Bench(NamedTuple):
-    """Where a benchmark's functions are, as "module:function"; `takes_arguments`: `main` takes a list of words."""
+    """Location of a benchmark's functions, as "module:function"; `takes_arguments`: `main` takes a list of words."""
 
     cpu: str
     cuda: str | None = None
     takes_arguments: bool = False
 
 
-#: What `geartrain bench` knows.
+#: The benchmarks of `geartrain bench`.
 BENCHES = {
     "store": Bench("store.bench:main"),
     "selection": Bench("selection.bench:main", cuda="selection.gpu:main"),
@@ -38,10 +38,10 @@ BENCHES = {
 
 
 class Main(Protocol):
-    """How a benchmark is started.
+    """Entry point of a benchmark.
 
-    `quick` ends within a minute on two cores. `baselines` maps another system's name to the Python interpreter of the
-    environment that it is installed in. Where the table says so, `main` takes `arguments` as well.
+    `quick` ends within a minute on two cores. `baselines` maps a baseline's name to the Python interpreter of its
+    environment. Where the table sets `takes_arguments`, `main` takes `arguments` as well.
     """
 
     def __call__(

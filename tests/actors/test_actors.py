@@ -17,7 +17,7 @@ import geartrain as gt
 from geartrain import actors, rpc, weights
 from geartrain.actors import Actor, EpisodeRecorder, LocalPolicy, RemotePolicy, environments_of, recorded_fields
 from geartrain.errors import ArgumentError, FieldError
-from geartrain.selection.strategy import Uniform
+from geartrain.selection import Uniform
 
 
 class Together:
@@ -51,13 +51,12 @@ class Together:
 
 def make_store(store_name, environments, max_steps=32, **options):
     fields = recorded_fields(
-        environments.fields(max_steps),
-        max_steps,
-        twice=gt.Field((max_steps,), "float32"),
-        step_version=gt.Field((max_steps,), "int64"),
-        episode_return=gt.Field((), "float32"),
+        environments.fields(),
+        twice=gt.Field((), "float32"),
+        step_version=gt.Field((), "int64"),
+        episode_return=gt.Field((), "float32", per_row=True),
     )
-    return gt.Store.create(store_name(), fields, **{"capacity": 200, **options})
+    return gt.Store.create(store_name(), fields, max_length=max_steps, **{"capacity": 200, **options})
 
 
 def rows_of(store):
@@ -145,9 +144,9 @@ def test_dict_observations_become_fields_of_their_own(store_name):
 
     for made in ([Goal(), Goal()], SyncVectorEnv([Goal, Goal], autoreset_mode=AutoresetMode.SAME_STEP)):
         environments = environments_of(made)
-        fields = recorded_fields(environments.fields(8), 8)
-        assert fields["observation.pixels"] == gt.Field((8, 4, 4), "uint8")
-        with gt.Store.create(store_name(), fields, capacity=10) as store:
+        fields = recorded_fields(environments.fields())
+        assert fields["observation.pixels"] == gt.Field((4, 4), "uint8")
+        with gt.Store.create(store_name(), fields, max_length=8, capacity=10) as store:
 
             class Zero:
                 version = 0
@@ -213,8 +212,8 @@ def test_closing_keeps_the_steps_of_an_episode_that_was_going_on(store_name):
 
 def test_what_does_not_fit_is_said_at_the_first_step(store_name):
     environments = environments_of([Counting()])
-    fields = recorded_fields(environments.fields(10), 10)
-    with gt.Store.create(store_name(), fields, capacity=4) as store:
+    fields = recorded_fields(environments.fields())
+    with gt.Store.create(store_name(), fields, max_length=10, capacity=4) as store:
         with pytest.raises(FieldError, match="returns 'twice'"):
             Actor(environments, Numbers(), store).run(steps=1)
         with pytest.raises(FieldError, match=r"shape \(1, 2\)"):
@@ -223,7 +222,7 @@ def test_what_does_not_fit_is_said_at_the_first_step(store_name):
             Actor(environments, Numbers(), store).run()
         with pytest.raises(ArgumentError, match="overlap"):
             EpisodeRecorder(store, overlap=9)
-    with gt.Store.create(store_name(), {"reward": gt.Field((3,), "float32")}, capacity=4) as store:
+    with gt.Store.create(store_name(), {"reward": gt.Field((), "float32")}, max_length=3, capacity=4) as store:
         with pytest.raises(FieldError, match="lacks terminated, last"):
             EpisodeRecorder(store)
     with pytest.raises(ArgumentError, match="found int"):
@@ -301,7 +300,7 @@ def test_a_killed_actor_leaves_only_whole_steps_and_no_block_is_lost(store_name)
             store.reap()
             assert store.audit() == []
             stats = store.stats()
-            assert stats["writing"] == stats["growing"] == 0
+            assert stats["writing"] == stats["open"] == 0
             assert stats["free"] + stats["committed"] == 30
             for row in rows_of(store):
                 n = row["length"]

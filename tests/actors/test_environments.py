@@ -40,8 +40,8 @@ def test_hopper_episodes_are_recorded_whole(store_name):
     pytest.importorskip("mujoco", reason="MuJoCo is an extra: pip install 'geartrain[mujoco]'")
     made = environments.make("mujoco/Hopper-v5", n=3)
     space = gym.make("Hopper-v5", disable_env_checker=True).action_space
-    with gt.Store.create(store_name(), recorded_fields(made.fields(200), 200), capacity=50) as store:
-        assert store.fields["observation"] == gt.Field((200, 11), "float64")
+    with gt.Store.create(store_name(), recorded_fields(made.fields()), max_length=200, capacity=50) as store:
+        assert store.fields["observation"] == gt.Field((11,), "float64")
         actor = Actor(made, RandomPolicy(space), store, seed=3)
         stats = actor.run(episodes=6)
         assert stats.rows >= 6
@@ -62,7 +62,7 @@ def test_robot_arms_keep_both_goals(store_name):
         return
     made = environments.make("fetch/FetchReach-v4", n=2)
     space = gym.spaces.Box(-1, 1, (4,), np.float32)
-    with gt.Store.create(store_name(), recorded_fields(made.fields(51), 51), capacity=20) as store:
+    with gt.Store.create(store_name(), recorded_fields(made.fields()), max_length=51, capacity=20) as store:
         stats = Actor(made, RandomPolicy(space), store, seed=3).run(episodes=4)
         assert stats.rows == 4
         batch = gt.fetch(store, store.keys(), output="numpy")
@@ -90,7 +90,7 @@ def test_battles_end_with_the_damage_that_was_done(store_name):
     pytest.importorskip("jaxmarl", reason="SMAX is an extra: pip install 'geartrain[smax]'")
     made = environments.make("smax/3m", n=8)
     assert (made.agents, made.actions) == (3, 8)
-    with gt.Store.create(store_name(), recorded_fields(made.fields(101), 101), capacity=100) as store:
+    with gt.Store.create(store_name(), recorded_fields(made.fields()), max_length=101, capacity=100) as store:
         actor = Actor(made, Possible(), store, seed=5)
         stats = actor.run(episodes=24)
         batch = gt.fetch(store, store.keys(), output="numpy")
@@ -144,8 +144,8 @@ def test_atari_keeps_each_frame_once_and_the_last_one_of_an_episode(store_name):
     from gymnasium.spaces import Discrete
 
     made = environments.make("atari/breakout", n=3)
-    with gt.Store.create(store_name(), recorded_fields(made.fields(400), 400), capacity=20) as store:
-        assert store.fields["observation.frame"] == gt.Field((400, 42, 40), "uint8")
+    with gt.Store.create(store_name(), recorded_fields(made.fields()), max_length=400, capacity=20) as store:
+        assert store.fields["observation.frame"] == gt.Field((42, 40), "uint8")
         actor = Actor(made, RandomPolicy(Discrete(made.actions)), store, seed=3)
         actor.run(episodes=4)
         batch = gt.fetch(store, store.keys(), output="numpy")

@@ -22,8 +22,8 @@ from geartrain_bench.harness.timing import BenchResult, Clock, Lap, Row, System
 ROW_KEYS = ["case", "system", "metric", "unit", "p50", "p75", "p90", "p95", "ratio_to_floor"]
 TINY = store.Plan(
     tables=(
-        store.Table("4 KB", store.flat(4096), 400_000, 400_000, (8, 32)),
-        store.Table("100 KB in 4 fields", store.MULTI, 4_000_000, 4_000_000, (8,), (1,)),
+        store.Table("4 KB", store.FLAT, 4, 400_000, 400_000, (8, 32)),
+        store.Table("100 KB in 4 fields", store.MULTI, store.MULTI_STEPS, 4_000_000, 4_000_000, (8,), (1,)),
     ),
     repeats=3,
     case_s=0.2,
@@ -149,7 +149,7 @@ def test_the_store_bench_says_what_a_row_costs_beside_its_bytes(tiny: BenchResul
     assert found["geartrain row()", "overhead"].unit == "us"
     assert found["geartrain insert", "overhead"].unit == "us"
     assert found["geartrain", "overhead"].unit == "ns"
-    assert found["geartrain", "books per row, trees included"].p50 > 48  # few rows: page padding shows
+    assert found["geartrain", "metadata per row, trees included"].p50 > 48  # few rows: page padding shows
 
 
 def test_peers_that_did_not_run_are_named_with_the_reason(tiny: BenchResult) -> None:
@@ -179,12 +179,12 @@ def test_a_result_becomes_a_table_and_a_plot(
 
 def test_a_peer_that_is_not_installed_is_an_error_that_says_so() -> None:
     with pytest.raises(BaselineError, match="No module named"):
-        BaselineProcess("reverb", sys.executable, 4, {"x": Field((2, 2), "float32")})
+        BaselineProcess("reverb", sys.executable, 4, {"x": Field((2,), "float32")}, 2)
 
 
 def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(BaselineError, match="does not start"):
-        BaselineProcess("cpprb", "/nowhere/python", 4, {"x": Field((2, 2), "float32")})
+        BaselineProcess("cpprb", "/nowhere/python", 4, {"x": Field((2,), "float32")}, 2)
 
 
 def test_a_peer_that_never_answers_is_an_error_not_a_hang(tmp_path: Path) -> None:
@@ -192,12 +192,12 @@ def test_a_peer_that_never_answers_is_an_error_not_a_hang(tmp_path: Path) -> Non
     silent.write_text("#!/bin/sh\nsleep 60\n")
     silent.chmod(0o755)
     with pytest.raises(BaselineError, match=r"no answer within 0\.2 s"):
-        BaselineProcess("cpprb", str(silent), 4, {"x": Field((2, 2), "float32")}, setup_s=0.2)
+        BaselineProcess("cpprb", str(silent), 4, {"x": Field((2,), "float32")}, 2, setup_s=0.2)
 
 
 def test_a_failing_peer_does_not_end_the_bench() -> None:
     plan = store.Plan(
-        tables=(store.Table("4 KB", store.flat(4096), 100_000, 100_000, (8,), (1,)),),
+        tables=(store.Table("4 KB", store.FLAT, 4, 100_000, 100_000, (8,), (1,)),),
         repeats=3,
         case_s=0.1,
         budget_s=0.2,

@@ -20,8 +20,8 @@ from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.mpi_jobs import run as run_mpi
-from geartrain_bench.allreduce.rounds import Together, contribution, timed_rounds, total
-from geartrain_bench.allreduce.testbed import Arm, Bed, dedicated, gloo, hybrid, ring, workers
+from geartrain_bench.allreduce.rounds import RoundBarrier, contribution, timed_rounds, total
+from geartrain_bench.allreduce.testbed import Configuration, Testbed, dedicated, gloo, hybrid, ring, workers
 from geartrain_bench.harness.baselines import BaselineError
 
 no_hosts = Hosts.viable()
@@ -36,14 +36,14 @@ TINY = allreduce.Plan(
 def rounds_of_two(tmp_path: Path, reduce: Any, **what: Any) -> tuple[list[Any], list[BaseException]]:
     """Two ranks as threads."""
     file = tmp_path / "rounds"
-    file.write_bytes(bytes(Together.bytes(2)))
+    file.write_bytes(bytes(RoundBarrier.bytes(2)))
     found: list[Any] = [None, None]
     errors: list[BaseException] = []
 
     def rank(i: int) -> None:
         try:
-            together = Together(str(file), 2, i)
-            found[i] = timed_rounds(reduce(i), together=together, rank=i, size=2, **what)
+            barrier = RoundBarrier(str(file), 2, i)
+            found[i] = timed_rounds(reduce(i), barrier=barrier, rank=i, size=2, **what)
         except BaseException as error:
             errors.append(error)
 
@@ -99,10 +99,11 @@ def test_arms_know_what_the_model_says_of_them() -> None:
     assert weighted.name == "geartrain weighted" and weighted.shares is not None and weighted.shares[0] == 0
 
 
-def shaped(arm: str, n: int, units: float, sent: float = 1.0, expected: float = 1.0) -> dict[str, Any]:
+def shaped(configuration: str, n: int, units: float, sent: float = 1.0, expected: float = 1.0) -> dict[str, Any]:
     return {
-        "part": "shaped", "arm": arm, "workers": n, "reducers": 0, "nbytes": 16 << 20, "rtt_ms": 0.0, "units": units,
-        "planned_units": units, "p50_s": units, "p95_s": units, "sent": sent, "received": sent, "expected": expected,
+        "part": "shaped", "arm": configuration, "workers": n, "reducers": 0, "nbytes": 16 << 20, "rtt_ms": 0.0,
+        "units": units, "planned_units": units, "p50_s": units, "p95_s": units,
+        "sent": sent, "received": sent, "expected": expected,
     }  # fmt: skip
 
 
@@ -161,12 +162,12 @@ def test_loopback_measures_every_arm_beside_a_memcpy(tmp_path: Path) -> None:
 @needs_hosts
 @pytest.mark.slow
 def test_a_failed_rank_is_named_and_the_bed_goes_on() -> None:
-    with Hosts(2, rate_mbit=200) as hosts, Bed(hosts, 2, 0) as bed:
+    with Hosts(2, rate_mbit=200) as hosts, Testbed(hosts, 2, 0) as testbed:
         with pytest.raises(BaselineError, match=r"rank \d: ArgumentError"):
-            with bed.group(Arm("wrong", "geartrain", options={"algorithm": "bus"}), 2):
+            with testbed.group(Configuration("wrong", "geartrain", options={"algorithm": "bus"}), 2):
                 pass
-        bed.restart()
-        with bed.group(workers(), 2) as group:
+        testbed.restart()
+        with testbed.group(workers(), 2) as group:
             timed = group.rounds(1 << 18, calls=1, rounds=2, warm=1)
         assert len(timed.laps_s) == 2
         assert 0.95 < timed.sent_bytes / (1 << 18) < 1.1 and 0.95 < timed.received_bytes / (1 << 18) < 1.1

@@ -27,7 +27,7 @@ from geartrain_bench.harness.fleet import Fleet
 no_hosts = Hosts.viable()
 needs_hosts = pytest.mark.skipif(no_hosts is not None, reason=str(no_hosts))
 ROW_BYTES = 4096
-SCALING = ranks.Scaling((2,), (2,), (16,), ("weighted", "fifo"), (16,), rows=400, case_bytes=0, least=20, most=20)
+SCALING = ranks.Scaling((2,), (2,), (16,), ("prioritized", "fifo"), (16,), rows=400, case_bytes=0, least=20, most=20)
 LINKS = ranks.Links(hosts=2, rate_mbit=100, batch_per_host=16, train_ms=(2.0,), batches=20, rows_per_host=100)
 # Up to three batches are made ahead, before a lap that lasts 20 or after it; the slow arms of LINKS last 8.
 ABOUT = 0.2, 1.8
@@ -45,7 +45,7 @@ def cases(result: ranks.RanksResult, part: str) -> dict[str, dict[str, Any]]:
 
 def test_processes_of_one_host_move_nothing_and_every_case_has_a_floor(result: ranks.RanksResult) -> None:
     found = cases(result, "scaling")
-    assert {"2 on 1 host, weighted x 16", "2 on 1 host, fifo x 16"} <= set(found)
+    assert {"2 on 1 host, prioritized x 16", "2 on 1 host, fifo x 16"} <= set(found)
     for name, case in found.items():
         floors = [row for row in result.rows if row.case == name and row.system == "floor"]
         assert [row.ratio_to_floor for row in floors] == [pytest.approx(1.0)]
@@ -87,7 +87,7 @@ def test_the_result_can_be_shown_kept_and_drawn(
     report.print_table(result)
     ranks_report.print_cases(result.cases)
     printed = capsys.readouterr().out
-    assert "2 ms, local_first" in printed and "2 on 1 host, weighted x 16" in printed
+    assert "2 ms, local_first" in printed and "2 on 1 host, prioritized x 16" in printed
     report.write_json(result, tmp_path / "ranks.json")
     written = json.loads((tmp_path / "ranks.json").read_text())
     assert written["bench"] == "ranks" and len(written["cases"]) == len(result.cases)

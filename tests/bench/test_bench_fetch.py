@@ -19,7 +19,7 @@ def test_every_case_has_its_floor_and_finite_numbers(monkeypatch: pytest.MonkeyP
     systems = {row.system for row in result.rows}
     assert {"floor", "geartrain gather", "geartrain staged", "index_select, pinned copy"} <= systems
     assert all(row.p50 > 0 for row in result.rows)
-    assert any("say nothing about any GPU" in note for note in result.notes)
+    assert any("do not apply to any GPU" in note for note in result.notes)
 
 
 def test_the_crossover_is_said_in_words() -> None:

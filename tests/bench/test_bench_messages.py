@@ -32,7 +32,7 @@ def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pyt
             monkeypatch.setenv(variable, value)
         systems.add("geartrain tcp, TLS")
     result = run(Plan((1_280, 1_310_720), 1, 2.0, 0.3), {"pigeon": "/usr/bin/python"})
-    for metric, cases in (("call", 2), ("one way, and a word back", 2), ("throughput", 2)):
+    for metric, cases in (("call", 2), ("one way, acknowledged", 2), ("throughput", 2)):
         rows = [row for row in result.rows if row.metric == metric]
         assert len({row.case for row in rows}) == cases
         assert systems <= {row.system for row in rows}
@@ -43,7 +43,7 @@ def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pyt
     assert "pigeon" in result.baselines_missing
     assert load("p2p")
     tables = p2p_report.overview(result)
-    columns, shown = tables["one way, and a word back: p50, ms"]
+    columns, shown = tables["one way, acknowledged: p50, ms"]
     assert columns == ["system", "1.28 KB", "1.31 MB"]
     assert systems | {"memcpy"} <= shown.keys()
     pytest.importorskip("matplotlib")
@@ -64,7 +64,7 @@ def test_the_columns_of_gpus_have_both_systems_and_their_floor(tmp_path: Path) -
         assert rows.keys() == {"geartrain shm", "TensorPipe", "copy"}
         assert rows["copy"]["ratio_to_floor"] == 1.0
         assert all(row["p50"] > 0 for row in rows.values())
-    assert "one way, and a word back: p50, ms" in done.stdout
+    assert "one way, acknowledged: p50, ms" in done.stdout
     assert "calls: p50" not in done.stdout  # nothing of the kind was measured
     assert (tmp_path / "p2p.png").stat().st_size > 10_000
 

@@ -81,7 +81,7 @@ def test_a_peer_that_cannot_run_is_named_with_its_reason(tmp_path):
         assert "No module named" in result.baselines_missing["torchrl, collect"]
     assert online._baseline(result, "torchrl", {"torchrl": str(wrong)}, {**ASKED, "loop": "train"}, 0.0) is None
     assert result.baselines_missing["torchrl, train"] == "no time was left of the 235 s for all of it"
-    with pytest.raises(ArgumentError, match="the baselines of this bench are torchrl, reverb"):
+    with pytest.raises(ArgumentError, match="the baselines of this benchmark are torchrl, reverb"):
         online.main(quick=True, baselines={"nobody": "python"})
 
 

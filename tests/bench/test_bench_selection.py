@@ -58,7 +58,7 @@ def test_every_case_has_its_floor_and_finite_numbers(tiny: SelectionResult) -> N
 
 def test_all_our_ways_of_drawing_and_changing_are_there(tiny: SelectionResult) -> None:
     systems = {what: {r.system for r in tiny.rows if r.metric.startswith(what)} for what in ("sample", "update")}
-    ours = {"", " with importance_weights", " stratified", " Uniform", " store"}
+    ours = {"", " with importance", " stratified", " Uniform", " store"}
     assert {f"geartrain{way}" for way in ours} < systems["sample"]
     assert systems["update"] == {"floor", "geartrain", "geartrain with alpha"}
     assert "NumPy cumsum+searchsorted" in systems["sample"]

@@ -1,7 +1,7 @@
 """All-reduce over links with a rate and a delay: needs root.
 
 `pytest -m long -s tests/collectives/test_collectives_network.py` prints what
-docs/decisions/010-the-window-of-all-reduce.md says.
+docs/decisions/010-all-reduce-congestion-window.md says.
 """
 
 from __future__ import annotations

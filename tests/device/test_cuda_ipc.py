@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import geartrain.device.cuda_ipc as cuda_ipc
-from geartrain.core.schema import DTYPES
+from geartrain.core.dtypes import DTYPES
 from geartrain.device.cuda_ipc import BLOCK, IpcReceiver, IpcSender, IpcSlot
 from geartrain.errors import BusyError, MessageError, TransportError
 from geartrain.tools.testing import SimulatedRuntime

@@ -19,8 +19,8 @@ import torch
 import geartrain as gt
 import geartrain.device.kernels.gather_order as gather_order
 from geartrain.device.kernels import interpreting
-from geartrain.replay.device import Convert, gather_rows_of
-from geartrain.replay.fetch import Plan
+from geartrain.replay.device import Convert, gather_plan_of
+from geartrain.replay.fetch import FetchPlan
 
 HERE = Path(__file__).parents[1] / "support"
 
@@ -53,14 +53,14 @@ def test_rows_chosen_and_gathered_on_a_device_are_those_of_the_host() -> None:
 
 def test_elements_are_as_wide_as_steps_allow(store_name) -> None:
     fields = {
-        "aligned": gt.Field((8, 4), "float32"),
-        "odd": gt.Field((8, 11), "float32"),
-        "bytes": gt.Field((8, 75), "uint8"),
-        "words": gt.Field((8, 84), "uint8"),
-        "once": gt.Field((3,), "float64", timed=False),
+        "aligned": gt.Field((4,), "float32"),
+        "odd": gt.Field((11,), "float32"),
+        "bytes": gt.Field((75,), "uint8"),
+        "words": gt.Field((84,), "uint8"),
+        "once": gt.Field((3,), "float64", per_row=True),
     }
-    with gt.Store.create(store_name(), fields, capacity=4) as store:
-        plan = gather_rows_of(Plan.make(store, None, 3, "left", "torch", 1), {}, False)
+    with gt.Store.create(store_name(), fields, max_length=8, capacity=4) as store:
+        plan = gather_plan_of(FetchPlan.make(store, None, 3, "left", "torch", 1), {}, False)
     kinds = {field.name: (field.kind[1], field.kind[5]) for field in plan.fields}
     assert kinds == {
         "aligned": (8, True), "odd": (4, False), "bytes": (1, False), "words": (4, False), "once": (8, False),
@@ -68,9 +68,9 @@ def test_elements_are_as_wide_as_steps_allow(store_name) -> None:
 
 
 def test_every_byte_of_a_window_has_a_slot(store_name) -> None:
-    with gt.Store.create(store_name(), {"x": gt.Field((2000, 11), "float32")}, capacity=2) as store:
+    with gt.Store.create(store_name(), {"x": gt.Field((11,), "float32")}, max_length=2000, capacity=2) as store:
         for window in (1, 2, 20, 21, 22, 1000, 1999):
-            plan = gather_rows_of(Plan.make(store, None, window, "left", "torch", 1), {}, False)
+            plan = gather_plan_of(FetchPlan.make(store, None, window, "left", "torch", 1), {}, False)
             pieces = sum(field == 0 for field, _ in plan.slots)
             assert pieces * plan.chunk >= 44 * window + 127 > (pieces - 1) * plan.chunk or plan.chunk == 1024
             assert plan.arena(7).nbytes >= 7 * (44 * window + window + 17)

@@ -39,7 +39,9 @@ def ledger(tmp_path: Path) -> Ledger:
 
 @pytest.fixture
 def stores(store_name: Callable[[], str]) -> Iterator[list[gt.Store]]:
-    made = [gt.Store.create(store_name(), {"x": gt.Field((1000,), "float32")}, capacity=100) for _ in range(2)]
+    made = [
+        gt.Store.create(store_name(), {"x": gt.Field((), "float32")}, max_length=1000, capacity=100) for _ in range(2)
+    ]
     yield made
     for store in made:
         store.close()

@@ -45,12 +45,12 @@ def store(store_name):
     A step's return-to-go is its number in the episode, which lets a test tell steps apart.
     """
     fields = {
-        "obs": gt.Field((STEPS, 6), "float32"),
-        "action": gt.Field((STEPS, 2), "float32"),
-        "return_to_go": gt.Field((STEPS,), "float32"),
+        "obs": gt.Field((6,), "float32"),
+        "action": gt.Field((2,), "float32"),
+        "return_to_go": gt.Field((), "float32"),
     }
     rng = np.random.default_rng(0)
-    with gt.Store.create(store_name(), fields, capacity=32) as store:
+    with gt.Store.create(store_name(), fields, max_length=STEPS, capacity=32) as store:
         for length in rng.integers(5, STEPS + 1, 32):
             with store.row() as row:
                 obs = rng.uniform(-1.0, 1.0, (length, 6)).astype(np.float32)

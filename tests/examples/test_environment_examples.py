@@ -99,15 +99,17 @@ def test_advantages_are_those_of_a_slow_loop(mat, store_name):
     rng = np.random.default_rng(0)
     steps = 8
     fields = {
-        "observation.agents": gt.Field((steps, 2, 3), "float32"),
-        "observation.available": gt.Field((steps, 2, 4), "bool"),
-        "action": gt.Field((steps, 2), "int64"),
-        "reward": gt.Field((steps,), "float32"),
+        "observation.agents": gt.Field((2, 3), "float32"),
+        "observation.available": gt.Field((2, 4), "bool"),
+        "action": gt.Field((2,), "int64"),
+        "reward": gt.Field((), "float32"),
     }
-    value_field = gt.Field((steps, 2), "float32")
+    value_field = gt.Field((2,), "float32")
     episodes = [(12, True), (5, False), (1, True), (7, True), (3, False)]
     wanted = []
-    with gt.Store.create(store_name(), recorded_fields(fields, steps, value=value_field), capacity=20) as store:
+    with gt.Store.create(
+        store_name(), recorded_fields(fields, value=value_field), max_length=steps, capacity=20
+    ) as store:
         recorder = EpisodeRecorder(store)
         for length, terminated in episodes:
             seen = rng.normal(size=(length + 1, 2, 3)).astype("float32")
@@ -166,12 +168,12 @@ class Agree:
         no = np.zeros(self.n, bool)
         return StepResult(last, right.astype("float32"), over, no, self._look(), ~no)
 
-    def fields(self, max_steps):
+    def fields(self):
         return {
-            "observation.agents": gt.Field((max_steps, 3, 5), "float32"),
-            "observation.available": gt.Field((max_steps, 3, 4), "bool"),
-            "action": gt.Field((max_steps, 3), "int64"),
-            "reward": gt.Field((max_steps,), "float32"),
+            "observation.agents": gt.Field((3, 5), "float32"),
+            "observation.available": gt.Field((3, 4), "bool"),
+            "action": gt.Field((3,), "int64"),
+            "reward": gt.Field((), "float32"),
         }
 
     def close(self):
@@ -198,11 +200,11 @@ def test_the_team_learns_to_agree_through_the_store(mat, store_name):
     torch.manual_seed(0)
     battles = Agree(chosen.envs)
     steps = mat.ACTIONS + 1
-    told = {name: gt.Field((steps, 3), "float32") for name in ("log_prob", "value")}
+    told = {name: gt.Field((3,), "float32") for name in ("log_prob", "value")}
     team = mat.Team(3, 5, 4, True)
     curve = mat.curves.Curve("agree", "steps", "won", chosen)
-    fields = recorded_fields(battles.fields(steps), steps, **told)
-    with gt.Store.create(store_name(), fields, capacity=1024, max_times_sampled=1) as store:
+    fields = recorded_fields(battles.fields(), **told)
+    with gt.Store.create(store_name(), fields, max_length=steps, capacity=1024, max_times_sampled=1) as store:
         result = mat.learn(chosen, team, battles, store, curve)
     assert result["greedy"] > 0.9, "three agents that guess agree with what is asked once in 64 times"
     assert result["row_age_versions"] <= 1
@@ -245,13 +247,13 @@ def test_goals_in_hindsight_are_what_the_same_episode_achieved_later(sac, store_
     steps = sac.EPISODE + 1
     rng = np.random.default_rng(0)
     fields = {
-        sac.SEEN: gt.Field((steps, 2), "float64"),
-        sac.ACHIEVED: gt.Field((steps, 3), "float64"),
-        sac.GOAL: gt.Field((steps, 3), "float64"),
-        "action": gt.Field((steps, 1), "float32"),
-        "reward": gt.Field((steps,), "float32"),
+        sac.SEEN: gt.Field((2,), "float64"),
+        sac.ACHIEVED: gt.Field((3,), "float64"),
+        sac.GOAL: gt.Field((3,), "float64"),
+        "action": gt.Field((1,), "float32"),
+        "reward": gt.Field((), "float32"),
     }
-    with gt.Store.create(store_name(), recorded_fields(fields, steps), capacity=20) as store:
+    with gt.Store.create(store_name(), recorded_fields(fields), max_length=steps, capacity=20) as store:
         recorder = EpisodeRecorder(store)
         places = np.cumsum(rng.normal(0, 0.03, (20, steps, 3)), 1)
         for episode in range(20):

@@ -22,7 +22,7 @@ import geartrain as gt
 import geartrain.device.kernels as kernels
 import geartrain.device.pinned_memory as pinning
 from geartrain.replay.device import Convert, DeviceOptions
-from geartrain.selection.strategy import Fifo, Group, Lifo, Mixture, Prioritized, TopK, Uniform
+from geartrain.selection import Fifo, GroupSampling, Lifo, Mixture, Prioritized, TopK, Uniform
 
 reason = kernels.why_not_viable()
 pytestmark = pytest.mark.skipif(
@@ -34,11 +34,11 @@ pytestmark = pytest.mark.skipif(
 def store(store_name: Callable[[], str]) -> Iterator[gt.Store]:
     rng = np.random.default_rng(0)
     fields = {
-        "x": gt.Field((60, 11), "float32"),
-        "pixels": gt.Field((60, 3, 5), "uint8"),
-        "group": gt.Field((), "int64", timed=False),
+        "x": gt.Field((11,), "float32"),
+        "pixels": gt.Field((3, 5), "uint8"),
+        "group": gt.Field((), "int64", per_row=True),
     }
-    with gt.Store.create(store_name(), fields, capacity=2000) as made:
+    with gt.Store.create(store_name(), fields, max_length=60, capacity=2000) as made:
         made.insert(
             {
                 "x": rng.normal(size=(2000, 60, 11)).astype("f"),
@@ -83,8 +83,8 @@ def test_random_batches_are_those_of_the_native_code() -> None:
 def same(a: gt.Batch, b: gt.Batch, convert: dict[str, Convert], packed: bool) -> None:
     import torch
 
-    assert a.rows == b.rows
-    for name, values in a.items():
+    assert a.keys == b.keys
+    for name, values in a.fields.items():
         timed = name != "group"
         expected = convert[name].apply(values, a.mask if timed else None) if name in convert else values
         assert torch.equal(expected[a.mask] if packed and timed else expected, b[name].cpu()), name
@@ -94,8 +94,9 @@ def same(a: gt.Batch, b: gt.Batch, convert: dict[str, Convert], packed: bool) ->
 
 
 STRATEGIES = [
-    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5), Prioritized(seed=3, replacement=False),
-    TopK(), Lifo(), Fifo(), Group("group", 4, seed=1),
+    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5),
+    Prioritized(seed=3, replacement=False),
+    TopK(), Lifo(), Fifo(), GroupSampling("group", 4, seed=1),
 ]  # fmt: skip
 
 

@@ -47,8 +47,8 @@ def test_an_import_holds_every_step_of_every_episode() -> None:
     with imported(source) as store:
         assert store.max_length == 7
         assert store.capacity == 3
-        assert store.fields["obs"] == Field((7, 3), "float32")
-        assert store.fields["final_obs"] == Field((3,), "float32", timed=False)
+        assert store.fields["obs"] == Field((3,), "float32")
+        assert store.fields["final_obs"] == Field((3,), "float32", per_row=True)
         assert_rows(store, expected(source))
 
 
@@ -107,9 +107,9 @@ def test_a_truncated_episode_ends_with_the_observation_after_its_last_step() -> 
 
 
 def test_episodes_without_a_step_are_left_out_and_counted(tmp_path: Path) -> None:
-    schema = {"obs": Field((5, 3), "float32"), "action": Field((5,), "int64")}
-    schema["final_obs"] = Field((3,), "float32", timed=False)
-    store = Store.create(store_name(), schema, capacity=4)
+    schema = {"obs": Field((3,), "float32"), "action": Field((), "int64")}
+    schema["final_obs"] = Field((3,), "float32", per_row=True)
+    store = Store.create(store_name(), schema, max_length=5, capacity=4)
     report = ingest(Toy([3, 0, 2, 9]), store, on_too_long="skip", progress=False)
     assert (report.episodes, report.steps, report.empty, report.too_long) == (2, 5, 1, 1)
     assert report.nbytes == 5 * (12 + 8) + 2 * 12

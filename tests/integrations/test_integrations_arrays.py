@@ -39,7 +39,7 @@ def test_padded_arrays_become_rows_of_their_lengths() -> None:
 def test_nested_arrays_are_flattened_and_untimed_ones_kept_whole() -> None:
     data = {"obs": {"a": OBS, "b": ACTION}, "goal": OBS[:, 0]}
     with imported(data, untimed=["goal"]) as store:
-        assert not store.fields["goal"].timed
+        assert store.fields["goal"].per_row
         expected = [{"obs.a": OBS[i], "obs.b": ACTION[i], "goal": OBS[i, 0]} for i in range(4)]
         assert_rows(store, expected)
 
@@ -159,8 +159,8 @@ def test_tuples_get_names_and_samples_need_no_time() -> None:
         expected = [{"image": images[i].numpy(), "label": labels[i].numpy()} for i in range(5)]
         assert_rows(store, expected)
     with imported(TensorDataset(images, labels)) as store:
-        assert store.fields["0"].timed
-        assert not store.fields["1"].timed
+        assert not store.fields["0"].per_row
+        assert store.fields["1"].per_row
 
 
 def test_named_tuples_name_their_fields() -> None:

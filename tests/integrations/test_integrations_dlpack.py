@@ -15,8 +15,12 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture
 def replay(store_name: Callable[[], str]):
-    fields = {"x": gt.Field((9, 3), "float32"), "half": gt.Field((9,), "bfloat16"), "id": gt.Field((), "int64")}
-    with gt.Store.create(store_name(), fields, capacity=8) as store:
+    fields = {
+        "x": gt.Field((3,), "float32"),
+        "half": gt.Field((), "bfloat16"),
+        "id": gt.Field((), "int64", per_row=True),
+    }
+    with gt.Store.create(store_name(), fields, max_length=9, capacity=8) as store:
         x = np.random.default_rng(0).normal(size=(8, 9, 3)).astype("f")
         half = torch.arange(72).view(8, 9).to(torch.bfloat16)
         store.insert({"x": x, "half": half, "id": np.arange(8)}, lengths=np.arange(1, 9))

@@ -137,7 +137,7 @@ def test_images_are_decoded(layout: str, tmp_path: Path) -> None:
         frames[0] = np.arange(40, dtype=np.uint8)[:, None] * 5
     make(layout, images, boxes(1, 0), gym.spaces.Box(0, 255, (32, 40, 3), np.uint8), BOX)
     with imported(tmp_path / f"toy/{layout}-v0", fields=["obs"]) as store:
-        assert store.fields["obs"].step_shape == (32, 40, 3)
+        assert store.fields["obs"].shape == (32, 40, 3)
         for row, image in zip(rows(store), images, strict=True):
             assert row["obs"].shape == image[:-1].shape
             assert np.abs(row["obs"].astype(int) - image[:-1]).max() <= 2  # JPEG

@@ -44,8 +44,8 @@ def broken_policy(context):
 
 @pytest.fixture
 def store(store_name):
-    fields = recorded_fields(environments_of([Counting()]).fields(48), 48)
-    with gt.Store.create(store_name(), fields, capacity=60) as made:
+    fields = recorded_fields(environments_of([Counting()]).fields())
+    with gt.Store.create(store_name(), fields, max_length=48, capacity=60) as made:
         yield made
 
 
@@ -152,8 +152,8 @@ def policy(context):
     return RandomPolicy(Counting.action_space, seed=context.seed)
 
 if __name__ == "__main__":
-    fields = recorded_fields(environments_of([Counting()]).fields(8), 8)
-    with gt.Store.create({store_name()!r}, fields, capacity=9) as store:
+    fields = recorded_fields(environments_of([Counting()]).fields())
+    with gt.Store.create({store_name()!r}, fields, max_length=8, capacity=9) as store:
         with ActorPool(store, functools.partial(environments, 5), policy, 1) as pool:
             while pool.stats()["rows"] < 2:
                 pool.check()

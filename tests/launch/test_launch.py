@@ -177,7 +177,7 @@ def test_a_job_without_learners_is_over_when_its_actors_are(job, tmp_path):
 
 
 def make_store(context):
-    with context.store(launched.FIELDS, capacity=100):
+    with context.store(launched.FIELDS, max_length=launched.LENGTH, capacity=100):
         launched.wait_for_rows(context, gt.Store.open(context.job), 28)
 
 
@@ -337,7 +337,7 @@ def test_what_a_failure_leaves_is_adopted_or_begun_afresh(job, tmp_path, capfd):
 
 
 def fill_and_fail(context):
-    with context.store({"x": gt.Field((1,), "float32")}, capacity=100) as store:
+    with context.store({"x": gt.Field((), "float32")}, max_length=1, capacity=100) as store:
         print("found", len(store), flush=True)
         store.insert({"x": np.zeros((5, 1), np.float32)})
         launched.fail(context, 0.5)

@@ -111,7 +111,7 @@ def check_going_on(role, seed, name, tmp_path, make):
     with gt.Store.open(name, adopt=True) as store:
         assert store.audit() == []
         counts = store.stats()
-        assert counts["writing"] == counts["growing"] == 0
+        assert counts["writing"] == counts["open"] == 0
         assert counts["inserted"] > 0
 
 

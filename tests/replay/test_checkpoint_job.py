@@ -22,10 +22,16 @@ import geartrain as gt
 import geartrain.replay.distributed.checkpoint as shards
 import geartrain.store.checkpoint_writer as saving
 from geartrain.errors import CheckpointError, PeerLostError, RanksDisagreeError, StoreExistsError, WaitTimeoutError
-from geartrain.replay.distributed.checkpoint import describe_steps, load_checkpoint, newest_step, save_checkpoint
-from geartrain.tools.testing import ThreadRanks, run_ranks
+from geartrain.replay.distributed.checkpoint import load_checkpoint, newest_step, save_checkpoint
+from geartrain.replay.distributed.checkpoint_requests import torchrun_shard
+from geartrain.replay.distributed.checkpoint_steps import describe_steps
+from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
-FIELDS = {"x": gt.Field((4, 3), "float32"), "id": gt.Field((), "int64"), "prompt": gt.Field((), "int32")}
+FIELDS = {
+    "x": gt.Field((3,), "float32"),
+    "id": gt.Field((), "int64", per_row=True),
+    "prompt": gt.Field((), "int32", per_row=True),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +64,7 @@ def stores_of(store_name: Any, sizes: list[int], **options: Any) -> Iterator[lis
     with ExitStack() as stack:
         made = []
         for number, size in enumerate(sizes):
-            store = stack.enter_context(gt.Store.create(store_name(), FIELDS, capacity=60, **options))
+            store = stack.enter_context(gt.Store.create(store_name(), FIELDS, max_length=4, capacity=60, **options))
             keys = put(store, 1000 * (number + 1), size) if size else None
             if keys is not None:
                 store.delete(keys[::7])
@@ -136,7 +142,7 @@ def test_ranks_that_share_a_store_save_it_once_and_share_it_again(store_name: An
     with stores_of(store_name, [30, 12]) as stores:
         names = [stores[0].name, stores[0].name, stores[1].name, stores[1].name]
 
-        def save(ranks: ThreadRanks) -> Any:
+        def save(ranks: ThreadRankGroup) -> Any:
             with gt.Store.open(names[ranks.rank]) as store:
                 return save_checkpoint(store, tmp_path, ranks, step=1)
 
@@ -146,7 +152,7 @@ def test_ranks_that_share_a_store_save_it_once_and_share_it_again(store_name: An
         assert [shard["ranks"] for shard in step["shards"]] == [[0, 1], [2, 3]]
         fresh = [store_name(), store_name()]
 
-        def load(ranks: ThreadRanks) -> Any:
+        def load(ranks: ThreadRankGroup) -> Any:
             return load_checkpoint(tmp_path, fresh[ranks.rank // 2], ranks, shard=(ranks.rank // 2, 2))
 
         loaded = run_ranks(4, load)
@@ -173,7 +179,7 @@ def test_a_later_step_writes_what_is_new_and_old_steps_go(store_name: Any, tmp_p
         for store in stores:
             put(store, 7000, 1)
         third = save_all(stores, tmp_path, step=30)[0]
-        row = sum(field.nbytes for field in FIELDS.values())
+        row = sum(field.block_nbytes(4) for field in FIELDS.values())
         assert third.bytes_written - again.bytes_written == pytest.approx(2 * row, abs=700), "two rows, two entries"
         assert [step["step"] for step in describe_steps(tmp_path)] == [30, 20]
         save_all(stores, tmp_path, step=31, keep=1)
@@ -283,7 +289,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing(
         names = [store_name(), store_name()]
         errors: dict[int, Exception] = {}
 
-        def load(ranks: ThreadRanks) -> None:
+        def load(ranks: ThreadRankGroup) -> None:
             with pytest.raises(CheckpointError) as caught:
                 load_checkpoint(tmp_path, names[ranks.rank], ranks, shard=(ranks.rank, 2))
             errors[ranks.rank] = caught.value
@@ -304,7 +310,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing(
 
         monkeypatch.setattr(shards, "save", failing)
 
-        def save(ranks: ThreadRanks) -> None:
+        def save(ranks: ThreadRankGroup) -> None:
             with pytest.raises((CheckpointError, OSError)) as caught:
                 save_checkpoint(stores[ranks.rank], tmp_path, ranks, step=6)
             errors[ranks.rank] = caught.value
@@ -330,17 +336,17 @@ def test_ranks_that_disagree_are_told_apart(store_name: Any, tmp_path: Path, oth
 
 
 def test_another_schema_is_named_by_field_and_ranks(store_name: Any, tmp_path: Path) -> None:
-    other = {**FIELDS, "x": gt.Field((4, 2), "float32")}
+    other = {**FIELDS, "x": gt.Field((2,), "float32")}
     with (
-        gt.Store.create(store_name(), FIELDS, capacity=4) as one,
-        gt.Store.create(store_name(), other, capacity=4) as two,
+        gt.Store.create(store_name(), FIELDS, max_length=4, capacity=4) as one,
+        gt.Store.create(store_name(), other, max_length=4, capacity=4) as two,
     ):
         with pytest.raises(
-            RanksDisagreeError, match=r"rank 1 has another schema than that of rank 0: field 'x' is .*4, 2"
+            RanksDisagreeError, match=r"rank 1 has another schema than that of rank 0: field 'x' is .*shape=\(2,\)"
         ):
             save_all([one, two], tmp_path, step=1)
-    with gt.Store.create(store_name(), FIELDS, capacity=4) as one:
-        with gt.Store.create(store_name(), FIELDS, capacity=4, remover="lifo") as two:
+    with gt.Store.create(store_name(), FIELDS, max_length=4, capacity=4) as one:
+        with gt.Store.create(store_name(), FIELDS, max_length=4, capacity=4, remover="lifo") as two:
             with pytest.raises(RanksDisagreeError, match="remover is fifo and lifo"):
                 save_all([one, two], tmp_path, step=1)
 
@@ -348,10 +354,10 @@ def test_another_schema_is_named_by_field_and_ranks(store_name: Any, tmp_path: P
 def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path) -> None:
     with stores_of(store_name, [20]) as (store,):
         for options, said in (
-            ({}, "a step is a number"),
-            ({"step": -1}, "a step is a number"),
+            ({}, "a step is a whole number"),
+            ({"step": -1}, "a step is a whole number"),
             ({"step": 1, "keep": 0}, "at least one step must be kept"),
-            ({"state": {"step": 1, "x": object()}}, "what JSON knows"),
+            ({"state": {"step": 1, "x": object()}}, "must be JSON"),
         ):
             with pytest.raises(CheckpointError, match=said):
                 save_checkpoint(store, tmp_path, **options)  # type: ignore[arg-type]
@@ -362,7 +368,7 @@ def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path
         for options, said in (
             ({"shard": (2, 2)}, "a shard is"),
             ({"shard": (1, 2)}, "no rank asks for shard 0"),
-            ({"capacity": 5}, "only mean something with reshard"),
+            ({"capacity": 5}, "need reshard"),
             ({"max_rows": 5}, "limits come from the checkpoint"),
             ({"reshard": True, "shard": (0, 1), "step": 3}, "step 3 is not complete"),
         ):
@@ -386,7 +392,7 @@ def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path
 
 
 def test_torchrun_says_which_shard_is_this_hosts() -> None:
-    of = shards._torchrun_shard
+    of = torchrun_shard
     assert of({}) == (0, 1)
     assert of({"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "2"}) == (2, 3)
     assert of({"GROUP_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) == (1, 2)
@@ -410,7 +416,7 @@ def test_a_slow_shard_is_waited_for_and_a_stuck_one_is_not(
     monkeypatch.setattr(shards, "save", held)
     with stores_of(store_name, [20, 30]) as stores:
         slow = stores[1].native
-        group = ThreadRanks.make(2, timeout_s=2.0)  # less than the write takes
+        group = ThreadRankGroup.make(2, timeout_s=2.0)  # less than the write takes
         opener = threading.Timer(2.5, gate.set)
         opener.start()
         run_ranks(group, lambda r: save_checkpoint(stores[r.rank], tmp_path, r, step=1))
@@ -444,7 +450,7 @@ def test_a_rank_may_die_at_any_exchange_and_a_step_stays_restorable(
             for store in stores:
                 put(store, 5000, 3)
             after = population(stores)
-            group = ThreadRanks.make(2)
+            group = ThreadRankGroup.make(2)
             group[1].die_at = die_at
             ended = True
             try:
@@ -470,7 +476,7 @@ def test_a_rank_may_die_at_any_exchange_and_a_step_stays_restorable(
 
 @pytest.mark.parametrize("own_disks", [False, True])
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("phase", ["_write_shard", "_write_record", "_take_over", "_prune"])
+@pytest.mark.parametrize("phase", ["_write_shard", "write_record", "replace_record", "prune_steps"])
 def test_a_rank_may_die_before_it_does_what_the_others_have_done(
     store_name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, again: bool, own_disks: bool
 ) -> None:
@@ -481,20 +487,20 @@ def test_a_rank_may_die_before_it_does_what_the_others_have_done(
         for store in stores:
             put(store, 5000, 3)
         after = population(stores)
-        group = ThreadRanks.make(2)
+        group = ThreadRankGroup.make(2)
         real, first_is_done = getattr(shards, phase), threading.Event()
 
         def die(*args: Any, **options: Any) -> Any:
             if threading.current_thread() in doomed:
                 assert first_is_done.wait(patience(20))
-                group[1].fail("it was killed")
+                group[1].abort("it was killed")
                 raise PeerLostError("killed")
             result = real(*args, **options)
             first_is_done.set()
             return result
 
         doomed: set[threading.Thread] = set()
-        together = shards._together
+        run_phase = shards._run_phase
 
         def marking(ranks: Any, doing: str, body: Callable[[], Any], timeout_s: float) -> Any:
             def marked() -> Any:
@@ -502,16 +508,16 @@ def test_a_rank_may_die_before_it_does_what_the_others_have_done(
                     doomed.add(threading.current_thread())
                 return body()
 
-            return together(ranks, doing, marked, timeout_s)
+            return run_phase(ranks, doing, marked, timeout_s)
 
         monkeypatch.setattr(shards, phase, die)
-        monkeypatch.setattr(shards, "_together", marking)
+        monkeypatch.setattr(shards, "_run_phase", marking)
         with pytest.raises(PeerLostError):
             run_ranks(
                 group, lambda r: save_checkpoint(stores[r.rank], places[r.rank], r, step=1 if again else 2, keep=1)
             )
         monkeypatch.setattr(shards, phase, real)
-        monkeypatch.setattr(shards, "_together", together)
+        monkeypatch.setattr(shards, "_run_phase", run_phase)
         loaded = load_all(store_name, places, 2)
         assert population([store for store, _, _ in loaded]) in (before, after)
         close(loaded)
@@ -528,8 +534,8 @@ def test_a_rank_that_loses_the_others_does_not_take_its_shard_away_from_them(
         places = [tmp_path / str(calls) / (str(k) if own_disks else "0") for k in range(2)]
         with stores_of(store_name, [12, 15]) as stores:
             save_all(stores, places, step=1, keep=1)
-            group = ThreadRanks.make(2)
-            real, left = group[1].gather_objects, [calls]
+            group = ThreadRankGroup.make(2)
+            real, left = group[1].all_gather_object, [calls]
 
             def deaf(mine: Any, real: Any = real, left: list[int] = left) -> Any:
                 answer = real(mine)
@@ -538,7 +544,7 @@ def test_a_rank_that_loses_the_others_does_not_take_its_shard_away_from_them(
                     raise PeerLostError("the last answer was lost")
                 return answer
 
-            group[1].gather_objects = deaf  # type: ignore[method-assign]
+            group[1].all_gather_object = deaf  # type: ignore[method-assign]
             with pytest.raises(PeerLostError):
                 run_ranks(group, lambda r, at=places: save_checkpoint(stores[r.rank], at[r.rank], r, step=2, keep=1))
             loaded = load_all(store_name, places, 2)
@@ -659,7 +665,7 @@ STRATEGIES = {
     "top-k": gt.selection.TopK(),
     "lifo": gt.selection.Lifo(),
     "fifo": gt.selection.Fifo(),
-    "group": gt.selection.Group("prompt", 2, seed=5),
+    "group": gt.selection.GroupSampling("prompt", 2, seed=5),
 }
 
 
@@ -667,7 +673,7 @@ STRATEGIES = {
 def test_a_job_goes_on_with_the_same_global_batches_on_another_number_of_ranks(
     store_name: Any, tmp_path: Path, strategy: Any
 ) -> None:
-    def train(store: gt.Store, ranks: ThreadRanks, state: Any, directory: Path | None) -> list[Any]:
+    def train(store: gt.Store, ranks: ThreadRankGroup, state: Any, directory: Path | None) -> list[Any]:
         made = []
         with gt.Replay(store, strategy, 16, window=2, output="numpy", prefetch=0, group=ranks) as replay:
             if state is not None:
@@ -687,7 +693,7 @@ def test_a_job_goes_on_with_the_same_global_batches_on_another_number_of_ranks(
     with stores_of(store_name, [50, 30, 57, 40]) as stores:
         uninterrupted = whole(run_ranks(4, lambda r: train(stores[r.rank], r, None, tmp_path)))
     for n in (4, 1, 2, 8):
-        together = "prompt" if n != 4 and isinstance(strategy, gt.selection.Group) else None
+        together = "prompt" if n != 4 and isinstance(strategy, gt.selection.GroupSampling) else None
         loaded = load_all(store_name, tmp_path, n, reshard=True, together=together)
         resumed = whole(run_ranks(n, lambda r, at=loaded: train(at[r.rank][0], r, at[r.rank][1], None)))
         assert resumed[:2] == uninterrupted[3:], n
@@ -757,7 +763,7 @@ def test_a_mixtures_store_is_resharded_in_its_part_of_the_state(store_name: Any,
     assert loaded[0][1]["state"] == [{"other": 3}, {f"after/{k}": passed for k in range(3)}]
     assert loaded[0][1]["step"] == 2 and passed == 7, "of the first nine commits two were deleted"
     close(loaded)
-    with pytest.raises(CheckpointError, match="the state is of 2 stores, there is no part 2"):
+    with pytest.raises(CheckpointError, match="the state has 2 stores, part=2 is none of them"):
         load_all(store_name, tmp_path, 3, reshard=True, part=2)
 
 
@@ -784,7 +790,7 @@ def train_and_die(name: str, directory: Path, *, load: bool) -> None:
         store, _, _ = load_checkpoint(directory, name)
         replay = gt.Replay(store, gt.selection.Prioritized(seed=2), 8, prefetch=0, output="numpy")
     else:
-        store = gt.Store.create(name, FIELDS, capacity=60)
+        store = gt.Store.create(name, FIELDS, max_length=4, capacity=60)
         put(store, 0, 40)
         replay = gt.Replay(store, gt.selection.Prioritized(seed=2), 8, prefetch=0, output="numpy")
         steps(replay, 5)
@@ -806,7 +812,7 @@ def steps(replay: gt.Replay, n: int) -> list[list[int]]:
 def test_a_shard_that_survived_is_adopted_and_the_batches_are_those_of_the_uninterrupted_run(
     store_name: Any, tmp_path: Path, fork: Callable[[Callable[[], object]], int]
 ) -> None:
-    with gt.Store.create(store_name(), FIELDS, capacity=60) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=4, capacity=60) as store:
         put(store, 0, 40)
         replay = gt.Replay(store, gt.selection.Prioritized(seed=2), 8, prefetch=0, output="numpy")
         steps(replay, 5)
@@ -854,7 +860,7 @@ def test_a_cut_shard_is_adopted_and_rows_that_are_gone_are_counted(
 
     os.waitpid(fork(load_and_die), 0)
 
-    def load(ranks: ThreadRanks) -> Any:
+    def load(ranks: ThreadRankGroup) -> Any:
         return load_checkpoint(tmp_path, names[ranks.rank], ranks, shard=(ranks.rank, 3), reshard=True, adopt=True)
 
     loaded = run_ranks(3, load)
@@ -913,13 +919,13 @@ def test_processes_save_in_parallel_over_gloo_and_other_processes_load(
     store_name: Any, tmp_path: Path, fork: Callable[[Callable[[], object]], int]
 ) -> None:
     dist = pytest.importorskip("torch.distributed")
-    from geartrain.replay.distributed.rank_group import TorchRanks
+    from geartrain.replay.distributed.rank_group import TorchRankGroup
 
     def job(number: int, size: int, body: Callable[[Any, int], object]) -> list[int]:
         def run(rank: int) -> None:
             meeting = dist.FileStore(str(tmp_path / f"meeting-{number}"), size)
             dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size)
-            ranks = TorchRanks(range(size), timeout_s=patience(20.0))
+            ranks = TorchRankGroup(range(size), timeout_s=patience(20.0))
             body(ranks, rank)
             ranks.close()
             dist.destroy_process_group()

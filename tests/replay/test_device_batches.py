@@ -17,11 +17,11 @@ import pytest
 import tagged
 
 import geartrain as gt
-import geartrain.replay.device as landing
+import geartrain.replay.device as on_device
 import geartrain.replay.device.gather_threshold as crossover
 from geartrain.errors import ArgumentError, PinError, StoreClosedError
 from geartrain.replay.device import Convert, DeviceOptions
-from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
+from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -32,11 +32,11 @@ from geartrain.tools.testing import SimulatedDevice  # noqa: E402
 def store(store_name: Callable[[], str]) -> Iterator[gt.Store]:
     rng = np.random.default_rng(0)
     fields = {
-        "x": gt.Field((30, 11), "float32"),
-        "pixels": gt.Field((30, 3, 5), "uint8"),
-        "group": gt.Field((), "int64", timed=False),
+        "x": gt.Field((11,), "float32"),
+        "pixels": gt.Field((3, 5), "uint8"),
+        "group": gt.Field((), "int64", per_row=True),
     }
-    with gt.Store.create(store_name(), fields, capacity=64) as made:
+    with gt.Store.create(store_name(), fields, max_length=30, capacity=64) as made:
         made.insert(
             {
                 "x": rng.normal(size=(60, 30, 11)).astype("f"),
@@ -68,8 +68,9 @@ def same(host: gt.Batch, landed: gt.Batch, convert: dict[str, Convert], packed: 
 
 
 STRATEGIES = [
-    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5), Prioritized(seed=3, replacement=False),
-    TopK(), Lifo(), Fifo(), Group("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
+    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5),
+    Prioritized(seed=3, replacement=False),
+    TopK(), Lifo(), Fifo(), GroupSampling("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
 ]  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy:
 @pytest.mark.parametrize("path", ["gather", "staged"])
 def test_a_mixture_lands_in_one_batch(store: gt.Store, store_name: Callable[[], str], path: Any) -> None:
     device = SimulatedDevice(3)
-    with gt.Store.create(store_name(), store.fields, capacity=9) as other:
+    with gt.Store.create(store_name(), store.fields, max_length=store.max_length, capacity=9) as other:
         other.insert({name: store.column(name)[:9] for name in store.fields}, priorities=np.arange(1, 10))
         mixture = Mixture([0.6, 0.4], [Uniform(seed=1), Prioritized(seed=2, beta=1.0)])
         both = [store, other]
@@ -171,7 +172,7 @@ def test_a_batch_that_is_kept_is_never_overwritten(store: gt.Store) -> None:
 def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], str], path: Any, packed: bool) -> None:
     device = SimulatedDevice(2)
     done = threading.Event()
-    with gt.Store.create(store_name(), tagged.FIELDS, capacity=40) as store:
+    with gt.Store.create(store_name(), tagged.FIELDS, max_length=tagged.STEPS, capacity=40) as store:
         tagged.insert(store, np.arange(1, 41))
 
         pause_s = 0.0
@@ -220,7 +221,9 @@ def _check_tags(batch: gt.Batch) -> None:
 
 def test_with_limited_samples_each_row_is_seen_so_often(store_name: Callable[[], str]) -> None:
     device = SimulatedDevice(2)
-    with gt.Store.create(store_name(), {"x": gt.Field((4,), "int64")}, capacity=40, max_times_sampled=2) as store:
+    with gt.Store.create(
+        store_name(), {"x": gt.Field((), "int64")}, max_length=4, capacity=40, max_times_sampled=2
+    ) as store:
         store.insert({"x": np.repeat(np.arange(40)[:, None], 4, 1)})
         seen = np.zeros(40, int)
         with gt.Replay(store, Uniform(seed=1, replacement=False), 8, prefetch=2, device=DeviceOptions(device)) as fast:
@@ -259,7 +262,7 @@ def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(crossover.VARIABLE, raising=False)
     assert chosen()[0] == "gather"
-    assert f"{landing.CROSSOVER_BYTES} (an estimate" in chosen()[1]
+    assert f"{on_device.CROSSOVER_BYTES} (an estimate" in chosen()[1]
     crossover.remember("another", 5000)
     assert crossover.remember(device.model, 100, command="a bench") == tmp_path / "geartrain" / "crossover.json"
     assert chosen()[0] == "staged"
@@ -355,10 +358,10 @@ def test_one_batch_serves_as_static_memory_for_the_next(store: gt.Store) -> None
 @pytest.mark.parametrize("path", ["gather", "staged"])
 def test_a_row_that_grows_has_one_length_in_a_batch(store_name: Callable[[], str], path: Any) -> None:
     """Fields, mask and books of a growing row speak of the same steps, whenever the device gets to read them."""
-    fields = {"a": gt.Field((400, 3), "int64"), "b": gt.Field((400, 500), "uint8")}
+    fields = {"a": gt.Field((3,), "int64"), "b": gt.Field((500,), "uint8")}
     device = SimulatedDevice(4)
     done = threading.Event()
-    with gt.Store.create(store_name(), fields, capacity=4) as store:
+    with gt.Store.create(store_name(), fields, max_length=400, capacity=4) as store:
         row = store.row()
         row["a"][0], row["b"][0] = 1, 1
         row.publish(length=1)
@@ -390,7 +393,7 @@ def test_a_rate_limiter_holds_batches_on_a_device_back(store_name: Callable[[], 
     from geartrain.errors import WaitTimeoutError
 
     device = SimulatedDevice(4)
-    with gt.Store.create(store_name(), {"x": gt.Field((4,), "int64")}, capacity=64) as store:
+    with gt.Store.create(store_name(), {"x": gt.Field((), "int64")}, max_length=4, capacity=64) as store:
         store.limiter.set(samples_per_insert=1.0, min_size_to_sample=8, error_buffer=8.0)
         store.insert({"x": np.zeros((8, 4), np.int64)})
         with gt.Replay(store, Uniform(seed=1), 8, prefetch=0, device=DeviceOptions(device), timeout_s=0.3) as fast:

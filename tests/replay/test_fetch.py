@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import geartrain as gt
 from geartrain import _native
-from geartrain.core.schema import DTYPES
+from geartrain.core.dtypes import DTYPES
 from geartrain.errors import ArgumentError, FieldError, StaleKeyError
 
 _numbers = itertools.count()
@@ -52,17 +52,18 @@ def test_any_window_of_any_field_is_what_a_slow_loop_gives(data):
     longest = data.draw(st.integers(1, 40), "longest")
     dtypes = data.draw(st.lists(st.sampled_from(NUMPY_DTYPES), min_size=1, max_size=3), "dtypes")
     fields = {
-        f"f{i}": gt.Field((longest, *data.draw(st.lists(st.integers(1, 5), max_size=2))), dtype)
-        for i, dtype in enumerate(dtypes)
+        f"f{i}": gt.Field(data.draw(st.lists(st.integers(1, 5), max_size=2)), dtype) for i, dtype in enumerate(dtypes)
     }
-    fields["whole"] = gt.Field((3,), "int16", timed=False)
+    fields["whole"] = gt.Field((3,), "int16", per_row=True)
     lengths = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=6), "lengths")
     random = np.random.default_rng(len(lengths))
     inserted = {}
     for name, field in fields.items():
-        raw = random.integers(0, 2 if field.dtype == "bool" else 256, (len(lengths), field.nbytes), np.uint8)
-        inserted[name] = raw.view(field.numpy_dtype).reshape(len(lengths), *field.shape)
-    with gt.Store.create(unique(), fields, capacity=len(lengths)) as store:
+        raw = random.integers(
+            0, 2 if field.dtype == "bool" else 256, (len(lengths), field.block_nbytes(longest)), np.uint8
+        )
+        inserted[name] = raw.view(field.numpy_dtype).reshape(len(lengths), *field.block_shape(longest))
+    with gt.Store.create(unique(), fields, max_length=longest, capacity=len(lengths)) as store:
         keys = store.insert(inserted, lengths=lengths, versions=np.arange(len(lengths)))
         chosen = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=9), "chosen")
         window = data.draw(st.one_of(st.none(), st.integers(1, longest + 6)), "window")
@@ -101,7 +102,7 @@ def test_any_window_of_any_field_is_what_a_slow_loop_gives(data):
 
 @pytest.mark.parametrize("pad", ["left", "right"])
 def test_a_window_holds_nothing_later_than_its_end(name, pad):
-    with gt.Store.create(name, {"t": gt.Field((30,), "int32")}, capacity=5) as store:
+    with gt.Store.create(name, {"t": gt.Field((), "int32")}, max_length=30, capacity=5) as store:
         keys = store.insert({"t": np.broadcast_to(np.arange(1, 31, dtype=np.int32), (5, 30))})
         for window, end in itertools.product((1, 2, 7, 29, 30, 31, 50), range(30)):
             batch = gt.fetch(store, keys[:2], window=window, ends=[end, 29 - end], pad=pad, output="numpy")
@@ -115,7 +116,7 @@ def test_a_window_holds_nothing_later_than_its_end(name, pad):
 
 def test_a_batch_large_enough_to_be_streamed_on_many_threads_is_exact(name):
     steps, width = 64, 97  # 97 floats a step: nothing is aligned
-    with gt.Store.create(name, {"x": gt.Field((steps, width), "float32")}, capacity=300) as store:
+    with gt.Store.create(name, {"x": gt.Field((width,), "float32")}, max_length=steps, capacity=300) as store:
         data = np.random.default_rng(0).random((300, steps, width), np.float32)
         keys = store.insert({"x": data}, threads=3)
         chosen = np.random.default_rng(1).integers(0, 300, 2000)
@@ -138,7 +139,7 @@ def test_windows_of_every_dtype_come_as_tensors(name, dtype):
         0, 2 if dtype == "bool" else 256, (3, 6 * 2 * DTYPES[dtype].itemsize), np.uint8
     )
     tensor = torch.from_numpy(bits).view(getattr(torch, dtype)).reshape(3, 6, 2)
-    with gt.Store.create(name, {"x": gt.Field((6, 2), dtype)}, capacity=3) as store:
+    with gt.Store.create(name, {"x": gt.Field((2,), dtype)}, max_length=6, capacity=3) as store:
         keys = store.insert({"x": tensor}, lengths=[6, 3, 1])
         batch = gt.fetch(store, keys, window=4)
         raw = batch["x"].contiguous().view(torch.uint8).reshape(3, 4, -1)
@@ -160,7 +161,7 @@ def test_windows_of_every_dtype_come_as_tensors(name, dtype):
 
 
 def test_stale_keys_raise_or_are_dropped_as_asked(name):
-    with gt.Store.create(name, {"x": gt.Field((9,), "int64")}, capacity=4) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64")}, max_length=9, capacity=4) as store:
         keys = store.insert({"x": np.arange(36).reshape(4, 9)})
         store.delete(keys[[1, 3]])
         with pytest.raises(StaleKeyError, match="2 of 4 keys are stale"):
@@ -174,7 +175,7 @@ def test_stale_keys_raise_or_are_dropped_as_asked(name):
 
 
 def test_the_window_of_a_stale_key_is_stale_and_not_an_error_of_the_caller(name):
-    with gt.Store.create(name, {"x": gt.Field((9,), "int64")}, capacity=1) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64")}, max_length=9, capacity=1) as store:
         old = store.insert({"x": np.zeros((1, 9), np.int64)})
         store.insert({"x": np.zeros((1, 2), np.int64)})  # the same block, shorter
         with pytest.raises(StaleKeyError):
@@ -183,7 +184,7 @@ def test_the_window_of_a_stale_key_is_stale_and_not_an_error_of_the_caller(name)
 
 
 def test_no_keys_make_an_empty_batch(name):
-    with gt.Store.create(name, {"x": gt.Field((9, 2), "float32")}, capacity=1) as store:
+    with gt.Store.create(name, {"x": gt.Field((2,), "float32")}, max_length=9, capacity=1) as store:
         batch = gt.fetch(store, gt.Keys.empty(), window=3)
         assert batch["x"].shape == (0, 3, 2)
         assert batch.mask.shape == (0, 3)
@@ -220,15 +221,15 @@ def test_no_keys_make_an_empty_batch(name):
 )
 def test_a_fetch_that_makes_no_sense_is_refused(name, monkeypatch, options, error, message):
     monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
-    fields = {"x": gt.Field((9,), "int64"), "half": gt.Field((9,), "bfloat16")}
-    with gt.Store.create(name, fields, capacity=4) as store:
+    fields = {"x": gt.Field((), "int64"), "half": gt.Field((), "bfloat16")}
+    with gt.Store.create(name, fields, max_length=9, capacity=4) as store:
         data = {"x": np.zeros((2, 4), np.int64), "half": torch.zeros(2, 4, dtype=torch.bfloat16)}
         with pytest.raises(error, match=message):
             gt.fetch(store, store.insert(data), **options)
 
 
 def test_an_output_that_may_not_be_written_stays_as_it_was(name):
-    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=4) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=4) as store:
         keys = store.insert({"x": np.ones(4, np.int64)})
         out = np.zeros(4, np.int64)
         out.setflags(write=False)
@@ -238,7 +239,7 @@ def test_an_output_that_may_not_be_written_stays_as_it_was(name):
 
 
 def test_keys_of_another_shape_or_of_rows_that_do_not_exist_are_refused(name):
-    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=4) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=4) as store:
         with pytest.raises(ArgumentError, match="row 4 is beyond the store's capacity of 4"):
             gt.fetch(store, gt.Keys([4], [1]))
         with pytest.raises(ArgumentError, match="two arrays"):
@@ -251,7 +252,7 @@ def test_keys_of_another_shape_or_of_rows_that_do_not_exist_are_refused(name):
 
 
 def _large_store(name: str) -> tuple[gt.Store, gt.Keys]:
-    store = gt.Store.create(name, {"x": gt.Field((1 << 15,), "int64")}, capacity=16)
+    store = gt.Store.create(name, {"x": gt.Field((), "int64")}, max_length=1 << 15, capacity=16)
     return store, store.insert({"x": np.broadcast_to(np.arange(16)[:, None], (16, 1 << 15)).copy()})
 
 
@@ -307,8 +308,12 @@ def test_a_batch_outlives_its_store(name):
 
 
 def test_a_batch_is_aligned_to_cache_lines(name):
-    fields = {"a": gt.Field((3,), "uint8"), "b": gt.Field((), "int16"), "c": gt.Field((5,), "float64", timed=False)}
-    with gt.Store.create(name, fields, capacity=7) as store:
+    fields = {
+        "a": gt.Field((), "uint8"),
+        "b": gt.Field((), "int16", per_row=True),
+        "c": gt.Field((5,), "float64", per_row=True),
+    }
+    with gt.Store.create(name, fields, max_length=3, capacity=7) as store:
         keys = store.insert({"a": np.ones((7, 3), np.uint8), "b": np.ones(7, np.int16), "c": np.ones((7, 5))})
         batch = gt.fetch(store, keys, output="numpy")
         for array in (*batch.fields.values(), batch.mask, batch.start, batch.length, batch.version):

@@ -16,21 +16,21 @@ from deadlines import patience
 
 import geartrain as gt
 import geartrain.replay.distributed.balance as dealing
-import geartrain.replay.distributed.placement as placement
+import geartrain.replay.distributed.placement_moves as placement_moves
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, FieldError, PeerLostError, RanksDisagreeError
-from geartrain.replay.distributed.placement import Moved, Placement
-from geartrain.replay.distributed.topology import Place
-from geartrain.selection.strategy import Fifo, Prioritized, Uniform
-from geartrain.tools.testing import ThreadRanks, run_ranks
+from geartrain.replay.distributed.placement import Placement, PlacementReport, RebalanceResult
+from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.selection import Fifo, Prioritized, Uniform
+from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 STEPS = 6
 FIELDS = {
-    "obs": gt.Field((STEPS, 3), "float32"),
-    "half": gt.Field((STEPS, 2), "bfloat16"),
-    "done": gt.Field((STEPS,), "bool"),
-    "image": gt.Field((2, 2), "uint8", timed=False),
-    "number": gt.Field((), "int64"),
+    "obs": gt.Field((3,), "float32"),
+    "half": gt.Field((2,), "bfloat16"),
+    "done": gt.Field((), "bool"),
+    "image": gt.Field((2, 2), "uint8", per_row=True),
+    "number": gt.Field((), "int64", per_row=True),
 }
 Stores = Callable[..., list[gt.Store]]
 
@@ -41,7 +41,9 @@ def make_stores(store_name: Callable[[], str]) -> Iterator[Stores]:
     made: list[gt.Store] = []
 
     def make(*capacities: int, fields: dict[str, gt.Field] = FIELDS, **options: Any) -> list[gt.Store]:
-        stores = [gt.Store.create(store_name(), fields, capacity=each, **options) for each in capacities]
+        stores = [
+            gt.Store.create(store_name(), fields, max_length=STEPS, capacity=each, **options) for each in capacities
+        ]
         made.extend(stores)
         return stores
 
@@ -80,7 +82,7 @@ def contents(store: gt.Store) -> dict[int, tuple[Any, ...]]:
     for i, row in enumerate(keys.row.tolist()):
         length = int(books["length"][i])
         blocks = tuple(
-            columns[name][row, :length].tobytes() if spec.timed else columns[name][row].tobytes()
+            columns[name][row, :length].tobytes() if not spec.per_row else columns[name][row].tobytes()
             for name, spec in store.fields.items()
         )
         about = tuple(books[name][i] for name in ("length", "priority", "version", "times_sampled"))
@@ -95,8 +97,8 @@ def population(stores: list[gt.Store]) -> Counter[tuple[Any, ...]]:
     return Counter(row for store in stores for row in contents(store).items())
 
 
-def at(rank: int, dp: int, pp: int = 1, tp: int = 1) -> Place:
-    return Place(rank // tp % dp, rank // tp // dp, rank % tp, dp, pp, tp)
+def at(rank: int, dp: int, pp: int = 1, tp: int = 1) -> MeshPosition:
+    return MeshPosition(rank // tp % dp, rank // tp // dp, rank % tp, dp, pp, tp)
 
 
 def with_placement(
@@ -105,7 +107,7 @@ def with_placement(
     """What `body` returned on each rank; rank r has store r % len(stores)."""
     mesh = options.pop("mesh", None)
 
-    def run(rank: ThreadRanks) -> Any:
+    def run(rank: ThreadRankGroup) -> Any:
         own = {} if mesh is None else {"mesh": at(rank.rank, *mesh)}
         with Placement(stores[rank.rank % len(stores)], group=rank, **own, **options) as made:
             return body(made)
@@ -254,7 +256,7 @@ def test_priorities_that_are_none_are_refused(make_stores: Stores) -> None:
         assert made.deal([]).tolist() == [] and made.deal(np.zeros(10)).tolist() == [0] * 10
     with Placement(store, by="rows") as made:
         assert len(made.deal(np.full(3, 0.5))) == 3
-        with pytest.raises(ArgumentError, match="by='rows', where each is as likely"):
+        with pytest.raises(ArgumentError, match="by='rows', which all have the same priority"):
             made.deal([1.0, 2.0])
 
 
@@ -263,14 +265,14 @@ def test_priorities_that_are_none_are_refused(make_stores: Stores) -> None:
 
 def replayed(
     stores: list[gt.Store], selection: Any, batches: int, batch_size: int = 64, **options: Any
-) -> tuple[float, int, placement.Report]:
+) -> tuple[float, int, PlacementReport]:
     """The measured local share and bytes received of some batches, and what was expected of them."""
     mesh = options.pop("mesh", None)
     by = options.pop("by", "priority")
     size = int(np.prod(mesh)) if mesh else len(stores)
-    others = ThreadRanks.make(size)
+    others = ThreadRankGroup.make(size)
 
-    def body(rank: ThreadRanks) -> tuple[dict[str, float], placement.Report]:
+    def body(rank: ThreadRankGroup) -> tuple[dict[str, float], PlacementReport]:
         store = stores[rank.rank % len(stores)]
         settings = {**options, "mesh": at(rank.rank, *mesh)} if mesh else options
         with gt.Replay(
@@ -345,11 +347,11 @@ def test_a_report_reads_as_a_table(make_stores: Stores) -> None:
 # --- rebalancing ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("piece", [1, 1000, placement.PIECE_BYTES])
+@pytest.mark.parametrize("piece", [1, 1000, placement_moves.PIECE_BYTES])
 def test_rebalancing_keeps_every_row_as_it_was_and_sets_the_shares_right(
     make_stores: Stores, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setattr(placement, "PIECE_BYTES", piece)
+    monkeypatch.setattr(placement_moves, "PIECE_BYTES", piece)
     stores = make_stores(400, 400, 400, 400, max_times_sampled=1000)
     fill(stores, 300, [0.7, 0.1, 0.0, 0.2])
     for store in stores:  # samples that were counted
@@ -371,7 +373,7 @@ def test_local_share_rises_and_moved_bytes_fall_after_rebalancing(make_stores: S
     stores = make_stores(600, 600, 600, 600)
     fill(stores, 500, [0.85, 0.05, 0.05, 0.05])
     share_before, received_before, _ = replayed(stores, Prioritized(seed=3), 20)
-    moved: list[Moved] = with_placement(stores, lambda made: made.rebalance())
+    moved: list[RebalanceResult] = with_placement(stores, lambda made: made.rebalance())
     share_after, received_after, report = replayed(stores, Prioritized(seed=3), 20)
     assert share_before < 0.45 and share_after > 0.85
     assert received_after < received_before / 3
@@ -411,11 +413,11 @@ def test_what_is_within_tolerance_stays(make_stores: Stores) -> None:
     insert(stores[0], np.arange(53), np.ones(53))
     insert(stores[1], np.arange(53, 100), np.ones(47))
     moved = with_placement(stores, lambda made: made.rebalance())[0]
-    assert moved == Moved(0, 0, (0.53, 0.47), (0.53, 0.47))
+    assert moved == RebalanceResult(0, 0, (0.53, 0.47), (0.53, 0.47))
     moved = with_placement(stores, lambda made: made.rebalance(tolerance=0.01))[0]
     assert (moved.rows, moved.shares_after) == (3, (0.5, 0.5))
     empty = with_placement(make_stores(5, 5), lambda made: made.rebalance(tolerance=0))[0]
-    assert empty == Moved(0, 0, (0.0, 0.0), (0.0, 0.0))
+    assert empty == RebalanceResult(0, 0, (0.0, 0.0), (0.0, 0.0))
 
 
 def test_no_more_bytes_than_allowed_are_moved(make_stores: Stores) -> None:
@@ -433,14 +435,14 @@ def test_rows_that_change_on_the_way_are_neither_torn_nor_there_twice(
     stores = make_stores(200, 200)
     insert(stores[0], np.arange(200), np.ones(200))
     before = population(stores)
-    real = Placement._pack
+    real = placement_moves.RowMover._pack
 
-    def pack(self: Placement, keys: np.ndarray) -> Any:
+    def pack(self: placement_moves.RowMover, keys: np.ndarray) -> Any:
         gone = Keys(keys[:7, 0], keys[:7, 1])
         assert self.store.delete(gone) == 0  # somebody removes rows that were chosen
         return real(self, keys)
 
-    monkeypatch.setattr(Placement, "_pack", pack)
+    monkeypatch.setattr(placement_moves.RowMover, "_pack", pack)
     moved = with_placement(stores, lambda made: made.rebalance())[0]
     after = population(stores)
     assert not after - before and (before - after).total() == 200 - sum(len(store) for store in stores)
@@ -452,14 +454,14 @@ def test_a_writer_that_takes_the_room_meanwhile_evicts_nothing(
 ) -> None:
     stores = make_stores(200, 100)
     insert(stores[0], np.arange(200), np.ones(200))
-    real = Placement._pack
+    real = placement_moves.RowMover._pack
 
-    def pack(self: Placement, keys: np.ndarray) -> Any:
+    def pack(self: placement_moves.RowMover, keys: np.ndarray) -> Any:
         if len(stores[1]) == 0:
             insert(stores[1], np.arange(900, 970), np.ones(70))
         return real(self, keys)
 
-    monkeypatch.setattr(Placement, "_pack", pack)
+    monkeypatch.setattr(placement_moves.RowMover, "_pack", pack)
     with_placement(stores, lambda made: made.rebalance())
     assert all(store.stats()["evicted"] == 0 for store in stores)
     assert sorted(n for store in stores for n in contents(store)) == [*range(200), *range(900, 970)]
@@ -470,22 +472,22 @@ def test_a_writer_that_takes_the_room_meanwhile_evicts_nothing(
 def test_a_rank_that_is_killed_in_the_middle_loses_no_row(
     make_stores: Stores, monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
-    monkeypatch.setattr(placement, "PIECE_BYTES", 3000)  # some twenty rows
+    monkeypatch.setattr(placement_moves, "PIECE_BYTES", 3000)  # some twenty rows
     duplicates = 0
     for die_at in range(5, 90, 3):
         stores = make_stores(200, 200, 200)
         fill(stores, 150, [1.0, 0.0, 0.0])
         before = population(stores)
-        group = ThreadRanks.make(3, timeout_s=patience(10))
+        group = ThreadRankGroup.make(3, timeout_s=patience(10))
         group[victim].die_at = die_at
         whole = []
 
-        def body(rank: ThreadRanks, stores: list[gt.Store] = stores, whole: list[Moved] = whole) -> None:
+        def body(rank: ThreadRankGroup, stores: list[gt.Store] = stores, whole: list[RebalanceResult] = whole) -> None:
             try:
                 with Placement(stores[rank.rank], group=rank) as made:
                     whole.append(made.rebalance())
             except PeerLostError as error:
-                assert f"rank {victim} gave up: it was told to die" in str(error)
+                assert f"rank {victim} aborted: die_at was reached" in str(error)
 
         run_ranks(group, body)
         after = population(stores)
@@ -508,7 +510,7 @@ def test_an_error_where_rows_arrive_ends_the_others_with_its_reason(
     def insert_nothing(*_: Any) -> None:
         raise MemoryError("no memory left")
 
-    monkeypatch.setattr(Placement, "_insert", insert_nothing)
+    monkeypatch.setattr(placement_moves.RowMover, "_insert", insert_nothing)
 
     def body(made: Placement) -> None:
         with pytest.raises(MemoryError if made.shard else PeerLostError, match="no memory left"):
@@ -521,9 +523,9 @@ def test_an_error_where_rows_arrive_ends_the_others_with_its_reason(
 def test_a_fifo_and_a_replay_go_on_after_rows_have_moved(make_stores: Stores) -> None:
     stores = make_stores(400, 400)
     insert(stores[0], np.arange(200), np.ones(200))
-    others = ThreadRanks.make(2)
+    others = ThreadRankGroup.make(2)
 
-    def body(rank: ThreadRanks) -> list[int]:
+    def body(rank: ThreadRankGroup) -> list[int]:
         options = {"output": "numpy", "group": rank}
         with (
             gt.Replay(stores[rank.rank], Fifo(), 40, **options) as replay,
@@ -548,8 +550,8 @@ def test_a_fifo_and_a_replay_go_on_after_rows_have_moved(make_stores: Stores) ->
         ({"by": "rows"}, RanksDisagreeError, "by is priority on rank 0 and rows on rank 1"),
         ({"inputs": ["obs"], "targets": []}, RanksDisagreeError, "inputs is .* on rank 0 and .* on rank 1"),
         ({"window": 3}, RanksDisagreeError, "window is None on rank 0 and 3 on rank 1"),
-        ({"mesh": Place(0, 1, 0, 1, 2, 1)}, RanksDisagreeError, "size is"),
-        ({"mesh": Place(0, 0, 0, 2, 1, 1)}, RanksDisagreeError, "2 ranks stand at 1 different places"),
+        ({"mesh": MeshPosition(0, 1, 0, 1, 2, 1)}, RanksDisagreeError, "size is"),
+        ({"mesh": MeshPosition(0, 0, 0, 2, 1, 1)}, RanksDisagreeError, "2 ranks have 1 different positions"),
     ],
 )
 def test_ranks_that_disagree_are_told_so(
@@ -557,7 +559,7 @@ def test_ranks_that_disagree_are_told_so(
 ) -> None:
     stores = make_stores(5, 5)
 
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         with pytest.raises(error, match=message):
             Placement(stores[rank.rank], **({"group": rank} | (changed if rank.rank else {})))
 
@@ -567,7 +569,7 @@ def test_ranks_that_disagree_are_told_so(
 def test_so_they_are_when_they_ask_for_different_things(make_stores: Stores) -> None:
     (one,), (other,) = make_stores(5), make_stores(5, priority_fraction_bits=8)
 
-    def differ(rank: ThreadRanks) -> None:
+    def differ(rank: ThreadRankGroup) -> None:
         with pytest.raises(RanksDisagreeError, match="priority_fraction_bits is 16 on rank 0 and 8 on rank 1"):
             Placement((one, other)[rank.rank], group=rank)
 
@@ -590,7 +592,7 @@ def test_what_makes_no_sense_is_refused_at_the_door(make_stores: Stores) -> None
         (ArgumentError, "lists of names", {"inputs": "obs"}),
         (ArgumentError, "at least one step, found window=0", {"window": 0}),
         (FieldError, "nothing", {"inputs": ["nothing"]}),
-        (ArgumentError, "replica 0 has no rank that reads anything", {"inputs": []}),
+        (ArgumentError, "no rank of replica 0 reads a field", {"inputs": []}),
         (ArgumentError, "a DeepSpeed grid, or an object with", {"mesh": object()}),
         (ArgumentError, "timeout_s must be", {"timeout_s": -1}),
     ):
@@ -604,7 +606,7 @@ def test_what_makes_no_sense_is_refused_at_the_door(make_stores: Stores) -> None
             made.rebalance(max_bytes=-1)
         with pytest.raises(ArgumentError, match="a global batch of 0 rows"):
             made.report(batch_size=0)
-        assert made.rebalance() == Moved(0, 0, (0.0,), (0.0,))
+        assert made.rebalance() == RebalanceResult(0, 0, (0.0,), (0.0,))
 
 
 def test_processes_of_a_group_rebalance_over_gloo(

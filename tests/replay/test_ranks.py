@@ -18,17 +18,17 @@ from geartrain.errors import (
     PeerLostError,
     RanksDisagreeError,
 )
-from geartrain.replay.distributed.topology import Place
-from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Linear, Mixture, Prioritized, TopK, Uniform
-from geartrain.tools.testing import ThreadRanks, run_ranks
+from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Linear, Mixture, Prioritized, TopK, Uniform
+from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 N, STEPS, B = 240, 10, 48
 RANKS = [1, 2, 3, 4, 8]
 FIELDS = {
-    "obs": gt.Field((STEPS, 3), "float32"),
-    "action": gt.Field((STEPS,), "int64"),
-    "number": gt.Field((), "int64"),
-    "group": gt.Field((), "int64"),
+    "obs": gt.Field((3,), "float32"),
+    "action": gt.Field((), "int64"),
+    "number": gt.Field((), "int64", per_row=True),
+    "group": gt.Field((), "int64", per_row=True),
 }
 WEIGHTS = np.random.default_rng(0).integers(0, 30, N) / 4.0
 
@@ -62,7 +62,7 @@ def make_stores(store_name: Callable[[], str]) -> Iterator[Callable[..., list[gt
             inner[1] = inner[0]
         stores = []
         for first, last in zip([0, *inner.tolist()], [*inner.tolist(), N], strict=True):
-            store = gt.Store.create(store_name(), FIELDS, capacity=N, **options)
+            store = gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=N, **options)
             insert(store, first, last)
             stores.append(store)
         made.extend(stores)
@@ -108,7 +108,7 @@ def over_ranks(
     size = ranks or len(stores)
     settings = {"window": 4, "output": "numpy", "num_batches": batches, **options}
 
-    def body(rank: ThreadRanks) -> tuple[list[gt.Batch], dict[str, float]]:
+    def body(rank: ThreadRankGroup) -> tuple[list[gt.Batch], dict[str, float]]:
         store = stores[rank.rank % len(stores)]
         with gt.Replay(store, selection, B, group=rank, **settings) as replay:
             made = []
@@ -154,7 +154,7 @@ def test_any_number_of_ranks_makes_the_batches_of_one_process(
 
 def test_groups_stay_together_on_any_number_of_ranks(make_stores: Callable[..., list[gt.Store]]) -> None:
     (store,) = make_stores(1)
-    selection = Group(by="group", size=4, seed=2, prioritized=True)
+    selection = GroupSampling(by="group", size=4, seed=2, prioritized=True)
     with gt.Replay(store, selection, B, window=4, output="numpy", num_batches=3) as replay:
         expected = [as_record(batch) for batch in replay]
     for ranks in [1, 2, 3, 4]:
@@ -175,7 +175,7 @@ def test_limits_make_the_same_batches_on_any_number_of_ranks(make_stores: Callab
 def test_ordered_gives_rank_i_the_ith_slice(
     make_stores: Callable[..., list[gt.Store]], selection: Any, ranks: int
 ) -> None:
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         options = {"assignment": "ordered", "window": 4, "output": "numpy", "num_batches": 2, "group": rank}
         with gt.Replay(stores[rank.rank], selection, B, **options) as replay:
             for batch in replay:
@@ -198,7 +198,7 @@ def test_ranks_of_one_host_read_its_shard_without_moving_a_byte(make_stores: Cal
 def test_local_first_moves_the_surplus_and_ordered_nearly_all(store_name: Callable[[], str]) -> None:
     stores = []
     for shard in range(4):
-        stores.append(gt.Store.create(store_name(), FIELDS, capacity=60))
+        stores.append(gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=60))
         insert(stores[-1], shard * 60, shard * 60 + 60)
     try:
         _, first = over_ranks(stores, Uniform(seed=1), batches=40)
@@ -229,7 +229,7 @@ def test_updated_priorities_change_the_next_batches_alike_on_any_number_of_ranks
     def run(shards: int, ranks: int) -> list[dict[str, np.ndarray]]:
         stores = make_stores(shards)
 
-        def body(rank: ThreadRanks) -> list[gt.Batch]:
+        def body(rank: ThreadRankGroup) -> list[gt.Batch]:
             options = {"window": 4, "output": "numpy", "num_batches": 8, "prefetch": prefetch, "group": rank}
             with gt.Replay(stores[rank.rank % shards], selection, B, **options) as replay:
                 made = []
@@ -271,7 +271,7 @@ def test_a_resumed_run_goes_on_with_the_batches_it_would_have_drawn(make_stores:
     stores = make_stores(3)
     states: dict[int, Any] = {}
 
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         options = {"window": 4, "output": "numpy", "group": rank}
         with gt.Replay(stores[rank.rank], Fifo(), 24, **options) as replay:
             for _ in range(3):
@@ -292,7 +292,7 @@ def test_a_settled_run_is_the_run_that_is_resumed_from_it(make_stores: Callable[
         saved: dict[int, Any] = {}
 
         def run(
-            rank: ThreadRanks, resume: bool, stores: Any = stores, prefetch: int = prefetch, saved: Any = saved
+            rank: ThreadRankGroup, resume: bool, stores: Any = stores, prefetch: int = prefetch, saved: Any = saved
         ) -> Any:
             options = {"window": 4, "output": "numpy", "group": rank, "prefetch": prefetch}
             store = stores[rank.rank]
@@ -325,7 +325,7 @@ def test_priorities_of_a_row_drawn_twice_are_set_in_the_order_of_draws(
     def run(shards: int, ranks: int) -> list[dict[str, np.ndarray]]:
         stores = make_stores(shards)
 
-        def body(rank: ThreadRanks) -> list[gt.Batch]:
+        def body(rank: ThreadRankGroup) -> list[gt.Batch]:
             options = {"window": 4, "output": "numpy", "num_batches": 6, "group": rank}
             with gt.Replay(stores[rank.rank % shards], Prioritized(seed=3), B, **options) as replay:
                 made = []
@@ -346,10 +346,10 @@ def test_rows_with_a_limit_on_samples_are_all_used_and_never_more_often(store_na
     for shards, ranks in ((1, 1), (1, 2), (2, 2), (4, 4)):
         stores = []
         for shard in range(shards):
-            stores.append(gt.Store.create(store_name(), FIELDS, capacity=N, max_times_sampled=1))
+            stores.append(gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=N, max_times_sampled=1))
             insert(stores[-1], N * shard // shards, N * (shard + 1) // shards)
 
-        def body(rank: ThreadRanks, stores: Any = stores) -> tuple[list[int], list[gt.Batch]]:
+        def body(rank: ThreadRankGroup, stores: Any = stores) -> tuple[list[int], list[gt.Batch]]:
             seen: list[int] = []
             options = {"window": 4, "output": "numpy", "group": rank, "prefetch": 0}
             with gt.Replay(stores[rank.rank % len(stores)], Uniform(seed=1), 40, **options) as replay:
@@ -377,7 +377,7 @@ def test_limits_hold_their_promise_with_updates_and_shared_shards(make_stores: C
         for shards, ranks in ((1, 1), (1, 3), (2, 4)):
             stores = make_stores(shards)
 
-            def body(rank: ThreadRanks, stores: Any = stores, selection: Any = selection) -> list[gt.Batch]:
+            def body(rank: ThreadRankGroup, stores: Any = stores, selection: Any = selection) -> list[gt.Batch]:
                 options = {"window": 4, "output": "numpy", "num_batches": 5, "group": rank}
                 with gt.Replay(stores[rank.rank % len(stores)], selection, B, **options) as replay:
                     made = []
@@ -392,11 +392,11 @@ def test_limits_hold_their_promise_with_updates_and_shared_shards(make_stores: C
 
 
 def test_a_mixture_with_groups_fills_replicas_with_whole_groups(make_stores: Callable[..., list[gt.Store]]) -> None:
-    selection = Mixture([0.5, 0.5], [Uniform(seed=1), Group(by="group", size=4, seed=2)], seed=3)
+    selection = Mixture([0.5, 0.5], [Uniform(seed=1), GroupSampling(by="group", size=4, seed=2)], seed=3)
     for ranks in (1, 2, 3):
         stores = [list(pair) for pair in zip(make_stores(ranks), make_stores(ranks), strict=True)]
 
-        def body(rank: ThreadRanks, stores: Any = stores) -> None:
+        def body(rank: ThreadRankGroup, stores: Any = stores) -> None:
             with gt.Replay(
                 stores[rank.rank], selection, 24, window=4, output="numpy", num_batches=4, group=rank
             ) as replay:
@@ -408,7 +408,7 @@ def test_a_mixture_with_groups_fills_replicas_with_whole_groups(make_stores: Cal
         run_ranks(ranks, body)
     stores = [list(pair) for pair in zip(make_stores(2), make_stores(2), strict=True)]
 
-    def refused(rank: ThreadRanks) -> None:
+    def refused(rank: ThreadRankGroup) -> None:
         with pytest.raises(ArgumentError, match="would cut groups"):
             gt.Replay(stores[rank.rank], selection, 24, group=rank, assignment="ordered")
 
@@ -420,7 +420,7 @@ def test_one_process_and_a_group_take_up_each_others_state(make_stores: Callable
     with gt.Replay(store, Fifo(), 24, output="numpy", prefetch=0) as replay:
         replay.sample()
         state, expected = replay.state_dict(), replay.sample().keys.row
-    (rank,) = ThreadRanks.make(1)
+    (rank,) = ThreadRankGroup.make(1)
     with gt.Replay(store, Fifo(), 24, output="numpy", prefetch=0, group=rank) as replay:
         replay.load_state_dict(state)
         assert np.array_equal(replay.sample().keys.row, expected)
@@ -433,7 +433,7 @@ def test_one_process_and_a_group_take_up_each_others_state(make_stores: Callable
 def test_priorities_given_before_an_error_all_agree_on_are_not_lost(make_stores: Callable[..., list[gt.Store]]) -> None:
     stores = make_stores(2)
 
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         with gt.Replay(stores[rank.rank], Fifo(), 120, output="numpy", group=rank) as replay:
             batches = [replay.sample(), replay.sample()]
             replay.update_priorities(batches[1].keys, 900.0)
@@ -458,9 +458,9 @@ def test_heads_get_inputs_tails_targets_and_the_middle_nothing(
     stores = make_stores(shards)
     expected, _ = over_ranks(make_stores(1), Prioritized(seed=4, beta=0.5), batches=3)
 
-    def body(rank: ThreadRanks) -> tuple[Place, list[gt.Batch], dict[str, float]]:
+    def body(rank: ThreadRankGroup) -> tuple[MeshPosition, list[gt.Batch], dict[str, float]]:
         at = rank.rank
-        place = Place(at // tp % dp, at // tp // dp, at % tp, dp, pp, tp)
+        place = MeshPosition(at // tp % dp, at // tp // dp, at % tp, dp, pp, tp)
         with gt.Replay(
             stores[at % shards],
             Prioritized(seed=4, beta=0.5),
@@ -520,7 +520,7 @@ def test_a_mixture_over_ranks_makes_the_batches_of_one_process(make_stores: Call
     for ranks in (1, 2, 3):
         stores = pairs(ranks)
 
-        def body(rank: ThreadRanks, stores: Any = stores) -> list[gt.Batch]:
+        def body(rank: ThreadRankGroup, stores: Any = stores) -> list[gt.Batch]:
             options = {"window": 4, "output": "numpy", "num_batches": 3, "group": rank}
             with gt.Replay(stores[rank.rank], selection(), B, **options) as replay:
                 made = []
@@ -540,7 +540,7 @@ def test_a_mixture_over_ranks_makes_the_batches_of_one_process(make_stores: Call
 @pytest.mark.parametrize("selection", [Prioritized(seed=1), Uniform(seed=1, replacement=False), Lifo(), Fifo(), TopK()])
 def test_no_torn_row_arrives_while_every_shard_is_overwritten(store_name: Callable[[], str], selection: Any) -> None:
     shards = 2
-    stores = [gt.Store.create(store_name(), FIELDS, capacity=40) for _ in range(shards)]
+    stores = [gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=40) for _ in range(shards)]
     for store in stores:
         # Priorities that have nothing to do with age, lest top-k ask for just the rows that are overwritten next.
         store.insert(
@@ -561,7 +561,7 @@ def test_no_torn_row_arrives_while_every_shard_is_overwritten(store_name: Callab
         writer.start()
     try:
 
-        def body(rank: ThreadRanks) -> float:
+        def body(rank: ThreadRankGroup) -> float:
             options = {"window": 4, "output": "numpy", "group": rank, "min_rows": 1}
             with gt.Replay(stores[rank.rank % shards], selection, 16, **options) as replay:
                 for _ in range(60):
@@ -580,7 +580,7 @@ def test_no_torn_row_arrives_while_every_shard_is_overwritten(store_name: Callab
 def test_rows_that_join_a_shard_are_drawn_from_the_next_batch_on(make_stores: Callable[..., list[gt.Store]]) -> None:
     stores = make_stores(3)
 
-    def body(rank: ThreadRanks) -> set[int]:
+    def body(rank: ThreadRankGroup) -> set[int]:
         options = {"window": 4, "output": "numpy", "group": rank, "prefetch": 0}
         with gt.Replay(stores[rank.rank], Lifo(), 12, **options) as replay:
             replay.sample()
@@ -588,7 +588,7 @@ def test_rows_that_join_a_shard_are_drawn_from_the_next_batch_on(make_stores: Ca
                 stores[1].native.advance_sequence(1000)
                 numbers = np.arange(500, 512)
                 stores[1].insert(rows(500, 512), lengths=numbers % STEPS + 1, versions=numbers)
-            rank.gather(np.zeros(1, np.uint8))
+            rank.all_gather(np.zeros(1, np.uint8))
             return set(replay.sample()["number"].tolist())
 
     assert set.union(*run_ranks(3, body)) == set(range(500, 512))
@@ -599,18 +599,18 @@ def test_rows_that_join_a_shard_are_drawn_from_the_next_batch_on(make_stores: Ca
 
 def test_a_rank_that_vanishes_is_a_named_error_on_all_others(make_stores: Callable[..., list[gt.Store]]) -> None:
     stores = make_stores(4)
-    group = ThreadRanks.make(4, timeout_s=patience(5))
+    group = ThreadRankGroup.make(4, timeout_s=patience(5))
     group[2].die_at = 40
     seen = []
 
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         with gt.Replay(stores[rank.rank], Uniform(), B, group=rank) as replay, pytest.raises(PeerLostError) as caught:
             while True:
                 replay.sample()
         seen.append(str(caught.value))
 
     run_ranks(group, body)
-    assert len(seen) == 4 and all("rank 2 gave up: it was told to die" in message for message in seen)
+    assert len(seen) == 4 and all("rank 2 aborted: die_at was reached" in message for message in seen)
 
 
 def test_an_error_of_one_rank_ends_the_others_with_its_reason(make_stores: Callable[..., list[gt.Store]]) -> None:
@@ -624,7 +624,7 @@ def test_an_error_of_one_rank_ends_the_others_with_its_reason(make_stores: Calla
 
             return select_shards(Uniform(seed=self.seed), shard, n, step, state)
 
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         with gt.Replay(stores[rank.rank], Broken(), B, group=rank, prefetch=0) as replay:
             replay.sample()
             replay.sample()
@@ -641,7 +641,7 @@ def test_too_few_rows_are_the_same_error_on_all_ranks_and_not_the_end(
     stores = make_stores(2)
     both = threading.Barrier(2, timeout=patience(20))
 
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         with gt.Replay(stores[rank.rank], Fifo(), 160, group=rank) as replay:
             replay.sample()
             with pytest.raises(NotEnoughRowsError, match="160 rows were asked for, 80 can be chosen"):
@@ -676,7 +676,7 @@ def test_ranks_that_disagree_are_told_so(
 ) -> None:
     stores = make_stores(2)
 
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         settings: dict[str, Any] = {"selection": Prioritized(), "batch_size": 48, "window": 4, "group": rank}
         with pytest.raises(RanksDisagreeError, match=message):
             gt.Replay(stores[rank.rank], **(settings | (changed if rank.rank else {})))
@@ -686,11 +686,16 @@ def test_ranks_that_disagree_are_told_so(
 
 def test_a_shard_of_another_schema_is_named_with_its_field_and_ranks(store_name: Callable[[], str]) -> None:
     stores = [
-        gt.Store.create(store_name(), {"obs": gt.Field((4, 2), "float32"), "x": gt.Field((), kind)}, capacity=4)
+        gt.Store.create(
+            store_name(),
+            {"obs": gt.Field((2,), "float32"), "x": gt.Field((), kind, per_row=True)},
+            max_length=4,
+            capacity=4,
+        )
         for kind in ("int64", "float32")
     ]
 
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         with pytest.raises(RanksDisagreeError, match=r"field 'x' is int64 .* on rank 0 and float32 .* on rank 1"):
             gt.Replay(stores[rank.rank], Uniform(), 4, fields=["obs"], group=rank)
 
@@ -703,9 +708,9 @@ def test_a_field_that_one_shard_lacks_is_named_everywhere(
     make_stores: Callable[..., list[gt.Store]], store_name: Any
 ) -> None:
     (store,) = make_stores(1)
-    with gt.Store.create(store_name(), {"obs": FIELDS["obs"]}, capacity=4) as other:
+    with gt.Store.create(store_name(), {"obs": FIELDS["obs"]}, max_length=STEPS, capacity=4) as other:
 
-        def body(rank: ThreadRanks) -> None:
+        def body(rank: ThreadRankGroup) -> None:
             with pytest.raises((FieldError, RanksDisagreeError), match="has no field 'action'"):
                 gt.Replay([store, other][rank.rank], Uniform(), 4, fields=["obs", "action"], group=rank)
 
@@ -715,10 +720,10 @@ def test_a_field_that_one_shard_lacks_is_named_everywhere(
 def test_keys_of_nowhere_and_priorities_that_are_none_are_refused(make_stores: Callable[..., list[gt.Store]]) -> None:
     stores = make_stores(2)
 
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         with gt.Replay(stores[rank.rank], Prioritized(), B, output="numpy", group=rank, prefetch=0) as replay:
             batch = replay.sample()
-            with pytest.raises(ArgumentError, match="do not tell a shard of this replay"):
+            with pytest.raises(ArgumentError, match="name no shard of this replay"):
                 replay.update_priorities(batch.keys.of_shard(9), 1.0)
             with pytest.raises(ArgumentError, match="priority 0 is not finite"):
                 replay.update_priorities(batch.keys, np.full(batch.batch_size, np.nan))
@@ -731,7 +736,7 @@ def test_keys_of_nowhere_and_priorities_that_are_none_are_refused(make_stores: C
 def test_ranks_at_different_steps_are_told_so(make_stores: Callable[..., list[gt.Store]]) -> None:
     stores = make_stores(2)
 
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         with gt.Replay(stores[rank.rank], Uniform(), B, group=rank, prefetch=0) as replay:
             state = replay.state_dict()
             replay.load_state_dict({**state, "step": 7 + rank.rank})
@@ -745,13 +750,13 @@ def test_what_cannot_be_shared_out_is_refused_at_the_door(make_stores: Callable[
     stores = make_stores(2)
 
     def refused(message: str, **settings: Any) -> None:
-        def body(rank: ThreadRanks) -> None:
+        def body(rank: ThreadRankGroup) -> None:
             with pytest.raises(ArgumentError, match=message):
                 gt.Replay(stores[rank.rank], **({"selection": Uniform(), "batch_size": 48, "group": rank} | settings))
 
         run_ranks(2, body)
 
-    refused("a global batch of 49 rows cannot be shared out to 2 data-parallel replicas evenly", batch_size=49)
+    refused("a global batch of 49 rows cannot be divided evenly over 2 data-parallel replicas", batch_size=49)
     refused("assignment is one of local_first, ordered, found 'random'", assignment="random")
     refused("give fields, or inputs and targets, not both", fields=["obs"], inputs=["action"])
     with pytest.raises(ArgumentError, match="a DeepSpeed grid, or an object with"):

@@ -17,9 +17,9 @@ from deadlines import patience
 import geartrain as gt
 from geartrain.errors import ArgumentError, PinError, RanksDisagreeError
 from geartrain.replay.device import Convert, DeviceOptions
-from geartrain.replay.distributed.topology import Place
-from geartrain.selection.strategy import Fifo, Group, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
-from geartrain.tools.testing import ThreadRanks, run_ranks
+from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
+from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -27,9 +27,9 @@ from geartrain.tools.testing import SimulatedDevice  # noqa: E402
 
 N, STEPS, B = 120, 30, 24
 FIELDS = {
-    "x": gt.Field((STEPS, 11), "float32"),
-    "pixels": gt.Field((STEPS, 3, 5), "uint8"),
-    "group": gt.Field((), "int64", timed=False),
+    "x": gt.Field((11,), "float32"),
+    "pixels": gt.Field((3, 5), "uint8"),
+    "group": gt.Field((), "int64", per_row=True),
 }
 
 
@@ -51,7 +51,7 @@ def make_shards(store_name: Callable[[], str]) -> Iterator[Callable[..., list[st
     def make(shards: int, **options: Any) -> list[str]:
         cuts = [0, *(N * 4 * (i + 1) // (5 * shards) // 4 * 4 for i in range(shards - 1)), N]
         for first, last in itertools.pairwise(cuts):
-            store = gt.Store.create(store_name(), FIELDS, capacity=N, **options)
+            store = gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=N, **options)
             store.native.advance_sequence(first + 1)
             lengths = np.random.default_rng(1).integers(1, STEPS + 1, N)[first:last]
             priorities = np.random.default_rng(2).random(N)[first:last]
@@ -68,7 +68,7 @@ def same(host: gt.Batch, landed: gt.Batch, convert: dict[str, Convert], packed: 
     assert host.keys == landed.keys
     assert host.step == landed.step
     assert list(host) == list(landed)
-    for name, found in host.items():
+    for name, found in host.fields.items():
         timed = name != "group"
         expected = convert[name].apply(found, host.mask if timed else None) if name in convert else found
         assert torch.equal(expected[host.mask] if packed and timed else expected, landed[name]), name
@@ -96,7 +96,7 @@ def compare(
     settings = {"window": 7, "pad": "right", "num_batches": steps, "assignment": "ordered", **settings}
     place = settings.pop("place", None)
 
-    def body(pair: tuple[ThreadRanks, ThreadRanks]) -> dict[str, float]:
+    def body(pair: tuple[ThreadRankGroup, ThreadRankGroup]) -> dict[str, float]:
         rank = pair[0].rank
         device = SimulatedDevice(rank)
         names = shards[rank % len(shards)]
@@ -121,15 +121,16 @@ def compare(
     return run_pairs(ranks, body)
 
 
-def run_pairs(ranks: int, body: Callable[[tuple[ThreadRanks, ThreadRanks]], Any]) -> list[Any]:
+def run_pairs(ranks: int, body: Callable[[tuple[ThreadRankGroup, ThreadRankGroup]], Any]) -> list[Any]:
     """Two groups over the same threads: one for each replay."""
-    others = ThreadRanks.make(ranks)
+    others = ThreadRankGroup.make(ranks)
     return run_ranks(ranks, lambda one: body((one, others[one.rank])))
 
 
 STRATEGIES = [
-    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5), Prioritized(seed=3, replacement=False),
-    TopK(), Lifo(), Fifo(), Group("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
+    Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5),
+    Prioritized(seed=3, replacement=False),
+    TopK(), Lifo(), Fifo(), GroupSampling("group", 4, seed=1), Uniform(seed=5, limits=Limits(min_length=4)),
 ]  # fmt: skip
 
 
@@ -174,7 +175,8 @@ def test_heads_tails_and_tensor_parallel_peers(
     convert = {"pixels": Convert("bfloat16", 1 / 255), "x": Convert("bfloat16")}
     compare(
         make_shards(2), Prioritized(seed=3, beta=0.5), lambda device: DeviceOptions(device, convert=convert),
-        ranks=dp * pp * tp, place=lambda at: Place(at // tp % dp, at // tp // dp, at % tp, dp, pp, tp), **settings,
+        ranks=dp * pp * tp, place=lambda at: MeshPosition(at // tp % dp, at // tp // dp, at % tp, dp, pp, tp),
+        **settings,
     )  # fmt: skip
 
 
@@ -183,7 +185,7 @@ def test_heads_tails_and_tensor_parallel_peers(
 def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], str], path: Any, packed: bool) -> None:
     """Every shard is written anew about once a batch, while two ranks of a shard read it for all four."""
     done = threading.Event()
-    stores = [gt.Store.create(store_name(), tagged.FIELDS, capacity=40) for _ in range(2)]
+    stores = [gt.Store.create(store_name(), tagged.FIELDS, max_length=tagged.STEPS, capacity=40) for _ in range(2)]
     for store in stores:
         tagged.insert(store, np.arange(1, 41))
     redrawn = [0.0] * 4
@@ -194,7 +196,7 @@ def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], s
             tagged.insert(store, np.arange(tag, tag + 4))
             tag += 4
 
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         device = SimulatedDevice(rank.rank)
         options = DeviceOptions(device, path=path, packed=packed)
         settings = {"window": 9, "assignment": "ordered", "group": rank}
@@ -211,10 +213,10 @@ def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], s
                     return
             raise AssertionError("no row was ever torn")
 
-    totals = ThreadRanks.make(4)
+    totals = ThreadRankGroup.make(4)
 
-    def rank_sum(rank: ThreadRanks, mine: float) -> float:
-        return float(totals[rank.rank].gather(np.array([mine]).view(np.uint8)).view(np.float64).sum())
+    def rank_sum(rank: ThreadRankGroup, mine: float) -> float:
+        return float(totals[rank.rank].all_gather(np.array([mine]).view(np.uint8)).view(np.float64).sum())
 
     writers = [threading.Thread(target=write, args=(store,)) for store in stores]
     for writer in writers:
@@ -248,7 +250,7 @@ def test_work_of_the_consumer_waits_on_its_stream_and_memory_is_used_again(
 ) -> None:
     shards = make_shards(2)
 
-    def body(pair: tuple[ThreadRanks, ThreadRanks]) -> int:
+    def body(pair: tuple[ThreadRankGroup, ThreadRankGroup]) -> int:
         rank = pair[0].rank
         device = SimulatedDevice(20 + rank)
         settings = {"window": 7, "num_batches": 30, "assignment": "ordered"}
@@ -278,7 +280,7 @@ def test_a_dropped_replay_lets_go_of_the_segment_and_a_closed_one_too(make_shard
     device = SimulatedDevice(1)
     with gt.Store.open(name) as store:
         for close in (True, False):
-            (rank,) = ThreadRanks.make(1)
+            (rank,) = ThreadRankGroup.make(1)
             replay = gt.Replay(store, Uniform(seed=1), 8, group=rank, device=DeviceOptions(device, path="gather"))
             replay.sample()
             assert len(device.registered) == 1
@@ -291,7 +293,7 @@ def test_a_dropped_replay_lets_go_of_the_segment_and_a_closed_one_too(make_shard
 
 def test_what_does_not_fit_is_refused_at_the_door(make_shards: Callable[..., list[str]]) -> None:
     names = make_shards(2)
-    of_peers = {"mesh": Place(dp_size=1, tp_size=1)}
+    of_peers = {"mesh": MeshPosition(dp_size=1, tp_size=1)}
     refused: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
         ({"select": "device"}, {}, ArgumentError, "rows are chosen on the host"),
         ({"convert": {"no": Convert("float32")}}, {}, ArgumentError, r"names \['no'\]"),
@@ -301,15 +303,15 @@ def test_what_does_not_fit_is_refused_at_the_door(make_shards: Callable[..., lis
     ]
     with gt.Store.open(names[0]) as store:
         for options, settings, error, message in refused:
-            (rank,) = ThreadRanks.make(1)
+            (rank,) = ThreadRankGroup.make(1)
             chosen = DeviceOptions(SimulatedDevice(1), **options)
             with pytest.raises(error, match=message):
                 gt.Replay(store, Uniform(seed=1), 8, group=rank, device=chosen, **settings)
     with pytest.raises(ArgumentError, match="exchange is 'host' or 'nccl'"):
         DeviceOptions(exchange="mpi")  # type: ignore[arg-type]
 
-    def peers(rank: ThreadRanks) -> None:
-        place = Place(tp=rank.rank, dp_size=1, tp_size=2)
+    def peers(rank: ThreadRankGroup) -> None:
+        place = MeshPosition(tp=rank.rank, dp_size=1, tp_size=2)
         options = DeviceOptions(SimulatedDevice(1), path="gather")
         with gt.Store.open(names[0]) as store, pytest.raises(ArgumentError, match="tensor-parallel peers"):
             gt.Replay(store, Uniform(seed=1), 8, group=rank, mesh=place, device=options)
@@ -320,7 +322,7 @@ def test_what_does_not_fit_is_refused_at_the_door(make_shards: Callable[..., lis
 def test_a_rank_that_cannot_pin_is_an_error_on_all_and_at_once(make_shards: Callable[..., list[str]]) -> None:
     shards = make_shards(2)
 
-    def body(rank: ThreadRanks) -> None:
+    def body(rank: ThreadRankGroup) -> None:
         device = SimulatedDevice(rank.rank, most_pinned=1000 if rank.rank else None)
         expected = (PinError, "cannot be pinned") if rank.rank else (RanksDisagreeError, "rank 1 cannot take part")
         with gt.Store.open(shards[rank.rank]) as store, pytest.raises(expected[0], match=expected[1]):
@@ -334,7 +336,7 @@ def test_some_ranks_may_be_without_a_device(make_shards: Callable[..., list[str]
     """What is sent does not depend on where it is wanted."""
     shards = make_shards(3)
 
-    def body(pair: tuple[ThreadRanks, ThreadRanks]) -> None:
+    def body(pair: tuple[ThreadRankGroup, ThreadRankGroup]) -> None:
         rank = pair[0].rank
         device = SimulatedDevice(rank)
         options = [None, DeviceOptions(device, path="staged"), DeviceOptions(device, path="gather")][rank]

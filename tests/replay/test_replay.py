@@ -23,7 +23,7 @@ from geartrain.errors import (
     StoreClosedError,
     WaitTimeoutError,
 )
-from geartrain.selection.strategy import Prioritized, Uniform
+from geartrain.selection import Prioritized, Uniform
 
 ROWS, STEPS = 200, 12
 
@@ -31,7 +31,9 @@ ROWS, STEPS = 200, 12
 @pytest.fixture
 def store(name):
     """200 rows of 1 to 12 steps; row i holds i * 100 + t at step t."""
-    with gt.Store.create(name, {"x": gt.Field((STEPS,), "int64"), "id": gt.Field((), "int32")}, capacity=ROWS) as made:
+    with gt.Store.create(
+        name, {"x": gt.Field((), "int64"), "id": gt.Field((), "int32", per_row=True)}, max_length=STEPS, capacity=ROWS
+    ) as made:
         values = np.arange(ROWS)[:, None] * 100 + np.arange(STEPS)
         priorities = np.arange(ROWS) % 5
         made.insert({"x": values, "id": np.arange(ROWS, dtype=np.int32)}, lengths=_lengths(), priorities=priorities)
@@ -194,10 +196,10 @@ class Faulty:
         self.at_step = at_step
         self.fault = fault
 
-    def select(self, candidates, n, step, *, state=None, again=None):
+    def select(self, candidates, n, step, *, state=None, redraw=None):
         if step == self.at_step:
             self.fault()
-        return Uniform().select(candidates, n, step, state=state, again=again)
+        return Uniform().select(candidates, n, step, state=state, redraw=redraw)
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
@@ -217,7 +219,7 @@ def test_an_error_reaches_the_consumer_at_its_own_step_and_the_next_call_tries_a
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_empty_store_is_an_error_and_not_a_wait(name, prefetch):
-    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=9) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store:
         with gt.Replay(store, Uniform(), 4, prefetch=prefetch, min_rows=3) as replay:
             for n in (0, 1, 1):
                 store.insert({"x": np.zeros(n, np.int64)})
@@ -225,6 +227,56 @@ def test_an_empty_store_is_an_error_and_not_a_wait(name, prefetch):
                     replay.sample()
             store.insert({"x": np.zeros(1, np.int64)})
             assert len(replay.sample().keys) == 4
+
+
+def test_too_few_rows_are_waited_for_where_another_process_may_insert_some(name):
+    with (
+        gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store,
+        gt.Store.open(name) as actors,
+    ):
+        with gt.Replay(store, Uniform(seed=0), 4, prefetch=0, min_rows=3, timeout_s=60) as replay:
+            inserted = threading.Timer(0.3, lambda: actors.insert({"x": np.zeros(3, np.int64)}))
+            inserted.start()
+            assert len(replay.sample().keys) == 4
+            inserted.join()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_wait_for_rows_ends_in_time_and_says_what_is_missing(name, prefetch):
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store, gt.Store.open(name):
+        store.insert({"x": np.zeros(2, np.int64)})
+        store.limiter.set(samples_per_insert=8, min_size_to_sample=1, error_buffer=100)
+        with gt.Replay(store, Uniform(seed=0), 4, prefetch=prefetch, min_rows=3, timeout_s=0.2) as replay:
+            with pytest.raises(WaitTimeoutError) as caught:
+                replay.sample()
+    for said in ("2 selectable rows of 3 wanted", "8 samples per insert", "waiting for rows"):
+        assert said in str(caught.value)
+
+
+def test_closing_ends_a_wait_for_rows(name):
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store, gt.Store.open(name):
+        replay = gt.Replay(store, Uniform(seed=0), 4, prefetch=1, min_rows=3, timeout_s=1000)
+        closing = threading.Timer(0.2, replay.close)
+        closing.start()
+        with pytest.raises((gt.errors.CallCancelledError, StoreClosedError)):
+            replay.sample()
+        closing.join()
+
+
+def test_a_field_named_like_a_batchs_own_entry_is_refused_in_a_dict(name):
+    from geartrain.replay.iterable_dataset import ReplayDataset
+
+    with gt.Store.create(
+        name, {"mask": gt.Field((), "int64", per_row=True), "x": gt.Field((), "int64", per_row=True)}, capacity=9
+    ) as store:
+        store.insert({"mask": np.arange(4), "x": np.arange(4)})
+        with gt.Replay(store, Uniform(seed=0), 4, prefetch=0) as replay:
+            batch = replay.sample()
+            assert batch["mask"].shape == (4,)
+            with pytest.raises(ArgumentError, match="fields named 'mask' cannot"):
+                batch.as_dict()
+            with pytest.raises(ArgumentError, match="fields named 'mask' cannot"):
+                ReplayDataset(replay)
 
 
 def test_a_batch_that_takes_too_long_is_an_error_in_time_and_is_still_there_later(store):
@@ -255,7 +307,7 @@ def test_closing_does_not_wait_for_ever_for_a_strategy_that_never_returns(store)
 
 
 def test_a_store_closed_under_a_prefetching_replay_is_an_error_and_not_a_crash(name):
-    store = gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=9)
+    store = gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9)
     store.insert({"x": np.zeros(9, np.int64)})
     with gt.Replay(store, Uniform(), 4, prefetch=2, timeout_s=patience(20)) as replay:
         replay.sample()
@@ -359,7 +411,7 @@ def test_a_forked_child_goes_on_with_the_same_batches_on_a_thread_of_its_own(sto
 
 
 def test_batches_are_full_and_whole_while_rows_turn_over(name):
-    with gt.Store.create(name, {"x": gt.Field((400,), "int64")}, capacity=6) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64")}, max_length=400, capacity=6) as store:
         store.insert({"x": np.zeros((3, 400), np.int64)})
         stop = threading.Event()
 

@@ -11,7 +11,7 @@ from scipy.stats import chi2
 import geartrain as gt
 from geartrain import _native
 from geartrain.errors import ArgumentError, EmptyStoreError
-from geartrain.selection.strategy import Again, Candidates, Prioritized, Uniform
+from geartrain.selection import Candidates, Prioritized, Redraw, Uniform
 
 MASK = 0xFFFFFFFF
 
@@ -124,7 +124,7 @@ def test_window_ends_are_bit_for_bit_those_of_the_slow_reference():
 
 def test_a_store_gives_the_draws_of_an_array_with_its_priorities(name):
     priorities = np.random.default_rng(3).integers(0, 60, 300) / 4
-    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=300) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=300) as store:
         store.insert({"x": np.arange(300)}, priorities=priorities)
         ours, arrays = (
             Candidates.of_store(store.native, store.column),
@@ -142,12 +142,12 @@ def test_a_draw_depends_on_seed_step_number_and_attempt_and_on_nothing_else():
         assert np.array_equal(strategy(1).select(candidates, 400, 7).rows, whole)
         some = np.array([399, 0, 17, 17], np.uint32)
         every = np.arange(400, dtype=np.uint32)
-        again = Again(0, some, np.empty(0, np.uint32))
-        assert np.array_equal(strategy(1).select(candidates, 400, 7, again=again).rows, whole[some])
+        redraw = Redraw(0, some, np.empty(0, np.uint32))
+        assert np.array_equal(strategy(1).select(candidates, 400, 7, redraw=redraw).rows, whole[some])
         others = [
             strategy(2).select(candidates, 400, 7).rows,
             strategy(1).select(candidates, 400, 8).rows,
-            strategy(1).select(candidates, 400, 7, again=Again(1, every, np.empty(0, np.uint32))).rows,
+            strategy(1).select(candidates, 400, 7, redraw=Redraw(1, every, np.empty(0, np.uint32))).rows,
         ]
         assert all((other != whole).mean() > 0.9 for other in others)
 
@@ -200,7 +200,7 @@ def test_the_same_statistic_catches_a_bias_of_one_per_cent():
 
 
 def test_uniform_draws_from_a_store_skip_the_holes_and_favour_nobody(name):
-    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=ROWS) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=ROWS) as store:
         keys = store.insert({"x": np.arange(ROWS)}, priorities=0)
         gone = np.random.default_rng(4).random(ROWS) < 0.6
         store.delete(keys[gone])

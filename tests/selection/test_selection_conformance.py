@@ -298,7 +298,7 @@ def test_a_store_with_holes_and_its_mirror_choose_the_same_rows(
 ) -> None:
     """Unselectable rows and sequence numbers, as a store has them."""
     rng = np.random.default_rng(6)
-    with gt.Store.create(store_name(), {"x": gt.Field((), "int64")}, capacity=150) as store:
+    with gt.Store.create(store_name(), {"x": gt.Field((), "int64", per_row=True)}, capacity=150) as store:
         keys = store.insert({"x": np.arange(150)})
         store.delete(keys[rng.permutation(150)[:60]])
         store.insert({"x": np.arange(30)})  # into holes: row numbers and sequence numbers part ways

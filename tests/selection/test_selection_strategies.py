@@ -11,29 +11,31 @@ from scipy import stats
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, EmptyStoreError, FieldError, NotEnoughRowsError
-from geartrain.selection.strategy import (
-    Again,
+from geartrain.selection import (
     Candidates,
     Fifo,
-    Group,
+    GroupSampling,
     Lifo,
     Limits,
     Linear,
     Mixture,
     Prioritized,
+    Redraw,
     TopK,
+    Traits,
     Uniform,
     importance_weights,
 )
+from geartrain.selection.strategy import seed_of, traits_of
 
-FIELDS = {"x": gt.Field((6,), "int64"), "prompt": gt.Field((), "int64")}
+FIELDS = {"x": gt.Field((), "int64"), "prompt": gt.Field((), "int64", per_row=True)}
 NONE = np.empty(0, np.uint32)
 
 
 @pytest.fixture
 def store(store_name: Any) -> Any:
     """80 rows; row i holds i, belongs to prompt i // 4 and has priority 1 + i % 5."""
-    with gt.Store.create(store_name(), FIELDS, capacity=100) as made:
+    with gt.Store.create(store_name(), FIELDS, max_length=6, capacity=100) as made:
         n = np.arange(80)
         made.insert(
             {"x": np.repeat(n[:, None], 6, 1), "prompt": n // 4},
@@ -80,8 +82,8 @@ def test_replacements_without_replacement_avoid_the_rows_that_are_kept() -> None
     candidates = Candidates(np.ones(20, np.uint32))
     kept = np.arange(15, dtype=np.uint32)
     for strategy in (Uniform(1, replacement=False), Prioritized(1, replacement=False)):
-        again = Again(1, np.arange(15, 20, dtype=np.uint32), kept)
-        assert sorted(strategy.select(candidates, 20, 0, again=again).rows.tolist()) == [15, 16, 17, 18, 19]
+        redraw = Redraw(1, np.arange(15, 20, dtype=np.uint32), kept)
+        assert sorted(strategy.select(candidates, 20, 0, redraw=redraw).rows.tolist()) == [15, 16, 17, 18, 19]
 
 
 def test_stratified_draws_take_one_row_from_each_share_of_the_total() -> None:
@@ -147,7 +149,7 @@ def test_a_resumed_fifo_goes_on_behind_the_last_row_that_was_delivered(store: gt
         lambda limits: TopK(limits=limits),
         lambda limits: Fifo(limits=limits),
         lambda limits: Lifo(limits=limits),
-        lambda limits: Group("prompt", 1, limits=limits),
+        lambda limits: GroupSampling("prompt", 1, limits=limits),
     ],
 )
 def test_limits_hold_for_every_strategy(store: gt.Store, make: Any) -> None:
@@ -183,7 +185,7 @@ def test_an_age_limit_leaves_out_what_is_older(store: gt.Store) -> None:
 
 def test_groups_come_whole_side_by_side_and_none_twice(store: gt.Store) -> None:
     store.delete(store.keys()[[5, 42]])  # prompts 1 and 10 are no longer whole
-    with gt.Replay(store, Group("prompt", 4, seed=2), 40, num_batches=30, output="numpy") as replay:
+    with gt.Replay(store, GroupSampling("prompt", 4, seed=2), 40, num_batches=30, output="numpy") as replay:
         seen = set()
         for batch in replay:
             prompts = batch["prompt"].reshape(10, 4)
@@ -192,7 +194,7 @@ def test_groups_come_whole_side_by_side_and_none_twice(store: gt.Store) -> None:
             seen |= set(prompts[:, 0].tolist())
     assert seen == set(range(20)) - {1, 10}
     with pytest.raises(NotEnoughRowsError, match="19 groups of 4 were asked for, 18 of 20"):
-        Group("prompt", 4).select(candidates_of(store), 76, 0)
+        GroupSampling("prompt", 4).select(candidates_of(store), 76, 0)
 
 
 def test_prioritized_groups_come_in_proportion_to_the_sum_of_their_rows() -> None:
@@ -200,19 +202,19 @@ def test_prioritized_groups_come_in_proportion_to_the_sum_of_their_rows() -> Non
     candidates = Candidates(priorities, {"g": np.array([0, 0, 1, 1, 2, 2])})
     counts = np.zeros(3)
     for step in range(6000):
-        counts[Group("g", 2, seed=1, prioritized=True).select(candidates, 2, step).rows[0] // 2] += 1
+        counts[GroupSampling("g", 2, seed=1, prioritized=True).select(candidates, 2, step).rows[0] // 2] += 1
     assert stats.chisquare(counts, 6000 * np.array([1, 3, 6]) / 10).pvalue > 1e-4
 
 
 def test_groups_refuse_what_makes_no_groups(store: gt.Store) -> None:
     with pytest.raises(ArgumentError, match="whole groups of 4"):
-        Group("prompt", 4).select(candidates_of(store), 10, 0)
+        GroupSampling("prompt", 4).select(candidates_of(store), 10, 0)
     with pytest.raises(ArgumentError, match="one whole number a row"):
-        Group("x", 4).select(candidates_of(store), 8, 0)
+        GroupSampling("x", 4).select(candidates_of(store), 8, 0)
     with pytest.raises(FieldError, match="nope"):
-        Group("nope", 4).select(candidates_of(store), 8, 0)
+        GroupSampling("nope", 4).select(candidates_of(store), 8, 0)
     with pytest.raises(FieldError, match="they have none"):
-        Group("g", 2).select(Candidates(np.ones(4, np.uint32)), 4, 0)
+        GroupSampling("g", 2).select(Candidates(np.ones(4, np.uint32)), 4, 0)
 
 
 class LosesRows:
@@ -220,17 +222,17 @@ class LosesRows:
 
     def __init__(self, store: gt.Store, inner: Any, positions: list[int]) -> None:
         self.store, self.inner, self.positions = store, inner, positions
-        self.seed = inner.seed
-        self.atom = getattr(inner, "atom", 1)
-        self.asked: list[Again] = []
+        self.seed = seed_of(inner)
+        self.traits = Traits(atom=traits_of(inner).atom)
+        self.asked: list[Redraw] = []
 
-    def select(self, candidates: Any, n: int, step: int, *, state: Any = None, again: Any = None) -> Any:
-        drawn = self.inner.select(candidates, n, step, state=state, again=again)
-        if again is None:
+    def select(self, candidates: Any, n: int, step: int, *, state: Any = None, redraw: Any = None) -> Any:
+        drawn = self.inner.select(candidates, n, step, state=state, redraw=redraw)
+        if redraw is None:
             keys = gt.Keys(drawn.rows, drawn.generations)
             self.store.delete(keys[self.positions])
         else:
-            self.asked.append(again)
+            self.asked.append(redraw)
         return drawn
 
 
@@ -258,7 +260,7 @@ def test_rows_lost_before_they_were_copied_are_replaced_by_others_of_the_same_ki
 
 
 def test_a_group_that_lost_a_row_is_replaced_as_a_whole(store: gt.Store) -> None:
-    losing = LosesRows(store, Group("prompt", 4, seed=1), [5])
+    losing = LosesRows(store, GroupSampling("prompt", 4, seed=1), [5])
     with gt.Replay(store, losing, 16, prefetch=0, output="numpy") as replay:
         batch = replay.sample()
     assert losing.asked[0].numbers.tolist() == [4, 5, 6, 7]
@@ -299,7 +301,9 @@ def test_all_priorities_follow_an_exponent_that_changes(store: gt.Store) -> None
 
 @pytest.mark.parametrize("remover", ["fifo", "lowest_priority"])
 def test_raising_all_priorities_keeps_sums_order_and_zeros(store_name: Any, remover: Any) -> None:
-    with gt.Store.create(store_name(), {"x": gt.Field((), "int64")}, capacity=500, remover=remover) as store:
+    with gt.Store.create(
+        store_name(), {"x": gt.Field((), "int64", per_row=True)}, capacity=500, remover=remover
+    ) as store:
         priorities = np.random.default_rng(0).uniform(0, 100, 400)
         priorities[::7] = 0
         store.insert({"x": np.arange(400)}, priorities=priorities)
@@ -316,7 +320,7 @@ def test_importance_weights_undo_the_bias_of_weighted_draws() -> None:
     priorities = np.random.default_rng(3).integers(1, 1000, 500).astype(np.uint32)
     strategy = Prioritized(1, beta=1.0)
     drawn = strategy.select(Candidates(priorities), 400_000, 0)
-    of_draw = strategy.importance_weights(drawn.probability, 500, 0)
+    of_draw = strategy.importance_weights(drawn, 500, 0)
     assert of_draw is not None and of_draw.max() == 1
     value = np.random.default_rng(4).normal(size=500)
     corrected = (of_draw * value[drawn.rows]).sum() / of_draw.sum()
@@ -346,7 +350,7 @@ def test_a_batch_carries_importance_weights_when_the_strategy_makes_them(store: 
 def test_a_mixture_draws_its_quotas_and_updates_the_right_stores(
     store: gt.Store, store_name: Any, prefetch: int
 ) -> None:
-    with gt.Store.create(store_name(), FIELDS, capacity=50) as online:
+    with gt.Store.create(store_name(), FIELDS, max_length=6, capacity=50) as online:
         online.insert({"x": np.full((40, 6), 1000), "prompt": np.zeros(40, np.int64)})
         mixture = Mixture([3, 1], [Uniform(0), Prioritized(1)])
         with gt.Replay(
@@ -380,7 +384,10 @@ def test_mixtures_that_cannot_be_are_refused(store: gt.Store, store_name: Any) -
     with pytest.raises(ArgumentError, match="need a Mixture"):
         gt.Replay([store, store], Uniform(), 4)
     with gt.Store.create(
-        store_name(), {"x": gt.Field((6,), "int32"), "prompt": gt.Field((), "int64")}, capacity=5
+        store_name(),
+        {"x": gt.Field((), "int32"), "prompt": gt.Field((), "int64", per_row=True)},
+        max_length=6,
+        capacity=5,
     ) as other:
         with pytest.raises(ArgumentError, match="must be the same in all stores"):
             gt.Replay([store, other], Mixture([1, 1], [Uniform(), Uniform()]), 4)
@@ -398,8 +405,8 @@ ALL = [
     TopK(),
     Lifo(),
     Fifo(),
-    Group("prompt", 4, seed=7),
-    Group("prompt", 4, seed=7, prioritized=True),
+    GroupSampling("prompt", 4, seed=7),
+    GroupSampling("prompt", 4, seed=7, prioritized=True),
 ]
 
 

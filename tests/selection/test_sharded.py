@@ -9,12 +9,11 @@ import pytest
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
-from geartrain.selection.sharded import NO_ROW, Chosen, Shard, check_strategy, select_shards
-from geartrain.selection.strategy import (
+from geartrain.selection import (
     Candidates,
-    Drawn,
+    Draw,
     Fifo,
-    Group,
+    GroupSampling,
     Lifo,
     Limits,
     Linear,
@@ -22,6 +21,7 @@ from geartrain.selection.strategy import (
     TopK,
     Uniform,
 )
+from geartrain.selection.sharded import NO_ROW, Shard, ShardedDraw, check_strategy, select_shards
 from geartrain.tools.testing import run_ranks
 
 N = 240
@@ -51,7 +51,9 @@ def cut(store_name: Callable[[], str]) -> Iterator[Callable[..., Shards]]:
         parts: Shards = []
         for first, last in zip(cuts(shards), cuts(shards)[1:], strict=False):
             store = gt.Store.create(
-                store_name(), {"number": gt.Field((), "int64"), "group": gt.Field((), "int64")}, capacity=N
+                store_name(),
+                {"number": gt.Field((), "int64", per_row=True), "group": gt.Field((), "int64", per_row=True)},
+                capacity=N,
             )
             made.append(store)
             store.native.advance_sequence(first + 1)
@@ -72,11 +74,11 @@ def cut(store_name: Callable[[], str]) -> Iterator[Callable[..., Shards]]:
 def global_batch(parts: Shards, strategy: object, n: int, step: int, state: dict[str, int] | None) -> tuple:
     """The batch by row numbers in the population, with probabilities, after checking that all ranks agree on it."""
 
-    def body(rank: object) -> Chosen:
+    def body(rank: object) -> ShardedDraw:
         store, _ = parts[rank.rank]
 
         def gather(mine: np.ndarray) -> np.ndarray:
-            every = rank.gather(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
+            every = rank.all_gather(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
             return every.reshape(-1).view(mine.dtype).reshape(len(parts), *mine.shape)
 
         candidates = Candidates.of_store(store.native, store.column)
@@ -109,8 +111,8 @@ STRATEGIES = {
     "top-k": TopK(),
     "lifo": Lifo(),
     "fifo": Fifo(),
-    "groups": Group(by="group", size=4, seed=10),
-    "groups by priority": Group(by="group", size=4, seed=11, prioritized=True),
+    "groups": GroupSampling(by="group", size=4, seed=10),
+    "groups by priority": GroupSampling(by="group", size=4, seed=11, prioritized=True),
 }
 
 
@@ -183,7 +185,7 @@ def test_what_cannot_be_drawn_is_the_same_error_on_all_ranks(cut: Callable[..., 
         with pytest.raises(NotEnoughRowsError, match=f"{N + 1} different rows were asked for, {N} can be drawn"):
             global_batch(cut(shards), Uniform(replacement=False), N + 1, 0, None)
         with pytest.raises(NotEnoughRowsError, match="64 groups of 4 were asked for, 60 are whole"):
-            global_batch(cut(shards), Group(by="group", size=4), 256, 0, None)
+            global_batch(cut(shards), GroupSampling(by="group", size=4), 256, 0, None)
         with pytest.raises(NotEnoughRowsError, match="different rows"):
             global_batch(cut(shards, nothing + (np.arange(N) == 3)), Prioritized(replacement=False), 4, 0, None)
 
@@ -195,7 +197,7 @@ def test_totals_are_all_that_independent_draws_say(cut: Callable[..., Shards]) -
     def gather_of(rank: object) -> Callable[[np.ndarray], np.ndarray]:
         def gather(mine: np.ndarray) -> np.ndarray:
             sent.append(mine.nbytes)
-            every = rank.gather(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
+            every = rank.all_gather(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
             return every.reshape(-1).view(mine.dtype).reshape(4, *mine.shape)
 
         return gather
@@ -212,7 +214,7 @@ def test_a_strategy_of_ones_own_takes_part_or_is_refused() -> None:
     class Mine:
         seed = 0
 
-        def select(self, candidates: Candidates, n: int, step: int, *, state=None, again=None) -> Drawn:  # type: ignore[no-untyped-def]
+        def select(self, candidates: Candidates, n: int, step: int, *, state=None, redraw=None) -> Draw:  # type: ignore[no-untyped-def]
             raise NotImplementedError
 
     with pytest.raises(ArgumentError, match="Mine does not say how to choose over several ranks"):

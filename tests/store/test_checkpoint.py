@@ -19,12 +19,12 @@ import pytest
 import geartrain as gt
 import geartrain.store.checkpoint_writer as saving
 from geartrain.errors import CheckpointError, SchemaError
-from geartrain.store.checkpoint_reader import read_manifest, write_json
+from geartrain.store.checkpoint_format import read_manifest, write_json
 
 FIELDS = {
-    "obs": gt.Field((20, 3), "float32"),
-    "half": gt.Field((20, 2), "bfloat16"),
-    "id": gt.Field((), "int64"),
+    "obs": gt.Field((3,), "float32"),
+    "half": gt.Field((2,), "bfloat16"),
+    "id": gt.Field((), "int64", per_row=True),
 }
 
 
@@ -60,7 +60,9 @@ def contents(store: gt.Store) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("remover", ["fifo", "lifo", "lowest_priority"])
 def test_a_restored_store_is_the_saved_one(store_name: Any, tmp_path: Path, remover: Any) -> None:
-    with gt.Store.create(store_name(), FIELDS, capacity=64, remover=remover, max_times_sampled=50) as store:
+    with gt.Store.create(
+        store_name(), FIELDS, max_length=20, capacity=64, remover=remover, max_times_sampled=50
+    ) as store:
         fill(store, 100)
         store.delete(store.keys()[5:9])
         store.update_priorities(store.keys()[:4], [0.0, 1.0, 2.0, 3.0])
@@ -78,7 +80,7 @@ def test_a_restored_store_is_the_saved_one(store_name: Any, tmp_path: Path, remo
 
 
 def test_a_resumed_replay_draws_what_the_uninterrupted_one_would_have(store_name: Any, tmp_path: Path) -> None:
-    with gt.Store.create(store_name(), FIELDS, capacity=40) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=20, capacity=40) as store:
         fill(store, 40)
         replay = gt.Replay(store, gt.selection.Prioritized(seed=3), 8, window=5, output="torch", prefetch=2)
         for _ in range(5):
@@ -98,14 +100,14 @@ def test_a_resumed_replay_draws_what_the_uninterrupted_one_would_have(store_name
 
 
 def test_an_empty_store_can_be_saved(store_name: Any, tmp_path: Path) -> None:
-    with gt.Store.create(store_name(), FIELDS, capacity=4) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=20, capacity=4) as store:
         store.save(tmp_path / "ckpt")
         with gt.Store.load(tmp_path / "ckpt", store_name()) as restored:
             assert len(restored) == 0 and restored.audit() == []
 
 
 def test_rows_being_written_are_free_in_the_checkpoint(store_name: Any, tmp_path: Path) -> None:
-    with gt.Store.create(store_name(), FIELDS, capacity=4) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=20, capacity=4) as store:
         fill(store, 2)
         row = store.row()
         store.save(tmp_path / "ckpt")
@@ -115,7 +117,7 @@ def test_rows_being_written_are_free_in_the_checkpoint(store_name: Any, tmp_path
 
 
 def test_keys_from_before_a_restore_stay_stale_when_their_rows_were_gone(store_name: Any, tmp_path: Path) -> None:
-    with gt.Store.create(store_name(), FIELDS, capacity=4) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=20, capacity=4) as store:
         gone = fill(store, 4)
         store.delete(gone)
         store.save(tmp_path / "ckpt")
@@ -125,7 +127,7 @@ def test_keys_from_before_a_restore_stay_stale_when_their_rows_were_gone(store_n
 
 
 def test_saving_again_replaces_the_old_checkpoint(store_name: Any, tmp_path: Path) -> None:
-    with gt.Store.create(store_name(), FIELDS, capacity=8) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=20, capacity=8) as store:
         fill(store, 2)
         store.save(tmp_path / "ckpt")
         fill(store, 3, seed=1)
@@ -138,7 +140,7 @@ def test_saving_again_replaces_the_old_checkpoint(store_name: Any, tmp_path: Pat
 def test_foreign_files_are_never_replaced(store_name: Any, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
-    with gt.Store.create(store_name(), FIELDS, capacity=8) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=20, capacity=8) as store:
         fill(store, 2)
         with pytest.raises(CheckpointError, match=r"cat\.jpg"):
             store.save(tmp_path / "photos")
@@ -154,7 +156,7 @@ def test_foreign_files_are_never_replaced(store_name: Any, tmp_path: Path) -> No
 def saved(store_name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of several chunks, whose files have several blocks each."""
     small_files(monkeypatch, chunk_bytes=20_000, piece_bytes=2000)
-    with gt.Store.create(store_name(), FIELDS, capacity=200) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=20, capacity=200) as store:
         fill(store, 150)
         store.save(tmp_path / "ckpt")
     return tmp_path / "ckpt"
@@ -219,7 +221,7 @@ def test_another_version_and_unknown_options_are_refused(saved: Path, store_name
 
 
 def test_a_row_table_that_contradicts_itself_is_refused(store_name: Any) -> None:
-    with gt.Store.create(store_name(), FIELDS, capacity=2) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=20, capacity=2) as store:
         native = store.native
         native.allocate(2)
         u32, u64, i64 = (
@@ -241,7 +243,7 @@ def test_a_process_killed_while_saving_leaves_the_previous_checkpoint_or_the_new
     store_name: Any, tmp_path: Path
 ) -> None:
     context = multiprocessing.get_context("fork")
-    with gt.Store.create(store_name(), FIELDS, capacity=300) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=20, capacity=300) as store:
         fill(store, 300)
         store.save(tmp_path / "ckpt")
         rng = np.random.default_rng(0)
@@ -259,7 +261,7 @@ def test_a_process_killed_while_saving_leaves_the_previous_checkpoint_or_the_new
 def test_rows_overwritten_while_saving_are_left_out_and_counted(
     store_name: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    with gt.Store.create(store_name(), FIELDS, capacity=10) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=20, capacity=10) as store:
         fill(store, 10)
         real = saving._native.fetch
 
@@ -277,8 +279,8 @@ def test_rows_overwritten_while_saving_are_left_out_and_counted(
 
 
 def test_the_bytes_of_a_checkpoint_are_the_documented_ones(store_name: Any, tmp_path: Path) -> None:
-    fields = {"x": gt.Field((2,), "uint16"), "flag": gt.Field((), "bool")}
-    with gt.Store.create(store_name(), fields, capacity=3) as store:
+    fields = {"x": gt.Field((), "uint16"), "flag": gt.Field((), "bool", per_row=True)}
+    with gt.Store.create(store_name(), fields, max_length=2, capacity=3) as store:
         store.insert(
             {"x": np.array([[1, 2], [3, 4]], np.uint16), "flag": np.array([True, False])},
             priorities=[1.0, 0.5],
@@ -327,7 +329,7 @@ def test_a_checkpoint_of_version_1_is_still_read(store_name: Any, tmp_path: Path
 
 # --- incremental ------------------------------------------------------------------------------------------------
 
-BLOCK = {"x": gt.Field((100,), "uint8", timed=False), "id": gt.Field((), "int64")}
+BLOCK = {"x": gt.Field((100,), "uint8", per_row=True), "id": gt.Field((), "int64", per_row=True)}
 ROW = 108
 
 
@@ -553,7 +555,7 @@ def test_what_killed_savers_left_is_removed_by_the_next_and_what_others_write_is
 
 @pytest.mark.slow
 def test_a_checkpoint_larger_than_two_gigabytes_comes_back(store_name: Any, tmp_path: Path) -> None:
-    fields = {"x": gt.Field((1 << 20,), "uint8", timed=False)}
+    fields = {"x": gt.Field((1 << 20,), "uint8", per_row=True)}
     with gt.Store.create(store_name(), fields, capacity=2200) as store:
         block = np.arange(1 << 20, dtype=np.uint64).astype(np.uint8)
         for i in range(2200):

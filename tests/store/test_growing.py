@@ -8,14 +8,14 @@ from deadlines import patience
 
 import geartrain as gt
 from geartrain.errors import SchemaError, StaleKeyError, StoreFullError
-from geartrain.selection.strategy import Prioritized, Uniform
+from geartrain.selection import Prioritized, Uniform
 
-FIELDS = {"t": gt.Field((50, 1), "int32"), "id": gt.Field((), "int64")}
+FIELDS = {"t": gt.Field((1,), "int32"), "id": gt.Field((), "int64", per_row=True)}
 
 
 @pytest.fixture
 def store(store_name):
-    with gt.Store.create(store_name(), FIELDS, capacity=8) as made:
+    with gt.Store.create(store_name(), FIELDS, max_length=50, capacity=8) as made:
         yield made
 
 
@@ -99,7 +99,7 @@ def test_all_rows_growing_is_a_named_error(store):
 
 
 def test_a_store_that_spends_rows_takes_only_whole_ones(store_name):
-    with gt.Store.create(store_name(), FIELDS, capacity=4, max_times_sampled=1) as store:
+    with gt.Store.create(store_name(), FIELDS, max_length=50, capacity=4, max_times_sampled=1) as store:
         row = store.row()
         with pytest.raises(SchemaError, match="max_times_sampled"):
             row.publish(length=1)
@@ -111,7 +111,7 @@ def test_an_exception_ends_the_growth_and_keeps_the_steps(store):
         row.publish(length=2)
         1 / 0  # noqa: B018
     assert len(store) == 1
-    assert store.stats()["growing"] == 0
+    assert store.stats()["open"] == 0
     assert store.status()["length"].tolist() == [2]
 
 
@@ -150,7 +150,7 @@ def test_the_steps_of_a_killed_writer_stay(store):
     process.join(patience(60))
     assert process.exitcode == -9
     store.reap()
-    assert store.stats()["growing"] == 0
+    assert store.stats()["open"] == 0
     assert store.status()["length"].tolist() == [6]
     assert store.column("t")[store.keys().row[0], :6, 0].tolist() == list(range(6))
     assert store.audit() == []

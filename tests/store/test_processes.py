@@ -147,7 +147,7 @@ def _read(store: gt.Store, seed: int, until_s: float) -> int:
 
 
 def _torn_row_stress(name, fork, seconds: float, writers: int, readers: int) -> None:
-    with gt.Store.create(name, tagged.FIELDS, capacity=2 * writers + 3) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=2 * writers + 3) as store:
         tagged.insert(store, np.arange(3))
         until_s = time.monotonic() + seconds
         children = [fork(lambda seed=seed: _write(store, seed, until_s)) for seed in range(1, writers + 1)]
@@ -215,7 +215,7 @@ def _work(store: gt.Store, seed: int, pipe: Pipe) -> None:
 
 def _kill_at_random(name: str, fork, rounds: int, seed: int, **options) -> None:
     choose = random.Random(seed)
-    with gt.Store.create(name, tagged.FIELDS, capacity=24, **options) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=24, **options) as store:
         for number in range(rounds):
             pipe = Pipe()
             children = [
@@ -249,7 +249,7 @@ def test_hundreds_of_kills_lose_no_block_and_no_committed_row(kind, name, fork):
 
 
 def test_what_a_killed_writer_held_comes_back_when_rows_run_out(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, capacity=4) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=4) as store:
         pipe = Pipe()
 
         def hold() -> None:
@@ -268,7 +268,7 @@ def test_what_a_killed_writer_held_comes_back_when_rows_run_out(name, fork):
 
 
 def test_an_update_that_died_half_way_is_repaired_by_the_next_reap(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, capacity=40) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=40) as store:
         keys = tagged.insert(store, np.arange(40))
         pipe = Pipe()
 
@@ -305,7 +305,7 @@ def _holding(store: gt.Store, fork, pipe: Pipe, then) -> int:
 
 
 def test_a_stopped_lock_holder_is_an_error_in_bounded_time_and_everything_goes_on_after_it_continues(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, capacity=8, timeout_s=0.2) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8, timeout_s=0.2) as store:
         keys = tagged.insert(store, [1, 2, 3])
         open_row = store.row()
         pipe = Pipe()
@@ -337,7 +337,7 @@ def test_a_stopped_lock_holder_is_an_error_in_bounded_time_and_everything_goes_o
 
 
 def test_a_lock_whose_holder_was_killed_is_repaired_by_the_next_to_take_it(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, capacity=8) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8) as store:
         tagged.insert(store, [1, 2, 3])
         pipe = Pipe()
         child = _holding(store, fork, pipe, signal.pause)
@@ -350,7 +350,7 @@ def test_a_lock_whose_holder_was_killed_is_repaired_by_the_next_to_take_it(name,
 
 
 def test_a_process_stopped_in_the_middle_of_an_update_delays_a_repair_and_never_blocks_it_for_good(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, capacity=8, timeout_s=0.2) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8, timeout_s=0.2) as store:
         tagged.insert(store, [1, 2, 3])
         pipe, told = Pipe(), Pipe()
 
@@ -380,7 +380,7 @@ def test_a_process_stopped_in_the_middle_of_an_update_delays_a_repair_and_never_
 
 def test_a_process_stopped_while_it_joins_or_leaves_is_an_error_in_bounded_time(name):
     gate = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, GATE_LEASE, 1, 0)
-    store = gt.Store.create(name, tagged.FIELDS, capacity=8, timeout_s=0.2)
+    store = gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8, timeout_s=0.2)
     other = gt.Store.open(name)
     store.native.allocate(3)
     with store.path.open("r+b") as stopped:
@@ -396,7 +396,7 @@ def test_a_process_stopped_while_it_joins_or_leaves_is_an_error_in_bounded_time(
 
 
 def test_draws_that_meet_sums_at_odds_with_the_priorities_set_them_right_and_go_on(name):
-    with gt.Store.create(name, tagged.FIELDS, capacity=40) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=40) as store:
         tagged.insert(store, np.arange(40))
         words = np.frombuffer(Segment(store).bytes, np.uint64, 40, words_offset(40))
         words[1:] &= ~np.uint64(0xFFFFFFFF)  # all priorities but one, as if their updates had stopped half-way
@@ -406,7 +406,7 @@ def test_draws_that_meet_sums_at_odds_with_the_priorities_set_them_right_and_go_
 
 
 def test_a_timeout_of_zero_only_fails_when_somebody_holds_the_lock(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, capacity=8, timeout_s=0) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8, timeout_s=0) as store:
         tagged.insert(store, [1])
         pipe = Pipe()
         child = _holding(store, fork, pipe, signal.pause)
@@ -421,7 +421,7 @@ def test_a_timeout_of_zero_only_fails_when_somebody_holds_the_lock(name, fork):
 
 
 def test_a_forked_child_inserts_and_updates_as_a_process_of_its_own(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, capacity=8) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8) as store:
         mine = store.row()
 
         def child() -> int:
@@ -442,7 +442,7 @@ def test_a_forked_child_inserts_and_updates_as_a_process_of_its_own(name, fork):
 
 
 def test_the_rows_of_a_killed_parent_come_back_while_its_child_lives(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, capacity=8) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8) as store:
         pipe = Pipe()
         read, write = os.pipe()
 
@@ -473,7 +473,7 @@ def test_the_rows_of_a_killed_parent_come_back_while_its_child_lives(name, fork)
 
 
 def test_a_forked_child_that_never_touches_the_store_leaves_no_trace(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, capacity=8) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8) as store:
         tagged.insert(store, [1])
         assert wait_for(fork(lambda: None)) == 0
         assert store.native.live_clients() == 1
@@ -482,7 +482,7 @@ def test_a_forked_child_that_never_touches_the_store_leaves_no_trace(name, fork)
 
 
 def test_a_child_that_outlives_the_last_process_is_told_that_the_store_is_gone(name, fork):
-    store = gt.Store.create(name, tagged.FIELDS, capacity=8)
+    store = gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8)
     go = Pipe()
 
     def late() -> int:
@@ -505,7 +505,7 @@ def _insert_from_spawned(store: gt.Store, tag: int) -> None:
 
 
 def test_a_store_travels_to_spawned_processes_by_pickle(name):
-    with gt.Store.create(name, tagged.FIELDS, capacity=8) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8) as store:
         process = multiprocessing.get_context("spawn").Process(target=_insert_from_spawned, args=(store, 42))
         process.start()
         process.join()
@@ -524,7 +524,7 @@ def test_of_many_processes_that_open_or_create_one_makes_the_store_and_all_join_
 
     def one(tag: int) -> None:
         go.hear()
-        store = gt.Store.open(name, tagged.FIELDS, create="missing", capacity=16)
+        store = gt.Store.open(name, tagged.FIELDS, max_length=tagged.STEPS, create="missing", capacity=16)
         tagged.insert(store, [tag])
         done.say()
         signal.pause()
@@ -550,7 +550,7 @@ def test_processes_that_come_and_go_for_seconds_never_meet_a_half_made_or_half_r
         until_s = time.monotonic() + 2.5
         visits = 0
         while time.monotonic() < until_s:
-            with gt.Store.open(name, tagged.FIELDS, create="missing", capacity=16) as store:
+            with gt.Store.open(name, tagged.FIELDS, max_length=tagged.STEPS, create="missing", capacity=16) as store:
                 tagged.insert(store, [choose.randrange(2**40)])
                 batch = gt.fetch(store, store.keys(), output="numpy", threads=1, on_stale="drop")
                 assert tagged.mixed(batch) == []
@@ -565,7 +565,7 @@ def test_processes_that_come_and_go_for_seconds_never_meet_a_half_made_or_half_r
 
 def test_as_many_processes_as_the_limit_may_attach_and_one_more_is_refused_by_name(name):
     limit = _native.MAX_CLIENTS
-    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=2) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=2) as store:
         others = [gt.Store.open(name) for _ in range(limit - 1)]
         with pytest.raises(StoreFullError, match=f"already has {limit} processes attached"):
             gt.Store.open(name)
@@ -578,7 +578,7 @@ def test_as_many_processes_as_the_limit_may_attach_and_one_more_is_refused_by_na
 
 
 def test_an_empty_store_is_an_error_of_its_own_for_every_strategy(name):
-    with gt.Store.create(name, tagged.FIELDS, capacity=2) as store:
+    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=2) as store:
         for strategy in (gt.selection.Uniform(), gt.selection.Prioritized()):
             with pytest.raises(EmptyStoreError):
                 gt.Replay(store, strategy, 2, prefetch=0).sample()

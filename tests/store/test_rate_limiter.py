@@ -10,13 +10,13 @@ from deadlines import patience
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, WaitTimeoutError
-from geartrain.selection.strategy import Uniform
+from geartrain.selection import Uniform
 from geartrain.tools.testing import run_ranks
 
 
 @pytest.fixture
 def store(store_name):
-    with gt.Store.create(store_name(), {"x": gt.Field((4, 2), "float32")}, capacity=1000) as made:
+    with gt.Store.create(store_name(), {"x": gt.Field((2,), "float32")}, max_length=4, capacity=1000) as made:
         yield made
 
 
@@ -35,7 +35,7 @@ def test_inserts_wait_at_the_upper_edge_and_draws_at_the_lower(store):
     store.limiter.set(samples_per_insert=2, min_size_to_sample=10, error_buffer=8)
     insert(store, 10)  # up to the minimum nothing is compared
     insert(store, 4)  # 2 * 14 - 20 = 8: the edge
-    with pytest.raises(WaitTimeoutError, match=r"14 inserted and 0 drawn, \+8 from the middle"):
+    with pytest.raises(WaitTimeoutError, match=r"14 inserted and 0 sampled, \+8 from the middle"):
         store.limiter.admit_inserts(1, 0.05)
     store.limiter.admit_samples(2, 0.0)
     store.limiter.admit_inserts(1, 0.0)
@@ -162,7 +162,9 @@ def test_what_can_never_be_admitted_is_an_error_and_not_a_wait(store):
 
 
 def test_ranks_wait_for_their_own_shards(store_name):
-    stores = [gt.Store.create(store_name(), {"x": gt.Field((4, 2), "float32")}, capacity=100) for _ in range(2)]
+    stores = [
+        gt.Store.create(store_name(), {"x": gt.Field((2,), "float32")}, max_length=4, capacity=100) for _ in range(2)
+    ]
     for each in stores:
         each.limiter.set(samples_per_insert=2, min_size_to_sample=2, error_buffer=8)
         insert(each, 4)

@@ -25,10 +25,10 @@ from geartrain.errors import (
 )
 
 FIELDS = {
-    "obs": gt.Field((7, 3), "float32"),
-    "done": gt.Field((7,), "bool"),
-    "task": gt.Field((), "int64"),
-    "mean": gt.Field((5,), "bfloat16", timed=False),
+    "obs": gt.Field((3,), "float32"),
+    "done": gt.Field((), "bool"),
+    "task": gt.Field((), "int64", per_row=True),
+    "mean": gt.Field((5,), "bfloat16", per_row=True),
 }
 
 # Offsets of the header's members, native/segment/segment.h.
@@ -54,7 +54,9 @@ GOLDEN_FINGERPRINT_X86_64 = 370234774044155704
 
 def test_the_header_and_field_records_are_these_bytes(name):
     options = {"max_rows": 9, "max_age_s": 1.9615, "max_times_sampled": 3, "priority_fraction_bits": 8}
-    with gt.Store.create(name, FIELDS, capacity=10, remover="lowest_priority", persist=True, **options) as store:
+    with gt.Store.create(
+        name, FIELDS, max_length=7, capacity=10, remover="lowest_priority", persist=True, **options
+    ) as store:
         header, records = head_of(store.path)
         store.unlink()
     magic, version, header_bytes, fingerprint, features = struct.unpack_from("<8sIIQQ", header)
@@ -95,7 +97,7 @@ def test_the_header_and_field_records_are_these_bytes(name):
 
 
 def test_every_block_of_every_column_is_aligned_and_holds_the_rows_bytes(name):
-    with gt.Store.create(name, FIELDS, capacity=10) as store:
+    with gt.Store.create(name, FIELDS, max_length=7, capacity=10) as store:
         obs = np.arange(10 * 21, dtype=np.float32).reshape(10, 7, 3)
         done = np.arange(70).reshape(10, 7) % 3 == 0
         store.insert({"obs": obs, "done": done, "task": np.arange(10), "mean": _bfloat16(np.ones((10, 5), np.float32))})
@@ -123,7 +125,7 @@ def _bfloat16(array: np.ndarray):
 def segment(tmp_path: Path) -> Path:
     """A closed segment in a file, to be damaged."""
     path = tmp_path / "segment"
-    with gt.Store.create(path, FIELDS, capacity=10) as store:
+    with gt.Store.create(path, FIELDS, max_length=7, capacity=10) as store:
         assert store.options["persist"]
     return path
 
@@ -154,14 +156,14 @@ def test_a_segment_of_another_format_or_a_damaged_one_is_refused_and_left_alone(
     for joining in (
         gt.Store.open,
         gt.Store.peek,
-        lambda path: gt.Store.open(path, FIELDS, create="missing", capacity=3),
+        lambda path: gt.Store.open(path, FIELDS, max_length=7, create="missing", capacity=3),
     ):
         with pytest.raises(IncompatibleStoreError, match=message):
             joining(segment)
     with pytest.raises(StoreExistsError, match="not a segment this build can read"):
-        gt.Store.create(segment, FIELDS, capacity=10)
+        gt.Store.create(segment, FIELDS, max_length=7, capacity=10)
     with pytest.raises(IncompatibleStoreError):
-        gt.Store.open(segment, FIELDS, create="replace", capacity=3)
+        gt.Store.open(segment, FIELDS, max_length=7, create="replace", capacity=3)
     assert segment.read_bytes() == before
 
 
@@ -182,14 +184,14 @@ def test_what_is_no_segment_at_all_is_refused(tmp_path):
     with pytest.raises(StoreMissingError, match="No such file"):
         gt.Store.open(tmp_path / "absent")
     with pytest.raises(StoreMissingError):
-        gt.Store.create(tmp_path / "no" / "such" / "directory", FIELDS, capacity=1)
+        gt.Store.create(tmp_path / "no" / "such" / "directory", FIELDS, max_length=7, capacity=1)
     with pytest.raises(SchemaError, match="1 to 200 characters"):
-        gt.Store.create("", FIELDS, capacity=1)
+        gt.Store.create("", FIELDS, max_length=7, capacity=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
 
 
 def test_a_copy_of_a_living_segment_is_stale_and_adopting_it_recovers_its_rows(name, tmp_path):
-    with gt.Store.create(name, {"x": gt.Field((), "int64")}, capacity=10) as store:
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=10) as store:
         store.insert({"x": np.arange(6)}, priorities=np.arange(6))
         open_row = store.row()
         shutil.copy(store.path, tmp_path / "copy")
@@ -219,13 +221,13 @@ def small_disk(tmp_path: Path):
 
 def test_too_little_room_is_an_error_that_says_how_much_there_is_and_leaves_nothing_behind(small_disk):
     with pytest.raises(NoSpaceError, match=r"needs 6\.\d MiB, but .* has 4\.0 MiB free of 4\.0 MiB"):
-        gt.Store.create(small_disk / "large", {"x": gt.Field((1 << 16,), "uint8")}, capacity=100)
+        gt.Store.create(small_disk / "large", {"x": gt.Field((), "uint8")}, max_length=1 << 16, capacity=100)
     assert list(small_disk.iterdir()) == []
     assert shutil.disk_usage(small_disk).used == 0
-    with gt.Store.create(small_disk / "fits", {"x": gt.Field((1 << 16,), "uint8")}, capacity=50) as store:
+    with gt.Store.create(small_disk / "fits", {"x": gt.Field((), "uint8")}, max_length=1 << 16, capacity=50) as store:
         store.insert({"x": np.ones((50, 1 << 16), np.uint8)})  # every page is there: no SIGBUS
         with pytest.raises(NoSpaceError):
-            gt.Store.create(small_disk / "second", {"x": gt.Field((1 << 16,), "uint8")}, capacity=50)
+            gt.Store.create(small_disk / "second", {"x": gt.Field((), "uint8")}, max_length=1 << 16, capacity=50)
 
 
 def test_a_file_system_without_a_limit_is_not_taken_for_a_full_one(tmp_path):
@@ -235,7 +237,7 @@ def test_a_file_system_without_a_limit_is_not_taken_for_a_full_one(tmp_path):
     if mounted.returncode != 0:
         pytest.skip("mounting a file system needs root")
     try:
-        gt.Store.create(tmp_path / "fits", FIELDS, capacity=10).close()
+        gt.Store.create(tmp_path / "fits", FIELDS, max_length=7, capacity=10).close()
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
 
@@ -250,7 +252,7 @@ def test_signals_that_arrive_while_memory_is_reserved_do_not_fail_the_store(name
     before = signal.signal(signal.SIGALRM, tick)
     signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
     try:
-        gt.Store.create(name, {"x": gt.Field((1 << 20,), "uint8")}, capacity=150).close()
+        gt.Store.create(name, {"x": gt.Field((), "uint8")}, max_length=1 << 20, capacity=150).close()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -15,7 +15,7 @@ import torch
 from deadlines import patience
 
 import geartrain as gt
-from geartrain.core.schema import DTYPES
+from geartrain.core.dtypes import DTYPES
 from geartrain.errors import (
     ArgumentError,
     FieldError,
@@ -29,8 +29,8 @@ from geartrain.errors import (
     StoreMissingError,
 )
 
-X = {"x": gt.Field((), "int64")}
-TIMED = {"obs": gt.Field((6, 2), "float32"), "act": gt.Field((6,), "int8"), "task": gt.Field((), "int64")}
+X = {"x": gt.Field((), "int64", per_row=True)}
+TIMED = {"obs": gt.Field((2,), "float32"), "act": gt.Field((), "int8"), "task": gt.Field((), "int64", per_row=True)}
 
 
 def xs(store: gt.Store) -> list[int]:
@@ -46,7 +46,7 @@ def put(store: gt.Store, *values: int, **options) -> gt.Keys:
 
 
 def test_a_row_written_in_place_comes_out_as_it_went_in(name):
-    with gt.Store.create(name, TIMED, capacity=4) as store:
+    with gt.Store.create(name, TIMED, max_length=6, capacity=4) as store:
         with store.row(priority=2.5, version=7) as row:
             row["obs"][:3] = np.arange(6).reshape(3, 2)
             row["act"] = 5
@@ -113,7 +113,7 @@ def test_rows_committed_together_are_all_or_nothing(name):
 
 
 def test_a_short_insert_in_a_used_block_shows_nothing_of_the_row_before(name):
-    with gt.Store.create(name, TIMED, capacity=1) as store:
+    with gt.Store.create(name, TIMED, max_length=6, capacity=1) as store:
         full = {"obs": np.ones((1, 6, 2), np.float32), "act": np.ones((1, 6), np.int8), "task": np.array([1])}
         store.insert(full)
         store.insert({field: value[:, :2] if value.ndim > 1 else value for field, value in full.items()})
@@ -142,7 +142,7 @@ DTYPE_NAMES = sorted(DTYPES)
 def test_every_dtype_goes_in_as_a_tensor_and_comes_out_with_the_same_bits(name, dtype, shape):
     if not hasattr(torch, dtype):
         pytest.skip(f"this torch has no {dtype}")
-    fields = {"x": gt.Field(shape, getattr(torch, dtype), timed=False)}
+    fields = {"x": gt.Field(shape, getattr(torch, dtype), per_row=True)}
     bits = torch.from_numpy(np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 256, 4096, np.uint8))
     count = 6 * int(np.prod(shape, dtype=int))
     tensor = bits[: count * DTYPES[dtype].itemsize].clone().view(getattr(torch, dtype)).reshape(6, *shape)
@@ -170,7 +170,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def test_strided_read_only_and_gradient_carrying_sources_are_copied_as_they_look(name):
-    with gt.Store.create(name, {"x": gt.Field((4, 3), "float32")}, capacity=8) as store:
+    with gt.Store.create(name, {"x": gt.Field((3,), "float32")}, max_length=4, capacity=8) as store:
         array = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4).transpose(0, 2, 1)
         frozen = array.copy()
         frozen.setflags(write=False)
@@ -252,7 +252,7 @@ def test_a_row_is_sampled_as_often_as_allowed_and_then_gone(name):
         seen = [int(replay.sample()["x"][0]) for _ in range(60)]
         assert sorted(seen) == sorted([*range(20)] * 3)
         assert len(store) == 0
-        assert store.stats()["spent"] == 20
+        assert store.stats()["exhausted"] == 20
         assert store.audit() == []
         with pytest.raises(gt.errors.EmptyStoreError):
             replay.sample()
@@ -369,12 +369,11 @@ def test_a_tiny_age_limit_is_not_taken_for_none(name):
     ("fields", "message"),
     [
         ({}, "at least one field"),
-        ({f"f{i}": gt.Field((), "bool") for i in range(65)}, "at most 64 fields, 65"),
-        ({"": gt.Field((), "bool")}, "1 to 63 bytes"),
-        ({"é" * 32: gt.Field((), "bool")}, "1 to 63 bytes"),
-        ({"a\0b": gt.Field((), "bool")}, "1 to 63 bytes"),
+        ({f"f{i}": gt.Field((), "bool", per_row=True) for i in range(65)}, "at most 64 fields, 65"),
+        ({"": gt.Field((), "bool", per_row=True)}, "1 to 63 bytes"),
+        ({"é" * 32: gt.Field((), "bool", per_row=True)}, "1 to 63 bytes"),
+        ({"a\0b": gt.Field((), "bool", per_row=True)}, "1 to 63 bytes"),
         ({"x": "float32"}, "must be a geartrain.Field, found str"),
-        ({"a": gt.Field((5, 2), "int8"), "b": gt.Field((6,), "int8")}, "share their first axis.*'a': 5, 'b': 6"),
     ],
 )
 def test_fields_that_make_no_schema_are_refused(name, fields, message):
@@ -383,24 +382,54 @@ def test_fields_that_make_no_schema_are_refused(name, fields, message):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "timed", "message"),
+    ("shape", "dtype", "per_row", "message"),
     [
-        ((0,), "float32", None, "at least one element"),
-        ((2, -1), "float32", None, "at least one element"),
-        ((2.7,), "float32", None, "whole number"),
-        ("ab", "float32", None, "whole number"),
-        ((2**40,), "uint8", None, "at most 2147483647"),
-        ((1,) * 9, "float32", None, "at most 8 axes"),
-        ((), "float32", True, "scalar has no time axis"),
-        ((2,), "float128", None, "float128"),
-        ((2,), "U5", None, "U5"),
-        ((2,), object, None, "object"),
-        ((2,), np.dtype(">f4"), None, "byte order"),
+        ((0,), "float32", False, "at least one element"),
+        ((2, -1), "float32", False, "at least one element"),
+        ((2.7,), "float32", False, "whole number"),
+        ("ab", "float32", False, "whole number"),
+        ((2**40,), "uint8", False, "at most 2147483647"),
+        ((1,) * 8, "float32", False, "at most 8 axes, one of them time, shape .* has 8"),
+        ((1,) * 9, "float32", True, "at most 8 axes, shape .* has 9"),
+        ((2,), "float128", False, "float128"),
+        ((2,), "U5", False, "U5"),
+        ((2,), object, False, "object"),
+        ((2,), np.dtype(">f4"), False, "byte order"),
     ],
 )
-def test_a_field_that_cannot_be_stored_is_refused(shape, dtype, timed, message):
+def test_a_field_that_cannot_be_stored_is_refused(shape, dtype, per_row, message):
     with pytest.raises(ArgumentError, match=message):
-        gt.Field(shape, dtype, timed)
+        gt.Field(shape, dtype, per_row=per_row)
+
+
+@pytest.mark.parametrize(
+    ("fields", "max_length", "message"),
+    [
+        (TIMED, None, r"give max_length=.*Store.create\(..., {'obs': Field\(\(2,\), 'float32'\)}, max_length=1000"),
+        (TIMED, 0, "max_length must be from 1 to 2147483647 steps, found 0"),
+        (TIMED, 2**31, "max_length must be from 1 to 2147483647 steps"),
+        (TIMED, 2.5, "max_length must be a whole number of steps, found 2.5"),
+        (X, 6, "max_length=6, but every field is per_row"),
+    ],
+)
+def test_a_store_is_told_its_longest_row_where_a_field_has_time(name, fields, max_length, message):
+    with pytest.raises(ArgumentError, match=message):
+        gt.Store.create(name, fields, max_length=max_length, capacity=1)
+
+
+@pytest.mark.parametrize(("steps", "rows"), [(6, 1), (11, 1), (12, 2), (6000, 1000)])
+def test_a_capacity_in_steps_is_so_many_whole_rows(name, steps, rows):
+    with gt.Store.create(name, TIMED, max_length=6, capacity_steps=steps) as store:
+        assert store.capacity == rows
+        assert store.column("obs").shape == (rows, 6, 2) and store.column("task").shape == (rows,)
+
+
+def test_a_joined_store_must_have_rows_as_long_as_asked(name):
+    with gt.Store.create(name, TIMED, max_length=6, capacity=1):
+        gt.Store.open(name, TIMED).close()
+        gt.Store.open(name, TIMED, max_length=6).close()
+        with pytest.raises(IncompatibleStoreError, match="at most 6 steps, asked for max_length=7"):
+            gt.Store.open(name, TIMED, max_length=7, create="missing", capacity=1)
 
 
 def good() -> dict[str, np.ndarray]:
@@ -433,7 +462,7 @@ def good() -> dict[str, np.ndarray]:
     ],
 )
 def test_an_insert_that_does_not_fit_is_refused_and_evicts_nobody(name, change, options, error, message):
-    with gt.Store.create(name, TIMED, capacity=2) as store:
+    with gt.Store.create(name, TIMED, max_length=6, capacity=2) as store:
         store.insert(good())
         before = store.keys()
         data = {field: value for field, value in {**good(), **change}.items() if value is not None}
@@ -468,7 +497,7 @@ def test_priorities_are_refused_all_together(name):
 
 
 def test_unknown_fields_are_named_with_the_known_ones(name):
-    with gt.Store.create(name, TIMED, capacity=1) as store:
+    with gt.Store.create(name, TIMED, max_length=6, capacity=1) as store:
         for wrong in (lambda: store.column("reward"), lambda: gt.fetch(store, store.keys(), fields=["reward"])):
             with pytest.raises(FieldError, match="no field 'reward'; it has obs, act, task"):
                 wrong()
@@ -528,7 +557,7 @@ def test_a_persistent_store_waits_for_the_next_run_in_good_order(tmp_path):
         assert store.audit() == []
         assert store.stats()["free"] == 1
     with pytest.raises(IncompatibleStoreError, match="no field 'y'"):
-        gt.Store.open(path, {"y": gt.Field((), "int64")})
+        gt.Store.open(path, {"y": gt.Field((), "int64", per_row=True)})
     with gt.Store.open(path, X) as store:
         assert store.unlink()
         assert not store.unlink()
@@ -587,7 +616,7 @@ def test_a_peek_reads_everything_and_changes_nothing(name):
 def test_a_peek_shows_no_row_that_cannot_be_selected(name):
     with gt.Store.create(name, X, capacity=4, max_times_sampled=1) as store:
         keys = put(store, 1, 2, 3)
-        store.native.count_samples(keys[:1].row, keys[:1].generation)  # spent, and still being read
+        store.native.count_samples(keys[:1].row, keys[:1].generation)  # exhausted, and still being read
         store.row()
         assert xs(gt.Store.peek(name)) == [2, 3]
         assert xs(store) == [2, 3]
@@ -640,7 +669,7 @@ def test_adopting_with_the_wrong_fields_is_refused_and_destroys_nothing(names, f
     name = names()
     _killed_run(name, fork)
     with pytest.raises(IncompatibleStoreError, match=r"field 'x' is .*int64.* asked for .*float32"):
-        gt.Store.open(name, {"x": gt.Field((), "float32")}, adopt=True)
+        gt.Store.open(name, {"x": gt.Field((), "float32", per_row=True)}, adopt=True)
     with gt.Store.open(name, X, adopt=True) as store:
         assert xs(store) == [10, 20]
 
@@ -664,12 +693,12 @@ def test_a_closed_store_that_is_kept_can_be_adopted(name):
 
 
 def test_a_schema_that_differs_is_named_and_the_store_left_as_it_was(name):
-    with gt.Store.create(name, TIMED, capacity=1) as store:
+    with gt.Store.create(name, TIMED, max_length=6, capacity=1) as store:
         reordered = dict(reversed(TIMED.items()))
         for fields, message in (
-            ({**TIMED, "more": gt.Field((), "bool")}, "no field 'more'"),
+            ({**TIMED, "more": gt.Field((), "bool", per_row=True)}, "no field 'more'"),
             ({"obs": TIMED["obs"], "act": TIMED["act"]}, "'task' that was not asked for"),
-            ({**TIMED, "task": gt.Field((), "int32")}, "'task' is .*int64"),
+            ({**TIMED, "task": gt.Field((), "int32", per_row=True)}, "'task' is .*int64"),
         ):
             with pytest.raises(IncompatibleStoreError, match=message):
                 gt.Store.open(name, fields)
@@ -679,11 +708,11 @@ def test_a_schema_that_differs_is_named_and_the_store_left_as_it_was(name):
 
 
 def test_options_of_open_only_count_when_it_may_create(name):
-    with pytest.raises(SchemaError, match="capacity only mean"):
+    with pytest.raises(ArgumentError, match="capacity only mean"):
         gt.Store.open(name, X, capacity=3)
-    with pytest.raises(SchemaError, match="needs the fields"):
+    with pytest.raises(ArgumentError, match="needs the fields"):
         gt.Store.open(name, create="missing", capacity=3)
-    with pytest.raises(SchemaError, match="found 'always'"):
+    with pytest.raises(ArgumentError, match="found 'always'"):
         gt.Store.open(name, X, create="always")
 
 

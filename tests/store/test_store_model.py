@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import geartrain as gt
 from geartrain.errors import SchemaError, StaleKeyError, StoreFullError
 
-FIELDS = {"value": gt.Field((), "int64"), "steps": gt.Field((5, 2), "int16")}
+FIELDS = {"value": gt.Field((), "int64", per_row=True), "steps": gt.Field((2,), "int16")}
 BITS = 16
 NEVER_S, AT_ONCE_S = None, 1e-9  # an age limit that every row has passed by the next call
 CLOCK_REALTIME_COARSE = 5
@@ -62,6 +62,7 @@ class StoreModel(RuleBasedStateMachine):
         self.store = gt.Store.create(
             self.name,
             FIELDS,
+            max_length=5,
             capacity=self.capacity,
             max_rows=self.max_rows,
             remover=remover,

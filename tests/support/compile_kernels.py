@@ -1,8 +1,9 @@
 """Compiles every kernel for GPUs that need not be there, and prints what came out as JSON.
 
-    python tests/support/compile_kernels.py cuda:80 cuda:90 cuda:100 hip:gfx942     every kernel, once (--all: every variant;
-                                                                            --gather, --select: only these)
-    python tests/support/compile_kernels.py --launches                              as DeviceCandidates launches them
+    python tests/support/compile_kernels.py cuda:80 cuda:90 cuda:100 hip:gfx942
+        every kernel, once (--all: every variant; --gather, --select: only these)
+    python tests/support/compile_kernels.py --launches
+        as DeviceCandidates launches them
 
 A program of its own, since Triton either compiles or interprets, whichever TRITON_INTERPRET said at import.
 """
@@ -73,15 +74,15 @@ FIELDS: dict[str, tuple[str, int, int, str | None]] = {
 
 
 def gather_kinds(names: list[str]) -> dict[str, Any]:
-    """What `GatherRows` compiles the gather with for these fields."""
-    from geartrain.device.kernels.gather import GatherRows
+    """What `GatherPlan` compiles the gather with for these fields."""
+    from geartrain.device.kernels.gather import GatherPlan
     from geartrain.device.kernels.gather_layout import GatherField, SegmentLayout
 
     fields = []
     for name in names:
         dtype, itemsize, step, into = FIELDS[name]
         fields.append(GatherField(name, dtype, itemsize, 0, 64 * step, 64 * step, step, True, into))
-    plan = GatherRows(SegmentLayout(0, 0, 48, 10, 64), fields, 20, True)
+    plan = GatherPlan(SegmentLayout(0, 0, 48, 10, 64), fields, 20, True)
     return {"KINDS": plan.kinds, "CHUNK": plan.chunk}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,34 @@ import torch
 
 import geartrain as gt
 from geartrain.replay.device import DeviceOptions
-from geartrain.selection.strategy import Lifo, Mixture, Prioritized, TopK, Uniform
+from geartrain.selection import DeclaredStrategy, Draw, Lifo, Mixture, Prioritized, TopK, Traits, Uniform
 from geartrain.tools.testing import SimulatedDevice
+
+
+@dataclass(frozen=True)
+class Eldest(DeclaredStrategy):
+    """A user's strategy, by its traits alone: the oldest rows."""
+
+    seed: int | None = 10
+    traits = Traits("oldest")
+
+
+@dataclass(frozen=True)
+class Tempered(DeclaredStrategy):
+    """Another: by priority, with importance weights of its own."""
+
+    seed: int | None = 11
+    traits = Traits("random", by_priority=True, importance=True)
+
+    def importance_weights(self, draw: Draw, count: int, step: int) -> Any:
+        return np.sqrt(draw.probability) * (count + step)
 
 
 def make_store(name: str) -> gt.Store:
     rng = np.random.default_rng(3)
-    store = gt.Store.create(name, {"x": gt.Field((9, 3), "float32"), "y": gt.Field((), "int32")}, capacity=300)
+    store = gt.Store.create(
+        name, {"x": gt.Field((3,), "float32"), "y": gt.Field((), "int32", per_row=True)}, max_length=9, capacity=300
+    )
     values = {"x": rng.normal(size=(320, 9, 3)).astype("f"), "y": np.arange(320, dtype=np.int32)}
     store.insert(values, lengths=rng.integers(1, 10, 320), priorities=rng.random(320))  # the oldest are evicted
     store.delete(store.keys()[::7])
@@ -38,7 +60,7 @@ def same_batches(store: Any, strategy: Any, device: Any, *, packed: bool = False
     ):
         for i in range(3):
             a, b = slow.sample(), fast.sample()
-            assert a.rows == b.rows, (strategy, i)
+            assert a.keys == b.keys, (strategy, i)
             for name in a:
                 expected = a[name][a.mask] if packed and name == "x" else a[name]
                 assert torch.equal(expected, b[name].cpu()), (strategy, i, name)
@@ -46,7 +68,7 @@ def same_batches(store: Any, strategy: Any, device: Any, *, packed: bool = False
                 mine, theirs = getattr(a, name), getattr(b, name)
                 assert (mine is None) == (theirs is None) and (mine is None or torch.equal(mine, theirs.cpu()))
             if not isinstance(store, list):
-                slow.update_priorities(a.rows, np.arange(1, 7) / 7)
+                slow.update_priorities(a.keys, np.arange(1, 7) / 7)
                 first.insert(
                     {"x": np.full((5, 9, 3), i, "f"), "y": np.full(5, i, np.int32)}, priorities=np.full(5, 2.0)
                 )
@@ -56,9 +78,9 @@ def same_batches(store: Any, strategy: Any, device: Any, *, packed: bool = False
 
 def nothing_torn(name: str, device: Any, select: str, pause_s: float) -> int:
     """Rows of one value each, overwritten as fast as a writer can; returns how many batches were whole."""
-    fields = {"x": gt.Field((50, 7), "float32")}
+    fields = {"x": gt.Field((7,), "float32")}
     done = threading.Event()
-    with gt.Store.create(name, fields, capacity=30) as store:
+    with gt.Store.create(name, fields, max_length=50, capacity=30) as store:
         store.insert({"x": np.zeros((30, 50, 7), "f")})
 
         def write() -> None:
@@ -91,7 +113,7 @@ def main(device: Any = None, pause_s: float = 0.5) -> int:
     strategies = [
         Uniform(seed=1), Uniform(seed=2, replacement=False), Uniform(seed=3, stratified=True),
         Prioritized(seed=4, beta=0.5), Prioritized(seed=5, replacement=False), Prioritized(seed=6, stratified=True),
-        TopK(), Lifo(),
+        TopK(), Lifo(), Eldest(), Tempered(),
     ]  # fmt: skip
     for strategy in strategies:
         sys.stderr.write(f"{strategy}\n")

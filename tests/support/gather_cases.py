@@ -1,7 +1,7 @@
 """Random batches, gathered by the Triton kernel and by the native code: they have to agree to the bit.
 
-`python tests/support/gather_cases.py SEED COUNT` runs some where Triton interprets (TRITON_INTERPRET=1), and prints what
-differed as JSON; tests/gpu runs them on a GPU.
+`python tests/support/gather_cases.py SEED COUNT` runs some where Triton interprets (TRITON_INTERPRET=1), and prints
+what differed as JSON; tests/gpu runs them on a GPU.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 import geartrain as gt
-from geartrain.core.schema import DTYPES, as_tensor
+from geartrain.core.dtypes import DTYPES, as_tensor
 from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO
 from geartrain.device.kernels.gather_reference import reference_gather, reference_window
-from geartrain.replay.device import Convert, gather_rows_of
-from geartrain.replay.fetch import Plan
+from geartrain.replay.device import Convert, gather_plan_of
+from geartrain.replay.fetch import FetchPlan
 
 DTYPES_TRIED = [
     "bool", "uint8", "int8", "int16", "uint16", "int32", "float16", "bfloat16", "float32", "float64", "int64",
@@ -34,18 +34,15 @@ def random_store(rng: np.random.Generator, name: str) -> gt.Store:
     for i in range(int(rng.integers(1, 5))):
         dtype = str(rng.choice(DTYPES_TRIED))
         step = tuple(int(n) for n in rng.integers(1, 12, int(rng.integers(0, 3))))
-        if rng.random() < 0.75 or i == 0:
-            fields[f"f{i}"] = gt.Field((length, *step), dtype)
-        else:
-            fields[f"f{i}"] = gt.Field(step, dtype, timed=False)
-    store = gt.Store.create(name, fields, capacity=int(rng.integers(3, 12)))
+        fields[f"f{i}"] = gt.Field(step, dtype, per_row=bool(rng.random() >= 0.75) and i > 0)
+    store = gt.Store.create(name, fields, max_length=length, capacity=int(rng.integers(3, 12)))
     for _ in range(int(rng.integers(1, 4))):  # rows are evicted and written anew
         for _ in range(store.capacity):
             with store.row(version=int(rng.integers(-5, 2**40))) as row:
                 for field, spec in fields.items():
                     column = store.column(field)
-                    raw = rng.integers(0, 2 if spec.dtype == "bool" else 100, spec.nbytes, dtype=np.uint8)
-                    column[row.index] = raw.view(column.dtype).reshape(spec.shape)
+                    raw = rng.integers(0, 2 if spec.dtype == "bool" else 100, spec.block_nbytes(length), dtype=np.uint8)
+                    column[row.index] = raw.view(column.dtype).reshape(spec.block_shape(length))
                 row.length = int(rng.integers(1, length + 1))
     return store
 
@@ -67,7 +64,7 @@ def run_case(seed: int, name: str, device: str) -> str | None:
         pad: Any = str(rng.choice(["left", "right"]))
         packed = bool(rng.random() < 0.3)
         names = [str(f) for f in rng.permutation(list(store.fields))][: int(rng.integers(1, len(store.fields) + 1))]
-        plan = Plan.make(store, names, window, pad, "torch", 1)
+        plan = FetchPlan.make(store, names, window, pad, "torch", 1)
         convert = {n: c for n, c in random_conversions(rng, store).items() if n in names}
         keys = store.keys()
         rows = rng.integers(0, len(keys), int(rng.integers(1, 9)))
@@ -86,7 +83,7 @@ def run_case(seed: int, name: str, device: str) -> str | None:
 
 def _compare(
     store: gt.Store,
-    plan: Plan,
+    plan: FetchPlan,
     convert: dict[str, Convert],
     packed: bool,
     row: Any,
@@ -97,7 +94,7 @@ def _compare(
     places: Any,
     device: str,
 ) -> str | None:
-    gather = gather_rows_of(plan, convert, packed)
+    gather = gather_plan_of(plan, convert, packed)
     n = len(row)
     room = n + 2 if places is not None else n
     layout = gather.arena(room)
@@ -160,7 +157,7 @@ def _compare(
     return None
 
 
-def _native_batch(plan: Plan, gather: Any, row: Any, generation: Any, ends: Any, draw: Any, numbers: Any) -> Any:
+def _native_batch(plan: FetchPlan, gather: Any, row: Any, generation: Any, ends: Any, draw: Any, numbers: Any) -> Any:
     lengths = plan.store.native.lengths(row.astype(np.uint32))
     if draw is not None:
         numbers = np.arange(len(row), dtype=np.uint32) if numbers is None else numbers

@@ -39,7 +39,7 @@ def rows(store: Store) -> list[dict[str, np.ndarray]]:
     lengths = np.asarray(batch.length).tolist()
     return [
         {
-            name: np.asarray(batch[name][index][:length] if field.timed else batch[name][index])
+            name: np.asarray(batch[name][index][:length] if not field.per_row else batch[name][index])
             for name, field in store.fields.items()
         }
         for index, length in enumerate(lengths)

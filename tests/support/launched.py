@@ -16,8 +16,8 @@ from geartrain.actors import environments_of, recorded_fields
 
 LENGTH = 10
 FIELDS = {
-    **recorded_fields(environments_of([Counting()]).fields(LENGTH), LENGTH),
-    "twice": gt.Field((LENGTH,), "float32"),
+    **recorded_fields(environments_of([Counting()]).fields()),
+    "twice": gt.Field((), "float32"),
 }
 
 
@@ -62,7 +62,7 @@ def serve(context):
 
 def learn(context, steps=60, batch_size=8, pause_s=0.0, least=20):
     """Draws batches and checks each; publishes a version a step. Every rank does it alone."""
-    store = context.store(FIELDS, capacity=400)
+    store = context.store(FIELDS, max_length=LENGTH, capacity=400)
     publisher = context.publisher() if context.rank == 0 else None
     wait_for_rows(context, store, least)
     with context.watch(gt.Replay(store, gt.selection.Uniform(seed=context.rank), batch_size, output="numpy")) as replay:
@@ -119,7 +119,7 @@ def learn_tagged(context, steps=200, batch_size=16):
     from geartrain.errors import EmptyStoreError
 
     torch.set_num_threads(1)
-    store = context.store(tagged.FIELDS, capacity=64)
+    store = context.store(tagged.FIELDS, max_length=tagged.STEPS, capacity=64)
     print(f"found {len(store)} rows", flush=True)
     wait_for_rows(context, store, 16)
     dist.init_process_group("gloo")

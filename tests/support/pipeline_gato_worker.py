@@ -20,9 +20,9 @@ import pipeline_gato
 
 STEPS, EPISODES, LENGTH = 8, 12, 60
 FIELDS = {
-    "obs": gt.Field((LENGTH, demo.OBS), "float32"),
-    "action": gt.Field((LENGTH, demo.ACTION), "float32"),
-    "return_to_go": gt.Field((LENGTH,), "float32"),
+    "obs": gt.Field((demo.OBS,), "float32"),
+    "action": gt.Field((demo.ACTION,), "float32"),
+    "return_to_go": gt.Field((), "float32"),
 }
 
 
@@ -45,7 +45,7 @@ def main(out, name):
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
     if first:
-        store = gt.Store.create(name, FIELDS, capacity=EPISODES)
+        store = gt.Store.create(name, FIELDS, max_length=LENGTH, capacity=EPISODES)
         fill(store)
     dist.barrier()
     if not first:
@@ -59,7 +59,7 @@ def main(out, name):
         selection = gt.selection.Prioritized(seed=0)
         with gt.Replay(store, selection, demo.BATCH, window=demo.CONTEXT, num_batches=STEPS, **how) as replay:
             losses = [trainer.step(number, batch) for number, batch in enumerate(replay)]
-        if trainer.part.is_tail:
+        if trainer.part.is_last_stage:
             found[f"{stages}x{replicas}"] = losses
         whole = everywhere.gathered(STEPS)
         found[f"norm {stages}x{replicas}"] = torch.cat([each.flatten() for each in whole.parameters()]).norm().item()

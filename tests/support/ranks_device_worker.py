@@ -20,7 +20,7 @@ from test_ranks_device import FIELDS, STEPS, B, N, same, values
 import geartrain as gt
 from geartrain.errors import PeerLostError
 from geartrain.replay.device import Convert, DeviceOptions
-from geartrain.selection.strategy import Fifo, Group, Prioritized, Uniform
+from geartrain.selection import Fifo, GroupSampling, Prioritized, Uniform
 from geartrain.tools.testing import SimulatedDevice
 
 
@@ -38,7 +38,7 @@ def finish(device: Any) -> None:
 
 def store_of(name: str, rank: int, size: int) -> gt.Store:
     first, last = N * rank // size // 4 * 4, N * (rank + 1) // size // 4 * 4
-    store = gt.Store.create(name, FIELDS, capacity=N)
+    store = gt.Store.create(name, FIELDS, max_length=STEPS, capacity=N)
     store.native.advance_sequence(first + 1)
     lengths = [number % STEPS + 1 for number in range(first, last)]
     store.insert(values(first, last), lengths=lengths, priorities=[1 + number % 5 for number in range(first, last)])
@@ -56,7 +56,7 @@ def batches(name: str) -> None:
             (Prioritized(seed=3, beta=0.5), {"window": 7, "assignment": "ordered"}, {}),
             (Uniform(seed=2, stratified=True), {"window": None, "assignment": "ordered"}, {"convert": convert}),
             (Fifo(), {"window": 9, "pad": "right", "assignment": "ordered"}, {"packed": True, "convert": convert}),
-            (Group("group", 4, seed=1), {"window": 5}, {}),
+            (GroupSampling("group", 4, seed=1), {"window": 5}, {}),
         ]
         for strategy, settings, options in cases:
             replay = functools.partial(gt.Replay, store, strategy, B, num_batches=4, group=dist.group.WORLD, **settings)

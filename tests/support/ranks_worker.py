@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import geartrain as gt
 from geartrain.errors import PeerLostError
-from geartrain.selection.strategy import Prioritized, Uniform
+from geartrain.selection import Prioritized, Uniform
 
 N, B = 96, 24
-FIELDS = {"x": gt.Field((6, 2), "float32"), "number": gt.Field((), "int64")}
+FIELDS = {"x": gt.Field((2,), "float32"), "number": gt.Field((), "int64", per_row=True)}
 
 
 def store_of(name: str, first: int, last: int) -> gt.Store:
-    store = gt.Store.create(name, FIELDS, capacity=N)
+    store = gt.Store.create(name, FIELDS, max_length=6, capacity=N)
     store.native.advance_sequence(first + 1)
     numbers = np.arange(first, last)
     x = np.broadcast_to(numbers[:, None, None], (len(numbers), 6, 2)).astype(np.float32)

@@ -11,10 +11,10 @@ import geartrain as gt
 
 STEPS, WIDTH = 160, 24
 FIELDS = {
-    "tag": gt.Field((), "uint64"),
-    "steps": gt.Field((STEPS, WIDTH), "uint64"),
-    "bytes": gt.Field((STEPS, 3), "uint8"),
-    "late": gt.Field((5,), "uint64", timed=False),
+    "tag": gt.Field((), "uint64", per_row=True),
+    "steps": gt.Field((WIDTH,), "uint64"),
+    "bytes": gt.Field((3,), "uint8"),
+    "late": gt.Field((5,), "uint64", per_row=True),
 }
 _LANES = np.arange(WIDTH, dtype=np.uint64)
 _ODD = np.uint64(0x9E3779B97F4A7C15)

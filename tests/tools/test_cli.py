@@ -33,7 +33,11 @@ def geartrain(*args: str, **environment: str) -> subprocess.CompletedProcess[str
 
 def make(name: str, **options: Any) -> gt.Store:
     store = gt.Store.create(
-        name, {"obs": gt.Field((10, 2), "float32"), "id": gt.Field((), "int64")}, capacity=8, **options
+        name,
+        {"obs": gt.Field((2,), "float32"), "id": gt.Field((), "int64", per_row=True)},
+        max_length=10,
+        capacity=8,
+        **options,
     )
     store.insert(
         {"obs": np.zeros((5, 10, 2), "float32"), "id": np.arange(5)},
@@ -53,7 +57,7 @@ def test_inspect_shows_schema_rows_bytes_and_weights(store_name: Any) -> None:
     with make(store_name()) as store:
         shown = geartrain("inspect", store.name).stdout
         assert "5 of 8 rows" in shown and "50 steps" in shown and "1 processes attached" in shown
-        assert "obs" in shown and "(10, 2)" in shown and "float32" in shown
+        assert "obs" in shown and "(2,)" in shown and "float32" in shown
         assert "1 rows have priority 0" in shown and "█" in shown
         about = json.loads(geartrain("inspect", store.name, "--json").stdout)
         assert about["rows"] == 5 and about["steps"] == 50 and about["versions"] == [0, 4]
@@ -100,7 +104,7 @@ def test_import_makes_a_store_from_a_file_of_arrays(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     with gt.Store.open(tmp_path / "data.gt") as store:
-        assert len(store) == 6 and store.fields["obs"] == gt.Field((12, 3), "float32")
+        assert len(store) == 6 and store.fields["obs"] == gt.Field((3,), "float32")
     again = geartrain("import", str(tmp_path / "data.npz"), "--into", str(tmp_path / "data.gt"))
     assert again.returncode == 1 and "exists already" in again.stderr
 

@@ -261,7 +261,7 @@ def call(place: Path, monkeypatch: pytest.MonkeyPatch, store_name: Any) -> Itera
 
     monkeypatch.setattr(geartrain_bench, "load", loaded)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    store = gt.Store.create(store_name(), {"x": gt.Field((2,), "float32")}, capacity=2, persist=True)
+    store = gt.Store.create(store_name(), {"x": gt.Field((2,), "float32")}, max_length=3, capacity=2, persist=True)
     existing = store.name
     store.close()
     runner = typer.testing.CliRunner()
@@ -329,7 +329,7 @@ def test_ctrl_c_in_a_command_is_one_line(call: Any, monkeypatch: pytest.MonkeyPa
 
 def test_names_are_shown_as_they_are(call: Any, store_name: Any) -> None:
     name = store_name() + "-:bomb:-[red]"
-    with gt.Store.create(name, {":x: [b]": gt.Field((2,), "float32")}, capacity=2) as store:
+    with gt.Store.create(name, {":x: [b]": gt.Field((2,), "float32")}, max_length=3, capacity=2) as store:
         shown = call("inspect", [name]).stdout
         assert name in shown
         assert ":x: [b]" in shown

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from geartrain.errors import ArgumentError
-from geartrain.replay.distributed.assignment import Reader, assign
+from geartrain.replay.distributed.assignment import Replica, assign
 from geartrain.tools.plan import Cluster, Constants, check, measure, moved_rows, predict, surplus_rows
 from geartrain.tools.plan.machine import DEFAULTS, read_constants
 from geartrain.tools.plan.report import GEAR_GB_PER_S, known_clusters
@@ -24,15 +24,15 @@ def moved_by_assignment(hosts: int, gpus: int, batch: int, arm: str, shares: Any
     """Rows whose reader is on another host than their replica, in all and through the busiest link: the real code."""
     random = np.random.default_rng(7)
     shards = 1 if arm == "central" else hosts
-    readers = [
-        Reader((r,), (frozenset({r // gpus}) if r // gpus < shards else frozenset(),)) for r in range(hosts * gpus)
+    replicas = [
+        Replica((r,), (frozenset({r // gpus}) if r // gpus < shards else frozenset(),)) for r in range(hosts * gpus)
     ]
-    servers = [list(range(host * gpus, (host + 1) * gpus)) for host in range(shards)]
+    shard_ranks = [list(range(host * gpus, (host + 1) * gpus)) for host in range(shards)]
     moved, busiest = [], []
     for _ in range(batches):
         shard = random.choice(shards, batch, p=None if arm == "central" else shares)
-        found = assign(shard, readers, servers, "ordered" if arm == "ordered" else "local_first")
-        source, sink = found.server // gpus, found.replica // gpus
+        found = assign(shard, replicas, shard_ranks, "ordered" if arm == "ordered" else "local_first")
+        source, sink = found.reader // gpus, found.replica // gpus
         apart = source != sink
         out, into = (np.bincount(host[apart], minlength=hosts) for host in (source, sink))
         moved.append(int(apart.sum()))
@@ -113,7 +113,7 @@ def test_the_known_clusters_are_gears_and_one_of_1024_gpus() -> None:
     assert [f"{gb}" in one.note for one, gb in zip(asked, GEAR_GB_PER_S.values(), strict=False)] == [True] * 3
     for one in asked:
         found = predict(one.cluster, "local_first", one.constants)
-        assert found.gb_per_s_rank > 0 and found.told_bytes == 64 * (one.cluster.ranks - 1)
+        assert found.gb_per_s_rank > 0 and found.status_bytes == 64 * (one.cluster.ranks - 1)
 
 
 # --- against what was measured ----------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_the_known_clusters_are_gears_and_one_of_1024_gpus() -> None:
 def measured(**changes: Any) -> dict[str, Any]:
     """A result of `geartrain bench ranks` with one case, as the model would have it."""
     case = {
-        "case": "200 Mbit/s", "arm": "ordered", "strategy": "weighted", "hosts": 4, "ranks": 4, "batch": 256,
+        "case": "200 Mbit/s", "arm": "ordered", "strategy": "prioritized", "hosts": 4, "ranks": 4, "batch": 256,
         "rows": 4000, "row_bytes": 102_400, "link_gbit": 0.2, "train_ms": 0.0,
     }  # fmt: skip
     found = predict(replace(FOUR, one_machine=True), "ordered", DEFAULTS)
@@ -135,7 +135,7 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
     assert [(each.what, round(each.ratio, 2)) for each in checked] == [("moved", 1.0), ("samples", 1.0)]
     assert check(measured(moved_bytes=1e6))[0].ratio > 19, "a model that is wrong shows"
     assert check(measured(strategy="top-k")) == [], "no model, no check"
-    with pytest.raises(ArgumentError, match="no result of `geartrain bench ranks"):
+    with pytest.raises(ArgumentError, match="not a result of `geartrain bench ranks"):
         check({"bench": "store"})
 
 
@@ -169,7 +169,7 @@ def test_this_machine_can_be_measured() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"batch": 255}, "255 rows cannot be shared out equally to 4 ranks"),
+        ({"batch": 255}, "255 rows cannot be divided evenly over 4 ranks"),
         ({"hosts": 0}, "hosts must be at least 1"),
         ({"link_gbit": 0}, "link_gbit must be above zero"),
         ({"rows": math.inf}, "rows must be at least 1 and finite"),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from geartrain.core.schema import DTYPES, numpy_dtype, torch_dtype
+from geartrain.core.dtypes import DTYPES, numpy_dtype, torch_dtype
 from geartrain.errors import MessageError, UntrustedPeerError
 from geartrain.transport.codec import MAX_DEPTH, Message, decode, encode, pack
 

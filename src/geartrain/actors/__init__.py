@@ -1,7 +1,7 @@
 """Actors: rollouts of vectorised environments, recorded as episodes in a store.
 
     environments = environments_of([gym.make("Hopper-v5") for _ in range(8)])
-    store = gt.Store.create("hopper", recorded_fields(environments.fields(1000), 1000), capacity=1000)
+    store = gt.Store.create("hopper", recorded_fields(environments.fields()), max_length=1000, capacity=1000)
     actor = Actor(environments, LocalPolicy(act, model, weights.Reader("policy")), store)
     actor.run(steps=100_000)
 

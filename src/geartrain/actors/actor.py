@@ -56,8 +56,8 @@ class Actor:
         >>> import geartrain as gt
         >>> from geartrain.actors import Actor, RandomPolicy, environments_of, recorded_fields
         >>> environments = environments_of([gym.make("CartPole-v1") for _ in range(2)])
-        >>> fields = recorded_fields(environments.fields(100), 100)
-        >>> store = gt.Store.create("doc-actor", fields, capacity=20)
+        >>> fields = recorded_fields(environments.fields())
+        >>> store = gt.Store.create("doc-actor", fields, max_length=100, capacity=20)
         >>> actor = Actor(environments, RandomPolicy(gym.make("CartPole-v1").action_space), store, seed=0)
         >>> stats = actor.run(steps=200)
         >>> stats.steps, len(store) == stats.rows

@@ -28,17 +28,16 @@ REQUIRED_FIELDS = {"terminated": "bool", "last": "bool"}
 OPTIONAL_FIELDS = ("step_version", "episode_return")
 
 
-def recorded_fields(fields: Mapping[str, Field], max_steps: int, **extras: Field) -> dict[str, Field]:
+def recorded_fields(fields: Mapping[str, Field], **extras: Field) -> dict[str, Field]:
     """The fields of a store that an `EpisodeRecorder` writes to.
 
     Args:
         fields: of the environments: observation, action, reward (`VectorEnv.fields`).
-        max_steps: steps of a row.
-        extras: what the policy returns with each action, such as log_prob=Field((max_steps,), "float32").
+        extras: what the policy returns with each action, such as log_prob=Field((), "float32").
     """
     return {
         **fields,
-        **{name: Field((max_steps,), dtype) for name, dtype in REQUIRED_FIELDS.items()},
+        **{name: Field((), dtype) for name, dtype in REQUIRED_FIELDS.items()},
         **extras,
     }
 
@@ -63,10 +62,10 @@ def check_fields(store: Store, values: Mapping[str, NDArray[Any]] | None = None,
                 f"the policy returns {name!r}, and the store {store.name!r} has no such field; it has "
                 f"{', '.join(fields)}"
             )
-        if array.shape != (n, *fields[name].step_shape):
+        if array.shape != (n, *fields[name].shape):
             raise FieldError(
                 f"the policy returns {name!r} with shape {array.shape} for {n} environments; the store has "
-                f"{fields[name].step_shape} a step"
+                f"{fields[name].shape} a step"
             )
 
 
@@ -74,8 +73,8 @@ class EpisodeRecorder:
     """Records the episodes of one environment, one after the other. Not thread-safe.
 
     Args:
-        store: with the fields of `recorded_fields`; `step_version` (int64, timed: the model's version at each step)
-            and `episode_return` (float32, not timed: of the steps in this row) are filled where the store has them.
+        store: with the fields of `recorded_fields`; `step_version` (int64: the model's version at each step)
+            and `episode_return` (float32, per_row: of the steps in this row) are filled where the store has them.
         publish_every: publish an unfinished row every so many steps, so that it can be sampled while its episode goes
             on. By default only finished rows can be.
         overlap: steps that the next row of a long episode repeats.
@@ -95,7 +94,7 @@ class EpisodeRecorder:
         self._publish_every = publish_every
         self._overlap = overlap
         self._priority = priority
-        self._timed = [name for name, field in store.fields.items() if field.timed]
+        self._timed = [name for name, field in store.fields.items() if not field.per_row]
         self._row: Row | None = None
         self._blocks: dict[str, NDArray[Any]] = {}
         self._steps = 0  # actions in the row

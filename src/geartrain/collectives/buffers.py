@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import geartrain._native as _native
-from geartrain.core.schema import DTYPES
+from geartrain.core.dtypes import DTYPES
 from geartrain.errors import ArgumentError
 
 #: Dtypes that are reduced, in the order of their numbers in the native layer (native/collectives/reduce_kernels.h).

@@ -1,1 +1,1 @@
-"""Vocabulary of all rooms: fields and dtypes, row keys, checks of arguments, shared counters, file locks, futexes, progress."""
+"""Vocabulary of all rooms: dtypes, fields, row keys, argument checks, shared counters, locks, futexes, progress."""

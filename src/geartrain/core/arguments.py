@@ -1,4 +1,4 @@
-"""What callers may ask of a store, checked before anything is done about it."""
+"""Argument checks: whole numbers, timeouts, capacities, thread counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import geartrain._native as _native
-from geartrain.core.schema import Field
+from geartrain.core.schema import Field, round_up
 from geartrain.errors import ArgumentError
 
 
@@ -20,16 +20,30 @@ def default_threads(threads: int | None) -> int:
     return threads
 
 
-def rows_of(fields: Mapping[str, Field], capacity: int | None, capacity_bytes: int | None) -> int:
-    """Rows of a store, from exactly one of rows and bytes of field data."""
-    if (capacity is None) == (capacity_bytes is None):
-        raise ArgumentError("give the store's size once: capacity (rows) or capacity_bytes")
-    if capacity is None:
-        assert capacity_bytes is not None
-        row_bytes = sum((field.nbytes + 63) // 64 * 64 for field in fields.values())
+def capacity_of(
+    fields: Mapping[str, Field],
+    max_length: int,
+    capacity: int | None,
+    capacity_steps: int | None,
+    capacity_bytes: int | None,
+) -> int:
+    """Rows of a store, from exactly one of rows, steps (in rows of `max_length`) and bytes of field data."""
+    given = {"capacity": capacity, "capacity_steps": capacity_steps, "capacity_bytes": capacity_bytes}
+    if sum(size is not None for size in given.values()) != 1:
+        found = ", ".join(f"{what}={size}" for what, size in given.items() if size is not None) or "none of them"
+        raise ArgumentError(
+            f"give the store's size once: capacity (rows), capacity_steps or capacity_bytes; found {found}"
+        )
+    if capacity_steps is not None:
+        capacity = whole_number("capacity_steps", capacity_steps, 2**63) // max_length
+        if capacity == 0:
+            raise ArgumentError(f"capacity_steps is {capacity_steps}, and one row alone takes max_length={max_length}")
+    elif capacity_bytes is not None:
+        row_bytes = sum(round_up(field.block_nbytes(max_length)) for field in fields.values())
         capacity = capacity_bytes // row_bytes
         if capacity == 0:
             raise ArgumentError(f"capacity_bytes is {capacity_bytes}, and one row alone takes {row_bytes}")
+    assert capacity is not None
     if capacity < 1:
         raise ArgumentError(f"a store needs room for at least one row, capacity is {capacity}")
     return whole_number("capacity", capacity, 2**63)

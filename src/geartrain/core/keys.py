@@ -1,4 +1,4 @@
-"""Names of rows that cannot be mistaken for their successors'."""
+"""Row keys: (row index, generation). A key goes stale when its row is overwritten or removed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from geartrain.errors import ArgumentError
 class Keys:
     """Rows of a store, each with the generation it had: (n,) uint32 and (n,) uint32.
 
-    A row's generation changes whenever it is overwritten or removed, so a key names one trajectory, not
-    whatever stands in that place later. Stale keys are skipped and counted by whoever takes keys.
+    A row's generation changes whenever it is overwritten or removed, so a key names one trajectory and never its
+    successor. Functions that take keys skip and count stale ones.
 
-    `shard` (n,) uint16 tells which of several stores or shards a row is in; None when there is only one. `draw` (n,)
+    `shard` (n,) uint16 is the store or shard of each row, of several; None when there is only one. `draw` (n,)
     int64 is the row's number in a global batch, where it is part of one.
 
     Index with an integer, slice, mask or index array to get the keys of some; `+` joins.
@@ -67,15 +67,15 @@ class Keys:
         return f"Keys({len(self)}: {shown}{', ...' if len(self) > 4 else ''})"
 
     def of_shard(self, number: int) -> Keys:
-        """The same rows, said to be in store `number` of several."""
+        """The same keys with `number` as their shard."""
         return Keys(self.row, self.generation, np.full(len(self), number, np.uint16), self.draw)
 
     @staticmethod
     def join(parts: Sequence[Keys]) -> Keys:
-        """The keys of all parts. Raises `ArgumentError` when only some of them tell their shard."""
+        """The keys of all parts. Raises `ArgumentError` when only some of them have a shard."""
         shards = [part.shard for part in parts if part.shard is not None]
         if shards and len(shards) != len(parts):
-            raise ArgumentError("keys that tell their shard cannot be joined with keys that do not")
+            raise ArgumentError("keys with a shard cannot be joined with keys without one")
         draws = [part.draw for part in parts if part.draw is not None]
         return Keys(
             np.concatenate([part.row for part in parts]),

@@ -1,4 +1,4 @@
-"""How far long work is: a bar where there is a terminal and rich, plain lines otherwise."""
+"""Progress reporting: a bar on a terminal (with rich), log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ LINE_EVERY_S = 5.0
 
 
 class Progress:
-    """Counts units of work and bytes on stderr, and says nothing where `enabled` is False.
+    """Progress of units of work and bytes, on stderr; silent where `enabled` is False.
 
     Args:
-        title: what is going on, such as the source's name.
-        total: units to come, or None where nobody knows.
+        title: of the work, such as the source's name.
+        total: units in all, or None where unknown.
         unit: what is counted, in the plural.
         enabled: False for silence.
         stream: where to write; stderr by default.

@@ -123,7 +123,7 @@ class CudaDevice:
 
     def host_view(self, memory: NDArray[np.uint8]) -> torch.Tensor:
         """A tensor over the memory. Triton asks the driver for the device's address of it."""
-        from geartrain.core.schema import writable_tensor
+        from geartrain.core.dtypes import writable_tensor
 
         return writable_tensor(memory)
 

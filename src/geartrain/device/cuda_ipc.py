@@ -30,6 +30,7 @@ import secrets
 import threading
 from typing import Any
 
+from geartrain.core.schema import round_up
 from geartrain.device.cuda_runtime import CudaRuntime
 from geartrain.device.device import DeviceRuntime, IpcDevice
 from geartrain.errors import BusyError, GeartrainError, MessageError, TransportError
@@ -60,7 +61,7 @@ def layout(sizes: list[int]) -> tuple[list[int], int]:
     """
     offsets, end = [], 0
     for size in sizes:
-        offsets.append(-(-end // ALIGN) * ALIGN)
+        offsets.append(round_up(end, ALIGN))
         end = offsets[-1] + size
     return offsets, end
 

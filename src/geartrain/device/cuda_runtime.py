@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from geartrain.core.schema import DTYPES, dtype_of_code, torch_dtype
+from geartrain.core.dtypes import DTYPES, dtype_of_code, torch_dtype
 from geartrain.device.cuda_device import CudaDevice
 from geartrain.errors import DeviceError, TransportError
 

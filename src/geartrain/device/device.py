@@ -110,11 +110,11 @@ class Device(Protocol):
         ...
 
     def gather(self, plan: Any, *args: Any, **named: Any) -> None:
-        """`GatherRows.launch`."""
+        """`GatherPlan.launch`."""
         ...
 
     def count_steps(self, plan: Any, to: torch.Tensor, *args: Any, **named: Any) -> None:
-        """`GatherRows.count_steps`, into `to`."""
+        """`GatherPlan.count_steps`, into `to`."""
         ...
 
     def why_no_selection(self) -> str | None:

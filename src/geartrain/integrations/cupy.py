@@ -27,6 +27,7 @@ def as_cupy(batch: Batch) -> dict[str, Any]:
     except ImportError:
         raise MissingDependencyError("CuPy arrays need cupy: pip install cupy-cuda12x, or as fits your CUDA") from None
     arrays = {}
+    value: Any
     for name, value in batch.as_dict().items():
         if not value.is_cuda:
             raise ArgumentError(f"{name!r} is in host memory; CuPy takes batches of Replay(device='cuda')")

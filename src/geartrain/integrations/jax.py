@@ -29,6 +29,7 @@ def as_jax(batch: Batch) -> dict[str, Any]:
     except ImportError:
         raise MissingDependencyError("JAX arrays need jax: pip install 'geartrain[jax]'") from None
     arrays = {}
+    value: Any
     for name, value in batch.as_dict().items():
         if value.dtype.itemsize == 8 and not value.dtype.is_complex and not jax.config.jax_enable_x64:
             if name in batch.fields:

@@ -1,12 +1,21 @@
-"""A batch: the fields of chosen rows, and what is known of each."""
+"""Batch: the fields of sampled rows, and the metadata of each row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
+
+import numpy as np
 
 from geartrain.core.keys import Keys
+from geartrain.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+# Of one kind in a batch: tensors, or with `Replay(output="numpy")` NumPy arrays.
+Array: TypeAlias = Union["torch.Tensor", "np.ndarray[Any, Any]"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +32,7 @@ class Batch:
         fields: the arrays by name; `batch[name]` is one of them, and `for name in batch` goes through the names.
         keys: of the rows, for `update_priorities`.
         probability: (B,) float64, of the row in one draw; None for a fetch by key.
-        importance_weights: (B,) float64, importance weights; None unless the strategy makes them (`Prioritized(beta=...)`).
+        importance_weights: (B,) float64; None unless the strategy makes them (`Prioritized(beta=...)`).
         step: the number of the batch; None for a fetch by key.
         mask: (B, W) bool, True for a real step.
         start: (B,) int32, the first step of the row that the batch holds.
@@ -34,19 +43,19 @@ class Batch:
             no mask; None where windows are padded.
     """
 
-    fields: dict[str, Any]
+    fields: dict[str, Array]
     keys: Keys
-    mask: Any
-    start: Any
-    length: Any
-    version: Any
-    probability: Any = None
-    importance_weights: Any = None
+    mask: Array | None
+    start: Array
+    length: Array
+    version: Array
+    probability: Array | None = None
+    importance_weights: Array | None = None
     step: int | None = None
-    draw: Any = None
-    cu_seqlens: Any = None
+    draw: Array | None = None
+    cu_seqlens: Array | None = None
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Array:
         return self.fields[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -68,7 +77,7 @@ class Batch:
         """Bytes of the fields."""
         return sum(int(array.nbytes) for array in self.fields.values())
 
-    def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
+    def to(self, device: str | torch.device, *, non_blocking: bool = False) -> Batch:
         """The batch with its tensors on another device. Needs torch tensors."""
 
         def move(value: Any) -> Any:
@@ -95,9 +104,10 @@ class Batch:
         with it, and copy each new one into it before a replay. Keys and step stay those of the first; take them from
         `other`.
         """
-        for name, array in self.fields.items():
-            array.copy_(other.fields[name])
-        for name in _BOOKS:
+        mine: Any
+        for name, mine in self.fields.items():
+            mine.copy_(other.fields[name])
+        for name in METADATA:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine is not None:
                 mine.copy_(theirs)
@@ -109,22 +119,35 @@ class Batch:
         def copy(value: Any) -> Any:
             return None if value is None else value.clone()
 
-        books = {name: copy(getattr(self, name)) for name in _BOOKS}
+        metadata = {name: copy(getattr(self, name)) for name in METADATA}
         fields = {name: copy(array) for name, array in self.fields.items()}
-        return Batch(fields, self.keys, step=self.step, **books)
+        return Batch(fields, self.keys, step=self.step, **metadata)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Fields and books in one plain dict, as data loaders like it; field names win over books."""
-        books: dict[str, Any] = {"mask": self.mask} if self.mask is not None else {"cu_seqlens": self.cu_seqlens}
-        books |= {"start": self.start, "length": self.length, "version": self.version}
-        for name, book in (("probability", self.probability), ("importance_weights", self.importance_weights)):
-            if book is not None:
-                books[name] = book
-        return {**books, **self.fields}
+    def as_dict(self) -> dict[str, Array]:
+        """Fields and metadata in one plain dict, as data loaders like it.
+
+        Raises:
+            ArgumentError: a field has the name of a batch's own entry, such as "mask" or "length".
+        """
+        metadata = {"mask": self.mask} if self.mask is not None else {"cu_seqlens": self.cu_seqlens}
+        metadata |= {"start": self.start, "length": self.length, "version": self.version}
+        metadata |= {"probability": self.probability, "importance_weights": self.importance_weights}
+        check_names(self.fields)
+        return {**{name: value for name, value in metadata.items() if value is not None}, **self.fields}
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}: {tuple(array.shape)} {array.dtype}" for name, array in self.fields.items())
         return f"Batch({shapes})"
 
 
-_BOOKS = ("mask", "start", "length", "version", "probability", "importance_weights", "draw", "cu_seqlens")
+def check_names(names: Iterable[str]) -> None:
+    """Raises `ArgumentError` where a field has the name of a batch's own entry."""
+    taken = sorted(set(names) & {*METADATA, "keys", "step"})
+    if taken:
+        raise ArgumentError(
+            f"fields named {', '.join(map(repr, taken))} cannot stand in one dict with a batch's own entries of that "
+            f"name; read them as batch[name] and the entries as attributes, or rename the fields"
+        )
+
+
+METADATA = ("mask", "start", "length", "version", "probability", "importance_weights", "draw", "cu_seqlens")

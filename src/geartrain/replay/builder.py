@@ -1,23 +1,31 @@
-"""Batches made on the host, from one store or a mixture of several."""
+"""Batch builders: the protocol that `Replay` speaks, and batches built on the host from one store or several."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.replay.batch import Batch
-from geartrain.replay.distributed.priority_updates import Update
-from geartrain.replay.fetch import Raw
-from geartrain.replay.sampler import Sampler
-from geartrain.selection.strategy import Mixture, Strategy
+from geartrain.replay.fetch import FetchedRows
+from geartrain.replay.sampler import StoreSampler
+from geartrain.selection.mixture import Selection, quotas_of
 
 # What every strategy has to know at its next step.
 State = list[dict[str, int]]
+
+
+@dataclass(frozen=True)
+class PriorityUpdate:
+    """Priorities (n,) that a consumer has given to rows of its batches."""
+
+    keys: Keys
+    priorities: NDArray[np.float64]
 
 
 def nothing() -> None:
@@ -25,81 +33,221 @@ def nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Made:
-    """A batch, the strategies' state after it, and what the consumer's thread does as it takes the batch."""
+class BuiltBatch:
+    """A batch, the strategies' state after it, and what the consumer's thread calls when it takes the batch."""
 
     batch: Batch
     state: State
     deliver: Callable[[], None] = nothing
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a batch before they are anybody's: copied, with their books."""
+class StartedBatch(Protocol):
+    """A batch that was started and may have to be finished."""
 
-    raw: Raw
+    @property
+    def state(self) -> State:
+        """The strategies' state after it."""
+        ...
+
+
+Started = TypeVar("Started", bound=StartedBatch)
+
+
+class BatchBuilder(Protocol[Started]):
+    """Builds the batch of each step: on the host, on a device, or together with other ranks.
+
+    `start` and `finish` are called on one thread at a time, the replay's own where it prefetches; the other methods on
+    the consumer's while no batch is being built, apart from `submit_updates`, `stats`, `describe`, `abort` and `close`.
+
+    Attributes:
+        samplers: of each store.
+        rows: of a batch, as this process gets it.
+        overlaps: whether the next batch should be started before this one is finished.
+        collective: whether other ranks take part in each batch, and so have to be asked for it too.
+    """
+
+    samplers: list[StoreSampler]
+    rows: int
+    overlaps: bool
+    collective: bool
+
+    def enter(self) -> None:
+        """Called first on a thread that builds batches."""
+        ...
+
+    def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> Started:
+        """Starts the batch of a step, after the priority updates that were kept for it."""
+        ...
+
+    def finish(self, started: Started) -> BuiltBatch:
+        """The batch, once all of its rows are known to be whole."""
+        ...
+
+    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
+        """Applies priorities and returns how many rows were gone; None where `start` or `settle` is to get them.
+
+        Raises:
+            ArgumentError: a priority that is not finite, or keys of other stores.
+        """
+        ...
+
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
+        """Applies the updates that were kept. Collective where `start` is."""
+        ...
+
+    def rewind(self) -> None:
+        """Forgets what later batches have used, before the state of an earlier one is loaded."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """`built` (batches), `make_s` and `redrawn`; and more where several ranks take part."""
+        ...
+
+    def describe(self) -> list[dict[str, Any]]:
+        """For each store, how its rows come to a device; empty for host memory."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Leaves at once, and tells other ranks why."""
+        ...
+
+    def close(self) -> None:
+        """Releases devices and segments, and leaves other ranks in good order."""
+        ...
+
+
+class SampledRows(NamedTuple):
+    """The rows of a batch, copied, with their metadata."""
+
+    fetched: FetchedRows
     keys: Keys
-    probability: Any
-    importance_weights: Any
+    probability: NDArray[np.float64]
+    importance_weights: NDArray[np.float64] | None
     state: State
 
 
-class HostMaker:
-    """Makes the batch of a given step in host memory."""
+class HostBatchBuilder:
+    """Builds batches in host memory; see `BatchBuilder`.
 
-    def __init__(self, parts: list[Sampler], selection: Strategy | Mixture, batch_size: int) -> None:
-        self.parts = parts
-        self.selection = selection
-        self.batch_size = batch_size
-        self.make_s = 0.0
-        self.made = 0
+    Args:
+        samplers: of each store.
+        selection: the strategy, or the mixture.
+        batch_size: rows of a batch.
+    """
 
-    def make(self, step: int, state: State, updates: list[Update]) -> Made:
-        """The batch of a step, and the strategies' state after it. One process sets priorities when they are given."""
+    overlaps = False
+    collective = False
+
+    def __init__(self, samplers: list[StoreSampler], selection: Selection, batch_size: int) -> None:
+        self.samplers = samplers
+        self.rows = batch_size
+        self.mixed = selection is not samplers[0].strategy
+        self._selection = selection
+        self._make_s = 0.0
+        self._built = 0
+
+    def enter(self) -> None:
+        """See `BatchBuilder`."""
+
+    def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
+        """See `BatchBuilder`. The batch is finished when this returns."""
         began_s = time.perf_counter()
-        rows = self.rows(step, state)
-        batch = self.parts[0].plan.batch(rows.raw, rows.keys, rows.probability, rows.importance_weights, step)
-        self.make_s += time.perf_counter() - began_s
-        self.made += 1
-        return Made(batch, rows.state)
+        rows = self.sample(step, state)
+        batch = self.samplers[0].plan.batch(rows.fetched, rows.keys, rows.probability, rows.importance_weights, step)
+        self._make_s += time.perf_counter() - began_s
+        self._built += 1
+        return BuiltBatch(batch, rows.state)
+
+    def finish(self, started: BuiltBatch) -> BuiltBatch:
+        """See `BatchBuilder`."""
+        return started
 
     def quotas(self, step: int) -> list[int]:
         """Rows from each store in the batch of a step."""
-        if isinstance(self.selection, Mixture):
-            return self.selection.quotas(self.batch_size, step)
-        return [self.batch_size]
+        return quotas_of(self._selection, self.rows, step)
 
-    def rows(self, step: int, state: State, out: list[Any] | None = None) -> Rows:
+    def sample(self, step: int, state: State, out: list[Any] | None = None) -> SampledRows:
         """The rows of a step, in `out` or in recycled memory."""
-        if not isinstance(self.selection, Mixture):
-            (part,) = self.parts
-            sample = part.sample(self.batch_size, step, state[0], out)
-            return Rows(sample.raw, sample.keys, sample.probability, sample.importance_weights, [sample.state])
-        arrays = self.parts[0].plan.empty(self.batch_size) if out is None else out
-        samples = []
-        at = 0
-        for number, (part, quota) in enumerate(zip(self.parts, self.quotas(step), strict=True)):
-            if quota:
-                piece = [array[at : at + quota] for array in arrays]
-                samples.append((number, part.sample(quota, step, state[number], piece)))
-                at += quota
+        if not self.mixed:
+            (sampler,) = self.samplers
+            draw, fetched = sampler.sample(self.rows, step, state[0], out)
+            keys = Keys(draw.rows, draw.generations)
+            return SampledRows(fetched, keys, draw.probability, draw.importance_weights, [draw.state])
+        arrays = self.samplers[0].plan.empty(self.rows) if out is None else out
         state = list(state)
-        for number, sample in samples:
-            state[number] = sample.state
-        raw = Raw.join(arrays, [sample.raw for _, sample in samples])
-        keys = Keys.join([sample.keys.of_shard(number) for number, sample in samples])
-        probability = np.concatenate([sample.probability for _, sample in samples])
-        importance_weights = join_importance([(sample.importance_weights, len(sample.keys)) for _, sample in samples])
-        return Rows(raw, keys, probability, importance_weights, state)
+        pieces, keys_of, probability, weights = [], [], [], []
+        at = 0
+        for number, (sampler, quota) in enumerate(zip(self.samplers, self.quotas(step), strict=True)):
+            if quota:
+                draw, fetched = sampler.sample(quota, step, state[number], [a[at : at + quota] for a in arrays])
+                state[number] = draw.state
+                pieces.append(fetched)
+                keys_of.append(Keys(draw.rows, draw.generations).of_shard(number))
+                probability.append(draw.probability)
+                weights.append((draw.importance_weights, quota))
+                at += quota
+        fetched = FetchedRows.join(arrays, pieces)
+        return SampledRows(fetched, Keys.join(keys_of), np.concatenate(probability), join_importance(weights), state)
+
+    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
+        """See `BatchBuilder`."""
+        return apply_updates(self.samplers, update, step)
+
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
+        """See `BatchBuilder`. None are kept."""
+
+    def rewind(self) -> None:
+        """See `BatchBuilder`. Nothing is kept but the state."""
+
+    def stats(self) -> dict[str, float]:
+        """See `BatchBuilder`."""
+        return build_stats(self._built, self._make_s, self.samplers)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """See `BatchBuilder`."""
+        return []
+
+    def abort(self, reason: str) -> None:
+        """See `BatchBuilder`. No other rank waits."""
+
+    def close(self) -> None:
+        """See `BatchBuilder`. Host memory is recycled by itself."""
 
 
-def join_importance(parts: list[tuple[Any, int]]) -> Any:
-    """Importance weights of all parts; 1 where one has none, None when nobody has any."""
-    if all(importance_weights is None for importance_weights, _ in parts):
+def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step: int) -> int:
+    """Sets priorities in this process's stores, and returns how many rows were gone."""
+    keys, priorities = update.keys, update.priorities
+    gone = 0
+    for number, sampler in enumerate(samplers):
+        sampler.follow_alpha(step)
+        mine = slice(None) if keys.shard is None else np.flatnonzero(keys.shard == number)
+        if len(keys[mine]):
+            gone += sampler.plan.store.update_priorities(keys[mine], np.abs(priorities[mine]) ** sampler.alpha)
+    return gone
+
+
+def build_stats(built: int, make_s: float, samplers: Sequence[StoreSampler]) -> dict[str, float]:
+    """What every builder says in `stats`."""
+    return {"built": built, "make_s": make_s, "redrawn": sum(sampler.redrawn for sampler in samplers)}
+
+
+def join_importance(parts: Sequence[tuple[NDArray[np.float64] | None, int]]) -> NDArray[np.float64] | None:
+    """Importance weights of all parts; 1 where one has none, None when no part has any."""
+    if all(weights is None for weights, _ in parts):
         return None
-    return np.concatenate(
-        [np.ones(n) if importance_weights is None else importance_weights for importance_weights, n in parts]
-    )
+    return np.concatenate([np.ones(n) if weights is None else weights for weights, n in parts])
 
 
-__all__ = ["HostMaker", "Made", "Rows", "State", "join_importance"]
+__all__ = [
+    "BatchBuilder",
+    "BuiltBatch",
+    "HostBatchBuilder",
+    "PriorityUpdate",
+    "SampledRows",
+    "StartedBatch",
+    "State",
+    "apply_updates",
+    "build_stats",
+    "join_importance",
+    "nothing",
+]

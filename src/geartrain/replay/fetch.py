@@ -1,4 +1,4 @@
-"""Moving chosen rows out of a store into a batch, in one call.
+"""Fetch: rows of a store copied into one batch, by key.
 
 Rows are gathered by native threads with the GIL released, all fields and windows at once, straight from shared
 memory into warm, recycled buffers or into the caller's own (native/fetch/fetch.h; GEAR, section 3.4). A row that was
@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 from geartrain.core.arguments import default_threads
+from geartrain.core.dtypes import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
 from geartrain.core.keys import Keys
-from geartrain.core.schema import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.store.store import Store
@@ -63,7 +63,7 @@ def fetch(
     """
     if store.closed:
         raise StoreClosedError(f"the store {store.name!r} was closed")
-    plan = Plan.make(store, fields, window, pad, output, threads)
+    plan = FetchPlan.make(store, fields, window, pad, output, threads)
     if ends is not None:
         if window is None:
             raise ArgumentError("`ends` only means something with a window")
@@ -90,7 +90,7 @@ def fetch(
     return plan.batch(raw, keys)
 
 
-class Raw(NamedTuple):
+class FetchedRows(NamedTuple):
     """A fetched batch as the native layer hands it over: NumPy arrays of raw dtypes."""
 
     arrays: list[NDArray[Any]]
@@ -101,9 +101,9 @@ class Raw(NamedTuple):
     versions: NDArray[np.int64]
     torn_count: int
 
-    def take(self, index: NDArray[Any]) -> Raw:
+    def take(self, index: NDArray[Any]) -> FetchedRows:
         """A copy of some rows."""
-        return Raw(
+        return FetchedRows(
             [array[index] for array in self.arrays],
             self.torn[index],
             self.mask[index],
@@ -113,7 +113,7 @@ class Raw(NamedTuple):
             int(np.count_nonzero(self.torn[index])),
         )
 
-    def put(self, index: NDArray[Any], other: Raw) -> None:
+    def put(self, index: NDArray[Any], other: FetchedRows) -> None:
         """Overwrites some rows with another batch's."""
         for mine, theirs in zip(self.arrays, other.arrays, strict=True):
             mine[index] = theirs
@@ -124,9 +124,9 @@ class Raw(NamedTuple):
         self.versions[index] = other.versions
 
     @staticmethod
-    def join(arrays: list[NDArray[Any]], parts: list[Raw]) -> Raw:
+    def join(arrays: list[NDArray[Any]], parts: list[FetchedRows]) -> FetchedRows:
         """Parts of one batch that were fetched into consecutive pieces of `arrays`."""
-        return Raw(
+        return FetchedRows(
             arrays,
             np.concatenate([part.torn for part in parts]),
             np.concatenate([part.mask for part in parts]),
@@ -137,7 +137,7 @@ class Raw(NamedTuple):
         )
 
 
-class Plan:
+class FetchPlan:
     """What to fetch, checked once and used for every batch."""
 
     def __init__(self, store: Store, names: list[str], window: int, pad_left: bool, output: As, threads: int) -> None:
@@ -157,7 +157,7 @@ class Plan:
         pad: Pad,
         output: As,
         threads: int | None,
-    ) -> Plan:
+    ) -> FetchPlan:
         """A plan, once everything asked for makes sense; raises `FieldError` or `ArgumentError` otherwise."""
         schema = store.fields
         if isinstance(fields, str):
@@ -175,15 +175,15 @@ class Plan:
             raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
         for name in names:
             (torch_dtype if output == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
-        return Plan(store, names, window or 0, pad == "left", output, default_threads(threads))
+        return FetchPlan(store, names, window or 0, pad == "left", output, default_threads(threads))
 
     def schema(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of each field of a batch of one row."""
         return {name: (self.shape(name, 1), self.store.fields[name].dtype) for name in self.names}
 
-    def of_fields(self, names: Sequence[str]) -> Plan:
+    def of_fields(self, names: Sequence[str]) -> FetchPlan:
         """The same plan for some of its fields, or none."""
-        return Plan(self.store, list(names), self.window, self.pad_left, self.output, self.threads)
+        return FetchPlan(self.store, list(names), self.window, self.pad_left, self.output, self.threads)
 
     def raw_dtype(self, name: str) -> np.dtype[Any]:
         """The NumPy dtype that a field's bytes are shown as."""
@@ -201,7 +201,7 @@ class Plan:
         mask: NDArray[np.bool_] = (at >= first) & (at < first + counts[:, None])
         return mask
 
-    def book(self, array: NDArray[Any]) -> Any:
+    def as_output(self, array: NDArray[Any]) -> Any:
         """An array as users get it: a tensor, or itself."""
         if self.output == "torch":
             import torch
@@ -216,9 +216,7 @@ class Plan:
     def shape(self, name: str, n: int) -> tuple[int, ...]:
         """The shape of a field's array in a batch of n rows."""
         spec = self.store.fields[name]
-        if spec.timed:
-            return (n, self.window or spec.shape[0], *spec.step_shape)
-        return (n, *spec.shape)
+        return (n, *spec.block_shape(self.window or self.store.max_length))
 
     def fetch(
         self,
@@ -227,12 +225,12 @@ class Plan:
         ends: NDArray[np.int32] | None,
         out: list[Any] | None = None,
         places: NDArray[np.uint32] | None = None,
-    ) -> Raw:
+    ) -> FetchedRows:
         """Copies, and reports torn rows; the GIL is released meanwhile.
 
         With `places` row i goes to place `places[i]` of the arrays in `out`.
         """
-        return Raw(
+        return FetchedRows(
             *_native.fetch(
                 self.store.native,
                 rows,
@@ -249,7 +247,7 @@ class Plan:
 
     def batch(
         self,
-        raw: Raw,
+        raw: FetchedRows,
         keys: Keys,
         probability: NDArray[np.float64] | None = None,
         importance_weights: NDArray[np.float64] | None = None,
@@ -264,9 +262,9 @@ class Plan:
             else:
                 dtype = numpy_dtype(DTYPES[schema[name].dtype])
                 fields[name] = array if array.dtype == dtype else array.view(dtype)
-        books: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance_weights]
-        books = [None if book is None else self.book(book) for book in books]
-        mask, start, length, version, probability, importance_weights = books
+        metadata: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance_weights]
+        metadata = [None if array is None else self.as_output(array) for array in metadata]
+        mask, start, length, version, probability, importance_weights = metadata
         return Batch(fields, keys, mask, start, length, version, probability, importance_weights, step)
 
     def check_out(self, out: Mapping[str, Any], n: int) -> list[Any]:
@@ -305,7 +303,7 @@ def _checked_ends(store: Store, n: int, ends: ArrayLike) -> NDArray[np.int32]:
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def _check_reach(raw: Raw, ends: NDArray[np.int32]) -> None:
+def _check_reach(raw: FetchedRows, ends: NDArray[np.int32]) -> None:
     # Only now is it known how long the rows behind the keys were: a stale key's row has another length.
     bad = np.flatnonzero((ends >= raw.lengths) & (raw.torn == 0))
     if bad.size:

@@ -1,4 +1,4 @@
-"""Faces that training loops expect of their data."""
+"""torch IterableDataset adapter."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from geartrain.errors import ArgumentError
+from geartrain.replay.batch import check_names
 from geartrain.replay.replay import Replay
 
 
@@ -17,9 +18,13 @@ class ReplayDataset(IterableDataset[dict[str, Any]]):
     Use it with `DataLoader(ReplayDataset(replay), batch_size=None)`. The replay prepares batches ahead by itself, so
     the loader needs no worker processes; with `num_workers > 0` it refuses, because every worker would deliver the
     same batches.
+
+    Raises:
+        ArgumentError: a field has the name of a batch's own entry, such as "mask" or "length".
     """
 
     def __init__(self, replay: Replay) -> None:
+        check_names(replay.field_names)
         self.replay = replay
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

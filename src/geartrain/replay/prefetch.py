@@ -1,6 +1,6 @@
-"""A thread that makes things ahead of their use, each only once it was asked for.
+"""Prefetch thread: items made ahead of their use, each only once it was asked for.
 
-What is made when is settled by what the consumer has asked for, not by how fast anybody is: when item s is asked for,
+What is made when follows from the consumer's requests, not from anybody's speed: when item s is asked for,
 the item `depth` further on may be made, with the orders that were placed until then. So a run can be repeated, and
 several ranks whose consumers ask alike make the same things and stop at the same one.
 """
@@ -20,15 +20,20 @@ from geartrain.errors import WaitTimeoutError
 Item = TypeVar("Item")
 
 
+class StillBuildingError(WaitTimeoutError):
+    """No item was ready in time, and the thread is still at it."""
+
+
 class Prefetcher(Generic[Item]):
     """Makes items in order on a thread of its own.
 
     Args:
         make: makes the next item; is given the orders that came with the request for it.
         name: of the thread.
-        finish: what makes an item out of what `make` only began. Where another item was asked for already, it is begun
-            before this one is finished.
+        finish: makes an item out of what `make` only began.
         enter: called first on the thread.
+        overlaps: whether an item that was asked for already is begun before the one before is finished; by default
+            where there is a `finish`.
     """
 
     def __init__(
@@ -37,10 +42,11 @@ class Prefetcher(Generic[Item]):
         name: str,
         finish: Callable[[Any], Item] | None = None,
         enter: Callable[[], None] | None = None,
+        overlaps: bool | None = None,
     ) -> None:
         self._make = make
         self._finish: Callable[[Any], Item] = finish or (lambda item: item)
-        self._overlaps = finish is not None
+        self._overlaps = finish is not None if overlaps is None else overlaps
         self._enter = enter
         self._asked: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Item | BaseException] = queue.SimpleQueue()
@@ -55,11 +61,11 @@ class Prefetcher(Generic[Item]):
         self._asked.put((orders,))
 
     def get(self, timeout_s: float) -> Item:
-        """The next item. Raises what `make` raised, and `WaitTimeoutError`."""
+        """The next item. Raises what `make` raised, and `StillBuildingError` when there is none in time."""
         try:
             item = self._ready.get(timeout=timeout_s)
         except queue.Empty:
-            raise WaitTimeoutError(f"no batch was ready within {timeout_s} s") from None
+            raise StillBuildingError(f"no item was ready within {timeout_s:g} s") from None
         if isinstance(item, BaseException):
             raise item
         return item
@@ -130,4 +136,4 @@ class Prefetcher(Generic[Item]):
         return not isinstance(item, BaseException)
 
 
-__all__ = ["Prefetcher"]
+__all__ = ["Prefetcher", "StillBuildingError"]

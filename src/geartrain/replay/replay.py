@@ -1,18 +1,17 @@
-"""Batches for training, selected and fetched while the model works on the ones before.
+"""Replay: an iterator of training batches, drawn and fetched ahead of the consumer.
 
-`Replay` is where everything meets: a strategy draws rows, their windows are placed, the bytes are gathered, and
-a row that was lost meanwhile is drawn again. All of it happens on a thread of its own, ahead of the consumer.
+A builder (builder.py) draws rows, places their windows, copies them and redraws what was lost, on a thread of its own:
+on the host, on a device (device/builder.py), or together with other ranks (distributed/builder.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,19 +19,21 @@ from numpy.typing import ArrayLike
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, StoreClosedError, WaitTimeoutError
 from geartrain.replay.batch import Batch
-from geartrain.replay.builder import HostMaker, Made, State
+from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State
+from geartrain.replay.config import ReplayConfig, make_samplers, seeded_selection
 from geartrain.replay.device import DeviceOptions
-from geartrain.replay.device.builder import DeviceMaker
-from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
-from geartrain.replay.distributed.builder import RankedMaker
-from geartrain.replay.distributed.priority_updates import Update
-from geartrain.replay.distributed.rank_group import NOTE_S, join, together
-from geartrain.replay.distributed.topology import topology_of
-from geartrain.replay.fetch import As, Pad, Plan
-from geartrain.replay.prefetch import Prefetcher
-from geartrain.replay.sampler import Sampler
-from geartrain.selection.strategy import Mixture, Strategy
+from geartrain.replay.distributed.assignment import Assignment
+from geartrain.replay.distributed.rank_group import NOTE_S, RankGroup, as_rank_group, run_on_all_ranks
+from geartrain.replay.distributed.topology import Mesh, topology_of
+from geartrain.replay.fetch import As, Pad
+from geartrain.replay.prefetch import Prefetcher, StillBuildingError
+from geartrain.selection.mixture import Mixture, Selection
+from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
 
 
 class Replay:
@@ -43,7 +44,7 @@ class Replay:
 
     Args:
         store: where the rows are; a list of stores for a `Mixture`.
-        selection: the strategy, e.g. `geartrain.selection.strategy.Prioritized(seed=0)`.
+        selection: the strategy, e.g. `geartrain.selection.Prioritized(beta=0.4)`.
         batch_size: rows per batch; over several ranks, of the global batch that they share out.
         fields: names of the fields wanted; all by default.
         window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
@@ -53,22 +54,27 @@ class Replay:
             updated before; with more, a batch may have been drawn up to so many steps earlier.
         output: "torch" tensors or "numpy" arrays.
         num_batches: batches per iteration; endless by default.
-        min_rows: fewer selectable rows than this are an error, not a batch of near-copies. 1 by default; for a store
-            with `max_times_sampled` the batch size, lest half a batch use up rows that nobody gets to see.
+        min_rows: least number of selectable rows; fewer are not drawn from. Where another process has the store open,
+            and so may insert some, a batch waits for them, up to `timeout_s`; where none has, `NotEnoughRowsError` is
+            raised at once, and over several ranks too. An actor in a thread of this process is none: with one, set the
+            store's rate limiter (`store.limiter.set(min_size_to_sample=...)`). 1 by default; for a store with
+            `max_times_sampled` the batch size, lest half a batch use up rows that nobody gets to see.
         threads: threads that copy; up to 4 of the process's cores by default.
         timeout_s: longest wait for a batch, and for another rank.
         group: the ranks of a job that train together, each with the shard of its host as `store`: a process group of
-            `torch.distributed` (data parallel), or any `geartrain.replay.distributed.rank_group.Ranks`. Every rank makes the replay and asks
-            for batches alike; each gets its part of one global batch (docs/ranks.md).
+            `torch.distributed` (data parallel), or a `RankGroup` (geartrain.replay.distributed.rank_group). Every rank
+            makes the replay and asks for batches alike; each gets its part of one global batch (docs/ranks.md).
         mesh: the same with pipeline and tensor parallelism: a `DeviceMesh` with dimensions named among dp, pp and tp,
             a DeepSpeed grid or topology, or an object with the usual mpu methods.
         inputs, targets: fields for the first and for the last stage of a pipeline, instead of `fields`; where one
             rank is both, it gets both.
-        device: where batches go: host memory by default; "cuda", "cuda:1" or a `geartrain.replay.device.DeviceOptions`, which says
+        device: where batches go: host memory by default; "cuda", "cuda:1", or a `geartrain.DeviceOptions`, which says
             how (gathered by the GPU or staged, converted on the way, packed). Their tensors are ready for the stream
             that is current where the batch is taken; the host does not wait for the copy (docs/gpu.md).
         assignment: "local_first" gives each rank rows of its own host as far as there are any, "ordered" gives
             replica i the i-th slice of the global batch.
+        seed: for strategies that name none. A strategy alone takes it as it is; in a mixture each store's strategy
+            gets one of its own, derived from it and the store's place.
 
     Raises:
         FieldError, ArgumentError: what was asked for does not fit the store.
@@ -79,7 +85,7 @@ class Replay:
     Example:
         >>> import numpy as np
         >>> import geartrain as gt
-        >>> store = gt.Store.create("doc-replay", {"x": gt.Field((10, 2), "float32")}, capacity=4)
+        >>> store = gt.Store.create("doc-replay", {"x": gt.Field((2,), "float32")}, max_length=10, capacity=4)
         >>> _ = store.insert({"x": np.zeros((4, 10, 2), np.float32)})
         >>> with gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=3, window=5, num_batches=2) as replay:
         ...     [tuple(batch["x"].shape) for batch in replay]
@@ -87,10 +93,60 @@ class Replay:
         >>> store.close()
     """
 
+    @overload
+    def __init__(
+        self,
+        store: Store,
+        selection: Strategy,
+        batch_size: int,
+        *,
+        fields: Sequence[str] | None = ...,
+        window: int | None = ...,
+        pad: Pad = ...,
+        prefetch: int = ...,
+        output: As = ...,
+        num_batches: int | None = ...,
+        min_rows: int | None = ...,
+        threads: int | None = ...,
+        timeout_s: float = ...,
+        group: ProcessGroup | RankGroup | None = ...,
+        mesh: Mesh | None = ...,
+        inputs: Sequence[str] | None = ...,
+        targets: Sequence[str] | None = ...,
+        assignment: Assignment = ...,
+        device: str | torch.device | DeviceOptions | None = ...,
+        seed: int = ...,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        store: Sequence[Store],
+        selection: Mixture,
+        batch_size: int,
+        *,
+        fields: Sequence[str] | None = ...,
+        window: int | None = ...,
+        pad: Pad = ...,
+        prefetch: int = ...,
+        output: As = ...,
+        num_batches: int | None = ...,
+        min_rows: int | None = ...,
+        threads: int | None = ...,
+        timeout_s: float = ...,
+        group: ProcessGroup | RankGroup | None = ...,
+        mesh: Mesh | None = ...,
+        inputs: Sequence[str] | None = ...,
+        targets: Sequence[str] | None = ...,
+        assignment: Assignment = ...,
+        device: str | torch.device | DeviceOptions | None = ...,
+        seed: int = ...,
+    ) -> None: ...
+
     def __init__(
         self,
         store: Store | Sequence[Store],
-        selection: Strategy | Mixture,
+        selection: Selection,
         batch_size: int,
         *,
         fields: Sequence[str] | None = None,
@@ -102,88 +158,48 @@ class Replay:
         min_rows: int | None = None,
         threads: int | None = None,
         timeout_s: float = 60.0,
-        group: Any = None,
-        mesh: Any = None,
+        group: ProcessGroup | RankGroup | None = None,
+        mesh: Mesh | None = None,
         inputs: Sequence[str] | None = None,
         targets: Sequence[str] | None = None,
         assignment: Assignment = "local_first",
-        device: Any = None,
+        device: str | torch.device | DeviceOptions | None = None,
+        seed: int = 0,
     ) -> None:
         stores = [store] if isinstance(store, Store) else list(store)
-        strategies = _strategies(stores, selection)
-        for what, value, least in (
-            ("batch_size", batch_size, 1),
-            ("prefetch", prefetch, 0),
-            ("min_rows", 1 if min_rows is None else min_rows, 1),
-        ):
-            if value < least:
-                raise ArgumentError(f"{what} must be at least {least}, found {value}")
-        if num_batches is not None and num_batches < 0:
-            raise ArgumentError(f"num_batches must be at least 0, found {num_batches}")
-        if not 0 <= timeout_s <= 1e9:
-            raise ArgumentError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
-        if assignment not in ASSIGNMENTS:
-            raise ArgumentError(f"assignment is one of {', '.join(ASSIGNMENTS)}, found {assignment!r}")
-        if fields is not None and (inputs is not None or targets is not None):
-            raise ArgumentError("give fields, or inputs and targets, not both")
-        if inputs is not None or targets is not None:
-            inputs, targets = list(inputs or ()), list(targets or ())
-            fields = list(dict.fromkeys([*inputs, *targets]))
         self.stores = stores
-        self.selection = selection
+        self.selection = seeded_selection(stores, selection, seed)
         self.batch_size = batch_size
         self.num_batches = num_batches
-        make = functools.partial(
-            _samplers, stores, strategies, batch_size, fields, window, pad, output, threads, min_rows
+        self._config = config = ReplayConfig(
+            batch_size=batch_size,
+            fields=fields,
+            window=window,
+            pad=pad,
+            prefetch=prefetch,
+            output=output,
+            num_batches=num_batches,
+            min_rows=min_rows,
+            threads=threads,
+            timeout_s=timeout_s,
+            inputs=inputs,
+            targets=targets,
+            assignment=assignment,
+            device=device if device is None or isinstance(device, DeviceOptions) else DeviceOptions(device),
+            seed=seed,
         )
-        self._maker: HostMaker | DeviceMaker | RankedMaker
-        on_device = None if device is None else device if isinstance(device, DeviceOptions) else DeviceOptions(device)
-        if on_device is not None and output != "torch":
-            raise ArgumentError(f"batches on a device are torch tensors, found output={output!r}; they support DLPack")
-        if on_device is not None and group is None and mesh is None:
-            self._maker = DeviceMaker(make(), selection, batch_size, on_device)
-            weakref.finalize(self, self._maker.close)
-        elif group is None and mesh is None:
-            self._maker = HostMaker(make(), selection, batch_size)
-        else:
-            topology = topology_of(group, mesh)
-            ranks = join(group, topology.members, timeout_s)
-            try:
-                parts = together(ranks, make)
-                names = parts[0].plan.names
-                self._maker = RankedMaker(
-                    parts,
-                    selection,
-                    batch_size,
-                    ranks,
-                    topology.place,
-                    assignment,
-                    names if inputs is None else inputs,
-                    names if targets is None else targets,
-                    {"prefetch": prefetch, "num_batches": num_batches},
-                    on_device,
-                    None if ranks is group else topology.members,
-                    timeout_s,
-                )
-            except BaseException:
-                if ranks is not group:
-                    ranks.close()
-                raise
-            weakref.finalize(self, self._maker.dock.close)  # one that is dropped lets go of what it has pinned
-        self._halt = threading.Event()  # ends a wait for the stores' rate limiters
-        for part in self._maker.parts:
-            part.patience_s = timeout_s
-            if not self._ranked:  # other ranks need what was asked for
-                part.stopping = self._halt.is_set
+        self._builder = self._open_builder(config, group, mesh)
+        self._halt = threading.Event()  # ends a wait for rows and for the stores' rate limiters
+        if not self._builder.collective:  # other ranks need what was asked for
+            for sampler in self._builder.samplers:
+                sampler.stopping = self._halt.is_set
         self._state: State = [{} for _ in stores]
-        self._updates: list[Update] = []
-        self._prefetch = prefetch
-        self._timeout_s = timeout_s
+        self._updates: list[PriorityUpdate] = []
         self._step = 0
-        self._asked = -1  # the last step that the thread has leave to make
+        self._asked = -1  # the last step that the thread has leave to build
         self._iteration = 0
         self._stop: int | None = None
-        self._ahead: Prefetcher[Made] | None = None
+        self._ahead: Prefetcher[BuiltBatch] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._closed = False
         self._batches = 0
@@ -192,6 +208,33 @@ class Replay:
         self._started_s: float | None = None
         self._last_s = 0.0
 
+    def _open_builder(
+        self, config: ReplayConfig, group: ProcessGroup | RankGroup | None, mesh: Mesh | None
+    ) -> BatchBuilder[Any]:
+        make = functools.partial(make_samplers, self.stores, self.selection, config)
+        if group is None and mesh is None:
+            if config.device is None:
+                return HostBatchBuilder(make(), self.selection, config.batch_size)
+            from geartrain.replay.device.builder import DeviceBatchBuilder
+
+            on_device = DeviceBatchBuilder(make(), self.selection, config.batch_size, config.device)
+            weakref.finalize(self, on_device.close)  # one that is dropped releases what it has pinned
+            return on_device
+        from geartrain.replay.distributed.builder import DistributedBatchBuilder
+
+        topology = topology_of(group, mesh)
+        ranks = as_rank_group(group, topology.members, config.timeout_s)
+        members = None if ranks is group else topology.members
+        try:
+            samplers = run_on_all_ranks(ranks, make)
+            builder = DistributedBatchBuilder(samplers, self.selection, config, ranks, topology.position, members)
+        except BaseException:
+            if ranks is not group:
+                ranks.close()
+            raise
+        weakref.finalize(self, builder.assembler.close)
+        return builder
+
     # --- batches --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
@@ -199,7 +242,7 @@ class Replay:
         self._restart()
         self._iteration += 1
         self._stop = None if self.num_batches is None else self._step + self.num_batches
-        if self._ranked and self._prefetch and self._stop != self._step:
+        if self._builder.collective and self._config.prefetch and self._stop != self._step:
             # All ranks have to ask before any of them gets a batch, and engines may ask one after the other.
             self._ask(self._taken_updates())
         return self._iterate(self._iteration, self._stop)
@@ -220,59 +263,55 @@ class Replay:
         asked_s = time.perf_counter()
         if self._started_s is None:
             self._started_s = asked_s
-        if self._prefetch == 0 and not self._ranked:
-            made = self._make(self._step, self._state, [])
+        if self._config.prefetch == 0 and not self._builder.collective:
+            built = self._builder.finish(self._builder.start(self._step, self._state, []))
         else:
             if self._ahead is not None and not self._ahead.is_mine():
                 self._restart()  # a forked child has none of its parent's threads
             try:
                 # Over ranks, and of a rate limiter, the thread has an answer in time, if only that there is none.
-                told = self._ranked or any(store.native.limited for store in self.stores)
-                patience_s = self._timeout_s + (2 * NOTE_S if told else 0)
-                made = self._ask(self._taken_updates()).get(patience_s)
-            except WaitTimeoutError:
-                raise  # the batch is still being made: the next call may have it
+                told = self._builder.collective or any(store.native.limited for store in self.stores)
+                patience_s = self._config.timeout_s + (2 * NOTE_S if told else 0)
+                built = self._ask(self._taken_updates()).get(patience_s)
+            except StillBuildingError:  # the next call may have it
+                waits = "; ".join(sampler.describe_wait() for sampler in self._builder.samplers)
+                raise WaitTimeoutError(f"no batch was ready within {patience_s:g} s: {waits}") from None
             except KeyboardInterrupt:
                 self._give_up("interrupted")
                 raise
             except BaseException:
                 self._restart()
                 raise
-        made.deliver()
-        batch = made.batch
+        built.deliver()
+        batch = built.batch
         self._last_s = time.perf_counter()
         self._wait_s += self._last_s - asked_s
         self._batches += 1
         self._bytes += batch.nbytes
         self._step += 1
-        self._state = made.state
+        self._state = built.state
         return batch
 
-    def _make(self, step: int, state: State, updates: list[Update]) -> Made:
-        return self._maker.make(step, state, updates)
-
-    def _ask(self, updates: list[Update]) -> Prefetcher[Made]:
+    def _ask(self, updates: list[PriorityUpdate]) -> Prefetcher[BuiltBatch]:
         """The thread that makes batches, with leave to make the one that is `prefetch` ahead of the next."""
-        last = self._step + self._prefetch
+        last = self._step + self._config.prefetch
         if self._stop is not None and self._step < self._stop:
             last = min(last, self._stop - 1)  # nobody will ask for more
         if self._ahead is None:
-            step, state, maker = self._step, self._state, self._maker
-            on_device = maker if isinstance(maker, DeviceMaker) else None
-            make: Callable[..., Any] = maker.make if on_device is None else on_device.start
+            step, state, builder = self._step, self._state, self._builder
 
-            def make_next(updates: list[Update]) -> Any:
+            def start_next(updates: list[PriorityUpdate]) -> Any:
                 nonlocal step, state
-                made = make(step, state, updates)
-                step, state = step + 1, made.state
-                return made
+                started = builder.start(step, state, updates)
+                step, state = step + 1, started.state
+                return started
 
-            if on_device is None:
-                enter = maker.dock.enter if isinstance(maker, RankedMaker) else None
-                self._ahead = Prefetcher(make_next, "geartrain-prefetch", None, enter)
-            else:
-                self._ahead = Prefetcher(make_next, "geartrain-prefetch", on_device.finish, on_device.enter)
-            self._finalizer = weakref.finalize(self, _stop, self._ahead, self._halt, self._timeout_s, self._ranked)
+            self._ahead = Prefetcher(
+                start_next, "geartrain-prefetch", builder.finish, builder.enter, overlaps=builder.overlaps
+            )
+            self._finalizer = weakref.finalize(
+                self, _stop, self._ahead, self._halt, self._config.timeout_s, self._builder.collective
+            )
             self._asked = self._step - 1
         while self._asked < last:
             self._asked += 1
@@ -281,13 +320,9 @@ class Replay:
         self._updates = [*updates, *self._updates]  # with the next request, when this one asked for nothing
         return self._ahead
 
-    def _taken_updates(self) -> list[Update]:
+    def _taken_updates(self) -> list[PriorityUpdate]:
         updates, self._updates = self._updates, []
         return updates
-
-    @property
-    def _ranked(self) -> bool:
-        return isinstance(self._maker, RankedMaker)
 
     def __len__(self) -> int:
         """Batches per iteration. Raises TypeError for an endless replay."""
@@ -315,17 +350,11 @@ class Replay:
         values = np.broadcast_to(array, (len(rows),)) if array.ndim == 0 else array
         if values.shape != (len(rows),):
             raise ArgumentError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
-        if isinstance(self._maker, RankedMaker):
-            self._maker.check_update(rows, values)
-            self._updates.append(Update(rows, np.array(values)))
+        update = PriorityUpdate(rows, np.array(values))
+        gone = self._builder.submit_updates(update, self._step)
+        if gone is None:
+            self._updates.append(update)
             return 0
-        gone = 0
-        for number, (store, part) in enumerate(zip(self.stores, self._maker.parts, strict=True)):
-            part.follow_exponent(self._step)
-            mine = slice(None) if rows.shard is None else np.flatnonzero(rows.shard == number)
-            keys = rows[mine]
-            if len(keys):
-                gone += store.update_priorities(keys, np.abs(values[mine]) ** part.alpha)
         return gone
 
     # --- state and figures ----------------------------------------------------------------------------------
@@ -340,9 +369,13 @@ class Replay:
             PeerLostError: a rank is gone.
         """
         self._restart()
-        if isinstance(self._maker, RankedMaker):
-            self._maker.settle(self._step, self._updates)
-            self._updates = []
+        self._builder.settle(self._step, self._updates)
+        self._updates = []
+
+    @property
+    def field_names(self) -> list[str]:
+        """Names of the fields of a batch; over a pipeline's stages those of all of them."""
+        return list(self._builder.samplers[0].plan.names)
 
     @property
     def step(self) -> int:
@@ -358,7 +391,7 @@ class Replay:
             "seed": self.selection.seed,
             "step": self._step,
             "state": [dict(state) for state in self._state],
-            "exponents": [part.alpha for part in self._maker.parts],
+            "exponents": [sampler.alpha for sampler in self._builder.samplers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -377,10 +410,9 @@ class Replay:
         self._updates = []
         self._step = int(state["step"])
         self._state = [dict(each) for each in state["state"]]
-        for part, alpha in zip(self._maker.parts, state["exponents"], strict=True):
-            part.alpha = float(alpha)
-        if isinstance(self._maker, RankedMaker):
-            self._maker.rewind()
+        for sampler, alpha in zip(self._builder.samplers, state["exponents"], strict=True):
+            sampler.alpha = float(alpha)
+        self._builder.rewind()
 
     def stats(self) -> dict[str, float]:
         """Figures since the first batch.
@@ -395,28 +427,22 @@ class Replay:
         to agree on batches), select_s, fetch_s, exchange_s.
         """
         elapsed_s = 0.0 if self._started_s is None else self._last_s - self._started_s
-        make_s = self._maker.make_s
-        made = self._maker.made
+        more = self._builder.stats()
+        built, make_s, redrawn = more.pop("built"), more.pop("make_s"), more.pop("redrawn")
+        rows = self._builder.rows
         bytes_per_batch = self._bytes / self._batches if self._batches else 0.0
-        size = self.batch_size
-        ranked: dict[str, float] = {}
-        if isinstance(self._maker, RankedMaker):
-            size = self._maker.rows_per_replica
-            ranked = dataclasses.asdict(self._maker.traffic)
-            moved = ranked["local_bytes"] + ranked["received_bytes"]
-            ranked["local_share"] = ranked["local_bytes"] / moved if moved else 1.0
         return {
             "batches": self._batches,
-            "rows": self._batches * size,
+            "rows": self._batches * rows,
             "bytes": self._bytes,
             "wait_s": self._wait_s,
             "elapsed_s": elapsed_s,
             "wait_share": self._wait_s / elapsed_s if elapsed_s else 0.0,
             "make_s": make_s,
-            "gb_per_s": made * bytes_per_batch / make_s / 1e9 if make_s else 0.0,
-            "samples_per_s": made * size / make_s if make_s else 0.0,
-            "redrawn": sum(part.redrawn for part in self._maker.parts),
-            **ranked,
+            "gb_per_s": built * bytes_per_batch / make_s / 1e9 if make_s else 0.0,
+            "samples_per_s": built * rows / make_s if make_s else 0.0,
+            "redrawn": redrawn,
+            **more,
         }
 
     def describe(self) -> list[dict[str, Any]]:
@@ -424,9 +450,7 @@ class Replay:
 
         Empty for batches in host memory.
         """
-        if isinstance(self._maker, RankedMaker):
-            return self._maker.dock.describe()
-        return self._maker.describe() if isinstance(self._maker, DeviceMaker) else []
+        return self._builder.describe()
 
     # --- leaving --------------------------------------------------------------------------------------------
 
@@ -436,13 +460,12 @@ class Replay:
             return
         self._restart()
         self._closed = True
-        if isinstance(self._maker, RankedMaker | DeviceMaker):
-            self._maker.close()
+        self._builder.close()
 
     def _restart(self) -> None:
         if self._ahead is not None:
             # Other ranks make what was asked for as well, and need this one for it.
-            left = _stop(self._ahead, self._halt, self._timeout_s, self._ranked)
+            left = _stop(self._ahead, self._halt, self._config.timeout_s, self._builder.collective)
             self._updates = [*(update for updates in left for update in updates), *self._updates]
             self._ahead = None
         if self._finalizer is not None:
@@ -450,8 +473,7 @@ class Replay:
             self._finalizer = None
 
     def _give_up(self, reason: str) -> None:
-        if isinstance(self._maker, RankedMaker):
-            self._maker.leave(reason)
+        self._builder.abort(reason)
         if self._ahead is not None:
             _stop(self._ahead, self._halt, 0.0, False)
             self._ahead = None
@@ -473,40 +495,3 @@ def _stop(ahead: Prefetcher[Any], halt: threading.Event, timeout_s: float, finis
         return ahead.stop(timeout_s, finish=finish)
     finally:
         halt.clear()
-
-
-def _strategies(stores: list[Store], selection: Strategy | Mixture) -> list[Strategy]:
-    if isinstance(selection, Mixture):
-        if len(selection.strategies) != len(stores):
-            raise ArgumentError(f"a mixture of {len(selection.strategies)} needs as many stores, found {len(stores)}")
-        return selection.strategies
-    if not isinstance(selection, Strategy):
-        raise ArgumentError(f"selection must be a strategy such as Uniform(seed=0), found {selection!r}")
-    if len(stores) != 1:
-        raise ArgumentError(f"{len(stores)} stores need a Mixture, found {selection!r}")
-    return [selection]
-
-
-def _samplers(
-    stores: list[Store],
-    strategies: list[Strategy],
-    batch_size: int,
-    fields: Sequence[str] | None,
-    window: int | None,
-    pad: Pad,
-    output: As,
-    threads: int | None,
-    min_rows: int | None,
-) -> list[Sampler]:
-    parts: list[Sampler] = []
-    for each, strategy in zip(stores, strategies, strict=True):
-        plan = Plan.make(each, fields, window, pad, output, threads)
-        if parts and plan.schema() != parts[0].plan.schema():
-            raise ArgumentError(
-                f"the fields of a mixture must be the same in all stores: {plan.schema()} in {each.name!r}, "
-                f"{parts[0].plan.schema()} in {stores[0].name!r}"
-            )
-        limited = each.options["max_times_sampled"] is not None
-        least = (batch_size if limited else 1) if min_rows is None else min_rows
-        parts.append(Sampler(plan, strategy, least))
-    return parts

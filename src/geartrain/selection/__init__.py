@@ -2,40 +2,35 @@
 
     gt.Replay(store, gt.selection.Prioritized(beta=0.4), batch_size=256)
 
-`Uniform` and `Prioritized` draw at random, `TopK`, `Lifo` and `Fifo` in an order, `Group` whole groups of rows, `Mixture` from
-several stores; any object with the methods of `Strategy` is one as well.
+`Uniform` and `Prioritized` draw at random, `TopK`, `Lifo` and `Fifo` in an order, `GroupSampling` whole groups of rows,
+`Mixture` from several stores. Any object with the methods of `Strategy` is one as well; a `DeclaredStrategy` says
+what it is, and works on devices and over ranks too.
 """
 
-from geartrain.selection.strategy import (
-    Again,
-    Candidates,
-    Drawn,
-    Fifo,
-    Group,
-    Lifo,
-    Limits,
-    Linear,
-    Mixture,
-    Prioritized,
-    Strategy,
-    TopK,
-    Uniform,
-    importance_weights,
-)
+from geartrain.selection.declared import DeclaredStrategy, WholeGroups
+from geartrain.selection.groups import GroupSampling
+from geartrain.selection.mixture import Mixture
+from geartrain.selection.ordered import Fifo, Lifo, TopK
+from geartrain.selection.random import Prioritized, Uniform, importance_weights
+from geartrain.selection.schedule import Linear
+from geartrain.selection.strategy import Candidates, Draw, Limits, Redraw, Strategy, Traits
 
 __all__ = [
-    "Again",
     "Candidates",
-    "Drawn",
+    "DeclaredStrategy",
+    "Draw",
     "Fifo",
-    "Group",
+    "GroupSampling",
     "Lifo",
     "Limits",
     "Linear",
     "Mixture",
+    "Prioritized",
+    "Redraw",
     "Strategy",
     "TopK",
+    "Traits",
     "Uniform",
-    "Prioritized",
+    "WholeGroups",
     "importance_weights",
 ]

@@ -7,7 +7,7 @@ they are cut into shards. Each shard contributes, per batch:
 | strategy | what its ranks learn from a shard | bytes |
 |---|---|---|
 | `Uniform`, `Prioritized`, stratified or not | the sum of its priorities, or the number of its rows | 8 |
-| the same without replacement, `Group` | that, and a bit per draw: was this a new row? | 16 + n/8, rarely more |
+| the same without replacement, `GroupSampling` | that, and a bit per draw: is the row new? | 16 + n/8, rarely more |
 | `TopK`, `Fifo`, `Lifo` | its first n rows: order and key | 16 or 24 a row |
 
 With totals in hand a draw is a number below their sum; whose shard it falls into is a search among W numbers, which
@@ -18,7 +18,8 @@ Where several ranks share a shard, one of them leads: it speaks for the shard, a
 the same rows while writers change them (no row twice, limits, limited samples) it finds the rows and tells the others,
 12 bytes a draw within the host.
 
-A strategy of your own takes part by a method `select_shards(shard, n, step, *, state) -> Chosen`.
+A strategy of your own takes part by its declared form (`geartrain.selection.Traits`), or by a method
+`select_shards(shard, n, step, *, state) -> ShardedDraw`.
 
 Under `Limits`, draws are made from a copy of the allowed rows at once, a pass over the shard a batch, where a single
 store first tries without: the rows are as likely, but not the same ones.
@@ -35,23 +36,8 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
-from geartrain.selection.strategy import (
-    HEAVIEST,
-    NEWEST,
-    OLDEST,
-    Candidates,
-    Fifo,
-    Group,
-    Lifo,
-    Limits,
-    Prioritized,
-    Strategy,
-    TopK,
-    Uniform,
-    check_groups,
-    first_rows,
-    whole_groups,
-)
+from geartrain.selection.declared import DeclaredStrategy, check_groups, check_n, first_rows
+from geartrain.selection.strategy import ORDERS, Candidates, Limits, Strategy, Traits, seed_of, traits_of
 
 # Where a row is unknown: another shard's, or one that changed under the draw and is to be drawn again.
 NO_ROW = np.uint32(0xFFFFFFFF)
@@ -87,7 +73,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ShardedDraw:
     """A batch as one rank knows it: arrays (n,), in the order of draws.
 
     Attributes:
@@ -109,92 +95,88 @@ class Chosen:
 class ShardedStrategy(Protocol):
     """A strategy of a user's that can draw from several shards."""
 
-    def select_shards(self, shard: Shard, n: int, step: int, *, state: Mapping[str, int] | None) -> Chosen:
+    def select_shards(self, shard: Shard, n: int, step: int, *, state: Mapping[str, int] | None) -> ShardedDraw:
         """Chooses the `n` rows of a step from all shards."""
         ...
 
 
 def check_strategy(strategy: Strategy) -> None:
     """Raises `ArgumentError` unless the strategy can draw from several shards."""
-    if not isinstance(strategy, Uniform | Prioritized | TopK | Lifo | Fifo | Group) and not hasattr(
-        strategy, "select_shards"
-    ):
+    if traits_of(strategy).form == "custom" and not hasattr(strategy, "select_shards"):
         raise ArgumentError(
-            f"{type(strategy).__name__} does not say how to choose over several ranks; give it a method "
-            f"select_shards(shard, n, step, *, state) -> geartrain.selection.sharded.Chosen"
+            f"{type(strategy).__name__} does not say how to choose over several ranks; declare a form in its traits "
+            f"(geartrain.selection.Traits), or give it a method select_shards(shard, n, step, *, state) -> "
+            f"geartrain.selection.sharded.ShardedDraw"
         )
 
 
-def select_shards(strategy: Strategy, shard: Shard, n: int, step: int, state: Mapping[str, int] | None) -> Chosen:
+def select_shards(strategy: Strategy, shard: Shard, n: int, step: int, state: Mapping[str, int] | None) -> ShardedDraw:
     """The batch of a step from all shards together.
 
     Raises:
         EmptyStoreError, NotEnoughRowsError: on all ranks alike.
     """
     if hasattr(strategy, "select_shards"):
-        chosen: Chosen = strategy.select_shards(shard, n, step, state=state)
-        return chosen
-    if isinstance(strategy, TopK):
-        return _first(HEAVIEST, strategy.limits, shard, n, None)
-    if isinstance(strategy, Lifo):
-        return _first(NEWEST, strategy.limits, shard, n, None)
-    if isinstance(strategy, Fifo):
-        return _first(OLDEST, strategy.limits, shard, n, state or {})
-    if isinstance(strategy, Group):
-        return _groups(strategy, shard, n, step)
-    if not isinstance(strategy, Uniform | Prioritized):
-        check_strategy(strategy)
-        raise AssertionError("unreachable")
-    rows = _Rows(shard, isinstance(strategy, Prioritized), strategy.limits)
-    if strategy.replacement:
+        draw: ShardedDraw = strategy.select_shards(shard, n, step, state=state)
+        return draw
+    check_strategy(strategy)
+    check_n(n)
+    traits = traits_of(strategy)
+    if traits.order is not None:
+        return _first(traits, shard, n, (state or {}) if traits.cursor else None)
+    if traits.form == "groups":
+        return _groups(strategy, traits.atom, shard, n, step)
+    rows = _RowSums(shard, traits.by_priority, traits.limits)
+    if traits.replacement:
         return _independent(rows, shard, np.arange(n, dtype=np.uint32), 0, n, step, strategy)
-    return _distinct(rows, shard, n, strategy.seed, step)
+    return _distinct(rows, shard, n, seed_of(strategy), step)
 
 
 def totals_of(strategy: Strategy, candidates: Candidates) -> NDArray[np.uint64] | None:
-    """The numbers that a shard tells for draws that need no more than its total; None for other strategies."""
-    if not is_independent(strategy) or strategy.limits is not None:  # type: ignore[attr-defined]
+    """The numbers that a shard contributes to draws that need no more than its total; None for other strategies."""
+    traits = traits_of(strategy)
+    if not is_independent(strategy) or traits.limits is not None:
         return None
     native = candidates.native
-    total = native.total_priority() if isinstance(strategy, Prioritized) else native.count()
+    total = native.total_priority() if traits.by_priority else native.count()
     return np.array([total, total], np.uint64)
 
 
 def is_independent(strategy: Strategy) -> bool:
     """Whether the strategy's draws do not depend on each other, so that some can be made again on their own."""
-    return (
-        isinstance(strategy, Uniform | Prioritized) and strategy.replacement and not hasattr(strategy, "select_shards")
-    )
+    return traits_of(strategy).independent and not hasattr(strategy, "select_shards")
 
 
-def draw_again(
-    strategy: Strategy, shard: Shard, chosen: Chosen, refused: NDArray[np.intp], round: int, step: int
-) -> Chosen:
+def redraw_shards(
+    strategy: Strategy, shard: Shard, draw: ShardedDraw, refused: NDArray[np.intp], round: int, step: int
+) -> ShardedDraw:
     """The same batch with some draws made again, from all shards, as one store would make them.
+
+    The strategy's draws are independent.
 
     Raises:
         EmptyStoreError: on all ranks alike.
     """
-    assert isinstance(strategy, Uniform | Prioritized)
-    rows = _Rows(shard, isinstance(strategy, Prioritized), strategy.limits)
+    traits = traits_of(strategy)
+    rows = _RowSums(shard, traits.by_priority, traits.limits)
     numbers = refused.astype(np.uint32)
-    again = _independent(rows, shard, numbers, round, len(chosen.shard), step, strategy)
+    other = _independent(rows, shard, numbers, round, len(draw.shard), step, strategy)
     merged = replace(
-        chosen,
-        shard=chosen.shard.copy(),
-        rows=chosen.rows.copy(),
-        generations=chosen.generations.copy(),
-        probability=chosen.probability.copy(),
+        draw,
+        shard=draw.shard.copy(),
+        rows=draw.rows.copy(),
+        generations=draw.generations.copy(),
+        probability=draw.probability.copy(),
     )
     for name in ("shard", "rows", "generations", "probability"):
-        getattr(merged, name)[refused] = getattr(again, name)
+        getattr(merged, name)[refused] = getattr(other, name)
     return merged
 
 
 # --- draws that are numbers below a total ----------------------------------------------------------------------
 
 
-class _Rows:
+class _RowSums:
     """A shard's rows, to be found by numbers below their total."""
 
     def __init__(self, shard: Shard, by_priority: bool, limits: Limits | None) -> None:
@@ -234,7 +216,7 @@ class _Rows:
         return _native.AllowedRows(self._candidates, self._by_priority, self._limits, np.ascontiguousarray(rows))
 
 
-class _Priorities(_Rows):
+class _Priorities(_RowSums):
     """Priorities of things that are no rows of a store (groups); maybe none at all."""
 
     def __init__(self, priorities: NDArray[np.uint32], shard: Shard, nothing: str) -> None:
@@ -267,21 +249,22 @@ def _owners(totals: list[int], targets: NDArray[np.uint64]) -> tuple[NDArray[np.
 
 
 def _independent(
-    rows: _Rows,
+    rows: _RowSums,
     shard: Shard,
     numbers: NDArray[np.uint32],
     round: int,
     n: int,
     step: int,
-    strategy: Uniform | Prioritized,
-) -> Chosen:
+    strategy: Strategy,
+) -> ShardedDraw:
     told = shard.totals
     if told is None:
         told = shard.gather(np.array([rows.total(), rows.unlimited()], np.uint64))
     totals, unlimited = _integers(told)
     whole = _whole(totals, rows.nothing)
     attempt = round * (_native.LAST_ATTEMPT + 1)
-    targets = _native.draw_targets(strategy.seed, step, False, attempt, numbers, n * strategy.stratified, whole)
+    strata = n if traits_of(strategy).stratified else 0
+    targets = _native.draw_targets(seed_of(strategy), step, False, attempt, numbers, strata, whole)
     owner, local = _owners(totals, targets)
     found = _find(rows, shard, owner, local)
     if rows.alone:
@@ -295,7 +278,7 @@ def _integers(gathered: NDArray[np.uint64]) -> tuple[list[int], list[int]]:
     return first, second
 
 
-def _find(rows: _Rows, shard: Shard, owner: NDArray[np.int64], local: NDArray[np.uint64]) -> _Found:
+def _find(rows: _RowSums, shard: Shard, owner: NDArray[np.int64], local: NDArray[np.uint64]) -> _Found:
     """This shard's rows among all draws; none on ranks that are told them."""
     n = len(owner)
     found = (np.full(n, NO_ROW), np.zeros(n, np.uint32), np.zeros(n, np.uint32))
@@ -312,13 +295,13 @@ def _told(shard: Shard, found: _Found) -> _Found:
     return rows, generations, priorities
 
 
-def _chosen(owner: NDArray[np.int64], found: _Found, totals: list[int], shard: Shard) -> Chosen:
+def _chosen(owner: NDArray[np.int64], found: _Found, totals: list[int], shard: Shard) -> ShardedDraw:
     rows, generations, priorities = found
     whole = sum(totals)
-    return Chosen(owner, rows, generations, priorities / whole, share=totals[shard.number] / whole)
+    return ShardedDraw(owner, rows, generations, priorities / whole, share=totals[shard.number] / whole)
 
 
-def _distinct(rows: _Rows, shard: Shard, n: int, seed: int, step: int) -> Chosen:
+def _distinct(rows: _RowSums, shard: Shard, n: int, seed: int, step: int) -> ShardedDraw:
     """Draw after draw, passing over rows that were drawn before; in rounds, of which one is nearly always enough."""
     rows.alone = True
     told = shard.gather(np.array([rows.total(), rows.count(), rows.unlimited()], np.uint64))
@@ -368,9 +351,9 @@ _ASK_BYTES = 4096
 
 
 def _rest(
-    rows: _Rows, shard: Shard, n: int, gone: NDArray[np.uint32], done: int, number: int, seed: int, step: int
+    rows: _RowSums, shard: Shard, n: int, gone: NDArray[np.uint32], done: int, number: int, seed: int, step: int
 ) -> tuple[NDArray[np.int64], _Found]:
-    """Priorities so uneven, or so few rows, that drawing and passing over takes too long: one by one from those left."""
+    """The remaining rows one by one, where priorities are so uneven, or rows so few, that rejection takes too long."""
     left = rows.without(gone if shard.leads else _NONE)
     totals, counts = _integers(shard.gather(np.array([left.total(), left.count()], np.uint64)))
     if sum(counts) < n - done:
@@ -407,32 +390,34 @@ def _rest(
     return owner, found
 
 
-def _groups(strategy: Group, shard: Shard, n: int, step: int) -> Chosen:
+def _groups(strategy: Strategy, size: int, shard: Shard, n: int, step: int) -> ShardedDraw:
     """Groups are drawn like rows without replacement, from a list of each shard's whole groups."""
-    check_groups(strategy, n)
-    wanted = n // strategy.size
-    nothing = f"no shard has a whole group of {strategy.size} with a priority above zero"
-    groups = whole_groups(strategy, shard.candidates, n) if shard.leads else None
+    if not isinstance(strategy, DeclaredStrategy):
+        raise ArgumentError(f"{type(strategy).__name__} has the form 'groups' and is no DeclaredStrategy")
+    check_groups(n, size)
+    wanted = n // size
+    nothing = f"no shard has a whole group of {size} with a priority above zero"
+    groups = strategy.whole_groups(shard.candidates) if shard.leads else None
     priorities = np.empty(0, np.uint32) if groups is None else groups.priorities
     try:
-        chosen = _distinct(_Priorities(priorities, shard, nothing), shard, wanted, strategy.seed, step)
+        chosen = _distinct(_Priorities(priorities, shard, nothing), shard, wanted, seed_of(strategy), step)
     except NotEnoughRowsError:
         counts = shard.gather(np.array([len(priorities)], np.uint64))
         raise NotEnoughRowsError(
-            f"{wanted} groups of {strategy.size} were asked for, {int(counts.sum())} are whole, each on one shard"
+            f"{wanted} groups of {size} were asked for, {int(counts.sum())} are whole, each on one shard"
         ) from None
-    members = np.full((wanted, strategy.size), NO_ROW)
-    generations = np.zeros((wanted, strategy.size), np.uint32)
+    members = np.full((wanted, size), NO_ROW)
+    generations = np.zeros((wanted, size), np.uint32)
     if groups is not None:
         mine = np.flatnonzero(chosen.rows != NO_ROW)
         members[mine] = groups.rows[chosen.rows[mine]]
         generations[mine] = groups.generations[chosen.rows[mine]]
     members, generations = shard.tell(np.stack([members, generations]))
-    return Chosen(
-        np.repeat(chosen.shard, strategy.size),
+    return ShardedDraw(
+        np.repeat(chosen.shard, size),
         members.reshape(-1),
         generations.reshape(-1),
-        np.repeat(chosen.probability, strategy.size),
+        np.repeat(chosen.probability, size),
         share=chosen.share,
     )
 
@@ -440,17 +425,18 @@ def _groups(strategy: Group, shard: Shard, n: int, step: int) -> Chosen:
 # --- in order --------------------------------------------------------------------------------------------------
 
 
-def _first(order: int, limits: Limits | None, shard: Shard, n: int, cursors: Mapping[str, int] | None) -> Chosen:
+def _first(traits: Traits, shard: Shard, n: int, cursors: Mapping[str, int] | None) -> ShardedDraw:
     """The first rows of all shards, from the first n of each."""
-    after = 0
+    order, after = traits.order, 0
+    assert order is not None
     if cursors:  # one store's own cursor is that of the only shard
         after = cursors.get(f"after/{shard.number}", cursors.get("after", 0) if shard.count == 1 else 0)
-    offer = np.zeros((n, 3 if order == HEAVIEST else 2), np.uint64)
+    offer = np.zeros((n, 3 if order == ORDERS["highest_priority"] else 2), np.uint64)
     if shard.leads:
-        rows, generations, sequences, priorities = first_rows(shard.candidates, order, n, after, limits, _NONE)
+        rows, generations, sequences, priorities = first_rows(shard.candidates, order, n, after, traits.limits, _NONE)
         offer[: len(rows), 0] = sequences
         offer[: len(rows), 1] = rows.astype(np.uint64) << np.uint64(32) | generations
-        if order == HEAVIEST:
+        if order == ORDERS["highest_priority"]:
             offer[: len(rows), 2] = priorities
     offers = shard.gather(offer)
     width = offers.shape[2]
@@ -460,9 +446,9 @@ def _first(order: int, limits: Limits | None, shard: Shard, n: int, cursors: Map
     if len(real) < n:
         raise NotEnoughRowsError(f"{n} rows were asked for, {len(real)} can be chosen")
     sequence, key, owner = flat[real, 0], flat[real, 1], shards[real]
-    if order == NEWEST:
+    if order == ORDERS["newest"]:
         ranking = np.lexsort((-owner, ~sequence))
-    elif order == HEAVIEST:
+    elif order == ORDERS["highest_priority"]:
         ranking = np.lexsort((owner, sequence, ~flat[real, 2]))
     else:
         ranking = np.lexsort((owner, sequence))
@@ -475,7 +461,7 @@ def _first(order: int, limits: Limits | None, shard: Shard, n: int, cursors: Map
         for number in np.unique(owner).tolist():
             name = f"after/{number}"
             state[name] = max(state.get(name, 0), int(sequence[owner == number].max()))
-    return Chosen(
+    return ShardedDraw(
         owner.astype(np.int64),
         np.where(mine, key >> np.uint64(32), NO_ROW).astype(np.uint32),
         np.where(mine, key & np.uint64(0xFFFFFFFF), 0).astype(np.uint32),
@@ -486,11 +472,11 @@ def _first(order: int, limits: Limits | None, shard: Shard, n: int, cursors: Map
 
 __all__ = [
     "NO_ROW",
-    "Chosen",
+    "ShardedDraw",
     "Shard",
     "ShardedStrategy",
     "check_strategy",
-    "draw_again",
+    "redraw_shards",
     "is_independent",
     "select_shards",
     "totals_of",

@@ -1,6 +1,6 @@
-"""Writing a checkpoint: what the one before has is linked, the rest is copied out of the store and written.
+"""Writing a checkpoint: chunks of the previous one are hard-linked, new rows are copied out of the store.
 
-The format, and why it is as it is, stand in checkpoint.py.
+The format stands in checkpoint_format.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ import geartrain._native as _native
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
 from geartrain.errors import CheckpointError
-from geartrain.store.checkpoint_reader import (
+from geartrain.store.checkpoint_format import (
     FORMAT,
     ROW_RECORD,
     STORED_NAMES,
     VERSION,
-    Checkpoint,
     make_directory,
     read_manifest,
     renamed,
@@ -40,11 +39,12 @@ from geartrain.store.checkpoint_reader import (
     sync_directory,
     write_json,
 )
+from geartrain.store.checkpoint_reader import Checkpoint
 
 PIECE_BYTES = 16 << 20
 CHUNK_BYTES = 64 << 20
 
-# Dead rows that a checkpoint may drag along, as a share of its living ones.
+# Dead rows that linked chunks may hold, as a share of the living ones.
 DEAD_SHARE = 0.5
 # A chunk of less than a quarter of the usual size is small; more of them than this are written anew as larger ones.
 SMALL_SHARE = 0.25
@@ -53,16 +53,16 @@ MAX_SMALL = 16
 
 @dataclass(frozen=True)
 class Saved:
-    """What saving came to.
+    """Figures of a checkpoint that was written.
 
     Attributes:
         path: the directory.
         rows: committed rows in it.
-        bytes_written, bytes_linked: of files written, and of files that the checkpoint before has as well.
+        bytes_written, bytes_linked: of files written, and of files linked from the previous one.
         seconds: the time it took.
         left_out: rows that were overwritten while they were saved.
-        not_linked: why files of the checkpoint before were written anew although it was there to link to: it is of
-            another store, the file system refuses links, and so on. None otherwise.
+        not_linked: why files of the previous checkpoint were written again instead of linked: it is of another
+            store, the file system refuses links, and so on. None otherwise.
     """
 
     path: Path
@@ -77,10 +77,11 @@ class Saved:
 def save(
     store: _native.Store,
     fields: dict[str, Field],
+    max_length: int,
     options: dict[str, Any],
-    directory: Path,
+    directory: str | os.PathLike[str],
     *,
-    base: Path | None = None,
+    base: str | os.PathLike[str] | None = None,
     incremental: bool = True,
     origin: str | None = None,
     progress: bool = False,
@@ -90,7 +91,10 @@ def save(
     `origin` is the id of the checkpoint that the store was made from, if it was.
     """
     began_s = time.monotonic()
-    directory = directory.absolute()
+    if base is not None:
+        base = Path(base)
+        read_manifest(base)  # a base that was named must be whole; one that was found may be damaged
+    directory = Path(directory).absolute()
     if directory.exists():
         _check_replaceable(directory)
     make_directory(directory.parent)
@@ -98,7 +102,7 @@ def save(
     if incremental:
         found, not_linked = _find_base(store, base, directory, origin)
     with _sibling(directory) as fresh:
-        saved = _Saving(store, fields, options, fresh, found, progress).run(directory, not_linked)
+        saved = _Saving(store, fields, max_length, options, fresh, found, progress).run(directory, not_linked)
         if directory.exists():
             _native.exchange_paths(str(fresh), str(directory))
         else:
@@ -108,7 +112,7 @@ def save(
 
 
 class _Writer:
-    """A file in the making, with a checksum for every piece."""
+    """Writer of one file, with a checksum for every piece."""
 
     def __init__(self, path: Path, piece_bytes: int) -> None:
         self._file: IO[bytes] = path.open("wb", buffering=0)
@@ -161,7 +165,7 @@ class _Base:
         self._place[self._committed["row"]] = np.arange(len(self._committed))
 
     def places(
-        self, rows: NDArray[np.uint32], books: dict[str, NDArray[Any]], generations: NDArray[np.uint32]
+        self, rows: NDArray[np.uint32], metadata: dict[str, NDArray[Any]], generations: NDArray[np.uint32]
     ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         """The chunk and slot of each row that is the same here; chunk -1 for the others."""
         chunk = np.full(len(rows), -1, np.int64)
@@ -170,10 +174,10 @@ class _Base:
         known = np.flatnonzero(place >= 0)
         place = place[known]
         # One store's sequence numbers are never given twice.
-        same = self._committed["sequence"][place] == books["sequence"][known]
+        same = self._committed["sequence"][place] == metadata["sequence"][known]
         same &= self._committed["generation"][place] == generations[known]
-        same &= self._committed["length"][place] == books["length"][known]  # it may have grown
-        same &= self._committed["inserted_at_ns"][place] == books["inserted_at_ns"][known]
+        same &= self._committed["length"][place] == metadata["length"][known]  # it may have grown
+        same &= self._committed["inserted_at_ns"][place] == metadata["inserted_at_ns"][known]
         known, place = known[same], place[same]
         chunk[known] = self._committed["chunk"][place]
         slot[known] = self._committed["slot"][place]
@@ -219,12 +223,13 @@ def chunks_to_keep(total: NDArray[np.int64], live: NDArray[np.int64], rows: int,
 
 
 class _Saving:
-    """One save: what is linked, what is written, and the books about it."""
+    """One save: the chunks linked and written so far, and the manifest about them."""
 
     def __init__(
         self,
         store: _native.Store,
         fields: dict[str, Field],
+        max_length: int,
         options: dict[str, Any],
         directory: Path,
         base: _Base | None,
@@ -232,12 +237,13 @@ class _Saving:
     ) -> None:
         self._store = store
         self._fields = fields
+        self._max_length = max_length
         self._options = options
         self._directory = directory
         self._base = base
         self._progress = progress
         self._id = secrets.token_hex(16)
-        self._row_bytes = sum(spec.nbytes for spec in fields.values())
+        self._row_bytes = sum(field.block_nbytes(max_length) for field in fields.values())
         self._per_chunk = max(1, CHUNK_BYTES // self._row_bytes)
         self._chunks: list[dict[str, Any]] = []
         self._files: dict[str, dict[str, Any]] = {}
@@ -246,22 +252,22 @@ class _Saving:
     def run(self, target: Path, not_linked: str | None) -> Saved:
         store = self._store
         rows, generations = store.keys()
-        books = store.infos(rows)
+        metadata = store.infos(rows)
         free = store.free_rows()
         next_sequence = store.next_sequence()
         # A row whose generation moved between the two looks is another trajectory by now.
-        usable = books["generation"] == generations
+        usable = metadata["generation"] == generations
         chunk = np.full(len(rows), -1, np.int64)
         slot = np.zeros(len(rows), np.uint32)
         with Progress(f"saving {target.name}", int(usable.sum()), unit="rows", enabled=self._progress) as bar:
             if self._base is not None:
-                chunk, slot = self._base.places(rows, books, generations)
+                chunk, slot = self._base.places(rows, metadata, generations)
                 chunk[~usable] = -1
                 not_linked = self._link(chunk, int(usable.sum()))
                 bar.advance(0, int((chunk >= 0).sum()))
             self._write_chunks(rows, generations, np.flatnonzero(usable & (chunk < 0)), chunk, slot, bar)
         order = np.flatnonzero(chunk >= 0)
-        records = _row_records(store, rows, generations, books, order, free)
+        records = _row_records(store, rows, generations, metadata, order, free)
         records["chunk"][: len(order)] = chunk[order]
         records["slot"][: len(order)] = slot[order]
         written = _Writer(self._directory / "rows.bin", PIECE_BYTES)
@@ -273,7 +279,7 @@ class _Saving:
             "id": self._id,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "store": _identity(store),
-            "fields": schema_of(self._fields),
+            "fields": schema_of(self._fields, self._max_length),
             "options": renamed(self._options, STORED_NAMES),
             "rows": len(order),
             "rows_left_out": len(rows) - len(order),
@@ -373,7 +379,7 @@ def _row_records(
     store: _native.Store,
     rows: NDArray[np.uint32],
     generations: NDArray[np.uint32],
-    books: dict[str, NDArray[Any]],
+    metadata: dict[str, NDArray[Any]],
     order: NDArray[Any],
     free: NDArray[np.uint32],
 ) -> NDArray[Any]:
@@ -383,8 +389,8 @@ def _row_records(
     committed = records[: len(order)]
     committed["row"] = rows[order]
     committed["generation"] = generations[order]
-    for book in ("sequence", "inserted_at_ns", "version", "priority", "length", "times_sampled"):
-        committed[book] = books[book][order]
+    for column in ("sequence", "inserted_at_ns", "version", "priority", "length", "times_sampled"):
+        committed[column] = metadata[column][order]
     taken = np.zeros(capacity, bool)
     taken[committed["row"]] = True
     queued = free[~taken[free]]

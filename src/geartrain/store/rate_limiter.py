@@ -1,10 +1,10 @@
-"""How fast rows come and are drawn, in relation to each other, over all processes of a store.
+"""Rate limiter: bounds the ratio of samples to inserts over all processes of a store.
 
     store = gt.Store.create("episodes", fields, capacity=100_000)
     store.limiter.set(samples_per_insert=8, min_size_to_sample=1_000, error_buffer=2_000)
 
-From then on whoever commits rows waits while the learners are behind, and every `Replay` of the store waits while the
-actors are. The terms are those that Reverb's users know. native/segment/rate_limiter.h has the formula.
+From then on commits wait while the learners are behind, and every `Replay` of the store waits while the actors are. The
+terms are Reverb's. native/segment/rate_limiter.h has the formula.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dataclasses import dataclass
 import geartrain._native as _native
 from geartrain.errors import ArgumentError, CallCancelledError, WaitTimeoutError
 
-#: A look at signals, and at whether the waiter was told to stop, so often. It does not delay anybody who may go on.
+#: Interval at which a waiter checks for signals and for `stopping`; a wake-up does not wait for it.
 LOOK_EVERY_S = 0.25
-#: Longest wait of a commit. Actors have nothing better to do.
+#: Default timeout of a commit: an actor has nothing else to do.
 INSERT_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class LimiterState:
-    """What a store's limiter is set to, and what it has done.
+    """Settings and counters of a rate limiter.
 
     Attributes:
-        enabled: whether anybody is made to wait.
+        enabled: whether inserts and samples may have to wait.
         samples_per_insert, min_size_to_sample, error_buffer: as in `RateLimiter.set`; 0 for no ratio.
-        inserts, samples: rows inserted and rows drawn since it was set.
+        inserts, samples: rows inserted and rows sampled since it was set.
         insert_wait_s, sample_wait_s: seconds that threads of all processes have waited, together.
     """
 
@@ -53,28 +53,28 @@ class LimiterState:
         ratio = f"{self.samples_per_insert:g} samples per insert" if self.samples_per_insert else "no ratio"
         return (
             f"{ratio}, at least {self.min_size_to_sample} rows, error buffer {self.error_buffer:g}; so far "
-            f"{self.inserts} inserted and {self.samples} drawn, {self.lead:+g} from the middle"
+            f"{self.inserts} inserted and {self.samples} sampled, {self.lead:+g} from the middle"
         )
 
 
 class RateLimiter:
-    """The limiter of one store: off until it is set. All processes of the store share it.
+    """The rate limiter of one store, shared by all its processes; off until it is set.
 
     Example:
         >>> import numpy as np
         >>> import geartrain as gt
-        >>> store = gt.Store.create("doc-limiter", {"x": gt.Field((1, 2), "float32")}, capacity=100)
+        >>> store = gt.Store.create("doc-limiter", {"x": gt.Field((2,), "float32")}, max_length=1, capacity=100)
         >>> store.limiter.set(samples_per_insert=2, min_size_to_sample=10, error_buffer=8)
         >>> _ = store.insert({"x": np.zeros((12, 1, 2), np.float32)})
         >>> replay = gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=4, prefetch=0)
         >>> _ = [replay.sample() for _ in range(3)]  # d: 2 * 12 - 12 - 2 * 10 = -8, the least that is allowed
         >>> print(store.limiter.state())
-        2 samples per insert, at least 10 rows, error buffer 8; so far 12 inserted and 12 drawn, -8 from the middle
+        2 samples per insert, at least 10 rows, error buffer 8; so far 12 inserted and 12 sampled, -8 from the middle
         >>> store.close()
 
     Attributes:
-        stopping: asked while rows of this process wait to be inserted; when it says so, they are given back and the
-            commit raises `CallCancelledError`.
+        stopping: called while rows of this process wait to be inserted; once it returns True, they are abandoned and
+            the commit raises `CallCancelledError`.
     """
 
     __slots__ = ("_native", "stopping")
@@ -91,12 +91,12 @@ class RateLimiter:
         error_buffer: float | None = None,
         afresh: bool | None = None,
     ) -> None:
-        """Sets or changes the limits; whoever waits looks again at once.
+        """Sets or changes the limits; waiters are woken to check them.
 
         Args:
-            samples_per_insert: rows drawn for each row inserted, on average. With None only the minimum counts.
-            min_size_to_sample: nothing is drawn while fewer rows can be selected.
-            error_buffer: how far either side may run ahead, in rows drawn. A batch must not be larger than twice that
+            samples_per_insert: rows sampled for each row inserted, on average. With None only the minimum counts.
+            min_size_to_sample: nothing is sampled while fewer rows are selectable.
+            error_buffer: how far either side may run ahead, in rows sampled. A batch must not be larger than twice that
                 less `samples_per_insert`. By default what `min_size_to_sample` rows are worth, and ten more.
             afresh: count inserts and samples from zero; by default when the limiter was off or the ratio changes.
 
@@ -123,21 +123,21 @@ class RateLimiter:
         self._native.limit(True, ratio, int(min_size_to_sample), float(error_buffer), afresh)
 
     def off(self) -> None:
-        """Nobody waits any more."""
+        """Disables the limiter; waiters go on."""
         now = self.state()
         self._native.limit(False, now.samples_per_insert, now.min_size_to_sample, now.error_buffer, False)
 
     def state(self) -> LimiterState:
-        """What it is set to, and what it has done."""
+        """Settings and counters."""
         return LimiterState(**self._native.limiter())
 
     def admit_inserts(self, n: int, timeout_s: float = INSERT_TIMEOUT_S) -> None:
-        """Waits until `n` rows may be inserted, and counts them. Committing does it by itself.
+        """Waits until `n` rows may be inserted, and counts them. Called by every commit.
 
         Raises:
             ArgumentError: so many at once can never be admitted.
-            WaitTimeoutError: it was not to be within that time; says how things stand.
-            CallCancelledError: `stopping` said so.
+            WaitTimeoutError: not admitted within `timeout_s`; has the limiter's state.
+            CallCancelledError: `stopping` returned True.
         """
         if not self._native.limited:
             return
@@ -152,25 +152,25 @@ class RateLimiter:
         self._wait(self._native.admit_inserts, n, timeout_s, self.stopping, "inserted")
 
     def admit_samples(self, n: int, timeout_s: float, stopping: Callable[[], bool] | None = None) -> None:
-        """Waits until `n` rows may be drawn, and counts them. `Replay` does it by itself.
+        """Waits until `n` rows may be sampled, and counts them. Called by `Replay`.
 
         Raises:
             ArgumentError: so many at once can never be admitted.
-            WaitTimeoutError: it was not to be within that time; says how things stand.
-            CallCancelledError: `stopping` said so.
+            WaitTimeoutError: not admitted within `timeout_s`; has the limiter's state.
+            CallCancelledError: `stopping` returned True.
         """
         if not self._native.limited:
             return
         state = self.state()
         if state.samples_per_insert and n > 2 * state.error_buffer - state.samples_per_insert:
             raise ArgumentError(
-                f"{n} rows can never be drawn at once with {state.samples_per_insert:g} samples per insert and an "
+                f"{n} rows can never be sampled at once with {state.samples_per_insert:g} samples per insert and an "
                 f"error buffer of {state.error_buffer:g}: it must be at least {(n + state.samples_per_insert) / 2:g}"
             )
-        self._wait(self._native.admit_samples, n, timeout_s, stopping, "drawn")
+        self._wait(self._native.admit_samples, n, timeout_s, stopping, "sampled")
 
     def give_back(self, *, inserts: int = 0, samples: int = 0) -> None:
-        """Takes back what was admitted and did not happen."""
+        """Uncounts rows that were admitted and then neither inserted nor sampled."""
         if inserts or samples:
             self._native.give_back(inserts, samples)
 
@@ -185,7 +185,7 @@ class RateLimiter:
         until_s = time.monotonic() + timeout_s
         while not admit(n, max(0.0, min(LOOK_EVERY_S, until_s - time.monotonic()))):
             if stopping is not None and stopping():
-                raise CallCancelledError(f"told to stop while {n} rows waited to be {what}")
+                raise CallCancelledError(f"cancelled while {n} rows waited to be {what}")
             if time.monotonic() >= until_s:
                 selectable = self._native.committed_count()
                 raise WaitTimeoutError(

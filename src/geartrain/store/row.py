@@ -1,8 +1,8 @@
-"""Rows being written: views of their blocks, and the commit that makes them selectable."""
+"""Rows that are being written: views of their blocks, commit and abandon."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,66 +12,75 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 from geartrain.core.keys import Keys
-from geartrain.core.schema import DTYPES, Field, as_tensor, max_length, numpy_dtype
-from geartrain.errors import FieldError, SchemaError, StaleKeyError
-from geartrain.store.rate_limiter import RateLimiter
+from geartrain.errors import SchemaError, StaleKeyError
+from geartrain.store.columns import Columns, as_column
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
 
-class Columns:
-    """Views of a store's columns, made once each: every block of a field as one array (capacity, *shape)."""
+class _Uncommitted:
+    """Blocks of one writer, until it commits or abandons them. A context manager: commits on a clean exit."""
 
-    def __init__(self, native: _native.Store, fields: Mapping[str, Field]) -> None:
-        self.native = native
-        self.fields = fields
-        self.limiter = RateLimiter(native)
-        self.max_length = max_length(fields)
-        self._numbers = {name: number for number, name in enumerate(fields)}
-        self._raw: dict[str, NDArray[Any]] = {}
-        self._numpy: dict[str, NDArray[Any]] = {}
-        self._torch: dict[str, torch.Tensor] = {}
+    __slots__ = ("_columns", "_done")
 
-    def number(self, name: str) -> int:
-        """A field's place among the fields. Raises `FieldError` for an unknown one."""
-        if name not in self._numbers:
-            raise FieldError(f"the store has no field {name!r}; it has {', '.join(self._numbers)}")
-        return self._numbers[name]
+    _columns: Columns
+    _done: bool
 
-    def raw(self, name: str) -> NDArray[Any]:
-        """The column, in unsigned integers for the types that NumPy lacks."""
-        if name not in self._raw:
-            self._raw[name] = self.native.column(self.number(name))
-        return self._raw[name]
+    def commit(self) -> Keys:
+        raise NotImplementedError
 
-    def numpy(self, name: str) -> NDArray[Any]:
-        """The column in its own dtype; raises `FieldError` where NumPy has none."""
-        if name not in self._numpy:
-            raw = self.raw(name)
-            self._numpy[name] = raw.view(numpy_dtype(DTYPES[self.fields[name].dtype]))
-        return self._numpy[name]
+    def _release(self, native: _native.Store) -> None:
+        raise NotImplementedError
 
-    def torch(self, name: str) -> torch.Tensor:
-        """The column as a tensor over the same memory."""
-        if name not in self._torch:
-            self._torch[name] = as_tensor(self.raw(name), DTYPES[self.fields[name].dtype])
-        return self._torch[name]
+    def abandon(self) -> None:
+        """Returns the blocks unwritten; a published row is closed with its published steps.
+
+        No effect after a commit, or a second time.
+        """
+        if not self._done:
+            self._done = True
+            native = self._columns.native
+            if not native.closed:
+                self._release(native)
+
+    def _check_open(self) -> None:
+        if self._done:
+            raise SchemaError("already committed or abandoned")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abandon()
+        elif not self._done:
+            self.commit()
+
+    def __del__(self) -> None:
+        # Blocks of a dropped handle must not stay locked for as long as the process lives. In a forked child they
+        # belong to the parent, and stay so.
+        if not self._done:
+            with suppress(StaleKeyError):
+                self.abandon()
 
 
-class Row:
+class Row(_Uncommitted):
     """A row being written: views of its blocks, its length, priority and version.
 
     `row["obs"]` is a NumPy view of the shared memory, `row.torch("obs")` a tensor over the same bytes. Set
     `length` when the row is shorter than the block.
 
-    An episode can be selected while it goes on: `publish` it once its first steps are there, tell of more with
-    `extend`, and `commit` it at its end. Steps that were told of must not be changed any more, nor fields without
-    time. When its writer dies, the row stays with the steps that were told of.
+    An episode can be sampled while it goes on (an open row): `publish` its first steps, `extend` it by later ones, and
+    `commit` it at its end. Published steps must not be changed any more, nor `per_row` fields. When its writer dies,
+    the row stays with its published steps.
 
     Example:
         >>> import geartrain as gt
-        >>> store = gt.Store.create("doc-row", {"obs": gt.Field((1000, 3), "float32")}, capacity=4)
+        >>> store = gt.Store.create("doc-row", {"obs": gt.Field((3,), "float32")}, max_length=1000, capacity=4)
         >>> row = store.row()
         >>> for step in range(300):
         ...     row["obs"][step] = step
@@ -85,13 +94,13 @@ class Row:
         >>> store.close()
     """
 
-    __slots__ = ("_columns", "_done", "_growing", "_index", "key", "length", "version", "priority")
+    __slots__ = ("_index", "_open", "key", "length", "priority", "version")
 
     def __init__(self, columns: Columns, index: int, priority: float, version: int) -> None:
         self._columns = columns
-        self._index = index
         self._done = False
-        self._growing = False
+        self._index = index
+        self._open = False  # published, and still extended
         self.length: int = columns.max_length
         self.priority = priority
         self.version = version
@@ -116,15 +125,15 @@ class Row:
         return self._index
 
     def commit(self) -> Keys:
-        """Makes the row selectable, or ends its growth, and returns its key.
+        """Makes the row selectable, or closes an open row, and returns its key.
 
         Raises:
             SchemaError: a length that the block does not have, or a priority that is no priority.
-            WaitTimeoutError: the store's rate limiter did not let it in. CallCancelledError: it was told to stop.
+            WaitTimeoutError: the store's rate limiter did not admit it. CallCancelledError: the process is stopping.
         """
         self._check_open()
         native = self._columns.native
-        if self._growing:
+        if self._open:
             self._done = True
             native.seal_one(self._index)
             assert self.key is not None
@@ -137,23 +146,23 @@ class Row:
         """Makes the first `length` steps selectable while the row is still being written; returns its key.
 
         Raises:
-            SchemaError: as for `commit`; or the store has `max_times_sampled`, and gives rows away with their last
-                sample.
+            SchemaError: as for `commit`; or the store has `max_times_sampled`, whose rows are removed with
+                their last sample.
             StoreFullError: all rows that may be kept are being extended.
-            WaitTimeoutError: the store's rate limiter did not let it in. CallCancelledError: it was told to stop.
+            WaitTimeoutError: the store's rate limiter did not admit it. CallCancelledError: the process is stopping.
         """
         self._check_open()
-        if self._growing:
-            raise SchemaError("this row was already published; tell of more steps with extend()")
+        if self._open:
+            raise SchemaError("this row was already published; add steps with extend()")
         key = self._enter(self._columns.native.publish_one, length)
-        self._growing = True
+        self._open = True
         self.length = length
         return key
 
     def extend(self, length: int) -> None:
-        """The row has that many steps by now. Cost: about a microsecond."""
+        """Publishes the steps up to `length`. Cost: about a microsecond."""
         self._check_open()
-        if not self._growing:
+        if not self._open:
             raise SchemaError("this row was not published yet: publish(length=...) comes first")
         self._columns.native.extend(self._index, length)
         self.length = length
@@ -176,41 +185,11 @@ class Row:
         self.key = Keys(np.array([self._index], np.uint32), np.array([generation], np.uint32))
         return self.key
 
-    def abandon(self) -> None:
-        """Gives the block back unwritten; of a published row, ends its growth: what is selectable stays.
-
-        Harmless when the row is already committed or given back.
-        """
-        if not self._done:
-            self._done = True
-            native = self._columns.native
-            if not native.closed:
-                (native.seal_one if self._growing else native.abandon_one)(self._index)
-
-    def _check_open(self) -> None:
-        if self._done:
-            raise SchemaError("this row was already committed or given back")
-
-    def __enter__(self) -> Row:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abandon()
-        elif not self._done:
-            self.commit()
-
-    def __del__(self) -> None:
-        # A row that was forgotten must not stay locked for as long as the process lives. In a forked child it is
-        # the parent's, and stays so.
-        if not self._done:
-            with suppress(StaleKeyError):
-                self.abandon()
+    def _release(self, native: _native.Store) -> None:
+        (native.seal_one if self._open else native.abandon_one)(self._index)
 
 
-class Rows:
+class Rows(_Uncommitted):
     """Several rows being written, committed together. `rows[i]["obs"]` is row i's block.
 
     Set `lengths`, `priorities` and `versions` (arrays (n,)) before the commit.
@@ -218,8 +197,8 @@ class Rows:
 
     def __init__(self, columns: Columns, index: NDArray[np.uint32], priority: float, version: int) -> None:
         self._columns = columns
-        self._index = index
         self._done = False
+        self._index = index
         n = len(index)
         self.lengths: ArrayLike = np.full(n, columns.max_length, np.uint32)
         self.priorities: ArrayLike = np.full(n, priority, np.float64)
@@ -230,17 +209,15 @@ class Rows:
         return len(self._index)
 
     def __getitem__(self, i: int) -> RowView:
-        if self._done:
-            raise SchemaError("these rows were already committed or given back")
+        self._check_open()
         return RowView(self._columns, int(self._index[i]))
 
     def __iter__(self) -> Iterator[RowView]:
         return (self[i] for i in range(len(self)))
 
     def commit(self) -> Keys:
-        """Makes all the rows selectable and returns their keys. On an error all are given back."""
-        if self._done:
-            raise SchemaError("these rows were already committed or given back")
+        """Makes all the rows selectable and returns their keys. On an error all are abandoned."""
+        self._check_open()
         n = len(self._index)
         limiter = self._columns.limiter
         admitted = 0
@@ -259,28 +236,8 @@ class Rows:
         self.keys = Keys(self._index, generations)
         return self.keys
 
-    def abandon(self) -> None:
-        """Gives all the blocks back. Harmless after a commit."""
-        if not self._done:
-            self._done = True
-            if not self._columns.native.closed:
-                self._columns.native.abandon(self._index)
-
-    def __enter__(self) -> Rows:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abandon()
-        elif not self._done:
-            self.commit()
-
-    def __del__(self) -> None:
-        if not self._done:
-            with suppress(StaleKeyError):
-                self.abandon()
+    def _release(self, native: _native.Store) -> None:
+        native.abandon(self._index)
 
 
 class RowView:
@@ -302,24 +259,3 @@ class RowView:
     def torch(self, field: str) -> torch.Tensor:
         """A tensor over the block's memory."""
         return self._columns.torch(field)[self._index, ...]
-
-
-def as_column(values: Any, n: int, dtype: Any, what: str) -> NDArray[Any] | None:
-    """Per-row values as a contiguous array (n,), or None. A single number stands for all rows."""
-    if values is None:
-        return None
-    array = np.asarray(values)
-    if array.ndim == 0:
-        array = np.broadcast_to(array, (n,))
-    if array.shape != (n,):
-        raise SchemaError(f"`{what}` must be one number or have shape ({n},), found {array.shape}")
-    if dtype == np.uint32:
-        if (
-            array.dtype.kind not in "iu"
-            or (array.size and int(array.min()) < 0)
-            or (array.size and int(array.max()) > 0xFFFFFFFF)
-        ):
-            raise SchemaError(f"`{what}` must be whole numbers >= 0, found {array.dtype} from {array.min()}")
-    elif dtype == np.int64 and array.dtype.kind not in "iu":
-        raise SchemaError(f"`{what}` must be whole numbers, found {array.dtype}")
-    return np.ascontiguousarray(array, dtype=dtype)

@@ -1,7 +1,7 @@
-"""A shard of trajectories in shared memory: allocate, write in place, commit; any process attaches by name.
+"""Store: a table of trajectories in shared memory; allocate, write in place, commit; any process attaches by name.
 
-The bytes and the rules for processes, threads and deaths are native (native/segment/segment.h, native/store/store.h).
-This module gives them Python's manners: fields by name, NumPy and torch views, context managers, named errors.
+Memory layout, locking and crash recovery are native (native/segment/segment.h, native/store/store.h). This module adds
+fields by name, NumPy and torch views, context managers and named errors.
 """
 
 from __future__ import annotations
@@ -9,51 +9,44 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import default_threads, nanoseconds, rows_of, schema_difference, timeout, whole_number
+import geartrain.store.anonymous as anonymous
+from geartrain.core.arguments import default_threads, timeout
 from geartrain.core.keys import Keys
-from geartrain.core.schema import (
-    DTYPES,
-    Field,
-    as_dtype,
-    as_raw,
-    check_fields,
-    dtype_of_code,
-)
+from geartrain.core.schema import Field
 from geartrain.errors import (
+    ArgumentError,
     CheckpointError,
-    FieldError,
     IncompatibleStoreError,
     SchemaError,
     StaleStoreError,
     StoreExistsError,
     StoreMissingError,
 )
-from geartrain.store.checkpoint_reader import Checkpoint, read_manifest
-from geartrain.store.checkpoint_writer import Saved, save
+from geartrain.store.columns import Columns, as_column
+from geartrain.store.insert import insert_rows
 from geartrain.store.rate_limiter import RateLimiter
-from geartrain.store.row import Columns, Row, Rows, as_column
+from geartrain.store.row import Row, Rows
+from geartrain.store.segment import REMOVERS, Remover, check_schema, create_segment, remove_unused, schema_of_segment
 
 if TYPE_CHECKING:
-    pass
+    from geartrain.store.checkpoint_writer import Saved
 
-Remover = Literal["fifo", "lifo", "lowest_priority"]
 Create = Literal["never", "missing", "replace"]
-REMOVERS: tuple[Remover, ...] = ("fifo", "lifo", "lowest_priority")
 
 #: Named states of a row, as `Store.status` reports them.
-ROW_STATES = ("free", "writing", "committed", "spent", "growing")
+ROW_STATES = ("free", "writing", "committed", "exhausted", "open")
 
 
 class Store:
     """A table of trajectories shared by every process of this host.
 
-    Make one with `Store.create`, join one with `Store.open`, bring one back with `Store.load`. A store is a
+    Create one with `Store.create`, join one with `Store.open`, restore one with `Store.load`. A store is a
     context manager; leaving it closes the handle.
 
     A name is a plain word for a segment in /dev/shm, or a path (anything with a slash) for a file, such as
@@ -66,7 +59,7 @@ class Store:
     Example:
         >>> import numpy as np
         >>> import geartrain as gt
-        >>> with gt.Store.create("doc-store", {"obs": gt.Field((100, 3), "float32")}, capacity=10) as store:
+        >>> with gt.Store.create("doc-store", {"obs": gt.Field((3,), "float32")}, max_length=100, capacity=10) as store:
         ...     with store.row() as row:
         ...         row["obs"][:5] = np.ones((5, 3))
         ...         row.length = 5
@@ -79,23 +72,65 @@ class Store:
         self._name = name
         about = native.describe()
         self._about: dict[str, Any] = about
-        self._fields = {
-            field: Field(shape, dtype_of_code(code), timed=timed) for field, code, shape, timed in about["fields"]
-        }
-        self._columns = Columns(native, self._fields)
-        #: How fast rows may come and be drawn, in relation to each other; off until it is set.
+        self._fields, max_length = schema_of_segment(native)
+        self._columns = Columns(native, self._fields, max_length)
+        #: Bounds the ratio of samples to inserts; off until it is set.
         self.limiter: RateLimiter = self._columns.limiter
         self._origin: str | None = None
 
-    # --- making and joining ---------------------------------------------------------------------------------
+    # --- creating and joining ---------------------------------------------------------------------------------
 
+    @overload
     @classmethod
     def create(
         cls,
         name: str | os.PathLike[str],
         fields: Mapping[str, Field],
         *,
+        max_length: int | None = None,
         capacity: int | None = None,
+        capacity_steps: int | None = None,
+        capacity_bytes: int | None = None,
+        max_rows: int | None = None,
+        remover: Remover = "fifo",
+        max_times_sampled: int | None = None,
+        max_age_s: float | None = None,
+        priority_fraction_bits: int = 16,
+        persist: bool | None = None,
+        reserve: bool = True,
+        timeout_s: float = 10.0,
+    ) -> Store: ...
+
+    @overload
+    @classmethod
+    def create(
+        cls,
+        fields: Mapping[str, Field],
+        /,
+        *,
+        max_length: int | None = None,
+        capacity: int | None = None,
+        capacity_steps: int | None = None,
+        capacity_bytes: int | None = None,
+        max_rows: int | None = None,
+        remover: Remover = "fifo",
+        max_times_sampled: int | None = None,
+        max_age_s: float | None = None,
+        priority_fraction_bits: int = 16,
+        persist: bool | None = None,
+        reserve: bool = True,
+        timeout_s: float = 10.0,
+    ) -> Store: ...
+
+    @classmethod
+    def create(
+        cls,
+        name: str | os.PathLike[str] | Mapping[str, Field] | None = None,
+        fields: Mapping[str, Field] | None = None,
+        *,
+        max_length: int | None = None,
+        capacity: int | None = None,
+        capacity_steps: int | None = None,
         capacity_bytes: int | None = None,
         max_rows: int | None = None,
         remover: Remover = "fifo",
@@ -106,12 +141,17 @@ class Store:
         reserve: bool = True,
         timeout_s: float = 10.0,
     ) -> Store:
-        """Makes a new, empty store.
+        """Creates an empty store: `Store.create(name, fields, ...)`, or `Store.create(fields, ...)` without a name.
 
         Args:
-            name: a word (a segment in /dev/shm) or a path with a slash (a file anywhere).
-            fields: the columns. At most 64.
-            capacity: rows. Give this or `capacity_bytes`.
+            name: a word (a segment in /dev/shm) or a path with a slash (a file anywhere). Without one the store gets a
+                random one (`store.name`), is shared by forking and pickling within the host, and is removed with its
+                last process; what killed processes leave, by the next store without a name.
+            fields: the columns, by name; a `Field` is the shape and dtype of one step. At most 64.
+            max_length: the longest row, in steps. Required where a field has time, that is, is not `per_row`.
+            capacity: rows. Give one of the three sizes.
+            capacity_steps: steps, in rows of `max_length`: there is room for `capacity_steps // max_length` rows,
+                and shorter rows fill a block each.
             capacity_bytes: bytes of field data; as many rows as fit into them.
             max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
                 written. All of the capacity by default.
@@ -126,45 +166,42 @@ class Store:
             timeout_s: longest wait for another process that holds the store's lock.
 
         Raises:
-            SchemaError: fields or limits that make no store.
+            ArgumentError: limits that make no store, or `max_length` absent; SchemaError: fields that make none.
             StoreExistsError: the name is taken; says by whom, and what to do.
             NoSpaceError: the file system is too small; says how much there is.
 
         Cost: reserving runs at the speed of clearing memory.
         """
-        name = os.fspath(name)
-        fields = check_fields(fields)
-        rows = rows_of(fields, capacity, capacity_bytes)
-        if remover not in REMOVERS:
-            raise SchemaError(f"remover is one of {', '.join(REMOVERS)}, found {remover!r}")
-        for what, limit in (
-            ("max_times_sampled", max_times_sampled),
-            ("max_age_s", max_age_s),
-            ("max_rows", max_rows),
-        ):
-            if limit is not None and not limit > 0:
-                raise SchemaError(f"{what} must be above zero, found {limit} (leave it out for no limit)")
-        age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", max_age_s)
-        specs = [
-            (field, DTYPES[spec.dtype].code, spec.itemsize, spec.timed, list(spec.shape))
-            for field, spec in fields.items()
-        ]
-        try:
-            native = _native.Store.create(
-                name,
-                specs,
-                rows,
-                whole_number("max_rows", max_rows or 0, 2**32 - 1),
-                REMOVERS.index(remover),
-                whole_number("max_times_sampled", max_times_sampled or 0, 2**32 - 1),
-                age_ns,
-                whole_number("priority_fraction_bits", priority_fraction_bits, 32),
-                "/" in name if persist is None else persist,
-                reserve,
-                timeout(timeout_s),
-            )
-        except StoreExistsError:
-            raise StoreExistsError(_describe_existing(name)) from None
+        if isinstance(name, Mapping):
+            if fields is not None:
+                raise ArgumentError("the fields were given twice; a store is created by (name, fields) or (fields)")
+            name, fields = None, name
+        if fields is None:
+            raise ArgumentError("give the fields of the store: a mapping of names to geartrain.Field")
+        if name is None:
+            if persist:
+                raise ArgumentError("persist=True needs a name: a store without one is removed with its last process")
+            name = anonymous.new_name()
+        else:
+            name = os.fspath(name)
+            if anonymous.is_anonymous(name):
+                raise ArgumentError(f"names that begin with {anonymous.PREFIX!r} are those of stores without a name")
+        native = create_segment(
+            name,
+            fields,
+            max_length=max_length,
+            capacity=capacity,
+            capacity_steps=capacity_steps,
+            capacity_bytes=capacity_bytes,
+            max_rows=max_rows,
+            remover=remover,
+            max_times_sampled=max_times_sampled,
+            max_age_s=max_age_s,
+            priority_fraction_bits=priority_fraction_bits,
+            persist=persist,
+            reserve=reserve,
+            timeout_s=timeout_s,
+        )
         return cls(native, name)
 
     @classmethod
@@ -173,6 +210,7 @@ class Store:
         name: str | os.PathLike[str],
         fields: Mapping[str, Field] | None = None,
         *,
+        max_length: int | None = None,
         create: Create = "never",
         adopt: bool = False,
         timeout_s: float = 10.0,
@@ -183,6 +221,8 @@ class Store:
         Args:
             name: as in `create`.
             fields: what the store must hold; required when it may have to be created.
+            max_length: steps of its longest row, with `fields`: what the store must have where it is given, and
+                required as in `create` when it may have to be created.
             create: "never" (join only), "missing" (join, or create when there is none), or "replace" (create;
                 a segment left by a dead run is removed first, one in use is an error).
             adopt: join a segment whose processes were all killed, with the rows they committed.
@@ -190,27 +230,30 @@ class Store:
             options: passed to `create` when the store is created.
 
         Raises:
+            ArgumentError: options that contradict each other, or no name.
             StoreMissingError: there is none.
             StaleStoreError: the processes that used it died, and `adopt` was not given.
             IncompatibleStoreError: another format, layout or schema than expected.
         """
+        if isinstance(name, Mapping):
+            raise ArgumentError("Store.open needs the name of a store; Store.create(fields, ...) makes one without")
         name = os.fspath(name)
         if create not in ("never", "missing", "replace"):
-            raise SchemaError(f"create is 'never', 'missing' or 'replace', found {create!r}")
+            raise ArgumentError(f"create is 'never', 'missing' or 'replace', found {create!r}")
         if create != "never" and fields is None:
-            raise SchemaError(f"create={create!r} needs the fields of the store to create")
+            raise ArgumentError(f"create={create!r} needs the fields of the store to create")
         if create == "never" and options:
-            raise SchemaError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
+            raise ArgumentError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
         timeout_s = timeout(timeout_s)
         if create == "replace":
-            _remove_unused(name)
+            remove_unused(name)
             assert fields is not None
-            return cls.create(name, fields, timeout_s=timeout_s, **options)
+            return cls.create(name, fields, max_length=max_length, timeout_s=timeout_s, **options)
         while True:
             try:
                 if fields is not None:
                     # Before joining: a dead run's segment that was joined and left again would be removed.
-                    _check_schema(name, fields, cls.peek(name))
+                    check_schema(name, fields, max_length, cls.peek(name).native)
                 store = cls(_native.Store.attach(name, adopt, False, timeout_s), name)
                 break
             except StaleStoreError as error:
@@ -223,12 +266,14 @@ class Store:
                     raise
                 assert fields is not None
                 try:
-                    return cls.create(name, fields, timeout_s=timeout_s, **options)
+                    return cls.create(name, fields, max_length=max_length, timeout_s=timeout_s, **options)
                 except StoreExistsError:
-                    continue  # somebody else made it between our two looks
+                    continue  # another process created it meanwhile
         try:
             if fields is not None:
-                _check_schema(name, fields, store)  # the name may have passed to another segment meanwhile
+                check_schema(
+                    name, fields, max_length, store.native
+                )  # the name may have passed to another segment meanwhile
         except IncompatibleStoreError:
             store.close()
             raise
@@ -249,7 +294,7 @@ class Store:
         progress: bool = False,
         **options: Any,
     ) -> Store:
-        """Brings back what `save` wrote: rows in their places, priorities, order and counters.
+        """Restores what `save` wrote: rows in their places, priorities, order and counters.
 
         Args:
             directory: what was given to `save`.
@@ -260,12 +305,14 @@ class Store:
         Raises:
             CheckpointError: absent, incomplete, or damaged; names the file and its first bad block.
         """
-        found = Checkpoint(Path(directory))
+        from geartrain.store.checkpoint_reader import Checkpoint
+
+        found = Checkpoint(directory)
         unknown = set(options) - {"persist", "reserve", "timeout_s"}
         if unknown:
             raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
         limits = {key: value for key, value in found.options.items() if key != "persist"}
-        store = cls.create(name, found.fields, **{**limits, **options})
+        store = cls.create(name, found.fields, max_length=found.max_length, **{**limits, **options})
         try:
             found.fill(store.native, progress=progress)
         except BaseException:
@@ -283,14 +330,14 @@ class Store:
         incremental: bool = True,
         progress: bool = False,
     ) -> Saved:
-        """Writes all committed rows to a directory, complete or not at all; returns what it came to.
+        """Writes a checkpoint of all committed rows, complete or not at all; returns its figures.
 
         The directory appears (or is replaced) in one step, after everything in it was checksummed and
         flushed. Other processes may go on using the store; rows that are overwritten while saving are left
         out, and counted.
 
-        Rows that are in the checkpoint before are not written again: files of it are hard-linked, so that the
-        two share their disk space, and any of them can be removed. See docs/checkpoints.md.
+        Incremental: rows of the previous checkpoint are not written again, its files are hard-linked. The two share
+        disk space, and either can be removed. See docs/checkpoints.md.
 
         Args:
             directory: a new one, or a checkpoint that is to be replaced.
@@ -305,14 +352,15 @@ class Store:
         """
         if base is not None and not incremental:
             raise CheckpointError("a save that is not incremental takes no base")
-        if base is not None:
-            read_manifest(Path(base))
+        from geartrain.store.checkpoint_writer import save
+
         return save(
             self._native,
             self._fields,
+            self.max_length,
             self.options,
-            Path(directory),
-            base=None if base is None else Path(base),
+            directory,
+            base=base,
             incremental=incremental,
             origin=self.origin,
             progress=progress,
@@ -322,7 +370,7 @@ class Store:
 
     @property
     def name(self) -> str:
-        """The name it was created or opened with."""
+        """The name it was created or opened with; a random one where none was given."""
         return self._name
 
     @property
@@ -342,7 +390,7 @@ class Store:
 
     @property
     def origin(self) -> str | None:
-        """The id of the checkpoint that this handle brought the store back from, whose files the next can share."""
+        """The id of the checkpoint that this handle was loaded from, whose files the next one can link; or None."""
         return self._origin
 
     @property
@@ -374,9 +422,9 @@ class Store:
         return int(self._native.committed_count())
 
     def stats(self) -> dict[str, int]:
-        """How many rows are in which state, and counts of everything that happened since the store was made.
+        """How many rows are in which state, and counts of everything that happened since the store was created.
 
-        The counters live in the segment, so they cover all processes: inserted, evicted, expired, spent,
+        The counters live in the segment, so they cover all processes: inserted, evicted, expired, exhausted,
         deleted, abandoned, reclaimed, sampled, torn, stale_keys, priorities_updated, priorities_saturated,
         priorities_rounded_up, repairs.
         """
@@ -391,9 +439,9 @@ class Store:
     def row(self, *, priority: float = 1.0, version: int = 0) -> Row:
         """One block in every column, to be written in place.
 
-        As a context manager it commits on a clean exit and gives the block back on an exception. By hand:
-        `row.commit()` or `row.abandon()`. An episode that is still going on can be selected too: `row.publish()`,
-        then `row.extend(length)` as it goes on. Where the store's `limiter` is set, committing waits for it.
+        As a context manager it commits on a clean exit and abandons the block on an exception. By hand:
+        `row.commit()` or `row.abandon()`. An open row can be sampled while it is written: `row.publish()`, then
+        `row.extend(length)`. Where the store's `limiter` is set, committing waits for it.
 
         Args:
             priority: the row's priority in prioritized selection; can be changed later.
@@ -407,7 +455,7 @@ class Store:
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
         """`n` blocks at once, to be written in place and committed together (all or nothing)."""
         if n < 1:
-            raise SchemaError(f"at least one row must be asked for, found {n}")
+            raise ArgumentError(f"at least one row must be asked for, found {n}")
         return Rows(self._columns, self._native.allocate(n), priority, version)
 
     def insert(
@@ -436,64 +484,7 @@ class Store:
         Cost: one copy, streamed past the cache when large. More than 1024 rows (or half the store's) go in
         pieces of so many, each all or nothing.
         """
-        if set(fields) != set(self._fields):
-            missing, unknown = set(self._fields) - set(fields), set(fields) - set(self._fields)
-            raise FieldError(f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown)}")
-        sources = []
-        n = steps = -1
-        for name, data in fields.items():
-            array, data_n, data_steps = self._checked_source(name, data)
-            if n not in (-1, data_n):
-                raise SchemaError(f"field {name!r} has {data_n} rows, the fields before it have {n}")
-            n = data_n
-            if self._fields[name].timed:
-                if steps not in (-1, data_steps):
-                    raise SchemaError(f"field {name!r} has {data_steps} steps, the fields before it have {steps}")
-                steps = data_steps
-            sources.append((self._columns.number(name), array))
-        if n == 0:
-            return Keys.empty()
-        as_lengths = as_column(lengths, n, np.uint32, "lengths")
-        if steps != -1 and as_lengths is None and steps != self.max_length:
-            as_lengths = np.full(n, steps, np.uint32)
-        elif steps != -1 and as_lengths is not None and as_lengths.max(initial=0) > steps:
-            raise SchemaError(f"the longest of `lengths` is {as_lengths.max()}, the arrays have {steps} steps")
-        as_priorities = as_column(priorities, n, np.float64, "priorities")
-        as_versions = as_column(versions, n, np.int64, "versions")
-        self.limiter.admit_inserts(n)
-        try:
-            return Keys(
-                *self._native.insert(n, sources, as_lengths, as_priorities, as_versions, default_threads(threads))
-            )
-        except BaseException:
-            self.limiter.give_back(inserts=n)
-            raise
-
-    def _checked_source(self, name: str, data: Any) -> tuple[Any, int, int]:
-        """The data as a C-contiguous array of the field's bytes, its rows and its steps."""
-        field = self._fields[name]
-        if not hasattr(data, "dtype"):
-            data = np.asarray(data)
-        if as_dtype(data.dtype).name != field.dtype:
-            raise SchemaError(f"field {name!r} holds {field.dtype}, found {as_dtype(data.dtype).name}")
-        shape = tuple(data.shape)
-        fits = len(shape) == len(field.shape) + 1
-        if fits and field.timed:
-            fits = shape[2:] == field.step_shape and 1 <= shape[1] <= field.shape[0]
-        elif fits:
-            fits = shape[1:] == field.shape
-        if not fits:
-            wanted = ("n", f"t <= {field.shape[0]}", *field.step_shape) if field.timed else ("n", *field.shape)
-            raise SchemaError(f"field {name!r} takes ({', '.join(map(str, wanted))}), found shape {shape}")
-        if hasattr(data, "detach"):  # a torch tensor
-            if data.device.type != "cpu":
-                raise SchemaError(f"field {name!r} is on {data.device}; the store takes host memory")
-            data = data.detach().contiguous()
-        else:
-            data = np.ascontiguousarray(data)
-        if DTYPES[field.dtype].numpy_name is None:
-            data = as_raw(data, DTYPES[field.dtype])
-        return data, shape[0], shape[1] if field.timed else 1
+        return insert_rows(self._columns, fields, lengths, priorities, versions, default_threads(threads))
 
     # --- changing and removing ------------------------------------------------------------------------------
 
@@ -520,12 +511,12 @@ class Store:
         that other processes set meanwhile are raised or not.
 
         Raises:
-            SchemaError: the power is not above zero and finite.
+            ArgumentError: the power is not above zero and finite.
 
         Cost: a pass over the priorities, about 20 ns a row.
         """
         if not 0 < power < float("inf"):
-            raise SchemaError(f"priorities are raised to a finite power above zero, found {power}")
+            raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
         self._native.raise_priorities(power)
 
     def delete(self, keys: Keys) -> int:
@@ -537,24 +528,24 @@ class Store:
         return int(self._native.expire())
 
     def reap(self) -> int:
-        """Takes back what dead processes held; returns how many were found dead.
+        """Reclaims the blocks of dead processes; returns how many processes were found dead.
 
-        Happens by itself when a process joins and when free rows run out.
+        Also done when a process joins and when free rows run out.
         """
         return int(self._native.reap())
 
     def audit(self) -> list[str]:
-        """Everything in the store's books that does not add up, a sentence each; empty for a sound store."""
+        """Everything in the store's metadata that is inconsistent, a sentence each; empty for a sound store."""
         return list(self._native.audit())
 
-    # --- looking --------------------------------------------------------------------------------------------
+    # --- reading --------------------------------------------------------------------------------------------
 
     def keys(self) -> Keys:
         """The keys of all selectable rows, oldest first."""
         return Keys(*self._native.keys())
 
     def status(self, keys: Keys | None = None) -> dict[str, NDArray[Any]]:
-        """The books of some rows (of all selectable ones by default), an array (n,) each.
+        """Metadata of some rows (of all selectable ones by default), an array (n,) each.
 
         sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
         (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES).
@@ -565,7 +556,7 @@ class Store:
         return infos
 
     def column(self, name: str) -> NDArray[Any]:
-        """All blocks of a field, (capacity, *shape), a view of the shared memory.
+        """All blocks of a field, (capacity, max_length, *shape) or (capacity, *shape), a view of the shared memory.
 
         Free and half-written blocks are in it as well; to read rows safely use `geartrain.replay.fetch`.
         The types NumPy lacks are shown as unsigned integers of their size.
@@ -589,15 +580,20 @@ class Store:
         return bool(self._native.closed)
 
     def close(self, *, keep: bool = False) -> None:
-        """Leaves the store: rows being written by this handle are given back.
+        """Closes the handle: rows it is writing are abandoned.
 
         The last process to leave removes the segment, unless it persists. With `keep=True` it stays, and a later
         process joins it with `Store.open(name, adopt=True)`. Views already taken stay readable.
+
+        Raises:
+            ArgumentError: `keep=True` for a store without a name, which nobody could adopt.
         """
+        if keep and anonymous.is_anonymous(self._name):
+            raise ArgumentError("keep=True needs a name: a store without one is removed with its last process")
         self._native.close(keep)
 
     def unlink(self) -> bool:
-        """Removes the segment's name; the memory goes when the last process lets go. False if already gone."""
+        """Removes the segment's name; the memory is freed when the last process unmaps it. False if already gone."""
         return bool(self._native.unlink())
 
     def __enter__(self) -> Store:
@@ -607,42 +603,25 @@ class Store:
         self.close()
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        if anonymous.is_anonymous(self._name):
+            anonymous.check_may_pickle()
+            return _open_anonymous, (self._name,)
         return Store.open, (self._name,)
 
 
-def _describe_existing(name: str) -> str:
-    path = _native.segment_path(name)
+def _open_anonymous(name: str) -> Store:
+    """Joins a store without a name from its pickle.
+
+    Raises:
+        StoreMissingError: its last process has closed it, or it is on another host.
+    """
     try:
-        store = Store.peek(name)
-    except Exception:  # whatever is there, it is not a segment we can say more about
-        return f"{path} exists already and is not a segment this build can read; choose another name"
-    return (
-        f"a store named {name!r} exists already ({path}, {len(store)} rows). "
-        f"Join it with Store.open({name!r}), or, if its run is over, replace it with "
-        f"Store.open(..., create='replace') or remove it with `geartrain remove {name}`"
-    )
-
-
-def _remove_unused(name: str) -> None:
-    """Removes the segment of that name if no living process uses it."""
-    path = Path(_native.segment_path(name))
-    if not path.exists():
-        return
-    peeked = Store.peek(name)
-    users = peeked.native.live_clients()
-    if users:
-        raise StoreExistsError(
-            f"the store {name!r} is in use by {users} process{'es' if users > 1 else ''}; it can only be joined"
-        )
-    peeked.unlink()
-
-
-def _check_schema(name: str, wanted: Mapping[str, Field], store: Store) -> None:
-    fields, found = check_fields(wanted), store.fields
-    if fields != found:  # their order means nothing: fields are found by name
-        raise IncompatibleStoreError(
-            f"the store {name!r} has another schema than asked for: {schema_difference(fields, found)}"
-        )
+        return Store.open(name)
+    except StoreMissingError:
+        raise StoreMissingError(
+            f"the store {name!r} is not on this host any more: created without a name, it was removed with its last "
+            f"process. Create it with a name, or keep it open until this process has joined"
+        ) from None
 
 
 __all__ = ["ROW_STATES", "Store"]

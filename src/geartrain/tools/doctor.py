@@ -1,4 +1,4 @@
-"""What this machine can do for geartrain, and why not where it cannot."""
+"""Capability report of this machine: each feature viable, or not viable with the reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: whether it is usable, and what was found or what is missing."""
+    """One capability: whether it is usable, and its details or what is missing."""
 
     what: str
     viable: bool
@@ -42,9 +42,9 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Everything worth knowing before a run, in a second or two.
+    """All capabilities, in a second or two.
 
-    Imports optional packages to see whether they really load, and makes two emulated hosts for a moment.
+    Imports optional packages to check that they load, and creates two emulated hosts for a moment.
     """
     return [
         _machine(),
@@ -109,14 +109,16 @@ def _locked_memory() -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e6:.0f} MB"
     return Finding(
-        "locked memory", True, f"RLIMIT_MEMLOCK is {text} (some drivers keep to it when segments are pinned)"
+        "locked memory", True, f"RLIMIT_MEMLOCK is {text} (some drivers enforce it when segments are pinned)"
     )
 
 
 def _tls() -> Finding:
     what = "TLS over TCP"
     reason = _native.tls_not_viable()
-    return Finding(what, not reason, reason or "OpenSSL 3 is here; on where certificates are given (docs/transport.md)")
+    return Finding(
+        what, not reason, reason or "OpenSSL 3 found; enabled where certificates are given (docs/transport.md)"
+    )
 
 
 def _packages() -> list[Finding]:
@@ -153,8 +155,8 @@ def _cuda_ipc() -> Finding:
     what = "tensors from GPU to GPU (cuda_ipc)"
     reason = cuda_ipc.why_not()
     if reason is not None:
-        return Finding(what, False, f"{reason}; tensors on GPUs go through the host's memory")
-    return Finding(what, True, "on this side; each pair of GPUs is tried when it is first used (`node.connections()`)")
+        return Finding(what, False, f"{reason}; tensors on GPUs are sent through host memory")
+    return Finding(what, True, "on this side; each pair of GPUs is probed on first use (`node.connections()`)")
 
 
 def _nixl() -> Finding:
@@ -191,7 +193,7 @@ def _gloo() -> Finding:
     if not dist.is_available():
         return Finding(what, False, f"torch {torch.__version__} was built without torch.distributed")
     if not dist.is_gloo_available():
-        return Finding(what, False, f"torch {torch.__version__} was built without Gloo, over which ranks speak")
+        return Finding(what, False, f"torch {torch.__version__} was built without Gloo, which ranks communicate over")
     return Finding(what, True, f"torch.distributed has Gloo, torch {torch.__version__}")
 
 
@@ -209,5 +211,5 @@ def _hosts() -> Finding:
     return Finding(
         "emulated hosts (bench ranks, tests)",
         reason is None,
-        "network namespaces, with links as slow as asked" if reason is None else reason,
+        "network namespaces, with shaped links" if reason is None else reason,
     )

@@ -40,9 +40,9 @@ class PeerReport:
     bytes_by_path: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def in_words(self) -> dict[str, str]:
-        """What was found, as a table for people: name -> text."""
+        """The results as a table: name -> text."""
         table = {
-            "transport": self.transport + (", as asked" if self.forced else ", the fastest that works"),
+            "transport": self.transport + (", as requested" if self.forced else ", the fastest that works"),
             "connection": self.description,
             "trust": "both know the secret" if self.authenticated else "no secret",
             "peer": f"geartrain {self.about['geartrain']}, cores: {self.about['cores']}",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import geartrain._native as _native
-from geartrain.core.schema import DTYPES, dtype_of_code, numpy_dtype, torch_dtype
+from geartrain.core.dtypes import DTYPES, dtype_of_code, numpy_dtype, torch_dtype
 from geartrain.errors import MessageError
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from geartrain.core.schema import round_up
 from geartrain.errors import ArgumentError
 
 ALIGNMENT = 64
@@ -54,7 +55,7 @@ class Schema:
             shape = tuple(int(n) for n in leaf.shape)
             nbytes = math.prod(shape) * itemsize
             entries.append(Entry(path, dtype, shape, offset, nbytes))
-            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            offset += round_up(nbytes, ALIGNMENT)
         return cls(entries)
 
     @classmethod

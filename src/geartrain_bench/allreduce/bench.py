@@ -1,22 +1,23 @@
-"""All-reduce over networks: how many times K / B it takes, and how many round trips, beside Gloo and MPI.
+"""All-reduce over networks, in units of K / B and of round trips, compared with Gloo and MPI.
 
 K is the array's bytes, B a worker's rate, N the workers. Parts, each by itself or all (`--part`):
 
-    shaped      links of 200 Mbit/s, 4 KB to 16 MB, N = 2, 4, 8: Gloo, our ring, shares on the workers, N dedicated
-                reducers; N = 4 with 1, 2 and 3 reducers beside the planner; the bytes that worker 0's interface counted
+    shaped      links of 200 Mbit/s, 4 KB to 16 MB, N = 2, 4, 8: Gloo, geartrain's ring, shares on the workers, N
+                dedicated reducers; N = 4 with 1, 2 and 3 reducers and the planner; the bytes that worker 0's interface
+                counted
     slow-link   one worker at 100 Mbit/s, three at 400
     delay       round trips of 10 and 40 ms, 4 KB and 1 MB
-    loopback    one host, no limit, 2 and 4 ranks, 4 KB to 64 MB, beside a memcpy of the array; here MPI takes part
+    loopback    one host, no limit, 2 and 4 ranks, 4 KB to 64 MB, and a memcpy of the array; with MPI
     ddp         DistributedDataParallel and a model of 25 M parameters, N = 4 at 200 Mbit/s
-    throughput  samples/s of 1, 2, 4, 8 workers, gradients summed during backward and after it
+    throughput  samples/s of 1, 2, 4, 8 workers, gradients all-reduced during backward and after it
 
 Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`). A round begins at the same instant on all
-ranks and its time is the slowest rank's; every element of every sum is checked. How the numbers could mislead: see
+ranks and its time is the slowest rank's; every element of every sum is checked. Threats to validity: see
 docs/benchmarks.md.
 
 MPI runs by mpi4py in environments of its own: --baseline-python mpich=PYTHON --baseline-python openmpi=PYTHON.
     baidu-allreduce
-joins where somebody has built it as a shared library against one of them: --baidu mpich=LIBRARY.
+is a further baseline where it was built as a shared library against one of them: --baidu mpich=LIBRARY.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
-from geartrain_bench.allreduce.testbed import Arm, Bed, Timed, dedicated, gloo, hybrid, ring, workers
+from geartrain_bench.allreduce.testbed import Configuration, Testbed, Timed, dedicated, gloo, hybrid, ring, workers
 from geartrain_bench.harness.baselines import BaselineError
 from geartrain_bench.harness.timing import BenchResult, Row
 
@@ -50,14 +51,14 @@ KB, MB = 1 << 10, 1 << 20
 PARTS = ("shaped", "slow-link", "delay", "loopback", "ddp", "throughput")
 #: Only these need no hosts.
 ON_LOOPBACK = ("loopback",)
-#: Of a part, for each case: the longer a call takes, the fewer rounds.
+#: Time of each case of a part: the longer a call takes, the fewer rounds.
 CASE_S = 3.5
 QUEUE_MS = 50.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure."""
+    """Cases to measure, and time limits."""
 
     rate_mbit: float = 200.0
     workers: tuple[int, ...] = (2, 4, 8)
@@ -74,7 +75,7 @@ class Plan:
     loopback_sizes: tuple[int, ...] = (4 * KB, 64 * KB, MB, 16 * MB, 64 * MB)
     throughput_workers: tuple[int, ...] = (1, 2, 4, 8)
     layers: int = 8
-    #: K / B is 0.21 s: less than backward takes, where a ring of many needs more.
+    #: K / B is 0.21 s: less than the backward pass, while a ring of many ranks needs more.
     gradient_bytes: int = 5 * MB
     compute_s: float = 0.4
     samples: int = 32
@@ -97,7 +98,7 @@ FULL = Plan(
 
 @dataclass
 class AllReduceResult(BenchResult):
-    """With a dict for each case, and what was promised beside what was found."""
+    """With a dict for each case, and targets with their results."""
 
     cases: list[dict[str, Any]] = field(default_factory=list)
     targets: list[dict[str, Any]] = field(default_factory=list)
@@ -112,10 +113,10 @@ def main(
     baselines: dict[str, str] | None = None,
     arguments: Sequence[str] = (),
 ) -> AllReduceResult:
-    """Measures, prints the tables, writes what was asked for, and returns the result.
+    """Measures, prints the tables, writes the requested files, and returns the result.
 
     `plot_path` FILE.png makes a plot for each part: FILE.png of the first, FILE-PART.png of the others. `arguments` are
-    `--part` and `--baidu` as in the module's text.
+    `--part` and `--baidu` as in the module's docstring.
     """
     parts, baidu = read(arguments)
     plan = FULL if full else QUICK if quick else DEFAULT
@@ -135,7 +136,7 @@ def read(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     """The parts, and libraries of baidu-allreduce by the MPI that they need. Raises `ArgumentError`."""
     parser = argparse.ArgumentParser(
         prog="geartrain bench allreduce",
-        description="All-reduce over shaped networks and loopback. Beside these: --quick, --full, --json FILE, "
+        description="All-reduce over shaped networks and loopback. Further options: --quick, --full, --json FILE, "
         "--plot FILE, --baseline-python mpich=PYTHON, --baseline-python openmpi=PYTHON.",
     )
     parser.add_argument("--part", action="append", help=f"{', '.join(PARTS)} or all; repeat for several")
@@ -178,7 +179,7 @@ def run(
         if "loopback" in parts:
             bench.on_loopback(baselines, baidu)
     for name in set(baselines) - {"mpich", "openmpi"}:
-        result.baselines_missing[name] = "unknown to this bench, which knows mpich and openmpi"
+        result.baselines_missing[name] = "unknown to this benchmark, which has mpich and openmpi"
     result.targets = allreduce_report.targets(result.cases)
     result.notes.append("all hosts and processes share this machine's cores")
     harness.finish(result, began_s)
@@ -194,26 +195,26 @@ class _Bench:
         self.progress = progress
 
     def on_shaped_links(self, parts: Sequence[str]) -> None:
-        """Everything that needs a bridge and token buckets, with the same processes."""
+        """All parts that need a bridge and token buckets, with the same processes."""
         plan = self.plan
         most = max(plan.workers) if "shaped" in parts else plan.hybrid_workers
         if "throughput" in parts:
             most = max(most, *plan.throughput_workers)
-        with Hosts(2 * most, rate_mbit=plan.rate_mbit, queue_ms=QUEUE_MS) as hosts, Bed(hosts, most) as bed:
+        with Hosts(2 * most, rate_mbit=plan.rate_mbit, queue_ms=QUEUE_MS) as hosts, Testbed(hosts, most) as testbed:
             for part in parts:
-                getattr(self, f"_{part.replace('-', '_')}")(bed, hosts)
+                getattr(self, f"_{part.replace('-', '_')}")(testbed, hosts)
 
-    def _shaped(self, bed: Bed, hosts: Hosts) -> None:
+    def _shaped(self, testbed: Testbed, hosts: Hosts) -> None:
         plan = self.plan
         for n in plan.workers:
-            arms = [gloo(), ring(), workers(), dedicated(n, n)]
+            configurations = [gloo(), ring(), workers(), dedicated(n, n)]
             for nbytes in plan.sizes:
-                self._cases(bed, "shaped", arms, n, nbytes, _rates(hosts, n))
+                self._cases(testbed, "shaped", configurations, n, nbytes, _rates(hosts, n))
         n = plan.hybrid_workers
         for count in plan.hybrids:
-            self._cases(bed, "shaped", [hybrid(n, count)], n, plan.hybrid_size, _rates(hosts, n))
+            self._cases(testbed, "shaped", [hybrid(n, count)], n, plan.hybrid_size, _rates(hosts, n))
 
-    def _slow_link(self, bed: Bed, hosts: Hosts) -> None:
+    def _slow_link(self, testbed: Testbed, hosts: Hosts) -> None:
         plan = self.plan
         n = len(plan.slow_mbit)
         for i, rate in enumerate(plan.slow_mbit):
@@ -221,7 +222,7 @@ class _Bench:
         rates = _rates(hosts, n)
         try:
             for nbytes in plan.slow_sizes:
-                self._cases(bed, "slow-link", [gloo(), ring(), workers(), hybrid(n, 0, rates)], n, nbytes, rates)
+                self._cases(testbed, "slow-link", [gloo(), ring(), workers(), hybrid(n, 0, rates)], n, nbytes, rates)
         finally:
             for i in range(n):
                 hosts.change_rate(i, plan.rate_mbit)
@@ -232,24 +233,26 @@ class _Bench:
         most = max(plan.delay_workers)
         with (
             Hosts(2 * most, rate_mbit=plan.rate_mbit, rtt_ms=plan.rtts_ms[0], queue_ms=2 * QUEUE_MS) as hosts,
-            Bed(hosts, most) as bed,
+            Testbed(hosts, most) as testbed,
         ):
             for rtt_ms in plan.rtts_ms:
                 hosts.change_rtt(rtt_ms)
                 for n in plan.delay_workers:
-                    arms = [gloo(), ring(), workers(), dedicated(n, n)]
+                    configurations = [gloo(), ring(), workers(), dedicated(n, n)]
                     for nbytes in plan.delay_sizes:
-                        self._cases(bed, "delay", arms, n, nbytes, _rates(hosts, n), rtt_ms)
+                        self._cases(testbed, "delay", configurations, n, nbytes, _rates(hosts, n), rtt_ms)
 
     def on_loopback(self, baselines: Mapping[str, str], baidu: Mapping[str, str]) -> None:
-        """Ranks of one host, and MPI's."""
+        """Ranks of one host, MPI included."""
         plan = self.plan
         floors_s = {nbytes: _memcpy_s(nbytes) for nbytes in plan.loopback_sizes}
-        with Bed(None, max(plan.ranks), reducers=2) as bed:
+        with Testbed(None, max(plan.ranks), reducers=2) as testbed:
             for n in plan.ranks:
-                arms = [gloo(), workers(), workers(transport="tcp"), ring(), dedicated(n, 2)]
+                configurations = [gloo(), workers(), workers(transport="tcp"), ring(), dedicated(n, 2)]
                 for nbytes in plan.loopback_sizes:
-                    self._cases(bed, "loopback", arms, n, nbytes, (math.inf,) * n, floor_s=floors_s[nbytes])
+                    self._cases(
+                        testbed, "loopback", configurations, n, nbytes, (math.inf,) * n, floor_s=floors_s[nbytes]
+                    )
         for name in ("mpich", "openmpi"):
             if name not in baselines:
                 self.result.baselines_missing[name] = f"no interpreter given (--baseline-python {name}=/path/to/python)"
@@ -258,7 +261,7 @@ class _Bench:
                 for library in (None, baidu[name]) if name in baidu else (None,):
                     self._mpi(name, baselines[name], n, library, floors_s)
         places = {row.case: place for place, row in reversed(list(enumerate(self.result.rows)))}
-        self.result.rows.sort(key=lambda row: places[row.case])  # MPI's rows come beside the others'
+        self.result.rows.sort(key=lambda row: places[row.case])  # MPI's rows next to the others'
 
     def _mpi(self, name: str, python: str, n: int, baidu: str | None, floors_s: Mapping[int, float]) -> None:
         system = name if baidu is None else f"baidu on {name}"
@@ -270,10 +273,10 @@ class _Bench:
             return
         self.result.versions |= {f"{name} {what}": version for what, version in versions.items()}
         for nbytes, timed in found.items():
-            self._add("loopback", Arm(system, name), n, nbytes, (math.inf,) * n, 0.0, timed, floors_s[nbytes])
+            self._add("loopback", Configuration(system, name), n, nbytes, (math.inf,) * n, 0.0, timed, floors_s[nbytes])
             self.progress.advance(n * nbytes)
 
-    def _ddp(self, bed: Bed, hosts: Hosts) -> None:
+    def _ddp(self, testbed: Testbed, hosts: Hosts) -> None:
         plan = self.plan
         n = plan.hybrid_workers
         try:
@@ -281,19 +284,25 @@ class _Bench:
         except BaselineError as error:
             self.result.baselines_missing["ddp"] = str(error)
             return
-        for arm in (gloo(), workers(), dedicated(n, n)):
+        for configuration in (gloo(), workers(), dedicated(n, n)):
             try:
-                found = allreduce_ddp.run(hosts, bed, arm, n, plan.ddp_steps)
+                found = allreduce_ddp.run(hosts, testbed, configuration, n, plan.ddp_steps)
             except BaselineError as error:
-                self._missing(bed, arm, error)
+                self._missing(testbed, configuration, error)
                 continue
             laps_s = found.laps_s
             p50, _, _, p95 = harness.quantiles(laps_s)
             nbytes = 4 * found.parameters
-            about = self._about("ddp", arm, n, nbytes, _rates(hosts, n), 0.0)
+            about = self._about("ddp", configuration, n, nbytes, _rates(hosts, n), 0.0)
             self.result.rows.append(
                 harness.rate_row(
-                    f"25 M parameters, N = {n}", arm.name, "DDP", "steps/s", laps_s, 1.0, nbytes / _rates(hosts, 1)[0]
+                    f"25 M parameters, N = {n}",
+                    configuration.name,
+                    "DDP",
+                    "steps/s",
+                    laps_s,
+                    1.0,
+                    nbytes / _rates(hosts, 1)[0],
                 )
             )
             self.result.cases.append(
@@ -310,26 +319,28 @@ class _Bench:
             )
             self.progress.advance(n * nbytes * plan.ddp_steps)
 
-    def _throughput(self, bed: Bed, hosts: Hosts) -> None:
+    def _throughput(self, testbed: Testbed, hosts: Hosts) -> None:
         plan = self.plan
         for n in plan.throughput_workers:
-            # One worker has nothing to sum with anybody, whoever would own it.
-            arms = [gloo(), workers(), *([dedicated(n, n)] if n > 1 else [])]
-            for overlap, arm in itertools.product((True, False), arms):
+            # A single worker has nothing to all-reduce.
+            configurations = [gloo(), workers(), *([dedicated(n, n)] if n > 1 else [])]
+            for overlap, configuration in itertools.product((True, False), configurations):
                 try:
-                    with bed.group(arm, n) as group:
+                    with testbed.group(configuration, n) as group:
                         timed = group.steps(plan.layers, plan.gradient_bytes, plan.compute_s, overlap, rounds=4, warm=1)
                 except BaselineError as error:
-                    self._missing(bed, arm, error)
+                    self._missing(testbed, configuration, error)
                     continue
-                name = f"N = {n}, summed {'during' if overlap else 'after'} backward"
+                name = f"N = {n}, all-reduced {'during' if overlap else 'after'} backward"
                 samples = n * plan.samples
                 self.result.rows.append(
-                    harness.rate_row(name, arm.name, "training", "samples/s", timed.laps_s, samples, plan.compute_s)
+                    harness.rate_row(
+                        name, configuration.name, "training", "samples/s", timed.laps_s, samples, plan.compute_s
+                    )
                 )
                 self.result.cases.append(
                     {
-                        **self._about("throughput", arm, n, plan.gradient_bytes, _rates(hosts, n), 0.0),
+                        **self._about("throughput", configuration, n, plan.gradient_bytes, _rates(hosts, n), 0.0),
                         "overlap": overlap,
                         "samples_per_s": samples / float(np.median(timed.laps_s)),
                         "one_worker_bound": plan.samples / plan.compute_s,
@@ -342,48 +353,48 @@ class _Bench:
 
     def _cases(
         self,
-        bed: Bed,
+        testbed: Testbed,
         part: str,
-        arms: Sequence[Arm],
+        configurations: Sequence[Configuration],
         n: int,
         nbytes: int,
         rates: tuple[float, ...],
         rtt_ms: float = 0.0,
         floor_s: float | None = None,
     ) -> None:
-        """One size, all arms, one after the other."""
-        for arm in arms:
-            guess_s = 2 * nbytes / min(*rates, 5e8) + arm.hops(n) * (rtt_ms / 2e3) + 5e-5
+        """One size, all configurations, one after the other."""
+        for configuration in configurations:
+            guess_s = 2 * nbytes / min(*rates, 5e8) + configuration.hops(n) * (rtt_ms / 2e3) + 5e-5
             calls, rounds = self._amount(guess_s)
             if math.isfinite(rates[0]):
                 calls = 1
             try:
-                with bed.group(arm, n) as group:
+                with testbed.group(configuration, n) as group:
                     timed = group.rounds(nbytes, calls=calls, rounds=rounds, warm=1 if nbytes >= 16 * MB else 2)
             except BaselineError as error:
-                self._missing(bed, arm, error)
+                self._missing(testbed, configuration, error)
                 continue
-            self._add(part, arm, n, nbytes, rates, rtt_ms, timed, floor_s)
+            self._add(part, configuration, n, nbytes, rates, rtt_ms, timed, floor_s)
             self.progress.advance(n * nbytes * calls * rounds)
 
-    def _missing(self, bed: Bed, arm: Arm, error: BaselineError) -> None:
-        self.result.baselines_missing[arm.name] = str(error)
-        self.progress.say(f"{arm.name}: {error}")
-        bed.restart()
+    def _missing(self, testbed: Testbed, configuration: Configuration, error: BaselineError) -> None:
+        self.result.baselines_missing[configuration.name] = str(error)
+        self.progress.say(f"{configuration.name}: {error}")
+        testbed.restart()
 
     def _amount(self, guess_s: float) -> tuple[int, int]:
-        """Calls of a round, and rounds, for a call of about so long."""
+        """Calls of a round, and rounds, for a call of about `guess_s`."""
         calls = int(np.clip(0.01 / guess_s, 1, 64))
         return calls, int(np.clip(CASE_S / (calls * guess_s), self.plan.least_rounds, self.plan.most_rounds))
 
     def _about(
-        self, part: str, arm: Arm, n: int, nbytes: int, rates: tuple[float, ...], rtt_ms: float
+        self, part: str, configuration: Configuration, n: int, nbytes: int, rates: tuple[float, ...], rtt_ms: float
     ) -> dict[str, Any]:
         return {
             "part": part,
-            "arm": arm.name,
+            "arm": configuration.name,
             "workers": n,
-            "reducers": arm.reducers,
+            "reducers": configuration.reducers,
             "nbytes": nbytes,
             "rates_mbit": [rate * 8e-6 for rate in rates] if math.isfinite(rates[0]) else None,
             "rtt_ms": rtt_ms,
@@ -392,7 +403,7 @@ class _Bench:
     def _add(
         self,
         part: str,
-        arm: Arm,
+        configuration: Configuration,
         n: int,
         nbytes: int,
         rates: tuple[float, ...],
@@ -401,31 +412,38 @@ class _Bench:
         floor_s: float | None,
     ) -> None:
         p50, _, _, p95 = harness.quantiles(timed.laps_s)
-        case = {**self._about(part, arm, n, nbytes, rates, rtt_ms), "p50_s": p50, "p95_s": p95, "laps_s": timed.laps_s}
+        case = {
+            **self._about(part, configuration, n, nbytes, rates, rtt_ms),
+            "p50_s": p50,
+            "p95_s": p95,
+            "laps_s": timed.laps_s,
+        }
         size = allreduce_report.size_text(nbytes)
         if floor_s is not None:
             name = f"{n} ranks, {size}"
             case["floor_s"] = floor_s
-            self.result.rows.append(harness.time_row(name, arm.name, LOOPBACK, "us", timed.laps_s, floor_s))
+            self.result.rows.append(harness.time_row(name, configuration.name, LOOPBACK, "us", timed.laps_s, floor_s))
         else:
-            network = Network(rates, (min(rates),) * arm.reducers, float(nbytes), rtt_ms / 1e3)
+            network = Network(rates, (min(rates),) * configuration.reducers, float(nbytes), rtt_ms / 1e3)
             unit_s = network.unit_s
             case |= {
                 "unit_s": unit_s,
                 "units": p50 / unit_s,
-                "planned_units": arm.planned_s(network) / unit_s,
+                "planned_units": configuration.planned_s(network) / unit_s,
                 "sent": timed.sent_bytes / nbytes,
                 "received": timed.received_bytes / nbytes,
-                "expected": arm.expected_bytes(network) / nbytes,
+                "expected": configuration.expected_bytes(network) / nbytes,
             }
             if part == "delay":
                 name = f"{rtt_ms:g} ms, {size}, N = {n}"
-                self.result.rows.append(harness.time_row(name, arm.name, DELAY, "ms", timed.laps_s, rtt_ms / 1e3))
+                self.result.rows.append(
+                    harness.time_row(name, configuration.name, DELAY, "ms", timed.laps_s, rtt_ms / 1e3)
+                )
             else:
                 name = f"N = {n}, {size}" if part == "shaped" else f"N = {n}, one slow, {size}"
                 quantiles = harness.quantiles([one / unit_s for one in timed.laps_s])
                 metric = SHAPED if part == "shaped" else SLOW
-                self.result.rows.append(Row(name, arm.name, metric, "K/B", *quantiles, unit_s / p50))
+                self.result.rows.append(Row(name, configuration.name, metric, "K/B", *quantiles, unit_s / p50))
         self.result.cases.append(case)
 
 
@@ -441,7 +459,7 @@ def _rates(hosts: Hosts, n: int) -> tuple[float, ...]:
 
 
 def _memcpy_s(nbytes: int) -> float:
-    """The median of copies of so many bytes, in one thread, from warm memory to warm memory."""
+    """Median time of a memcpy of so many bytes, on one thread, from warm memory to warm memory."""
     source, into = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
     calls = max(1, 20 * MB // nbytes)
 

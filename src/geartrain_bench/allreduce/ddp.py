@@ -1,4 +1,4 @@
-"""The bench's end of allreduce_ddp_worker.py: a DistributedDataParallel job over emulated hosts."""
+"""Launcher of ddp_worker.py: a DistributedDataParallel job over emulated hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.rounds import NICENESS
-from geartrain_bench.allreduce.testbed import SECRET, Arm, Bed
+from geartrain_bench.allreduce.testbed import SECRET, Configuration, Testbed
 from geartrain_bench.harness.baselines import BaselineError
 
 WORKER = [sys.executable, "-m", "geartrain_bench.allreduce.ddp_worker"]
@@ -38,7 +38,7 @@ class Trained:
 
 
 def reference(n: int, steps: int) -> str:
-    """The weights of one process that makes the steps of n ranks, adding up in their order."""
+    """Checksum of the weights of one process that computes the steps of n ranks, summed in rank order."""
     with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
             [*WORKER, "--reference", str(n), "--steps", str(steps)], stdout=subprocess.PIPE, stderr=stderr
@@ -46,11 +46,11 @@ def reference(n: int, steps: int) -> str:
         return str(_answers([process], [stderr])[0]["checksum"])
 
 
-def run(hosts: Hosts, bed: Bed, arm: Arm, n: int, steps: int) -> Trained:
+def run(hosts: Hosts, testbed: Testbed, configuration: Configuration, n: int, steps: int) -> Trained:
     """Trains with n ranks, one on each of the first hosts.
 
     Raises:
-        BaselineError: a rank failed or did not end in time; says what it said.
+        BaselineError: a rank failed or did not end in time; carries its last output.
     """
     environment = {
         "WORLD_SIZE": str(n),
@@ -58,15 +58,15 @@ def run(hosts: Hosts, bed: Bed, arm: Arm, n: int, steps: int) -> Trained:
         "MASTER_PORT": str(next(_ports)),
         "OMP_NUM_THREADS": "1",
     }
-    if arm.library == "geartrain":
-        # The secret is the reducers', which listen on more than loopback.
-        reducers = ",".join(bed.reducer(i) for i in range(arm.reducers))
+    if configuration.library == "geartrain":
+        # The secret is for reducers, which listen on more than loopback.
+        reducers = ",".join(testbed.reducer(i) for i in range(configuration.reducers))
         environment |= {
             "GEARTRAIN_REDUCERS": reducers,
             "GEARTRAIN_SECRET": SECRET,
-            "GEARTRAIN_ALLREDUCE_SHARES": ",".join(map(str, arm.shares or ())) or "equal",
+            "GEARTRAIN_ALLREDUCE_SHARES": ",".join(map(str, configuration.shares or ())) or "equal",
         }
-    argv = ["nice", "-n", str(NICENESS), *WORKER, "--backend", arm.library, "--steps", str(steps)]
+    argv = ["nice", "-n", str(NICENESS), *WORKER, "--backend", configuration.library, "--steps", str(steps)]
     with contextlib.ExitStack() as stack:
         said = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(n)]
         ranks = [
@@ -96,7 +96,7 @@ def _answers(processes: Sequence[subprocess.Popen[bytes]], said: Sequence[Any]) 
             if process.returncode != 0:
                 said[number].seek(0)
                 words = said[number].read().decode(errors="replace").strip().splitlines()
-                raise BaselineError(f"rank {number} of DDP failed: {words[-1] if words else 'it said nothing'}")
+                raise BaselineError(f"rank {number} of DDP failed: {words[-1] if words else 'no output'}")
             answers.append(json.loads(out.decode().strip().splitlines()[-1]))
     finally:
         for process in processes:

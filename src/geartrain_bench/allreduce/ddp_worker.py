@@ -1,20 +1,20 @@
-"""One rank of a DistributedDataParallel job, for `geartrain bench allreduce`: how long its steps take.
+"""One rank of a DistributedDataParallel job, for `geartrain bench allreduce`: the time of its steps.
 
     python -m geartrain_bench.allreduce.ddp_worker --backend geartrain --steps 12 --params 25e6 --overlap on
 
-Found by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME, as torchrun sets them, it prints one line of
-JSON: the time of each step after the warm-up, samples/s, a checksum of the weights at the end, and the bytes that
-crossed the interface meanwhile (/sys/class/net/<interface>/statistics). Weights start the same on all ranks by their
-seed and are not broadcast.
+Configured by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME, as torchrun sets them, it prints one
+line of JSON: the time of each step after the warm-up, samples/s, a checksum of the weights at the end, and the bytes
+that crossed the interface meanwhile (/sys/class/net/<interface>/statistics). Weights start the same on all ranks by
+their seed and are not broadcast.
 
-How it could mislead. Its network is a chain of square layers, so that the gradients of the last are there early, as a
-transformer's are. `--compute-s` adds time to every step in which the rank sleeps, a third in the forward and the rest
-in the backward pass, in equal parts by layer: what an accelerator would take, which many ranks on few cores cannot
-take in earnest; samples/s with it say how well communication hides behind computing, not how fast a CPU is. With
-`--overlap off` gradients are all-reduced after the backward pass, in the buckets that DDP makes by default.
+Threats to validity. The network is a chain of square layers, so that gradients of the last layers are ready early, as
+in a transformer. `--compute-s` adds time to every step in which the rank sleeps, a third in the forward and the rest
+in the backward pass, in equal parts by layer: the time of an accelerator, which many ranks on few cores
+cannot emulate by computing; samples/s with it measure the overlap of communication and computation, not a CPU's speed.
+With `--overlap off` gradients are all-reduced after the backward pass, in the buckets that DDP makes by default.
 
-`--reference N` is no rank: it makes the same steps for N ranks in one process, adding gradients in the order of ranks,
-and prints the checksum that all of them should print.
+`--reference N` is no rank: it computes the same steps for N ranks in one process, sums gradients in rank order, and
+prints the expected checksum of all ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WARMUP_STEPS = 2  # DDP makes its final buckets after the first
 
 
 class Chain(nn.Module):
-    """Square layers; each sleeps its part of the computing time."""
+    """Square layers; each sleeps its share of the computing time."""
 
     def __init__(self, parameters: float, compute_s: float) -> None:
         super().__init__()
@@ -70,7 +70,9 @@ def main(arguments: list[str] | None = None) -> None:
     text.add_argument("--batch", type=int, default=4, help="samples of a rank and step (4)")
     text.add_argument("--compute-s", type=float, default=0.0, help="computing time of a step that is slept (0)")
     text.add_argument("--timeout-s", type=float, default=300.0)
-    text.add_argument("--reference", type=int, metavar="N", help="compute what N ranks should get, in this process")
+    text.add_argument(
+        "--reference", type=int, metavar="N", help="compute the expected result of N ranks, in this process"
+    )
     chosen = text.parse_args(arguments)
     torch.set_num_threads(1)
     if chosen.reference is not None:
@@ -126,7 +128,7 @@ def _run(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _reduce(net: nn.Module, world: int) -> None:
-    """Averages gradients, as DDP would have: from the last layer on, bucket by bucket."""
+    """Averages gradients as DDP does: from the last layer on, bucket by bucket."""
     gradients = [p.grad for p in reversed(list(net.parameters())) if p.grad is not None]
     buckets: list[list[torch.Tensor]] = [[]]
     for gradient in gradients:

@@ -1,4 +1,4 @@
-"""The bench's end of allreduce_mpi.py: a job of MPI ranks on this host, which makes all its cases and ends."""
+"""Launcher of mpi_worker.py: a job of MPI ranks on this host, which runs all its cases and ends."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from geartrain_bench.allreduce.rounds import Together
+from geartrain_bench.allreduce.rounds import RoundBarrier
 from geartrain_bench.allreduce.testbed import Timed
 from geartrain_bench.harness.baselines import BaselineError
 
 SCRIPT = Path(__file__).with_name("mpi_worker.py")
 TIMEOUT_S = 300.0
-#: What an MPI needs to run more ranks than there are cores, as root.
+#: Options of each MPI to run more ranks than cores, as root.
 OPTIONS = {"openmpi": ["--allow-run-as-root", "--oversubscribe"]}
 
 
@@ -29,7 +29,7 @@ def run(
     """Times so many ranks at each of these sizes: nbytes -> (calls of a round, rounds). Returns versions as well.
 
     Raises:
-        BaselineError: they did not start, failed, found a wrong sum, or did not end in time; says what they said.
+        BaselineError: they did not start, failed, found a wrong sum, or did not end in time; carries their output.
     """
     home = Path(python).parent
     mpiexec = home / "mpiexec"
@@ -39,7 +39,7 @@ def run(
     environment |= {"PATH": f"{home}:{os.environ.get('PATH', '')}", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="geartrain-bench-") as directory:
         path = Path(directory) / "rounds"
-        path.write_bytes(bytes(Together.bytes(ranks)))
+        path.write_bytes(bytes(RoundBarrier.bytes(ranks)))
         cases = [[nbytes, calls, rounds, 2] for nbytes, (calls, rounds) in asked.items()]
         words = json.dumps({"file": str(path), "baidu": baidu, "cases": cases})
         argv = [str(mpiexec), *OPTIONS.get(name, []), "-n", str(ranks), python, str(SCRIPT), words]
@@ -56,7 +56,7 @@ def run(
             process.wait()
     results = [line.removeprefix("RESULT ") for line in out.splitlines() if line.startswith("RESULT ")]
     if not results:
-        words = " ".join((err or out).strip().splitlines()[-1:]) or "it said nothing"
+        words = " ".join((err or out).strip().splitlines()[-1:]) or "no output"
         raise BaselineError(f"{ranks} ranks of {name} ended with {process.returncode}: {words}")
     found = json.loads(results[0])
     timed = {int(nbytes): Timed(np.array(seconds).max(axis=0).tolist()) for nbytes, seconds in found["seconds"].items()}

@@ -1,9 +1,9 @@
 """One MPI rank of `geartrain bench allreduce`, in an environment of its own with mpi4py; geartrain is not needed there.
 
-    mpiexec -n 4 python allreduce_mpi.py '{"file": PATH, "baidu": null, "cases": [[nbytes, calls, rounds, warm], ...]}'
+    mpiexec -n 4 python mpi_worker.py '{"file": PATH, "baidu": null, "cases": [[nbytes, calls, rounds, warm], ...]}'
 
 Rank 0 prints one JSON line: {"versions": {...}, "seconds": {"nbytes": [[...] of each rank], ...}}. With `baidu`, a
-shared library of baidu-allreduce that was built against the same MPI does the work.
+shared library of baidu-allreduce that was built against the same MPI is measured.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 try:
-    from geartrain_bench.allreduce.rounds import Array, Together, come_first, timed_rounds
-except ImportError:  # where geartrain is not installed, its neighbour is found beside this script
-    from allreduce_rounds import Array, Together, come_first, timed_rounds  # type: ignore[import-not-found,no-redef]
+    from geartrain_bench.allreduce.rounds import Array, RoundBarrier, raise_priority, timed_rounds
+except ImportError:  # where geartrain is not installed, the module is found in this script's folder
+    from rounds import Array, RoundBarrier, raise_priority, timed_rounds  # type: ignore[import-not-found,no-redef]
 
 
 def _baidu(path: str) -> Any:
-    """RingAllreduce of a library: what it returns it has allocated, and it is freed with the next."""
+    """RingAllreduce of a library: it allocates its result, which is freed at the next call."""
     library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
     # The C++ names of InitCollectives(int) and RingAllreduce(float*, size_t, float**).
     library._Z15InitCollectivesi(ctypes.c_int(-1))
@@ -47,10 +47,10 @@ def _baidu(path: str) -> Any:
 
 
 def main(asked: dict[str, Any]) -> None:
-    """All the cases, one after the other."""
+    """All cases, one after the other."""
     import mpi4py
 
-    come_first()
+    raise_priority()
     mpi4py.rc.initialize = asked["baidu"] is None  # baidu's library starts MPI itself
     all_reduce = None if asked["baidu"] is None else _baidu(asked["baidu"])
     from mpi4py import MPI
@@ -62,11 +62,11 @@ def main(asked: dict[str, Any]) -> None:
         def all_reduce(array: Array) -> None:
             world.Allreduce(MPI.IN_PLACE, array)
 
-    together = Together(asked["file"], size, rank)
+    barrier = RoundBarrier(asked["file"], size, rank)
     seconds = {}
     for nbytes, calls, rounds, warm in asked["cases"]:
         mine = timed_rounds(
-            all_reduce, together=together, rank=rank, size=size, nbytes=nbytes, calls=calls, rounds=rounds, warm=warm
+            all_reduce, barrier=barrier, rank=rank, size=size, nbytes=nbytes, calls=calls, rounds=rounds, warm=warm
         )
         seconds[nbytes] = world.gather(mine)
     if rank == 0:
@@ -76,7 +76,7 @@ def main(asked: dict[str, Any]) -> None:
         sys.stdout.flush()
     world.Barrier()
     if asked["baidu"] is not None:
-        os._exit(0)  # MPI was not started by mpi4py, and nobody else ends it
+        os._exit(0)  # MPI was not started by mpi4py, which therefore does not finalize it
 
 
 if __name__ == "__main__":

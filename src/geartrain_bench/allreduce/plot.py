@@ -1,4 +1,4 @@
-"""The cases of `geartrain bench allreduce` as pictures, one for each part that was measured."""
+"""Plots of `geartrain bench allreduce`, one for each measured part."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def plot(result: BenchResult, path: Path) -> None:
         first = False
 
 
-def _color(arm: str) -> str:
-    return COLORS.get(arm, "0.5")
+def _color(configuration: str) -> str:
+    return COLORS.get(configuration, "0.5")
 
 
 def _finish(axis: Any, title: str, x: str, y: str) -> None:
@@ -74,7 +74,7 @@ def _finish(axis: Any, title: str, x: str, y: str) -> None:
 
 
 def _plot_shaped(pyplot: Any, cases: Cases) -> Any:
-    """K/B against N and against the array's size; hybrids beside the planner, where they were measured."""
+    """K/B against N and against the array's size; hybrids and the planner, where they were measured."""
     hybrid = any("hybrid" in case["arm"] for case in cases)
     figure, grid = pyplot.subplots(
         1, 2 + hybrid, figsize=(6.2 * (2 + hybrid), 4.8), squeeze=False, layout="constrained"
@@ -86,15 +86,15 @@ def _plot_shaped(pyplot: Any, cases: Cases) -> Any:
     dense = [min(counts) + i * (most - min(counts)) / 50 for i in range(51)]
     over_n.plot(dense, [2 * (n - 1) / n for n in dense], "k:", linewidth=1, label="theory: ring's bytes")
     over_n.plot(dense, [1.0] * len(dense), "k--", linewidth=1, label="theory: dedicated")
-    for arm in ("gloo", "geartrain ring", "geartrain workers", "geartrain dedicated"):
-        of_arm = [case for case in cases if case["arm"] == arm]
+    for configuration in ("gloo", "geartrain ring", "geartrain workers", "geartrain dedicated"):
+        of_one = [case for case in cases if case["arm"] == configuration]
         for axis, x, points in (
-            (over_n, "workers", [case for case in of_arm if case["nbytes"] == nbytes]),
-            (over_size, "nbytes", [case for case in of_arm if case["workers"] == most]),
+            (over_n, "workers", [case for case in of_one if case["nbytes"] == nbytes]),
+            (over_size, "nbytes", [case for case in of_one if case["workers"] == most]),
         ):
             if points:
                 at = sorted((case[x], case["units"]) for case in points)
-                axis.plot(*zip(*at, strict=True), "o-", color=_color(arm), label=arm)
+                axis.plot(*zip(*at, strict=True), "o-", color=_color(configuration), label=configuration)
     over_n.set_ylim(0.9, None)
     over_n.set_xticks(counts)
     _finish(over_n, f"{size_text(nbytes)}: time against N", "workers", "K/B")
@@ -109,7 +109,7 @@ def _plot_shaped(pyplot: Any, cases: Cases) -> Any:
 
 
 def _plot_slow_link(pyplot: Any, cases: Cases) -> Any:
-    """A bar for each arm, the largest array."""
+    """A bar for each configuration, the largest array."""
     figure, axis = pyplot.subplots(figsize=(6.5, 4.8), layout="constrained")
     largest = max(case["nbytes"] for case in cases)
     bars = [case for case in cases if case["nbytes"] == largest]
@@ -144,7 +144,7 @@ def _plot_hybrids(axis: Any, shaped: Cases, nbytes: int) -> None:
         axis.axhline(others["units"], color="C3", linewidth=1, label="gloo")
     axis.set_xticks(range(n + 1))
     axis.set_ylim(0.9, None)
-    _finish(axis, f"N = {n}: every reducer helps", "reducers", "K/B")
+    _finish(axis, f"N = {n}: reducers", "reducers", "K/B")
 
 
 def _plot_delay(pyplot: Any, cases: Cases) -> Any:
@@ -157,9 +157,9 @@ def _plot_delay(pyplot: Any, cases: Cases) -> Any:
     panels = [(nbytes, rtt_ms) for nbytes in sizes for rtt_ms in rtts]
     for axis, (nbytes, rtt_ms) in zip(axes[0], panels, strict=True):
         here = [case for case in cases if case["nbytes"] == nbytes and case["rtt_ms"] == rtt_ms]
-        for arm in dict.fromkeys(case["arm"] for case in here):
-            points = sorted((case["workers"], 1e3 * case["p50_s"]) for case in here if case["arm"] == arm)
-            axis.plot(*zip(*points, strict=True), "o-", color=_color(arm), label=arm)
+        for configuration in dict.fromkeys(case["arm"] for case in here):
+            points = sorted((case["workers"], 1e3 * case["p50_s"]) for case in here if case["arm"] == configuration)
+            axis.plot(*zip(*points, strict=True), "o-", color=_color(configuration), label=configuration)
         axis.axhline(rtt_ms, color="k", linestyle="--", linewidth=1, label="one round trip")
         axis.set_yscale("log")
         axis.set_xticks(sorted({case["workers"] for case in here}))
@@ -173,10 +173,19 @@ def _plot_loopback(pyplot: Any, cases: Cases) -> Any:
     figure, axes = pyplot.subplots(1, len(counts), figsize=(7 * len(counts), 5), squeeze=False, layout="constrained")
     for axis, n in zip(axes[0], counts, strict=True):
         here = [case for case in cases if case["workers"] == n]
-        for arm in dict.fromkeys(case["arm"] for case in here):
-            points = sorted((case["nbytes"], case["p50_s"] / case["floor_s"]) for case in here if case["arm"] == arm)
-            wide = 2.2 if arm == "geartrain workers" else 1.2
-            axis.plot(*zip(*points, strict=True), "o-", color=_color(arm), label=arm, linewidth=wide, markersize=4)
+        for configuration in dict.fromkeys(case["arm"] for case in here):
+            points = sorted(
+                (case["nbytes"], case["p50_s"] / case["floor_s"]) for case in here if case["arm"] == configuration
+            )
+            wide = 2.2 if configuration == "geartrain workers" else 1.2
+            axis.plot(
+                *zip(*points, strict=True),
+                "o-",
+                color=_color(configuration),
+                label=configuration,
+                linewidth=wide,
+                markersize=4,
+            )
         sizes = sorted({case["nbytes"] for case in here})
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
@@ -190,12 +199,12 @@ def _plot_throughput(pyplot: Any, cases: Cases) -> Any:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     for axis, overlap in zip(axes, (True, False), strict=True):
         here = [case for case in cases if case["overlap"] is overlap]
-        for arm in dict.fromkeys(case["arm"] for case in here):
-            points = sorted((case["workers"], case["samples_per_s"]) for case in here if case["arm"] == arm)
-            axis.plot(*zip(*points, strict=True), "o-", color=_color(arm), label=arm)
+        for configuration in dict.fromkeys(case["arm"] for case in here):
+            points = sorted((case["workers"], case["samples_per_s"]) for case in here if case["arm"] == configuration)
+            axis.plot(*zip(*points, strict=True), "o-", color=_color(configuration), label=configuration)
         most = max((case["workers"] for case in here), default=1)
         rate = here[0]["one_worker_bound"] if here else math.nan
-        axis.plot([1, most], [rate, rate * most], "k--", linewidth=1, label="no all-reduce at all")
+        axis.plot([1, most], [rate, rate * most], "k--", linewidth=1, label="without all-reduce")
         axis.set_xticks(sorted({case["workers"] for case in here}))
-        _finish(axis, f"summed {'during' if overlap else 'after'} backward", "workers", "samples/s")
+        _finish(axis, f"all-reduced {'during' if overlap else 'after'} backward", "workers", "samples/s")
     return figure

@@ -1,4 +1,4 @@
-"""The cases of `geartrain bench allreduce` as tables, and promises beside what was found. Plots: allreduce_plot.py."""
+"""Tables of `geartrain bench allreduce`, and targets with their results. Plots: plot.py."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def size_text(nbytes: int) -> str:
 
 
 def find(cases: Cases, **wanted: Any) -> Case | None:
-    """The one case with these values."""
+    """The only case with these values, or None."""
     return next((case for case in cases if all(case.get(key) == value for key, value in wanted.items())), None)
 
 
-# --- what was promised ------------------------------------------------------------------------------------------------
+# --- targets ---------------------------------------------------------------------------------------------------------
 
 
 def targets(cases: Cases) -> list[dict[str, Any]]:
-    """Every promise whose cases were measured: what, the target, what was found, and whether it is met."""
+    """Every target whose cases were measured: its name, bound, result, and whether it is met."""
     return [
         {"what": what, "target": target, "measured": round(measured, 4), "met": met}
         for part in (_shaped_targets, _slow_targets, _delay_targets, _loopback_targets, _training_targets)
@@ -62,11 +62,12 @@ def _shaped_targets(cases: Cases) -> Iterator[Target]:
     nbytes = _largest(cases, "shaped")
     size = size_text(nbytes)
     for n in (2, 4, 8):
-        here: Callable[[str], Case | None] = lambda arm, n=n: find(  # type: ignore[misc]  # noqa: E731
-            cases, part="shaped", arm=arm, workers=n, nbytes=nbytes
+        here: Callable[[str], Case | None] = lambda configuration, n=n: find(  # type: ignore[misc]  # noqa: E731
+            cases, part="shaped", arm=configuration, workers=n, nbytes=nbytes
         )
         ours, rings, others, equal = (
-            here(arm) for arm in ("geartrain dedicated", "geartrain ring", "gloo", "geartrain workers")
+            here(configuration)
+            for configuration in ("geartrain dedicated", "geartrain ring", "gloo", "geartrain workers")
         )
         if ours is not None:
             yield _at_most(f"N={n}, {size}: dedicated, K/B", ours["units"], 1.08)
@@ -101,8 +102,8 @@ def _slow_targets(cases: Cases) -> Iterator[Target]:
 def _delay_targets(cases: Cases) -> Iterator[Target]:
     for rtt_ms in sorted({case["rtt_ms"] for case in cases if case["part"] == "delay"}):
         for n in sorted({case["workers"] for case in cases if case["part"] == "delay"}):
-            for arm in ("geartrain dedicated", "geartrain workers"):
-                small = find(cases, part="delay", arm=arm, workers=n, nbytes=4096, rtt_ms=rtt_ms)
+            for configuration in ("geartrain dedicated", "geartrain workers"):
+                small = find(cases, part="delay", arm=configuration, workers=n, nbytes=4096, rtt_ms=rtt_ms)
                 if small is not None:
                     name = f"{rtt_ms:g} ms, N={n}, 4 KB: {short(small)}, round trips"
                     yield _at_most(name, 1e3 * small["p50_s"] / rtt_ms, 1.6)
@@ -127,7 +128,7 @@ def _loopback_targets(cases: Cases) -> Iterator[Target]:
 
 
 def _training_targets(cases: Cases) -> Iterator[Target]:
-    """DDP's, but for the bytes: its buckets' padding, and a barrier, cross the interface too."""
+    """DDP's targets, except bytes: padding of its buckets and a barrier cross the interface too."""
     for case in cases:
         if case["part"] == "ddp":
             yield _at_least(f"DDP, {case['arm']}: ranks whose weights are equal", case["equal_ranks"], case["workers"])
@@ -141,7 +142,7 @@ def _training_targets(cases: Cases) -> Iterator[Target]:
 
 
 def short(case: Case) -> str:
-    """An arm without our name."""
+    """A configuration's name without the prefix "geartrain"."""
     return str(case["arm"]).removeprefix("geartrain ")
 
 
@@ -149,7 +150,7 @@ def short(case: Case) -> str:
 
 
 def print_cases(result: Any) -> None:
-    """Bytes at the interface beside theory, ratios to Gloo, and the promises."""
+    """Bytes at the interface compared with theory, ratios to Gloo, and the targets."""
     shaped = [case for case in result.cases if "sent" in case]
     if shaped:
         columns = ["", "p50 ms", "p95 ms", "K/B", "planned", "sent K", "received K", "theory", "Gloo / it"]
@@ -195,14 +196,14 @@ def print_cases(result: Any) -> None:
             shares.setdefault(key, {})[case["workers"]] = case["samples_per_s"] / (alone * case["workers"])
         counts = sorted({case["workers"] for case in training})
         report.print_counts(
-            "samples/s, over as many workers that need no all-reduce",
+            "samples/s, relative to as many workers without an all-reduce",
             ["", *(f"N = {n}" for n in counts)],
             {key: [f"{found[n]:.2f}" if n in found else "-" for n in counts] for key, found in shares.items()},
         )
     if result.targets:
         met = sum(one["met"] for one in result.targets)
         report.print_counts(
-            f"promises: {met} of {len(result.targets)} met",
+            f"targets: {met} of {len(result.targets)} met",
             ["", "target", "measured", ""],
             {
                 one["what"]: [one["target"], f"{one['measured']:.3f}", "met" if one["met"] else "NOT MET"]

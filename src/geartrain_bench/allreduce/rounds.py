@@ -1,10 +1,10 @@
-"""Rounds of all-reduce that begin together in several processes, timed and checked: what every arm's ranks run.
+"""Synchronized rounds of all-reduce, timed and checked: the measured loop of every configuration's ranks.
 
 Imports NumPy and nothing of geartrain, since MPI's ranks run it in environments of their own.
 
-A round begins at an instant that all ranks have agreed on through a shared file, and nothing of it crosses the network
-that is measured. Its time, for each rank, is from that instant to the end of the rank's last call; the bench takes the
-slowest rank. Processes of one machine share the monotonic clock, whatever network they stand in.
+A round begins at an instant that all ranks agree on through a shared file, without traffic on the measured network. Its
+time, for each rank, is from that instant to the end of the rank's last call; the bench takes the slowest rank.
+Processes of one machine share the monotonic clock, across network namespaces.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from typing import Any
 
 import numpy as np
 
-#: All ranks sleep until their common start; a rank that the processor keeps waiting longer is late, and it counts.
+#: All ranks sleep until their common start; a rank that is scheduled later is late, and its delay counts.
 LEAD_NS = 3_000_000
 POLL_S = 2e-4
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 _NUMBER, _START, _SLOTS = 0, 1, 2
 
-#: Other work of the machine is not to be measured.
+#: Other processes of the machine should not be measured.
 NICENESS = -10
 
 Array = np.ndarray[Any, Any]
 
 
-def come_first() -> None:
-    """Makes this process more important than others, where it may."""
+def raise_priority() -> None:
+    """Raises this process's scheduling priority, where permitted."""
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
 
 
-class Together:
-    """The shared file of a few ranks: a start for each round.
+class RoundBarrier:
+    """Barrier of ranks in a shared file, with a common start time for each round.
 
     Args:
-        path: of a file of `Together.bytes(parties)` zeros.
+        path: of a file of `RoundBarrier.bytes(parties)` zeros.
         parties: ranks.
-        me: this one, from 0.
+        index: of this rank, from 0.
     """
 
-    def __init__(self, path: str, parties: int, me: int) -> None:
+    def __init__(self, path: str, parties: int, index: int) -> None:
         self._cells = np.memmap(path, np.int64, "r+", shape=(_SLOTS + parties,))
-        self._me = me
+        self._index = index
         self._round = 0
 
     @staticmethod
@@ -56,16 +56,16 @@ class Together:
         return 8 * (_SLOTS + parties)
 
     def start(self) -> int:
-        """Waits for everybody, and then for the agreed instant; returns it, in nanoseconds.
+        """Waits for all ranks, and then for the agreed instant; returns it, in nanoseconds.
 
         Raises:
-            TimeoutError: somebody did not come.
+            TimeoutError: a rank did not reach the round.
         """
         self._round += 1
         cells, number = self._cells, self._round
-        cells[_SLOTS + self._me] = number
-        ends_s = time.monotonic() + PATIENCE_S
-        if self._me == 0:
+        cells[_SLOTS + self._index] = number
+        ends_s = time.monotonic() + TIMEOUT_S
+        if self._index == 0:
             while (cells[_SLOTS:] < number).any():
                 self._nap(ends_s)
             cells[_START] = time.monotonic_ns() + LEAD_NS
@@ -80,16 +80,16 @@ class Together:
     def _nap(ends_s: float) -> None:
         time.sleep(POLL_S)
         if time.monotonic() > ends_s:
-            raise TimeoutError(f"not all ranks came to a round within {PATIENCE_S:g} s")
+            raise TimeoutError(f"not all ranks reached a round within {TIMEOUT_S:g} s")
 
 
 def contribution(rank: int, count: int) -> Array:
-    """What a rank gives: small whole numbers, whose sums are exact in float32 in any order."""
+    """A rank's contribution: small integers, whose sums are exact in float32 in any order."""
     return ((np.arange(count, dtype=np.int64) * (2 * rank + 3)) % 61 + rank).astype(np.float32)
 
 
 def total(size: int, count: int) -> Array:
-    """What every rank must get."""
+    """The expected sum."""
     found = np.zeros(count, np.float32)
     for rank in range(size):
         found += contribution(rank, count)
@@ -99,7 +99,7 @@ def total(size: int, count: int) -> Array:
 def timed_rounds(
     all_reduce: Callable[[Array], Any],
     *,
-    together: Together,
+    barrier: RoundBarrier,
     rank: int,
     size: int,
     nbytes: int,
@@ -123,11 +123,11 @@ def timed_rounds(
     for number in range(warm + rounds):
         for array in arrays:
             array[:] = mine
-        start_ns = together.start()
+        start_ns = barrier.start()
         given = [all_reduce(array) for array in arrays]
         took_s = (time.monotonic_ns() - start_ns) / 1e9
         for array, other in zip(arrays, given, strict=True):
-            array = other if isinstance(other, np.ndarray) else array  # noqa: PLW2901 - not all work in place
+            array = other if isinstance(other, np.ndarray) else array  # noqa: PLW2901 - not all are in place
             wrong = int((array != wanted).sum())
             if wrong:
                 where = int(np.flatnonzero(array != wanted)[0])

@@ -1,4 +1,4 @@
-"""The arms of `geartrain bench allreduce`, and the processes that run them: ranks on hosts, and reducers."""
+"""Configurations of `geartrain bench allreduce`, and their testbed: processes of ranks and reducers on hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 import geartrain._native as _native
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
-from geartrain_bench.allreduce.rounds import Together
+from geartrain_bench.allreduce.rounds import RoundBarrier
 from geartrain_bench.harness.fleet import Fleet
 
 WORKER = ["-m", "geartrain_bench.allreduce.worker"]
@@ -28,8 +28,8 @@ _jobs = itertools.count()
 
 
 @dataclass(frozen=True)
-class Arm:
-    """A way to all-reduce: whose, with how many reducers, and who owns what.
+class Configuration:
+    """An all-reduce configuration: library, number of reducers, and owners of shares.
 
     `shares` are of workers and reducers: empty for equal ones of the workers, None for a ring's bytes.
     """
@@ -41,11 +41,11 @@ class Arm:
     options: dict[str, Any] = field(default_factory=dict)
 
     def hops(self, n: int) -> int:
-        """One-way delays, one after the other; what each Gloo step pays is two of them."""
+        """Sequential one-way delays; a Gloo step takes two of them."""
         return _native.ring_hops(n) * (2 if self.library == "gloo" else 1) if self.shares is None else 2
 
     def planned_s(self, network: Network) -> float:
-        """What the model says: bytes over rates, and hops."""
+        """The model's time: bytes over rates, and hops."""
         n = len(network.workers)
         if self.shares is None:
             through_s = _native.ring_bytes(n, network.nbytes) / min(network.workers)
@@ -54,7 +54,7 @@ class Arm:
         return through_s + self.hops(n) * network.rtt_s / 2
 
     def expected_bytes(self, network: Network) -> float:
-        """What worker 0 sends, and receives."""
+        """Bytes that worker 0 sends, and receives."""
         n = len(network.workers)
         if self.shares is None:
             return _native.ring_bytes(n, network.nbytes)
@@ -64,33 +64,33 @@ class Arm:
         return self.shares or (1 / n,) * n
 
 
-def gloo() -> Arm:
-    """torch.distributed's."""
-    return Arm("gloo", "gloo")
+def gloo() -> Configuration:
+    """Gloo of torch.distributed."""
+    return Configuration("gloo", "gloo")
 
 
-def ring() -> Arm:
-    """Our ring."""
-    return Arm("geartrain ring", "geartrain", options={"algorithm": "ring", "transport": "tcp"})
+def ring() -> Configuration:
+    """geartrain's ring."""
+    return Configuration("geartrain ring", "geartrain", options={"algorithm": "ring", "transport": "tcp"})
 
 
-def workers(transport: str = "auto") -> Arm:
+def workers(transport: str = "auto") -> Configuration:
     """Equal shares on the workers: the ring's bytes in two hops."""
     name = "geartrain workers" if transport == "auto" else f"geartrain workers, {transport}"
-    return Arm(name, "geartrain", shares=(), options={"shares": "equal", "transport": transport})
+    return Configuration(name, "geartrain", shares=(), options={"shares": "equal", "transport": transport})
 
 
-def dedicated(n: int, reducers: int) -> Arm:
+def dedicated(n: int, reducers: int) -> Configuration:
     """All shares on as many reducers, equally."""
-    return Arm("geartrain dedicated", "geartrain", reducers, (0.0,) * n + (1 / reducers,) * reducers)
+    return Configuration("geartrain dedicated", "geartrain", reducers, (0.0,) * n + (1 / reducers,) * reducers)
 
 
-def hybrid(n: int, reducers: int, rates: tuple[float, ...] | None = None) -> Arm:
-    """What the planner says for links of these rates, equal ones where none are given; reducers like the slowest."""
+def hybrid(n: int, reducers: int, rates: tuple[float, ...] | None = None) -> Configuration:
+    """The planner's shares for links of these rates (equal by default); reducers have the slowest rate."""
     known = rates or (1.0,) * n
     shares, _ = _native.plan_shares(known, (min(known),) * reducers, 1.0)
     name = f"geartrain hybrid {reducers}" if reducers else "geartrain weighted"
-    return Arm(name, "geartrain", reducers, tuple(shares))
+    return Configuration(name, "geartrain", reducers, tuple(shares))
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class Timed:
     received_bytes: float = 0.0
 
 
-class Bed:
-    """Processes for so many workers, and for reducers: as many, or as many as asked. A context manager.
+class Testbed:
+    """Processes of workers and of reducers (as many by default). A context manager.
 
     Args:
         hosts: one for each process, workers first; None for processes of this host.
@@ -113,11 +113,11 @@ class Bed:
         self._hosts = hosts
         self._workers = workers
         self._count = workers + (workers if reducers is None else reducers)
-        self._home = Path(tempfile.mkdtemp(prefix="geartrain-bench-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="geartrain-bench-"))
         try:
             self._start()
         except BaseException:
-            shutil.rmtree(self._home, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise
 
     def _start(self) -> None:
@@ -133,47 +133,47 @@ class Bed:
         self._port = int(kept["port"])
 
     def restart(self) -> None:
-        """New processes, after some of the old ones have failed."""
+        """Restarts all processes, after some have failed."""
         self.fleet.close()
         self._start()
 
-    def __enter__(self) -> Bed:
+    def __enter__(self) -> Testbed:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.fleet.close()
-        shutil.rmtree(self._home, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def group(self, arm: Arm, n: int) -> Iterator[Grouped]:
-        """The arm's group of the first n workers."""
-        options = dict(arm.options)
-        if arm.library == "geartrain":
+    def group(self, configuration: Configuration, n: int) -> Iterator[Grouped]:
+        """The configuration's group over the first n workers."""
+        options = dict(configuration.options)
+        if configuration.library == "geartrain":
             options["secret"] = SECRET
             if self._hosts is not None:
-                options["transport"] = "tcp"  # real hosts share no memory, whatever these could
-            if arm.reducers:
-                options["reducers"] = [self.reducer(i) for i in range(arm.reducers)]
-            if arm.shares:
-                options["shares"] = list(arm.shares)
+                options["transport"] = "tcp"  # real hosts share no memory; emulated ones could
+            if configuration.reducers:
+                options["reducers"] = [self.reducer(i) for i in range(configuration.reducers)]
+            if configuration.shares:
+                options["shares"] = list(configuration.shares)
         ask = {
             "do": "join",
-            "arm": arm.name,
+            "group": configuration.name,
             "job": f"job {next(_jobs)}",
-            "library": arm.library,
+            "library": configuration.library,
             "host": self._address(0),
             "port": self._port,
             "size": n,
             "options": options,
         }
         self.fleet.ask_each({i: {**ask, "rank": i} for i in range(n)}, 180.0)
-        yield Grouped(self, arm, n)
-        self.fleet.ask(range(n), do="leave", arm=arm.name)
+        yield Grouped(self, configuration, n)
+        self.fleet.ask(range(n), do="leave", group=configuration.name)
 
     def reducer(self, i: int) -> str:
-        """The address of reducer i, which begins to sum with the first question for it."""
+        """The address of reducer i, which is started on first use."""
         if i not in self._reducers:
             member = self._workers + i
             (found,) = self.fleet.ask([member], do="reduce", host=self._address(member), secret=SECRET)
@@ -183,10 +183,10 @@ class Bed:
     def _address(self, member: int) -> str:
         return "127.0.0.1" if self._hosts is None else self._hosts.address(member)
 
-    def together(self, parties: int) -> Path:
-        """A new file for rounds that begin together."""
-        path = self._home / f"rounds-{next(_jobs)}"
-        path.write_bytes(bytes(Together.bytes(parties)))
+    def barrier_file(self, parties: int) -> Path:
+        """A new file for a `RoundBarrier`."""
+        path = self._folder / f"rounds-{next(_jobs)}"
+        path.write_bytes(bytes(RoundBarrier.bytes(parties)))
         return path
 
     def moved(self) -> tuple[int, int]:
@@ -196,17 +196,17 @@ class Bed:
 
 @dataclass(frozen=True)
 class Grouped:
-    """A group that is open, and what can be timed with it."""
+    """An open group, and its timed operations."""
 
-    bed: Bed
-    arm: Arm
+    testbed: Testbed
+    configuration: Configuration
     n: int
 
     def rounds(self, nbytes: int, *, calls: int, rounds: int, warm: int) -> Timed:
         """So many rounds of so many calls."""
-        before = self.bed.moved()
+        before = self.testbed.moved()
         laps_s = self._ask("rounds", nbytes=nbytes, calls=calls, rounds=rounds, warm=warm)
-        after = self.bed.moved()
+        after = self.testbed.moved()
         made = (warm + rounds) * calls
         return Timed(laps_s, (after[0] - before[0]) / made, (after[1] - before[1]) / made)
 
@@ -219,10 +219,10 @@ class Grouped:
         )
 
     def _ask(self, what: str, **arguments: Any) -> list[float]:
-        path = self.bed.together(self.n)
+        path = self.testbed.barrier_file(self.n)
         try:
-            answers = self.bed.fleet.ask(
-                range(self.n), ROUNDS_S, do=what, arm=self.arm.name, file=str(path), **arguments
+            answers = self.testbed.fleet.ask(
+                range(self.n), ROUNDS_S, do=what, group=self.configuration.name, file=str(path), **arguments
             )
         finally:
             path.unlink()

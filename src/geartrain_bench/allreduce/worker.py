@@ -1,19 +1,19 @@
 """One process of `geartrain bench allreduce`: a rank or a reducer, on a host of its own or not.
 
-Reads one JSON object a line from stdin and answers each with one on stdout (allreduce.py is the other end):
+Reads one JSON object a line from stdin and answers each with one on stdout (client: testbed.py):
 
-    {"do": "listen", "host": "10.77.0.1"}      -> {"port": 40123}: rank 0 keeps the jobs' key-value store
+    {"do": "listen", "host": "10.77.0.1"}      -> {"port": 40123}: rank 0 hosts the jobs' key-value store
     {"do": "reduce", "host": ..., "secret": .} -> {"address": "10.77.0.5:40999"}: this process is a reducer now
-    {"do": "join", "arm": "gloo", "library": "gloo" | "geartrain", "job": "unique", "host": ..., "port": ...,
-     "rank": 0, "size": 4, "options": {...}}   -> {}: a group, which the arm's name stands for
-    {"do": "rounds", "arm": ..., "file": ..., "nbytes": ..., "calls": ..., "rounds": ..., "warm": ...}
+    {"do": "join", "group": "gloo", "library": "gloo" | "geartrain", "job": "unique", "host": ..., "port": ...,
+     "rank": 0, "size": 4, "options": {...}}   -> {}: a group, named `group`
+    {"do": "rounds", "group": ..., "file": ..., "nbytes": ..., "calls": ..., "rounds": ..., "warm": ...}
                                                -> {"seconds": [...]} of a call, a number a round
-    {"do": "steps", "arm": ..., "file": ..., "layers": ..., "nbytes": ..., "compute_s": ..., "overlap": true, ...}
+    {"do": "steps", "group": ..., "file": ..., "layers": ..., "nbytes": ..., "compute_s": ..., "overlap": true, ...}
                                                -> {"seconds": [...]} of a training step with so many gradients
-    {"do": "counters", "arm": ...}             -> {"counters": {...}}: what the group counted itself
-    {"do": "leave", "arm": ...}                -> {}
+    {"do": "counters", "group": ...}             -> {"counters": {...}}: the group's own counters
+    {"do": "leave", "group": ...}                -> {}
 
-Whatever a library prints goes to stderr. An answer {"error": "..."} ends the process; so does the end of stdin.
+Output of libraries goes to stderr. An answer {"error": "..."} ends the process; so does the end of stdin.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain_bench.allreduce.rounds import Array, Together, come_first, timed_rounds
+from geartrain_bench.allreduce.rounds import Array, RoundBarrier, raise_priority, timed_rounds
 from geartrain_bench.distributed_replay.worker import answer_requests
 
 TIMEOUT_S = 120.0
@@ -34,34 +34,34 @@ TIMEOUT_S = 120.0
 
 @dataclass
 class Member:
-    """A group that this process is in."""
+    """A group of which this process is a member."""
 
     rank: int
     size: int
     reduce: Callable[[Array], Any]
-    start: Callable[[Array], Any]  # returns what has a wait()
+    start: Callable[[Array], Any]  # returns an object with wait()
     leave: Callable[[], Any]
     group: Any
 
 
 class Process:
-    """What a process is in the middle of."""
+    """State of a process."""
 
     def __init__(self) -> None:
-        self._keeper: Any = None
+        self._tcp_store: Any = None
         self._members: dict[str, Member] = {}
         self._reducer: Any = None
-        come_first()
+        raise_priority()
 
     def listen(self, host: str) -> dict[str, Any]:
-        """Keeps the key-value store of jobs to come."""
+        """Hosts the key-value store of later jobs."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        self._keeper = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return {"port": self._keeper.port}
+        self._tcp_store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return {"port": self._tcp_store.port}
 
     def reduce(self, host: str, secret: str) -> dict[str, Any]:
-        """Sums for others."""
+        """Starts a reducer."""
         from geartrain.collectives import Reducer
 
         if self._reducer is None:
@@ -69,28 +69,28 @@ class Process:
         return {"address": self._reducer.address}
 
     def join(
-        self, arm: str, job: str, library: str, host: str, port: int, rank: int, size: int, options: dict[str, Any]
+        self, group: str, job: str, library: str, host: str, port: int, rank: int, size: int, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Makes the arm's group."""
+        """Joins the group."""
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        patience = timedelta(seconds=TIMEOUT_S)
-        kept = TCPStore(host, port, is_master=False, timeout=patience) if self._keeper is None else self._keeper
+        timeout = timedelta(seconds=TIMEOUT_S)
+        kept = TCPStore(host, port, is_master=False, timeout=timeout) if self._tcp_store is None else self._tcp_store
         store = PrefixStore(job, kept)
         make = {"gloo": _gloo, "geartrain": _geartrain}[library]
-        self._members[arm] = make(store, rank, size, options)
+        self._members[group] = make(store, rank, size, options)
         return {}
 
-    def rounds(self, arm: str, file: str, **what: Any) -> dict[str, Any]:
+    def rounds(self, group: str, file: str, **what: Any) -> dict[str, Any]:
         """So many calls, timed and checked."""
-        member = self._members[arm]
-        together = Together(file, member.size, member.rank)
-        seconds = timed_rounds(member.reduce, together=together, rank=member.rank, size=member.size, **what)
+        member = self._members[group]
+        barrier = RoundBarrier(file, member.size, member.rank)
+        seconds = timed_rounds(member.reduce, barrier=barrier, rank=member.rank, size=member.size, **what)
         return {"seconds": seconds}
 
     def steps(
         self,
-        arm: str,
+        group: str,
         file: str,
         layers: int,
         nbytes: int,
@@ -101,14 +101,14 @@ class Process:
     ) -> dict[str, Any]:
         """Training steps of a model of so many layers, whose `nbytes` of gradients are summed while or after backward.
 
-        Computing is sleeping, as a CPU does while a GPU works: a third of it forward, the rest backward, by layers.
+        Computation is a sleep, as on a CPU while a GPU computes: a third of it forward, the rest backward, by layers.
         """
-        member = self._members[arm]
-        together = Together(file, member.size, member.rank)
+        member = self._members[group]
+        barrier = RoundBarrier(file, member.size, member.rank)
         gradients = [np.ones(nbytes // 4 // layers, np.float32) for _ in range(layers)]
         seconds = []
         for number in range(warm + rounds):
-            start_ns = together.start()
+            start_ns = barrier.start()
             time.sleep(compute_s / 3)
             pending = []
             for gradient in gradients:
@@ -128,20 +128,20 @@ class Process:
                 seconds.append(took_s)
         return {"seconds": seconds}
 
-    def counters(self, arm: str) -> dict[str, Any]:
-        """What the group itself has counted."""
-        group = self._members[arm].group
-        return {"counters": group.counters() if group is not None else {}}
+    def counters(self, group: str) -> dict[str, Any]:
+        """The group's own counters."""
+        counted = self._members[group].group
+        return {"counters": counted.counters() if counted is not None else {}}
 
-    def leave(self, arm: str) -> dict[str, Any]:
-        """Leaves the arm's group."""
-        self._members.pop(arm).leave()
+    def leave(self, group: str) -> dict[str, Any]:
+        """Leaves the group."""
+        self._members.pop(group).leave()
         return {}
 
     def end(self) -> None:
-        """Gives everything back."""
-        for arm in list(self._members):
-            self.leave(arm)
+        """Releases all resources."""
+        for group in list(self._members):
+            self.leave(group)
         if self._reducer is not None:
             self._reducer.close()
 
@@ -176,7 +176,7 @@ def _geartrain(store: Any, rank: int, size: int, options: dict[str, Any]) -> Mem
 
 
 def main() -> None:
-    """What `python -m geartrain_bench.allreduce.worker` does."""
+    """Command line of `python -m geartrain_bench.allreduce.worker`."""
     answer_requests(Process)
 
 

@@ -1,15 +1,15 @@
-"""DI-engine's events over its own message queue and over geartrain's: a value emitted, and a word back.
+"""DI-engine's events over its own message queue and over geartrain's: a value emitted, and an acknowledgement.
 
 Both are driven through DI-engine's `Parallel`, between two of its workers on this host: `emit(value)` in one, whose
-listener in the other emits a word. What is timed is from the first emit until the word's listener runs, so the threads
-of DI-engine's event loops are in all figures. It needs an environment with DI-engine and geartrain in it:
+listener in the other emits an acknowledgement. Timed: from the first emit until the acknowledgement's listener runs, so
+the threads of DI-engine's event loops are in all figures. It needs an environment with DI-engine and geartrain in it:
 
     geartrain bench di-engine --baseline-python di=/path/to/python
 
-How it could mislead. nng's workers are linked by its `ipc`, as DI-engine links the workers of one command; geartrain
-finds shared memory. Across hosts both use TCP, and differ less. nng does not know whether an event was taken, and drops
-it when there is no room: geartrain acknowledges each, and that is in its figures. The floor is one warm copy of the
-bytes in one process, without any message; for the values that are not one tensor, of the bytes of their tensors.
+Threats to validity. nng's workers are linked by its `ipc`, as DI-engine links the workers of one command; geartrain
+chooses shared memory. Across hosts both use TCP, and differ less. nng does not know whether an event was taken, and
+drops it when there is no room: geartrain acknowledges each, and that is in its figures. The floor is one warm copy of
+the bytes in one process, without any message; for the values that are not one tensor, of the bytes of their tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LARGE = 335_544_320
 
 @dataclass(frozen=True)
 class Case:
-    """What is emitted: one tensor of so many bytes, or a value that the worker knows by its kind."""
+    """The emitted value: one tensor of so many bytes, or a value that the worker identifies by its kind."""
 
     name: str
     kind: str
@@ -75,7 +75,7 @@ def main(
     baselines: dict[str, str] | None = None,
     full: bool = False,
 ) -> BenchResult:
-    """Measures, prints the tables, writes what was asked for, and returns the result.
+    """Measures, prints the tables, writes the requested files, and returns the result.
 
     Args:
         quick: fewer laps.
@@ -88,14 +88,14 @@ def main(
     baselines = baselines or {}
     if "di" not in baselines:
         raise GeartrainError(
-            "this bench needs --baseline-python di=/path/to/python of an environment with DI-engine in it"
+            "this benchmark needs --baseline-python di=/path/to/python of an environment with DI-engine in it"
         )
     began_s = time.monotonic()
     result = harness.new_result("di-engine", quick=quick, baselines=["di"], packages=("numpy",))
     if full:
         result.command += " --full"
     for name in baselines.keys() - {"di"}:
-        result.baselines_missing[name] = "unknown to this bench"
+        result.baselines_missing[name] = "unknown to this benchmark"
     cases = CASES + [Case(f"{LARGE / 1e6:,.4g} MB", "tensor", LARGE, 1)] * full
     clock = Clock(40.0 if quick else 150.0, len(cases))
     with contextlib.ExitStack() as stack:
@@ -124,14 +124,14 @@ def _measure(case: Case, pairs: dict[str, Pair], repeats: int, clock: Clock, res
     floor_s = medians["memcpy"]
     for name, of_one in laps.items():
         seconds = [one.seconds for one in of_one]
-        result.rows.append(harness.time_row(case.name, name, "emit, and a word back", "ms", seconds, floor_s))
+        result.rows.append(harness.time_row(case.name, name, "emit, acknowledged", "ms", seconds, floor_s))
         result.rows.append(harness.rate_row(case.name, name, "throughput", "GB/s", seconds, case.nbytes / 1e9, floor_s))
     ratio = medians[SYSTEMS["nng"]] / medians[SYSTEMS["geartrain"]]
     result.notes.append(f"{case.name}: geartrain takes 1/{ratio:.1f} of the time of nng")
 
 
 class Pair:
-    """Two workers of DI-engine, linked by one kind of queue; the first is told over a socket what to emit."""
+    """Two workers of DI-engine, linked by one kind of queue; the first receives requests over a socket."""
 
     def __init__(self, system: str, python: str, setup_s: float = 180.0) -> None:
         self.system = system
@@ -214,7 +214,7 @@ class Pair:
     def _last_words(self) -> str:
         self._stderr.seek(0)
         lines: Iterator[str] = reversed(self._stderr.read().decode(errors="replace").strip().splitlines())
-        return next(lines, "it said nothing")
+        return next(lines, "no output")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Two workers of DI-engine's, started with the Python of its environment: `di_engine_worker.py QUEUE SOCKET`.
+"""Two workers of DI-engine's, started with the Python of its environment: `worker.py QUEUE SOCKET`.
 
-The first worker connects to the socket, tells versions, and answers each line {"kind", "nbytes", "calls"} with the
+The first worker connects to the socket, sends versions, and answers each line {"kind", "nbytes", "calls"} with the
 times of so many round trips. With QUEUE "nng" geartrain is not even imported.
 """
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 
 
 def value_of(kind: str, nbytes: int) -> Any:
-    """What is emitted."""
+    """The emitted value."""
     import torch
 
     if kind == "tensor":
@@ -55,7 +55,7 @@ def emit_in_turn(control: str) -> None:
     parallel, back = Parallel(), threading.Event()
     parallel.on("pong", lambda _: back.set())
     until_s = time.monotonic() + TIMEOUT_S
-    while not back.is_set():  # nng takes no notice of who is not there yet
+    while not back.is_set():  # nng drops events for peers that are not connected yet
         if time.monotonic() > until_s:
             raise TimeoutError("the two workers do not find each other")
         parallel.emit("ping", 0)
@@ -86,7 +86,7 @@ def round_trips(parallel: Any, back: threading.Event, value: Any, calls: int) ->
         back.clear()
         parallel.emit("ping", value)
         if not back.wait(TIMEOUT_S):
-            raise TimeoutError(f"no word back within {TIMEOUT_S:g} s: the event was lost")
+            raise TimeoutError(f"no acknowledgement within {TIMEOUT_S:g} s: the event was lost")
     seconds, cpu_seconds = time.perf_counter() - began_s, time.process_time() - cpu_s
     disturbed = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw != switches
     return {"seconds": seconds / calls, "cpu_seconds": cpu_seconds / calls, "disturbed": disturbed}
@@ -101,7 +101,7 @@ def _is_installed(name: str) -> bool:
 
 
 def work(control: str) -> None:
-    """What each worker does."""
+    """Main function of each worker."""
     import torch
     from ding.framework import Parallel
 

@@ -1,19 +1,18 @@
-"""One replay over many ranks: how fast, what crosses the network, and what a central server would do to it.
+"""One replay over many ranks: throughput, bytes on the network, and a central server as the baseline.
 
 Two claims, one run each:
 
-**scaling**: 1, 2 and 4 processes that share one host's shard, and 2 and 4 hosts with a shard each, over links without
-a limit; global batches of 32 to 1024 rows; prioritized, uniform, FIFO and top-k. The consumer drops every batch at
-once, so what is timed is the replay. The floor copies the same rows in C, in as many processes, which know nothing of
-each other.
+**scaling**: 1, 2 and 4 processes that share one host's shard, and 2 and 4 hosts with a shard each, over unshaped
+links; global batches of 32 to 1024 rows; prioritized, uniform, FIFO and top-k. The consumer drops every batch at
+once, so only the replay is timed. The floor copies the same rows in C, in as many independent processes.
 
 **links**: 4 hosts behind links of 200 Mbit/s, rows of 100 KB, and a consumer that trains for so many milliseconds a
 batch (it sleeps: a GPU's step leaves the CPU alone). One host by itself, then all four with `local_first`, with
 `ordered`, with all rows on host 0 (central), and readers of a Reverb server on host 0. The bytes are those that the
-hosts' interfaces counted. The floor is the consumer alone: a batch that is there whenever it is asked for.
+hosts' interfaces counted. The floor is the consumer alone: every batch is ready when requested.
 
 Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`): they share its cores, so several hosts are
-slower here than as many machines. How these numbers could mislead: see docs/benchmarks.md.
+slower here than as many machines. Threats to validity: see docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ ROW_BYTES = 102_400
 STRATEGIES = ("prioritized", "uniform", "fifo", "top-k")
 PER_HOST = "samples per host"
 ARMS = ("one host", "local_first", "ordered", "central", "reverb")
-#: A link without a limit is given to the model as this many times what one connection got through it.
+#: An unshaped link is modelled as this many times the measured rate of one connection.
 CONNECTIONS = 2
 #: Bytes that each process copies for a floor.
 FLOOR_BYTES = 400 * MB
@@ -51,7 +50,7 @@ FLOOR_BYTES = 400 * MB
 
 @dataclass(frozen=True)
 class Scaling:
-    """What of the first claim to measure. Every strategy at `every_at`, the first one at all batch sizes."""
+    """Cases of the first claim. Every strategy at `every_at`, the first one at all batch sizes."""
 
     processes: tuple[int, ...]
     hosts: tuple[int, ...]
@@ -72,7 +71,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Links:
-    """What of the second claim to measure."""
+    """Cases of the second claim."""
 
     hosts: int = 4
     rate_mbit: float = 200.0
@@ -84,7 +83,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure."""
+    """Cases to measure, and time limits."""
 
     scaling: Scaling | None
     links: Links | None
@@ -102,7 +101,7 @@ FULL = Plan(Scaling((1, 2, 4), (2, 4), EVERY_BATCH, STRATEGIES, EVERY_BATCH), Li
 
 @dataclass
 class RanksResult(BenchResult):
-    """With a dict for each case, and the machine's constants: what `geartrain plan ranks --check` reads."""
+    """With a dict for each case, and the machine's constants, as `geartrain plan ranks --check` reads them."""
 
     cases: list[dict[str, Any]] = field(default_factory=list)
     constants: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +116,7 @@ def main(
     plot_path: Path | None = None,
     baselines: dict[str, str] | None = None,
 ) -> RanksResult:
-    """Measures, prints the tables, writes what was asked for, and returns the result.
+    """Measures, prints the tables, writes the requested files, and returns the result.
 
     `train_ms` are the consumer's milliseconds a batch, for the links. `plot_path` FILE.png makes three plots:
     FILE.png of the links, FILE-batch.png over batch sizes, FILE-scale.png over processes and hosts.
@@ -137,7 +136,7 @@ def main(
 
 
 def run(plan: Plan, baselines: Mapping[str, str], *, quick: bool = False, constants: bool = True) -> RanksResult:
-    """All of the plan's cases."""
+    """All the plan's cases."""
     began_s = time.monotonic()
     base = harness.new_result("ranks", quick=quick, baselines=baselines, packages=("numpy", "torch"))
     result = RanksResult(base.bench, base.command, base.machine, base.versions)
@@ -154,7 +153,7 @@ def run(plan: Plan, baselines: Mapping[str, str], *, quick: bool = False, consta
     if plan.links is not None and reason is None:
         _links(plan.links, plan.row_bytes, baselines.get("reverb"), result)
     for name in set(baselines) - {"reverb"}:
-        result.baselines_missing[name] = "unknown to this bench, which knows reverb"
+        result.baselines_missing[name] = "unknown to this benchmark, which has reverb"
     result.notes.append("all hosts and processes share this machine's cores")
     harness.finish(result, began_s)
     return result
@@ -168,7 +167,7 @@ def _processes(scaling: Scaling, row_bytes: int, result: RanksResult) -> None:
     most = max(scaling.processes)
     with Fleet.here(most) as fleet:
         store = f"bench-ranks-{os.getpid()}"
-        for i in range(most):  # one after the other: the first makes it
+        for i in range(most):  # one after the other: the first creates it
             fleet.ask([i], do="fill", store=store, rows=scaling.rows, row_bytes=row_bytes, capacity=scaling.rows)
         for size in scaling.processes:
             harness.say(f"one host, {size} of its processes")
@@ -197,7 +196,7 @@ def _hosts(scaling: Scaling, row_bytes: int, result: RanksResult) -> None:
 
 @dataclass(frozen=True)
 class _Case:
-    """What is about to be measured."""
+    """The case to be measured."""
 
     where: str
     strategy: str
@@ -223,7 +222,7 @@ def _scaling_case(
 ) -> None:
     warm = 3
     batches = int(np.clip(scaling.case_bytes // (case.batch * case.row_bytes), scaling.least, scaling.most))
-    if case.strategy == "fifo":  # which draws every row once
+    if case.strategy == "fifo":  # which samples every row once
         warm, batches = 1, min(batches, case.rows // case.batch - 1)
         if batches < 1:
             result.notes.append(f"{case.name} was left out: {case.rows} rows are too few")
@@ -264,7 +263,7 @@ def _scaling_case(
 
 
 def _floor_s(fleet: Fleet, members: Sequence[int], store: str, rows: int, row_bytes: int) -> float:
-    """Seconds in which as many processes copy so many rows each, over a lap that is long enough for all to be at it."""
+    """Seconds in which as many processes copy so many rows each, over a lap long enough for all to run."""
     calls = int(np.clip(FLOOR_BYTES // (rows * row_bytes), 10, 1000))
     answers = fleet.ask(members, do="floor", store=store, rows=rows, calls=calls)
     return max(float(answer["seconds"]) for answer in answers) / calls
@@ -287,26 +286,26 @@ def _links(links: Links, row_bytes: int, reverb: str | None, result: RanksResult
             fleet.ask(every[1:], do="fill", store="central", rows=0, row_bytes=row_bytes, capacity=64)
             copy_s = _floor_s(fleet, [0], "spread", per_host, row_bytes)
             for train_ms in links.train_ms:
-                # A consumer that has each batch when it asks for it; where it does nothing, the copy is what is left.
+                # A consumer whose batches are always ready; without training time only the copy is left.
                 result.rows.append(_link_row(links, "floor", train_ms, [train_ms / 1e3 or copy_s], copy_s))
-            for arm in ("one host", "local_first", "ordered", "central"):
-                members = every[:1] if arm == "one host" else every
+            for configuration in ("one host", "local_first", "ordered", "central"):
+                members = every[:1] if configuration == "one host" else every
                 for train_ms in links.train_ms:
-                    harness.say(f"links: {arm}, training {train_ms:g} ms a batch")
-                    # A slow arm needs fewer batches for figures as good: its laps are long.
-                    slow = arm in ("ordered", "central")
+                    harness.say(f"links: {configuration}, training {train_ms:g} ms a batch")
+                    # A slow configuration needs fewer batches for figures as good: its laps are long.
+                    slow = configuration in ("ordered", "central")
                     found = fleet.measure(
                         members,
-                        store="central" if arm == "central" else "spread",
+                        store="central" if configuration == "central" else "spread",
                         strategy="prioritized",
                         batch=per_host * len(members),
-                        assignment="ordered" if arm == "ordered" else "local_first",
+                        assignment="ordered" if configuration == "ordered" else "local_first",
                         warm=4,
                         batches=max(8, links.batches // 3) if slow else links.batches,
                         train_ms=train_ms,
                         hosts=hosts,
                     )
-                    _add_link_case(arm, train_ms, found, links, row_bytes, link, copy_s, result)
+                    _add_link_case(configuration, train_ms, found, links, row_bytes, link, copy_s, result)
         if reverb is None:
             result.baselines_missing["reverb"] = "no interpreter given (--baseline-python reverb=/path/to/python)"
         else:
@@ -342,10 +341,10 @@ def _reverb(
             _add_link_case("reverb", train_ms, found, links, row_bytes, link, copy_s, result)
 
 
-def _link_row(links: Links, arm: str, train_ms: float, laps_s: list[float], copy_s: float) -> Row:
+def _link_row(links: Links, configuration: str, train_ms: float, laps_s: list[float], copy_s: float) -> Row:
     return harness.rate_row(
         f"{links.rate_mbit:g} Mbit/s, training {train_ms:g} ms",
-        arm,
+        configuration,
         PER_HOST,
         "1/s",
         laps_s,
@@ -355,7 +354,7 @@ def _link_row(links: Links, arm: str, train_ms: float, laps_s: list[float], copy
 
 
 def _add_link_case(
-    arm: str,
+    configuration: str,
     train_ms: float,
     found: Measured,
     links: Links,
@@ -366,17 +365,19 @@ def _add_link_case(
 ) -> None:
     hosts = found.ranks
     batch = hosts * links.batch_per_host
-    rated = _link_row(links, arm, train_ms, found.laps_s, copy_s)
+    rated = _link_row(links, configuration, train_ms, found.laps_s, copy_s)
     result.rows.append(rated)
-    model_arm = "local_first" if arm == "one host" else "central" if arm == "reverb" else arm
+    model_assignment = (
+        "local_first" if configuration == "one host" else "central" if configuration == "reverb" else configuration
+    )
     cluster = planning.Cluster(hosts, 1, hosts * links.rows_per_host, batch, row_bytes, link)
-    expected = planning.moved_rows(cluster, model_arm)[0] * row_bytes  # type: ignore[arg-type]
+    expected = planning.moved_rows(cluster, model_assignment)[0] * row_bytes  # type: ignore[arg-type]
     result.cases.append(
         {
             "part": "links",
-            "case": f"{rated.case}, {arm}",
-            "arm": model_arm if arm == "one host" else arm,
-            "system": arm,
+            "case": f"{rated.case}, {configuration}",
+            "arm": model_assignment if configuration == "one host" else configuration,
+            "system": configuration,
             "strategy": "prioritized",
             "hosts": hosts,
             "ranks": hosts,
@@ -393,7 +394,7 @@ def _add_link_case(
 
 
 def link_gbit(hosts: Hosts, nbytes: int) -> float:
-    """What one TCP connection carries from host 0 to the last one, in Gbit/s of payload: a link's floor."""
+    """Rate of one TCP connection from host 0 to the last one, in Gbit/s of payload: a link's floor."""
     with hosts.socket(hosts.n - 1) as listening, hosts.socket(0) as source:
         listening.bind((hosts.address(hosts.n - 1), 0))
         listening.listen(1)

@@ -1,4 +1,4 @@
-"""The cases of `geartrain bench ranks` as tables and plots: a plot for each claim."""
+"""Tables and plots of `geartrain bench ranks`: a plot for each claim."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Case = Mapping[str, Any]
 
 
 def number(value: float) -> str:
-    """Three digits that count."""
+    """Three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def print_cases(cases: Sequence[Case]) -> None:
-    """What the quantiles do not say: times of a batch, and bytes."""
+    """Times of a batch, and bytes, in addition to the quantiles."""
     links = [case for case in cases if case["part"] == "links"]
     if links:
         columns = ["", "samples/s", "of one", "wait ms", "MB expected", "moved", "interfaces", "busiest one"]
@@ -38,7 +38,18 @@ def print_cases(cases: Sequence[Case]) -> None:
         report.print_counts("links, by training: samples/s of a host; MB of a batch, all hosts", columns, rows)
     scaling = [case for case in cases if case["part"] == "scaling"]
     if scaling:
-        columns = ["", "samples/s", "GB/s", "batch ms", "select", "fetch", "exchange", "wait", "told B", "moved KB"]
+        columns = [
+            "",
+            "samples/s",
+            "GB/s",
+            "batch ms",
+            "select",
+            "fetch",
+            "exchange",
+            "wait",
+            "all-gathered B",
+            "moved KB",
+        ]
         rows = {
             case["case"]: [
                 *(
@@ -55,7 +66,7 @@ def print_cases(cases: Sequence[Case]) -> None:
 
 
 def known(case: Case, what: str) -> bool:
-    """Whether a figure means something: Reverb does not say what it moved."""
+    """Whether a figure is defined: Reverb does not report moved bytes."""
     return case["system"] != "reverb" or what != "moved_bytes"
 
 
@@ -68,7 +79,7 @@ def of_one_host(case: Case, links: Sequence[Case]) -> float:
 
 
 def plot(result: BenchResult, cases: Sequence[Case], path: Path) -> None:
-    """FILE.png: the links. FILE-batch.png: over batch sizes. FILE-scale.png: where the time of a batch goes."""
+    """FILE.png: the links. FILE-batch.png: over batch sizes. FILE-scale.png: the breakdown of a batch's time."""
     try:
         import matplotlib
 

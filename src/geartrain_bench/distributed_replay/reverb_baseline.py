@@ -1,14 +1,14 @@
 """A central Reverb server, or one of its readers, for `geartrain bench ranks`: runs with Reverb's own Python.
 
-Needs dm-reverb and TensorFlow and nothing of geartrain. Reads one JSON object a line and answers each with one:
+Needs dm-reverb and TensorFlow, not geartrain. Reads one JSON object a line and answers each with one:
 
     {"do": "serve", "rows": 4000, "row_bytes": 102400}                   -> {"port": ..., "versions": {...}}
     {"do": "prepare", "address": "host0:1234", "row_bytes": ..., "batch": 64, "warm": 3}    -> {}
-    {"do": "go", "batches": 40, "train_ms": 100}                         -> as ranks_worker.py's
+    {"do": "go", "batches": 40, "train_ms": 100}                         -> as worker.py's
     {"do": "finish"}                                                     -> {}
 
-A reader takes whole rows from one TrajectoryDataset, the fastest way in its documentation, two batches ahead of its
-consumer as our replay is. Rows are noise, which Reverb's compression cannot shrink.
+A reader takes whole rows from one TrajectoryDataset, the fastest way in its documentation, with two
+batches prefetched, as in geartrain's replay. Rows are noise, which Reverb's compression cannot shrink.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Reverb:
         return {}
 
     def go(self, batches: int, train_ms: float) -> dict[str, Any]:
-        """Takes batches and trains on each for `train_ms`: sleeps, as a CPU does while a GPU works."""
+        """Takes batches and trains on each for `train_ms`: sleeps, as on a CPU while a GPU computes."""
         ends_s = []
         cpu_s = time.process_time()
         began_s = time.perf_counter()
@@ -104,7 +104,7 @@ class Reverb:
 
 
 def main() -> None:
-    """Answers requests until there are none."""
+    """Answers requests until end of input."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"

@@ -1,8 +1,8 @@
-"""One rank of `geartrain bench ranks`: a process that does what the bench asks, all ranks at the same time.
+"""One rank of `geartrain bench ranks`: executes the benchmark's requests, all ranks at the same time.
 
-Reads one JSON object a line from stdin and answers each with one on stdout (ranks.py is the other end):
+Reads one JSON object a line from stdin and answers each with one on stdout (client: harness/fleet.py):
 
-    {"do": "listen", "host": "10.77.0.1"}                 -> {"port": 40123}: rank 0 keeps the job's key-value store
+    {"do": "listen", "host": "10.77.0.1"}                 -> {"port": 40123}: rank 0 hosts the job's key-value store
     {"do": "join", "host": ..., "port": ..., "rank": 1, "size": 4}                          -> {}
     {"do": "fill", "store": "bench", "rows": 3000, "row_bytes": 102400, "capacity": 3000}   -> {"rows": 3000}
     {"do": "floor", "store": ..., "rows": 64, "calls": 20}  -> {"seconds": all calls}: a C loop copies random rows
@@ -11,8 +11,8 @@ Reads one JSON object a line from stdin and answers each with one on stdout (ran
     {"do": "finish"}                                      -> {}: the replay is closed
     {"do": "leave"}                                       -> {}: another group may be joined
 
-"ends_s" are the times at which batches were there (and trained on), counted from the beginning of the lap. Whatever a
-library prints goes to stderr. An answer {"error": "..."} ends the rank; so does the end of stdin.
+"ends_s" are the times at which batches were ready (and trained on), from the start of the lap. Output of
+libraries goes to stderr. An answer {"error": "..."} ends the rank; so does the end of stdin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 import geartrain._native_testing as _native_testing
-import geartrain.selection.strategy as selection
+import geartrain.selection as selection
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.assignment import Assignment
@@ -47,7 +47,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 class Rank:
-    """What a rank is in the middle of."""
+    """State of a rank."""
 
     def __init__(self) -> None:
         self.stores: dict[str, Store] = {}
@@ -55,7 +55,7 @@ class Rank:
         self.replay: Replay | None = None
 
     def listen(self, host: str) -> dict[str, Any]:
-        """Keeps the key-value store of a job to come."""
+        """Hosts the key-value store of a later job."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self.keeper = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -68,9 +68,9 @@ class Rank:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         torch.set_num_threads(1)
-        patience = timedelta(seconds=TIMEOUT_S)
-        store = TCPStore(host, port, is_master=False, timeout=patience) if self.keeper is None else self.keeper
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+        timeout = timedelta(seconds=TIMEOUT_S)
+        store = TCPStore(host, port, is_master=False, timeout=timeout) if self.keeper is None else self.keeper
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         return {}
 
     def leave(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Rank:
 
     def fill(self, store: str, rows: int, row_bytes: int, capacity: int) -> dict[str, Any]:
         """Joins or makes a store and fills it to so many rows of noise, with exponential priorities."""
-        fields = {"x": Field((row_bytes // 4,), "float32", timed=False)}
+        fields = {"x": Field((row_bytes // 4,), "float32", per_row=True)}
         if store not in self.stores:
             self.stores[store] = Store.open(store, fields, create="missing", capacity=capacity)
         one = self.stores[store]
@@ -95,7 +95,7 @@ class Rank:
         return {"rows": len(one)}
 
     def floor(self, store: str, rows: int, calls: int) -> dict[str, Any]:
-        """Copies so many random rows, out of the store into warm memory, in C, on one thread; does nothing else."""
+        """Copies so many random rows out of the store into warm memory, in C, on one thread."""
         one = self.stores[store]
         column = one.column("x")
         out = np.ones((rows, *column.shape[1:]), column.dtype)
@@ -110,7 +110,7 @@ class Rank:
         return {"seconds": seconds[1]}
 
     def prepare(self, store: str, strategy: str, batch: int, assignment: Assignment, warm: int) -> dict[str, Any]:
-        """Makes a replay over all ranks and takes the first batches, which pay for what is made once."""
+        """Creates a replay over all ranks and takes warm-up batches."""
         import torch.distributed as dist
 
         self.replay = Replay(
@@ -126,7 +126,7 @@ class Rank:
         return {}
 
     def go(self, batches: int, train_ms: float) -> dict[str, Any]:
-        """Takes batches and trains on each for `train_ms`: sleeps, as a CPU does while a GPU works."""
+        """Takes batches and trains on each for `train_ms`: sleeps, as on a CPU while a GPU computes."""
         replay = self.replay
         if replay is None:
             raise ArgumentError("go before prepare")
@@ -163,15 +163,15 @@ class Rank:
         return {}
 
     def end(self) -> None:
-        """Gives everything back."""
+        """Releases all resources."""
         self.finish()
         for store in self.stores.values():
             store.close()
 
 
 def answer_requests(make: Callable[[], Any]) -> None:
-    """Answers requests with the methods of what `make` makes, until there are none; calls its `end` then."""
-    # Libraries print to stdout; answers keep the real one to themselves.
+    """Answers requests with the methods of `make()`'s object until end of input; then calls its `end`."""
+    # Libraries print to stdout; the real one is reserved for answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -194,7 +194,7 @@ def answer_requests(make: Callable[[], Any]) -> None:
 
 
 def main() -> None:
-    """What `python -m geartrain_bench.distributed_replay.worker` does."""
+    """Command line of `python -m geartrain_bench.distributed_replay.worker`."""
     answer_requests(Rank)
 
 

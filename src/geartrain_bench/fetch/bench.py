@@ -1,17 +1,17 @@
-"""Batches from shared memory to a device: GB/s beside the rate at which the link can copy.
+"""Batches from shared memory to a device: GB/s compared with the link's copy bandwidth.
 
-Floor: one asynchronous copy of the same bytes from pinned host memory to the device, again and again: the link's peak.
-Systems: the GPU's own gather, the staged path, and the chooser's choice; baselines: `index_select` on the CPU and a
-pinned copy of the result (what a careful user writes), and the same without pinned memory. Times are between an event
-before and one behind a run of batches, so that launches overlap with copies as they do in training; CPU time is that of
+Floor: one asynchronous copy of the same bytes from pinned host memory to the device, repeatedly: the link's peak.
+Systems: the GPU's gather, the staged path, and the path chosen by default; baselines: `index_select` on the CPU and a
+pinned copy of the result (hand-tuned user code), and the same without pinned memory. Times are between an event
+before and one after a run of batches, so that launches overlap with copies as they do in training; CPU time is that of
 this whole process, all threads, a row.
 
-How this could mislead: batches of one row size each, uniform draws, nothing else on the link or the multiprocessors; a
-model that trains meanwhile takes some of both. With --device cpu a simulated device stands in: every path runs, and the
-figures say nothing about any GPU.
+Threats to validity: batches of one row size each, uniform draws, nothing else on the link or the multiprocessors; a
+model that trains meanwhile uses some of both. With --device cpu a simulated device is used: every path runs, and the
+figures do not apply to any GPU.
 
-On a GPU it also times both paths for larger rows, works out up to which size the gather is to be taken, and writes that
-down for this model of GPU, where `Replay` finds it (landing/crossover.py).
+On a GPU it also times both paths for larger rows, and saves the crossover size, up to which the gather is faster, for
+this model of GPU; `Replay` reads it (crossover.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(
     plot_path: Path | None = None,
     baselines: dict[str, str] | None = None,
 ) -> BenchResult:
-    """Measures on the CUDA device, prints the table, writes what was asked for, and returns the result.
+    """Measures on the CUDA device, prints the table, writes the requested files, and returns the result.
 
     Raises:
         GeartrainError: there is no GPU; `geartrain bench fetch` without --device cuda runs the paths without one.
@@ -66,10 +66,10 @@ def main(
     found, when = crossover.found_from(seconds), time.strftime("%Y-%m-%d")
     try:
         path = crossover.remember(gpu, found, command=command, when=when, torch=torch.__version__)
-        told = f"written to {path} for {gpu}; {crossover.VARIABLE} overrides it"
+        outcome = f"written to {path} for {gpu}; {crossover.VARIABLE} overrides it"
     except OSError as error:
-        told = f"not written down ({error}); set {crossover.VARIABLE}={found}"
-    result.notes.append(f"{crossover_note(seconds)}, {told}")
+        outcome = f"not saved ({error}); set {crossover.VARIABLE}={found}"
+    result.notes.append(f"{crossover_note(seconds)}, {outcome}")
     report.report(result, json_path, plot_path)
     return result
 
@@ -81,7 +81,7 @@ def main_cpu(
     plot_path: Path | None = None,
     baselines: dict[str, str] | None = None,
 ) -> BenchResult:
-    """The same with a simulated device: a check that everything runs, not a measurement."""
+    """The same on a simulated device: a check that every path runs, not a measurement."""
     result = run("cpu", quick=quick)
     report.report(result, json_path, plot_path)
     return result
@@ -95,7 +95,7 @@ def run(
     large_rows: dict[int, tuple[int, int]] | None = None,
     seconds: dict[int, dict[str, float]] | None = None,
 ) -> BenchResult:
-    """All cases. `seconds` gets the medians of both paths by bytes of a row, those of larger rows included."""
+    """All cases. `seconds` receives the medians of both paths by bytes of a row, including larger rows."""
     import torch
 
     began_s = time.monotonic()
@@ -103,7 +103,7 @@ def run(
     result = harness.new_result(name, quick=quick, baselines=(), packages=("numpy", "torch", "triton"))
     cpu = device == "cpu"
     if cpu:
-        result.notes.append("a simulated device on the CPU: these figures say nothing about any GPU")
+        result.notes.append("a simulated device on the CPU: these figures do not apply to any GPU")
     else:
         result.machine["gpu"] = torch.cuda.get_device_name(0)
         result.machine["multiprocessors"] = torch.cuda.get_device_properties(0).multi_processor_count
@@ -127,10 +127,10 @@ def run(
 
 
 def crossover_note(seconds: dict[int, dict[str, float]]) -> str:
-    """What was found for this machine, from the median seconds of both paths by bytes of a row."""
+    """The crossover of this machine, from the median seconds of both paths by bytes of a row."""
     times = ", ".join(f"{size}: {seconds[size]['staged'] / seconds[size]['gather']:.2f}" for size in sorted(seconds))
     found = crossover.found_from(seconds)
-    return f"staged / gathered time by bytes of a row: {times}; rows of up to {found} bytes are to be gathered"
+    return f"staged / gathered time by bytes of a row: {times}; rows of up to {found} bytes are gathered"
 
 
 def _case(
@@ -149,7 +149,9 @@ def _case(
     cpu = device == "cpu"
     laps = CPU_LAPS if cpu else QUICK_LAPS if quick else LAPS
     times: dict[str, list[harness.Lap]] = {}
-    with gt.Store.create(store_name, {"x": gt.Field(shape, "float32")}, capacity=capacity) as store:
+    with gt.Store.create(
+        store_name, {"x": gt.Field(shape[1:], "float32")}, max_length=shape[0], capacity=capacity
+    ) as store:
         several = max(1, min(64, int(64e6 / row_bytes)))
         piece = np.random.default_rng(0).random((several, *shape), dtype=np.float32)
         for at in range(0, capacity, several):
@@ -174,7 +176,7 @@ def _case(
                 times[name] = _timed(work, device, target, laps)
             for name, replay in replays.items():
                 if name == "geartrain (chooser)":
-                    result.notes.append(f"{row_bytes} bytes a row: the chooser took {replay.describe()[0]['path']}")
+                    result.notes.append(f"{row_bytes} bytes a row: chosen path {replay.describe()[0]['path']}")
         finally:
             for replay in replays.values():
                 replay.close()
@@ -206,7 +208,7 @@ def _indexed(column: Any, batch: int, device: str, *, pinned: bool) -> Callable[
 
     rng = np.random.default_rng(1)
     pin = pinned and device == "cuda"
-    # Two buffers in turn: one is filled while the other is copied.
+    # Double buffering: one is filled while the other is copied.
     buffers = [torch.empty((batch, *column.shape[1:]), dtype=column.dtype, pin_memory=pin) for _ in range(2)]
     events: list[Any] = [None, None]
     turn = [0]
@@ -227,7 +229,7 @@ def _indexed(column: Any, batch: int, device: str, *, pinned: bool) -> Callable[
 
 
 def _timed(work: Callable[[], Any], device: str, target: Any, laps: int) -> list[harness.Lap]:
-    """Laps of some batches each, from the first's request until the device has all of them."""
+    """Laps of some batches each, from the first request until the device has all of them."""
     import torch
 
     def finish() -> None:

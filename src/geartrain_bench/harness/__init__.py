@@ -1,1 +1,1 @@
-"""What benchmarks share: timing, reports, child processes, baselines."""
+"""Benchmark harness: timing, reports, child processes, baselines."""

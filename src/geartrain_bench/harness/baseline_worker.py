@@ -8,12 +8,12 @@ Reads one JSON object a line from stdin and answers each with one on stdout (bas
     {"do": "sample", "batch": 32, "calls": 4}          -> {"seconds": [per call], "cpu_seconds": ..., "disturbed": ...}
     {"do": "insert", "batch": 32, "calls": 4}          -> the same
 
-With "kind": "priorities" the baseline keeps priorities only, and has other laps to run:
+With "kind": "priorities" the baseline stores priorities only, and has other laps:
 
     {"do": "setup", "kind": "priorities", "baseline": "cpprb", "rows": 1000, "fields": {}}   -> as above
-    {"do": "sample" or "update", "batch": ..., "calls": ...}                          -> as its sampler does it
-    {"do": "sample tree" or "update tree", ...}        -> its sum tree alone; an error where it has no way to that
-    {"do": "laps"}                                     -> {"laps": ["sample", ...]}: those it can run
+    {"do": "sample" or "update", "batch": ..., "calls": ...}                          -> by its sampler
+    {"do": "sample tree" or "update tree", ...}        -> its sum tree alone; an error where it is not exposed
+    {"do": "laps"}                                     -> {"laps": ["sample", ...]}: those it supports
     {"do": "counts", "draws": 4000000}                 -> {"counts": [8 numbers]}: see PriorityBaseline.counts
 
 An answer {"error": "..."} ends the baseline. It ends as well when stdin closes or its parent dies. Rows are noise.
@@ -41,12 +41,12 @@ ALPHA, BETA = 0.6, 0.4
 
 
 class Baseline:
-    """What a baseline must do; `most_rows` bounds how many it is filled with, because filling takes time."""
+    """Interface of a baseline; `most_rows` bounds its size, because filling takes time."""
 
     most_rows = 2**31
 
     def setup(self, rows: int, fields: dict[str, Any]) -> None:
-        """Makes a buffer of so many rows and fills it."""
+        """Creates a buffer of so many rows and fills it."""
         self.rows, self.fields = min(rows, self.most_rows), fields
         self.noise = np.random.default_rng(1)
         self.sources: dict[int, Any] = {}
@@ -59,11 +59,11 @@ class Baseline:
             left -= n
 
     def make(self) -> None:
-        """Makes the empty buffer and says which versions it is."""
+        """Creates the empty buffer; returns its versions."""
         raise NotImplementedError
 
     def prepare(self, n: int) -> Any:
-        """n rows in the form that `extend` takes."""
+        """n rows as arguments of `extend`."""
         raise NotImplementedError
 
     def extend(self, source: Any) -> None:
@@ -71,7 +71,7 @@ class Baseline:
         raise NotImplementedError
 
     def sample(self, batch: int) -> None:
-        """Draws rows, and drops the batch."""
+        """Samples rows, and drops the batch."""
         raise NotImplementedError
 
     def arrays(self, n: int) -> dict[str, Any]:
@@ -85,11 +85,11 @@ class Baseline:
         return made
 
     def threads(self, n: int) -> int:
-        """Threads it will use of the n it may."""
+        """Threads it will use, of at most n."""
         return 1
 
     def laps(self) -> list[str]:
-        """What can be asked of it and timed."""
+        """Its laps."""
         return ["sample", "insert"]
 
     def counts(self, draws: int) -> list[int]:
@@ -97,7 +97,7 @@ class Baseline:
         raise NotImplementedError
 
     def source(self, n: int) -> Any:
-        """The n rows that every insert of n rows takes, made before the clock starts."""
+        """The n rows of every insert of n rows, created before the clock starts."""
         if n not in self.sources:
             self.sources = {n: self.prepare(n)}
         return self.sources[n]
@@ -114,7 +114,7 @@ class Baseline:
             self.extend(source)
 
     def body(self, what: str, batch: int, calls: int) -> Callable[[int], None]:
-        """Prepares a lap and one call more; what it returns makes the next so many of these calls."""
+        """Prepares a lap and one more call; returns a function that runs the next so many of these calls."""
         if what == "sample":
             self.before_sample(batch)
             return lambda n: self.sample_many(batch, n)
@@ -122,18 +122,18 @@ class Baseline:
         return lambda n: self.insert_many(batch, n)
 
     def before_sample(self, batch: int) -> None:
-        """Whatever must happen before the clock starts."""
+        """Preparation before the clock starts."""
 
     def after(self) -> None:
         """Waits until the baseline's own background work is over."""
 
     def cpu_s(self) -> float:
-        """CPU time of everything that works for this baseline."""
+        """CPU time of all processes and threads of this baseline."""
         return time.process_time()
 
 
 class Torchrl(Baseline):
-    """A buffer of whole rows in memory, drawn uniformly: its Python alone, no C++ sampler is needed."""
+    """A buffer of whole rows in memory, sampled uniformly: Python only, without the C++ sampler."""
 
     def make(self) -> None:
         import tensordict
@@ -191,8 +191,8 @@ class Cpprb(Baseline):
 class Reverb(Baseline):
     """One server process, one TrajectoryDataset over loopback: the fastest way in its documentation.
 
-    The dataset fetches ahead of its consumer. A lap therefore throws away as many batches as can be ahead before
-    its clock starts, and waits afterwards until server and client have gone quiet.
+    The dataset prefetches. A lap therefore drops as many batches as can be prefetched before its clock starts,
+    and waits afterwards until server and client are idle.
     """
 
     most_rows = 100_000
@@ -243,7 +243,7 @@ class Reverb(Baseline):
                 num_workers_per_iterator=1,
             )
             options = tf.data.Options()
-            options.autotune.enabled = False  # it adds a buffer that grows whenever a lap empties it
+            options.autotune.enabled = False  # it adds a buffer that grows whenever a lap drains it
             self.batches, self.batches_of = iter(dataset.batch(batch).with_options(options)), batch
         for _ in range(-(-ahead // batch) + 1):
             next(self.batches)
@@ -287,7 +287,7 @@ BASELINES: dict[str, type[Baseline]] = {"torchrl": Torchrl, "torchrl-thp": Torch
 
 
 class PriorityBaseline(Baseline):
-    """A baseline's way of drawing by priority, without rows: exponential priorities, alpha 0.6, beta 0.4."""
+    """A baseline's prioritized sampler, without rows: exponential priorities, alpha 0.6, beta 0.4."""
 
     dtype = "float32"
 
@@ -299,17 +299,17 @@ class PriorityBaseline(Baseline):
         self.fill(lambda n: self.noise.standard_exponential(n, np.float32) + np.float32(1e-4))
 
     def fill(self, priorities: Callable[[int], Any]) -> None:
-        """Gives every row a priority."""
+        """Sets a priority for every row."""
         for first in range(0, self.rows, CHUNK_PRIORITIES):
             rows = np.arange(first, min(first + CHUNK_PRIORITIES, self.rows))
             self.write(rows, priorities(len(rows)).astype(self.dtype))
 
     def write(self, rows: Any, priorities: Any) -> None:
-        """Sets priorities, as the baseline's sampler does."""
+        """Updates priorities by the baseline's sampler."""
         raise NotImplementedError
 
     def draw(self, n: int) -> Any:
-        """Row numbers, drawn as the baseline's sampler does; their importance weights are computed as well."""
+        """Row numbers, drawn by the baseline's sampler, which also computes their importance weights."""
         raise NotImplementedError
 
     def laps(self) -> list[str]:
@@ -373,7 +373,7 @@ class TorchrlPriorities(PriorityBaseline):
         self.sampler._sum_tree[self.torch.from_numpy(rows)] = self.torch.from_numpy(priorities)
 
     def draw_from_tree(self, n: int) -> Any:
-        """The descent, and random numbers for it."""
+        """The descent, including its random numbers."""
         total = self.sampler._sum_tree.query(0, self.rows)
         masses = (self.noise.random(n) * total).astype(self.dtype)
         return self.sampler._sum_tree.scan_lower_bound(masses)
@@ -386,7 +386,7 @@ class TorchrlPriorities64(TorchrlPriorities):
 
 
 class Rows:
-    """As much of a torchrl storage as its sampler looks at."""
+    """The part of a torchrl storage that its sampler uses."""
 
     ndim = 1
     device = None
@@ -423,7 +423,7 @@ class CpprbPriorities(PriorityBaseline):
 
 
 class TianshouPriorities(PriorityBaseline):
-    """The segment tree of its PrioritizedReplayBuffer (numba, double precision), with what that does around it."""
+    """The segment tree of its PrioritizedReplayBuffer (numba, double precision), with its wrapper's cost."""
 
     dtype = "float64"
 
@@ -458,7 +458,7 @@ PRIORITY_BASELINES: dict[str, type[PriorityBaseline]] = {
 def timed(baseline: Baseline, what: str, batch: int, calls: int) -> dict[str, Any]:
     """One lap."""
     body = baseline.body(what, batch, calls)
-    body(1)  # untimed: a lap does not pay for what the system before it left in the caches
+    body(1)  # untimed: the previous system's cache contents must not affect a lap
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     cpu_s, began_s = baseline.cpu_s(), time.perf_counter()
     body(calls)
@@ -496,11 +496,11 @@ def serve(answers: TextIO) -> None:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan keeps gigabytes
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan holds gigabytes
     if sys.argv[1:2] == ["reverb-server"]:
         reverb_server(int(sys.argv[2]))
         return
-    # Libraries print to stdout; answers keep the real one to themselves.
+    # Libraries print to stdout; the real one is reserved for answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(answers)

@@ -1,4 +1,4 @@
-"""A process in an environment of its own that answers requests: a line of JSON each way, every wait with a deadline."""
+"""Child process in an environment of its own: requests and answers as lines of JSON, every wait with a deadline."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class BaselineError(GeartrainError):
-    """A baseline that did not start, failed, or did not answer in time; says why."""
+    """A baseline that did not start, failed, or did not answer in time; carries the reason."""
 
 
 class AnsweringProcess:
     """A worker that reads requests from its standard input. A context manager; leaving it ends all its processes.
 
-    It leads a session of its own, so that whatever it starts ends with it. PYTHONPATH is not handed down.
+    It leads a session of its own, so that its children end with it. PYTHONPATH is not inherited.
     """
 
     def __init__(self, name: str, python: str, worker: Path, environment: Mapping[str, str]) -> None:
@@ -53,7 +53,7 @@ class AnsweringProcess:
         self._unread = b""
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer. Raises `BaselineError`: it ended, was not in time, or said itself what is wrong."""
+        """The answer. Raises `BaselineError`: the process ended, was late, or answered with an error."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -88,7 +88,7 @@ class AnsweringProcess:
         return "its last words: " + (" | ".join(lines[-3:])[-400:] or "none")
 
     def close(self) -> None:
-        """Kills it and whatever it started."""
+        """Kills it and its children."""
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=30)

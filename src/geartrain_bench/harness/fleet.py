@@ -1,4 +1,4 @@
-"""The bench's end of ranks_worker.py and ranks_reverb.py: processes that do what they are told, at the same time."""
+"""Client of a fleet of benchmark workers (`worker.py`, `reverb_baseline.py`): concurrent requests to all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REVERB = Path(__file__).parents[1] / "distributed_replay" / "reverb_baseline.py"
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks did together, for so many batches."""
+    """Measurements of all ranks, over so many batches."""
 
     ranks: int
     batches: int
@@ -42,7 +42,7 @@ class Measured:
     disturbed: int
 
     def figures(self, batch: int, row_bytes: int) -> dict[str, float]:
-        """Of a batch, for JSON: rates of all ranks together, times of the mean rank, bytes of all of them."""
+        """A batch's figures for JSON: rates and bytes summed over ranks, times of the mean rank."""
         per_batch = 1 / self.batches
 
         def mean_ms(what: str) -> float:
@@ -67,9 +67,9 @@ class Measured:
 
 
 class Fleet:
-    """Processes that do what they are told, all at the same time. A context manager; leaving it kills them.
+    """Worker processes that execute requests, all at the same time. A context manager; leaving it kills them.
 
-    Raises `BaselineError` from everything that asks them something. Every wait has a deadline.
+    Every request raises `BaselineError` on failure, and every wait has a deadline.
     """
 
     def __init__(self, start: Sequence[Callable[[Any], subprocess.Popen[bytes]]]) -> None:
@@ -83,7 +83,7 @@ class Fleet:
 
     @classmethod
     def here(cls, n: int, argv: Sequence[str] = WORKER) -> Fleet:
-        """n processes on this host, which talk over loopback."""
+        """n processes on this host, connected over loopback."""
 
         def start(stderr: Any) -> subprocess.Popen[bytes]:
             return subprocess.Popen(
@@ -112,15 +112,15 @@ class Fleet:
         return cls([starter(i) for i in which])
 
     def ask(self, members: Sequence[int], timeout_s: float = 180.0, **request: Any) -> list[dict[str, Any]]:
-        """Tells all members the same, and returns what each answers."""
+        """Sends one request to all members; returns their answers."""
         return self.ask_each(dict.fromkeys(members, request), timeout_s)
 
     def ask_each(self, requests: Mapping[int, dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
-        """Tells each member its own, and returns the answers in the same order."""
+        """Sends each member its own request; returns the answers in the same order."""
         for i, request in requests.items():
             self._members[i].tell(request)
         ends_s = time.monotonic() + timeout_s
-        # Whoever fails first says why; the others only notice that it is gone.
+        # The first failure has the cause; the others only report a lost peer.
         answers: dict[int, dict[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             for i in requests:
@@ -141,7 +141,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def joined(self, members: Sequence[int], host: str) -> Iterator[None]:
-        """A `torch.distributed` job of these members, the first of which keeps its key-value store."""
+        """A `torch.distributed` job of these members, the first of which hosts its key-value store."""
         (kept,) = self.ask(members[:1], do="listen", host=host)
         ask = {"do": "join", "host": host, "port": kept["port"], "size": len(members)}
         self.ask_each({i: {**ask, "rank": rank} for rank, i in enumerate(members)}, 180.0)
@@ -151,7 +151,7 @@ class Fleet:
     def measure(
         self, members: Sequence[int], *, batches: int, train_ms: float, hosts: Hosts | None = None, **case: Any
     ) -> Measured:
-        """One case: a new job and a new replay over the members, its first batches, then so many that count."""
+        """One case: a new job and a new replay over the members, warm-up batches, then the measured ones."""
         with self.joined(members, "127.0.0.1" if hosts is None else hosts.address(0)):
             self.ask(members, do="prepare", **case)
             found = self.go(members, batches, train_ms, hosts)
@@ -159,13 +159,13 @@ class Fleet:
         return found
 
     def go(self, members: Sequence[int], batches: int, train_ms: float, hosts: Hosts | None) -> Measured:
-        """So many batches, which count."""
+        """So many measured batches."""
         before = [hosts.bytes(i) for i in range(hosts.n)] if hosts is not None else []
         answers = self.ask(members, timeout_s=600.0, do="go", batches=batches, train_ms=train_ms)
         after = [hosts.bytes(i) for i in range(hosts.n)] if hosts is not None else []
         moved = [max(b.sent - a.sent, b.received - a.received) for a, b in zip(before, after, strict=True)]
         ends_s = np.array([answer["ends_s"] for answer in answers]).max(axis=0)
-        # Laps of a few batches: single ones alternate between what was prepared ahead and what was not.
+        # Laps of a few batches: single ones alternate between prefetched and not.
         laps = max(1, min(8, batches // 3))
         cuts = np.linspace(0, batches, laps + 1).astype(int)
         marks = np.concatenate([[0.0], ends_s])[cuts]
@@ -185,7 +185,7 @@ class Fleet:
         )
 
     def close(self) -> None:
-        """Ends them all: by the end of their input, so that they give back what they hold; then by force."""
+        """Ends them all: by end of input, so that they release their resources; then by SIGKILL."""
         for member in self._members:
             member.hang_up()
         for member in self._members:
@@ -229,7 +229,7 @@ class _Member:
             raise BaselineError(f"rank {self._number} ended: {self._last_words()}") from None
 
     def read(self) -> dict[str, Any] | None:
-        """An answer, or None while only a part of it has come."""
+        """An answer, or None while it is incomplete."""
         more = os.read(self.stdout.fileno(), 1 << 16)
         if not more:
             raise BaselineError(f"rank {self._number} ended: {self._last_words()}")

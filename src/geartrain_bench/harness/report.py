@@ -1,4 +1,4 @@
-"""Showing a bench's result: a table to read, JSON to keep, a plot to look at."""
+"""Reports of a benchmark's result: table, JSON, plot."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain_bench.harness.timing import BenchResult, Row
 
-#: GEARTRAIN_BASELINE_PYTHON_TORCHRL=/path/to/python says where torchrl is, as --baseline-python torchrl=... does.
+#: GEARTRAIN_BASELINE_PYTHON_TORCHRL=/path/to/python is equivalent to --baseline-python torchrl=/path/to/python.
 BASELINE_PREFIX = "GEARTRAIN_BASELINE_PYTHON_"
 
 
 def report(result: BenchResult, json_path: Path | None = None, plot_path: Path | None = None) -> None:
-    """Prints the table and writes the files that were asked for."""
+    """Prints the table and writes the requested files."""
     print_table(result)
     if json_path is not None:
         write_json(result, json_path)
@@ -35,7 +35,7 @@ def print_table(result: BenchResult) -> None:
         raise MissingDependencyError("benchmark tables need rich: pip install 'geartrain[cli]'") from None
     console = Console(emoji=False)
     if not console.is_terminal:
-        console.width = 120  # a file takes whole lines
+        console.width = 120  # no wrapping in a file
     console.print(f"[bold]{result.command}[/bold]")
     for title, facts in (("machine", result.machine), ("versions", result.versions)):
         console.print(f"{title}: " + ", ".join(f"{key} {value}" for key, value in facts.items()), highlight=False)
@@ -62,7 +62,7 @@ def print_table(result: BenchResult) -> None:
 
 
 def print_counts(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
-    """A further table: a line for each key. After `print_table`, which has asked for rich."""
+    """A further table: a line for each key. After `print_table`, which requires rich."""
     from rich.console import Console
     from rich.table import Table
 
@@ -122,7 +122,7 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 def plot_lines(
     result: BenchResult, path: Path, panels: Mapping[str, Lines], x_label: str, y_label: str, columns: int
 ) -> None:
-    """Lines over two logarithmic axes, a panel for each title, all with the same ends. Needs matplotlib."""
+    """Lines over two logarithmic axes, a panel for each title, all with the same limits. Needs matplotlib."""
     try:
         import matplotlib
 
@@ -203,7 +203,7 @@ def _panel(axis: Any, title: str, rows: list[Row], systems: list[str], colors: d
 
 
 def parse_baselines(given: Sequence[str]) -> dict[str, str]:
-    """NAME=PYTHON words, and the environment's, as {name: interpreter}; words win over the environment."""
+    """NAME=PYTHON arguments and the environment's variables, as {name: interpreter}; arguments take precedence."""
     found = {
         key.removeprefix(BASELINE_PREFIX).lower().replace("_", "-"): value
         for key, value in os.environ.items()
@@ -218,7 +218,7 @@ def parse_baselines(given: Sequence[str]) -> dict[str, str]:
 
 
 def main_of(folder: str, main: Any) -> None:
-    """What `python -m geartrain_bench.FOLDER.bench` does."""
+    """Command line of `python -m geartrain_bench.FOLDER.bench`."""
     parser = argparse.ArgumentParser(prog=f"python -m geartrain_bench.{folder}.bench")
     parser.add_argument("--quick", action="store_true", help="end within a minute")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -234,10 +234,10 @@ def main_of(folder: str, main: Any) -> None:
 
 
 def _number(value: float) -> str:
-    """Three digits that count."""
+    """Three significant digits."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def _short(case: str) -> str:
-    """A case's name broken for an axis."""
+    """A case's name with line breaks, for an axis."""
     return case.rpartition(", ")[0].replace(" x ", "\nx ") if "thread" in case else case

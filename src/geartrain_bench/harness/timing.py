@@ -1,16 +1,16 @@
-"""Timing several systems against one floor, fairly: in turns, in one run, by their medians.
+"""Interleaved timing of several systems and a floor (lower bound) in one run, compared by medians.
 
 A *lap* is one repetition of one system: enough calls to last a millisecond or more. A *round* is one lap of
-every system, in an order that rotates, so that slow drifts of the machine hit all alike. Numbers are quantiles
+every system, in an order that rotates, so that slow drifts of the machine affect all alike. Numbers are quantiles
 of the time per call over the laps; ratios are ratios of medians.
 
-What p50, p75, p90 and p95 mean: the time per call that so many percent of the laps stayed within. For a rate
-they are the rates at those times, so p95 is always the slow tail, never the lucky one. `ratio_to_floor` is
+What p50, p75, p90 and p95 mean: quantiles of the time per call over laps. For a rate
+they are the rates at those times, so p95 is always the slow tail, never the fast one. `ratio_to_floor` is
 always speed: 1 is as fast as the floor, 0.5 takes twice the floor's time, for rates and times alike.
 
-A shared machine takes the CPU away now and then. A lap during which it did (an involuntary context switch) says
-little about the code, for the floor as for ours. Such laps are left out of all the systems that are timed in this
-process if each of them keeps `MIN_QUIET` others; otherwise all their laps count, and a note says so. A baseline's laps
+On a shared machine a process is preempted now and then. A lap with an involuntary context switch says little about
+the code, for the floor as for geartrain. Such laps are left out of all the systems that are timed in this
+process if each of them keeps `MIN_QUIET` others; otherwise all their laps count, with a note. A baseline's laps
 are judged alone, by the same rule.
 """
 
@@ -31,14 +31,14 @@ from typing import Any
 
 import numpy as np
 
-#: Quiet laps that a system needs before the disturbed ones are left out.
+#: Undisturbed laps that a system needs before the disturbed ones are left out.
 MIN_QUIET = 7
 QUANTILES = (0.50, 0.75, 0.90, 0.95)
 
 
 @dataclass(frozen=True)
 class Lap:
-    """One repetition: seconds of wall and CPU time per call, and whether the CPU was taken away meanwhile."""
+    """One repetition: seconds of wall and CPU time per call, and whether it was preempted."""
 
     seconds: float
     cpu_seconds: float
@@ -62,7 +62,7 @@ class Row:
 
 @dataclass
 class BenchResult:
-    """Everything that a number must not travel without."""
+    """A benchmark's rows, with the machine, versions and command that every figure needs."""
 
     bench: str
     command: str
@@ -95,7 +95,7 @@ class Clock:
         self._left = cases
 
     def next_case_s(self, most_s: float) -> float:
-        """Seconds the next case may take, `most_s` at most."""
+        """Time limit of the next case in seconds, `most_s` at most."""
         share_s = (self._end_s - time.monotonic()) / max(1, self._left)
         self._left -= 1
         return max(0.0, min(most_s, share_s))
@@ -104,8 +104,8 @@ class Clock:
 def lap(calls: int, body: Callable[[], object], warm: Callable[[], object] | None = None) -> Lap:
     """Times `body`, which makes `calls` calls, in this process and all its threads.
 
-    `warm` makes one call before the clock starts, so that a lap does not pay for what the system before it left
-    in the caches: small batches live there.
+    `warm` makes one call before the clock starts, so that the previous system's cache contents do not affect a lap:
+    small batches fit in the caches.
     """
     if warm is not None:
         warm()
@@ -118,7 +118,7 @@ def lap(calls: int, body: Callable[[], object], warm: Callable[[], object] | Non
 
 
 def take_turns(systems: Sequence[System], *, repeats: int, budget_s: float, warmups: int = 1) -> dict[str, list[Lap]]:
-    """Laps of every system, taken in turns: until each has `repeats` quiet ones, or the budget is spent.
+    """Interleaved laps of every system: until each has `repeats` undisturbed ones, or the budget is spent.
 
     Every system gets at least three laps, whatever the budget. Warm-up laps are not among them.
     """
@@ -138,7 +138,7 @@ def take_turns(systems: Sequence[System], *, repeats: int, budget_s: float, warm
     while turn < 3 or (time.monotonic() < ends_s and any(map(wants_more, systems))):
         for place in range(len(systems)):
             system = systems[(turn + place) % len(systems)]
-            # A system with enough laps goes on with the others, unless its laps are bounded: they are long.
+            # A system with enough laps continues with the others, unless its laps are bounded: they are long.
             if system.rounds is None or turn < 3 or wants_more(system):
                 laps[system.name].append(system.lap())
         turn += 1
@@ -146,7 +146,7 @@ def take_turns(systems: Sequence[System], *, repeats: int, budget_s: float, warm
 
 
 def quiet(laps: dict[str, list[Lap]], alone: Collection[str] = ()) -> tuple[dict[str, list[Lap]], list[str]]:
-    """The laps that count, and the systems of which disturbed ones had to be counted as well.
+    """The laps that count, and the systems whose disturbed laps had to be counted as well.
 
     `alone` are the systems judged by themselves; the others are judged together.
     """
@@ -181,7 +181,7 @@ def time_row(case: str, system: str, metric: str, unit: str, seconds: Sequence[f
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The machine of the measurement."""
     info = _first_values("/proc/cpuinfo")
     memory_kib = int(_first_values("/proc/meminfo").get("MemTotal", "0 kB").split()[0])
     caches = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -213,19 +213,19 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def command(bench: str, *, quick: bool, baselines: Iterable[str]) -> str:
-    """The line that repeats this run; interpreters of baselines are named, not located."""
+    """The command that repeats this run; paths of baselines' interpreters are placeholders."""
     words = ["geartrain bench", bench] + ["--quick"] * quick
     words += [f"--baseline-python {baseline}=/path/to/python" for baseline in baselines]
     return " ".join(words)
 
 
 def new_result(bench: str, *, quick: bool, baselines: Iterable[str], packages: Sequence[str]) -> BenchResult:
-    """A result that knows its machine, versions and command, and has no rows yet."""
+    """A result with machine, versions and command, without rows."""
     return BenchResult(bench, command(bench, quick=quick, baselines=baselines), machine(), versions(*packages))
 
 
 def finish(result: BenchResult, began_s: float) -> BenchResult:
-    """Adds what is only known at the end: the load meanwhile and the time it took."""
+    """Adds the load average after the run and the time it took."""
     result.machine["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
     result.machine["run_s"] = round(time.monotonic() - began_s, 1)
     return result
@@ -233,7 +233,7 @@ def finish(result: BenchResult, began_s: float) -> BenchResult:
 
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """torch's own threads kept out of everybody's laps."""
+    """Context in which torch uses one thread, for all systems."""
     try:
         import torch
     except ImportError:

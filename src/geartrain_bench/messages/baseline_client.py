@@ -1,4 +1,4 @@
-"""The bench's end of p2p_peer.py: ZeroMQ, gRPC or Ray, in an environment of its own."""
+"""Client of baselines.py: ZeroMQ, gRPC or Ray, in an environment of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODULES = {"zmq": "zmq", "grpc": "grpc", "ray": "ray"}
 
 
 class Foreign(AnsweringProcess):
-    """One system that is set up and waits to be timed. A context manager; leaving it ends its processes."""
+    """One system that is set up and ready to be timed. A context manager; leaving it ends its processes."""
 
     def __init__(self, python: str, system: str, setup_s: float = 90.0) -> None:
         super().__init__(system, python, WORKER, {"OMP_NUM_THREADS": "1"})
@@ -34,11 +34,11 @@ class Foreign(AnsweringProcess):
     def lap(self, what: str, calls: int, *, nbytes: int = 0, open_calls: int = 1, timeout_s: float = 120.0) -> Lap:
         """Seconds of a call, by its own clock. Raises `BaselineError`."""
         request = {"do": "lap", "what": what, "calls": calls, "bytes": nbytes, "open": open_calls}
-        told = self.ask(request, timeout_s)
-        return Lap(told["seconds"], told["seconds"], told["disturbed"])
+        answer = self.ask(request, timeout_s)
+        return Lap(answer["seconds"], answer["seconds"], answer["disturbed"])
 
     def close(self) -> None:
-        """Lets it end its own processes, then kills what is left."""
+        """Asks it to end its own processes, then kills the rest."""
         with contextlib.suppress(BaselineError):
             self.ask({"do": "finish"}, 20.0)
         super().close()

@@ -1,14 +1,14 @@
-"""The other systems of `geartrain bench p2p`, each in its own environment: ZeroMQ, gRPC and Ray.
+"""Baselines of `geartrain bench p2p`, each in its own environment: ZeroMQ, gRPC and Ray.
 
-Runs with the peer's own Python, which needs NumPy and the peer, and nothing of geartrain. Reads one JSON object a line
-and answers each with one; the calling side is this process, the answering side one that it starts:
+Runs with the baseline's own Python, which needs NumPy and the baseline, not geartrain. Reads one JSON object a line
+and answers each with one; the client is this process, the server one that it starts:
 
     {"do": "setup", "system": "zmq ipc"}                                  -> {"versions": {...}}
     {"do": "lap", "what": "echo" | "acknowledge", "bytes": 8000, "calls": 100}    -> {"seconds", "disturbed"}
     {"do": "lap", "what": "in flight", "open": 64, "calls": 500}                   -> the same
     {"do": "finish"}                                                      -> {}
 
-`bytes` 0 stands for the number 7. Each system is used as its documentation has it for arrays: ZeroMQ with a frame for
+`bytes` 0 stands for the number 7. Each system is used as documented for arrays: ZeroMQ with a frame for
 the array's bytes, not copied on either side; gRPC with one message of pickled bytes, without a limit on its size; Ray
 with an actor's method.
 """
@@ -58,7 +58,7 @@ class ZeroMq:
         self.socket.connect(self.server.stdout.readline().strip())  # type: ignore[union-attr]
 
     def start(self, what: str, value: Any) -> None:
-        """Begins a call."""
+        """Starts a call."""
         self.socket.send_multipart([what.encode(), *_frames(value)], copy=False)
 
     def wait(self, _: Any) -> Any:
@@ -66,13 +66,13 @@ class ZeroMq:
         return _value(self.socket.recv_multipart(copy=False))
 
     def call(self, what: str, value: Any) -> Any:
-        """A call, and its answer."""
+        """A call and its reply."""
         self.start(what, value)
         return self.wait(None)
 
     @staticmethod
     def serve(address: str) -> None:
-        """The other side; prints where it is."""
+        """The server; prints its address."""
         import zmq  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         socket = zmq.Context().socket(zmq.ROUTER)
@@ -84,7 +84,7 @@ class ZeroMq:
             socket.send_multipart([caller, *_frames(value if what.bytes == b"echo" else None)], copy=False)
 
     def finish(self) -> None:
-        """Ends the other side."""
+        """Ends the server."""
         self.socket.close(0)
         _stop(self.server)
 
@@ -111,7 +111,7 @@ class Grpc:
         self.method = self.channel.unary_unary("/p2p/call", _dumps, pickle.loads)
 
     def start(self, what: str, value: Any) -> Any:
-        """Begins a call."""
+        """Starts a call."""
         return self.method.future((what, value), timeout=300)
 
     def wait(self, future: Any) -> Any:
@@ -119,12 +119,12 @@ class Grpc:
         return future.result()
 
     def call(self, what: str, value: Any) -> Any:
-        """A call, and its answer."""
+        """A call and its reply."""
         return self.method((what, value), timeout=300)
 
     @staticmethod
     def serve(address: str) -> None:
-        """The other side; prints where it is."""
+        """The server; prints its address."""
         from concurrent.futures import ThreadPoolExecutor
 
         import grpc  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -142,7 +142,7 @@ class Grpc:
         server.wait_for_termination()
 
     def finish(self) -> None:
-        """Ends the other side."""
+        """Ends the server."""
         self.channel.close()
         _stop(self.server)
 
@@ -175,14 +175,14 @@ class Ray:
                 return value
 
             def acknowledge(self, _: Any) -> None:
-                """A word back."""
+                """An acknowledgement."""
                 return
 
         self.actor = ray.remote(Answering).remote()
         ray.get(self.actor.echo.remote(7))
 
     def start(self, what: str, value: Any) -> Any:
-        """Begins a call."""
+        """Starts a call."""
         return getattr(self.actor, what).remote(value)
 
     def wait(self, reference: Any) -> Any:
@@ -190,11 +190,11 @@ class Ray:
         return self.ray.get(reference)
 
     def call(self, what: str, value: Any) -> Any:
-        """A call, and its answer."""
+        """A call and its reply."""
         return self.ray.get(self.start(what, value))
 
     def finish(self) -> None:
-        """Ends the other side."""
+        """Ends the server."""
         self.ray.shutdown()
 
 
@@ -205,7 +205,7 @@ SYSTEMS: dict[str, Any] = {"zmq": ZeroMq, "grpc": Grpc, "ray": Ray}
 
 
 class Worker:
-    """One system, and what is asked of it."""
+    """One system, and its requests."""
 
     def __init__(self) -> None:
         self.system: Any = None
@@ -243,7 +243,7 @@ class Worker:
         return {"seconds": seconds, "disturbed": resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw != began}
 
     def finish(self) -> dict[str, Any]:
-        """Ends the other side."""
+        """Ends the server."""
         self.system.finish()
         self.directory.cleanup()
         return {}
@@ -265,7 +265,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Answers requests until there are none; or serves, where the words say so."""
+    """Answers requests until end of input; or serves, depending on the arguments."""
     if sys.argv[1:2] == ["serve"]:
         threading.Thread(target=_end_with_parent, daemon=True).start()
         SYSTEMS[sys.argv[2]].serve(sys.argv[3])
@@ -284,7 +284,7 @@ def main() -> None:
         answers.flush()
         if "error" in words or what == "finish":
             break
-    os._exit(0)  # without waiting for what a peer left running
+    os._exit(0)  # without waiting for threads that a baseline left running
 
 
 if __name__ == "__main__":

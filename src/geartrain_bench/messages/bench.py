@@ -1,12 +1,13 @@
-"""Two processes on one host: calls with small values, and big tensors one way with a word back.
+"""Messages between two processes on one host: calls with small values, big tensors one way with an acknowledgement.
 
-The systems of this environment (geartrain, torch.distributed.rpc, raw sockets, memcpy) take turns. ZeroMQ, gRPC and Ray
-come after them, one at a time, each in its own environment (`--baseline-python zmq=/path/to/python`), because their
-idle processes would take time from the others. `geartrain tcp, TLS` takes part where the environment names certificates
+The systems of this environment (geartrain, torch.distributed.rpc, raw sockets, memcpy) are interleaved. ZeroMQ, gRPC
+and Ray follow, one at a time, each in its own environment (`--baseline-python zmq=/path/to/python`), because their
+idle processes would take time from the others. `geartrain tcp, TLS`
+is measured where the environment names certificates
 (GEARTRAIN_TLS_CERT and the others, docs/transport.md); no other system then uses them.
 
-How it could mislead. Both processes share the cores with whatever else runs: on two cores a third process shows at
-once, as thread switches. `geartrain shm` hands big tensors out where they are, and so does ZeroMQ; `geartrain shm,
+Threats to validity. Both processes share the cores with all other processes: on two cores a third process
+shows at once, as context switches. `geartrain shm` delivers big tensors in place, and so does ZeroMQ; `geartrain shm,
 copied`, torch, gRPC and the raw sockets fill memory, the raw sockets the same every time. The floor of a call is a raw
 Unix socket's round trip with no Python values in it; the floor of a transfer is one warm copy of its bytes in one
 process.
@@ -45,21 +46,21 @@ IN_FLIGHT = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and for how long."""
+    """Cases to measure, and their time limits."""
 
     sizes: tuple[int, ...]
     repeats: int
-    budget_s: float  # of all systems that take turns
+    budget_s: float  # of all interleaved systems
     foreign_s: float  # of each that is measured alone
 
 
 FULL = Plan(SIZES, 12, 170.0, 30.0)
 QUICK = Plan(SIZES[:5], 7, 40.0, 6.0)
-#: Systems that only differ from another in what they do with big tensors are not timed with small calls, and spinning
-#: makes no difference to big ones.
+#: Systems that differ from another only for big tensors are not timed with small calls, and spinning makes no
+#: difference to big ones.
 ONLY_TRANSFERS = ("geartrain shm, copied",)
 ONLY_CALLS = ("geartrain shm, spinning",)
-ONE_WAY = "one way, and a word back"
+ONE_WAY = "one way, acknowledged"
 
 
 @dataclass
@@ -80,7 +81,7 @@ def main(
     plot_path: Path | None = None,
     baselines: dict[str, str] | None = None,
 ) -> BenchResult:
-    """Measures, prints the tables, writes what was asked for, and returns the result.
+    """Measures, prints the tables, writes the requested files, and returns the result.
 
     torch.distributed.rpc is measured where torch is installed, and `zmq`, `grpc` and `ray` where they are installed
     here or an interpreter is given in `baselines`.
@@ -100,7 +101,7 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchR
     began_s = time.monotonic()
     result = harness.new_result("p2p", quick=quick, baselines=baselines, packages=("numpy", "torch"))
     for name in set(baselines) - set(SYSTEMS):
-        result.baselines_missing[name] = f"unknown to this bench, which knows {', '.join(SYSTEMS)}"
+        result.baselines_missing[name] = f"unknown to this benchmark, which has {', '.join(SYSTEMS)}"
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(opened) for opened in _clients(plan)]
         if importlib.util.find_spec("torch") is not None:
@@ -143,7 +144,7 @@ def _one_foreign(name: str, peer: Foreign, plan: Plan, result: BenchResult) -> N
     clock = Clock(plan.foreign_s, 3 + len(plan.sizes))
 
     def seconds(calls: int, most: int, what: str, **how: int) -> list[float]:
-        """Of laps in its share of the time: two at least, the first one not counted."""
+        """Seconds of laps within its share of the time: two at least, the first one not counted."""
         ends_s = time.monotonic() + clock.next_case_s(15.0)
         found: list[float] = []
         while len(found) < 2 or (len(found) <= most and time.monotonic() < ends_s):
@@ -165,7 +166,7 @@ def _one_foreign(name: str, peer: Foreign, plan: Plan, result: BenchResult) -> N
         add_transfer(result, name, size, found, floors[size_name(size), ONE_WAY] * 1e-3)
 
 
-#: Calls with a value that comes back: case -> bytes of a tensor, or 0 for a number.
+#: Echo calls: case -> bytes of a tensor, or 0 for a number.
 CALLS = {"an integer": 0, "a tensor of 8 KB": 8_000}
 
 
@@ -210,7 +211,9 @@ def _calls(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult)
     for name, of_one in laps.items():
         seconds = [one.seconds for one in of_one]
         result.rows.append(harness.rate_row(f"{IN_FLIGHT} in flight", name, "calls", "1/s", seconds, 1.0, best_s))
-    result.notes.append(f"calls with {IN_FLIGHT} in flight have no floor: the ratio is to the fastest that took turns")
+    result.notes.append(
+        f"calls with {IN_FLIGHT} in flight have no floor: the ratio is to the fastest interleaved system"
+    )
 
 
 def _transfers(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult) -> None:
@@ -233,14 +236,14 @@ def _transfers(plan: Plan, clients: list[Client], clock: Clock, result: BenchRes
 
 
 def add_transfer(result: BenchResult, name: str, size: int, seconds: list[float], floor_s: float) -> None:
-    """The two rows of a system that sends so many bytes: milliseconds and GB/s."""
+    """The two rows of a system for messages of so many bytes: milliseconds and GB/s."""
     case = size_name(size)
     result.rows.append(harness.time_row(case, name, ONE_WAY, "ms", seconds, floor_s))
     result.rows.append(harness.rate_row(case, name, "throughput", "GB/s", seconds, size / 1e9, floor_s))
 
 
 def median_s(laps: list[harness.Lap]) -> float:
-    """Of a call in these laps."""
+    """Seconds of a call in these laps."""
     return float(np.median([one.seconds for one in laps]))
 
 
@@ -254,7 +257,7 @@ def size_name(nbytes: int) -> str:
 
 @contextlib.contextmanager
 def worker(*arguments: str) -> Iterator[str]:
-    """A process of `p2p_worker` with these arguments; what it printed first."""
+    """A `worker.py` process with these arguments; the first line that it printed."""
     process = subprocess.Popen(
         [sys.executable, "-m", "geartrain_bench.messages.worker", *arguments],
         stdin=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """Tensors on a GPU from one process to another on the same host: the CUDA columns of `geartrain bench p2p`.
 
-`geartrain bench p2p --device cuda`. The receiver's function waits until its GPU has the bytes, so that an answer means
-that they are there. geartrain goes by `cuda_ipc`, TensorPipe is given a device map. With two GPUs or more tensors go
+`geartrain bench p2p --device cuda`. The receiver's function waits until its GPU has the bytes, so a reply means
+that they have arrived. geartrain uses `cuda_ipc`, TensorPipe a device map. With two GPUs or more tensors go
 from the first to the second, else they stay on the only one.
 
 The floor of a transfer is one copy of the tensor by torch on the sender's stream, to the receiver's GPU, waited for.
@@ -25,7 +25,7 @@ from geartrain_bench.messages.worker import landed
 
 
 class Gpus:
-    """What the columns ask of a device: the sender's GPU is `near`, the receiver's `far`."""
+    """Devices of the columns: the sender's GPU is `near`, the receiver's `far`."""
 
     transport = "cuda_ipc"  # of geartrain's
 
@@ -53,7 +53,7 @@ class Gpus:
         return torch.ones(nbytes // 4, dtype=torch.float32, device=device)
 
     def wait(self) -> None:
-        """Until both have done what they were given."""
+        """Waits until both devices have completed their work."""
         import torch
 
         torch.cuda.synchronize(self.near)
@@ -67,7 +67,7 @@ def main(
     plot_path: Path | None = None,
     baselines: dict[str, str] | None = None,
 ) -> BenchResult:
-    """Measures, prints the tables, writes what was asked for, and returns the result.
+    """Measures, prints the tables, writes the requested files, and returns the result.
 
     Raises:
         GeartrainError: there is no GPU here.
@@ -83,7 +83,7 @@ def main(
 
 
 def run(plan: p2p.Plan, gpus: Gpus, *, quick: bool = False) -> BenchResult:
-    """All sizes, the systems in turns. A way that is not viable here is named with the reason, and left out."""
+    """All sizes, systems interleaved. A channel that is not viable here is named with the reason, and left out."""
     began_s = time.monotonic()
     result = harness.new_result("p2p --device cuda", quick=quick, baselines=(), packages=("numpy", "torch"))
     result.machine["gpu"] = f"{gpus.name}, {gpus.near} to {gpus.far}"
@@ -131,7 +131,7 @@ def _rpc(gpus: Gpus) -> Iterator[Callable[[Any], Any]]:
     with p2p.worker("rpc", way, "0", "views") as address:
         peers = {"server": address}
         with rpc.Node("client", peers=peers, transport=way, device_map=gpus.map, timeout_s=120) as node:
-            node.call("server", "landed", gpus.tensor(4096, gpus.near))  # finds out whether the way is one
+            node.call("server", "landed", gpus.tensor(4096, gpus.near))  # checks whether the channel is viable
             yield lambda value: node.call("server", "landed", value)
 
 

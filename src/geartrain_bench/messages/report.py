@@ -1,4 +1,4 @@
-"""What `geartrain bench p2p` shows: one table in the form of the torchrpc page's, and a picture."""
+"""Report of `geartrain bench p2p`: one table in the form of the torchrpc page's, and a plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import geartrain_bench.harness.report as report
 from geartrain.errors import MissingDependencyError
 from geartrain_bench.harness.timing import BenchResult
 
-ONE_WAY, INTEGER, TENSOR = "one way, and a word back", "an integer", "a tensor of 8 KB"
+ONE_WAY, INTEGER, TENSOR = "one way, acknowledged", "an integer", "a tensor of 8 KB"
 #: Families of systems, in the order and the colours in which they are shown.
 COLOURS = {
     "geartrain shm": "#0b5fa5",
@@ -33,11 +33,11 @@ COLOURS = {
 
 
 def overview(result: BenchResult) -> dict[str, tuple[list[str], dict[str, list[str]]]]:
-    """A row for each system: milliseconds by size and, if measured, what small calls cost; all p50."""
+    """A row for each system: milliseconds by size and, if measured, the cost of small calls; all p50."""
     found = {(row.system, row.metric, row.case): row.p50 for row in result.rows}
     sizes = list(dict.fromkeys(row.case for row in result.rows if row.metric == ONE_WAY))
     tables = {
-        "one way, and a word back: p50, ms": {(ONE_WAY, size): _short_size(size) for size in sizes},
+        "one way, acknowledged: p50, ms": {(ONE_WAY, size): _short_size(size) for size in sizes},
         "calls: p50": {
             ("call", INTEGER): "integer, us",
             ("call", TENSOR): "8 KB tensor, us",
@@ -58,7 +58,7 @@ def overview(result: BenchResult) -> dict[str, tuple[list[str], dict[str, list[s
 
 
 def print_overview(result: BenchResult) -> None:
-    """All systems beside each other, after the detailed tables."""
+    """All systems in one table, after the detailed tables."""
     for title, (columns, rows) in overview(result).items():
         report.print_counts(title, columns, rows)
 
@@ -77,7 +77,7 @@ def plot(result: BenchResult, path: Path) -> None:
         grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
         _times(figure.add_subplot(grid[0, :]), result)
         small = {INTEGER: "an integer", TENSOR: "an 8 KB tensor"}
-        title = "a call and its answer, us (shorter is better)"
+        title = "a call and its reply, us (shorter is better)"
         _bars(figure.add_subplot(grid[1, 0]), result, "call", small, title)
         in_flight = {"64 in flight": "64 in flight", "1 in flight": "1 in flight"}
         _bars(figure.add_subplot(grid[1, 1]), result, "calls", in_flight, "calls a second (longer is better)")
@@ -86,7 +86,7 @@ def plot(result: BenchResult, path: Path) -> None:
         _times(figure.add_subplot(), result)
     words = textwrap.wrap(result.command, 110, break_on_hyphens=False)
     load = result.machine.get("load_average_before", ["?"])[0]
-    where = f"{result.machine['cpu']}, {result.machine['cores']} cores, load {load} at the beginning"
+    where = f"{result.machine['cpu']}, {result.machine['cores']} cores, load {load} at the start"
     figure.suptitle("\n".join([*words, where]), fontsize=9, color="#444444")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -120,11 +120,11 @@ def _times(axis: Any, result: BenchResult) -> None:
     axis.set_xlim(sizes[0] * 0.8, sizes[-1] * 1.15)
     axis.grid(alpha=0.25, linewidth=0.5)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title("a tensor one way and a word back, ms (lower is better; dashed: floors)", loc="left", fontsize=11)
+    axis.set_title("a tensor one way, acknowledged, ms (lower is better; dashed: floors)", loc="left", fontsize=11)
 
 
 def _name_lines(axis: Any, x: float, ends: list[tuple[float, str]]) -> None:
-    """A name at each line's end, moved apart where they would lie on each other."""
+    """A label at each line's end, moved apart where they would overlap."""
     low, high = (math.log10(end) for end in axis.get_ylim())
     apart = (high - low) * 0.052
     ends = sorted(ends)

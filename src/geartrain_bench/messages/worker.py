@@ -1,6 +1,6 @@
-"""The other side of `geartrain bench p2p`: a process that answers, over one of the systems measured.
+"""Server process of `geartrain bench p2p`, over one of the measured systems.
 
-Prints one line, where it can be reached, and serves until its standard input ends.
+Prints its address as one line, and serves until its standard input ends.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def echo(value: Any) -> Any:
 
 
 def acknowledge(_: Any) -> None:
-    """A big value one way, and a word back."""
+    """A big value one way, and an acknowledgement."""
 
 
 def landed(tensor: Any) -> None:
-    """A tensor one way, and a word back when its device has the bytes."""
+    """A tensor one way, and an acknowledgement when its device has the bytes."""
     if tensor.is_cuda:
         import torch
 
@@ -32,7 +32,7 @@ def landed(tensor: Any) -> None:
 
 
 def serve_rpc(transport: str, spin_us: str, views: str, tls: str = "") -> None:
-    """A node of geartrain.rpc; with the environment's certificates, if there are any, unless it is to be "plain"."""
+    """A node of geartrain.rpc; with the environment's certificates, if there are any, unless "plain" is requested."""
     import geartrain.rpc as rpc
 
     rpc.function(echo)
@@ -51,7 +51,7 @@ def serve_rpc(transport: str, spin_us: str, views: str, tls: str = "") -> None:
 
 
 def serve_raw(family: str, most_bytes: str) -> None:
-    """A bare socket: a length, so many bytes into a buffer that is used again, and one byte back."""
+    """A bare socket: a length, so many bytes into a recycled buffer, and one byte back."""
     if family == "unix":
         listener, place = socket.socket(socket.AF_UNIX), f"geartrain-bench-{os.getpid()}"
         listener.bind("\0" + place)

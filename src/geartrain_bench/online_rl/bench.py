@@ -1,27 +1,27 @@
-"""Online RL on one host: environments stepped, rows stored, batches drawn, actions asked for, all at the same time.
+"""Online RL on one host: concurrent actors, learner, and agent-served actions.
 
 Three loops, each a job of `geartrain.launch` with CartPole and a policy of 4-64-64-2 in torch:
 
     collect   actors with a policy of their own write episodes into the store
     train     the same, while a learner draws batches of 256 transitions, trains for some milliseconds (it sleeps, as a
               host does while its GPU works) and publishes weights every 20 updates, which the actors take
-    ask       observers that step one environment each ask one agent for every action, which answers many at once
+    ask       observers that step one environment each request every action from one agent, which serves them in batches
 
     geartrain bench online --baseline-python torchrl=/path/to/python --baseline-python reverb=/path/to/python
 
 torchrl runs the same loops: `MultiAsyncCollector` into a shared `ReplayBuffer` of memory-mapped steps, and, for `ask`,
-processes that ask its `InferenceServer` by shared memory, with `--full` also by queues. Reverb runs the first two:
+clients of its `InferenceServer` over shared memory, with `--full` also over queues. Reverb runs the first two:
 processes with a policy in NumPy append transitions to its server, and no weights are published.
 
-Floors: of steps, processes that act and step just so, and keep nothing; of updates, no wait at all; of an action, the
-policy called in place, one observation at a time, on an idle machine.
+Floors: of steps, processes that act and step in the same way, and store nothing; of updates, no wait; of an action,
+the policy called in place, one observation at a time, on an idle machine.
 
-How it could mislead. CartPole takes microseconds, so all of this is the systems' own cost: with a simulator that takes
+Threats to validity. CartPole takes microseconds, so the systems' own cost dominates: with a simulator that takes
 milliseconds a step they differ by little. Learner, actors and agent share the cores, and with more observers than cores
-a wait for an action is mostly a wait for a core. torchrl keeps every transition twice, as its collectors make them
-(observation and next observation); rows of episodes keep each observation once. torchrl's figures are of its defaults
-with one thread a process, and without `torch.compile`. Each loop runs once; quantiles are over slices of a second, and
-for actions over all that were asked for. Ours run first, and the baselines after them.
+a wait for an action is mostly a wait for a core. torchrl stores every observation twice, as its collectors make
+transitions (observation and next observation); rows of episodes store each observation once. torchrl's figures are of
+its defaults with one thread a process, and without `torch.compile`. Each loop runs once; quantiles are over slices of a
+second, and for actions over all requests. geartrain runs first, and the baselines after it.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ import geartrain_bench.online_rl.worker as online_worker
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain_bench.harness.timing import BenchResult, Row, rate_row, time_row
 
-#: The baselines, and what runs in their interpreters.
+#: The baselines, and the scripts for their interpreters.
 BASELINES = {
     "torchrl": Path(__file__).with_name("torchrl_baseline.py"),
     "reverb": Path(__file__).with_name("reverb_baseline.py"),
 }
 OBSERVERS = (8, 16)
-#: What all of it may take; a baseline's loop is left out where less than the least is left.
+#: Time limit of the whole run; a baseline's loop is left out where less than the least is left.
 BUDGET_S, LEAST_S = 235.0, 15.0
 STEPS, ROWS, UPDATES = "environment steps", "rows into the store", "updates"
 WAITS, ACTION = "share of time the learner waits", "observation to action"
 
 
 class OnlineError(GeartrainError):
-    """A loop that did not start, failed, or did not end in time; says why."""
+    """A loop that did not start, failed, or did not end in time; carries the reason."""
 
 
 def main(
@@ -75,11 +75,11 @@ def main(
     began_s = time.monotonic()
     for package in ("torch", "gymnasium"):
         if find_spec(package) is None:
-            raise MissingDependencyError(f"this bench needs {package}: pip install 'geartrain[demo]'")
+            raise MissingDependencyError(f"this benchmark needs {package}: pip install 'geartrain[demo]'")
     pythons = {**report.parse_baselines(()), **(baselines or {})}
     if set(baselines or ()) - set(BASELINES):
         raise ArgumentError(
-            f"the baselines of this bench are {', '.join(BASELINES)}, found {', '.join(sorted(baselines or ()))}"
+            f"the baselines of this benchmark are {', '.join(BASELINES)}, found {', '.join(sorted(baselines or ()))}"
         )
     pythons = {name: python for name, python in pythons.items() if name in BASELINES}
     for name in BASELINES:
@@ -103,7 +103,7 @@ def main(
     result.notes.append("asked: " + ", ".join(f"{name} {value}" for name, value in asked.items()))
     for loop in _loops(result, pythons, asked, began_s + BUDGET_S, quick, full):
         loop()
-        if json_path is not None:  # whatever ends the run, what was measured is there
+        if json_path is not None:  # figures measured so far are kept, however the run ends
             report.write_json(result, json_path)
     harness.finish(result, began_s)
     report.print_table(result)
@@ -117,7 +117,7 @@ def main(
 def _loops(
     result: BenchResult, pythons: Mapping[str, str], asked: dict[str, Any], until_s: float, quick: bool, full: bool
 ) -> Iterator[Callable[[], None]]:
-    """What is to be measured, one loop after the other; ours first, so that a baseline that hangs costs only itself."""
+    """All loops, one after the other; geartrain's first, so that a baseline that hangs affects no other."""
     where = f"{asked['actors']} actors x {asked['environments']} environments"
     cases = {"collect": f"{where}, collecting", "train": f"{where}, training"}
     floors: dict[str, float] = {}
@@ -134,9 +134,9 @@ def _loops(
         _add_rates(result, cases[loop], "geartrain", _ours({**asked, "loop": loop}), floors["steps"], asked)
 
     def theirs(baseline: str, loop: str) -> None:
-        told = _baseline(result, baseline, pythons, {**asked, "loop": loop}, until_s)
-        if told is not None:
-            _add_rates(result, cases[loop], baseline, told["slices"], floors["steps"], asked)
+        measured = _baseline(result, baseline, pythons, {**asked, "loop": loop}, until_s)
+        if measured is not None:
+            _add_rates(result, cases[loop], baseline, measured["slices"], floors["steps"], asked)
 
     def add_asking(observers: int, system: str, took_s: list[float]) -> None:
         result.rows.append(time_row(f"{observers} observers", system, ACTION, "us", took_s, floors["action"]))
@@ -146,9 +146,9 @@ def _loops(
 
     def their_asking(observers: int, transport: str) -> None:
         asking = {**asked, "loop": "ask", "observers": observers, "transport": transport}
-        told = _baseline(result, "torchrl", pythons, asking, until_s)
-        if told is not None:
-            add_asking(observers, f"torchrl, {transport.replace('_', ' ')}", told["took_s"])
+        measured = _baseline(result, "torchrl", pythons, asking, until_s)
+        if measured is not None:
+            add_asking(observers, f"torchrl, {transport.replace('_', ' ')}", measured["took_s"])
 
     most = OBSERVERS[: 1 if quick else None]
     yield floor
@@ -159,7 +159,7 @@ def _loops(
     yield from (partial(their_asking, observers, transport) for observers in most for transport in transports)
 
 
-# --- ours -------------------------------------------------------------------------------------------------------------
+# --- geartrain ------------------------------------------------------------------------------------------------------
 
 
 def _ours(asked: dict[str, Any]) -> list[dict[str, float]]:
@@ -182,7 +182,7 @@ def _ours(asked: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def _asking(asked: dict[str, Any]) -> list[float]:
-    """How long each action took, in seconds."""
+    """Latency of each action, in seconds."""
     harness.say(f"geartrain, {asked['observers']} observers ...")
     env = {online_worker.ENVIRONMENT: asked["environment"]}
     roles = [
@@ -231,26 +231,26 @@ def _add_rates(
 def _baseline(
     result: BenchResult, baseline: str, pythons: Mapping[str, str], asked: dict[str, Any], until_s: float
 ) -> dict[str, Any] | None:
-    """What a baseline's loop told; None, and a reason in the result, where it cannot run."""
+    """Results of a baseline's loop; None, with a reason in the result, where it cannot run."""
     if baseline not in pythons:
         result.baselines_missing[baseline] = (
-            f"not installed here; --baseline-python {baseline}=/path/to/python says where it is"
+            f"not installed here; --baseline-python {baseline}=/path/to/python names its interpreter"
         )
         return None
     loop = " ".join(str(asked[key]) for key in ("loop", "observers", "transport") if key in asked)
     left_s = until_s - time.monotonic()
     if left_s < LEAST_S:
-        result.baselines_missing[f"{baseline}, {loop}"] = f"no time was left of the {BUDGET_S:g} s for all of it"
+        result.baselines_missing[f"{baseline}, {loop}"] = f"the run's {BUDGET_S:g} s were used up"
         return None
     harness.say(f"{baseline}, {loop} ...")
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            told = _ask_baseline(pythons[baseline], BASELINES[baseline], {**asked, "scratch": scratch}, left_s)
+            measured = _ask_baseline(pythons[baseline], BASELINES[baseline], {**asked, "scratch": scratch}, left_s)
     except OnlineError as error:
         result.baselines_missing[f"{baseline}, {loop}"] = str(error)
         return None
-    result.versions |= told["versions"]
-    return told
+    result.versions |= measured["versions"]
+    return measured
 
 
 def _ask_baseline(python: str, worker: Path, asked: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -278,19 +278,19 @@ def _ask_baseline(python: str, worker: Path, asked: dict[str, Any], timeout_s: f
             process.wait()
         out.seek(0)
         stderr.seek(0)
-        lines = stderr.read().decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        lines = stderr.read().decode(errors="replace").strip().splitlines() or ["no output"]
         answer = out.read().splitlines()
     try:
-        told: dict[str, Any] = json.loads(answer[-1])
+        measured: dict[str, Any] = json.loads(answer[-1])
     except (IndexError, ValueError):
         raise OnlineError(f"it ended: {lines[-1]}") from None
-    if "error" in told:
-        raise OnlineError(told["error"])
-    return told
+    if "error" in measured:
+        raise OnlineError(measured["error"])
+    return measured
 
 
 def _await_session(pid: int, timeout_s: float = 5.0) -> None:
-    """What the baseline has started may put away its semaphores."""
+    """Gives the baseline's children time to remove their semaphores."""
     until_s = time.monotonic() + timeout_s
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < until_s:

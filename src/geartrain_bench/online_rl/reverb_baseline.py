@@ -1,9 +1,9 @@
 """The loops `collect` and `train` of `geartrain bench online` on Reverb, in an interpreter of its own.
 
-    python online_reverb.py '{"loop": "train", "actors": 2, "environments": 4, "seconds": 6, ...}'
+    python reverb_baseline.py '{"loop": "train", "actors": 2, "environments": 4, "seconds": 6, ...}'
 
 Processes act with a policy in NumPy (their interpreter has no torch), and append transitions by a `trajectory_writer`
-for each environment; a server keeps them; this process draws batches from a `TrajectoryDataset`. No weights are
+for each environment; a server stores them; this process draws batches from a `TrajectoryDataset`. No weights are
 published. Imports nothing of geartrain.
 """
 
@@ -70,7 +70,7 @@ def act(name: str, environments: int, address: str, number: int) -> None:
 
 
 def throughput(asked: dict[str, Any]) -> dict[str, Any]:
-    """Collects for so long, and trains meanwhile where it is asked for."""
+    """Collects for so long, and trains meanwhile where requested."""
     import reverb
 
     table = reverb.Table(
@@ -124,7 +124,7 @@ def throughput(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def dataset(address: str, batch: int) -> Any:
-    """Transitions, drawn one by one."""
+    """Transitions, sampled one by one."""
     import reverb
     import tensorflow as tf  # type: ignore[import-untyped, unused-ignore]
 
@@ -144,16 +144,16 @@ def dataset(address: str, batch: int) -> Any:
 
 
 def main() -> None:
-    """Runs the loop that argv asks for."""
+    """Runs the loop of argv."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     try:
-        told = throughput(json.loads(sys.argv[1]))
-        told["versions"] = {name: version(name) for name in ("dm-reverb", "tensorflow", "gymnasium")}
+        report = throughput(json.loads(sys.argv[1]))
+        report["versions"] = {name: version(name) for name in ("dm-reverb", "tensorflow", "gymnasium")}
     except Exception as error:
-        told = {"error": f"{type(error).__name__}: {error}"[:800]}
-    answers.write(json.dumps(told) + "\n")
+        report = {"error": f"{type(error).__name__}: {error}"[:800]}
+    answers.write(json.dumps(report) + "\n")
     answers.flush()
     for child in multiprocessing.active_children():
         child.kill()

@@ -1,9 +1,9 @@
 """The loops of `geartrain bench online` on torchrl, in an interpreter of its own: one loop, one line of JSON.
 
-    python online_peer.py '{"loop": "train", "actors": 2, "environments": 4, "seconds": 8, ...}'
+    python torchrl_baseline.py '{"loop": "train", "actors": 2, "environments": 4, "seconds": 8, ...}'
 
 `collect` and `train`: torchrl's `MultiAsyncCollector` fills a shared `ReplayBuffer` while this process draws batches.
-`ask`: processes that step one environment each and ask torchrl's `InferenceServer` for actions. Imports nothing of
+`ask`: processes that step one environment each and request actions from torchrl's `InferenceServer`. Imports nothing of
 geartrain.
 """
 
@@ -61,7 +61,7 @@ def make_environment(name: str, several: int) -> Any:
 
 
 def throughput(asked: dict[str, Any]) -> dict[str, Any]:
-    """Collects for so long, and trains meanwhile where it is asked for; rates are of the time after a warm-up."""
+    """Collects for so long, and trains meanwhile where requested; rates are of the time after a warm-up."""
     import torch
     from torchrl.collectors import MultiAsyncCollector
     from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
@@ -88,7 +88,7 @@ def throughput(asked: dict[str, Any]) -> dict[str, Any]:
             raise RuntimeError("nothing was collected within 120 s")
         time.sleep(0.01)
     if asked["loop"] == "train":
-        buffer.sample()  # the first one makes what is made once
+        buffer.sample()  # the first one initialises
     time.sleep(asked["warm_s"])
     slices = []
     updates, total_updates, wait_s = 0, 0, 0.0
@@ -119,8 +119,8 @@ def throughput(asked: dict[str, Any]) -> dict[str, Any]:
     return {"slices": slices}
 
 
-def observe(client: Any, name: str, number: int, ready: Any, seconds: float, warm_s: float, told: Any) -> None:
-    """One observer: what each action took, in seconds."""
+def observe(client: Any, name: str, number: int, ready: Any, seconds: float, warm_s: float, results: Any) -> None:
+    """One observer: latency of each action, in seconds."""
     import gymnasium
     import torch
     from tensordict import TensorDict
@@ -140,11 +140,11 @@ def observe(client: Any, name: str, number: int, ready: Any, seconds: float, war
         observation, _, terminated, truncated, _ = environment.step(action)
         if terminated or truncated:
             observation, _ = environment.reset()
-    told.put(took_s)
+    results.put(took_s)
 
 
 def latency(asked: dict[str, Any]) -> dict[str, Any]:
-    """Observers that ask one server, for so long."""
+    """Observers that call one server, for so long."""
     import torch
     from tensordict import TensorDict
     from torchrl.modules.inference_server import InferenceServer, MPTransport, SharedMemoryTransport
@@ -167,11 +167,11 @@ def latency(asked: dict[str, Any]) -> dict[str, Any]:
         timeout=asked["max_wait_us"] * 1e-6,
         policy_version_key=None,
     )
-    ready, told = context.Barrier(observers), context.Queue()
+    ready, results = context.Barrier(observers), context.Queue()
     processes = [
         context.Process(
             target=observe,
-            args=(client, asked["environment"], number, ready, asked["seconds"], asked["warm_s"], told),
+            args=(client, asked["environment"], number, ready, asked["seconds"], asked["warm_s"], results),
             daemon=True,
         )
         for number, client in enumerate(clients)
@@ -179,24 +179,24 @@ def latency(asked: dict[str, Any]) -> dict[str, Any]:
     with server:
         for process in processes:
             process.start()
-        took_s = [told.get(timeout=180) for _ in processes]
+        took_s = [results.get(timeout=180) for _ in processes]
         for process in processes:
             process.join(20)
     return {"took_s": [value for each in took_s for value in each]}
 
 
 def main() -> None:
-    """Runs the loop that argv asks for."""
+    """Runs the loop of argv."""
     warnings.filterwarnings("ignore")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     asked = json.loads(sys.argv[1])
     try:
-        told = latency(asked) if asked["loop"] == "ask" else throughput(asked)
-        told["versions"] = {name: version(name) for name in ("torchrl", "tensordict", "torch", "gymnasium")}
+        report = latency(asked) if asked["loop"] == "ask" else throughput(asked)
+        report["versions"] = {name: version(name) for name in ("torchrl", "tensordict", "torch", "gymnasium")}
     except Exception as error:
-        told = {"error": f"{type(error).__name__}: {error}"[:800]}
-    answers.write(json.dumps(told) + "\n")
+        report = {"error": f"{type(error).__name__}: {error}"[:800]}
+    answers.write(json.dumps(report) + "\n")
     answers.flush()
     for child in multiprocessing.active_children():  # a shutdown of the collector waits for 20 s
         child.kill()

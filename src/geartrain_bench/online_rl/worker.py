@@ -1,4 +1,4 @@
-"""What the processes of `geartrain bench online` do: they are the roles of a job that `geartrain.launch` runs."""
+"""Processes of `geartrain bench online`: roles of a job of `geartrain.launch`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from geartrain.actors import LocalPolicy, environments_of, recorded_fields
 from geartrain.core.counters import SharedCounters
 from geartrain.launch import ActorContext, Context
 from geartrain.replay.replay import Replay
-from geartrain.selection.strategy import Uniform
+from geartrain.selection import Uniform
 
 #: What CartPole observes, the width of the policy, and its actions.
 OBSERVED, WIDTH, ACTIONS = 4, 64, 2
-#: Steps of a row: longer episodes go on in the next one.
+#: Steps of a row: longer episodes continue in the next one.
 ROW_STEPS = 64
 ENVIRONMENT = "GEARTRAIN_BENCH_ENVIRONMENT"
 ENVIRONMENTS = "GEARTRAIN_BENCH_ENVIRONMENTS"
 
 
 def make_network() -> Any:
-    """The policy: the same one in all systems."""
+    """The policy, equal in all systems."""
     import torch
     from torch import nn
 
@@ -58,7 +58,7 @@ def local_policy(context: ActorContext) -> LocalPolicy:
 
 
 def bare(context: Context) -> None:
-    """The floor of an actor: acts and steps as it does, and keeps nothing."""
+    """The floor of an actor: acts and steps in the same way, and stores nothing."""
     made = environments_of(environments(ActorContext(context.number, context.processes, context.number, 0)))
     network = make_network()
     observation = made.reset(context.number)
@@ -71,13 +71,13 @@ def bare(context: Context) -> None:
 
 
 def learn(context: Context, asked: dict[str, Any]) -> None:
-    """The learner: waits for rows, draws and trains or only looks on, and writes what it measured to result.json."""
+    """The learner: waits for rows, samples and trains or only observes, and writes its measurements to result.json."""
     network = make_network()
     counters = SharedCounters.open(f"launch-{context.job}")
     replay = None
     if asked["loop"] != "bare":
-        shapes = environments_of(environments(ActorContext(0, 1, 0, 0))).fields(ROW_STEPS)
-        store = context.store(recorded_fields(shapes, ROW_STEPS), capacity=asked["capacity"] // 16)
+        shapes = environments_of(environments(ActorContext(0, 1, 0, 0))).fields()
+        store = context.store(recorded_fields(shapes), max_length=ROW_STEPS, capacity=asked["capacity"] // 16)
         publisher = context.publisher()
         publisher.publish(1, network.state_dict())
     until_s = time.monotonic() + 60
@@ -99,8 +99,8 @@ def learn(context: Context, asked: dict[str, Any]) -> None:
         if now_s - since_s >= 1.0:
             after = _counts(counters)
             elapsed_s = now_s - since_s
-            told = {name: (after[name] - before[name]) / elapsed_s for name in after}
-            slices.append({**told, "updates": updates / elapsed_s, "wait": wait_s / elapsed_s})
+            rates = {name: (after[name] - before[name]) / elapsed_s for name in after}
+            slices.append({**rates, "updates": updates / elapsed_s, "wait": wait_s / elapsed_s})
             before, since_s, updates, wait_s = after, now_s, 0, 0.0
         if replay is None:
             time.sleep(0.02)
@@ -122,11 +122,11 @@ def _counts(counters: SharedCounters) -> dict[str, float]:
     return {name: float(counters.column(name).sum()) for name in ("steps", "rows")}
 
 
-# --- asking an agent --------------------------------------------------------------------------------------------------
+# --- agent and observers-----------------------------------------------------------------------------------------------
 
 
 def serve(context: Context, asked: dict[str, Any]) -> None:
-    """The agent: one forward pass for all observers that ask within `max_wait_us`."""
+    """The agent: one forward pass for all requests within `max_wait_us`."""
     import geartrain.rpc as rpc
 
     network = make_network()
@@ -141,7 +141,7 @@ def serve(context: Context, asked: dict[str, Any]) -> None:
 
 
 def observe(context: Context, asked: dict[str, Any]) -> None:
-    """One observer: steps one environment, and writes down how long each action took to come."""
+    """One observer: steps one environment, and records the latency of each action."""
     import gymnasium
 
     environment = gymnasium.make(os.environ[ENVIRONMENT])
@@ -166,7 +166,7 @@ def observe(context: Context, asked: dict[str, Any]) -> None:
 
 
 def policy_alone_s(calls: int = 2000) -> list[float]:
-    """The floor of an action: the policy's own time for one observation, without anybody to ask."""
+    """The floor of an action: the policy's own time for one observation, without an RPC."""
     network = make_network()
     observation = np.zeros((1, OBSERVED), np.float32)
     took_s = []

@@ -1,23 +1,23 @@
-"""The RPC benchmark for reinforcement learning: many observers ask one agent for actions, over geartrain or torch.
+"""RPC benchmark for reinforcement learning: many observers request actions from one agent, over geartrain or torch.
 
 A drop-in for PyTorch's `benchmarks/distributed/rpc/rl/launcher.py`: the same arguments in both spellings, the same
-work (10 episodes of 100 steps; a state of 8 KB, a policy of 7 layers, one action back), the same four metrics, table
-and JSON. One argument of `LISTS` may be a list with commas and becomes the x axis. What is new:
+workload (10 episodes of 100 steps; a state of 8 KB, a policy of 7 layers, one action back), the same four metrics,
+table and JSON. One argument of `LISTS` may be a list with commas and becomes the x axis. Additional arguments:
 
-    --backend geartrain|torch|both   over what; torch is torch.distributed.rpc, TensorPipe
-    --threads 1                      of torch, in every process. Left alone they spin against the processes
-    --agent-threads N                that decide at once; by default the backend's own: geartrain's `max_running`, 1,
-                                     and torch's 16 threads
-    --master-port 0                  meet in a file instead of at a port
+    --backend geartrain|torch|both   the backend; torch is torch.distributed.rpc, TensorPipe
+    --threads 1                      of torch, in every process. The default would spin and compete with the processes
+    --agent-threads N                that decide concurrently; by default geartrain's `max_running`, 1, and torch's 16
+                                     threads
+    --master-port 0                  rendezvous by a file instead of a port
 
-With both, half of geartrain's episodes run before torch's and half after them, so that a machine that gets slower hits
-both alike. They are never there at once: TensorPipe's processes poll, and take CPU time, while nobody calls. Each
-backend gets a report of its own: FILE.json is the first's, FILE.torch.json torch's.
+With both, half of geartrain's episodes run before torch's and half after them, so that a machine that gets slower
+affects both alike. They never run at the same time: TensorPipe's processes poll, and take CPU time, while idle. Each
+backend has a report of its own: FILE.json is the first's, FILE.torch.json torch's.
 
-In the report, as in the original, p95 of a throughput is that of the best 5 %. In `--json`, as in all benches here, it
-is the slow tail. The floor is the agent's work when nobody asks: states that are there become actions.
+In the report, as in the original, p95 of a throughput is that of the best 5 %. In `--json`, as in all benchmarks here,
+it is the slow tail. The floor is the agent's work without requests: actions for states in memory.
 
-How these numbers could mislead: see docs/bench-rpc-rl.md.
+Threats to validity: see docs/bench-rpc-rl.md.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def main(
     baselines: dict[str, str] | None = None,
     arguments: Sequence[str] = (),
 ) -> BenchResult:
-    """Measures, prints the tables, writes the reports, and returns the result with what was not rounded.
+    """Measures, prints the tables, writes the reports, and returns the result with unrounded values.
 
-    `quick` runs 2 episodes of 25 steps. `arguments` are those of the module's text. Raises `ArgumentError` for a second
-    list and for values that make no sense.
+    `quick` runs 2 episodes of 25 steps. `arguments` are those of the module's docstring. Raises `ArgumentError` for a
+    second list and for values that make no sense.
     """
     if baselines:
         raise ArgumentError(
-            "the bench 'rpc-rl' runs its peer in this environment: --backend both, no --baseline-python"
+            "the benchmark 'rpc-rl' runs its baseline in this environment: --backend both, no --baseline-python"
         )
     settings = read(arguments)
     episodes, steps = (QUICK_EPISODES, QUICK_STEPS) if quick else (EPISODES, STEPS)
@@ -99,7 +99,7 @@ def main(
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for. `values` has the original's arguments in its order, a list of values for the x axis."""
+    """Parsed arguments. `values` has the original's arguments in its order, a list of values for the x axis."""
 
     values: dict[str, Any]
     x_axis_name: str | None
@@ -114,7 +114,7 @@ class Settings:
         return [{**self.values, self.x_axis_name: one} for one in self.values[self.x_axis_name]]
 
     def case(self, point: dict[str, Any]) -> str:
-        """What a measurement is called."""
+        """Name of a measurement."""
         said = f"world size {point['world_size']}, {'batch' if point['batch'] else 'no batch'}"
         if self.x_axis_name in (None, "world_size", "batch"):
             return said
@@ -125,25 +125,25 @@ def read(arguments: Sequence[str]) -> Settings:
     """The settings of a command line. Raises `ArgumentError`."""
     parser = argparse.ArgumentParser(
         prog="geartrain bench rpc-rl",
-        description="Observers ask an agent for actions, over an RPC. Beside these: --quick, --json FILE, --plot FILE. "
-        "One of world-size, batch, state-size, nlayers and out-features may be a list with commas: the x axis.",
+        description="Observers request actions from an agent, by RPC. Further options: --quick, --json FILE, "
+        "--plot FILE. One of world-size, batch, state-size, nlayers, out-features may be a list: the x axis.",
     )
     for name, default, what in (
         ("world_size", "10", "processes: a coordinator, an agent, and observers"),
-        ("master_addr", "127.0.0.1", "where they meet"),
-        ("master_port", "29501", "the port there; 0 meets in a file instead"),
+        ("master_addr", "127.0.0.1", "rendezvous address"),
+        ("master_port", "29501", "rendezvous port; 0: by a file instead"),
         ("batch", "True", "whether the agent gathers the requests of all observers"),
         ("state_size", "10-20-10", "the shape of a state, with dashes"),
-        ("nlayers", "5", "of the policy, beside the first"),
+        ("nlayers", "5", "of the policy, without the first"),
         ("out_features", "10", "of each layer; actions to choose from"),
         ("output_file_path", "benchmark_report.json", "the report"),
     ):
         spellings = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
         parser.add_argument(*spellings, default=default, help=f"{what} ({default})")
-    parser.add_argument("--backend", choices=BACKENDS, default="geartrain", help="over what (geartrain)")
+    parser.add_argument("--backend", choices=BACKENDS, default="geartrain", help="backend (geartrain)")
     parser.add_argument("--threads", type=int, default=1, help="of torch in every process (1)")
     parser.add_argument(
-        "--agent-threads", type=int, help="that decide at once (the backend's own default: 1, torch 16)"
+        "--agent-threads", type=int, help="that decide concurrently (the backend's own default: 1, torch 16)"
     )
     given = vars(parser.parse_args(list(arguments)))
     backend, threads, agent_threads = (given.pop(name) for name in ("backend", "threads", "agent_threads"))
@@ -198,7 +198,7 @@ class Samples:
     observer: list[float] = field(default_factory=list)
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """The four metrics of the report, and latencies in microseconds that are not rounded."""
+        """The four metrics of the report, and unrounded latencies in microseconds."""
         agent, observer = np.asarray(self.agent), np.asarray(self.observer)
         rates = (self.batch_size / agent, 1 / observer)
         found: dict[str, dict[str, float]] = {}
@@ -244,7 +244,7 @@ def run(settings: Settings, episodes: int, steps: int) -> tuple[BenchResult, Run
 def _measure(
     settings: Settings, point: dict[str, Any], episodes: int, steps: int
 ) -> tuple[dict[str, Samples], list[float]]:
-    """One measurement: its backends in turns, and the floor's seconds, from the agents of the first backend."""
+    """One measurement: its backends interleaved, and the floor's seconds, from the agents of the first backend."""
     batch_size = point["world_size"] - 2 if point["batch"] else 1
     samples = {name: Samples(batch_size) for name in BACKENDS[settings.backend]}
     floor: list[float] = []
@@ -260,7 +260,7 @@ def _measure(
 
 
 def _turns(backends: list[str], episodes: int) -> list[tuple[str, int]]:
-    """Who runs how many episodes, one after the other; the last one in the middle of the others' halves."""
+    """Order of backends and their episodes; the last backend runs between the others' halves."""
     *others, last = backends
     before = [(name, episodes // 2) for name in others]
     after = [(name, episodes - episodes // 2) for name in reversed(others)]
@@ -288,10 +288,10 @@ def _team(backend: str, settings: Settings, point: dict[str, Any]) -> Iterator[T
 
 
 class Team:
-    """The processes of one backend, joined and idle. A context manager; leaving it ends them, by force if need be.
+    """The processes of one backend, joined and idle. A context manager; leaving it ends or kills them.
 
-    Everything it does has a deadline, and raises `WaitTimeoutError` at it, or `PeerLostError` when a process ends,
-    with what it said.
+    Every wait has a deadline, and raises `WaitTimeoutError` at it, or `PeerLostError` with its output when a process
+    ends.
     """
 
     def __init__(self, backend: str, work: Work) -> None:
@@ -324,13 +324,13 @@ class Team:
         return agent, observer
 
     def floor(self, repeats: int) -> list[float]:
-        """Seconds of the agent's work when nobody asks."""
+        """Seconds of the agent's work without requests."""
         self.pipes[0].send(("floor", repeats))
         (found,) = self._answer(0, EPISODE_S, "measure the floor")
         return list(found)
 
     def close(self) -> None:
-        """Asks all to leave, and kills who does not."""
+        """Asks all processes to leave, and kills the rest."""
         with contextlib.suppress(OSError, GeartrainError):
             for pipe in self.pipes:
                 pipe.send(("end",))
@@ -344,7 +344,7 @@ class Team:
         self.kill()
 
     def kill(self) -> None:
-        """Ends all at once."""
+        """Kills all."""
         for process in self.processes:
             if process.is_alive():
                 process.kill()
@@ -359,7 +359,7 @@ class Team:
         self.close() if kind is None else self.kill()
 
     def _answer(self, rank: int, limit_s: float, what: str) -> list[Any]:
-        """What a process says next, if none of them ends before."""
+        """The next message of a process, unless one of them ends before."""
         sentinels = {process.sentinel: other for other, process in enumerate(self.processes)}
         happened = wait([self.pipes[rank], *sentinels], limit_s)
         if not happened:
@@ -383,7 +383,7 @@ class Team:
 
 
 def _context() -> Any:
-    """Processes forked from one that has loaded torch, and nothing else: twenty are there as soon as one is."""
+    """Processes forked from one that has only loaded torch: twenty start as fast as one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["geartrain_bench.rpc_rl.worker"])
     return context
@@ -393,9 +393,9 @@ def _need_torch() -> None:
     try:
         import torch
     except ImportError:
-        raise MissingDependencyError("the bench 'rpc-rl' needs torch: pip install 'geartrain[torch]'") from None
+        raise MissingDependencyError("the benchmark 'rpc-rl' needs torch: pip install 'geartrain[torch]'") from None
     if not torch.distributed.is_available() or not torch.distributed.rpc.is_available():
-        raise MissingDependencyError("the bench 'rpc-rl' needs a torch with torch.distributed.rpc")
+        raise MissingDependencyError("the benchmark 'rpc-rl' needs a torch with torch.distributed.rpc")
 
 
 # --- results -------------------------------------------------------------------------------------------------------
@@ -430,13 +430,13 @@ def _compared(case: str, samples: dict[str, Samples]) -> list[str]:
 
 
 def report_path(settings: Settings, backend: str) -> Path:
-    """Where a backend's report goes."""
+    """Path of a backend's report."""
     path = Path(settings.values["output_file_path"])
     return path if backend == BACKENDS[settings.backend][0] else path.with_suffix(f".{backend}{path.suffix}")
 
 
 def as_report(settings: Settings, backend: str, runs: Runs, result: BenchResult) -> dict[str, Any]:
-    """The original's JSON, and under "about" what its numbers should not travel without."""
+    """The original's JSON, and under "about" the machine, versions and command."""
     found = {name: value for name, value in settings.values.items() if name != settings.x_axis_name}
     if settings.x_axis_name is not None:
         found["x_axis_name"] = settings.x_axis_name
@@ -512,7 +512,7 @@ def plot(settings: Settings, runs: Runs, result: BenchResult, path: Path) -> Non
 
 
 def _command_line() -> None:
-    """What `python -m geartrain_bench.rpc_rl.bench` does."""
+    """Command line of `python -m geartrain_bench.rpc_rl.bench`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)

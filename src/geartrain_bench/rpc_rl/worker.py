@@ -1,9 +1,9 @@
 """One process of the RL benchmark: a coordinator, an agent or an observer, over geartrain.rpc or torch.distributed.rpc.
 
-Every process starts in `run` and holds one pipe to the bench, which ends it by closing it. The coordinator is told
-there to run an episode: it calls `run_episode` of all observers at once, each of which asks the agent for an action a
-hundred times and times every call; then it fetches what the agent measured. The agent's work, `Agent.decide`, and the
-observers', `_episode`, are the same lines for both; what differs is how the calls travel and who gathers a batch:
+Every process starts in `run` and has one pipe to the benchmark, which ends it by closing it. The coordinator receives
+the request to run an episode there: it calls `run_episode` of all observers concurrently, each of which requests an
+action from the agent a hundred times and times every call; then it fetches the agent's measurements. The agent's work,
+`Agent.decide`, and the observers', `_episode`, are the same code for both; transport and batching differ:
 `rpc.batched` on one side, a shared future and a lock with `async_execution` on the other.
 """
 
@@ -26,13 +26,13 @@ import geartrain.rpc as rpc
 
 F = TypeVar("F", bound=Callable[..., Any])
 COORDINATOR, AGENT, OBSERVER = "coordinator", "agent", "observer{}"
-#: Seconds that everybody has to join, and a call to be answered in.
+#: Time limit of a rendezvous and of a call, in seconds.
 JOIN_S, CALL_S = 300.0, 600.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one measurement does: so many processes, a policy of this shape, a batched agent or one that is not."""
+    """One measurement: so many processes, a policy of this shape, a batched agent or one that is not."""
 
     world_size: int
     batch: bool
@@ -50,29 +50,29 @@ class Work:
 
 
 def name_of(rank: int) -> str:
-    """What the process of that rank is called."""
+    """Name of the process of that rank."""
     return {0: COORDINATOR, 1: AGENT}.get(rank) or OBSERVER.format(rank)
 
 
 def run(backend: str, rank: int, work: Work, pipe: Connection) -> None:
-    """Joins, says "ready", and serves until the pipe says "end" or is closed. Tells errors there before it ends."""
+    """Joins, says "ready", and serves until the pipe says "end" or is closed. Sends errors there before it ends."""
     warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # by init_rpc itself
     torch.set_num_threads(work.threads)
     torch.manual_seed(rank)
     try:
         SERVE[backend](rank, work, pipe)
     except EOFError:
-        pass  # the bench is gone
+        pass  # the benchmark has ended
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
         raise
 
 
-# --- the work, the same for all backends ---------------------------------------------------------------------------
+# --- workload, equal for all backends -----------------------------------------------------------------------------
 
 
 class Agent:
-    """A policy that chooses actions for states, and what it measured of itself."""
+    """A policy that chooses actions for states, and its own measurements."""
 
     def __init__(self, work: Work) -> None:
         width = 1
@@ -108,7 +108,7 @@ class Agent:
         return taken
 
     def floor(self, repeats: int) -> list[float]:
-        """Seconds of the agent's work with nobody asking: states that are there become actions."""
+        """Seconds of the agent's work without requests: actions for states in memory."""
         n = self.work.observers if self.work.batch else 1
         states = [torch.rand(self.work.state_size) for _ in range(n)]
         found = []
@@ -133,7 +133,7 @@ def _episode(ask: Callable[[torch.Tensor], Any], state_size: tuple[int, ...], st
 
 
 def _left(pipe: Connection) -> None:
-    """Says so, and stays until all have left: the coordinator has the store that others leave by."""
+    """Reports it, and stays until all have left: the coordinator hosts the store that others need to leave."""
     pipe.send(("left",))
     pipe.recv()
 
@@ -144,7 +144,7 @@ def _coordinate(
     latencies: Callable[[], list[float]],
     floor: Callable[[int], list[float]],
 ) -> None:
-    """Does what the bench asks for: ("episode", steps) and ("floor", repeats), until ("end",)."""
+    """Executes the benchmark's requests: ("episode", steps) and ("floor", repeats), until ("end",)."""
     pipe.send(("ready",))
     while True:
         word, *given = pipe.recv()
@@ -250,7 +250,7 @@ class _TorchAgent(Agent):
     def select_action_batch(
         agent: torch_rpc.RRef[_TorchAgent], observer: int, state: torch.Tensor
     ) -> torch.futures.Future[int]:
-        """An action, when all observers have asked: the one that asks last has them all answered."""
+        """An action, once all observers have called: the last call computes all of them."""
         self: _TorchAgent = agent.local_value()
         place = observer - 2
         self.states[place].copy_(state)

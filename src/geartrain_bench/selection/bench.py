@@ -1,8 +1,8 @@
-"""Drawing rows by priority and changing priorities, on one core, beside the sum trees of other replay buffers.
+"""Prioritized sampling and priority updates on one core, compared with the sum trees of other replay buffers.
 
-Priorities are exponential priorities to the power of 0.6. Every call draws or changes other rows, so that what it
-touches is in the cache only where all of it fits there. The floor is what no draw or update can do without: reading
-(writing) B random floats of N, by NumPy or torch, whichever turned out better.
+Priorities are exponential values to the power of 0.6. Every call samples or updates other rows, so that its data are
+in the cache only where all of them fit. The floor is a lower bound on every draw or update: reading (writing) B random
+floats of N, by NumPy or torch, whichever is faster.
 
 | system | sample | update |
 |---|---|---|
@@ -16,10 +16,10 @@ priority ** 0.6 |
 | tianshou | its numba segment tree, importance weights | the same, with the alpha |
 | NumPy, torch | cumsum and searchsorted; `torch.multinomial` (2^24 rows at most) | |
 
-A second question is whether the draws are right: with equal priorities, are rows of the upper half drawn alike? Sums in
-single precision can no longer tell neighbours apart there from 2^24 rows on.
+A second check is the correctness of draws: with equal priorities, rows of the upper half must be equally likely. Sums
+in single precision cannot resolve single rows there from 2^24 rows on.
 
-How these numbers could mislead: see docs/benchmarks.md.
+Threats to validity: see docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.core.keys import Keys
 from geartrain.core.schema import Field
-from geartrain.selection.strategy import Candidates, Drawn, Prioritized, Strategy, Uniform
+from geartrain.selection import Candidates, Draw, Prioritized, Strategy, Uniform
 from geartrain.store.store import Store
 from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
@@ -58,7 +58,7 @@ P_METRIC = f"equal priorities, upper-half counts by index mod {MOD}: chi2 p"
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure."""
+    """Cases to measure, and time limits."""
 
     sizes: tuple[int, ...]
     batches: tuple[int, ...]
@@ -68,9 +68,9 @@ class Plan:
     case_s: float
     peer_case_s: float
     peer_sizes: tuple[int, ...]
-    #: No baseline is started later than this after the beginning.
+    #: No baseline is started later than this after the start.
     peers_until_s: float = math.inf
-    #: From here on ours, in a store, and baselines are measured one after the other, for want of memory.
+    #: From here on geartrain's store and baselines are measured one after the other, for want of memory.
     rows_beside_peers: int = 20_000_000
     #: Baselines that are left out above so many rows, to keep the run short.
     peer_most_rows: tuple[tuple[str, int], ...] = (("tianshou", 10_000_000),)
@@ -102,7 +102,7 @@ QUICK = Plan(
 
 @dataclass
 class SelectionResult(BenchResult):
-    """`counts`: what equal priorities were drawn like; system -> draws with row number mod 8 = 0, 1, ..., 7."""
+    """`counts`: draws with equal priorities; system -> draws with row number mod 8 = 0, 1, ..., 7."""
 
     counts: dict[str, list[int]] = field(default_factory=dict)
 
@@ -114,7 +114,7 @@ def main(
     plot_path: Path | None = None,
     baselines: dict[str, str] | None = None,
 ) -> BenchResult:
-    """Measures, prints the tables, writes what was asked for, and returns the result.
+    """Measures, prints the tables, writes the requested files, and returns the result.
 
     `baselines` maps "torchrl", "cpprb" and "tianshou" to the interpreter of an environment that has it;
     GEARTRAIN_BASELINE_PYTHON_TORCHRL and the like do the same.
@@ -126,7 +126,7 @@ def main(
 
 
 def show(plan: Plan, result: SelectionResult, json_path: Path | None, plot_path: Path | None) -> None:
-    """Prints the tables and writes the files that were asked for."""
+    """Prints the tables and writes the requested files."""
     report.report(result, json_path)
     chances = {row.system: row.p50 for row in result.rows if row.metric == P_METRIC}
     report.print_counts(
@@ -150,7 +150,7 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> Select
         if name not in baselines:
             result.baselines_missing[name] = f"no interpreter given (--baseline-python {name}=/path/to/python)"
     for name in set(baselines) - set(ALL_BASELINES):
-        result.baselines_missing[name] = f"unknown to this bench, which knows {', '.join(ALL_BASELINES)}"
+        result.baselines_missing[name] = f"unknown to this benchmark, which has {', '.join(ALL_BASELINES)}"
     if "torch" not in result.versions:
         result.baselines_missing["torch.multinomial"] = "torch is not installed here"
     samplers = {
@@ -164,7 +164,7 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> Select
 
 
 def panels(plan: Plan, result: BenchResult) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """What the plot shows: for each kind of call and batch, the CPU time per row over N."""
+    """Lines of the plot: for each kind of call and batch, the CPU time per row over N."""
     found = {(row.case, row.metric, row.system): row.p50 for row in result.rows}
     systems = list(dict.fromkeys(row.system for row in result.rows if row.metric != P_METRIC))
     shown: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -191,12 +191,12 @@ def case_name(rows: int, batch: int) -> str:
 
 
 def cpu_metric(what: str) -> str:
-    """The metric of "sample" or "update" that a shared machine disturbs least."""
+    """The metric of "sample" or "update" that other load on the machine affects least."""
     return f"{what}, CPU time per row"
 
 
 def uniformity(counts: list[int]) -> float:
-    """The chance that equal probabilities give counts as uneven as these or more so: chi-square, 7 degrees."""
+    """The probability of counts at least as uneven under equal probabilities: chi-square, 7 degrees of freedom."""
     if len(counts) != MOD or not sum(counts):
         raise ValueError(f"{MOD} counts that are not all zero are needed, found {counts}")
     mean = sum(counts) / MOD
@@ -235,7 +235,7 @@ class _SizeBench:
         self.keys: Keys | None = None
 
     def measure(self) -> None:
-        """Everything about this N."""
+        """All cases of this N."""
         harness.say(f"N {short(self.rows)}")
         # uint32, like the priorities of a store.
         self.candidates = Candidates(np.maximum(np.rint(self.values**ALPHA * 2**FRACTION_BITS), 1).astype(np.uint32))
@@ -250,8 +250,8 @@ class _SizeBench:
             with self._filled_store():
                 self._take(self._floors, self._ours)
             self.result.notes.append(
-                f"N {short(self.rows)}: updates of ours and of baselines did not take turns, for want of memory; the floor "
-                "took turns with each"
+                f"N {short(self.rows)}: for want of memory, updates of geartrain and of baselines were not "
+                "interleaved: the floor was interleaved with each"
             )
         self.candidates = None
         for what in ("sample", "update"):
@@ -266,7 +266,7 @@ class _SizeBench:
         harness.say(f"N {short(self.rows)}: filling a store")
         chunk = min(self.rows, 1_000_000)
         byte = np.zeros(chunk, np.uint8)
-        with Store.create(f"bench-{os.getpid()}", {"x": Field((), "uint8")}, capacity=self.rows) as store:
+        with Store.create(f"bench-{os.getpid()}", {"x": Field((), "uint8", per_row=True)}, capacity=self.rows) as store:
             for first in range(0, self.rows, chunk):
                 priorities = self.values[first : first + chunk].astype(np.float64) ** ALPHA
                 store.insert({"x": byte[: len(priorities)]}, priorities=priorities)
@@ -279,7 +279,7 @@ class _SizeBench:
     # --- baselines ----------------------------------------------------------------------------------------------
 
     def _baselines(self) -> None:
-        """Each baseline in turns with the floor and ours, one baseline at a time."""
+        """Each baseline interleaved with the floor and geartrain, one baseline at a time."""
         for name, python in list(self.samplers.items()):
             most = dict(self.plan.peer_most_rows).get(name)
             if most is not None and self.rows > most:
@@ -314,7 +314,7 @@ class _SizeBench:
         reason = f"N {short(self.rows)}: {reason}"
         self.result.baselines_missing[name] = reason if known is None else f"{known}; {reason}"
 
-    # --- what is timed --------------------------------------------------------------------------------------
+    # --- timed calls ----------------------------------------------------------------------------------------
 
     def _floors(self, what: str, batch: int) -> list[System]:
         """B random floats of N, read or written."""
@@ -337,7 +337,7 @@ class _SizeBench:
         return [self._system(name, self._some_rows(batch), form, floor=True) for name, form in forms.items()]
 
     def _ours(self, what: str, batch: int) -> list[System]:
-        """geartrain in all its ways."""
+        """geartrain's strategies and options."""
         systems = self._ours_beside_peers(what, batch)
         if what == "sample":
             if self.candidates is not None:
@@ -359,8 +359,8 @@ class _SizeBench:
     def _plain_draws(self, candidates: Candidates, batch: int) -> list[System]:
         weighing = Prioritized(SEED, beta=BETA)
 
-        def weigh(drawn: Drawn) -> None:
-            weighing.importance_weights(drawn.probability, len(candidates), 0)
+        def weigh(drawn: Draw) -> None:
+            weighing.importance_weights(drawn, len(candidates), 0)
 
         return [
             self._draws("geartrain", Prioritized(SEED), candidates, batch),
@@ -373,7 +373,7 @@ class _SizeBench:
         strategy: Strategy,
         candidates: Candidates,
         batch: int,
-        then: Callable[[Drawn], object] | None = None,
+        then: Callable[[Draw], object] | None = None,
     ) -> System:
         def one(step: int) -> None:
             drawn = strategy.select(candidates, batch, step)
@@ -407,7 +407,7 @@ class _SizeBench:
         ]
 
     def _plain(self, what: str, batch: int) -> list[System]:
-        """Drawing without a tree: a pass over all priorities for every call, because they change in between."""
+        """Sampling without a tree: a pass over all priorities for every call, because they change in between."""
         if what != "sample":
             return []
         values = self.values
@@ -431,7 +431,7 @@ class _SizeBench:
     def _system(
         self, name: str, prepare: Callable[[], Any], call: Callable[[Any], object], *, floor: bool = False
     ) -> System:
-        """`call` of what `prepare` made before the clock started, as many times as a lap needs."""
+        """`call` on the arguments that `prepare` made before the clock started, as often as a lap needs."""
         call(prepare())
         given, began_s = prepare(), time.perf_counter()
         call(given)
@@ -456,10 +456,10 @@ class _SizeBench:
         made += np.float32(1e-4)
         return made
 
-    # --- writing down ---------------------------------------------------------------------------------------
+    # --- results -------------------------------------------------------------------------------------------
 
     def _take(self, *groups: Callable[[str, int], list[System]], case_s: float | None = None) -> None:
-        """Laps of the groups' systems, for all cases, added to those there are."""
+        """Laps of the groups' systems, for all cases, added to the existing ones."""
         for what in ("sample", "update"):
             for batch in self.plan.batches:
                 systems = [system for group in groups for system in group(what, batch)]
@@ -515,7 +515,7 @@ class _SizeBench:
 
 
 def _peer_systems(baseline: BaselineProcess, able: list[str], what: str, batch: int, plan: Plan) -> list[System]:
-    """A baseline's sampler, and its tree alone where there is a way to it."""
+    """A baseline's sampler, and its tree alone where it is exposed."""
     systems = []
     for lap, name in ((what, baseline.name), (f"{what} tree", f"{baseline.name} tree alone")):
         if lap in able:
@@ -529,7 +529,7 @@ def _peer_systems(baseline: BaselineProcess, able: list[str], what: str, batch: 
 
 
 def _lap_size(call_s: float, plan: Plan) -> tuple[int, int | None]:
-    """Calls of a lap, and a bound on the rounds of what is slow."""
+    """Calls of a lap, and a bound on the rounds of slow systems."""
     return max(1, min(256, int(plan.lap_s / max(call_s, 1e-9)))), 3 if call_s > 0.2 else None
 
 

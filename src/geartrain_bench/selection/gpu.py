@@ -1,8 +1,8 @@
-"""Selection on a GPU: rebuild, draw and update, beside the plain reads that nobody can do without.
+"""Selection on a GPU: rebuild, draw and update, compared with plain reads as the lower bound.
 
 Floors, in the same run: for a rebuild torch's sum over all priorities; for draws and updates a gather of B priorities
 at random places. Baselines on the device: `torch.multinomial` (up to 2^24 rows) and cumsum + searchsorted in float64.
-Times are between two events on the stream, so they hold what the GPU does and not what Python costs.
+Times are between two events on the stream, so they include the GPU's time and not Python's.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def main(
     plot_path: Path | None = None,
     baselines: dict[str, str] | None = None,
 ) -> BenchResult:
-    """Measures, prints the table, writes what was asked for, and returns the result.
+    """Measures, prints the table, writes the requested files, and returns the result.
 
     Raises:
-        GeartrainError: there is no GPU that the kernels can run on; says why.
+        GeartrainError: there is no GPU that the kernels can run on; with the reason.
     """
     reason = kernels.why_not_viable()
     if reason is not None or kernels.interpreting():

@@ -1,15 +1,15 @@
-"""The store against the memory it stands on: fetch and insert in GB/s, and what one row costs beside its bytes.
+"""Store throughput compared with memcpy: fetch and insert in GB/s, and the overhead of one row.
 
 Floors, in the same run, over the same memory: for fetch a C loop that copies the chosen rows out of the segment
 into warm memory and does nothing else; for insert a C loop that copies the same bytes from the same array to the
 place in the segment where they would go. Both with ordinary and with streaming stores, on one thread and, where
 two are allowed, on two that each do half and never wait for each other; the floor of a case is the one whose
-median is best. So a floor chooses its method with hindsight, which no system can.
+median is best. So a floor's method is chosen with hindsight, unlike any system's.
 
-"geartrain" is `fetch` by known keys and `insert`; "geartrain Replay" draws the rows as well, as the `sample` of
-every baseline does, and is what baselines should be compared with. NumPy and torch index the segment's own columns.
+"geartrain" is `fetch` by known keys and `insert`; "geartrain Replay" samples the rows as well, as the `sample` of
+every baseline does: compare baselines with it. NumPy and torch index the segment's own columns.
 
-How these numbers could mislead: see docs/benchmarks.md.
+Threats to validity: see docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import geartrain_bench.harness.timing as harness
 from geartrain.core.schema import Field
 from geartrain.replay.fetch import fetch
 from geartrain.replay.replay import Replay
-from geartrain.selection.strategy import Uniform
+from geartrain.selection import Uniform
 from geartrain.store.store import Store
 from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Clock, Lap, Row, System
@@ -44,17 +44,17 @@ SEED = 20230723
 ALL_BASELINES = ("torchrl", "torchrl-thp", "cpprb", "reverb")
 
 
-def flat(row_bytes: int) -> dict[str, Field]:
-    """One field of 1 KB steps: nothing but bytes, so that the floor is exact."""
-    return {"x": Field((row_bytes // 1024, 256), "float32")}
+#: One field of 1 KB steps: nothing but bytes, so that the floor is exact.
+FLAT = {"x": Field((256,), "float32")}
 
 
 @dataclass(frozen=True)
 class Table:
-    """A store to be measured: its rows, and how many bytes of them."""
+    """A store to be measured: its rows, and their total bytes."""
 
     name: str
     fields: dict[str, Field]
+    max_length: int
     data_bytes: int
     peer_bytes: int
     batches: tuple[int, ...]
@@ -64,26 +64,27 @@ class Table:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return sum(field.nbytes for field in self.fields.values())
+        return sum(field.block_nbytes(self.max_length) for field in self.fields.values())
 
     @property
     def rows(self) -> int:
-        """Rows of the store: as many as fit, and no fewer than the largest batch."""
+        """Rows of the store: as many as fit, at least the largest batch."""
         return max(self.data_bytes // self.row_bytes, *self.batches)
 
 
-#: The shape of a robot-learning row: 103 steps, 103 KB.
+#: A step of robot learning, of which MULTI_STEPS make a row of 103 KB.
+MULTI_STEPS = 103
 MULTI = {
-    "obs": Field((103, 240), "float32"),
-    "action": Field((103, 8), "float32"),
-    "reward": Field((103,), "float32"),
-    "done": Field((103,), "uint8"),
+    "obs": Field((240,), "float32"),
+    "action": Field((8,), "float32"),
+    "reward": Field((), "float32"),
+    "done": Field((), "uint8"),
 }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure."""
+    """Cases to measure, and time limits."""
 
     tables: tuple[Table, ...]
     repeats: int
@@ -98,10 +99,10 @@ class Plan:
 
 FULL = Plan(
     tables=(
-        Table("4 KB", flat(4096), 1500 * MB, 600 * MB, (32, 256, 1024)),
-        Table("100 KB", flat(102_400), 1500 * MB, 600 * MB, (32, 256, 1024)),
-        Table("1 MB", flat(1 << 20), 1100 * MB, 600 * MB, (32, 256, 1024)),
-        Table("100 KB in 4 fields", MULTI, 1500 * MB, 600 * MB, (32, 1024)),
+        Table("4 KB", FLAT, 4, 1500 * MB, 600 * MB, (32, 256, 1024)),
+        Table("100 KB", FLAT, 100, 1500 * MB, 600 * MB, (32, 256, 1024)),
+        Table("1 MB", FLAT, 1024, 1100 * MB, 600 * MB, (32, 256, 1024)),
+        Table("100 KB in 4 fields", MULTI, MULTI_STEPS, 1500 * MB, 600 * MB, (32, 1024)),
     ),
     repeats=21,
     case_s=20.0,
@@ -109,9 +110,9 @@ FULL = Plan(
 )
 QUICK = Plan(
     tables=(
-        Table("4 KB", flat(4096), 400 * MB, 200 * MB, (32, 1024), (1,), False),
-        Table("100 KB", flat(102_400), 400 * MB, 200 * MB, (32, 1024)),
-        Table("1 MB", flat(1 << 20), 400 * MB, 200 * MB, (32,), (1,), False),
+        Table("4 KB", FLAT, 4, 400 * MB, 200 * MB, (32, 1024), (1,), False),
+        Table("100 KB", FLAT, 100, 400 * MB, 200 * MB, (32, 1024)),
+        Table("1 MB", FLAT, 1024, 400 * MB, 200 * MB, (32,), (1,), False),
     ),
     repeats=11,
     case_s=2.0,
@@ -128,11 +129,11 @@ def main(
     plot_path: Path | None = None,
     baselines: dict[str, str] | None = None,
 ) -> BenchResult:
-    """Measures, prints the table, writes what was asked for, and returns the result.
+    """Measures, prints the table, writes the requested files, and returns the result.
 
-    `baselines` maps "torchrl", "torchrl-thp" (torch's allocator told to use huge pages), "cpprb" and "reverb" to the
+    `baselines` maps "torchrl", "torchrl-thp" (torch's allocator with huge pages), "cpprb" and "reverb" to the
     interpreter of an environment that has it; GEARTRAIN_BASELINE_PYTHON_TORCHRL and the like do the same. `--quick`
-    fits baselines too, as far as its minute allows.
+    includes baselines as far as its minute allows.
     """
     result = run(QUICK if quick else FULL, {**report.parse_baselines([]), **(baselines or {})}, quick=quick)
     report.report(result, json_path, plot_path)
@@ -148,7 +149,7 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchR
         if name not in baselines:
             result.baselines_missing[name] = f"no interpreter given (--baseline-python {name}=/path/to/python)"
     for name in set(baselines) - set(ALL_BASELINES):
-        result.baselines_missing[name] = f"unknown to this bench, which knows {', '.join(ALL_BASELINES)}"
+        result.baselines_missing[name] = f"unknown to this benchmark, which has {', '.join(ALL_BASELINES)}"
     cases = sum(2 * len(table.batches) * len(table.threads) for table in plan.tables)
     clock = Clock(plan.budget_s, cases)
     baselines = {name: python for name, python in baselines.items() if name in ALL_BASELINES}
@@ -174,14 +175,16 @@ class _TableBench:
         self.as_torch = "torch" in result.versions
 
     def measure(self, *, single_rows: bool) -> None:
-        """Everything about this table, in an order that keeps memory low: baselines go before the largest batches."""
+        """All cases of this table, in an order that limits memory: baselines are closed before the largest batches."""
         table = self.table
         with contextlib.ExitStack() as stack:
             harness.say(f"{table.name}: filling {table.rows} rows")
-            store = stack.enter_context(Store.create(f"bench-{os.getpid()}", table.fields, capacity=table.rows))
+            store = stack.enter_context(
+                Store.create(f"bench-{os.getpid()}", table.fields, max_length=table.max_length, capacity=table.rows)
+            )
             self.store = store
             self.columns = [store.column(name) for name in table.fields]
-            noise = _noise(table.fields, min(64, table.rows), self.random)
+            noise = _noise(table, min(64, table.rows), self.random)
             while len(store) < table.rows:
                 n = min(64, table.rows - len(store))
                 store.insert({name: array[:n] for name, array in noise.items()})
@@ -195,7 +198,9 @@ class _TableBench:
                         for threads in table.threads:
                             what(batch, threads)
                 if self.baselines and large:
-                    self._end_peers(f"{batch_list(large)} rows of {table.name} would not fit into memory beside ours")
+                    self._end_peers(
+                        f"{batch_list(large)} rows of {table.name} would not fit into memory together with geartrain's"
+                    )
             if single_rows:
                 self._single_rows()
                 self._bytes_per_row()
@@ -211,7 +216,9 @@ class _TableBench:
                 continue
             harness.say(f"{self.table.name}: starting {name}")
             try:
-                baseline = stack.enter_context(BaselineProcess(name, python, rows, self.table.fields))
+                baseline = stack.enter_context(
+                    BaselineProcess(name, python, rows, self.table.fields, self.table.max_length)
+                )
             except BaselineError as error:
                 self._missing(name, str(error))
                 del self.wanted_peers[name]
@@ -237,9 +244,9 @@ class _TableBench:
         for baseline in list(self.baselines):
             try:
                 if baseline.threads(threads) != threads:
-                    continue  # it has no threads; its figure stands in the case with one
+                    continue  # it has no threads; its figure is in the case with one
 
-                # Bound now: the loop's names change. Three calls at least, for baselines that work ahead.
+                # Bound now: the loop's names change. Three calls at least, for baselines that prefetch.
                 def one_lap(
                     baseline: BaselineProcess = baseline, calls: int = max(calls, 3 if baseline.name == "reverb" else 1)
                 ) -> Lap:
@@ -258,7 +265,9 @@ class _TableBench:
 
     def _fetch_case(self, batch: int, threads: int) -> None:
         calls = max(1, self.plan.lap_bytes // (batch * self.table.row_bytes))
-        outputs = [_aligned((batch, *field.shape), field) for field in self.table.fields.values()]
+        outputs = [
+            _aligned((batch, *field.block_shape(self.table.max_length)), field) for field in self.table.fields.values()
+        ]
         every = range(len(self.columns))
 
         def draw() -> NDArray[np.uint32]:
@@ -348,7 +357,7 @@ class _TableBench:
 
     def _insert_case(self, batch: int, threads: int) -> None:
         calls = max(1, self.plan.lap_bytes // (batch * self.table.row_bytes))
-        source = _noise(self.table.fields, batch, self.random)
+        source = _noise(self.table, batch, self.random)
         arrays = list(source.values())
         places = self.table.rows // batch
         turn = 0
@@ -384,10 +393,10 @@ class _TableBench:
     # --- one row --------------------------------------------------------------------------------------------
 
     def _single_rows(self) -> None:
-        """What a row costs beside the copy of its bytes, from Python and from C++."""
+        """Overhead of a row, without the copy of its bytes, from Python and from C++."""
         store, n = self.store, self.plan.single_rows
         name = next(iter(self.table.fields))
-        source = _noise(self.table.fields, 1, self.random)
+        source = _noise(self.table, 1, self.random)
         one, column = source[name][0], self.columns[0]
 
         def times(body: Callable[[int], None]) -> list[float]:
@@ -428,9 +437,11 @@ class _TableBench:
         fixed = 32768  # header, control, field records and clients, whatever the number of rows
         per_row = (about["nbytes"] - about["column_bytes"] - fixed) / about["capacity"]
         case = f"{about['capacity']} rows"
-        self._add(Row(case, "geartrain", "books per row, trees included", "B", per_row, per_row, per_row, per_row, 1.0))
+        self._add(
+            Row(case, "geartrain", "metadata per row, trees included", "B", per_row, per_row, per_row, per_row, 1.0)
+        )
 
-    # --- writing down ---------------------------------------------------------------------------------------
+    # --- results -------------------------------------------------------------------------------------------
 
     def _record(self, what: str, batch: int, threads: int, systems: list[System]) -> None:
         nbytes = batch * self.table.row_bytes
@@ -467,7 +478,7 @@ class _TableBench:
 
 
 def _floors(floor: Callable[[bool, int], Lap], threads: int) -> list[System]:
-    """Both ways of storing, on one thread and, where allowed, on two."""
+    """Plain and streaming stores, on one thread and, where allowed, on two."""
     systems = []
     for parts in range(1, threads + 1):
         for stream in (False, True):
@@ -480,7 +491,7 @@ def _floors(floor: Callable[[bool, int], Lap], threads: int) -> list[System]:
 
 
 def _in_parts(calls: int, parts: int, work: Callable[[int, int, int], None]) -> Lap:
-    """`work(part, first, last)` makes those of `calls + 1` calls, for every part at once, the first one untimed.
+    """`work(part, first, last)` runs those of `calls + 1` calls, for every part in parallel, the first one untimed.
 
     The time is that of the slowest part: from when all were running to its end.
     """
@@ -528,16 +539,17 @@ def _aligned(shape: tuple[int, ...], field: Field) -> NDArray[Any]:
     return memory[start : start + nbytes].view(field.numpy_dtype).reshape(shape)
 
 
-def _noise(fields: dict[str, Field], n: int, random: np.random.Generator) -> dict[str, NDArray[Any]]:
+def _noise(table: Table, n: int, random: np.random.Generator) -> dict[str, NDArray[Any]]:
     """n rows, a warm array per field."""
     made: dict[str, NDArray[Any]] = {}
-    for name, field in fields.items():
-        array = _aligned((n, *field.shape), field)
+    for name, field in table.fields.items():
+        shape = field.block_shape(table.max_length)
+        array = _aligned((n, *shape), field)
         rows = min(n, 64)
         if field.dtype == "float32":
-            array[:rows] = random.standard_normal((rows, *field.shape), dtype=np.float32)
+            array[:rows] = random.standard_normal((rows, *shape), dtype=np.float32)
         else:
-            array[:rows] = random.integers(0, 2, (rows, *field.shape))
+            array[:rows] = random.integers(0, 2, (rows, *shape))
         for first in range(rows, n, rows):
             array[first : first + rows] = array[: min(rows, n - first)]
         made[name] = array
@@ -545,7 +557,7 @@ def _noise(fields: dict[str, Field], n: int, random: np.random.Generator) -> dic
 
 
 def batch_list(batches: list[int]) -> str:
-    """Batch sizes as words."""
+    """Batch sizes as text."""
     return " and ".join(map(str, batches))
 
 

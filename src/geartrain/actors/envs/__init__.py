@@ -1,7 +1,7 @@
 """Environment families: adapters for simulators, each in one file with one optional package, imported on use.
 
     environments = make("mujoco/Hopper-v5", n=8)
-    store = gt.Store.create("hopper", recorded_fields(environments.fields(1000), 1000), capacity=1000)
+    store = gt.Store.create("hopper", recorded_fields(environments.fields()), max_length=1000, capacity=1000)
     Actor(environments, policy, store).run(steps=100_000)
 
 `make` returns a `geartrain.actors.VectorEnv`.

@@ -54,8 +54,8 @@ class VectorEnv(Protocol):
         """One step of all of them; those whose episode ends are reset."""
         ...
 
-    def fields(self, max_steps: int) -> dict[str, Field]:
-        """Fields of a store for their episodes: observation, action and reward, `max_steps` long."""
+    def fields(self) -> dict[str, Field]:
+        """Fields of a store for their episodes: observation, action and reward of a step."""
         ...
 
     def close(self) -> None:
@@ -117,13 +117,13 @@ class SyncVectorEnv:
             self._observed.arrays, reward, terminated, truncated, self._next.arrays, np.ones(self.n, bool)
         )
 
-    def fields(self, max_steps: int) -> dict[str, Field]:
+    def fields(self) -> dict[str, Field]:
         """As `VectorEnv.fields`."""
         one = self._made[0]
         return {
-            **space_fields("observation", one.observation_space, max_steps),
-            **space_fields("action", one.action_space, max_steps),
-            "reward": Field((max_steps,), "float32"),
+            **space_fields("observation", one.observation_space),
+            **space_fields("action", one.action_space),
+            "reward": Field((), "float32"),
         }
 
     def close(self) -> None:
@@ -167,12 +167,12 @@ class GymnasiumVectorEnv:
             observation = _copied(self._made.reset(options={"reset_mask": over})[0])
         return StepResult(last, np.asarray(reward, np.float32), terminated, truncated, observation, valid)
 
-    def fields(self, max_steps: int) -> dict[str, Field]:
+    def fields(self) -> dict[str, Field]:
         """As `VectorEnv.fields`."""
         return {
-            **space_fields("observation", self._made.single_observation_space, max_steps),
-            **space_fields("action", self._made.single_action_space, max_steps),
-            "reward": Field((max_steps,), "float32"),
+            **space_fields("observation", self._made.single_observation_space),
+            **space_fields("action", self._made.single_action_space),
+            "reward": Field((), "float32"),
         }
 
     def close(self) -> None:
@@ -226,13 +226,13 @@ class PettingZooVectorEnv:
             following.append(self._stack(observation))
         return StepResult(np.stack(observed), reward, terminated, truncated, np.stack(following), np.ones(self.n, bool))
 
-    def fields(self, max_steps: int) -> dict[str, Field]:
+    def fields(self) -> dict[str, Field]:
         """As `VectorEnv.fields`."""
         agents = len(self.agents)
         return {
-            **space_fields("observation", self._observation, max_steps, (agents,)),
-            **space_fields("action", self._action, max_steps, (agents,)),
-            "reward": Field((max_steps, agents), "float32"),
+            **space_fields("observation", self._observation, (agents,)),
+            **space_fields("action", self._action, (agents,)),
+            "reward": Field((agents,), "float32"),
         }
 
     def close(self) -> None:
@@ -291,10 +291,10 @@ def space_parts(space: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     return {"": (tuple(space.shape), dtype)}
 
 
-def space_fields(name: str, space: Any, max_steps: int, axes: tuple[int, ...] = ()) -> dict[str, Field]:
-    """A timed field for every array of a space, named `name` or `name.part`."""
+def space_fields(name: str, space: Any, axes: tuple[int, ...] = ()) -> dict[str, Field]:
+    """A field for every array of a space, named `name` or `name.part`."""
     return {
-        f"{name}.{part}" if part else name: Field((max_steps, *axes, *shape), dtype)
+        f"{name}.{part}" if part else name: Field((*axes, *shape), dtype)
         for part, (shape, dtype) in space_parts(space).items()
     }
 

@@ -84,13 +84,13 @@ class AtariEnvironments:
             reward = np.sign(reward)
         return StepResult(observation, reward, terminated, truncated, following, np.ones(self.n, bool))
 
-    def fields(self, max_steps: int) -> dict[str, Field]:
+    def fields(self) -> dict[str, Field]:
         """As `VectorEnv.fields`."""
         return {
-            "observation.frame": Field((max_steps, *self.frame_shape), "uint8"),
-            "observation.age": Field((max_steps,), "int32"),
-            "action": Field((max_steps,), "int64"),
-            "reward": Field((max_steps,), "float32"),
+            "observation.frame": Field(self.frame_shape, "uint8"),
+            "observation.age": Field((), "int32"),
+            "action": Field((), "int64"),
+            "reward": Field((), "float32"),
         }
 
     def close(self) -> None:

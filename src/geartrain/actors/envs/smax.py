@@ -86,15 +86,15 @@ class Smax:
             _arrays(last), reward, over & fought_out, over & ~fought_out, _arrays(following), np.ones(self.n, bool)
         )
 
-    def fields(self, max_steps: int) -> dict[str, Field]:
+    def fields(self) -> dict[str, Field]:
         """As `VectorEnv.fields`."""
         seen, state = self._sizes
         return {
-            "observation.agents": Field((max_steps, self.agents, seen), "float32"),
-            "observation.available": Field((max_steps, self.agents, self.actions), "bool"),
-            "observation.state": Field((max_steps, state), "float32"),
-            "action": Field((max_steps, self.agents), "int64"),
-            "reward": Field((max_steps,), "float32"),
+            "observation.agents": Field((self.agents, seen), "float32"),
+            "observation.available": Field((self.agents, self.actions), "bool"),
+            "observation.state": Field((state,), "float32"),
+            "action": Field((self.agents,), "int64"),
+            "reward": Field((), "float32"),
         }
 
     def close(self) -> None:

@@ -82,12 +82,12 @@ class Vmas:
                 following[number] = _stack(self._world.reset_at(int(number)))[0]
         return StepResult(last, _stack(rewards), terminated, truncated & ~terminated, following, np.ones(self.n, bool))
 
-    def fields(self, max_steps: int) -> dict[str, Field]:
+    def fields(self) -> dict[str, Field]:
         """As `VectorEnv.fields`."""
         return {
-            "observation": Field((max_steps, self.agents, self._seen), "float32"),
-            "action": Field((max_steps, self.agents, self.actions), "float32"),
-            "reward": Field((max_steps, self.agents), "float32"),
+            "observation": Field((self.agents, self._seen), "float32"),
+            "action": Field((self.agents, self.actions), "float32"),
+            "reward": Field((self.agents,), "float32"),
         }
 
     def close(self) -> None:

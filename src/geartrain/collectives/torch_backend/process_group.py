@@ -35,8 +35,8 @@ from geartrain.collectives.buffers import REDUCED_DTYPES
 from geartrain.collectives.torch_backend.options import BackendOptions
 from geartrain.collectives.torch_backend.staging import Staging
 from geartrain.collectives.torch_backend.work import Finisher, TorchWork, uncompiled
-from geartrain.core.schema import DTYPES as STORE_DTYPES
-from geartrain.core.schema import torch_dtype
+from geartrain.core.dtypes import DTYPES as STORE_DTYPES
+from geartrain.core.dtypes import torch_dtype
 from geartrain.device.device import open_device
 from geartrain.errors import ConnectionClosedError, GeartrainError
 

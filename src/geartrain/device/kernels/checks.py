@@ -25,7 +25,7 @@ def check(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], like
     if tensor.device.type != "cuda" and not (interpreting() and tensor.device.type == "cpu"):
         raise ArgumentError(
             f"{name} is on {tensor.device}; kernels take CUDA tensors, or CPU tensors where TRITON_INTERPRET=1 was set "
-            "before the first import. On a CPU use geartrain.selection.strategy.Candidates"
+            "before the first import. On a CPU use geartrain.selection.Candidates"
         )
     if like is not None and tensor.device != like.device:
         raise ArgumentError(f"{name} is on {tensor.device}, the priorities are on {like.device}")

@@ -70,7 +70,7 @@ ALIGNED = 128  # the link's longest request
 _LAST, _GIVEN, _DRAWN = 0, 1, 2  # how a window's last step is found
 
 
-class GatherRows:
+class GatherPlan:
     """One kind of batch: which fields, which windows, which layout; checked once, launched for every batch.
 
     Args:
@@ -294,4 +294,4 @@ def _programs(arena: torch.Tensor) -> int:
     return 2 * torch.cuda.get_device_properties(arena.device).multi_processor_count
 
 
-__all__ = ["GatherRows"]
+__all__ = ["GatherPlan"]

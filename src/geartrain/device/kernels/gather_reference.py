@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from geartrain.device.kernels.gather import GatherRows
+from geartrain.device.kernels.gather import GatherPlan
 from geartrain.device.kernels.gather_layout import Arena
 from geartrain.device.kernels.philox import WINDOW_STREAM, counter_word, reference_below, reference_bits
 
 
 def reference_gather(
-    plan: GatherRows,
+    plan: GatherPlan,
     segment: torch.Tensor,
     arena: torch.Tensor,
     layout: Arena,
@@ -26,7 +26,7 @@ def reference_gather(
     cu_seqlens: Sequence[int] | None = None,
     clear: bool = True,
 ) -> None:
-    """What `GatherRows.launch` does, a row at a time, on the CPU."""
+    """What `GatherPlan.launch` does, a row at a time, on the CPU."""
     about = plan.segment
     torn = arena[layout.torn : layout.torn + layout.n]
     if clear:
@@ -76,7 +76,7 @@ def reference_gather(
 
 
 def reference_count_steps(
-    plan: GatherRows,
+    plan: GatherPlan,
     segment: torch.Tensor,
     rows: Sequence[int],
     *,
@@ -84,7 +84,7 @@ def reference_count_steps(
     draw: tuple[int, int, int] | None = None,
     numbers: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """What `GatherRows.count_steps` does."""
+    """What `GatherPlan.count_steps` does."""
     counts = [0]
     for i, row in enumerate(rows):
         status = plan.segment.status + row * plan.segment.status_stride
@@ -95,7 +95,7 @@ def reference_count_steps(
 
 
 def reference_window(
-    plan: GatherRows, length: int, end: int | None, draw: tuple[int, int, int] | None, number: int
+    plan: GatherPlan, length: int, end: int | None, draw: tuple[int, int, int] | None, number: int
 ) -> tuple[int, int]:
     """First step and number of steps of a window."""
     if not plan.window:
@@ -110,7 +110,7 @@ def reference_window(
     return last + 1 - count, count
 
 
-def _is_generation(plan: GatherRows, segment: torch.Tensor, row: int, generation: int) -> bool:
+def _is_generation(plan: GatherPlan, segment: torch.Tensor, row: int, generation: int) -> bool:
     word = int(segment[plan.segment.words + 8 * row :][:8].view(torch.int64))
     return generation % 2 == 1 and (word >> 32) & 0xFFFFFFFF == generation
 

@@ -111,8 +111,8 @@ class Source(abc.ABC):
                 return episode
         raise SourceError(f"{self.name}: holds no episode with at least one step")
 
-    def fields(self, max_length: int) -> dict[str, Field]:
-        """The schema of a store for this source, with rows of `max_length` steps.
+    def fields(self) -> dict[str, Field]:
+        """The schema of a store for this source.
 
         Raises:
             SourceError: a field that no store can hold.
@@ -121,9 +121,9 @@ class Source(abc.ABC):
         found: dict[str, Field] = {}
         for timed, arrays in ((True, episode.timed), (False, episode.untimed)):
             for name, array in arrays.items():
-                shape = (max_length, *array.shape[1:]) if timed else array.shape
+                shape = array.shape[1:] if timed else array.shape
                 try:
-                    found[name] = Field(shape, array.dtype.newbyteorder("="), timed=timed)
+                    found[name] = Field(shape, array.dtype.newbyteorder("="), per_row=not timed)
                 except SchemaError as error:
                     raise SourceError(
                         f"{self.name}: {episode.name}: field {name!r} ({array.dtype}, "

@@ -20,8 +20,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from geartrain.core.arguments import whole_number
+from geartrain.core.dtypes import as_dtype
 from geartrain.core.progress import Progress
-from geartrain.core.schema import Field, as_dtype
+from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, SourceError, StoreExistsError, StoreMissingError
 from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Source, reading
 from geartrain.store.store import Store
@@ -142,10 +143,10 @@ def import_dataset(
     if capacity < 1 or max_length < 1:
         raise SourceError(f"{opened.name}: holds no episode with at least one step")
     schema = {
-        name: Field(found.shape, casts.get(found.dtype, found.dtype), timed=found.timed)
-        for name, found in opened.fields(max_length).items()
+        name: Field(found.shape, casts.get(found.dtype, found.dtype), per_row=found.per_row)
+        for name, found in opened.fields().items()
     }
-    store = Store.create(str(into), schema, capacity=capacity, persist=persist)
+    store = Store.create(str(into), schema, max_length=max_length, capacity=capacity, persist=persist)
     try:
         ingest(opened, store, on_too_long=on_too_long, cast=casts, progress=progress)
     except BaseException:
@@ -295,16 +296,16 @@ def _check(where: str, episode: Episode, schema: Mapping[str, Field], limit: int
     for name, array in found.items():
         field = schema[name]
         timed = name in episode.timed
-        if timed != field.timed:
+        if timed == field.per_row:
             kinds = {True: "a value per step", False: "one value per episode"}
-            raise SourceError(f"{here}: field {name!r} is {kinds[timed]}, the store keeps {kinds[field.timed]}")
+            raise SourceError(f"{here}: field {name!r} is {kinds[timed]}, the store keeps {kinds[not field.per_row]}")
         if timed and len(array) != episode.length:
             lengths = {key: len(value) for key, value in episode.timed.items()}
             raise SourceError(f"{here}: its fields disagree about its length: {lengths}")
         shape = array.shape[1:] if timed else array.shape
-        if shape != field.step_shape:
+        if shape != field.shape:
             what = "steps of shape" if timed else "shape"
-            raise SourceError(f"{here}: field {name!r} has {what} {shape}, the store holds {field.step_shape}")
+            raise SourceError(f"{here}: field {name!r} has {what} {shape}, the store holds {field.shape}")
         _check_dtype(here, name, array, field, casts)
 
 

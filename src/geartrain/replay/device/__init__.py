@@ -1,48 +1,52 @@
-"""Batches that land in a GPU's memory: gathered by the GPU itself, or staged through pinned host memory.
+"""Batches in a GPU's memory: gathered by the GPU from pinned segments, or staged through pinned buffers.
 
 Two paths, the same batches:
 
-    gather   the segment is pinned where it is (pinning.py) and one Triton kernel reads the chosen rows out of it
-             (kernels/gather_rows.py). The CPU touches no row.
+    gather   the segment is pinned where it is (device/pinned_memory.py) and one Triton kernel reads the drawn rows from
+             it (device/kernels/gather.py). The CPU copies nothing.
     staged   native threads gather into a pinned buffer (fetch.py), and one asynchronous copy takes it to the device.
              Works for any segment, pinned or not.
 
 Either runs on a stream of its own, into one buffer of device memory a batch (an *arena*), with an event at its end. The
-consumer's stream waits for the event; its host does not wait. The arena comes from torch's allocator and is lent to the
-consumer's stream, so that its memory is used again once the batch was dropped and what the consumer had given its
-stream by then is done.
+consumer's stream waits for the event; its host does not wait. The arena comes from torch's allocator and is recorded
+for the consumer's stream: its memory is reused once the batch was dropped and that stream is done with it.
 
-| file | one idea |
+| file | contents |
 |---|---|
-| `options` | what `Replay(device=...)` is told: `DeviceOptions`, `Convert` |
-| `crossover` | up to which size of rows the GPU's own gather is taken |
-| `place` | `Landing`: one plan's segment, pinned or not, and which path it takes |
-| `flight` | `Flight`: one batch on its way; `Landed`; `Handover`: to the consumer's stream |
-| `stage` | `Stage`: a batch as the CPU makes it, in pinned memory |
-| `arrange` | conversion, packing and scattering within device memory |
-| `bounce` | pinned buffers, used again |
+| `options` | arguments of `Replay(device=...)`: `DeviceOptions`, `Convert` |
+| `gather_threshold` | the largest rows that the GPU gathers by itself |
+| `session` | `DeviceSession`: a replay's device, stream and segments, and their closing |
+| `target` | `DeviceTarget`: one store's segment, pinned or not, and its path |
+| `transfer` | `BatchTransfer`: one batch in flight; `ReadyBatch`; `StreamHandoff` to the consumer's stream |
+| `staging` | `StagingBuffer`: a batch in pinned host memory |
+| `pinned_pool` | `PinnedPool`: pinned buffers that are reused |
+| `layout` | conversion, packing and scattering within device memory |
+| `priority_mirror` | `DevicePriorities`: a store's priorities in device memory |
+| `builder` | `DeviceBatchBuilder` |
 """
 
 from geartrain.replay.device.gather_threshold import CROSSOVER_BYTES
-from geartrain.replay.device.layout import arranging, scatter_lines
+from geartrain.replay.device.layout import arrangement, scatter_lines
 from geartrain.replay.device.options import Convert, DeviceOptions
-from geartrain.replay.device.pinned_pool import Bounce
-from geartrain.replay.device.staging import Stage
-from geartrain.replay.device.target import Landing, gather_rows_of
-from geartrain.replay.device.transfer import MOST_UNCONSUMED, Flight, Handover, Landed
+from geartrain.replay.device.pinned_pool import PinnedPool
+from geartrain.replay.device.session import DeviceSession
+from geartrain.replay.device.staging import StagingBuffer
+from geartrain.replay.device.target import DeviceTarget, gather_plan_of
+from geartrain.replay.device.transfer import MOST_UNCONSUMED, BatchTransfer, ReadyBatch, StreamHandoff
 
 __all__ = [
     "CROSSOVER_BYTES",
     "MOST_UNCONSUMED",
-    "Bounce",
+    "PinnedPool",
     "Convert",
-    "Flight",
-    "Handover",
-    "Landed",
-    "Landing",
+    "BatchTransfer",
+    "StreamHandoff",
+    "ReadyBatch",
+    "DeviceSession",
+    "DeviceTarget",
     "DeviceOptions",
-    "Stage",
-    "arranging",
-    "gather_rows_of",
+    "StagingBuffer",
+    "arrangement",
+    "gather_plan_of",
     "scatter_lines",
 ]

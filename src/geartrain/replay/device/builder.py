@@ -1,17 +1,15 @@
-"""Batches made for a GPU, two at a time: while one is on its way, the next is chosen and launched.
+"""Device batch builder: two batches in flight, the next one drawn and launched while one is being copied.
 
-    start     choose the rows (on the host, or on the device from a mirror of the priorities), launch the gather
-    finish    wait until it is through, draw lost rows again, and let the batch land
+    start     draws the rows (on the host, or on the device from its copy of the priorities) and launches the gather
+    finish    waits for it, redraws lost rows, and hands the batch out
 
-Both happen on the replay's own thread, which sleeps while it waits. It has to wait: whether a row was overwritten
-during its copy is known when the copy is over, and a torn row must not be anybody's. The consumer's host waits for
-nothing but the thread, and its stream for the batch's event.
+Both run on the replay's own thread, which sleeps while it waits. It has to wait: whether a row was overwritten during
+its copy is known when the copy is complete, and torn rows are redrawn before the batch is handed out. The consumer's
+host waits for this thread only, and its stream for the batch's event.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,52 +18,70 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
-from geartrain.device.device import Device, open_device
-from geartrain.errors import ArgumentError, StoreClosedError
-from geartrain.replay.builder import HostMaker, Made, State, join_importance
-from geartrain.replay.device import DeviceOptions, Flight, Handover, Landed, Landing, Stage
-from geartrain.replay.device.priority_mirror import Mirror, pays, why_not
-from geartrain.replay.distributed.priority_updates import Update
-from geartrain.replay.sampler import MAX_ATTEMPTS, Sampler
-from geartrain.selection.strategy import Again, Group, Lifo, Mixture, Prioritized, Strategy, TopK, Uniform
-
-CLOSE_S = 60.0  # longest wait for the thread to finish what it is at
-
-_log = logging.getLogger("geartrain.replay.device.builder")
+from geartrain.errors import ArgumentError
+from geartrain.replay.builder import (
+    BuiltBatch,
+    HostBatchBuilder,
+    PriorityUpdate,
+    State,
+    apply_updates,
+    build_stats,
+    join_importance,
+)
+from geartrain.replay.device.options import DeviceOptions
+from geartrain.replay.device.priority_mirror import DevicePriorities, pays, why_not
+from geartrain.replay.device.session import DeviceSession
+from geartrain.replay.device.staging import StagingBuffer
+from geartrain.replay.device.target import DeviceTarget
+from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
+from geartrain.replay.sampler import StoreSampler
+from geartrain.selection.mixture import Selection
+from geartrain.selection.strategy import Draw, Redraw, importance_of, seed_of
 
 
 @dataclass
-class _Part:
-    """What one store gives to a batch that is on its way."""
+class _StoreRows:
+    """One store's rows of a batch in flight."""
 
     number: int
     at: int  # its first place in the batch
     n: int
     count: int  # selectable rows
-    rows: NDArray[np.uint32] | None = None  # None while only the device knows them
-    generations: NDArray[np.uint32] | None = None
-    probability: NDArray[np.float64] | None = None
+    draw: Draw | None = None  # None while only the device knows it
     taken: NDArray[np.bool_] | None = None  # False where somebody else had the row's last sample
+    torn: NDArray[np.uint8] | None = None
     attempts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # that drew each window
     state: dict[str, int] = field(default_factory=dict)
 
+    def lost(self) -> NDArray[Any]:
+        """Rows that were overwritten as they were copied, or whose last sample somebody else had first."""
+        assert self.taken is not None
+        assert self.torn is not None
+        lost: NDArray[Any] = self.torn | ~self.taken
+        return lost
+
+    def kept(self, lost: NDArray[np.intp]) -> NDArray[np.uint32]:
+        """The other rows of the draw, which the host knows by now."""
+        assert self.draw is not None
+        return np.delete(self.draw.rows, lost)
+
 
 @dataclass
-class Pending:
+class PendingBatch:
     """A batch that was started."""
 
     step: int
     state: State
-    flight: Flight
-    parts: list[_Part]
-    made: Made | None = None  # when it is finished already
+    transfer: BatchTransfer
+    parts: list[_StoreRows]
+    made: BuiltBatch | None = None  # when it is finished already
 
 
-class DeviceMaker:
-    """Makes the batch of a given step on a device.
+class DeviceBatchBuilder:
+    """Builds batches on a device; see `BatchBuilder`.
 
     Args:
-        parts: of the stores; their plans are all alike.
+        samplers: of each store; their plans are all alike.
         selection: the strategy, or the mixture.
         batch_size: rows of a batch.
         options: as `Replay` was given them.
@@ -74,99 +90,91 @@ class DeviceMaker:
         PinError, ArgumentError: what was asked for by name cannot be had.
     """
 
+    overlaps = True
+    collective = False
+
     def __init__(
-        self, parts: list[Sampler], selection: Strategy | Mixture, batch_size: int, options: DeviceOptions
+        self, samplers: list[StoreSampler], selection: Selection, batch_size: int, options: DeviceOptions
     ) -> None:
-        self.parts = parts
-        self.selection = selection
-        self.batch_size = batch_size
+        self.samplers = samplers
+        self.rows = batch_size
         self.options = options
-        self.make_s = 0.0
-        self.made = 0
-        self.device: Device = open_device(options.device)
-        self.device.enter()
-        self.stream = self.device.new_stream()
-        self._host = HostMaker(parts, selection, batch_size)
-        self._handover = Handover(self.device)
-        self._lock = threading.Lock()  # against closing while the thread is at work
-        self._closed = False
-        self.landings: list[Landing] = []
+        self._make_s = 0.0
+        self._built = 0
+        self._host = HostBatchBuilder(samplers, selection, batch_size)
+        self._session = DeviceSession(options.device)
+        self.device = self._session.device
+        self.targets = self._session.targets
         try:
-            for part in parts:
-                self.landings.append(Landing(self.device, self.stream, part.plan, options))
+            for sampler in samplers:
+                self.targets.append(DeviceTarget(self.device, self._session.stream, sampler.plan, options))
             self._settle_path()
-            self._mirrors = self._make_mirrors()
+            self._priorities = self._open_priorities()
         except BaseException:
             self.close()
             raise
-        # Where a batch depends on the one before (a cursor, a limit on samples, or who knows: strategies of users), it
-        # is finished before the next one is started.
-        known = (Uniform, Prioritized, TopK, Lifo, Group)
-        self._alone = any(part.limited or type(part.strategy) not in known for part in parts)
+        # Where a batch may depend on the one before (a cursor, a limit on samples), it is finished before the next one
+        # is started.
+        self._alone = any(sampler.limited or sampler.traits.stateful for sampler in samplers)
 
     def _settle_path(self) -> None:
-        mixed = len(self.landings) > 1
-        staged = [one for one in self.landings if one.path == "staged"]
+        mixed = len(self.targets) > 1
+        staged = [one for one in self.targets if one.path == "staged"]
         if mixed and self.options.packed and not staged:
             if self.options.path == "gather":
                 raise ArgumentError("a mixture is gathered into padded windows only; use path='staged' or packed=False")
-            staged = self.landings[:1]
+            staged = self.targets[:1]
         self.path = "staged" if staged else "gather"
         if staged:
-            for one in self.landings:
+            for one in self.targets:
                 if one.path != "staged":
                     one.why = f"another store of the mixture is: {staged[0].why}" if mixed else one.why
                     one.path = "staged"
 
-    def _make_mirrors(self) -> list[Mirror | None]:
-        made: list[Mirror | None] = []
+    def _open_priorities(self) -> list[DevicePriorities | None]:
+        made: list[DevicePriorities | None] = []
         self.select: list[str] = []
-        for part, landing in zip(self.parts, self.landings, strict=True):
+        for part, target in zip(self.samplers, self.targets, strict=True):
             reason = why_not(part.strategy) or (None if self.path == "gather" else "batches are staged")
             reason = reason or (None if not part.limited else "samples are limited, and counted on the host")
             reason = reason or self.device.why_no_selection()
             asked = self.options.select
             if asked == "device" and reason is not None:
                 raise ArgumentError(f"select='device' was asked for, but {reason}")
-            if asked == "auto" and reason is None and not pays(part.plan.store.capacity, self.batch_size):
-                reason = f"{self.batch_size} draws cost less than a copy of {part.plan.store.capacity} priorities"
+            if asked == "auto" and reason is None and not pays(part.plan.store.capacity, self.rows):
+                reason = f"{self.rows} draws cost less than a copy of {part.plan.store.capacity} priorities"
             if asked == "host" or reason is not None:
                 made.append(None)
                 self.select.append(f"host: {reason or 'it was asked for'}")
                 continue
-            made.append(Mirror(landing, ordered=isinstance(part.strategy, TopK | Lifo)))
+            made.append(DevicePriorities(target, ordered=part.traits.order is not None))
             self.select.append("device")
         return made
 
     def enter(self) -> None:
-        """Called first on the thread that makes batches."""
-        self.device.enter()
+        """See `BatchBuilder`."""
+        self._session.enter()
 
     # --- a batch -----------------------------------------------------------------------------------------------
 
-    def make(self, step: int, state: State, updates: list[Update]) -> Made:
-        """Starts a batch and finishes it."""
-        return self.finish(self.start(step, state, updates))
-
-    def start(self, step: int, state: State, updates: list[Update]) -> Pending:
-        """Chooses the rows of a step and launches what brings them."""
+    def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> PendingBatch:
+        """See `BatchBuilder`."""
         gathered = self.path == "gather"  # what is staged is admitted where it is sampled
         admitted = self._admit(step) if gathered else []
         try:
-            with self._lock:
-                if self._closed:
-                    raise StoreClosedError("this replay was closed")
+            with self._session.at_work():
                 return self._start(step, state)
         except BaseException:
             _give_back(admitted)
             raise
 
-    def _admit(self, step: int) -> list[tuple[Sampler, int]]:
-        """Waits for the rate limiters of the stores, not holding what `close` waits for."""
-        admitted: list[tuple[Sampler, int]] = []
+    def _admit(self, step: int) -> list[tuple[StoreSampler, int]]:
+        """Waits for rows and for the stores' rate limiters, not holding what `close` waits for."""
+        admitted: list[tuple[StoreSampler, int]] = []
         try:
-            for sampler, quota in zip(self.parts, self._host.quotas(step), strict=True):
+            for sampler, quota in zip(self.samplers, self._host.quotas(step), strict=True):
                 if quota:
+                    sampler.wait_for_rows()
                     sampler.admit(quota)
                     admitted.append((sampler, quota))
         except BaseException:
@@ -174,211 +182,214 @@ class DeviceMaker:
             raise
         return admitted
 
-    def _start(self, step: int, state: State) -> Pending:
+    def _start(self, step: int, state: State) -> PendingBatch:
         began_s = time.perf_counter()
-        self._handover.hold_back()
+        self._session.hold_back()
         pending = self._stage(step, state) if self.path == "staged" else self._launch(step, state)
-        self.make_s += time.perf_counter() - began_s
+        self._make_s += time.perf_counter() - began_s
         if self._alone and pending.made is None:
             pending.made = self._finish(pending)
             pending.state = pending.made.state
         return pending
 
-    def finish(self, pending: Pending) -> Made:
-        """The batch, once it is known to be whole."""
-        if pending.made is not None:
-            return pending.made
-        with self._lock:
-            if self._closed:
-                raise StoreClosedError("this replay was closed")
+    def finish(self, started: PendingBatch) -> BuiltBatch:
+        """See `BatchBuilder`."""
+        if started.made is not None:
+            return started.made
+        with self._session.at_work():
             try:
-                return self._finish(pending)
+                return self._finish(started)
             except BaseException:
-                _give_back([(self.parts[part.number], part.n) for part in pending.parts])
+                _give_back([(self.samplers[part.number], part.n) for part in started.parts])
                 raise
 
-    def _finish(self, pending: Pending) -> Made:
+    def _finish(self, pending: PendingBatch) -> BuiltBatch:
         began_s = time.perf_counter()
-        books = self._resolve(pending)
+        metadata = self._resolve(pending)
         state = list(pending.state)
         for part in pending.parts:
             state[part.number] = part.state
-        made = self._landed(pending.flight.land(*books, pending.step), state)
-        self.make_s += time.perf_counter() - began_s
+        made = self._ready(pending.transfer.finish(*metadata, pending.step), state)
+        self._make_s += time.perf_counter() - began_s
         return made
 
-    def _landed(self, landed: Landed, state: State) -> Made:
-        self.made += 1
-        return Made(landed.batch, state, self._handover.of(landed))
+    def _ready(self, ready: ReadyBatch, state: State) -> BuiltBatch:
+        self._built += 1
+        return BuiltBatch(ready.batch, state, self._session.deliver(ready))
 
     # --- staged ------------------------------------------------------------------------------------------------
 
-    def _stage(self, step: int, state: State) -> Pending:
-        landing = self.landings[0]
-        stage = Stage(landing, self.batch_size)
-        rows = self._host.rows(step, state, stage.arrays)
-        flight = stage.send(rows.raw)
-        landed = flight.land(rows.keys, rows.probability, rows.importance_weights, step)
-        return Pending(step, rows.state, flight, [], self._landed(landed, rows.state))
+    def _stage(self, step: int, state: State) -> PendingBatch:
+        target = self.targets[0]
+        stage = StagingBuffer(target, self.rows)
+        rows = self._host.sample(step, state, stage.arrays)
+        transfer = stage.send(rows.fetched)
+        ready = transfer.finish(rows.keys, rows.probability, rows.importance_weights, step)
+        return PendingBatch(step, rows.state, transfer, [], self._ready(ready, rows.state))
 
     # --- gathered ----------------------------------------------------------------------------------------------
 
-    def _launch(self, step: int, state: State) -> Pending:
-        flight = Flight(self.landings[0], self.batch_size)
+    def _launch(self, step: int, state: State) -> PendingBatch:
+        transfer = BatchTransfer(self.targets[0], self.rows)
         parts, asked, at = [], [], 0
         for number, quota in enumerate(self._host.quotas(step)):
             if quota == 0:
                 continue
             part = self._part(number, at, quota, step, state)
-            asked += self._draw_and_gather(flight, part, step, None, at == 0)
+            asked += self._draw_and_gather(transfer, part, step, None, at == 0)
             parts.append(part)
             at += quota
-        flight.ask(asked)
+        transfer.read_back(asked)
         after = list(state)
         for part in parts:
             after[part.number] = part.state
-        return Pending(step, after, flight, parts)
+        return PendingBatch(step, after, transfer, parts)
 
-    def _part(self, number: int, at: int, n: int, step: int, state: State) -> _Part:
-        sampler = self.parts[number]
+    def _part(self, number: int, at: int, n: int, step: int, state: State) -> _StoreRows:
+        sampler = self.samplers[number]
         sampler.expire()
         count = len(sampler.plan.store)
         sampler.check_count(count)
-        return _Part(number, at, n, count, state=state[number])
+        return _StoreRows(number, at, n, count, state=state[number])
 
-    def _draw_and_gather(self, flight: Flight, part: _Part, step: int, again: Again | None, clear: bool) -> list[Any]:
+    def _draw_and_gather(
+        self, transfer: BatchTransfer, part: _StoreRows, step: int, redraw: Redraw | None, clear: bool
+    ) -> list[Any]:
         """Chooses and launches a part, or what is to be replaced of it; returns tensors that the host must learn."""
-        sampler, mirror, landing = self.parts[part.number], self._mirrors[part.number], self.landings[part.number]
+        sampler, priorities, target = (
+            self.samplers[part.number],
+            self._priorities[part.number],
+            self.targets[part.number],
+        )
         rows: Any
         generations: Any
         asked: list[Any] = []
-        if mirror is not None:
-            rows, generations, probability = mirror.draw(sampler.strategy, part.n, step, again)
+        if priorities is not None:
+            rows, generations, probability = priorities.draw(sampler.strategy, part.n, step, redraw)
             asked = [rows, generations, probability]
         else:
-            drawn = sampler.draw(part.n, step, part.state, again)
+            drawn = sampler.draw(part.n, step, part.state, redraw)
             part.state = drawn.state
-            self._note(part, again, drawn.rows, drawn.generations, drawn.probability)
+            self._note(part, redraw, drawn)
             rows, generations = drawn.rows, drawn.generations
-        if again is not None and landing.gather.packed:
-            self._gather_packed_again(flight, part, step, again, asked)
+        if redraw is not None and target.gather.packed:
+            self._gather_packed_again(transfer, part, step, redraw, asked)
             return []
-        numbers = None if again is None else again.numbers
+        numbers = None if redraw is None else redraw.numbers
         places = None
-        if again is not None or len(self.parts) > 1:
-            places = part.at + (np.arange(part.n, dtype=np.uint32) if again is None else again.numbers)
-        draw = (sampler.strategy.seed, step, 0 if again is None else again.attempt)
-        flight.gather(rows, generations, draw, numbers=numbers, places=places, landing=landing, clear=clear)
+        if redraw is not None or len(self.samplers) > 1:
+            places = part.at + (np.arange(part.n, dtype=np.uint32) if redraw is None else redraw.numbers)
+        draw = (seed_of(sampler.strategy), step, 0 if redraw is None else redraw.attempt)
+        transfer.launch_gather(rows, generations, draw, numbers=numbers, places=places, target=target, clear=clear)
         return asked
 
-    def _gather_packed_again(self, flight: Flight, part: _Part, step: int, again: Again, asked: list[Any]) -> None:
+    def _gather_packed_again(
+        self, transfer: BatchTransfer, part: _StoreRows, step: int, redraw: Redraw, asked: list[Any]
+    ) -> None:
         """The whole batch once more: the new rows may be longer, and then everything behind them stands elsewhere."""
-        sampler, landing = self.parts[part.number], self.landings[part.number]
+        sampler, target = self.samplers[part.number], self.targets[part.number]
         if asked:
-            flight.ask(asked)
-            _, rows, generations, probability = flight.answer()
-            self._note(part, again, rows, generations, probability)
-        assert part.rows is not None
-        assert part.generations is not None
-        part.attempts[again.numbers] = again.attempt
+            transfer.read_back(asked)
+            self._note(part, redraw, _draw_of(*transfer.wait_read_back()[1:]))
+        assert part.draw is not None
+        part.attempts[redraw.numbers] = redraw.attempt
         ends = np.zeros(part.n, np.int32)
         for attempt in np.unique(part.attempts):
             these = np.flatnonzero(part.attempts == attempt).astype(np.uint32)
-            found = sampler.ends(step, int(attempt), these, part.rows[these])
+            found = sampler.ends(step, int(attempt), these, part.draw.rows[these])
             if found is not None:
                 ends[these] = found
-        flight.gather(part.rows, part.generations, None, ends=ends if landing.gather.window else None)
+        transfer.launch_gather(part.draw.rows, part.draw.generations, None, ends=ends if target.gather.window else None)
 
-    def _note(self, part: _Part, again: Again | None, rows: Any, generations: Any, probability: Any) -> None:
-        """Writes down what was drawn, and counts it in the store."""
-        rows, generations = rows.astype(np.uint32), generations.astype(np.uint32)
-        taken = self.parts[part.number].count_samples(rows, generations)
-        if again is None:
-            part.rows, part.generations, part.probability = rows.copy(), generations.copy(), probability.copy()
-            part.taken, part.attempts = taken.copy(), np.zeros(part.n, np.int64)
+    def _note(self, part: _StoreRows, redraw: Redraw | None, draw: Draw) -> None:
+        """Records what was drawn, and counts it in the store."""
+        taken = self.samplers[part.number].count_samples(draw.rows, draw.generations)
+        if redraw is None:
+            part.draw, part.taken, part.attempts = draw, taken.copy(), np.zeros(part.n, np.int64)
             return
-        for mine, new in (
-            (part.rows, rows), (part.generations, generations), (part.probability, probability), (part.taken, taken)
-        ):  # fmt: skip
-            assert mine is not None
-            mine[again.numbers] = new
+        assert part.draw is not None
+        assert part.taken is not None
+        part.draw = part.draw.with_redrawn(redraw.numbers, draw)
+        part.taken[redraw.numbers] = taken
 
-    def _resolve(self, pending: Pending) -> tuple[Keys, Any, Any]:
-        """Waits for the device, and replaces torn rows until there are none; returns keys and books."""
-        flight, parts = pending.flight, pending.parts
-        unknown = [part for part in parts if self._mirrors[part.number] is not None]
-        torn, *news = flight.answer()
+    def _resolve(self, pending: PendingBatch) -> tuple[Keys, Any, Any]:
+        """Waits for the device, and redraws torn rows until there are none; returns keys and metadata."""
+        transfer, parts = pending.transfer, pending.parts
+        unknown = [part for part in parts if self._priorities[part.number] is not None]
+        torn, *news = transfer.wait_read_back()
         for i, part in enumerate(unknown):
-            self._note(part, None, *news[3 * i : 3 * i + 3])
+            self._note(part, None, _draw_of(*news[3 * i : 3 * i + 3]))
         for part in parts:
             self._release(part, slice(None))
             self._replace_lost(pending, part, torn[part.at : part.at + part.n])
-        keys = [Keys(part.rows, part.generations) for part in parts]  # type: ignore[arg-type]
-        importance_weights = []
-        for part in parts:
-            strategy = self.parts[part.number].strategy
-            priorities = None
-            if isinstance(strategy, Prioritized):
-                assert part.probability is not None
-                priorities = strategy.importance_weights(part.probability, part.count, pending.step)
-            importance_weights.append((priorities, part.n))
-        probability = np.concatenate([part.probability for part in parts if part.probability is not None])
-        if isinstance(self.selection, Mixture):
+        draws = [part.draw for part in parts if part.draw is not None]
+        keys = [Keys(draw.rows, draw.generations) for draw in draws]
+        importance_weights = [
+            (importance_of(self.samplers[part.number].strategy, draw, part.count, pending.step), part.n)
+            for part, draw in zip(parts, draws, strict=True)
+        ]
+        probability = np.concatenate([draw.probability for draw in draws])
+        if self._host.mixed:
             joined = Keys.join([key.of_shard(part.number) for key, part in zip(keys, parts, strict=True)])
         else:
             (joined,) = keys
         return joined, probability, join_importance(importance_weights)
 
-    def _replace_lost(self, pending: Pending, part: _Part, torn: NDArray[np.uint8]) -> None:
-        sampler, flight = self.parts[part.number], pending.flight
-        assert part.taken is not None
-        bad: NDArray[Any] = torn | ~part.taken
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            lost = sampler.with_atoms(bad)
-            if lost.size == 0:
-                return
-            sampler.note_lost(lost.size, attempt)
-            assert part.rows is not None
-            again = Again(attempt, lost.astype(np.uint32), np.delete(part.rows, lost))
-            asked = self._draw_and_gather(flight, part, pending.step, again, True)
-            flight.ask(asked)
-            flags, *news = flight.answer()
-            if news:
-                self._note(part, again, *news)
-            self._release(part, lost)
-            bad = flags[part.at : part.at + part.n] | ~part.taken
+    def _replace_lost(self, pending: PendingBatch, part: _StoreRows, torn: NDArray[np.uint8]) -> None:
+        transfer = pending.transfer
+        part.torn = torn
+        for redraw in self.samplers[part.number].redraws(part):
+            asked = self._draw_and_gather(transfer, part, pending.step, redraw, True)
+            transfer.read_back(asked)
+            flags, *arrays = transfer.wait_read_back()
+            if arrays:
+                self._note(part, redraw, _draw_of(*arrays))
+            self._release(part, redraw.numbers)
+            part.torn = flags[part.at : part.at + part.n]
 
-    def _release(self, part: _Part, which: Any) -> None:
-        assert part.rows is not None
-        assert part.generations is not None
-        self.parts[part.number].release(part.rows[which], part.generations[which])
+    def _release(self, part: _StoreRows, which: Any) -> None:
+        assert part.draw is not None
+        self.samplers[part.number].release(part.draw.rows[which], part.draw.generations[which])
 
-    # --- figures and leaving -----------------------------------------------------------------------------------
+    # --- priorities, figures, closing --------------------------------------------------------------------------
+
+    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
+        """See `BatchBuilder`."""
+        return apply_updates(self.samplers, update, step)
+
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
+        """See `BatchBuilder`. None are kept."""
+
+    def rewind(self) -> None:
+        """See `BatchBuilder`. Nothing is kept but the state."""
+
+    def stats(self) -> dict[str, float]:
+        """See `BatchBuilder`."""
+        return build_stats(self._built, self._make_s, self.samplers)
 
     def describe(self) -> list[dict[str, Any]]:
-        """For each store: the path in use and why, and where rows are chosen."""
+        """See `BatchBuilder`: the path in use and why, where rows are drawn, pinned bytes."""
         return [
-            {"store": part.plan.store.name, **landing.describe(), "select": select}
-            for part, landing, select in zip(self.parts, self.landings, self.select, strict=True)
+            {"store": sampler.plan.store.name, **target.describe(), "select": select}
+            for sampler, target, select in zip(self.samplers, self.targets, self.select, strict=True)
         ]
 
+    def abort(self, reason: str) -> None:
+        """See `BatchBuilder`. No other rank waits."""
+
     def close(self) -> None:
-        """Waits for the stream, and unpins."""
-        self._closed = True
-        if not self._lock.acquire(timeout=CLOSE_S):
-            _log.warning("the replay's thread does not come back; what is pinned stays pinned")
-            return
-        try:
-            self._handover.clear()
-            for landing in self.landings:
-                landing.close()
-        finally:
-            self._lock.release()
+        """See `BatchBuilder`. Waits for the stream, and unpins."""
+        self._session.close()
 
 
-def _give_back(admitted: list[tuple[Sampler, int]]) -> None:
+def _draw_of(rows: NDArray[Any], generations: NDArray[Any], probability: NDArray[np.float64]) -> Draw:
+    """A draw that the device made, which has no types of 32 bits without sign for all of it."""
+    return Draw(rows.astype(np.uint32), generations.astype(np.uint32), probability)
+
+
+def _give_back(admitted: list[tuple[StoreSampler, int]]) -> None:
     for sampler, n in admitted:
-        sampler.plan.store.limiter.give_back(samples=n)
+        sampler.give_back(n)
 
 
-__all__ = ["DeviceMaker", "Pending"]
+__all__ = ["DeviceBatchBuilder", "PendingBatch"]

@@ -1,11 +1,11 @@
-"""Up to which size of rows the GPU's own gather is taken: as measured on this machine where that was done.
+"""Gather threshold: the largest rows that the GPU gathers by itself, as measured on this machine where that was done.
 
 `geartrain bench fetch --device cuda` times both paths by size of rows, and writes what it found for the GPU's name into
 
     ~/.cache/geartrain/crossover.json        (under XDG_CACHE_HOME where that is set)
     {"NVIDIA H200": {"crossover_bytes": 1048576, "command": "...", "when": "..."}}
 
-The chooser takes, in this order: `DeviceOptions(crossover_bytes=...)`, GEARTRAIN_CROSSOVER_BYTES, that file, and at last
+Taken is, in this order: `DeviceOptions(crossover_bytes=...)`, GEARTRAIN_CROSSOVER_BYTES, that file, and at last
 `CROSSOVER_BYTES`, which is an estimate. `replay.describe()` says which it was.
 """
 

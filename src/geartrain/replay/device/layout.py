@@ -1,4 +1,4 @@
-"""What is done to a batch within device memory: conversion, packing, rows put to their places.
+"""Layout changes within device memory: conversion, packing, scattering of rows.
 
 The gather kernel does all of this on its way. Here it is done by torch, a few operations a field, to what came by
 copies: batches that the CPU made, and rows that other ranks sent.
@@ -13,43 +13,43 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.schema import DTYPES, torch_dtype
+from geartrain.core.dtypes import DTYPES, torch_dtype
 from geartrain.replay.device.options import Convert
-from geartrain.replay.device.transfer import Flight
+from geartrain.replay.device.transfer import BatchTransfer
 
 if TYPE_CHECKING:
     import torch
 
-    from geartrain.device.kernels.gather import GatherRows
+    from geartrain.device.kernels.gather import GatherPlan
     from geartrain.device.kernels.gather_layout import Arena
 
 
-def arranging(
-    flight: Flight, source: torch.Tensor, plan: GatherRows, layout: Arena, mask: NDArray[np.bool_]
+def arrangement(
+    transfer: BatchTransfer, source: torch.Tensor, plan: GatherPlan, layout: Arena, mask: NDArray[np.bool_]
 ) -> Callable[[], None]:
-    """What fills a flight's arena from one of padded rows, as a work for `Device.run`.
+    """What fills a transfer's arena from one of padded rows, as a work for `Device.run`.
 
     It converts what is not converted, and packs where that was asked for. What it needs of the host is uploaded now.
 
     Args:
-        flight: where to.
+        transfer: where to.
         source, plan, layout: a padded batch on the device, and how it lies there.
         mask: (n, steps) of the batch, on the host.
     """
     import torch
 
-    landing, n, steps = flight.landing, layout.n, plan.steps
-    packed = flight.plan.packed
+    target, n, steps = transfer.target, layout.n, plan.steps
+    packed = transfer.plan.packed
     real = None
     if packed:
         ends = np.concatenate([np.zeros(1, np.int32), mask.sum(1, dtype=np.int32)]).cumsum(dtype=np.int32)
-        real, flight.cu_seqlens = landing.upload([np.flatnonzero(mask), ends])
-        flight.steps_packed = int(ends[-1])
+        real, transfer.cu_seqlens = target.upload([np.flatnonzero(mask), ends])
+        transfer.steps_packed = int(ends[-1])
     known_steps = source[layout.mask : layout.mask + n * steps].view(torch.bool).view(n, steps)
 
     def work() -> None:
         for was, becomes, source_at, at in zip(
-            plan.fields, flight.plan.fields, layout.fields, flight.layout.fields, strict=True
+            plan.fields, transfer.plan.fields, layout.fields, transfer.layout.fields, strict=True
         ):
             rows = n * (steps if was.timed else 1)
             values = source[source_at : source_at + rows * was.result_bytes].view(rows, -1)  # a line a step
@@ -58,13 +58,13 @@ def arranging(
             if becomes.result is not None and was.result is None:
                 exact = values.view(torch_dtype(DTYPES[was.dtype]))
                 of = known_steps.reshape(-1) if was.timed and real is None else None
-                values = landing.options.convert[was.name].apply(exact, of).view(torch.uint8)
-            flight.arena[at : at + values.numel()].view(values.shape).copy_(values)
+                values = target.options.convert[was.name].apply(exact, of).view(torch.uint8)
+            transfer.arena[at : at + values.numel()].view(values.shape).copy_(values)
         for name, size in (("mask", n * steps), ("starts", 4 * n), ("lengths", 4 * n), ("versions", 8 * n)):
             if name == "mask" and packed:
                 continue
-            from_, to = getattr(layout, name), getattr(flight.layout, name)
-            flight.arena[to : to + size].copy_(source[from_ : from_ + size])
+            from_, to = getattr(layout, name), getattr(transfer.layout, name)
+            transfer.arena[to : to + size].copy_(source[from_ : from_ + size])
 
     return work
 
@@ -84,7 +84,7 @@ def scatter_lines(to: torch.Tensor, at: int, n: int, places: torch.Tensor, lines
 
 
 def convert_rows(
-    plan: GatherRows, number: int, values: torch.Tensor, mask: torch.Tensor, convert: Mapping[str, Convert]
+    plan: GatherPlan, number: int, values: torch.Tensor, mask: torch.Tensor, convert: Mapping[str, Convert]
 ) -> torch.Tensor:
     """Field `number` of k padded rows as it came, (k, bytes) uint8, as it stands in a batch.
 
@@ -102,4 +102,4 @@ def convert_rows(
     return lines
 
 
-__all__ = ["arranging", "convert_rows", "scatter_lines"]
+__all__ = ["arrangement", "convert_rows", "scatter_lines"]

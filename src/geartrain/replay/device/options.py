@@ -1,4 +1,4 @@
-"""What a replay on a device is told: which way its batches come, and what becomes of fields on the way."""
+"""Device options of a replay: the path of its batches, and the conversion of fields on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Exchange = Literal["host", "nccl"]
 
 @dataclass(frozen=True)
 class Convert:
-    """What becomes of a field on its way: float32(x) * scale + shift, rounded to `dtype`.
+    """Conversion of a field in transfer: float32(x) * scale + shift, rounded to `dtype`.
 
     Args:
         dtype: "bfloat16", "float16" or "float32".
@@ -44,19 +44,19 @@ class Convert:
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """How batches come to a GPU; `Replay(device="cuda")` is short for `Replay(device=DeviceOptions("cuda"))`.
+    """How batches get to a GPU; `Replay(device="cuda")` is short for `Replay(device=DeviceOptions("cuda"))`.
 
     Args:
         device: "cuda", "cuda:1", a torch.device, or a `geartrain.device.device.Device`.
         path: "gather", "staged", or "auto": gather where the segment can be pinned and rows are not larger than the
             crossover, staged otherwise. "gather" raises where "auto" would say in the log why it stages.
-        select: where rows are chosen. "device" draws with Triton kernels from a copy of the priorities in device memory;
-            "auto" does so where the strategy allows it and the batch is large enough to pay for keeping that copy.
+        select: where rows are drawn. "device" draws with Triton kernels from a copy of the priorities in device
+            memory; "auto" does so where the strategy allows it and the batch is large enough to pay for that copy.
         convert: fields to convert on the way, by name.
         packed: windows stand one behind the other, without padding, with `batch.cu_seqlens`.
         pin_limit_bytes: most pinned bytes on this host, all processes together; half of its memory by default.
         crossover_bytes: rows of more bytes are staged by "auto"; by default what was measured on this machine, or an
-            estimate (landing/crossover.py).
+            estimate (gather_threshold.py).
         exchange: over several ranks, how rows come that other ranks read: "host" sends them to pinned host memory over
             the replay's Gloo group and copies them from there, ahead; with "nccl" the GPU of the rank that has them
             gathers them ahead, and an all-to-all takes them from GPU to GPU when the batch is taken, on the stream that

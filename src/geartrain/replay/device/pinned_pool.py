@@ -1,4 +1,4 @@
-"""Pinned host memory on the way between host and device."""
+"""Pool of pinned host buffers for copies between host and device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Bounce:
+class PinnedPool:
     """Pinned buffers for copies between host and device, used again once their copy is done."""
 
     MOST = 16  # that are not in use; more copies than that in flight are waited for
@@ -44,4 +44,4 @@ class Bounce:
         self._given.appendleft((buffer, event))
 
 
-__all__ = ["Bounce"]
+__all__ = ["PinnedPool"]

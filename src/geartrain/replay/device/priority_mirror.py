@@ -1,12 +1,12 @@
-"""A store's priorities in a GPU's memory, so that rows are chosen where they will be read.
+"""Device copy of a store's priorities, for draws on the GPU that will read the rows.
 
-The mirror is a copy of the words (8 bytes a row) and of the selectable bits, taken out of the pinned segment by the
+It is a copy of the words (8 bytes a row) and of the selectable bits, taken out of the pinned segment by the
 device's copy engine when the store has changed. From it `kernels.candidates.DeviceCandidates` draws the rows that the
 CPU would draw, and the drawn keys go to the gather without having been on the host. The copy may be behind the store by
 what was written meanwhile; a row that was overwritten since is torn, and drawn again.
 
-What it costs: 8.1 bytes a row over the link for each batch that finds the store changed, two passes over the priorities in
-device memory, and one wait of the replay's thread for the sum of all priorities.
+Cost: 8.1 bytes a row over the link for each batch that finds the store changed, two passes over the priorities
+in device memory, and one wait of the replay's thread for the sum of all priorities.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from geartrain.errors import NotEnoughRowsError
-from geartrain.replay.device import Landing
-from geartrain.selection.strategy import HEAVIEST, NEWEST, Again, Lifo, Prioritized, Strategy, TopK, Uniform
+from geartrain.replay.device import DeviceTarget
+from geartrain.selection.strategy import Redraw, Strategy, seed_of, traits_of
 
 # When the CPU chooses faster. Nanoseconds of a draw on the CPU: docs/benchmarks.md. The link's rate and the launches
 # are assumed (a PCIe 4.0 x16 link, a dozen launches); `geartrain bench selection --device cuda` measures the rest.
@@ -26,80 +26,74 @@ LINK_GB_PER_S = 25.0
 LAUNCHES_US = 60.0
 
 # Counters of a store that tell that words have changed.
-_CHANGES = ("inserted", "evicted", "expired", "spent", "deleted", "abandoned", "priorities_updated", "repairs")
+_CHANGES = ("inserted", "evicted", "expired", "exhausted", "deleted", "abandoned", "priorities_updated", "repairs")
 
 
 def why_not(strategy: Strategy) -> str | None:
     """What keeps a strategy's rows from being chosen on a device; None when they can be."""
-    kind = type(strategy)
-    if kind not in (Uniform, Prioritized, TopK, Lifo):
-        return f"{kind.__name__} chooses on the host"
-    if getattr(strategy, "limits", None) is not None:
-        return "limits on version, age or length are looked up on the host"
-    return None
+    reason = traits_of(strategy).why_host
+    return None if reason is None else f"{type(strategy).__name__} {reason}"
 
 
 def pays(rows: int, draws: int) -> bool:
-    """Whether keeping a mirror of so many rows for each batch of so many draws takes less than drawing on the CPU."""
+    """Whether keeping a copy of so many rows for each batch of so many draws takes less than drawing on the CPU."""
     copied_us = 8.125 * rows / (LINK_GB_PER_S * 1e3)
     return draws * CPU_DRAW_NS / 1e3 > copied_us + LAUNCHES_US
 
 
-class Mirror:
-    """What can be drawn from a landing's store, in device memory.
+class DevicePriorities:
+    """What can be drawn from a target's store, in device memory.
 
     Args:
-        landing: whose segment is pinned.
+        target: whose segment is pinned.
         ordered: keep the order of commits as well (48 bytes a row), which the ordered strategies and no others need.
     """
 
-    def __init__(self, landing: Landing, *, ordered: bool) -> None:
+    def __init__(self, target: DeviceTarget, *, ordered: bool) -> None:
         import torch
 
-        assert landing.segment is not None
-        self._landing = landing
-        layout = landing.plan.store.native.layout()
-        rows = self._rows = landing.plan.store.capacity
-        segment = landing.segment
+        assert target.segment is not None
+        self._target = target
+        layout = target.plan.store.native.layout()
+        rows = self._rows = target.plan.store.capacity
+        segment = target.segment
         self._parts = [segment[layout["words"] :][: 8 * rows], segment[layout["bits"] :][: -(-rows // 64) * 8]]
         if ordered:
             self._parts.append(segment[layout["status"] :][: layout["status_stride"] * rows])
         self._sequence_at = layout["sequence"] // 8
         self._stride = layout["status_stride"] // 8
-        with landing.device.on(landing.stream):
-            self._copies = [landing.device.empty((len(part),), torch.uint8) for part in self._parts]
+        with target.device.on(target.stream):
+            self._copies = [target.device.empty((len(part),), torch.uint8) for part in self._parts]
         self._candidates: Any = None
         self._seen: tuple[int, ...] | None = None
         self._settled = False
         self.refreshed = 0  # times
 
-    def draw(self, strategy: Any, n: int, step: int, again: Again | None) -> tuple[Any, Any, Any]:
+    def draw(self, strategy: Strategy, n: int, step: int, redraw: Redraw | None) -> tuple[Any, Any, Any]:
         """Rows (int64), generations (int64) and probabilities (float64) of a step, or of some draws again, all of them
         tensors on the device.
 
         Raises:
             EmptyStoreError, NotEnoughRowsError: there is nothing, or not enough, to choose from.
         """
-        landing = self._landing
-        with landing.device.on(landing.stream):
+        target = self._target
+        with target.device.on(target.stream):
             candidates = self._current()
-            attempt = 0 if again is None else again.attempt
-            kept = np.empty(0, np.uint32) if again is None else again.kept
-            wanted = n if again is None else len(again.numbers)
-            if isinstance(strategy, TopK | Lifo):
-                order = HEAVIEST if isinstance(strategy, TopK) else NEWEST
-                rows, _, probability, found = candidates.first(order, wanted, 0, kept)
+            attempt = 0 if redraw is None else redraw.attempt
+            kept = np.empty(0, np.uint32) if redraw is None else redraw.kept
+            wanted = n if redraw is None else len(redraw.numbers)
+            traits, seed = traits_of(strategy), seed_of(strategy)
+            if traits.order is not None:
+                rows, _, probability, found = candidates.first(traits.order, wanted, 0, kept)
                 if found < wanted:
                     raise NotEnoughRowsError(f"{n} rows were asked for, {found + len(kept)} can be chosen")
-            elif strategy.replacement:
-                numbers = n if again is None else again.numbers
-                strata = n if strategy.stratified else 0
-                rows, _, probability, _ = candidates.draw(
-                    isinstance(strategy, Prioritized), strategy.seed, step, attempt, numbers, strata
-                )
+            elif traits.replacement:
+                numbers = n if redraw is None else redraw.numbers
+                strata = n if traits.stratified else 0
+                rows, _, probability, _ = candidates.draw(traits.by_priority, seed, step, attempt, numbers, strata)
             else:
                 rows, _, probability, _ = candidates.draw_distinct(
-                    isinstance(strategy, Prioritized), strategy.seed, step, attempt, wanted, kept
+                    traits.by_priority, seed, step, attempt, wanted, kept
                 )
             generations = (self._words()[rows] >> 32) & 0xFFFFFFFF
         return rows, generations, probability
@@ -110,7 +104,7 @@ class Mirror:
         return self._copies[0].view(torch.int64)
 
     def _current(self) -> Any:
-        native = self._landing.plan.store.native
+        native = self._target.plan.store.native
         counters = native.counters()
         seen = (native.total_priority(), *(counters[name] for name in _CHANGES))
         # A counter may move just before its word does: what has changed is copied once more the next time.
@@ -127,7 +121,7 @@ class Mirror:
 
         self.refreshed += 1
         for copy, part in zip(self._copies, self._parts, strict=True):
-            self._landing.device.copy(copy, part)
+            self._target.device.copy(copy, part)
         words, bits, rows = self._words(), self._copies[1], self._rows
         priorities = words.view(torch.int32)[0::2].contiguous().view(torch.uint32)  # little endian: the low halves
         shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
@@ -139,4 +133,4 @@ class Mirror:
         self._candidates = DeviceCandidates(priorities, selectable, sequence)
 
 
-__all__ = ["Mirror", "pays", "why_not"]
+__all__ = ["DevicePriorities", "pays", "why_not"]

@@ -1,4 +1,4 @@
-"""A batch as the CPU makes it, in pinned memory, and one copy that takes it to the device."""
+"""Staging buffer: a batch gathered by the CPU into pinned memory, and its copy to the device."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.replay.device.layout import arranging
-from geartrain.replay.device.target import Landing, gather_rows_of
-from geartrain.replay.device.transfer import Flight
-from geartrain.replay.fetch import Raw
+from geartrain.replay.device.layout import arrangement
+from geartrain.replay.device.target import DeviceTarget, gather_plan_of
+from geartrain.replay.device.transfer import BatchTransfer
+from geartrain.replay.fetch import FetchedRows
 
 
-class Stage:
+class StagingBuffer:
     """Pinned memory for a batch of n rows as the CPU makes it: raw and padded, laid out as the kernel would."""
 
-    def __init__(self, landing: Landing, n: int) -> None:
-        self.landing = landing
-        self.plain = gather_rows_of(landing.plan, {}, False)
+    def __init__(self, target: DeviceTarget, n: int) -> None:
+        self.target = target
+        self.plain = gather_plan_of(target.plan, {}, False)
         self.layout = self.plain.arena(n)
-        self.buffer = landing.bounce.take(self.layout.nbytes)
-        plan = landing.plan
+        self.buffer = target.pool.take(self.layout.nbytes)
+        plan = target.plan
         self.arrays = [
             self._array(at, plan.raw_dtype(name), plan.shape(name, n))
             for name, at in zip(plan.names, self.layout.fields, strict=True)
@@ -32,28 +32,28 @@ class Stage:
         made: NDArray[Any] = self.buffer.numpy()[at : at + nbytes].view(dtype).reshape(shape)
         return made
 
-    def send(self, raw: Raw) -> Flight:
+    def send(self, raw: FetchedRows) -> BatchTransfer:
         """Copies the batch, whose fields lie in `arrays`, to an arena by one copy, converts and packs there."""
         import torch
 
-        landing, layout = self.landing, self.layout
-        n, steps, device = layout.n, self.plain.steps, landing.device
+        target, layout = self.target, self.layout
+        n, steps, device = layout.n, self.plain.steps, target.device
         self._array(layout.mask, np.bool_, (n, steps))[...] = raw.mask
         self._array(layout.starts, np.int32, (n,))[...] = raw.starts
         self._array(layout.lengths, np.int32, (n,))[...] = raw.lengths
         self._array(layout.versions, np.int64, (n,))[...] = raw.versions
         self._array(layout.torn, np.uint8, (n,))[...] = 0
-        flight = Flight(landing, n)
-        as_it_is = not landing.gather.packed and not landing.options.convert
-        with device.on(landing.stream):
-            target = flight.arena if as_it_is else device.empty((layout.nbytes,), torch.uint8)
-            device.copy(target, self.buffer[: layout.nbytes])
-            landing.bounce.give(self.buffer)
+        transfer = BatchTransfer(target, n)
+        as_it_is = not target.gather.packed and not target.options.convert
+        with device.on(target.stream):
+            padded = transfer.arena if as_it_is else device.empty((layout.nbytes,), torch.uint8)
+            device.copy(padded, self.buffer[: layout.nbytes])
+            target.pool.give(self.buffer)
         if not as_it_is:
-            work = arranging(flight, target, self.plain, layout, raw.mask)
-            with device.on(landing.stream):
+            work = arrangement(transfer, padded, self.plain, layout, raw.mask)
+            with device.on(target.stream):
                 device.run(work)
-        return flight
+        return transfer
 
 
-__all__ = ["Stage"]
+__all__ = ["StagingBuffer"]

@@ -1,4 +1,4 @@
-"""Where the batches of one plan land: its segment, pinned where it is or not, and the path that follows from that."""
+"""Device target of one store: its segment, pinned or not, and the path that its rows take."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.schema import round_up
 from geartrain.device.device import Device
 from geartrain.device.pinned_memory import Pin, pins
 from geartrain.errors import ArgumentError, PinError
 from geartrain.replay.device.gather_threshold import crossover
 from geartrain.replay.device.options import Convert, DeviceOptions
-from geartrain.replay.device.pinned_pool import Bounce
-from geartrain.replay.fetch import Plan
+from geartrain.replay.device.pinned_pool import PinnedPool
+from geartrain.replay.fetch import FetchPlan
 
 if TYPE_CHECKING:
     import torch
 
-    from geartrain.device.kernels.gather import GatherRows
+    from geartrain.device.kernels.gather import GatherPlan
 
 _log = logging.getLogger("geartrain.replay.device")
 
 
-def gather_rows_of(plan: Plan, convert: Mapping[str, Convert], packed: bool) -> GatherRows:
+def gather_plan_of(plan: FetchPlan, convert: Mapping[str, Convert], packed: bool) -> GatherPlan:
     """A plan as the kernel takes it. Raises `ArgumentError` for a conversion that there is not."""
-    from geartrain.device.kernels.gather import GatherRows
+    from geartrain.device.kernels.gather import GatherPlan
     from geartrain.device.kernels.gather_layout import GatherField, SegmentLayout
 
     store = plan.store
@@ -40,23 +41,23 @@ def gather_rows_of(plan: Plan, convert: Mapping[str, Convert], packed: bool) -> 
         spec = store.fields[name]
         offset, stride = layout["columns"][number]
         into = convert.get(name)
-        step_bytes = spec.step_nbytes if spec.timed else spec.nbytes
+        block_bytes, timed = spec.block_nbytes(store.max_length), not spec.per_row
         fields.append(
-            GatherField(name, spec.dtype, spec.itemsize, offset, stride, spec.nbytes, step_bytes, spec.timed)
+            GatherField(name, spec.dtype, spec.itemsize, offset, stride, block_bytes, spec.nbytes, timed)
             if into is None
             else GatherField(
-                name, spec.dtype, spec.itemsize, offset, stride, spec.nbytes, step_bytes, spec.timed,
+                name, spec.dtype, spec.itemsize, offset, stride, block_bytes, spec.nbytes, timed,
                 into.dtype, into.scale, into.shift,
             )
         )  # fmt: skip
     segment = SegmentLayout(
         layout["words"], layout["status"], layout["status_stride"], store.capacity, store.max_length
     )
-    return GatherRows(segment, fields, plan.window, plan.pad_left, packed)
+    return GatherPlan(segment, fields, plan.window, plan.pad_left, packed)
 
 
-class Landing:
-    """Where the batches of one plan land.
+class DeviceTarget:
+    """One store's segment and path, for batches on a device.
 
     Args:
         device, stream: on which.
@@ -68,14 +69,14 @@ class Landing:
         ArgumentError: a conversion that there is not.
     """
 
-    def __init__(self, device: Device, stream: Any, plan: Plan, options: DeviceOptions) -> None:
+    def __init__(self, device: Device, stream: Any, plan: FetchPlan, options: DeviceOptions) -> None:
         self.device = device
         self.stream = stream
         self.plan = plan
         self.options = options
-        self.gather = gather_rows_of(plan, options.convert, options.packed)
+        self.gather = gather_plan_of(plan, options.convert, options.packed)
         self.row_bytes = sum(plan.row_bytes(name) for name in plan.names)
-        self.bounce = Bounce(device)
+        self.pool = PinnedPool(device)
         self._pin: Pin | None = None
         self.segment: torch.Tensor | None = None
         self.path, self.why = self._choose()
@@ -100,7 +101,7 @@ class Landing:
         return "gather", f"the segment is pinned and rows have {self.row_bytes} bytes, at most {most} ({says})"
 
     def close(self) -> None:
-        """Waits for the stream and lets go of the segment."""
+        """Waits for the stream and releases the segment."""
         if self._pin is not None:
             with self.device.on(self.stream):
                 self.device.sync(self.device.record())
@@ -112,33 +113,33 @@ class Landing:
         """Small host arrays, on the device by one copy."""
         import torch
 
-        sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
+        sizes = [round_up(array.nbytes, 16) for array in arrays]
         total = sum(sizes)
         if total == 0:
             return []
         with self.device.on(self.stream):
-            target = self.device.empty((total,), torch.uint8)
-            buffer = self.bounce.take(total)
+            uploaded = self.device.empty((total,), torch.uint8)
+            buffer = self.pool.take(total)
             at, views = 0, []
             for array, size in zip(arrays, sizes, strict=True):
                 flat = np.ascontiguousarray(array).reshape(-1)
                 buffer.numpy()[at : at + flat.nbytes] = flat.view(np.uint8)
-                views.append(target[at : at + flat.nbytes].view(getattr(torch, flat.dtype.name)).view(array.shape))
+                views.append(uploaded[at : at + flat.nbytes].view(getattr(torch, flat.dtype.name)).view(array.shape))
                 at += size
-            self.device.copy(target, buffer[:total])
-            self.bounce.give(buffer)
+            self.device.copy(uploaded, buffer[:total])
+            self.pool.give(buffer)
         return views
 
     def describe(self) -> dict[str, Any]:
-        """The path in use and why, for people."""
+        """The path in use and why."""
         return {
             "device": self.device.name,
             "path": self.path,
             "why": self.why,
             "row_bytes": self.row_bytes,
             "pinned_bytes": 0 if self._pin is None else self._pin.memory.nbytes,
-            "bounce_bytes": self.bounce.nbytes,
+            "pinned_pool_bytes": self.pool.nbytes,
         }
 
 
-__all__ = ["Landing", "gather_rows_of"]
+__all__ = ["DeviceTarget", "gather_plan_of"]

@@ -1,4 +1,4 @@
-"""One batch on its way to a device, and the consumer's stream that takes it over."""
+"""Asynchronous transfer of one batch to a device, and its handoff to the consumer's stream."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.dtypes import DTYPES, torch_dtype
 from geartrain.core.keys import Keys
-from geartrain.core.schema import DTYPES, torch_dtype
 from geartrain.device.device import Device
 from geartrain.replay.batch import Batch
-from geartrain.replay.device.target import Landing
+from geartrain.replay.device.target import DeviceTarget
 
 if TYPE_CHECKING:
     import torch
 
-    from geartrain.device.kernels.gather import GatherRows
+    from geartrain.device.kernels.gather import GatherPlan
 
 # Batches that the consumer's stream may be behind before the replay's thread waits for it.
 MOST_UNCONSUMED = 4
 
 
-class Flight:
-    """One batch on its way: its arena, and what the host has to learn of it.
+class BatchTransfer:
+    """One batch in flight: its arena, and what is read back to the host.
 
     Args:
-        landing: where it lands.
+        target: of one store.
         n: rows.
-        plan: how it lies in its arena; the landing's by default.
-        arena: device memory for it; by default its own, which belongs to the landing's stream.
+        plan: its layout in the arena; the target's by default.
+        arena: device memory for it; by default its own, which belongs to the target's stream.
     """
 
     def __init__(
-        self, landing: Landing, n: int, plan: GatherRows | None = None, arena: torch.Tensor | None = None
+        self, target: DeviceTarget, n: int, plan: GatherPlan | None = None, arena: torch.Tensor | None = None
     ) -> None:
-        self.landing = landing
-        self.plan = plan or landing.gather
+        self.target = target
+        self.plan = plan or target.gather
         self.layout = self.plan.arena(n)
         if arena is None:
-            with landing.device.on(landing.stream):
-                arena = landing.device.empty((self.layout.nbytes,), _dtype("uint8"))
+            with target.device.on(target.stream):
+                arena = target.device.empty((self.layout.nbytes,), _dtype("uint8"))
         self.arena = arena
         self.cu_seqlens: torch.Tensor | None = None
         self.steps_packed: int | None = None
-        self._news: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._event: Any = None
 
-    def gather(
+    def launch_gather(
         self,
         rows: Any,
         generations: Any,
@@ -59,7 +59,7 @@ class Flight:
         ends: NDArray[np.int32] | None = None,
         numbers: NDArray[np.uint32] | None = None,
         places: NDArray[np.uint32] | None = None,
-        landing: Landing | None = None,
+        target: DeviceTarget | None = None,
         clear: bool = True,
     ) -> None:
         """Launches the gather of some rows, or of all of them. Host arrays are uploaded, tensors are there already.
@@ -70,10 +70,10 @@ class Flight:
             ends: the last step of each window, instead.
             numbers: of the draws; 0, 1, 2, ... by default.
             places: of the rows in the batch; 0, 1, 2, ... by default.
-            landing: of another store of a mixture.
+            target: of another store of a mixture.
             clear: forget which rows were torn before.
         """
-        at = landing or self.landing
+        at = target or self.target
         device, gather, segment, arena, layout = at.device, at.gather, at.segment, self.arena, self.layout
         assert segment is not None
         given = {"rows": rows, "generations": generations, "ends": ends, "numbers": numbers, "places": places}
@@ -91,54 +91,54 @@ class Flight:
                 named["places"] = given["places"]
             device.gather(gather, segment, arena, layout, rows, generations, clear=clear, **named)
 
-    def ask(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def read_back(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Sends the torn rows and these tensors to the host, behind everything that was launched so far."""
-        landing, layout = self.landing, self.layout
+        target, layout = self.target, self.layout
         wanted = [self.arena[layout.torn : layout.torn + layout.n], *tensors]
         if self.cu_seqlens is not None:
             wanted.append(self.cu_seqlens)
-        with landing.device.on(landing.stream):
+        with target.device.on(target.stream):
             for tensor in wanted:
                 flat = tensor.reshape(-1).view(_dtype("uint8"))
-                buffer = landing.bounce.take(len(flat))
-                landing.device.copy(buffer[: len(flat)], flat)
-                self._news.append((buffer, buffer[: len(flat)].view(tensor.dtype)))
-            self._event = landing.device.record()
+                buffer = target.pool.take(len(flat))
+                target.device.copy(buffer[: len(flat)], flat)
+                self._copies.append((buffer, buffer[: len(flat)].view(tensor.dtype)))
+            self._event = target.device.record()
 
-    def answer(self) -> list[NDArray[Any]]:
-        """What was asked for, the torn rows first. Here, and only here, a host thread waits for the device."""
-        self.landing.device.sync(self._event)
-        found = [np.array(view.numpy()) for _, view in self._news]
-        for buffer, _ in self._news:
-            self.landing.bounce.give_now(buffer, self._event)
-        self._news = []
+    def wait_read_back(self) -> list[NDArray[Any]]:
+        """What was read back, the torn rows first. Here, and only here, a host thread waits for the device."""
+        self.target.device.sync(self._event)
+        found = [np.array(view.numpy()) for _, view in self._copies]
+        for buffer, _ in self._copies:
+            self.target.pool.give_now(buffer, self._event)
+        self._copies = []
         if self.cu_seqlens is not None:
             self.steps_packed = int(found.pop()[-1])
         return found
 
-    def land(
+    def finish(
         self,
         keys: Keys,
         probability: Any,
         importance_weights: Any,
         step: int | None,
         draw: NDArray[np.int64] | None = None,
-    ) -> Landed:
+    ) -> ReadyBatch:
         """The batch as users get it, and its end as an event."""
         import torch
 
-        landing, plan, layout = self.landing, self.landing.plan, self.layout
-        books = {"probability": probability, "importance_weights": importance_weights, "draw": draw}
-        books = {name: book for name, book in books.items() if book is not None}
-        books = dict(zip(books, landing.upload(list(books.values())), strict=True))
+        target, plan, layout = self.target, self.target.plan, self.layout
+        metadata = {"probability": probability, "importance_weights": importance_weights, "draw": draw}
+        metadata = {name: array for name, array in metadata.items() if array is not None}
+        metadata = dict(zip(metadata, target.upload(list(metadata.values())), strict=True))
         n, steps = layout.n, self.plan.steps
-        fields = {}
+        fields: dict[str, Any] = {}
         for spec, offset in zip(self.plan.fields, layout.fields, strict=True):
             schema = plan.store.fields[spec.name]
             dtype = torch_dtype(DTYPES[spec.result or schema.dtype])
             shape = plan.shape(spec.name, n)
-            if self.steps_packed is not None and schema.timed:
-                shape = (self.steps_packed, *schema.step_shape)
+            if self.steps_packed is not None and not schema.per_row:
+                shape = (self.steps_packed, *schema.shape)
             fields[spec.name] = self._view(offset, dtype, *shape)
         batch = Batch(
             fields,
@@ -147,14 +147,16 @@ class Flight:
             self._view(layout.starts, torch.int32, n),
             self._view(layout.lengths, torch.int32, n),
             self._view(layout.versions, torch.int64, n),
-            books.get("probability"),
-            books.get("importance_weights"),
+            metadata.get("probability"),
+            metadata.get("importance_weights"),
             step,
-            books.get("draw"),
+            metadata.get("draw"),
             self.cu_seqlens,
         )
-        with landing.device.on(landing.stream):
-            return Landed(batch, landing.device.record(), [self.arena, *list(books.values())[:1], *self._packed()])
+        with target.device.on(target.stream):
+            return ReadyBatch(
+                batch, target.device.record(), [self.arena, *list(metadata.values())[:1], *self._packed()]
+            )
 
     def _packed(self) -> list[torch.Tensor]:
         return [] if self.cu_seqlens is None else [self.cu_seqlens]
@@ -165,22 +167,22 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Landed:
+class ReadyBatch:
     """A batch whose memory is being filled until an event."""
 
     batch: Batch
     event: Any
     memory: list[torch.Tensor]
 
-    def hand_over(self, device: Device) -> None:
+    def hand_off(self, device: Device) -> None:
         """Makes the calling thread's stream wait for the batch, and keeps its memory for that stream."""
         device.wait(self.event)
         for tensor in self.memory:
             device.record_stream(tensor)
 
 
-class Handover:
-    """Batches on their way into the hands of the consumer's stream."""
+class StreamHandoff:
+    """Handoff of batches to the consumer's stream."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -191,13 +193,13 @@ class Handover:
         while len(self._consumed) > MOST_UNCONSUMED:
             self._device.sync(self._consumed.popleft())
 
-    def of(self, landed: Landed) -> Callable[[], None]:
-        """What the consumer's thread does as it takes the batch."""
+    def of(self, ready: ReadyBatch) -> Callable[[], None]:
+        """What the consumer's thread calls when it takes the batch."""
 
         def deliver() -> None:
             # What the consumer gave its stream before it asked: the work on earlier batches.
             self._consumed.append(self._device.record())
-            landed.hand_over(self._device)
+            ready.hand_off(self._device)
 
         return deliver
 
@@ -212,4 +214,4 @@ def _dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-__all__ = ["MOST_UNCONSUMED", "Flight", "Handover", "Landed"]
+__all__ = ["MOST_UNCONSUMED", "BatchTransfer", "StreamHandoff", "ReadyBatch"]

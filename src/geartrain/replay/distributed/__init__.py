@@ -1,1 +1,1 @@
-"""One global batch from the shards of many ranks: membership, draws, assignment, row messages, checkpoints, placement."""
+"""Distributed replay: global batches from the shards of many ranks, job checkpoints, data placement."""

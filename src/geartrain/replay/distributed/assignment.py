@@ -1,9 +1,9 @@
-"""Who trains on which draw, and who reads it: worked out by every rank alone, from what all of them know.
+"""Deterministic assignment of draws to replicas (consumers) and to ranks (readers).
 
-In synchronous data parallelism it does not matter which replica trains on which row of the global batch. `local_first`
-gives every replica rows of its own host as long as there are any; only what one host has too much of, and another too
-little, crosses the network: of n draws over W equal shards about 0.4 sqrt(n (W - 1)), the part of a multinomial draw
-above its mean, where `ordered`, which gives replica i the i-th slice, moves n (W - 1) / W.
+A pure function of what all ranks know, so that each computes it locally. In synchronous data parallelism any replica
+may train on any row of the global batch. `local_first` gives a replica rows of its own host while there are any, and
+only the surplus crosses the network: of n draws over W equal shards about 0.4 sqrt(n (W - 1)) rows, the excess of a
+multinomial draw over its mean. `ordered` gives replica i the i-th slice of the batch and moves n (W - 1) / W rows.
 """
 
 from __future__ import annotations
@@ -20,76 +20,76 @@ ASSIGNMENTS: tuple[Assignment, ...] = ("local_first", "ordered")
 
 
 @dataclass(frozen=True)
-class Reader:
-    """A replica of the model, as far as data is concerned.
+class Replica:
+    """A data-parallel replica of the model: the ranks that consume its rows.
 
     Attributes:
-        ranks: those that read its rows from shards and get them from other ranks: first the one that reads most.
-        homes: for each of `ranks`, the shards that it has in its own host's memory.
+        ranks: its ranks that get fields, the one with the most bytes a row first.
+        local_shards: for each of `ranks`, the shards in its own host's memory.
     """
 
     ranks: tuple[int, ...]
-    homes: tuple[frozenset[int], ...]
+    local_shards: tuple[frozenset[int], ...]
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """For each draw, the replica that trains on it and the rank that reads it from its shard: (n,) int64 each."""
+    """For each draw the replica that trains on it and the rank that reads it from its shard: (n,) int64 each."""
 
     replica: NDArray[np.int64]
-    server: NDArray[np.int64]
+    reader: NDArray[np.int64]
 
 
 def assign(
     shard: NDArray[np.int64],
-    readers: Sequence[Reader],
-    servers: Sequence[Sequence[int]],
+    replicas: Sequence[Replica],
+    shard_ranks: Sequence[Sequence[int]],
     assignment: Assignment,
     atom: NDArray[np.int64] | None = None,
 ) -> Assigned:
-    """Shares the draws of a batch out, equally many to each replica.
+    """Assigns the draws of a batch, equally many to each replica.
 
     Args:
-        shard: (n,) which shard each draw's row is in; n is a multiple of the number of replicas.
-        readers: the replicas.
-        servers: the ranks that have each shard in their host's memory.
+        shard: (n,) the shard of each draw's row; n is a multiple of the number of replicas.
+        replicas: the consumers.
+        shard_ranks: for each shard, the ranks that have it in their host's memory.
         assignment: "local_first" or "ordered".
-        atom: (n,) draws with the same number, which are neighbours, stay together (a group); their number divides
-            n / replicas, and they are in one shard.
+        atom: (n,) draws with the same number, which are neighbours in one shard, go to one replica (a group of rows);
+            the size of an atom divides n / replicas.
 
     Cost: a few passes and sorts over the draws.
     """
-    n, replicas = len(shard), len(readers)
+    n, count = len(shard), len(replicas)
     if atom is None:
         starts, sizes = np.arange(n), np.ones(n, np.int64)
     else:
         _, starts, sizes = np.unique(atom, return_index=True, return_counts=True)
-    if assignment == "ordered" or replicas == 1:
-        replica = np.arange(n) // (n // replicas)
+    if assignment == "ordered" or count == 1:
+        replica = np.arange(n) // (n // count)
     else:
-        replica = np.repeat(_local_first(shard[starts], sizes, readers, n // replicas), sizes)
-    server = np.repeat(_servers(shard[starts], replica[starts], readers, servers), sizes)
-    return Assigned(replica.astype(np.int64), server)
+        replica = np.repeat(_local_first(shard[starts], sizes, replicas, n // count), sizes)
+    reader = np.repeat(_readers(shard[starts], replica[starts], replicas, shard_ranks), sizes)
+    return Assigned(replica.astype(np.int64), reader)
 
 
 def _local_first(
-    shard: NDArray[np.int64], sizes: NDArray[np.int64], readers: Sequence[Reader], per_replica: int
+    shard: NDArray[np.int64], sizes: NDArray[np.int64], replicas: Sequence[Replica], per_replica: int
 ) -> NDArray[np.int64]:
     replica = np.full(len(shard), -1, np.int64)
-    room = np.full(len(readers), per_replica, np.int64)
-    near = _near(readers)
+    room = np.full(len(replicas), per_replica, np.int64)
+    levels = _local_replicas(replicas)
     # Large atoms first: what is left of a replica is then a multiple of every smaller size.
     for size in np.unique(sizes)[::-1].tolist():
         waiting = np.flatnonzero(sizes == size)
-        for level in near:
+        for level in levels:
             waiting = waiting[replica[waiting] < 0]
             for number, draws in _by_shard(waiting, shard):
                 if number in level:
-                    _deal(draws, level[number], size, room, replica)
+                    _round_robin(draws, level[number], size, room, replica)
         waiting = waiting[replica[waiting] < 0]
-        _deal(waiting, np.arange(len(readers)), size, room, replica)
+        _round_robin(waiting, np.arange(len(replicas)), size, room, replica)
     if (replica < 0).any():
-        raise ValueError(f"{np.count_nonzero(replica < 0)} draws found no replica with room for them")
+        raise ValueError(f"{np.count_nonzero(replica < 0)} draws fit into no replica")
     return replica
 
 
@@ -101,25 +101,25 @@ def _by_shard(draws: NDArray[np.intp], shard: NDArray[np.int64]) -> Iterator[tup
         yield from zip(numbers.tolist(), np.split(ordered, starts[1:]), strict=True)
 
 
-def _near(readers: Sequence[Reader]) -> list[dict[int, NDArray[np.int64]]]:
-    """For each preference, the replicas that have a shard at home, by shard."""
+def _local_replicas(replicas: Sequence[Replica]) -> list[dict[int, NDArray[np.int64]]]:
+    """For each preference, the replicas that have a shard locally, by shard."""
     levels: list[dict[int, list[int]]] = []
-    for number, reader in enumerate(readers):
-        for preference, homes in enumerate(reader.homes):
+    for number, replica in enumerate(replicas):
+        for preference, shards in enumerate(replica.local_shards):
             if preference == len(levels):
                 levels.append({})
-            for shard in homes:
+            for shard in shards:
                 levels[preference].setdefault(shard, []).append(number)
-    return [{shard: np.array(replicas) for shard, replicas in level.items()} for level in levels]
+    return [{shard: np.array(numbers) for shard, numbers in level.items()} for level in levels]
 
 
-def _deal(
+def _round_robin(
     draws: NDArray[np.intp], among: NDArray[np.int64], size: int, room: NDArray[np.int64], replica: NDArray[np.int64]
 ) -> None:
-    """Deals draws of one size round among replicas, in order, until there is no room or no draw left."""
+    """Assigns draws of one atom size to replicas in turn, until no room or no draw is left."""
     if not len(draws):
         return
-    # Places that are free: the first of every replica, then the second of every replica, and so on.
+    # Free places: the first one of every replica, then the second one of every replica, and so on.
     free = room[among] // size
     turn = np.arange(free.sum()) - np.repeat(np.cumsum(free) - free, free)
     places = np.repeat(among, free)[np.argsort(turn, kind="stable")][: len(draws)]
@@ -127,29 +127,30 @@ def _deal(
     room -= size * np.bincount(places, minlength=len(room))
 
 
-def _servers(
+def _readers(
     shard: NDArray[np.int64],
     replica: NDArray[np.int64],
-    readers: Sequence[Reader],
-    servers: Sequence[Sequence[int]],
+    replicas: Sequence[Replica],
+    shard_ranks: Sequence[Sequence[int]],
 ) -> NDArray[np.int64]:
-    """A rank of the replica itself where one has the shard; the shard's ranks in turn otherwise."""
-    # (replica, shard) pairs that are near, with the rank that makes them so; of several the one that reads most.
-    near = {
-        number * len(servers) + home: rank
-        for number, reader in enumerate(readers)
-        for rank, homes in zip(reversed(reader.ranks), reversed(reader.homes), strict=True)
-        for home in homes
+    """The replica's own rank where one has the shard locally; the shard's ranks in turn otherwise."""
+    # The rank of each local (replica, shard) pair; of several the one with the most bytes a row.
+    local = {
+        number * len(shard_ranks) + shard_number: rank
+        for number, each in enumerate(replicas)
+        for rank, shards in zip(reversed(each.ranks), reversed(each.local_shards), strict=True)
+        for shard_number in shards
     }
-    pairs = np.array(sorted(near), np.int64)
-    ranks = np.array([near[pair] for pair in pairs.tolist()], np.int64)
-    wanted = replica * len(servers) + shard
+    pairs = np.array(sorted(local), np.int64)
+    ranks = np.array([local[pair] for pair in pairs.tolist()], np.int64)
+    wanted = replica * len(shard_ranks) + shard
     at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-    server = np.where(pairs[at] == wanted, ranks[at], -1)
-    far = np.flatnonzero(server < 0)
-    for number, draws in _by_shard(far, shard):
-        server[draws] = np.asarray(servers[number], np.int64)[np.arange(len(draws)) % len(servers[number])]
-    return server
+    reader = np.where(pairs[at] == wanted, ranks[at], -1)
+    remote = np.flatnonzero(reader < 0)
+    for number, draws in _by_shard(remote, shard):
+        turns = np.arange(len(draws)) % len(shard_ranks[number])
+        reader[draws] = np.asarray(shard_ranks[number], np.int64)[turns]
+    return reader
 
 
-__all__ = ["ASSIGNMENTS", "Assigned", "Assignment", "Reader", "assign"]
+__all__ = ["ASSIGNMENTS", "Assigned", "Assignment", "Replica", "assign"]

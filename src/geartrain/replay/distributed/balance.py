@@ -1,7 +1,7 @@
-"""What each shard should get of the rows that come, and give of those it has: arithmetic, the same on every rank.
+"""Load balancing over shards: pure functions, with the same results on every rank.
 
-`deal` is for rows that are nowhere yet, `flows` and `heaviest_within` for rows that lie in the wrong place. An amount
-is a sum of priorities, or a number of rows; a share is a part of the amounts of all shards.
+`deal` partitions rows that are in no shard yet; `flows`, `heaviest_within` and `rounds_of` plan moves between shards.
+An amount is a sum of priorities, or a number of rows; a share is a part of the amounts of all shards.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# So many of the likeliest rows are dealt one by one, each to the shard that will lack most; the others by turns.
+# Rows of highest priority that are dealt one by one, each to the shard that lacks most; the others in turns.
 SINGLY = 4096
-# The others are dealt by shares alone when their part of the priorities is smaller: a million rows that weigh next to
-# nothing need not all go where a little is lacking.
+# The others are dealt by shares alone when their part of the priorities is smaller than this: a million rows of almost
+# no priority need not all go to a shard that lacks a little.
 NEGLIGIBLE = 0.01
 
 Floats = NDArray[np.float64]
@@ -28,15 +28,15 @@ def deal(priorities: Floats, amount: Floats, share: Floats, reads: Floats, free:
         priorities: (n,) of the rows.
         amount: (shards,) what each holds.
         share: (shards,) what each should hold of everything in the end.
-        reads: (shards,) above 0 where anybody reads from the shard first; orders those whose share is 0.
-        free: (shards,) rows each can take; n together at least.
+        reads: (shards,) part of a batch's bytes read from the shard; orders those whose share is 0.
+        free: (shards,) rows each can take; n in all, at least.
     """
     n = len(priorities)
     amount, free = amount.copy(), free.copy()
     hottest_first = _descending(priorities)
     dealt = np.empty(n, np.int64)
     wanted = _missing(amount, share, float(priorities.sum()))
-    # A part of what a shard is to get, so that all fill up alike, and a row that is large goes where it matters least.
+    # Relative to what a shard is to get, so that all fill up evenly and a large row goes where it matters least.
     whole = np.maximum(wanted, 1e-9 * priorities.sum())
     count = 0
     for row in hottest_first[: min(SINGLY, int(np.count_nonzero(priorities)))].tolist():
@@ -65,9 +65,9 @@ def deal(priorities: Floats, amount: Floats, share: Floats, reads: Floats, free:
 
 
 def _descending(priorities: Floats) -> NDArray[np.intp]:
-    """The order from the largest priority to the smallest, equal ones as they were. At most 2**32 of them.
+    """Stable order by descending priority; at most 2**32 of them.
 
-    Priorities are compared as float32, which is finer than what stores keep and lets one sort of words do.
+    Priorities are compared as float32, which is finer than what stores keep, so that one sort of 64-bit words does.
     """
     n = len(priorities)
     if n == 0 or priorities.min() == priorities.max():
@@ -80,11 +80,11 @@ def _descending(priorities: Floats) -> NDArray[np.intp]:
 
 
 def _missing(amount: Floats, share: Floats, coming: float) -> Floats:
-    """What each shard should get of an amount that is coming, to have its share in the end.
+    """What each shard should get of an amount that is dealt, to have its share in the end.
 
-    A shard that has too much already gets nothing, and the others what comes, so that they are as near as can be.
+    A shard that has too much already gets nothing; the others get as near to their shares as possible.
     """
-    level = 0.0  # of which each is filled up to its share
+    level = 0.0  # each shard is filled up to its share of this
     readers = np.flatnonzero(share)
     order = readers[np.argsort(amount[readers] / share[readers], kind="stable")]
     for count in range(1, len(order) + 1):
@@ -97,7 +97,7 @@ def _missing(amount: Floats, share: Floats, coming: float) -> Floats:
 
 
 def _turns(n: int, tiers: Sequence[Floats], free: Counts) -> Iterator[Counts]:
-    """How many of n rows each shard gets, a span of them at a time: at the rates of a tier, until a shard is full."""
+    """How many of n rows each shard gets, in steps: at the rates of a tier, until a shard is full."""
     free = free.copy()
     for rates in tiers:
         while n:
@@ -114,7 +114,7 @@ def _turns(n: int, tiers: Sequence[Floats], free: Counts) -> Iterator[Counts]:
 
 
 def _apportion(rates: Floats, n: int) -> Counts:
-    """n as a sum of whole numbers in proportion to rates, which add up to 1."""
+    """n as a sum of whole numbers in proportion to rates that add up to 1 (largest remainder)."""
     exact = rates * n
     counts = np.floor(exact).astype(np.int64)
     behind = np.argsort(counts - exact, kind="stable")
@@ -123,18 +123,18 @@ def _apportion(rates: Floats, n: int) -> Counts:
 
 
 def _evenly(counts: Counts) -> NDArray[np.int64]:
-    """Shard numbers, each as often as it counts, every shard's turns as evenly spread as can be."""
+    """Shard numbers, each `counts` times, the turns of every shard spread evenly."""
     shards = np.flatnonzero(counts)
     if len(shards) == 1:
         return np.full(int(counts.sum()), shards[0])
-    # Turn j of c is due at (j + 1/2) / c; a word each, whose low bits name the shard.
+    # Turn j of c is due at (j + 1/2) / c; a 64-bit word each, whose low bits are the shard.
     due = [
         ((np.arange(counts[shard]) + 0.5) * (2.0**47 / counts[shard])).astype(np.uint64) << np.uint64(16)
         | np.uint64(shard)
         for shard in shards
     ]
     words = np.concatenate(due)
-    words.sort(kind="stable")  # merges runs that are in order
+    words.sort(kind="stable")  # merges sorted runs
     turns: NDArray[np.int64] = (words & np.uint64(0xFFFF)).astype(np.int64)
     return turns
 
@@ -143,10 +143,10 @@ def _evenly(counts: Counts) -> NDArray[np.int64]:
 
 
 def flows(amount: Floats, share: Floats, free: Counts, tolerance: float) -> Floats:
-    """How much should go from each shard to each, (shards, shards), so that each holds its share of everything.
+    """The amount that goes from each shard to each, (shards, shards), so that each has its share of the whole.
 
-    From shards whose share is 0 first, and to those with free rows only. Nothing where no shard is further than
-    `tolerance` from its share of everything.
+    From shards whose share is 0 first, and only to shards with free rows. All zeros where every shard is within
+    `tolerance` of its share.
     """
     n = len(amount)
     moving = np.zeros((n, n))
@@ -166,10 +166,10 @@ def flows(amount: Floats, share: Floats, free: Counts, tolerance: float) -> Floa
 
 
 def heaviest_within(amounts: Floats, limit: float) -> NDArray[np.intp]:
-    """Which of descending amounts to take: each that fits into what the ones taken before leave of the limit."""
+    """Indices of descending amounts, greedily taken while their sum stays within the limit."""
     taken: list[NDArray[np.intp]] = []
     at = 0
-    limit *= 1 + 1e-12  # sums are of floats, and a shard that should be emptied is to be empty
+    limit *= 1 + 1e-12  # floating-point sums: a shard that is to be emptied must become empty
     while at < len(amounts):
         at += int(np.searchsorted(-amounts[at:], -limit))  # the first that fits
         sums = amounts[at:].cumsum()
@@ -182,27 +182,27 @@ def heaviest_within(amounts: Floats, limit: float) -> NDArray[np.intp]:
     return np.concatenate(taken) if taken else np.empty(0, np.intp)
 
 
-def meetings(counts: Counts, piece: int) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Who sends what to whom at the same time: (sender, receiver, first row, rows), each shard in one of them."""
+def rounds_of(counts: Counts, piece: int) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Rounds of simultaneous transfers (sender, receiver, first row, rows); each shard is in one of them at most."""
     done = np.zeros_like(counts)
     while (done < counts).any():
         busy: set[int] = set()
-        together = []
+        transfers = []
         for sender, receiver in np.argwhere(done < counts).tolist():
             if sender not in busy and receiver not in busy:
                 busy |= {sender, receiver}
                 start = int(done[sender, receiver])
                 count = min(piece, int(counts[sender, receiver]) - start)
-                together.append((sender, receiver, start, count))
+                transfers.append((sender, receiver, start, count))
                 done[sender, receiver] += count
-        yield together
+        yield transfers
 
 
-# --- expecting ---------------------------------------------------------------------------------------------------
+# --- expectation ---------------------------------------------------------------------------------------------------
 
 
 def expected_up_to(n: int, probability: float, most: int) -> float:
-    """The mean of min(X, most), where X is how many of n independent draws are of a given probability."""
+    """The mean of min(X, most) for X ~ Binomial(n, probability)."""
     if probability <= 0 or probability >= 1 or most >= n:
         return min(n * probability, most)
     count = np.arange(n + 1)
@@ -212,4 +212,4 @@ def expected_up_to(n: int, probability: float, most: int) -> float:
     return float(mass @ np.minimum(count, most))
 
 
-__all__ = ["deal", "expected_up_to", "flows", "heaviest_within", "meetings"]
+__all__ = ["deal", "expected_up_to", "flows", "heaviest_within", "rounds_of"]

@@ -1,21 +1,25 @@
-"""What a rank takes a job to be, in words and numbers that two processes agree on if they mean the same."""
+"""Fingerprint of a job's configuration; ranks compare it before the first batch and with every batch."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import json
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from geartrain.replay.sampler import Sampler
-from geartrain.selection.strategy import Mixture, Strategy
+from geartrain.replay.distributed.messages import PROTOCOL
+from geartrain.replay.sampler import StoreSampler
+from geartrain.selection.mixture import Mixture, Selection
 
 
-def describe_job(parts: Sequence[Sampler], selection: Strategy | Mixture, batch_size: int) -> dict[str, Any]:
-    """Everything that has to be alike on all ranks for them to draw the same batches, by its name."""
+def describe_job(parts: Sequence[StoreSampler], selection: Selection, batch_size: int) -> dict[str, Any]:
+    """The configuration that all ranks must have alike to draw the same batches, by name."""
     job: dict[str, Any] = {
-        "seed": int(selection.seed),
+        "protocol": PROTOCOL,
+        "seed": int(selection.seed or 0),
         "strategy": describe_strategy(selection),
         "batch_size": int(batch_size),
     }
@@ -27,28 +31,35 @@ def describe_job(parts: Sequence[Sampler], selection: Strategy | Mixture, batch_
         for name in ("priority_fraction_bits", "max_times_sampled", "max_age_s"):
             job[f"{name}{which}"] = options[name]
         for name, spec in plan.store.fields.items():
-            job[f"field {name!r}{which}"] = f"{spec.dtype} {spec.shape}{'' if spec.timed else ' without time'}"
+            job[f"field {name!r}{which}"] = (
+                f"{spec.dtype} {spec.block_shape(plan.store.max_length)}{' without time' if spec.per_row else ''}"
+            )
     return job
 
 
-def describe_strategy(selection: Strategy | Mixture) -> str:
-    """A strategy in words that two processes agree on: functions by their names."""
+def fingerprint_of(job: Mapping[str, Any]) -> int:
+    """A 32-bit checksum of a configuration."""
+    return zlib.crc32(json.dumps(job, sort_keys=True).encode())
+
+
+def describe_strategy(selection: Selection) -> str:
+    """A strategy as text that is equal in all processes with equal settings; functions are named."""
     if isinstance(selection, Mixture):
         shares = ", ".join(str(float(share)) for share in selection.shares)
         return f"Mixture([{shares}], [{', '.join(describe_strategy(each) for each in selection.strategies)}])"
     if not dataclasses.is_dataclass(selection):
         return type(selection).__qualname__
-    settings = [f"{field.name}={_in_words(getattr(selection, field.name))}" for field in dataclasses.fields(selection)]
+    settings = [f"{field.name}={_as_text(getattr(selection, field.name))}" for field in dataclasses.fields(selection)]
     return f"{type(selection).__qualname__}({', '.join(settings)})"
 
 
-def _in_words(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [f"{field.name}={_in_words(getattr(value, field.name))}" for field in dataclasses.fields(value)]
+        parts = [f"{field.name}={_as_text(getattr(value, field.name))}" for field in dataclasses.fields(value)]
         return f"{type(value).__qualname__}({', '.join(parts)})"
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__qualname__))
     return repr(value.item() if isinstance(value, np.generic) else value)
 
 
-__all__ = ["describe_job", "describe_strategy"]
+__all__ = ["describe_job", "describe_strategy", "fingerprint_of"]

@@ -1,7 +1,8 @@
-"""Who the ranks of a job are: checked to agree with each other, and what follows from where they stand.
+"""Membership of a job: ranks, shards, consumers and replicas, all-gathered once at construction.
 
-Every rank tells the others once, when a replay or a placement is made, what it takes the job to be, its place in the
-mesh, the shards it has attached and what it reads. From that all of them derive the same maps.
+When a replay or a placement is made, each rank contributes its configuration, its mesh position, the ids of the shards
+it has attached and the fields it reads. Every rank checks that the configurations are equal and derives the same
+tables.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.errors import ArgumentError, RanksDisagreeError
-from geartrain.replay.distributed.assignment import Reader
-from geartrain.replay.distributed.rank_group import Ranks, gather_among
-from geartrain.replay.distributed.topology import Place
+from geartrain.replay.distributed.assignment import Replica
+from geartrain.replay.distributed.rank_group import RankGroup, all_gather_among
+from geartrain.replay.distributed.topology import MeshPosition
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """A rank that gets fields, from whom its tensor-parallel peers get the same."""
+    """A rank that gets rows, and its tensor-parallel peers, which get copies of them."""
 
     rank: int
     replica: int
@@ -31,164 +32,163 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class Shards:
-    """One store of the job, as it is cut into shards over its ranks.
+class StoreShards:
+    """The shards of one store of the job.
 
     Attributes:
-        of_rank: by rank, which shard it has attached. Shards are numbered by the lowest ranks that have them.
-        servers: by shard, the ranks that have it; the first leads it and speaks for it.
+        of_rank: the shard that each rank has attached. Shards are numbered by their lowest ranks.
+        ranks: the ranks of each shard; the first one is its leader.
         first: number of its first shard among those of all stores of the job.
     """
 
     of_rank: list[int]
-    servers: list[list[int]]
+    ranks: list[list[int]]
     first: int
 
     @property
     def leaders(self) -> list[int]:
-        """The rank that leads each shard."""
-        return [servers[0] for servers in self.servers]
+        """The leader of each shard: the rank that contributes its totals."""
+        return [ranks[0] for ranks in self.ranks]
 
 
-def agree(what: str, one: Any, other: Any, rank: int) -> None:
-    """Raises `RanksDisagreeError` unless rank 0 and another say the same."""
-    if one != other:
-        raise RanksDisagreeError(f"{what} is {one} on rank 0 and {other} on rank {rank}")
+def check_same(what: str, first: Any, other: Any, rank: int) -> None:
+    """Raises `RanksDisagreeError` unless rank 0 and another rank have the same value."""
+    if first != other:
+        raise RanksDisagreeError(f"{what} is {first} on rank 0 and {other} on rank {rank}")
 
 
 class Members:
-    """The ranks of a job.
+    """The ranks of a job, and collectives over its shards.
 
     Args:
-        ranks: the group.
-        place: where this rank stands.
-        job: what this rank takes the job to be: words and numbers that all ranks must have alike, by their names.
-        store_ids: the ids of the segments it has attached, one for each store of the job.
-        fields: names of the fields it gets.
+        group: the rank group.
+        position: this rank's position in the mesh.
+        job: configuration that all ranks must have alike, by name.
+        store_ids: ids of the segments this rank has attached, one for each store of the job.
+        fields: names of the fields this rank gets.
         row_bytes: bytes of those fields in a batch, for one row.
 
     Raises:
-        RanksDisagreeError: names two ranks and what differs.
-        ArgumentError: a replica that nobody reads for.
+        RanksDisagreeError: names two ranks and the difference.
+        ArgumentError: a replica none of whose ranks reads a field.
     """
 
     def __init__(
         self,
-        ranks: Ranks,
-        place: Place,
+        group: RankGroup,
+        position: MeshPosition,
         job: Mapping[str, Any],
         store_ids: Sequence[int],
         fields: Sequence[str],
         row_bytes: int,
     ) -> None:
-        self.ranks = ranks
-        self.place = place
-        about = {
+        self.group = group
+        self.position = position
+        mine = {
             "job": dict(job),
-            "place": dataclasses.astuple(place),
+            "position": dataclasses.astuple(position),
             "stores": list(store_ids),
             "fields": tuple(fields),
             "row_bytes": int(row_bytes),
         }
-        everyone: list[dict[str, Any]] = ranks.gather_objects(about)
+        everyone: list[dict[str, Any]] = group.all_gather_object(mine)
         _check(everyone)
         self.row_bytes = [int(each["row_bytes"]) for each in everyone]
-        self.stores: list[Shards] = []
+        self.stores: list[StoreShards] = []
         for number in range(len(store_ids)):
-            first = sum(len(store.servers) for store in self.stores)
+            first = sum(len(store.ranks) for store in self.stores)
             self.stores.append(_shards([each["stores"][number] for each in everyone], first))
         self.consumers = _consumers(everyone)
-        self.readers = [self._reader(replica, everyone) for replica in range(place.dp_size)]
-        self.me = next((c for c in self.consumers if c.rank == ranks.rank or ranks.rank in c.peers), None)
+        self.replicas = [self._replica(number) for number in range(position.dp_size)]
+        self.me = next((c for c in self.consumers if c.rank == group.rank or group.rank in c.peers), None)
 
-    def _reader(self, replica: int, everyone: list[dict[str, Any]]) -> Reader:
-        """A replica's ranks that read, whoever reads most first."""
-        ranks = [c.rank for c in self.consumers if c.replica == replica and self.row_bytes[c.rank]]
+    def _replica(self, number: int) -> Replica:
+        """A replica's ranks that get fields, the one with the most bytes a row first."""
+        ranks = [c.rank for c in self.consumers if c.replica == number and self.row_bytes[c.rank]]
         if not ranks:
-            raise ArgumentError(f"replica {replica} has no rank that reads anything; name inputs or targets")
+            raise ArgumentError(f"no rank of replica {number} reads a field; name inputs or targets")
         ranks.sort(key=lambda rank: (-self.row_bytes[rank], rank))
-        homes = [frozenset(store.first + store.of_rank[rank] for store in self.stores) for rank in ranks]
-        return Reader(tuple(ranks), tuple(homes))
+        local = [frozenset(store.first + store.of_rank[rank] for store in self.stores) for rank in ranks]
+        return Replica(tuple(ranks), tuple(local))
 
     @property
     def shards(self) -> int:
-        """Shards of all stores."""
-        return sum(len(store.servers) for store in self.stores)
+        """Number of shards of all stores."""
+        return sum(len(store.ranks) for store in self.stores)
 
     def leads(self, store: int) -> bool:
-        """Whether this rank speaks for its shard of a store."""
+        """Whether this rank is the leader of its shard of a store."""
         shards = self.stores[store]
-        return shards.servers[shards.of_rank[self.ranks.rank]][0] == self.ranks.rank
+        return shards.ranks[shards.of_rank[self.group.rank]][0] == self.group.rank
 
-    # --- what they tell each other -----------------------------------------------------------------------------
+    # --- collectives --------------------------------------------------------------------------------------------
 
-    def gather(self, mine: NDArray[Any]) -> NDArray[Any]:
+    def all_gather(self, mine: NDArray[Any]) -> NDArray[Any]:
         """Every rank's array, (ranks, ...)."""
         mine = np.ascontiguousarray(mine)
-        every = self.ranks.gather(mine.reshape(-1).view(np.uint8))
-        return np.ascontiguousarray(every).view(mine.dtype).reshape(self.ranks.size, *mine.shape)
+        every = self.group.all_gather(mine.reshape(-1).view(np.uint8))
+        return np.ascontiguousarray(every).view(mine.dtype).reshape(self.group.size, *mine.shape)
 
-    def gather_shards(self, store: int, mine: NDArray[Any]) -> NDArray[Any]:
+    def all_gather_shards(self, store: int, mine: NDArray[Any]) -> NDArray[Any]:
         """Every shard's array, (shards, ...), as its leader has it."""
-        shards = self.stores[store]
-        leaders = shards.leaders
-        if len(leaders) == self.ranks.size:
-            return self.gather(mine)[leaders]
+        leaders = self.stores[store].leaders
+        if len(leaders) == self.group.size:
+            return self.all_gather(mine)[leaders]
         mine = np.ascontiguousarray(mine)
-        every = gather_among(self.ranks, leaders, mine.reshape(-1).view(np.uint8))
-        every = self.tell(store, every)
+        every = all_gather_among(self.group, leaders, mine.reshape(-1).view(np.uint8))
+        every = self.broadcast_in_shard(store, every)
         return every.view(mine.dtype).reshape(len(leaders), *mine.shape)
 
-    def tell(self, store: int, mine: NDArray[Any]) -> NDArray[Any]:
-        """The array of this shard's leader, on all ranks of the shard; of the same shape and dtype everywhere."""
+    def broadcast_in_shard(self, store: int, mine: NDArray[Any]) -> NDArray[Any]:
+        """The array of this shard's leader, on all ranks of the shard; of one shape and dtype on all of them."""
         shards = self.stores[store]
-        if all(len(servers) == 1 for servers in shards.servers):
+        if all(len(ranks) == 1 for ranks in shards.ranks):
             return mine
-        servers = shards.servers[shards.of_rank[self.ranks.rank]]
-        told = np.array(mine, order="C")
-        data = told.reshape(-1).view(np.uint8)
-        if self.ranks.rank == servers[0]:
-            self.ranks.exchange([(rank, data) for rank in servers[1:]], [])
+        ranks = shards.ranks[shards.of_rank[self.group.rank]]
+        copied = np.array(mine, order="C")
+        data = copied.reshape(-1).view(np.uint8)
+        if self.group.rank == ranks[0]:
+            self.group.exchange([(rank, data) for rank in ranks[1:]], [])
         else:
-            self.ranks.exchange([], [(servers[0], data)])
-        return told
+            self.group.exchange([], [(ranks[0], data)])
+        return copied
 
 
 def _check(everyone: list[dict[str, Any]]) -> None:
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for name in {**first["job"], **other["job"]}:
-            agree(name, first["job"].get(name, "missing"), other["job"].get(name, "missing"), rank)
-        agree("the mesh's (data, pipeline, tensor) size", first["place"][3:], other["place"][3:], rank)
-    places = {tuple(each["place"][:3]) for each in everyone}
-    if len(places) != len(everyone) or len(places) != int(np.prod(first["place"][3:])):
+            check_same(name, first["job"].get(name, "missing"), other["job"].get(name, "missing"), rank)
+        check_same("the mesh's (data, pipeline, tensor) size", first["position"][3:], other["position"][3:], rank)
+    positions = {tuple(each["position"][:3]) for each in everyone}
+    if len(positions) != len(everyone) or len(positions) != int(np.prod(first["position"][3:])):
         raise RanksDisagreeError(
-            f"{len(everyone)} ranks stand at {len(places)} different places of a mesh of "
-            f"{' x '.join(map(str, first['place'][3:]))}"
+            f"{len(everyone)} ranks have {len(positions)} different positions in a mesh of "
+            f"{' x '.join(map(str, first['position'][3:]))}"
         )
 
 
-def _shards(ids: Sequence[int], first: int) -> Shards:
+def _shards(ids: Sequence[int], first: int) -> StoreShards:
     order = list(dict.fromkeys(ids))
     of_rank = [order.index(each) for each in ids]
-    servers: list[list[int]] = [[] for _ in order]
+    ranks: list[list[int]] = [[] for _ in order]
     for rank, shard in enumerate(of_rank):
-        servers[shard].append(rank)
-    return Shards(of_rank, servers, first)
+        ranks[shard].append(rank)
+    return StoreShards(of_rank, ranks, first)
 
 
 def _consumers(everyone: list[dict[str, Any]]) -> list[Consumer]:
-    """The ranks with tensor-parallel number 0, in the order of ranks."""
+    """The ranks with tensor-parallel coordinate 0, in the order of ranks."""
     peers: dict[tuple[int, int], list[int]] = {}
     for rank, each in enumerate(everyone):
-        dp, pp, tp = each["place"][:3]
+        dp, pp, tp = each["position"][:3]
         if tp:
             peers.setdefault((dp, pp), []).append(rank)
     return [
-        Consumer(rank, each["place"][0], tuple(each["fields"]), tuple(peers.get(tuple(each["place"][:2]), ())))
+        Consumer(rank, each["position"][0], tuple(each["fields"]), tuple(peers.get(tuple(each["position"][:2]), ())))
         for rank, each in enumerate(everyone)
-        if each["place"][2] == 0
+        if each["position"][2] == 0
     ]
 
 
-__all__ = ["Consumer", "Members", "Shards", "agree"]
+__all__ = ["Consumer", "Members", "StoreShards", "check_same"]

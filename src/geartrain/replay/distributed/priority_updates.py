@@ -1,65 +1,67 @@
-"""Priorities that consumers give to rows of other shards, on their way there."""
+"""Priority updates: sent to the leaders of the rows' shards, which apply them before the next draw."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
+from geartrain.replay.builder import PriorityUpdate
 from geartrain.replay.distributed.members import Members
-from geartrain.replay.sampler import Sampler
+from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes
+from geartrain.replay.sampler import StoreSampler
 
-# As an update travels. Where a row was drawn twice the later draw's priority holds, as on one rank.
-UPDATE = np.dtype(
-    [("part", "<u4"), ("row", "<u4"), ("generation", "<u4"), ("call", "<u4"), ("draw", "<i8"), ("priority", "<f8")]
-)
 _LARGEST = np.finfo(np.float64).max
 
 
-@dataclass(frozen=True)
-class Update:
-    """Priorities (n,) that a consumer has given to rows of its batch."""
-
-    keys: Keys
-    priorities: NDArray[np.float64]
-
-
-def send_updates(members: Members, parts: Sequence[Sampler], updates: Sequence[Update]) -> None:
-    """Brings updates to the ranks that lead their rows' shards, which set the priorities. Collective."""
-    keys = Keys.join([update.keys for update in updates]) if updates else Keys.empty().of_shard(0)
-    assert keys.shard is not None
-    records = np.zeros(len(keys), UPDATE)
-    records["row"], records["generation"] = keys.row, keys.generation
-    records["draw"] = 0 if keys.draw is None else keys.draw
-    if updates:
-        records["priority"] = np.concatenate([update.priorities for update in updates])
-        records["call"] = np.repeat(np.arange(len(updates)), [len(update.keys) for update in updates])
-    part_of = np.repeat(np.arange(len(members.stores)), [len(store.servers) for store in members.stores])
+def send_updates(members: Members, samplers: Sequence[StoreSampler], updates: Sequence[PriorityUpdate]) -> None:
+    """Sends each update to the leader of its row's shard, and applies those that this rank receives. Collective."""
+    records = _pack(members, updates)
     leader_of = np.concatenate([store.leaders for store in members.stores])
-    records["part"] = part_of[keys.shard]
-    leader = leader_of[keys.shard]
+    keys_shard = np.concatenate([_shards(update.keys) for update in updates]) if updates else np.empty(0, np.int64)
+    leader = leader_of[keys_shard]
 
-    rank, size = members.ranks.rank, members.ranks.size
-    counts = members.gather(np.bincount(leader, minlength=size).astype(np.int64))
-    outboxes = [np.ascontiguousarray(records[leader == to]) for to in range(size)]
-    inboxes = [np.empty(count, UPDATE) for count in counts[:, rank].tolist()]
-    inboxes[rank] = outboxes[rank]
-    others = [other for other in range(size) if other != rank]
-    members.ranks.exchange(
-        [(other, outboxes[other].view(np.uint8)) for other in others],
-        [(other, inboxes[other].view(np.uint8)) for other in others],
+    group = members.group
+    counts = members.all_gather(np.bincount(leader, minlength=group.size).astype(np.int64))
+    outboxes = [np.ascontiguousarray(records[leader == to]) for to in range(group.size)]
+    inboxes = [np.empty(count, PRIORITY_UPDATE) for count in counts[:, group.rank].tolist()]
+    inboxes[group.rank] = outboxes[group.rank]
+    others = [other for other in range(group.size) if other != group.rank]
+    group.exchange(
+        [(other, flat_bytes(outboxes[other])) for other in others],
+        [(other, flat_bytes(inboxes[other])) for other in others],
     )
-    every = np.concatenate(inboxes)
-    every = every[np.lexsort((every["draw"], every["call"]))]
-    for number, part in enumerate(parts):
-        mine = every[every["part"] == number]
+    received = np.concatenate(inboxes)
+    received = received[np.lexsort((received["draw"], received["call"]))]
+    for number, sampler in enumerate(samplers):
+        mine = received[received["store"] == number]
         if len(mine):
             with np.errstate(over="ignore"):
-                priorities = np.minimum(np.abs(mine["priority"]) ** part.alpha, _LARGEST)
-            part.plan.store.update_priorities(Keys(mine["row"], mine["generation"]), priorities)
+                priorities = np.minimum(np.abs(mine["priority"]) ** sampler.alpha, _LARGEST)
+            sampler.plan.store.update_priorities(Keys(mine["row"], mine["generation"]), priorities)
 
 
-__all__ = ["Update", "send_updates"]
+def _pack(members: Members, updates: Sequence[PriorityUpdate]) -> NDArray[Any]:
+    """The updates as records, in the order they were given."""
+    records = np.zeros(sum(len(update.keys) for update in updates), PRIORITY_UPDATE)
+    store_of = np.repeat(np.arange(len(members.stores)), [len(store.ranks) for store in members.stores])
+    at = 0
+    for call, update in enumerate(updates):
+        keys = update.keys
+        into = records[at : at + len(keys)]
+        into["store"], into["row"], into["generation"] = store_of[_shards(keys)], keys.row, keys.generation
+        into["call"], into["draw"], into["priority"] = call, 0 if keys.draw is None else keys.draw, update.priorities
+        at += len(keys)
+    return records
+
+
+def _shards(keys: Keys) -> NDArray[Any]:
+    """The shard of each key; `check_update` of the builder lets no others pass."""
+    assert keys.shard is not None
+    return keys.shard
+
+
+__all__ = ["send_updates"]

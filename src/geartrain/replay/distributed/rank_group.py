@@ -1,15 +1,16 @@
-"""The ranks that share one replay, and the three things they say to each other.
+"""Rank group: the collectives that a replay over several ranks uses.
 
-    gather            every rank's bytes to every rank: totals, a few dozen bytes each
-    gather_objects    the same for Python objects, when the replay is made
-    exchange          messages whose sizes both ends know: the rows that move
+    all_gather          fixed-size bytes of every rank, to every rank: shard totals, a few dozen bytes each
+    all_gather_object   the same for picklable objects, for set-up only
+    exchange            point-to-point messages whose sizes both ends know: rows (all-to-all, where all pairs have some)
 
-`TorchRanks` speaks over a Gloo group of its own, so that its traffic never mixes with the training's collectives and
-can run on another thread than theirs. `geartrain.tools.testing.ThreadRanks` are threads of one process.
+`TorchRankGroup` uses a Gloo process group of its own, so its traffic never mixes with the training's collectives and
+may run on another thread. `geartrain.tools.testing.ThreadRankGroup` is a group of threads of one process, `SingleRank`
+a group of one.
 
-Every call ends: with its result, with `PeerLostError` when a rank is gone, or when the deadline has passed. The first
-rank that notices leaves a note with the reason in the job's key-value store and closes its connections, so that all
-others notice at once and can say what happened. A group that has lost a rank stays lost; the job is restarted.
+Every call returns, raises `PeerLostError` when a rank is lost, or times out. The first rank that notices writes the
+reason to the job's key-value store and closes its connections, so that all others fail at once and name the same
+reason. A group that has lost a rank cannot be used again; the job is restarted.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from numpy.typing import NDArray
 from geartrain.errors import ArgumentError, PeerLostError, RanksDisagreeError
 
 Bytes = NDArray[np.uint8]
-# Bytes for or from a rank.
+# A peer's rank, and the bytes sent to it or received from it.
 Message = tuple[int, Bytes]
 
-# How long a rank that lost another waits for the note that says why.
+# Longest wait for the key-value store when the reason of a failure is read or written.
 NOTE_S = 2.0
-# Messages between two ranks in one exchange, at most; more would share a tag.
+# Most messages between two ranks in one exchange; more would share a tag.
 MAX_MESSAGES = 256
 
 
-class Ranks(Protocol):
-    """What a replay over many ranks asks of them. All calls are collective: every rank makes them, in one order."""
+class RankGroup(Protocol):
+    """Collectives of the ranks of a replay. Every rank makes every call, in the same order."""
 
     @property
     def rank(self) -> int:
@@ -49,72 +50,71 @@ class Ranks(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         ...
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes this rank has sent."""
+        """Bytes this rank has sent so far."""
         ...
 
-    def gather(self, mine: Bytes) -> Bytes:
-        """Every rank's bytes: (n,) uint8, the same n everywhere, to (size, n)."""
+    def all_gather(self, mine: Bytes) -> Bytes:
+        """All-gather of bytes: (n,) uint8, the same n on every rank, to (size, n)."""
         ...
 
-    def gather_objects(self, mine: Any) -> list[Any]:
-        """Every rank's object, by pickle: for setting up, not for every batch."""
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        """All-gather of picklable objects: for set-up, not for every batch."""
         ...
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Sends and receives into the arrays given; messages between two ranks arrive in the order of the lists."""
+        """Sends messages and receives into the given arrays; between two ranks messages keep the order of the lists."""
         ...
 
-    def fail(self, reason: str) -> None:
-        """Leaves for good, telling the others why, so that none of them waits."""
+    def abort(self, reason: str) -> None:
+        """Leaves the group and tells the other ranks why, so that none of them blocks."""
         ...
 
     def close(self) -> None:
-        """Leaves in good order."""
+        """Leaves the group."""
         ...
 
 
-class OneRank:
-    """A group of one: nothing to say to anybody."""
+class SingleRank:
+    """A group of one rank, whose collectives are copies or no-ops."""
 
     rank = 0
     size = 1
     sent_bytes = 0
 
-    def gather(self, mine: Bytes) -> Bytes:
-        """See `Ranks`."""
+    def all_gather(self, mine: Bytes) -> Bytes:
+        """See `RankGroup`."""
         copied: Bytes = mine[None].copy()
         return copied
 
-    def gather_objects(self, mine: Any) -> list[Any]:
-        """See `Ranks`."""
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        """See `RankGroup`."""
         return [mine]
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """See `Ranks`."""
+        """See `RankGroup`."""
 
-    def fail(self, reason: str) -> None:
-        """See `Ranks`."""
+    def abort(self, reason: str) -> None:
+        """See `RankGroup`."""
 
     def close(self) -> None:
-        """See `Ranks`."""
+        """See `RankGroup`."""
 
 
-def gather_by_doubling(ranks: Ranks, mine: Bytes) -> Bytes:
-    """`Ranks.gather` by `Ranks.exchange`, in ceil(log2 size) rounds.
+def all_gather_bruck(ranks: RankGroup, mine: Bytes) -> Bytes:
+    """`RankGroup.all_gather` by `RankGroup.exchange`: Bruck's algorithm, ceil(log2 size) rounds (Bruck et al., 1997).
 
-    In round k every rank passes on what it has to the rank 2^k before it, and has twice as much afterwards (Bruck et
-    al., 1997). (size - 1) * n bytes leave every rank in all, whatever the number of rounds.
+    In round k each rank sends the blocks it has to the rank 2^k before it. Every rank sends (size - 1) * n bytes.
     """
-    return gather_among(ranks, range(ranks.size), mine)
+    return all_gather_among(ranks, range(ranks.size), mine)
 
 
-def gather_among(ranks: Ranks, members: Sequence[int], mine: Bytes) -> Bytes:
-    """The same among some of the ranks, (len(members), n); all make the call, and the others get zeros."""
+def all_gather_among(ranks: RankGroup, members: Sequence[int], mine: Bytes) -> Bytes:
+    """All-gather among some of the ranks, (len(members), n). All ranks make the call; non-members get zeros."""
     size = len(members)
     have = np.zeros((size, mine.size), np.uint8)
     at = members.index(ranks.rank) if ranks.rank in members else None
@@ -136,56 +136,56 @@ def gather_among(ranks: Ranks, members: Sequence[int], mine: Bytes) -> Bytes:
     return rolled
 
 
-def gather_pickled(ranks: Ranks, mine: Any) -> list[Any]:
-    """`Ranks.gather_objects` by `Ranks.gather`."""
+def all_gather_object(ranks: RankGroup, mine: Any) -> list[Any]:
+    """`RankGroup.all_gather_object` by `RankGroup.all_gather`."""
     data = np.frombuffer(pickle.dumps(mine), np.uint8)
-    sizes = ranks.gather(np.array([data.size], np.int64).view(np.uint8)).reshape(-1).view(np.int64)
+    sizes = ranks.all_gather(np.array([data.size], np.int64).view(np.uint8)).reshape(-1).view(np.int64)
     padded = np.zeros(int(sizes.max()), np.uint8)
     padded[: data.size] = data
     return [
-        pickle.loads(part[:size].tobytes()) for part, size in zip(ranks.gather(padded), sizes.tolist(), strict=True)
+        pickle.loads(part[:size].tobytes()) for part, size in zip(ranks.all_gather(padded), sizes.tolist(), strict=True)
     ]
 
 
-Thing = TypeVar("Thing")
+T = TypeVar("T")
 
 
-def together(ranks: Ranks, make: Callable[[], Thing]) -> Thing:
-    """What every rank makes; when one cannot, all say so.
+def run_on_all_ranks(ranks: RankGroup, make: Callable[[], T]) -> T:
+    """Runs a set-up step on every rank and returns this rank's result; when one rank fails, all raise.
 
     Raises:
-        RanksDisagreeError: another rank could not; what it raised there is raised there as itself.
+        RanksDisagreeError: another rank failed; its error is raised there as itself.
     """
-    made: list[Thing] = []
+    made: list[T] = []
     failed = None
     try:
         made.append(make())
     except Exception as error:
         failed = error
-    complaints = ranks.gather_objects(None if failed is None else f"{type(failed).__name__}: {failed}")
+    failures = ranks.all_gather_object(None if failed is None else f"{type(failed).__name__}: {failed}")
     if failed is not None:
         raise failed
-    for rank, complaint in enumerate(complaints):
-        if complaint is not None:
-            raise RanksDisagreeError(f"rank {rank} cannot take part: {complaint}")
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise RanksDisagreeError(f"rank {rank} cannot take part: {failure}")
     return made[0]
 
 
-# How many groups these ranks have made in this process; the same number on all of them.
+# Number of groups made so far, by their members; equal on all of them.
 _groups_made: Counter[tuple[int, ...]] = Counter()
 
 
-class TorchRanks:
-    """The ranks of a `torch.distributed` job, or some of them, over Gloo.
+class TorchRankGroup:
+    """A `RankGroup` over some or all ranks of a `torch.distributed` job, by Gloo.
 
     Args:
-        members: their global ranks, in the order that numbers them; this process must be one. All of them make this
-            object at the same point of the program.
-        timeout_s: longest wait for another rank.
+        members: global ranks; their order gives the ranks in this group. This process must be one of them, and all of
+            them construct the group at the same point of the program.
+        timeout_s: timeout of each collective.
 
     Raises:
         ArgumentError: there is no process group, or this rank is not a member.
-        PeerLostError: not all of them came in time.
+        PeerLostError: not all members joined in time.
     """
 
     def __init__(self, members: Sequence[int], timeout_s: float = 60.0) -> None:
@@ -199,16 +199,16 @@ class TorchRanks:
         here = dist.get_rank()
         self._members = list(members)
         if here not in self._members:
-            raise ArgumentError(f"rank {here} is none of the replay's ranks {self._members}")
+            raise ArgumentError(f"rank {here} is not a member of the group {self._members}")
         self.rank = self._members.index(here)
         self.size = len(self._members)
         self.sent_bytes = 0
         self._timeout_s = timeout_s
         self._calls = 0
         self._broken: str | None = None
-        # Groups that torch makes are named by what else the process has made, which may differ between ranks, and a
-        # name is used again once its group is gone. Ours have names of their own, for as long as the job lives. (Not
-        # by torchrun's count of restarts: hosts that restart because another did count differently.)
+        # torch names a group by the number of groups the process has made, which may differ between ranks, and uses a
+        # name again once its group is destroyed. These names are unique for the life of the job. (torchrun's restart
+        # count is of no use: hosts that restart because another host did count differently.)
         key = tuple(self._members)
         name = f"geartrain/{zlib.crc32(repr(key).encode()):08x}/{_groups_made[key]}"
         _groups_made[key] += 1
@@ -221,26 +221,26 @@ class TorchRanks:
             )
         except RuntimeError as error:
             raise PeerLostError(
-                f"ranks {self._members} did not all meet within {timeout_s} s: {error}{_restart_hint()}"
+                f"ranks {self._members} did not all join within {timeout_s} s: {error}{_restart_hint()}"
             ) from error
 
-    def gather(self, mine: Bytes) -> Bytes:
-        """See `Ranks`."""
-        return gather_by_doubling(self, mine)
+    def all_gather(self, mine: Bytes) -> Bytes:
+        """See `RankGroup`."""
+        return all_gather_bruck(self, mine)
 
-    def gather_objects(self, mine: Any) -> list[Any]:
-        """See `Ranks`."""
-        return gather_pickled(self, mine)
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        """See `RankGroup`."""
+        return all_gather_object(self, mine)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """See `Ranks`."""
+        """See `RankGroup`."""
         group = self._group
         if self._broken is not None or group is None:
-            raise PeerLostError(self._broken or "this replay has left its group")
+            raise PeerLostError(self._broken or "this rank has left the group")
         import torch
 
         self._calls += 1
-        under_way: list[tuple[int, Any]] = []
+        pending: list[tuple[int, Any]] = []
         deadline_s = time.monotonic() + self._timeout_s
         peer = self.rank
         try:
@@ -249,27 +249,27 @@ class TorchRanks:
                 for peer, array in messages:
                     number = numbers[peer] = numbers.get(peer, -1) + 1
                     if number >= MAX_MESSAGES:
-                        raise ArgumentError(f"at most {MAX_MESSAGES} messages a peer fit in one exchange")
+                        raise ArgumentError(f"one exchange takes at most {MAX_MESSAGES} messages a peer")
                     if array.size:
                         tag = self._calls % 65536 * MAX_MESSAGES + number
-                        under_way.append((peer, start([torch.from_numpy(array)], peer, tag)))
+                        pending.append((peer, start([torch.from_numpy(array)], peer, tag)))
             self.sent_bytes += sum(array.size for _, array in sends)
-            for peer, work in under_way:  # noqa: B007  the error names the peer
+            for peer, work in pending:  # noqa: B007  the error names the peer
                 work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
         except RuntimeError as error:
             self._lost(peer, error)
 
-    def fail(self, reason: str) -> None:
-        """See `Ranks`."""
+    def abort(self, reason: str) -> None:
+        """See `RankGroup`."""
         if self._broken is None:
-            self._broken = self._leave_note(f"rank {self._members[self.rank]} gave up: {reason}")
+            self._broken = self._leave_note(f"rank {self._members[self.rank]} aborted: {reason}")
         self.close()
 
     def close(self) -> None:
-        """See `Ranks`."""
+        """See `RankGroup`."""
         if self._broken is None:
-            self._broken = "this replay has left its group"
-        self._group = None  # its connections close with it, which the others notice
+            self._broken = "this rank has left the group"
+        self._group = None  # closes its connections, which the other ranks notice
 
     def _lost(self, peer: int, error: RuntimeError) -> NoReturn:
         timed_out = "imed out" in str(error)
@@ -284,55 +284,52 @@ class TorchRanks:
         raise PeerLostError(self._broken) from error
 
     def _leave_note(self, note: str) -> str:
-        """Leaves the reason for the others, unless one of them was first: then that is the reason."""
+        """Writes the reason for the other ranks, and returns the one that was written first."""
         notes = [note]
 
         def leave() -> None:
             notes.append(self._store.compare_set("lost", "", note).decode())
 
-        # The key-value store may have died with the rank that kept it, and waits much longer than we do.
+        # The key-value store may be lost with the rank that served it, and its own timeout is much longer.
         thread = threading.Thread(target=_quietly, args=(leave,), daemon=True)
         thread.start()
         thread.join(NOTE_S)
         return notes[-1]
 
 
-def join(group: Any, members: Sequence[int], timeout_s: float) -> Ranks:
-    """The members of a job as `Ranks`: over a Gloo group of their own, or `group` where that is `Ranks` already.
-
-    Collective, unless `group` is. Raises as `TorchRanks` does.
-    """
+def as_rank_group(group: Any, members: Sequence[int], timeout_s: float) -> RankGroup:
+    """The group itself where it is a `RankGroup`, else a new `TorchRankGroup` of the members. Collective."""
     if group is not None and hasattr(group, "exchange"):
-        ranks: Ranks = group
+        ranks: RankGroup = group
         return ranks
-    return TorchRanks(members, timeout_s)
+    return TorchRankGroup(members, timeout_s)
 
 
 def _restart_hint() -> str:
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
         return ""
     return (
-        " (if torchrun has restarted this job, ranks of its lives may mix up their addresses unless it is started with "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone or --rdzv-backend c10d)"
+        " (if torchrun has restarted this job, ranks may read addresses of the run before the restart, unless it is "
+        "started with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone or --rdzv-backend c10d)"
     )
 
 
 def _quietly(body: Any) -> None:
     try:
         body()
-    except Exception:  # a note that cannot be left is no note
+    except Exception:  # the reason is for error texts only
         return
 
 
 __all__ = [
     "Bytes",
     "Message",
-    "OneRank",
-    "Ranks",
-    "TorchRanks",
-    "gather_among",
-    "gather_by_doubling",
-    "gather_pickled",
-    "join",
-    "together",
+    "SingleRank",
+    "RankGroup",
+    "TorchRankGroup",
+    "all_gather_among",
+    "all_gather_bruck",
+    "all_gather_object",
+    "as_rank_group",
+    "run_on_all_ranks",
 ]

@@ -1,4 +1,4 @@
-"""One shard of a step as a store: read as it was saved, cut anew from all shards, or found in shared memory."""
+"""Restoring one shard of a step: as it was saved, resharded from all shards, or adopted from shared memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from geartrain.core.keys import Keys
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
-from geartrain.store.checkpoint_reader import ROW_RECORD, Checkpoint, json_checksum, put_blocks, restore, write_json
+from geartrain.store.checkpoint_format import ROW_RECORD, json_checksum, write_json
+from geartrain.store.checkpoint_reader import Checkpoint, put_blocks, restore
 from geartrain.store.store import Store
 
 # Limits that shards of one population share.
@@ -24,8 +25,8 @@ SHARED_LIMITS = ("remover", "max_times_sampled", "max_age_s", "priority_fraction
 
 
 @dataclass(frozen=True)
-class How:
-    """How a step is to be loaded; see `load_checkpoint`."""
+class LoadOptions:
+    """Options of `load_checkpoint`."""
 
     reshard: bool
     together: str | None
@@ -34,21 +35,21 @@ class How:
     adopt: bool
 
 
-def saved_shard(place: Path, record: dict[str, Any], k: int, n: int, how: How) -> SavedShard:
-    """Shard k of n of the step at `place`, as it was saved where there were as many.
+def saved_shard(place: Path, record: dict[str, Any], k: int, n: int, how: LoadOptions) -> SavedShard:
+    """Shard k of n of the step at `place`: as it was saved, or resharded.
 
     Raises:
         CheckpointError: a shard that is needed is missing, damaged, or not the one the step was completed with.
     """
     as_saved = len(record["shards"]) == n and how.together is None and how.capacity is None
-    kind = _WholeShard if as_saved else _CutShard
+    kind = _WholeShard if as_saved else _ReshardedShard
     return kind(place, record, k, n, how)
 
 
 def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int, int]] | None:
-    """The segment that survived, and (adopted, newer, gone); None if there is none.
+    """The segment in shared memory, and (adopted, newer, gone); None where there is none.
 
-    Priorities and counts of samples of the rows it shares with the checkpoint are set back to what they were.
+    Priorities and counts of samples of the rows it shares with the checkpoint are reset to the saved ones.
     """
     try:
         peeked = Store.peek(name)
@@ -56,23 +57,23 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
         return None
     if not source.is_in(peeked.native.describe()["store_id"]):
         raise CheckpointError(
-            f"the segment {peeked.path} is not the one that {source.place.name} was saved from, nor was it made from "
-            f"that; it will not be taken for it. Remove it with `geartrain remove {name}` to load from disk"
+            f"the segment {peeked.path} is neither the one that {source.place.name} was saved from nor loaded from it. "
+            f"Remove it with `geartrain remove {name}` to load from disk"
         )
     saved = source.rows()
     store = Store.open(name, adopt=True)
     try:
         keys = store.keys()
-        books = store.native.infos(keys.row)
+        infos = store.native.infos(keys.row)
         before = np.zeros(store.capacity, ROW_RECORD)
         before[saved["row"]] = saved
         there = before[keys.row]
-        same = (there["generation"] == keys.generation) & (there["sequence"] == books["sequence"])
-        same &= books["generation"] == keys.generation
-        moved = np.flatnonzero(same & (there["priority"] != books["priority"]))
+        same = (there["generation"] == keys.generation) & (there["sequence"] == infos["sequence"])
+        same &= infos["generation"] == keys.generation
+        moved = np.flatnonzero(same & (there["priority"] != infos["priority"]))
         priorities = there["priority"][moved] / 2.0 ** store.options["priority_fraction_bits"]
         lost = store.update_priorities(Keys(keys.row[moved], keys.generation[moved]), priorities)
-        drawn = np.flatnonzero(same & (there["times_sampled"] != books["times_sampled"]))
+        drawn = np.flatnonzero(same & (there["times_sampled"] != infos["times_sampled"]))
         counts = np.ascontiguousarray(there["times_sampled"][drawn])
         store.native.set_times_sampled(keys.row[drawn], keys.generation[drawn], counts)
     except BaseException:
@@ -83,9 +84,9 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
 
 
 class SavedShard(ABC):
-    """One shard of a step: what to put into a store, and what an adopted one should have."""
+    """One shard of a step: loads a store, or says what an adopted one should hold."""
 
-    def __init__(self, place: Path, record: dict[str, Any], k: int, n: int, how: How) -> None:
+    def __init__(self, place: Path, record: dict[str, Any], k: int, n: int, how: LoadOptions) -> None:
         self.place = place
         self._record = record
         self._shard = (k, n)
@@ -97,7 +98,7 @@ class SavedShard(ABC):
 
     @abstractmethod
     def rows(self) -> NDArray[Any]:
-        """The table of its selectable rows, of ROW_RECORD, as the store was or is to be."""
+        """The table of its selectable rows, (n,) of ROW_RECORD."""
 
     def state(self) -> dict[str, Any] | None:
         """The replay's state for these shards."""
@@ -105,7 +106,7 @@ class SavedShard(ABC):
         return found
 
     def is_in(self, store_id: int) -> bool:
-        """Whether that segment is the one that was saved, or was made from this shard."""
+        """Whether a segment is the one that was saved, or was loaded from this shard."""
         try:
             content = json.loads(self._note(store_id).read_text())
         except (FileNotFoundError, ValueError):
@@ -114,8 +115,8 @@ class SavedShard(ABC):
         return bool(checksum == json_checksum(content) and content == self._origin())
 
     def remember(self, store: Store) -> None:
-        """Notes beside the step that a segment was made from it, so that it can be adopted before it is saved."""
-        with suppress(OSError):  # a disk that is only read: after a crash the shard is read again
+        """Notes in the step that a segment was loaded from it, so that it can be adopted before its first save."""
+        with suppress(OSError):  # a read-only disk: after a crash the shard is read again
             write_json(self._note(store.native.describe()["store_id"]), self._origin())
 
     def _note(self, store_id: int) -> Path:
@@ -154,10 +155,10 @@ class _WholeShard(SavedShard):
         return self._checkpoint(self._shard[0]).store_id == store_id or super().is_in(store_id)
 
 
-class _CutShard(SavedShard):
-    """A shard of another number than were saved: a piece of all of them, one after the other."""
+class _ReshardedShard(SavedShard):
+    """A resharded shard: a slice of all saved shards, one after the other."""
 
-    def __init__(self, place: Path, record: dict[str, Any], k: int, n: int, how: How) -> None:
+    def __init__(self, place: Path, record: dict[str, Any], k: int, n: int, how: LoadOptions) -> None:
         super().__init__(place, record, k, n, how)
         self._sources = [self._checkpoint(number) for number in range(len(record["shards"]))]
         self._tables = [source.records()[: source.rows] for source in self._sources]
@@ -167,7 +168,7 @@ class _CutShard(SavedShard):
         self._shard_of = np.repeat(np.arange(len(sizes)), sizes)
         self._place_of = np.concatenate(orders)
         everything = np.concatenate([table[order] for table, order in zip(self._tables, orders, strict=True)])
-        # New numbers for the order of commits: first the rows that a FIFO has passed, then the others; each as before.
+        # New sequence numbers: first the rows that a FIFO has drawn, then the others, each in their old order.
         passed = everything["sequence"] <= self._cursors()[self._shard_of]
         by_commit = np.lexsort((self._shard_of, everything["sequence"], ~passed))
         self._passed = int(passed.sum())
@@ -185,7 +186,7 @@ class _CutShard(SavedShard):
         return self._rows
 
     def state(self) -> dict[str, Any] | None:
-        """The state, with a FIFO's place in the new numbers."""
+        """The state, with a FIFO's cursor in the new sequence numbers."""
         state = super().state()
         entry = self._entry()
         if state is None or not _cursor_names(entry):
@@ -194,7 +195,7 @@ class _CutShard(SavedShard):
         fresh = {key: value for key, value in entry.items() if key not in _cursor_names(entry)}
         fresh |= {f"after/{k}": self._passed for k in range(n)}
         if n == 1:
-            fresh["after"] = self._passed  # for a replay without ranks
+            fresh["after"] = self._passed  # of a replay on one rank
         entries = list(state["state"])
         entries[self._how.part] = fresh
         return {**state, "state": entries}
@@ -202,7 +203,7 @@ class _CutShard(SavedShard):
     def load(self, name: str, progress: bool, options: dict[str, Any]) -> Store:
         limits = {**self._limits(), **options}
         first = self._sources[0]
-        store = Store.create(name, first.fields, **limits)
+        store = Store.create(name, first.fields, max_length=first.max_length, **limits)
         try:
             self._fill(store, progress)
         except BaseException:
@@ -247,7 +248,7 @@ class _CutShard(SavedShard):
         committed[:] = self._rows[np.argsort(self._rows["sequence"])]
         table["row"][len(self._rows) :] = np.arange(len(self._rows), store.capacity)
         restore(native, table, self._total + 1)
-        if self._shard[0] == 0:  # what happened so far is counted once
+        if self._shard[0] == 0:  # counters of the past are kept by one shard
             counters: dict[str, int] = {}
             for source in self._sources:
                 counters = {name: counters.get(name, 0) + count for name, count in source.counters.items()}
@@ -261,8 +262,8 @@ class _CutShard(SavedShard):
         spec = self._sources[0].fields.get(name)
         if spec is None:
             raise FieldError(f"the shards have no field {name!r} to keep rows together by")
-        if spec.shape or spec.dtype.startswith(("float", "bfloat", "complex")):
-            raise ArgumentError(f"rows are kept together by a field of one whole number, {name!r} is {spec}")
+        if spec.shape or not spec.per_row or spec.dtype.startswith(("float", "bfloat", "complex")):
+            raise ArgumentError(f"rows are kept together by a field of one whole number a row, {name!r} is {spec}")
         values = np.empty(self._total, spec.numpy_dtype)
         for number, source in enumerate(self._sources):
             mine = self._shard_of == number
@@ -282,11 +283,11 @@ class _CutShard(SavedShard):
             return {}
         entries = state.get("state", [])
         if self._how.part >= max(len(entries), 1):
-            raise CheckpointError(f"the state is of {len(entries)} stores, there is no part {self._how.part}")
+            raise CheckpointError(f"the state has {len(entries)} stores, part={self._how.part} is none of them")
         return dict(entries[self._how.part]) if entries else {}
 
     def _cursors(self) -> NDArray[np.uint64]:
-        """How far a FIFO has come in each of the saved shards; 0 where there is none."""
+        """A FIFO's cursor in each of the saved shards; 0 where there is none."""
         entry = self._entry()
         alone = entry.get("after", 0) if len(self._sources) == 1 else 0
         return np.array([entry.get(f"after/{k}", alone) for k in range(len(self._sources))], np.uint64)
@@ -296,4 +297,4 @@ def _cursor_names(entry: Mapping[str, int]) -> set[str]:
     return {key for key in entry if key == "after" or key.startswith("after/")}
 
 
-__all__ = ["SHARED_LIMITS", "How", "SavedShard", "adopt_segment", "saved_shard"]
+__all__ = ["SHARED_LIMITS", "LoadOptions", "SavedShard", "adopt_segment", "saved_shard"]

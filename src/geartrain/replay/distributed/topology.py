@@ -1,19 +1,22 @@
-"""Which ranks train together and what each of them reads: data, pipeline and tensor parallelism.
+"""Rank topology: a rank's position in a mesh of data, pipeline and tensor parallelism.
 
-A rank has three coordinates: `dp`, the replica of the model it belongs to; `pp`, its stage of that replica's pipeline;
-`tp`, its part of that stage. Data is read by the first stage, which takes the inputs, and the last, which takes the
-targets; stages in between read nothing, and the parts of a stage see the same batch (GEAR, section 3.2).
+A rank has three coordinates: `dp`, its replica of the model; `pp`, its stage of that replica's pipeline; `tp`, its part
+of that stage. The first pipeline stage reads the inputs, the last one the targets, stages in between read nothing, and
+tensor-parallel peers read the same batch (GEAR, section 3.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from geartrain.errors import ArgumentError
 
-# Names of mesh dimensions, as the field uses them. Dimensions that replicate and shard the model are both data
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Names of mesh dimensions in use. Dimensions that replicate the model and that shard it (FSDP, HSDP) are both data
 # parallel as far as batches go.
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "ddp", "replicate", "shard", "data")
 PIPELINE = ("pp", "pipe", "pipeline", "stage")
@@ -21,8 +24,8 @@ TENSOR = ("tp", "tensor", "model", "sp", "cp")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one rank stands, and how many there are in each direction."""
+class MeshPosition:
+    """Coordinates of a rank in the mesh, and the mesh's sizes."""
 
     dp: int = 0
     pp: int = 0
@@ -32,51 +35,74 @@ class Place:
     tp_size: int = 1
 
     @property
-    def is_head(self) -> bool:
-        """Whether this is the first stage, which takes the inputs."""
+    def is_first_stage(self) -> bool:
+        """Whether the rank is of the first pipeline stage, which reads the inputs."""
         return self.pp == 0
 
     @property
-    def is_tail(self) -> bool:
-        """Whether this is the last stage, which takes the targets."""
+    def is_last_stage(self) -> bool:
+        """Whether the rank is of the last pipeline stage, which reads the targets."""
         return self.pp == self.pp_size - 1
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of a replay: their global numbers, in the replay's order, and this rank's place."""
+    """The global ranks of a replay, in its group's order, and this rank's position in the mesh."""
 
     members: list[int]
-    place: Place
+    position: MeshPosition
+
+
+class ModelParallelUnit(Protocol):
+    """The usual mpu methods, as Megatron, DeepSpeed's grid and others have them; those of pp and tp may be missing."""
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among its replicas."""
+        ...
+
+
+class ProcessTopology(Protocol):
+    """DeepSpeed's topology of processes: coordinates by rank."""
+
+    def get_coord(self, rank: int) -> Any:
+        """A rank's coordinates, by axis."""
+        ...
+
+    def get_dim(self, axis: str) -> int:
+        """Ranks along an axis."""
+        ...
+
+
+Mesh = Union["DeviceMesh", MeshPosition, ModelParallelUnit, ProcessTopology]
 
 
 def topology_of(group: Any, mesh: Any) -> Topology:
-    """From a process group, a mesh, or ranks of the caller's own (`geartrain.replay.distributed.rank_group.Ranks`), with a `Place` as mesh.
+    """The topology of a process group, of a mesh, or of a `RankGroup` with a `MeshPosition` as mesh.
 
     Raises:
-        ArgumentError: both a process group and a mesh, or a mesh that is none.
+        ArgumentError: both a process group and a mesh, or an object that is no mesh.
     """
-    if group is not None and hasattr(group, "exchange"):  # not a process group: ranks of the caller's own
-        place = mesh if isinstance(mesh, Place) else Place(dp=group.rank, dp_size=group.size)
-        return Topology(list(range(group.size)), place)
+    if group is not None and hasattr(group, "exchange"):  # a RankGroup
+        position = mesh if isinstance(mesh, MeshPosition) else MeshPosition(dp=group.rank, dp_size=group.size)
+        return Topology(list(range(group.size)), position)
     if group is not None and mesh is not None:
         raise ArgumentError("give a group or a mesh, not both")
     return of_group(group) if group is not None else of_mesh(mesh)
 
 
 def of_group(group: Any) -> Topology:
-    """Plain data parallelism over a process group."""
+    """Data parallelism over a `torch.distributed` process group."""
     import torch.distributed as dist
 
     members = dist.get_process_group_ranks(group)
-    return Topology(members, Place(dp=members.index(dist.get_rank()), dp_size=len(members)))
+    return Topology(members, MeshPosition(dp=members.index(dist.get_rank()), dp_size=len(members)))
 
 
 def of_mesh(mesh: Any) -> Topology:
     """From a `DeviceMesh` with named dimensions, a DeepSpeed grid, or an object with the usual mpu methods.
 
     Raises:
-        ArgumentError: it is none of these, or a dimension's name says nothing.
+        ArgumentError: none of these, or a dimension of an unknown name.
     """
     if hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate"):
         return _of_device_mesh(mesh)
@@ -113,7 +139,7 @@ def _of_device_mesh(mesh: Any) -> Topology:
                 f"({', '.join(PIPELINE)}) or tensor parallel ({', '.join(TENSOR)}); rename it"
             )
     members = sorted(int(rank) for rank in mesh.mesh.flatten().tolist())
-    return Topology(members, Place(at["dp"], at["pp"], at["tp"], sizes["dp"], sizes["pp"], sizes["tp"]))
+    return Topology(members, MeshPosition(at["dp"], at["pp"], at["tp"], sizes["dp"], sizes["pp"], sizes["tp"]))
 
 
 def _of_process_topology(topology: Any) -> Topology:
@@ -122,7 +148,7 @@ def _of_process_topology(topology: Any) -> Topology:
 
     at = topology.get_coord(rank=dist.get_rank())
     sizes = {axis: max(1, int(topology.get_dim(axis))) for axis in ("data", "pipe", "model")}
-    place = Place(
+    position = MeshPosition(
         getattr(at, "data", 0),
         getattr(at, "pipe", 0),
         getattr(at, "model", 0),
@@ -130,7 +156,7 @@ def _of_process_topology(topology: Any) -> Topology:
         sizes["pipe"],
         sizes["model"],
     )
-    return Topology(list(range(int(topology.world_size()))), place)
+    return Topology(list(range(int(topology.world_size()))), position)
 
 
 _DP_RANK = ("get_data_parallel_rank", "data_parallel_rank")
@@ -160,16 +186,16 @@ def _of_mpu(mpu: Any) -> Topology:
         method = _method(mpu, names)
         return default if method is None else int(method())
 
-    place = Place(
+    position = MeshPosition(
         ask(_DP_RANK, 0), ask(_PP_RANK, 0), ask(_TP_RANK, 0), ask(_DP_SIZE, 1), ask(_PP_SIZE, 1), ask(_TP_SIZE, 1)
     )
     world = dist.get_world_size()
-    if place.dp_size * place.pp_size * place.tp_size != world:
+    if position.dp_size * position.pp_size * position.tp_size != world:
         raise ArgumentError(
-            f"{place.dp_size} data x {place.pp_size} pipeline x {place.tp_size} tensor parallel ranks do not make "
-            f"the {world} of this job"
+            f"{position.dp_size} data x {position.pp_size} pipeline x {position.tp_size} tensor parallel ranks do not "
+            f"make the {world} ranks of this job"
         )
-    return Topology(list(range(world)), place)
+    return Topology(list(range(world)), position)
 
 
-__all__ = ["Place", "Topology", "of_group", "of_mesh", "topology_of"]
+__all__ = ["MeshPosition", "Topology", "of_group", "of_mesh", "topology_of"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.core.schema import DTYPES
+from geartrain.core.dtypes import DTYPES
 from geartrain.device.cuda_ipc import layout
 from geartrain.device.device import DeviceRuntime
 from geartrain.errors import DeviceError, MessageError

@@ -15,7 +15,7 @@ import numpy as np
 
 import geartrain.device.cuda_ipc as cuda_ipc
 import geartrain.transport.nixl as nixl
-from geartrain.core.schema import DTYPES, dtype_of_code, numpy_dtype, torch_dtype
+from geartrain.core.dtypes import DTYPES, dtype_of_code, numpy_dtype, torch_dtype
 from geartrain.device.device import DeviceRuntime
 from geartrain.errors import BusyError, DeviceError, MessageError, TransportError
 from geartrain.rpc.tensors.device_map import CPU

@@ -1,6 +1,6 @@
-"""The command line: look at stores, fill them from datasets, run jobs, plan, measure, remove what was left behind.
+"""Command line: inspect and remove stores, import datasets, run jobs, plan, benchmark.
 
-`app.py` is the command, every other file adds some of its parts, in the order in which the help shows them.
+`app.py` is the application; every other file registers subcommands, in the order of the help.
 """
 
 import geartrain.tools.cli.import_dataset as importing  # noqa: F401, I001

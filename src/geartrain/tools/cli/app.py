@@ -1,12 +1,12 @@
-"""The command itself: what its parts are added to, and how an error is shown.
+"""Typer application, and the mapping of errors to lines and exit codes.
 
-A command checks all of its words before it begins to work. What is refused is one line on stderr and
+A command checks all of its arguments before it begins to work. A refusal is one line on stderr and
 
     2    for a wrong argument: one that no state of this machine makes right (`ArgumentError`, or typer's own checks)
     1    for what goes wrong in operation: a file or store that is not there or holds something else, a lost peer
     130  after Ctrl-C
 
-Commands raise; `_Commands.main` alone turns errors into lines and exit codes.
+Commands raise; `_Commands.main` alone maps errors.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class _Commands(TyperGroup):
             if type(error).__name__ == "NoArgsIsHelpError":
                 error.show()
                 sys.exit(error.exit_code)
-            _exit(error.format_message(), error.exit_code)
+            _refuse(error.format_message(), error.exit_code)
         except (KeyboardInterrupt, typer.Abort):
-            _exit("stopped by Ctrl-C", 130)
+            _refuse("stopped by Ctrl-C", 130)
         except ArgumentError as error:
-            _exit(str(error), 2)
+            _refuse(str(error), 2)
         except JobError as error:  # with the last lines of the process that died
-            _exit(str(error), 1, lines=True)
+            _refuse(str(error), 1, lines=True)
         except (GeartrainError, OSError) as error:
-            _exit(str(error) or type(error).__name__, 1)
+            _refuse(str(error) or type(error).__name__, 1)
 
 
 class _Command(TyperCommand):
@@ -100,13 +100,13 @@ out = Console(emoji=False)
 
 
 def die(message: str, code: int = 1) -> NoReturn:
-    """Says it on stderr, and ends the command."""
-    _say_error(message)
+    """Prints it on stderr, and exits."""
+    _print_error(message)
     raise typer.Exit(code)
 
 
-def _say_error(message: str, lines: bool = False) -> None:
-    """Says it on stderr: no markup, no emoji; control characters, but for line ends where `lines`, by their escapes."""
+def _print_error(message: str, lines: bool = False) -> None:
+    """Prints it on stderr without markup and emoji, control characters escaped (but line ends where `lines`)."""
     shown = "".join(
         each if each.isprintable() or (lines and each == "\n") else ascii(each)[1:-1] for each in message.rstrip()
     )
@@ -114,8 +114,8 @@ def _say_error(message: str, lines: bool = False) -> None:
     console.print(Text.assemble(("error:", "red"), " ", shown), soft_wrap=True)
 
 
-def _exit(message: str, code: int, lines: bool = False) -> NoReturn:
-    _say_error(message, lines)
+def _refuse(message: str, code: int, lines: bool = False) -> NoReturn:
+    _print_error(message, lines)
     sys.exit(code)
 
 

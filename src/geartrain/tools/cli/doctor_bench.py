@@ -1,4 +1,4 @@
-"""`geartrain doctor` and `geartrain bench`: what this machine can do, and how fast."""
+"""`geartrain doctor` and `geartrain bench`: capabilities and performance of this machine."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def doctor(
     peer: Annotated[
         str | None,
         typer.Option(
-            help="Connect to this address, and say how and how fast: what --listen printed, or any node's `.address`."
+            help="Connect to this address and report transport and speed: printed by --listen, or a node's `.address`."
         ),
     ] = None,
     listen: Annotated[
-        bool, typer.Option("--listen", help="Print an address for --peer on the other side, and answer until Ctrl-C.")
+        bool, typer.Option("--listen", help="Print an address for --peer on the other side, and reply until Ctrl-C.")
     ] = False,
     transport: Annotated[
-        str | None, typer.Option(help="With --peer: only this one; an error with the reason where it cannot work.")
+        str | None,
+        typer.Option(help="With --peer: only this transport; an error with the reason where it is not viable."),
     ] = None,
     host: Annotated[
         str,
@@ -41,15 +42,15 @@ def doctor(
         ),
     ] = "127.0.0.1",
     timeout_s: Annotated[
-        float, typer.Option(min=1e-3, max=1e9, help="With --peer: for connecting, and for every answer.")
+        float, typer.Option(min=1e-3, max=1e9, help="With --peer: for connecting, and for every reply.")
     ] = 10.0,
     megabytes: Annotated[float, typer.Option(help="With --peer: of one big message, 67 at most.")] = 16.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say what this machine can do, and why not where it cannot; or how a peer is reached, and how fast.
+    """Report this machine's capabilities, with the reason where one is missing; or probe a peer.
 
-    With --peer: the transport that was chosen, why each faster one was not, round trips, bandwidth each way, and which
-    way the bytes went. Exits with 1 when the peer cannot be reached.
+    With --peer: the chosen transport, why each faster one was not, round trips, bandwidth each way, and the path of
+    the bytes. Exits with 1 when the peer cannot be reached.
 
     Example: geartrain doctor --listen, and on the other side: geartrain doctor --peer ADDRESS --transport tcp
     """
@@ -112,18 +113,20 @@ def bench(
     ] = None,
     baseline_python: Annotated[
         list[str] | None,
-        typer.Option(help="Interpreter of another system's own environment, as name=/path/to/python. Repeatable."),
+        typer.Option(help="Interpreter of a baseline's environment, as name=/path/to/python. Repeatable."),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="cpu, or cuda for benches that have a GPU form (selection, fetch).")
+        str, typer.Option(help="cpu, or cuda for benchmarks with a GPU variant (selection, fetch, p2p).")
     ] = "cpu",
     full: Annotated[bool, typer.Option(help="Every case, where the default leaves some out (ranks).")] = False,
     train_ms: Annotated[
         list[float] | None,
-        typer.Option(min=0, help="What the consumer's step takes, for benches that have one (ranks). Repeatable."),
+        typer.Option(
+            min=0, help="Milliseconds of the consumer's step, for benchmarks that have one (ranks). Repeatable."
+        ),
     ] = None,
 ) -> None:
-    """Measure, beside the floor of this machine and the other systems that are installed.
+    """Run a benchmark, with this machine's floor (lower bound) and the installed baselines.
 
     rpc-rl and allreduce take further arguments: python -m geartrain_bench.rpc_rl.bench --help, and so on.
 
@@ -134,14 +137,14 @@ def bench(
     main = load(name, device)
     takes_arguments = BENCHES[name].takes_arguments
     if context.args and not takes_arguments:
-        raise ArgumentError(f"the bench {name!r} takes no {' '.join(context.args)}")
+        raise ArgumentError(f"the benchmark {name!r} takes no {' '.join(context.args)}")
     further = {"arguments": context.args} if takes_arguments else {}
     baselines = dict(map(_baseline, baseline_python or []))
     if quick and full:
-        raise ArgumentError("--quick and --full ask for opposite things")
+        raise ArgumentError("--quick and --full exclude each other")
     more = {key: value for key, value in {"full": full, "train_ms": train_ms}.items() if value}
     for key in more.keys() - inspect_module.signature(main).parameters.keys():
-        raise ArgumentError(f"the bench {name!r} has no --{key.replace('_', '-')}")
+        raise ArgumentError(f"the benchmark {name!r} has no --{key.replace('_', '-')}")
     main(quick=quick, json_path=json_path, plot_path=plot_path, baselines=baselines or None, **more, **further)
 
 

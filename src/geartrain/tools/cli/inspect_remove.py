@@ -174,8 +174,14 @@ def _describe(store: Store) -> dict[str, Any]:
         "name": store.name,
         "path": str(store.path),
         "fields": [
-            {"name": name, "shape": list(f.shape), "dtype": f.dtype, "timed": f.timed, "row_bytes": f.nbytes}
-            for name, f in store.fields.items()
+            {
+                "name": name,
+                "shape": list(field.shape),
+                "dtype": field.dtype,
+                "per_row": field.per_row,
+                "row_bytes": field.block_nbytes(store.max_length),
+            }
+            for name, field in store.fields.items()
         ],
         "rows": len(priorities),
         "capacity": store.capacity,
@@ -216,20 +222,20 @@ def _inspect_store(name: str, as_json: bool) -> None:
         f"{about['rows']:,} of {about['capacity']:,} rows, {about['steps']:,} steps, {about['bytes'] / 1e6:,.1f} MB, "
         + (f"{about['processes']} processes attached" if about["processes"] else "[yellow]no process attached[/]")
     )
-    table = Table("field", "shape of a row", "dtype", "timed", "bytes a row", title_justify="left")
+    table = Table("field", "shape of a step", "dtype", "once a row", "bytes a row", title_justify="left")
     for field in about["fields"]:
         table.add_row(
             escape(field["name"]),
             str(tuple(field["shape"])),
             field["dtype"],
-            "yes" if field["timed"] else "no",
+            "yes" if field["per_row"] else "no",
             f"{field['row_bytes']:,}",
         )
     out.print(table)
     limits = {key: value for key, value in about["options"].items() if value is not None}
     out.print("options   " + ", ".join(f"{key}={value}" for key, value in limits.items()))
     shown = {key: value for key, value in about["counters"].items() if value}
-    out.print("counters  " + (", ".join(f"{key} {value:,}" for key, value in shown.items()) or "nothing happened yet"))
+    out.print("counters  " + (", ".join(f"{key} {value:,}" for key, value in shown.items()) or "none yet"))
     if about["versions"]:
         out.print(f"versions  {about['versions'][0]} to {about['versions'][1]}")
     _print_histogram(about["priorities"])
@@ -250,7 +256,7 @@ def _print_histogram(priorities: dict[str, Any]) -> None:
 
 
 def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
-    from geartrain.store.checkpoint_reader import read_manifest
+    from geartrain.store.checkpoint_format import read_manifest
 
     manifest = read_manifest(directory)
     if as_json:
@@ -262,7 +268,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
         f"checkpoint of {manifest['created']}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB"
         + (f", {shared / 1e6:,.1f} MB of them shared with other checkpoints" if shared else "")
     )
-    table = Table("field", "shape of a row", "dtype", "timed")
+    table = Table("field", "shape of a row's block", "dtype", "time in front")
     for field in manifest["fields"]:
         table.add_row(
             escape(field["name"]),
@@ -274,7 +280,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
 
 
 def _inspect_steps(directory: Path, as_json: bool) -> None:
-    from geartrain.replay.distributed.checkpoint import describe_steps
+    from geartrain.replay.distributed.checkpoint_steps import describe_steps
 
     steps = describe_steps(directory)
     if as_json:
@@ -317,7 +323,7 @@ def _inspect_steps(directory: Path, as_json: bool) -> None:
 def _audit(name: str) -> None:
     store = Store.open(name, adopt=True)
     problems = store.audit()
-    store.close(keep=True)  # an audit must not remove what a dead run has left
+    store.close(keep=True)  # an audit must not remove a dead run's store
     for problem in problems:
         out.print(f"[red]wrong:[/] {escape(problem)}")
     if problems:
@@ -329,27 +335,27 @@ def _audit(name: str) -> None:
 def remove(
     name: Annotated[str, typer.Argument(help="The name of a store, of weights or of counters, or a store's path.")],
     force: Annotated[
-        bool, typer.Option(help="Even while processes use it; they keep the memory until they end.")
+        bool, typer.Option(help="Even while processes use it; the memory is freed when they end.")
     ] = False,
 ) -> None:
-    """Remove a store, a model's weights, or counters, that a run has left behind."""
+    """Remove a stale store, a model's weights, or counters."""
     if _is_weights(name):
         about = weights.describe(name)
         if about.in_use and not force:
-            die(f"living processes use the weights {name!r}; --force removes the name all the same")
+            die(f"living processes use the weights {name!r}; --force removes the name regardless")
         weights.unlink(name)
         out.print(f"removed the weights {escape(name)} (version {about.version}, {about.file_bytes / 1e6:,.1f} MB)")
         return
     if _is_counters(name):
         if counters.describe(name).in_use and not force:
-            die(f"the process that created the counters {name!r} is alive; --force removes the name all the same")
+            die(f"the process that created the counters {name!r} is alive; --force removes the name regardless")
         counters.unlink(name)
         out.print(f"removed the counters {escape(name)}")
         return
     store = Store.peek(name)
     users = store.native.live_clients()
     if users and not force:
-        die(f"{users} living processes use {name!r}; --force removes its name all the same")
+        die(f"{users} living processes use {name!r}; --force removes its name regardless")
     rows = len(store)
     store.unlink()
     out.print(f"removed {escape(name)} ({rows:,} rows, {store.nbytes / 1e6:,.1f} MB)")

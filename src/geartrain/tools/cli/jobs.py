@@ -21,7 +21,7 @@ def reducer(
         Path | None,
         typer.Option(
             callback=input_file,
-            help="A file with the secret that ranks must know; or GEARTRAIN_SECRET. Without: loopback only.",
+            help="A file with the secret shared with ranks; or GEARTRAIN_SECRET. Without: loopback only.",
         ),
     ] = None,
     metrics_port: Annotated[
@@ -32,9 +32,9 @@ def reducer(
     every_s: Annotated[
         float, typer.Option(min=0, max=1e9, help="Seconds between lines of statistics; 0 for none.")
     ] = 10.0,
-    grace_s: Annotated[float, typer.Option(min=0, max=1e9, help="How long groups have to leave after SIGTERM.")] = 10.0,
+    grace_s: Annotated[float, typer.Option(min=0, max=1e9, help="Time limit of groups to leave after SIGTERM.")] = 10.0,
 ) -> None:
-    """Own shares of other hosts' all-reduces: receive arrays, add them up, return the sums. Needs no accelerator.
+    """Own shares of other hosts' all-reduces: receive arrays, sum them, return the results. Needs no accelerator.
 
     One process a host serves any number of groups. SIGTERM or Ctrl-C stops it: it accepts no new groups, gives active
     ones time to leave, and disconnects the rest.
@@ -63,9 +63,7 @@ def launch(
     ] = None,
     fresh: Annotated[
         bool,
-        typer.Option(
-            "--fresh", help="Start with an empty store; by default, rows that a failed job has left are adopted."
-        ),
+        typer.Option("--fresh", help="Start with an empty store; by default, rows of a failed job are adopted."),
     ] = False,
     timeout_s: Annotated[float | None, typer.Option(help="Time limit of the job, instead of its own.")] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Lines instead of a table, also on a terminal.")] = False,
@@ -98,15 +96,15 @@ def launch(
       environments = "pendulum:environments"
       policy = "pendulum:policy"
       processes = 4
-      max_restarts = 10              # those that die are started again
+      max_restarts = 10              # of processes that die
 
     On a terminal it shows a table: steps/s, rows/s and samples/s of each role,
     the share of time it waits, the version of the weights it uses and how many
     versions that is behind, losses. Elsewhere, a line every --every-s seconds.
 
-    It exits with 0 when the learners have returned; 1 when a process died for
-    good, with its last lines; 124 at the time limit; 130 after Ctrl-C (a second
-    one kills at once). After a failure the store stays, and the next start
+    It exits with 0 when the learners have returned; 1 when a process died
+    after its last restart, with its last lines; 124 at the time limit; 130 after Ctrl-C (a second
+    one kills at once). After a failure the store is kept, and the next start
     adopts its rows.
 
     Several hosts: the same command on each, under torchrun (--nproc-per-node

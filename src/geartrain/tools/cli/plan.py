@@ -1,4 +1,4 @@
-"""`geartrain plan`: what a cluster that is not here would do."""
+"""`geartrain plan`: performance model of a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from geartrain.errors import ArgumentError
 from geartrain.tools.cli.app import Commands, app
 from geartrain.tools.cli.checks import input_file, output_file, plot_file
 
-plan = Commands(help="Say what a cluster that is not here would do, from what was measured here.")
+plan = Commands(help="Predict a cluster's performance from constants measured on this machine.")
 app.add_typer(plan, name="plan", no_args_is_help=True)
 
 
@@ -25,13 +25,15 @@ def plan_ranks(
     batch: Annotated[int, typer.Option(min=1, help="Rows of the global batch.")] = 1024,
     row_bytes: Annotated[float, typer.Option(min=1, help="Bytes of a row.")] = 100e3,
     link_gbit: Annotated[float, typer.Option(help="A host's link, each way, in Gbit/s.")] = 200.0,
-    step_ms: Annotated[float, typer.Option(min=0, help="What training on a batch takes; 0 asks for the most.")] = 0.0,
+    step_ms: Annotated[float, typer.Option(min=0, help="Training time of a batch; 0 for the largest rate.")] = 0.0,
     share: Annotated[
         list[float] | None,
-        typer.Option(min=0, max=1, help="Chance that a draw falls on a host; once for each. Equal by default."),
+        typer.Option(min=0, max=1, help="Probability that a draw falls on a host; once for each. Equal by default."),
     ] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Of a host; as measured by default.")] = None,
-    memory_gb: Annotated[float | None, typer.Option(min=1e-9, help="Of a host; says whether the rows fit.")] = None,
+    memory_gb: Annotated[
+        float | None, typer.Option(min=1e-9, help="Memory of a host: check whether the rows fit.")
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine's constants first: 10 s.")] = False,
     constants: Annotated[
         Path | None,
@@ -40,14 +42,15 @@ def plan_ranks(
     check: Annotated[
         Path | None,
         typer.Option(
-            callback=input_file, help="Predict the cases of this `bench ranks --json` file, beside what it measured."
+            callback=input_file,
+            help="Predict the cases of this `bench ranks --json` file, compared with its measurements.",
         ),
     ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", callback=output_file, help="Write predictions and constants here.")
     ] = None,
 ) -> None:
-    """Predict GB/s per rank, bytes on the network, selection and fetch time, and what they are bound by.
+    """Predict GB/s per rank, bytes on the network, selection and fetch time, and the bottleneck.
 
     Example: geartrain plan ranks --hosts 3 --gpus 8 --rows 1e9 --batch 1032 --row-bytes 100e3 --link-gbit 200
     """
@@ -79,30 +82,30 @@ def plan_ranks(
             memory_gb=memory_gb,
         )
         here = known or DEFAULTS
-        asked = [report.Asked(f"{hosts} x {gpus} ranks", cluster, here.of_host(cores) if cores else here)]
+        asked = [report.ClusterCase(f"{hosts} x {gpus} ranks", cluster, here.of_host(cores) if cores else here)]
     report.show(asked, json_path)
 
 
 @plan.command("allreduce")
 def plan_allreduce(
-    workers: Annotated[str, typer.Option(help="Their links, each way: 8x100Gbit, or 1x100Mbit+3x400Mbit.")],
+    workers: Annotated[str, typer.Option(help="Workers' links, each way: 8x100Gbit, or 1x100Mbit+3x400Mbit.")],
     bytes_: Annotated[str, typer.Option("--bytes", help="Of the array: 1.2GB, 16MiB, 4096.")],
-    reducers: Annotated[str, typer.Option(help="Links of machines that only sum: 14x32Gbit. None without.")] = "",
-    rtt: Annotated[str, typer.Option(help="A round trip between any two: 0.1ms.")] = "0",
+    reducers: Annotated[str, typer.Option(help="Reducers' links: 14x32Gbit. None by default.")] = "",
+    rtt: Annotated[str, typer.Option(help="Round trip between any two: 0.1ms.")] = "0",
     price_worker: Annotated[float | None, typer.Option(min=0, help="Of a worker, an hour.")] = None,
     price_reducer: Annotated[float | None, typer.Option(min=0, help="Of a reducer, an hour.")] = None,
-    compute: Annotated[str, typer.Option(help="What a training step takes beside the all-reduce: 0.2s.")] = "0",
+    compute: Annotated[str, typer.Option(help="Time of a training step without the all-reduce: 0.2s.")] = "0",
     json_path: Annotated[
-        Path | None, typer.Option("--json", callback=output_file, help="Write all of it here.")
+        Path | None, typer.Option("--json", callback=output_file, help="Write predictions here, as JSON.")
     ] = None,
     plot_path: Annotated[
         Path | None, typer.Option("--plot", callback=plot_file, help="Draw it into this file (PNG, SVG, PDF).")
     ] = None,
 ) -> None:
-    """Say what an all-reduce takes, who should own what share, and how many reducers help or pay.
+    """Predict the time of an all-reduce, optimal shares of owners, and the useful number of reducers.
 
-    Prints ring, tree, dedicated and hybrid beside each other: bytes of a worker, latency and time against the number
-    of workers. With both prices: the number of reducers with which a training step costs least.
+    Prints ring, tree, dedicated and hybrid in one table: bytes of a worker, latency and time over the number of
+    workers. With both prices: the number of reducers with which a training step is cheapest.
 
     Example: geartrain plan allreduce --workers 8x100Gbit --reducers 14x32Gbit --bytes 1.2GB --rtt 0.1ms
     """
@@ -111,7 +114,7 @@ def plan_allreduce(
     from geartrain.tools.plan.units import parse_bytes, parse_links, parse_seconds
 
     if (price_worker is None) != (price_reducer is None):
-        raise ArgumentError("--price-worker and --price-reducer are asked for together, or not at all")
+        raise ArgumentError("--price-worker and --price-reducer need each other")
     show(
         Network(parse_links(workers), parse_links(reducers), parse_bytes(bytes_), parse_seconds(rtt)),
         price_worker=price_worker,

@@ -1,4 +1,4 @@
-"""What a cluster that is not here would do, from what was measured here: `geartrain plan`."""
+"""Capacity planning: a cluster's throughput, predicted from constants measured on one machine (`geartrain plan`)."""
 
 from geartrain.tools.plan.machine import DEFAULTS, Constants, measure
 from geartrain.tools.plan.replay import ARMS, Checked, Cluster, Prediction, check, moved_rows, predict, surplus_rows

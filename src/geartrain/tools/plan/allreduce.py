@@ -1,15 +1,15 @@
-"""What an all-reduce will take on a network that is not here, who should own what, and how many reducers pay.
+"""Performance model of all-reduce: time on a network, the best shares, and the number of reducers worth their price.
 
-Every share of an array has one owner, who receives it from all workers, sums it and returns the sum. A worker that owns
-the fraction x of K bytes moves K (1 + (N - 2) x) each way, a reducer that owns y moves K N y; the best shares follow in
-closed form (`native/collectives/share_planner.h`). From Python:
+Every share of an array has one owner, which receives it from all workers, sums it and returns the sum. A worker that
+owns the fraction x of K bytes moves K (1 + (N - 2) x) each way, a reducer that owns y moves K N y; the best shares
+follow in closed form (`native/collectives/share_planner.h`). From Python:
 
     from geartrain.tools.plan.allreduce import Network, plan
 
     found = plan(Network(workers=(12.5e9,) * 8, reducers=(4e9,) * 14, nbytes=1.2e9))
     assert round(found.seconds / 0.096, 3) == 1.232 and found.needed_dedicated == 25
 
-What is compared, N workers behind links of B bytes a second:
+The algorithms, for N workers behind links of B bytes a second:
 
 | | bytes of a worker, each way | hops, one after the other |
 |---|---|---|
@@ -18,8 +18,8 @@ What is compared, N workers behind links of B bytes a second:
 | dedicated | K, if there are enough reducers | 2 |
 | hybrid | K (1 + (N - 2) x) | 2 |
 
-A hop costs half a round trip. Not in the model: headers (4.5 % for TCP over Ethernet), what processors need to sum,
-other traffic, and workers that come late.
+A hop costs half a round trip. Not in the model: headers (4.5 % for TCP over Ethernet), the processors' time to sum,
+other traffic, and stragglers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import geartrain._native as _native
 from geartrain.errors import ArgumentError
 
 ALGORITHMS = ("ring", "tree", "dedicated", "hybrid")
-#: More reducers than this are not looked at when the cheapest number is sought.
+#: Most reducers that are compared when the cheapest number is searched.
 MOST_REDUCERS = 10_000
 
 
@@ -52,24 +52,24 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.rtt_s < 0:
-            raise ArgumentError(f"a round trip takes no negative time, found {self.rtt_s}")
-        _native.plan_shares(self.workers, self.reducers, self.nbytes)  # refuses what is no network
+            raise ArgumentError(f"rtt_s must be at least 0, found {self.rtt_s}")
+        _native.plan_shares(self.workers, self.reducers, self.nbytes)  # raises for an invalid network
 
     @property
     def unit_s(self) -> float:
-        """K / B: the array through the slowest worker's link, once. What no all-reduce of more than one can beat."""
+        """K / B: the time of the array through the slowest worker's link, once. The lower bound of every all-reduce."""
         return self.nbytes / min(self.workers)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one algorithm takes.
+    """Cost of one algorithm.
 
     Attributes:
         algorithm: of `ALGORITHMS`.
-        workers, reducers: how many take part.
+        workers, reducers: number that take part.
         worker_bytes: of the worker that moves most, each way.
-        hops: one-way delays, one after the other.
+        hops: sequential one-way delays.
         latency_s: of those.
         seconds: of all, bytes and latency.
     """
@@ -84,11 +84,11 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The best shares, what they take, and the others beside them.
+class AllReducePlan:
+    """The best shares of an all-reduce, their time, and the costs of all algorithms.
 
     Attributes:
-        shares: the fraction that each owns, workers first; what `Group(shares=...)` takes.
+        shares: the fraction that each owns, workers first; for `Group(shares=...)`.
         moved: bytes of each, each way.
         seconds: with latency.
         costs: of every algorithm on this network; dedicated where there are reducers.
@@ -109,20 +109,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class Priced:
-    """A training step with so many reducers: its time, and what it costs in the prices' own money."""
+    """Time of a training step with that many reducers, and its cost in the prices' currency."""
 
     reducers: int
     step_s: float
     cost: float
 
 
-def plan(network: Network) -> Plan:
-    """The best shares for this network, and everything said about it."""
+def plan(network: Network) -> AllReducePlan:
+    """The best shares for this network, and the costs of all algorithms on it."""
     shares, _ = _native.plan_shares(network.workers, network.reducers, network.nbytes)
     moved = _native.moved_bytes(len(network.workers), len(network.reducers), shares, network.nbytes)
     costs = tuple(cost(network, name) for name in ALGORITHMS if name != "dedicated" or network.reducers)
     rate = min(network.reducers or network.workers)
-    return Plan(
+    return AllReducePlan(
         network=network,
         shares=tuple(shares),
         moved=tuple(moved),
@@ -135,7 +135,7 @@ def plan(network: Network) -> Plan:
 
 
 def cost(network: Network, algorithm: str) -> Cost:
-    """What one algorithm takes. Raises `ArgumentError` for one there is not, and for dedicated without reducers."""
+    """Cost of one algorithm. Raises `ArgumentError` for an unknown one, and for dedicated without reducers."""
     n, k, slowest = len(network.workers), network.nbytes, min(network.workers)
     reducers = 0
     if algorithm == "ring":
@@ -157,10 +157,10 @@ def cost(network: Network, algorithm: str) -> Cost:
 
 
 def growing(network: Network, counts: Sequence[int]) -> list[list[Cost]]:
-    """The table of the references: for each number of workers, what every algorithm takes.
+    """Scaling: for each number of workers the cost of every algorithm.
 
-    All workers have the slowest one's link. `dedicated` gets as many reducers as it needs, of the rate that `Plan`
-    names; `hybrid` has those that are given.
+    All workers have the slowest one's link. `dedicated` gets as many reducers as it needs, of the rate that the
+    plan names; `hybrid` has those that are given.
     """
     slowest = min(network.workers)
     rate = min(network.reducers or network.workers)

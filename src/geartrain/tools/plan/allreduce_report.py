@@ -12,9 +12,9 @@ from typing import Any
 from geartrain.errors import MissingDependencyError
 from geartrain.tools.plan.allreduce import (
     ALGORITHMS,
+    AllReducePlan,
     Cost,
     Network,
-    Plan,
     Priced,
     cheapest,
     growing,
@@ -36,7 +36,7 @@ def show(
     compute_s: float = 0.0,
     json_path: Path | None = None,
     plot_path: Path | None = None,
-) -> Plan:
+) -> AllReducePlan:
     """Plans, prints, and writes the files that were asked for. Prices, both or none, are of a machine for an hour."""
     found = plan(network)
     best = None
@@ -53,7 +53,7 @@ def show(
 
 
 def _print(
-    found: Plan,
+    found: AllReducePlan,
     best: tuple[Priced, list[Priced]] | None,
     compute_s: float,
     counts: Sequence[int],
@@ -132,8 +132,8 @@ def _kinds(rates: Sequence[float]) -> str:
     return " + ".join(f"{count} x {rate_text(rate)}" for rate, count in counted.items())
 
 
-def _groups(found: Plan, start: int, stop: int, what: str) -> list[str]:
-    """Members with the same rate own the same, so they are told together."""
+def _groups(found: AllReducePlan, start: int, stop: int, what: str) -> list[str]:
+    """Members with the same rate own the same, so they are one group."""
     rates = (*found.network.workers, *found.network.reducers)
     counted: dict[tuple[float, float, float], int] = {}
     for i in range(start, stop):
@@ -150,7 +150,9 @@ def _ratio(value: float, unit: float) -> str:
     return f"{value / unit:.3f}" if unit else "-"
 
 
-def _as_json(found: Plan, best: tuple[Priced, list[Priced]] | None, rows: Sequence[Sequence[Cost]]) -> dict[str, Any]:
+def _as_json(
+    found: AllReducePlan, best: tuple[Priced, list[Priced]] | None, rows: Sequence[Sequence[Cost]]
+) -> dict[str, Any]:
     words = asdict(found)
     words["unit_s"] = found.network.unit_s
     words["growing"] = [asdict(one) for row in rows for one in row]
@@ -160,7 +162,7 @@ def _as_json(found: Plan, best: tuple[Priced, list[Priced]] | None, rows: Sequen
     return words
 
 
-def plot(found: Plan, best: tuple[Priced, list[Priced]] | None, path: Path) -> None:
+def plot(found: AllReducePlan, best: tuple[Priced, list[Priced]] | None, path: Path) -> None:
     """Bytes and latency against N, time against the number of reducers. Needs matplotlib."""
     try:
         import matplotlib

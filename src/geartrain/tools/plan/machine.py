@@ -1,4 +1,4 @@
-"""What one machine can do: the numbers that predictions are made of, and how they are measured."""
+"""Constants of the performance models, and their measurement on one machine."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ import geartrain._native as _native
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.replay.fetch import fetch
-from geartrain.selection.strategy import Candidates
+from geartrain.selection import Candidates
 from geartrain.store.store import Store
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What a machine can do, one rank on it unless it says otherwise.
+    """Performance constants of a machine, with one rank on it unless stated otherwise.
 
     Attributes:
-        source: the machine, and how these were measured.
-        cores: for all ranks of the machine.
+        source: the machine, and the command that measured them.
+        cores: of the machine.
         copy_gb_per_s: rows copied from a shard into a batch by one thread.
-        host_copy_gb_per_s: the same by all ranks of a host together, at most.
+        host_copy_gb_per_s: the same by all ranks of a host, at most.
         threads: that one rank copies with, where there are cores.
-        row_ns: a row's books, beside its bytes.
+        row_ns: a row's metadata in a fetch.
         target_ns: one draw's random number and the shard it falls into.
-        descent_ns: from rows of a shard to the time of one descent; between and beyond them by the logarithm.
+        descent_ns: time of one tree descent by the rows of a shard; interpolated by the logarithm.
         batch_us: a batch's fixed costs in Python and in the fetch.
         round_us: one round of messages between ranks.
-        gloo_gb_per_s: what one rank gets through Gloo where no link is in the way.
-        link_share: of a link's rate that carries rows, headers taken off.
+        gloo_gb_per_s: of one rank through Gloo over loopback.
+        link_share: part of a link's rate that carries rows, without headers.
     """
 
     source: str
@@ -159,7 +159,7 @@ def _measure_host_copy(cores: int) -> float:
 
 
 def _some_rows(row_bytes: int, rows: int) -> Any:
-    field = Field((row_bytes // 4,), "float32", timed=False)
+    field = Field((row_bytes // 4,), "float32", per_row=True)
     store = Store.create(f"plan-{os.getpid()}-{row_bytes}", {"x": field}, capacity=rows)
     noise = np.random.default_rng(0).standard_normal((64, row_bytes // 4), np.float32)
     while len(store) < rows:
@@ -189,25 +189,25 @@ def _measure_descent_ns(rows: int) -> float:
 
 
 def _measure_batch_us() -> float:
-    """A batch of one tiny row, by a group of one: all that is done once for a batch, whatever its size."""
-    from geartrain.replay.distributed.rank_group import OneRank
+    """A batch of one small row by a group of one rank: the fixed costs of a batch."""
+    from geartrain.replay.distributed.rank_group import SingleRank
     from geartrain.replay.replay import Replay
-    from geartrain.selection.strategy import Prioritized
+    from geartrain.selection import Prioritized
 
-    with _some_rows(64, 1024) as store, Replay(store, Prioritized(), 1, group=OneRank(), output="numpy") as replay:
+    with _some_rows(64, 1024) as store, Replay(store, Prioritized(), 1, group=SingleRank(), output="numpy") as replay:
         return median_s(replay.sample, 200) * 1e6
 
 
-# Two processes that talk through Gloo over loopback; the second argument is the rank.
-_TALK = """
+# Two processes that exchange messages by Gloo over loopback; the second argument is the rank.
+_GLOO_PAIR = """
 import json, sys, time
 import numpy as np
 import torch, torch.distributed as dist
-from geartrain.replay.distributed.rank_group import TorchRanks
+from geartrain.replay.distributed.rank_group import TorchRankGroup
 torch.set_num_threads(1)
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
-ranks = TorchRanks([0, 1], timeout_s=30.0)
+ranks = TorchRankGroup([0, 1], timeout_s=30.0)
 word = np.zeros(8, np.uint8)
 def median(once, n):
     seconds = []
@@ -216,7 +216,7 @@ def median(once, n):
         once()
         seconds.append(time.perf_counter() - began_s)
     return sorted(seconds)[n // 2]
-rounds_s = [median(lambda: ranks.gather(word), 200) for _ in range(2)]
+rounds_s = [median(lambda: ranks.all_gather(word), 200) for _ in range(2)]
 out, into = np.ones(16 << 20, np.uint8), np.ones(16 << 20, np.uint8)
 both_s = [median(lambda: ranks.exchange([(1 - rank, out)], [(1 - rank, into)]), 8) for _ in range(2)]
 ranks.close()
@@ -226,17 +226,17 @@ print(json.dumps([min(rounds_s), out.size / min(both_s)]))
 
 
 def _measure_gloo() -> tuple[float, float]:
-    """Microseconds of a round between two ranks, and GB/s each sends while it receives as much."""
+    """Microseconds of a round between two ranks, and GB/s each way at the same time."""
     try:
         import torch  # noqa: F401
     except ImportError:
         raise MissingDependencyError(
-            "measuring what ranks say to each other needs torch: pip install 'geartrain[torch]'"
+            "measuring messages between ranks needs torch: pip install 'geartrain[torch]'"
         ) from None
     with tempfile.TemporaryDirectory() as directory:
         started = [
             subprocess.Popen(
-                [sys.executable, "-c", _TALK, str(Path(directory) / "meet"), str(rank)],
+                [sys.executable, "-c", _GLOO_PAIR, str(Path(directory) / "meet"), str(rank)],
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -247,14 +247,14 @@ def _measure_gloo() -> tuple[float, float]:
         try:
             words = [process.communicate(timeout=90) for process in started]
         except subprocess.TimeoutExpired:
-            raise ArgumentError("two ranks on this machine found no way to talk within 90 s") from None
+            raise ArgumentError("two ranks on this machine did not connect within 90 s") from None
         finally:
             for process in started:
                 process.kill()
                 process.wait()
     for process, (_, said) in zip(started, words, strict=True):
         if process.returncode:
-            raise ArgumentError(f"a rank failed: {(said.strip().splitlines() or ['it said nothing'])[-1]}")
+            raise ArgumentError(f"a rank failed: {(said.strip().splitlines() or ['no output'])[-1]}")
     round_s, rate = json.loads(words[0][0])
     return round_s * 1e6, rate / 1e9
 

@@ -1,27 +1,26 @@
-"""What a replay over many ranks will do on machines that are not here: bytes, times, and what they are bound by.
+"""Performance model of distributed replay: bytes, times and the bottleneck of a cluster.
 
-A batch of B rows of r bytes is drawn from W hosts' shards and given to D = W x G ranks, B / D rows each. Per batch, on
-every rank, one after the other on the replay's own thread:
+A batch of B rows of r bytes is drawn from W hosts' shards and goes to D = W x G ranks, B / D rows each. Per batch, on
+every rank, sequential on the replay's own thread:
 
 | stage | time |
 |---|---|
-| gather | one gather of ceil(log2 D) rounds: who is here, and the shards' totals |
-| choose | a target for each of B draws, a descent for each of the B / W draws of the rank's own shard |
-| assign | `geartrain.replay.distributed.assignment.assign` itself, run here on draws like those, with that many ranks |
+| gather | one all-gather of ceil(log2 D) rounds: the ranks' steps and the shards' totals |
+| choose | a target for each of B draws, a tree descent for each of the B / W draws of the rank's own shard |
+| assign | `geartrain.replay.distributed.assignment.assign` itself, run here on such draws, with that many ranks |
 | fetch | B / D rows at the rate of a copy, or of the host's memory shared by its G ranks |
-| exchange | the rows of the host that sends or receives most, over its link or through Gloo |
+| exchange | all-to-all: the rows of the host that sends or receives most, over its link or through Gloo |
 
-They overlap with training: a step takes the longer of the two. What moves:
+They overlap with training: a step takes the longer of the two. Rows that move:
 
-    local_first   each host trains on its own rows as far as they go. Draws per host are multinomial; with equal shards
-                  a host's are X ~ Binomial(B, 1 / W), and W E[max(0, X - B / W)] rows move in all, about
+    local_first   each host trains on its own rows while there are any. Draws per host are multinomial; with equal
+                  shards a host's are X ~ Binomial(B, 1 / W), and W E[max(0, X - B / W)] rows move in all, about
                   sqrt(B (W - 1) / (2 pi)) of them
     ordered       rank i trains on slice i: B (W - 1) / W rows move
     central       one host has all rows: B (W - 1) / W rows leave through its one link
 
-What is not in the model: other traffic on the links, ranks that wait for stragglers, weights that are updated (they
-travel, and the totals follow them), strategies that draw without replacement (fewer rows move) or stratified (hardly
-any do).
+Not in the model: other traffic on the links, stragglers, priority updates (they are sent to the rows' hosts, and the
+totals are gathered again), strategies that draw without replacement (fewer rows move) or stratified (hardly any do).
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from geartrain.errors import ArgumentError
-from geartrain.replay.distributed.assignment import Reader, assign
-from geartrain.replay.distributed.builder import HEAD, PER_STORE
+from geartrain.replay.distributed.assignment import Replica, assign
+from geartrain.replay.distributed.messages import rank_status
 from geartrain.tools.plan.machine import Constants, median_s
 
 Arm = Literal["local_first", "ordered", "central"]
 ARMS: tuple[Arm, ...] = get_args(Arm)
-#: What a rank tells in the gather of a batch: geartrain/replay/distributed/builder.py, step 1.
-TOLD_BYTES = 8 * (len(HEAD) + PER_STORE)
+#: A rank's record in the all-gather that begins a batch: geartrain/replay/distributed/messages.py.
+STATUS_BYTES = rank_status(1).itemsize
 SIMULATED_BATCHES = 4000
 
 
@@ -52,14 +51,14 @@ class Cluster:
 
     Attributes:
         hosts, gpus: hosts, and ranks that read data on each (the data-parallel replicas; a pipeline's stages count
-            once, for its head).
+            once, for its first stage).
         rows, row_bytes: of all shards together.
         batch: rows of the global batch, a multiple of the ranks.
         link_gbit: of each host's link, each way.
-        step_ms: what training on a batch takes; 0 for a consumer that does nothing.
+        step_ms: time of a training step; 0 for a consumer that does nothing.
         shares: the probability that a draw falls into each host's shard; equal by default.
-        memory_gb: of each host; None for not asked.
-        one_machine: all "hosts" are this one, and share its cores (namespaces).
+        memory_gb: of each host; None where it is unknown.
+        one_machine: all hosts are network namespaces of this machine, and share its cores.
     """
 
     hosts: int
@@ -81,7 +80,7 @@ class Cluster:
         if not self.link_gbit > 0:
             raise ArgumentError(f"link_gbit must be above zero, found {self.link_gbit}")
         if self.batch % self.ranks:
-            raise ArgumentError(f"a batch of {self.batch} rows cannot be shared out equally to {self.ranks} ranks")
+            raise ArgumentError(f"a batch of {self.batch} rows cannot be divided evenly over {self.ranks} ranks")
         if self.shares is not None and (
             len(self.shares) != self.hosts or min(self.shares) < 0 or abs(sum(self.shares) - 1) > 1e-6
         ):
@@ -100,7 +99,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One cluster under one arm; see the module's text. Times of a batch, in milliseconds, bytes of a batch."""
+    """Prediction of one configuration; see the module. Times in milliseconds and bytes are of one batch."""
 
     arm: Arm
     gather_ms: float
@@ -111,7 +110,7 @@ class Prediction:
     moved_rows: float
     moved_bytes: float
     busiest_bytes: float
-    told_bytes: float
+    status_bytes: float
     batch_ms: float
     gb_per_s_rank: float
     samples_per_s: float
@@ -214,7 +213,7 @@ def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
         moved_rows=moved,
         moved_bytes=moved * r,
         busiest_bytes=busiest * r,
-        told_bytes=float((ranks - 1) * TOLD_BYTES),
+        status_bytes=float((ranks - 1) * STATUS_BYTES),
         batch_ms=batch_s * 1e3,
         gb_per_s_rank=per_rank * r / batch_s / 1e9,
         samples_per_s=batch / batch_s,
@@ -224,10 +223,10 @@ def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
 
 @cache
 def _assign_s(hosts: int, gpus: int, batch: int, arm: Arm) -> float:
-    """How long every rank takes to share the draws out: the real code, for so many ranks, on this machine."""
+    """Time of the assignment on every rank: the real code, for that many ranks, on this machine."""
     shards = 1 if arm == "central" else hosts
     readers = [
-        Reader((rank,), (frozenset({rank // gpus}) if rank // gpus < shards else frozenset(),))
+        Replica((rank,), (frozenset({rank // gpus}) if rank // gpus < shards else frozenset(),))
         for rank in range(hosts * gpus)
     ]
     servers = [list(range(host * gpus, (host + 1) * gpus)) for host in range(shards)]
@@ -237,12 +236,12 @@ def _assign_s(hosts: int, gpus: int, batch: int, arm: Arm) -> float:
     return median_s(lambda: assign(draws, readers, servers, how), 5)
 
 
-# --- against what was measured ---------------------------------------------------------------------------------
+# --- against measurements ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A prediction beside the measurement it should have been."""
+    """A prediction and its measurement."""
 
     case: str
     what: str
@@ -277,16 +276,16 @@ def _check_case(number: int, case: Any) -> None:
 
 
 def check(result: Mapping[str, Any], constants: Constants | None = None) -> list[Checked]:
-    """Predictions for the cases of a `geartrain bench ranks` result, each beside what was measured.
+    """Predictions for the cases of a `geartrain bench ranks` result, each with its measurement.
 
-    The constants are those that the bench measured in the same run, unless others are given. Cases of strategies that
-    the model is not about (first rows of all shards) are left out.
+    The constants are those that the bench measured in the same run, unless others are given. Cases of strategies
+    outside the model (ordered ones) are left out.
 
     Raises:
-        ArgumentError: this is no such result.
+        ArgumentError: not such a result.
     """
     if result.get("bench") != "ranks" or not isinstance(result.get("cases"), list):
-        raise ArgumentError("this is no result of `geartrain bench ranks --json FILE`")
+        raise ArgumentError("not a result of `geartrain bench ranks --json FILE`")
     if constants is None:
         if not isinstance(result.get("constants"), dict):
             raise ArgumentError("the result holds no constants; give those of another run")
@@ -294,7 +293,7 @@ def check(result: Mapping[str, Any], constants: Constants | None = None) -> list
     checked = []
     for number, case in enumerate(result["cases"]):
         _check_case(number, case)
-        if case["arm"] not in ARMS or case["strategy"] not in ("weighted", "uniform"):
+        if case["arm"] not in ARMS or case["strategy"] not in ("prioritized", "uniform"):
             continue
         found = predict(
             Cluster(

@@ -1,4 +1,4 @@
-"""Predictions as tables, and the clusters that are worth one."""
+"""Prediction reports: tables, JSON, and known clusters."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FAR_OFF = 2.0
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A cluster to be predicted."""
+class ClusterCase:
+    """A named cluster to be predicted, and the constants for it."""
 
     name: str
     cluster: Cluster
@@ -35,7 +35,7 @@ class Asked:
     note: str = ""
 
 
-def known_clusters(constants: Constants | None = None) -> list[Asked]:
+def known_clusters(constants: Constants | None = None) -> list[ClusterCase]:
     """The GEAR paper's cluster, at its 1, 2 and 3 servers, and one of 1,024 GPUs."""
     server = (constants or DEFAULTS).of_host(SERVER_CORES, SERVER_COPY_GB_PER_S)
     asked = []
@@ -44,14 +44,16 @@ def known_clusters(constants: Constants | None = None) -> list[Asked]:
             hosts, 8, rows=6e6 * hosts, batch=1032 // (hosts * 8) * hosts * 8, row_bytes=100e3,
             link_gbit=SERVER_LINK_GBIT, memory_gb=SERVER_MEMORY_GB,
         )  # fmt: skip
-        asked.append(Asked(f"GEAR's cluster, {hosts} x 8 GPUs", cluster, server, f"the paper measured {measured} GB/s"))
+        asked.append(
+            ClusterCase(f"GEAR's cluster, {hosts} x 8 GPUs", cluster, server, f"the paper measured {measured} GB/s")
+        )
     thousand = Cluster(128, 8, rows=1e9, batch=8192, row_bytes=100e3, link_gbit=SERVER_LINK_GBIT, memory_gb=1000.0)
-    asked.append(Asked("1,024 GPUs: 128 x 8", thousand, server))
+    asked.append(ClusterCase("1,024 GPUs: 128 x 8", thousand, server))
     return asked
 
 
-def show(asked: Sequence[Asked], json_path: Path | None = None) -> None:
-    """Predicts and prints, a table a cluster, an arm a line; writes the same as JSON where asked."""
+def show(asked: Sequence[ClusterCase], json_path: Path | None = None) -> None:
+    """Prints the predictions, a table a cluster, a line a configuration; writes them as JSON to `json_path`."""
     console, table_of = rich_console()
     found: list[dict[str, Any]] = []
     for one in asked:
@@ -76,7 +78,7 @@ def show(asked: Sequence[Asked], json_path: Path | None = None) -> None:
 
 
 def show_checked(checked: Sequence[Checked]) -> bool:
-    """Predictions beside measurements; returns whether none of them is far off."""
+    """Prints predictions and measurements; returns whether all are within a factor of `FAR_OFF`."""
     console, table_of = rich_console()
     table = table_of(title="predicted and measured", title_justify="left")
     for name in ("case", "what"):
@@ -100,7 +102,7 @@ def show_checked(checked: Sequence[Checked]) -> bool:
 
 
 def number(value: float) -> str:
-    """Three digits that count."""
+    """A number with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
@@ -147,4 +149,4 @@ def rich_console() -> tuple[Any, Any]:
     return console, Table
 
 
-__all__ = ["GEAR_GB_PER_S", "Asked", "known_clusters", "show", "show_checked"]
+__all__ = ["GEAR_GB_PER_S", "ClusterCase", "known_clusters", "show", "show_checked"]

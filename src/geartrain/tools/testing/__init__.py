@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from geartrain.tools.testing.cluster import Hosts, HostsError, Moved
+from geartrain.tools.testing.cluster import Hosts, HostsError, LinkTraffic
 from geartrain.tools.testing.simulated_device import SimulatedDevice
 from geartrain.tools.testing.simulated_ipc import SimulatedRuntime, SimulatedTensor
-from geartrain.tools.testing.thread_ranks import ThreadRanks, run_ranks
+from geartrain.tools.testing.thread_ranks import ThreadRankGroup, run_ranks
 
 __all__ = [
     "Hosts",
     "HostsError",
-    "Moved",
+    "LinkTraffic",
     "SimulatedDevice",
     "SimulatedRuntime",
     "SimulatedTensor",
-    "ThreadRanks",
+    "ThreadRankGroup",
     "run_ranks",
 ]

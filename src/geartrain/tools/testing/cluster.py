@@ -1,9 +1,9 @@
-"""Several hosts on one machine: namespaces with a network of their own, whose links are as slow as asked.
+"""Emulated hosts on one machine: network namespaces joined by shaped links.
 
     with Hosts(4, rate_mbit=200) as hosts:
         workers = [hosts.popen(i, [sys.executable, "train.py"], env={"RANK": str(i)}) for i in range(4)]
 
-What a process in host i finds:
+Environment of a process in host i:
 
     eth0                10.77.0.(i + 1), a veth whose other end is on the bridge that joins all hosts
     lo                  up, its own; so every port is free in every host
@@ -18,23 +18,21 @@ Files, processors and memory are the machine's and shared by all.
 Both token buckets hold the host's rate: the one in the host slows what it sends, the other what it receives.
 Offloads stay on, so a "packet" on these links has up to 64 KB and costs less CPU than on a real one.
 
-The kernel's netem, which delays and loses, is missing from many kernels. Where a round trip or losses are asked for,
-the hosts' eth0 are TAP devices instead, and a process of ours is the switch (`native/testing/network_switch.h`): it
-delays and loses what goes from site to site, holds back what a host receives, and moves each frame of 9,000 bytes by
-hand:
+netem, which emulates delay and loss, is missing from many kernels. Where a round trip or losses are requested, the
+hosts' eth0 are TAP devices instead, and a user-space process is the switch (`native/testing/network_switch.h`): it
+delays and drops frames between sites, shapes what a host receives, and forwards each frame of 9,000 bytes:
 
     with Hosts(4, rate_mbit=200, rtt_ms=10, loss=0.0001, sites=[0, 0, 1, 1]) as hosts: ...
 
-Two cores carry about 300 Mbit/s x 8 hosts of either kind; beyond that the machine is measured, not the network. TCP in
-the hosts is reno's: bbr guesses at a token bucket's rate, and wrongly. It remembers no round trips from one connection
-to the next.
+Two cores carry about 300 Mbit/s x 8 hosts of either kind; beyond that the machine is the bottleneck, not the network.
+TCP in the hosts is reno: bbr misestimates a token bucket's rate. Metrics of earlier connections are not cached.
 
-Needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and the commands ip, tc, unshare and mount. `Hosts.viable()` says why not.
+Needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and the commands ip, tc, unshare and mount. `Hosts.viable()` returns the
+reason where it is not possible.
 
-Whatever happens to its maker, nothing stays for good. Leaving the context, `close` and the end of the interpreter
-remove everything. What a killed maker leaves is removed by the next `Hosts` on the machine, or by
-`Hosts.remove_stale()`: everything carries one name, and its directory in /dev/shm is locked by its maker, which the
-kernel undoes when the maker is gone.
+Cleanup: leaving the context, `close` and the end of the interpreter remove everything. Resources of a killed creator
+are removed by the next `Hosts` on the machine, or by `Hosts.remove_stale()`: all of them carry one name, and its
+directory in /dev/shm is locked by the creator, a lock that the kernel releases when the creator dies.
 """
 
 from __future__ import annotations
@@ -63,13 +61,13 @@ from typing import Any, NamedTuple, TypeVar
 from geartrain.errors import GeartrainError
 from geartrain.tools.testing.network_switch import MTU, QUEUE_FRAMES, Switch, SwitchError, address_of, open_tap
 
-#: What eth0 is called in every host.
+#: The interface's name in every host.
 INTERFACE = "eth0"
 MOST_HOSTS = 250
 COMMANDS = ("ip", "tc", "unshare", "mount", "sh")
 #: Longest wait for a command, for killed processes to be gone, and for the first connection.
 DEADLINE_S = 20.0
-#: A full token bucket passes so many bytes at once: more than the largest packet, or it would be cut to pieces.
+#: A full token bucket passes so many bytes at once: more than the largest packet, which would be split otherwise.
 BURST_BYTES = 70_000
 #: A packet that would wait longer than this in front of a bucket is dropped, as a switch with that much memory does.
 QUEUE_MS = 100.0
@@ -88,10 +86,10 @@ T = TypeVar("T")
 
 
 class HostsError(GeartrainError):
-    """Hosts cannot be made here, or one of their parts failed; carries the command's own words."""
+    """Hosts cannot be created here, or one of their parts failed; carries the command's output."""
 
 
-class Moved(NamedTuple):
+class LinkTraffic(NamedTuple):
     """Bytes that went through a host's eth0, headers included, loopback not."""
 
     sent: int
@@ -105,15 +103,15 @@ class Hosts:
 
     Args:
         n: hosts, 1 to 250.
-        rate_mbit: of every link, each way, or one for each host; None for as fast as the machine is.
+        rate_mbit: of every link, each way, or one for each host; None for unshaped links.
         rtt_ms: a round trip between hosts of different sites.
-        loss: the chance of a frame between sites to be lost.
-        sites: where each host stands; every host is a site of its own by default.
+        loss: loss probability of a frame between sites.
+        sites: the site of each host; every host is a site of its own by default.
         queue_ms: packets that would wait longer than this in front of a link are dropped.
         switched: True for the switch that `rtt_ms` and `loss` need, even without them.
 
     Raises:
-        HostsError: they cannot be made; says which command failed and how.
+        HostsError: they cannot be created; names the command that failed, and its output.
 
     Cost: some 50 ms a host, and as much to remove it.
     """
@@ -172,7 +170,7 @@ class Hosts:
     @staticmethod
     @functools.cache
     def viable() -> str | None:
-        """None where hosts can be made, or the reason why not. Tries it once in a process; takes 0.3 s."""
+        """None where hosts can be created, or the reason why not. Tried once a process; takes 0.3 s."""
         try:
             with Hosts(2, rate_mbit=1000) as hosts:
                 hosts.run(1, ["true"])
@@ -182,12 +180,12 @@ class Hosts:
 
     @staticmethod
     def remove_stale() -> list[str]:
-        """Removes the hosts whose maker was killed, with what still runs in them; returns their names."""
+        """Removes hosts whose creator was killed, with their processes; returns their names."""
         removed = []
         for directory in sorted(_SHM.glob("gt*-*")):
             if not _NAME.fullmatch(directory.name):
                 continue
-            with contextlib.suppress(OSError):  # locked by its living maker, or gone meanwhile
+            with contextlib.suppress(OSError):  # locked by its living creator, or removed meanwhile
                 lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,11 +202,11 @@ class Hosts:
         return f"10.77.0.{self._checked(i) + 1}"
 
     def hostname(self, i: int) -> str:
-        """What host i is called; all hosts know each other by these names."""
+        """Hostname of host i; all hosts resolve each other by these names."""
         return f"host{self._checked(i)}"
 
     def env(self, i: int) -> dict[str, str]:
-        """What `popen` adds to the environment in host i: the interface and the address that torch should use."""
+        """Variables that `popen` adds to the environment in host i: interface and address for torch."""
         self._checked(i)
         return {
             "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -245,28 +243,28 @@ class Hosts:
         """Runs a command in host i to its end and returns what it printed.
 
         Raises:
-            HostsError: it failed, or did not end in time; carries what it said.
+            HostsError: it failed, or did not end in time; carries its output.
         """
         inside = self._inside(i, argv)
         return _run(inside, env={**os.environ, **self.env(i), **(env or {})}, timeout_s=timeout_s, shown=argv)
 
     def socket(self, i: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
-        """A new IPv4 socket of this process that lives in host i: it binds and connects there."""
+        """A new IPv4 socket of this process in host i's network: it binds and connects there."""
         return self._in_network(i, lambda: socket.socket(socket.AF_INET, kind))
 
     # --- the links ------------------------------------------------------------------------------------------
 
-    def bytes(self, i: int) -> Moved:
+    def bytes(self, i: int) -> LinkTraffic:
         """What host i's eth0 has sent and received since it was made, by the kernel's count.
 
-        What the host's own queue dropped is in neither; what was lost after it has been sent.
+        Packets dropped by the host's own queue are in neither; packets lost later count as sent.
         """
         said = _run(["ip", "-netns", self._space(i), "-json", "-statistics", "link", "show", "dev", INTERFACE])
         counted = json.loads(said)[0]["stats64"]
-        return Moved(int(counted["tx"]["bytes"]), int(counted["rx"]["bytes"]))
+        return LinkTraffic(int(counted["tx"]["bytes"]), int(counted["rx"]["bytes"]))
 
     def switch_counters(self) -> dict[str, int]:
-        """What the switch of these hosts has forwarded, dropped and lost; see `Switch.counters`."""
+        """Frames that the switch has forwarded, dropped and lost; see `Switch.counters`."""
         if self._switch is None:
             raise HostsError("these hosts are joined by a bridge, which counts nothing; ask for switched=True")
         return self._switch.counters()
@@ -291,7 +289,7 @@ class Hosts:
         self.rtt_ms = rtt_ms
 
     def unplug(self, i: int) -> None:
-        """Takes host i off the network: nothing says goodbye, as when a cable is pulled."""
+        """Takes host i off the network, without a FIN or RST, like a pulled cable."""
         if self._switch is not None:
             self._switch.unplug(self._checked(i))
         else:
@@ -307,7 +305,7 @@ class Hosts:
     # --- leaving --------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Kills what runs in the hosts and removes them. Again is harmless; a forked child's call does nothing."""
+        """Kills the hosts' processes and removes the hosts. Idempotent; a no-op in a forked child."""
         if self._closed or os.getpid() != self._maker:
             return
         self._closed = True
@@ -365,7 +363,7 @@ class Hosts:
     def _make_bridge(self) -> None:
         lines = [
             f"link add {self.name} type bridge",
-            # Without addresses of their own the machine's ends say nothing, and the counters hold the hosts' bytes.
+            # Without addresses the machine's ends send nothing, so that the counters have the hosts' bytes only.
             f"link set dev {self.name} addrgenmode none",
             f"link set dev {self.name} up",
         ]
@@ -383,7 +381,7 @@ class Hosts:
 
     def _bucket(self, rate_mbit: float) -> list[str]:
         bits = round(rate_mbit * 1e6)
-        # The bucket must hold what passes between two looks at a busy machine's clock.
+        # The bucket must cover the interval between two timer ticks of a busy machine.
         burst = max(BURST_BYTES, bits // 8 // 1000)
         return ["root", "tbf", "rate", f"{bits}bit", "burst", str(burst), "latency", f"{self.queue_ms:g}ms"]
 
@@ -418,7 +416,7 @@ class Hosts:
         _run(["ip", *where, "-batch", "-"], said="\n".join(lines) + "\n")
 
     def _check_the_way(self) -> None:
-        """Connects the last host to the first: what stands in between, such as a packet filter, shows here."""
+        """Connects the last host to the first, to detect a packet filter in between."""
         with self.socket(0) as listening, self.socket(self.n - 1) as calling:
             listening.bind((self.address(0), 0))
             listening.listen(1)
@@ -516,14 +514,14 @@ def _new_name() -> tuple[str, int]:
 
 
 def _remove(name: str) -> None:
-    """Ends everything in the hosts of that name, and everything that carries it. Harmless where nothing does."""
+    """Kills the processes in the hosts of that name, and removes every resource of that name. Idempotent."""
     spaces = [path.name for path in Path("/run/netns").glob(f"{name}-*")]
     ends_s = time.monotonic() + DEADLINE_S
     for space in spaces:
         _empty(space, ends_s)
     for space in spaces:
         _quietly(["ip", "netns", "delete", space])
-    # A deleted namespace takes its veths along, but in its own time; the next maker of this name shall not meet them.
+    # A deleted namespace removes its veths asynchronously; the next creator of this name must not find them.
     for link in Path("/sys/class/net").glob(f"{name}-*"):
         _quietly(["ip", "link", "delete", "dev", link.name])
     if (Path("/sys/class/net") / name).exists():
@@ -557,7 +555,7 @@ def _wait_for_end(pid: int, ends_s: float) -> None:
 
 
 def _quietly(argv: Sequence[str]) -> str:
-    """What a command printed, whatever became of it."""
+    """Output of a command, regardless of its exit code."""
     done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     return done.stdout
 

@@ -1,8 +1,7 @@
-"""The switch of `geartrain.tools.testing.cluster` with delay and losses: a child process between the hosts' TAP devices.
+"""User-space network switch with delay and loss: a child process between the TAP devices of emulated hosts.
 
-The frames are forwarded by `native/testing/network_switch.cc`, which says what a link is. Here: the devices, the
-process and what can be asked of it. When the process ends, for whatever reason, the devices end with it; it ends when
-this one does.
+The frames are forwarded by `native/testing/network_switch.cc`, which describes a link. Here: the devices, the
+process and its requests. When the process ends, for any reason, the devices end with it; it ends when this one does.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from geartrain.errors import GeartrainError
 
 #: Ethernet frames of this size keep the switch at a few tens of thousands a second.
 MTU = 9000
-#: Frames that a device keeps for a switch that is late.
+#: Frames that a device queues for the switch.
 QUEUE_FRAMES = 4000
 ANSWER_S = 20.0
-#: More important than what it carries: a switch that is late is another network.
+#: Above the processes whose frames it forwards: a late switch would emulate another network.
 NICENESS = -10
 
 _TUNSETIFF = 0x400454CA
@@ -39,12 +38,12 @@ class SwitchError(GeartrainError):
 
 
 def address_of(i: int) -> str:
-    """The Ethernet address by which the switch knows host i."""
+    """The Ethernet address of host i."""
     return f"02:67:74:00:{i >> 8:02x}:{i & 255:02x}"
 
 
 def open_tap(name: str) -> int:
-    """A new TAP device in the caller's network; a read of the descriptor is a frame that it sends.
+    """A new TAP device in the caller's network; a read of the descriptor returns a frame that it sends.
 
     Raises:
         OSError: there is no /dev/net/tun, or no permission.
@@ -64,14 +63,14 @@ class Switch:
     Args:
         ports: descriptors, a host each; they are the switch's from here on, and closed in this process.
         rates: bytes a second to each host; 0 for no limit. What hosts send, their own kernels slow.
-        sites: where each host stands; delay and loss are between hosts of different sites.
+        sites: the site of each host; delay and loss are between hosts of different sites.
         delay_s: one way.
-        loss: the chance of a frame to be lost.
+        loss: loss probability of a frame.
         queue_s: the longest wait in front of the link to a host; frames that would wait longer are dropped.
         burst_bytes: what an idle link passes at once.
 
     Raises:
-        SwitchError: it does not start; says what it said.
+        SwitchError: it does not start; carries its output.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Switch:
             for port in ports:
                 os.close(port)
         try:
-            self._ask("counters")  # when it answers, it forwards
+            self._ask("counters")  # once it answers, it forwards
         except BaseException:
             self.close()
             raise
@@ -119,11 +118,11 @@ class Switch:
         self._ask(f"delay {round(delay_s * 1e9)}")
 
     def unplug(self, i: int) -> None:
-        """Nothing goes from or to host i any more."""
+        """Disconnects host i."""
         self._ask(f"unplug {i}")
 
     def close(self) -> None:
-        """Ends it. Again is harmless."""
+        """Ends it. Idempotent."""
         process = self._process
         process.kill()
         process.wait(ANSWER_S)
@@ -161,7 +160,7 @@ class Switch:
 
 
 def main(arguments: Sequence[Any]) -> None:
-    """What the child does."""
+    """Main function of the child."""
     import geartrain._native_testing as _native_testing
 
     with contextlib.suppress(PermissionError):

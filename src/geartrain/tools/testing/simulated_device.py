@@ -1,4 +1,4 @@
-"""Simulated device: an accelerator on the CPU whose streams lag behind, for tests of the order of work.
+"""Simulated device: an accelerator on the CPU with asynchronous streams, for tests of stream ordering.
 
 By default, work given to a stream runs when a host thread waits for it, or by chance earlier, streams in random order:
 later than on any GPU, so that a missing wait shows as wrong bytes. Freed device memory is reused by the next allocation
@@ -33,16 +33,16 @@ class Mark:
 
     @property
     def reached(self) -> bool:
-        """Whether the stream has come to it."""
+        """Whether the stream has reached it."""
         return self._reached
 
     def reach(self) -> None:
-        """The stream has come to it."""
+        """Marks it as reached."""
         self._reached = True
 
 
 class Event:
-    """CUDA's: waiting for it means waiting for what it had recorded at the time of the call."""
+    """As in CUDA: a wait refers to the work recorded at the time of the call."""
 
     def __init__(self) -> None:
         self.mark: Mark | None = None
@@ -79,7 +79,7 @@ class SimulatedDevice:
         most_pinned: registering more bytes than this fails, as with a driver that enforces RLIMIT_MEMLOCK.
         chance: of a piece of work running when another is given: 0 runs only what the host waits for, as late as
             events allow; 1 runs all that can run, at once.
-        obeys_waits: False ignores `wait`, so that a test can show what its events are needed for.
+        obeys_waits: False ignores `wait`, so that a test can show that its events are needed.
         delay_s: where not None, a thread of the device runs the work, so long after it was given: for work that another
             process waits for.
 
@@ -135,7 +135,7 @@ class SimulatedDevice:
         self.registered[memory.ctypes.data] = memory.nbytes
 
     def unregister(self, memory: NDArray[np.uint8]) -> None:
-        """Refuses while work that reads the memory has not run."""
+        """Raises while work that reads the memory has not run."""
         if self._reading.get(memory.ctypes.data, 0):
             raise PinError("simulated: memory is being read by the device")
         del self.registered[memory.ctypes.data]
@@ -180,7 +180,7 @@ class SimulatedDevice:
 
     def host_view(self, memory: NDArray[np.uint8]) -> Any:
         """A tensor over registered memory; refuses any other."""
-        from geartrain.core.schema import writable_tensor
+        from geartrain.core.dtypes import writable_tensor
 
         if memory.ctypes.data not in self.registered:
             raise PinError("simulated: the device cannot read memory that is not registered")
@@ -240,7 +240,7 @@ class SimulatedDevice:
         return event.mark is None or event.mark.reached
 
     def sync(self, event: Any) -> None:
-        """Lets the device run until it has come to the event's mark."""
+        """Runs the device until it has reached the event's mark."""
         mark = event.mark
         if mark is None:
             return
@@ -254,15 +254,15 @@ class SimulatedDevice:
             else:
                 while not mark.reached:
                     if not self._step():
-                        raise RuntimeError("simulated: the host waits for an event that nothing can bring about")
+                        raise RuntimeError("simulated: deadlock: the host waits for an event that no work records")
 
     @property
     def syncs(self) -> Counter[str]:
-        """How often a host thread waited, by its name."""
+        """Number of waits of a host thread, by its name."""
         return Counter(thread for thread, _ in self.host_waits)
 
     def finish(self) -> None:
-        """Lets the device run until no work is left. Raises the first error of the device's thread."""
+        """Runs the device until no work is left. Raises the first error of the device's thread."""
         with self._lock:
             if self.delay_s is not None:
                 while self._thread is not None:
@@ -274,7 +274,7 @@ class SimulatedDevice:
                 pass
             stuck = [stream.name for stream in self._streams if stream.work]
             if stuck:
-                raise RuntimeError(f"simulated: {stuck} wait for what nothing can bring about")
+                raise RuntimeError(f"simulated: {stuck} deadlock: wait for events that no work records")
 
     def _give(self, stream: Stream, work: Callable[[], Mark | None]) -> None:
         with self._lock:
@@ -296,10 +296,10 @@ class SimulatedDevice:
         return any(stream.run_one() is None for stream in streams)
 
     def _run_until(self, mark: Mark) -> None:
-        """Runs what a mark depends on, and nothing else."""
+        """Runs only the work that a mark depends on."""
         while not mark.reached:
             if mark.stream is None or not mark.stream.work:
-                raise RuntimeError("simulated: the host waits for an event that nothing can bring about")
+                raise RuntimeError("simulated: deadlock: the host waits for an event that no work records")
             blocked = mark.stream.run_one()
             if blocked is not None:
                 self._run_until(blocked)

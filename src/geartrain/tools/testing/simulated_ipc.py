@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.schema import DTYPES, dtype_of_code, numpy_dtype
+from geartrain.core.dtypes import DTYPES, dtype_of_code, numpy_dtype
 from geartrain.errors import TransportError
 from geartrain.tools.testing.simulated_device import Event, Mark, SimulatedDevice, Stream
 
@@ -74,7 +74,7 @@ class _IpcMark(Mark):
 
 
 class IpcEvent(Event):
-    """Two numbers in a file: of records, and of those that their stream has come to."""
+    """Two counters in a file: records, and records that their stream has reached."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

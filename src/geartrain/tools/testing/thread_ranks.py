@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: a job of eight starts in a millisecond, and its faults are objects."""
+"""In-process rank group: ranks are threads, a group of eight starts in a millisecond, faults are objects."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from geartrain.errors import PeerLostError
-from geartrain.replay.distributed.rank_group import Bytes, Message, gather_by_doubling, gather_pickled
+from geartrain.replay.distributed.rank_group import Bytes, Message, all_gather_bruck, all_gather_object
 
 T = TypeVar("T")
 
 
 class _Wire:
-    """Message queues between all pairs of a group, and why it broke, once it did."""
+    """Message queues between all pairs of ranks, and the reason of the group's failure."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -25,11 +25,11 @@ class _Wire:
         self.lock = threading.Lock()
 
 
-class ThreadRanks:
-    """One of `size` ranks in this process; see `geartrain.replay.distributed.rank_group.Ranks`.
+class ThreadRankGroup:
+    """One of `size` ranks in this process; see `geartrain.replay.distributed.rank_group.RankGroup`.
 
     Args:
-        die_at: this rank vanishes at its exchange of that number, as a killed process would.
+        die_at: number of the exchange at which this rank is lost, as a killed process would be.
     """
 
     def __init__(self, wire: _Wire, rank: int, timeout_s: float, die_at: int | None = None) -> None:
@@ -42,23 +42,23 @@ class ThreadRanks:
         self.die_at = die_at
 
     @staticmethod
-    def make(size: int, timeout_s: float = 20.0) -> list[ThreadRanks]:
+    def make(size: int, timeout_s: float = 20.0) -> list[ThreadRankGroup]:
         """All ranks of a new group."""
         wire = _Wire(size)
-        return [ThreadRanks(wire, rank, timeout_s) for rank in range(size)]
+        return [ThreadRankGroup(wire, rank, timeout_s) for rank in range(size)]
 
-    def gather(self, mine: Bytes) -> Bytes:
-        """See `Ranks`."""
-        return gather_by_doubling(self, mine)
+    def all_gather(self, mine: Bytes) -> Bytes:
+        """See `RankGroup`."""
+        return all_gather_bruck(self, mine)
 
-    def gather_objects(self, mine: Any) -> list[Any]:
-        """See `Ranks`."""
-        return gather_pickled(self, mine)
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        """See `RankGroup`."""
+        return all_gather_object(self, mine)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """See `Ranks`."""
+        """See `RankGroup`."""
         if self._exchanges == self.die_at:
-            self.fail("it was told to die")
+            self.abort("die_at was reached")
         self._exchanges += 1
         if self._wire.broken is not None:
             raise PeerLostError(self._wire.broken)
@@ -72,17 +72,17 @@ class ThreadRanks:
                 continue
             got = self._receive(peer, deadline_s)
             if got.size != array.size:
-                self.fail(f"rank {peer} sent {got.size} bytes, {array.size} were expected")
+                self.abort(f"rank {peer} sent {got.size} bytes, {array.size} were expected")
                 raise PeerLostError(str(self._wire.broken))
             array[:] = got
 
-    def fail(self, reason: str) -> None:
-        """See `Ranks`."""
+    def abort(self, reason: str) -> None:
+        """See `RankGroup`."""
         if self._wire.broken is None:
-            self._wire.broken = f"rank {self.rank} gave up: {reason}"
+            self._wire.broken = f"rank {self.rank} aborted: {reason}"
 
     def close(self) -> None:
-        """See `Ranks`."""
+        """See `RankGroup`."""
 
     def _queue(self, sender: int, receiver: int) -> queue.SimpleQueue[Bytes]:
         with self._wire.lock:
@@ -97,28 +97,30 @@ class ThreadRanks:
                 if self._wire.broken is not None:
                     raise PeerLostError(self._wire.broken) from None
                 if time.monotonic() > deadline_s:
-                    self.fail(f"rank {peer} did not answer within {self._timeout_s} s")
+                    self.abort(f"rank {peer} did not answer within {self._timeout_s} s")
                     raise PeerLostError(str(self._wire.broken)) from None
 
 
-def run_ranks(ranks: int | Sequence[ThreadRanks], body: Callable[[ThreadRanks], T], timeout_s: float = 60.0) -> list[T]:
-    """Runs `body(rank)` on a thread for each rank and returns what they returned, in order.
+def run_ranks(
+    ranks: int | Sequence[ThreadRankGroup], body: Callable[[ThreadRankGroup], T], timeout_s: float = 60.0
+) -> list[T]:
+    """Runs `body(rank)` on a thread a rank and returns the results in the order of ranks.
 
-    Raises the first rank's error that is not just the loss of another; every rank that raises is made to leave.
+    A rank that raises aborts the group. Of all errors the first that is not just the loss of another rank is raised.
 
     Raises:
-        TimeoutError: a rank did not end in time.
+        TimeoutError: a rank did not finish in time.
     """
-    group = ThreadRanks.make(ranks) if isinstance(ranks, int) else list(ranks)
+    group = ThreadRankGroup.make(ranks) if isinstance(ranks, int) else list(ranks)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 
-    def run(one: ThreadRanks) -> None:
+    def run(one: ThreadRankGroup) -> None:
         try:
             results[one.rank] = body(one)
         except BaseException as error:
             errors[one.rank] = error
-            one.fail(f"{type(error).__name__}: {error}")
+            one.abort(f"{type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in group]
     for thread in threads:

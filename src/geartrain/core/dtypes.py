@@ -1,0 +1,166 @@
+"""Table of element dtypes: names, stored codes and sizes, and conversion to NumPy and torch.
+
+Every other table of dtypes (of reductions, of messages, of GPU copies) derives from this one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.errors import FieldError, SchemaError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """One element type: its torch name, its number in the segment's header and its size.
+
+    `numpy_name` is None for the types that NumPy does not have. Such fields are handled through torch,
+    or through `ml_dtypes` where that is installed.
+    """
+
+    name: str
+    code: int
+    itemsize: int
+    numpy_name: str | None
+
+
+# The codes stand in segment headers and checkpoints: never renumber them, only append.
+DTYPES: dict[str, Dtype] = {
+    d.name: d
+    for d in (
+        Dtype("bool", 1, 1, "bool"),
+        Dtype("uint8", 2, 1, "uint8"),
+        Dtype("int8", 3, 1, "int8"),
+        Dtype("uint16", 4, 2, "uint16"),
+        Dtype("int16", 5, 2, "int16"),
+        Dtype("uint32", 6, 4, "uint32"),
+        Dtype("int32", 7, 4, "int32"),
+        Dtype("uint64", 8, 8, "uint64"),
+        Dtype("int64", 9, 8, "int64"),
+        Dtype("float16", 10, 2, "float16"),
+        Dtype("bfloat16", 11, 2, None),
+        Dtype("float32", 12, 4, "float32"),
+        Dtype("float64", 13, 8, "float64"),
+        Dtype("complex32", 14, 4, None),
+        Dtype("complex64", 15, 8, "complex64"),
+        Dtype("complex128", 16, 16, "complex128"),
+        Dtype("float8_e4m3fn", 17, 1, None),
+        Dtype("float8_e5m2", 18, 1, None),
+        Dtype("float8_e4m3fnuz", 19, 1, None),
+        Dtype("float8_e5m2fnuz", 20, 1, None),
+        Dtype("float8_e8m0fnu", 21, 1, None),
+    )
+}
+_BY_CODE = {d.code: d for d in DTYPES.values()}
+_ALIASES = {"half": "float16", "float": "float32", "double": "float64", "int": "int32", "long": "int64"}
+
+
+def as_dtype(dtype: object) -> Dtype:
+    """The `Dtype` for a name, a NumPy dtype or scalar type, or a torch dtype.
+
+    Raises:
+        SchemaError: the type cannot be stored; lists those that can.
+
+    Example:
+        >>> as_dtype("bfloat16").itemsize
+        2
+    """
+    if isinstance(dtype, Dtype):
+        return dtype
+    name: str
+    if isinstance(dtype, str):
+        name = dtype
+    elif type(dtype).__module__ == "torch":
+        name = str(dtype)
+    else:
+        try:
+            as_numpy = np.dtype(dtype)  # type: ignore[call-overload]
+        except TypeError:
+            raise SchemaError(_unknown_dtype(dtype)) from None
+        if not as_numpy.isnative:
+            raise SchemaError(f"dtype {as_numpy!r} is not in this machine's byte order")
+        name = as_numpy.name
+    name = name.removeprefix("torch.")
+    name = _ALIASES.get(name, name)
+    if name not in DTYPES:
+        raise SchemaError(_unknown_dtype(dtype))
+    return DTYPES[name]
+
+
+def _unknown_dtype(dtype: object) -> str:
+    return f"dtype {dtype!r} cannot be stored; the store knows {', '.join(DTYPES)}"
+
+
+def dtype_of_code(code: int) -> Dtype:
+    """The `Dtype` that a header's number stands for."""
+    if code not in _BY_CODE:
+        raise SchemaError(f"dtype code {code} is unknown to this build of geartrain")
+    return _BY_CODE[code]
+
+
+def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
+    """The NumPy dtype, from `ml_dtypes` for the types NumPy lacks.
+
+    Raises:
+        FieldError: NumPy has no such type and `ml_dtypes` is not installed or lacks it too.
+    """
+    if dtype.numpy_name is not None:
+        return np.dtype(dtype.numpy_name)
+    try:
+        import ml_dtypes
+
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
+        return found
+    except (ImportError, AttributeError):
+        raise FieldError(
+            f"NumPy has no {dtype.name}. Use torch views (row.torch(name), output='torch'), "
+            f"or `pip install ml_dtypes` for types it defines."
+        ) from None
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """The torch dtype; torch must be installed."""
+    import torch
+
+    found = getattr(torch, dtype.name, None)
+    if not isinstance(found, torch.dtype):
+        raise SchemaError(f"torch {torch.__version__} has no dtype {dtype.name}")
+    return found
+
+
+def as_tensor(array: NDArray[Any], dtype: Dtype) -> torch.Tensor:
+    """A tensor of the dtype over the array's memory; the array may hold the bytes as unsigned integers."""
+    import torch
+
+    if dtype.numpy_name is None:
+        array = array.view(f"int{8 * dtype.itemsize}")  # torch.from_numpy knows signed integers of every size
+        return torch.from_numpy(array).view(torch_dtype(dtype))
+    return torch.from_numpy(array.view(dtype.numpy_name))  # NumPy has two types of 64-bit integers, torch knows one
+
+
+def writable_tensor(array: NDArray[Any]) -> torch.Tensor:
+    """A tensor over an array that may be read-only; whoever gets it must not write then. torch would warn of it."""
+    import torch
+
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(array)
+
+
+def as_raw(array: Any, dtype: Dtype) -> Any:
+    """The same memory as integers, for the types that arrays cannot exchange. Takes arrays and tensors."""
+    if hasattr(array, "is_contiguous"):
+        import torch
+
+        return array.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    return array.view(f"uint{8 * dtype.itemsize}")

@@ -1,0 +1,76 @@
+"""Device session: a replay's device, stream and pinned segments, and the lock that closing them takes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from geartrain.device.device import Device, open_device
+from geartrain.errors import StoreClosedError
+from geartrain.replay.device.target import DeviceTarget
+from geartrain.replay.device.transfer import ReadyBatch, StreamHandoff
+
+CLOSE_S = 60.0  # longest wait for the batch that is being built
+
+_log = logging.getLogger("geartrain.replay.device")
+
+
+class DeviceSession:
+    """What a replay holds of a device while it builds batches there.
+
+    Batches are built on one thread, inside `at_work`. `close` may be called from any other, and waits for it.
+
+    Args:
+        device: as `DeviceOptions.device`.
+
+    Attributes:
+        targets: one for each store; `close` unpins their segments.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self.device: Device = open_device(device)
+        self.device.enter()
+        self.stream = self.device.new_stream()
+        self.targets: list[DeviceTarget] = []
+        self._handoff = StreamHandoff(self.device)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def enter(self) -> None:
+        """Called first on a thread that builds batches."""
+        self.device.enter()
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Held while a batch is built; `close` waits for it. Raises `StoreClosedError` once closed."""
+        with self._lock:
+            if self._closed:
+                raise StoreClosedError("this replay was closed")
+            yield
+
+    def hold_back(self) -> None:
+        """Waits until the consumer's stream is not too many batches behind."""
+        self._handoff.hold_back()
+
+    def deliver(self, ready: ReadyBatch) -> Callable[[], None]:
+        """What the consumer's thread calls when it takes the batch."""
+        return self._handoff.of(ready)
+
+    def close(self) -> None:
+        """Waits for the stream, and unpins."""
+        self._closed = True
+        if not self._lock.acquire(timeout=CLOSE_S):
+            _log.warning("the replay's thread is still building a batch after %s s; memory stays pinned", CLOSE_S)
+            return
+        try:
+            self._handoff.clear()
+            for target in self.targets:
+                target.close()
+        finally:
+            self._lock.release()
+
+
+__all__ = ["DeviceSession"]

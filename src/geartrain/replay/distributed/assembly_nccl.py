@@ -1,0 +1,184 @@
+"""Batch assembly by an all-to-all of device memory: GPUs gather rows for other ranks and send them GPU to GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.keys import Keys
+from geartrain.replay.batch import Batch
+from geartrain.replay.builder import nothing
+from geartrain.replay.device import BatchTransfer, DeviceOptions, DeviceSession, DeviceTarget
+from geartrain.replay.device.layout import scatter_lines
+from geartrain.replay.distributed.assembly_device import DeviceRowBuffer, GatherAssembler
+from geartrain.replay.distributed.assembly_host import Incoming
+from geartrain.replay.distributed.messages import ROW_HEADER, flat_bytes
+from geartrain.replay.distributed.rank_group import RankGroup
+from geartrain.replay.distributed.read import RowBuffer
+from geartrain.replay.fetch import FetchPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from geartrain.device.kernels.gather_layout import Arena
+    from geartrain.device.nccl import DeviceGroup
+
+
+class NcclAssembler(GatherAssembler):
+    """Batches whose remote rows come from the GPUs of the ranks that read them.
+
+    All rows are gathered ahead. The all-to-all runs when the consumer takes the batch, on its thread and its stream: in
+    order with the collectives of the model, on all ranks, as NCCL requires (nccl.py).
+
+    Args:
+        group: of the ranks whose devices exchange memory.
+        others: for each set of fields that some rank gets, targets of them, one for each store.
+    """
+
+    def __init__(
+        self,
+        session: DeviceSession,
+        targets: list[DeviceTarget],
+        options: DeviceOptions,
+        group: DeviceGroup,
+        others: dict[tuple[str, ...], list[DeviceTarget]],
+    ) -> None:
+        super().__init__(session, targets, options, "exchange='nccl' sends what the GPU has gathered")
+        self._group = group
+        self._others = others
+        self._outbox: torch.Tensor | None = None
+        self._pending: Callable[[], None] = nothing  # the all-to-all of the batch that is being built
+
+    def message_buffers(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> dict[int, RowBuffer]:
+        """See `BatchAssembler`. All of them in one device buffer, in the order in which the group sends."""
+        import torch
+
+        ordered = sorted(wanted, key=lambda each: self._group.order[each[0]])
+        targets = [self._others[tuple(plan.names)] for _, plan, _ in ordered]
+        layouts = [of[0].gather.arena(n) for of, (_, _, n) in zip(targets, ordered, strict=True)]
+        with self.device.on(self.stream):
+            self._outbox = self.device.empty((sum(layout.nbytes for layout in layouts),), torch.uint8)
+        buffers: dict[int, RowBuffer] = {}
+        at = 0
+        for (rank, plan, n), of, layout in zip(ordered, targets, layouts, strict=True):
+            arena = self._outbox[at : at + layout.nbytes]
+            buffers[rank] = DeviceRowBuffer(plan, n, BatchTransfer(of[0], n, arena=arena), of)
+            at += layout.nbytes
+        return buffers
+
+    def exchange(
+        self,
+        group: RankGroup,
+        outgoing: Mapping[int, RowBuffer],
+        mine: RowBuffer | None,
+        incoming: Sequence[Incoming],
+        idle: bool,
+    ) -> int:
+        """See `BatchAssembler`. Headers are exchanged now, from host to host; fields when the batch is taken."""
+        outbox, self._outbox = self._outbox, None
+        assert outbox is not None
+        assert mine is None or isinstance(mine, DeviceRowBuffer)
+        received = {peer: np.empty(len(places), ROW_HEADER) for peer, places in incoming}
+        group.exchange(
+            [(peer, flat_bytes(buffer.headers)) for peer, buffer in sorted(outgoing.items())],
+            [(peer, flat_bytes(headers)) for peer, headers in received.items()],
+        )
+        self._pending = nothing
+        if idle:
+            return 0
+        sends = {
+            peer: each.transfer.layout.nbytes for peer, each in outgoing.items() if isinstance(each, DeviceRowBuffer)
+        }
+        places = None
+        if incoming:
+            assert mine is not None
+            for peer, at in incoming:
+                mine.headers[at] = received[peer]
+            incoming = sorted(incoming, key=lambda each: self._group.order[each[0]])
+            (places,) = self.targets[0].upload([np.concatenate([at for _, at in incoming])])
+        with self.device.on(self.stream):
+            gathered = self.device.record()
+        counts = [(peer, len(at)) for peer, at in incoming]
+        self._pending = functools.partial(self._all_to_all, gathered, outbox, sends, mine, counts, places)
+        return sum(mine.nbytes * len(at) // mine.n for _, at in incoming) if mine is not None else 0
+
+    def _all_to_all(
+        self,
+        gathered: Any,
+        outbox: torch.Tensor,
+        sends: Mapping[int, int],
+        mine: DeviceRowBuffer | None,
+        incoming: Sequence[tuple[int, int]],
+        places: torch.Tensor | None,
+    ) -> None:
+        """On the consumer's thread and stream."""
+        import torch
+
+        device = self.device
+        layouts = {} if mine is None else {peer: mine.transfer.plan.arena(k) for peer, k in incoming}
+        receives = {peer: layout.nbytes for peer, layout in layouts.items()}
+        device.wait(gathered)
+        device.record_stream(outbox)
+        inbox = device.empty((sum(receives.values()),), torch.uint8)
+        self._group.all_to_all(device, inbox, receives, outbox, sends)
+        if mine is not None and places is not None:
+            device.record_stream(mine.transfer.arena)
+            device.record_stream(places)
+            device.run(functools.partial(_scatter_arenas, mine, inbox, [*layouts.values()], places))
+
+    def batch(
+        self,
+        buffer: RowBuffer,
+        keys: Keys,
+        importance_weights: NDArray[np.float64] | None,
+        step: int,
+        its: NDArray[np.int64],
+    ) -> tuple[Batch, Callable[[], None]]:
+        """See `BatchAssembler`."""
+        assert isinstance(buffer, DeviceRowBuffer)
+        transfer, work = self.packed_transfer(buffer)
+        ready = transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its)
+        batch, hand_over = self.hand_off(ready)
+        all_to_all, self._pending = self._pending, nothing
+
+        def deliver() -> None:
+            hand_over()
+            all_to_all()
+            if work is not None:
+                self.device.record_stream(buffer.transfer.arena)
+                self.device.run(work)
+
+        return batch, deliver
+
+    def empty_batch(self, plan: FetchPlan, step: int) -> tuple[Batch, Callable[[], None]]:
+        """See `BatchAssembler`. This rank still takes part in the all-to-all."""
+        all_to_all, self._pending = self._pending, nothing
+        return super().empty_batch(plan, step)[0], all_to_all
+
+    def describe(self) -> list[dict[str, Any]]:
+        """See `BatchAssembler`."""
+        return [{**each, "exchange": self._group.backend} for each in super().describe()]
+
+
+def _scatter_arenas(mine: DeviceRowBuffer, inbox: torch.Tensor, layouts: Sequence[Arena], places: torch.Tensor) -> None:
+    """Copies received rows, which lie in one arena for each peer, to their places in this rank's arena."""
+    to, plan = mine.transfer.layout, mine.transfer.plan
+    sizes = [field.result_bytes * (plan.steps if field.timed else 1) for field in plan.fields]
+    first = at = 0
+    for layout in layouts:
+        k = layout.n
+        pieces = [*zip(layout.fields, to.fields, sizes, strict=True)]
+        for name, size in (("mask", plan.steps), ("starts", 4), ("lengths", 4), ("versions", 8)):
+            pieces.append((getattr(layout, name), getattr(to, name), size))
+        for source, to_at, size in pieces:
+            lines = inbox[at + source :][: k * size].view(k, size)
+            scatter_lines(mine.transfer.arena, to_at, mine.n, places[first : first + k], lines)
+        first += k
+        at += layout.nbytes
+
+
+__all__ = ["NcclAssembler"]

@@ -1,0 +1,198 @@
+"""Directory of a job's checkpoints: its steps, their records, and their removal.
+
+    DIRECTORY/step-00000042/shard-00000-of-00004/    a checkpoint of one store, incremental
+    DIRECTORY/step-00000042/replay.json              the record: all shards and the replay's state; written last
+
+A step is complete on a disk once its record is there. The record is written under another name (replay.ID.json) where
+the step was complete before, and replaces the old one when it is complete everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from geartrain.store.checkpoint_format import json_checksum, sync_directory, write_json
+
+FORMAT = "geartrain-shards"
+VERSION = 1
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def describe_steps(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The steps in a directory as this disk has them, newest first: as `geartrain inspect` shows them.
+
+    A dict each: step, complete, created, path, state, world, and shards: a dict each of directory, rows, capacity,
+    bytes, ranks and here (whether it is on this disk).
+    """
+    root = Path(directory)
+    steps, _ = scan_steps(root)
+    found = []
+    for path in step_paths(root):
+        number = step_number(path)
+        records = [known for (step, _), known in steps.items() if step == number]
+        record = max(records, key=lambda known: known.serial).content if records else {}
+        shards = [
+            {
+                **{key: entry[key] for key in ("directory", "rows", "capacity", "bytes", "ranks")},
+                "here": (path / entry["directory"] / "manifest.json").is_file(),
+            }
+            for entry in record.get("shards", [])
+        ]
+        about = {key: record.get(key) for key in ("created", "state", "world")}
+        found.append({"step": number, "complete": bool(records), "path": str(path), **about, "shards": shards})
+    return sorted(found, key=lambda step: -step["step"])
+
+
+class StepRecord(NamedTuple):
+    """A step's record on this disk.
+
+    Attributes:
+        serial: number of this save of the step, from 1 on.
+        directories: of its shards.
+        content: of replay.json.
+    """
+
+    serial: int
+    directories: list[str]
+    content: dict[str, Any]
+
+
+# Steps that are complete on a disk, by number and id.
+Steps = dict[tuple[int, str], StepRecord]
+
+
+def scan_steps(root: Path) -> tuple[Steps, list[str]]:
+    """The records on this disk, and error texts of those that cannot be used."""
+    steps: Steps = {}
+    damaged: list[str] = []
+    for place in step_paths(root):
+        records: list[Path] = []
+        with suppress(FileNotFoundError):  # the whole step is being removed
+            records = sorted(place.glob("replay*.json"))
+        for path in records:
+            try:
+                content = json.loads(path.read_text())
+                whole = content.pop("checksum") == json_checksum(content) and content["format"] == FORMAT
+                if whole and content["version"] != VERSION:
+                    damaged.append(f"{path} has version {content['version']}, this build reads version {VERSION}")
+                elif whole and content["step"] == step_number(place):
+                    directories = [shard["directory"] for shard in content["shards"]]
+                    known = StepRecord(content["serial"], directories, content)
+                    steps[content["step"], content["id"]] = known
+                else:
+                    damaged.append(f"{path} is damaged: its checksum does not match")
+            except FileNotFoundError:
+                continue  # it was just removed, or renamed
+            except (ValueError, KeyError, AttributeError, TypeError):
+                damaged.append(f"{path} is damaged: it is not the JSON that was written")
+    return steps, damaged
+
+
+def step_paths(root: Path) -> list[Path]:
+    """The directories of all steps, complete or not."""
+    return [path for path in sorted(root.glob("step-*")) if _STEP.fullmatch(path.name) and path.is_dir()]
+
+
+def step_name(step: int) -> str:
+    """The name of a step's directory."""
+    return f"step-{step:08d}"
+
+
+def step_number(path: Path) -> int:
+    """The step of a directory of `step_paths`."""
+    found = _STEP.fullmatch(path.name)
+    assert found is not None
+    return int(found.group(1))
+
+
+# --- changes ---------------------------------------------------------------------------------------------------
+
+
+def free_shard_name(number: int, shards: int, taken: set[str]) -> str:
+    """A shard's directory, other than those of earlier saves of this step."""
+    name = f"shard-{number:05d}-of-{shards:05d}"
+    names = [name, *(f"{name}.{again}" for again in range(2, len(taken) + 3))]
+    return next(each for each in names if each not in taken)
+
+
+def base_checkpoint(root: Path, steps: Steps, store_id: int, origin: str | None) -> Path | None:
+    """The base of an incremental checkpoint: the newest one of the same store on this disk, or of its origin."""
+    for (step, _), known in sorted(steps.items(), key=lambda each: (each[0][0], each[1].serial), reverse=True):
+        for entry in known.content["shards"]:
+            if entry["store_id"] == f"{store_id:016x}" or entry["id"] == origin:
+                path: Path = root / step_name(step) / entry["directory"]
+                if path.is_dir():
+                    return path
+    return None
+
+
+def write_record(path: Path, record: dict[str, Any], rank: int) -> None:
+    """Writes a record atomically; ranks that share the disk may do so at the same time."""
+    fresh = path.with_name(f"{path.name}.{rank}.tmp")
+    write_json(fresh, record)
+    fresh.replace(path)
+    sync_directory(path.parent)
+
+
+def replace_record(record: Path, shards: set[str]) -> None:
+    """Makes a step's new record its only one, and removes shards that only the old record named."""
+    place = record.parent
+    if record.name != "replay.json":
+        with suppress(FileNotFoundError):  # another rank of this disk was first
+            record.replace(place / "replay.json")
+        sync_directory(place)
+    for left in [*place.glob("shard-*-of-*"), *place.glob(".shard-*"), *place.glob("replay.*.json")]:
+        if left.name not in shards:
+            _remove(left)
+
+
+def prune_steps(root: Path, kept: set[int], step: int, companions: Sequence[str]) -> None:
+    """Removes steps older than those kept, and newer steps that were never completed."""
+    steps, _ = scan_steps(root)
+    complete = {number for number, _ in steps}
+    for path in step_paths(root):
+        number = step_number(path)
+        # A newer step that is complete here but not on another disk is kept until it is old: its files can be copied.
+        if number in kept or (number > step and number in complete):
+            continue
+        with suppress(OSError):  # other files are in it, or another rank of this disk was first
+            records = [*path.glob("replay*.json*"), *path.glob("restored-*.json")]
+            blocks = [*path.glob("shard-*-of-*"), *path.glob(".shard-*")]
+            others = [path / companion for companion in companions] if records or blocks else []
+            for entry in [*records, *others, *blocks]:  # records first: no shard is named that is gone
+                _remove(entry)
+            if records or blocks or number < step:
+                path.rmdir()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "StepRecord",
+    "Steps",
+    "base_checkpoint",
+    "describe_steps",
+    "free_shard_name",
+    "prune_steps",
+    "replace_record",
+    "scan_steps",
+    "step_name",
+    "step_number",
+    "step_paths",
+    "write_record",
+]

@@ -1,0 +1,234 @@
+"""Draws of a global batch: all-gather of the shards' status, priority updates, draws from all shards (steps 1 to 3).
+
+Every rank contributes its shard's row count and totals, and computes locally which shard owns each draw (sharded.py);
+the shard's ranks look up which row it is. In a store that limits how often rows are sampled the draws are counted
+here, before any row is read, and those that came too late are redrawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.errors import EmptyStoreError, RanksDisagreeError
+from geartrain.replay.builder import PriorityUpdate, State
+from geartrain.replay.distributed.members import Members
+from geartrain.replay.distributed.messages import rank_status
+from geartrain.replay.distributed.priority_updates import send_updates
+from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
+from geartrain.selection.sharded import (
+    NO_ROW,
+    Shard,
+    ShardedDraw,
+    is_independent,
+    redraw_shards,
+    select_shards,
+    totals_of,
+)
+
+T = TypeVar("T")
+
+
+class CommonError(Exception):
+    """An error that every rank derives from the same data, so that no rank has to be told and none is lost."""
+
+    def __init__(self, error: EmptyStoreError) -> None:
+        self.error = error
+
+
+def common_errors(body: Callable[[], T]) -> T:
+    """Runs a computation whose errors about the stores are the same on all ranks."""
+    try:
+        return body()
+    except EmptyStoreError as error:
+        raise CommonError(error) from None
+
+
+class ShardTotals(NamedTuple):
+    """What all ranks know of the shards before they draw.
+
+    Attributes:
+        counts: selectable rows of each store, over all its shards.
+        state: the strategies' state, with the sequence numbers that redraws have used.
+        totals: for each store (shards, 2) uint64, where draws need no more than its shards' totals; None elsewhere.
+    """
+
+    counts: list[int]
+    state: State
+    totals: list[NDArray[np.uint64] | None]
+
+
+class ShardedSampler:
+    """Draws from the shards of all stores, together with all other ranks.
+
+    Args:
+        samplers: of this rank's shards, one for each store.
+        members: the ranks.
+        fingerprint: of the configuration (fingerprint.py).
+
+    Attributes:
+        cursors: for each store, the last sequence number that a redraw on this rank has used, for FIFO; 0 for none.
+    """
+
+    def __init__(self, samplers: Sequence[StoreSampler], members: Members, fingerprint: int) -> None:
+        self.samplers = samplers
+        self.members = members
+        self.cursors = [0 for _ in samplers]
+        self._fingerprint = fingerprint
+        self._status = rank_status(len(samplers))
+        # Stores whose draws need no more than their shards' totals.
+        self._by_totals = [is_independent(each.strategy) and each.traits.limits is None for each in samplers]
+        # Rows on their last allowed sample, held until all ranks have read them.
+        self._held: list[list[tuple[NDArray[np.uint32], NDArray[np.uint32]]]] = [[] for _ in samplers]
+
+    # --- steps 1 and 2 ------------------------------------------------------------------------------------------
+
+    def gather_totals(self, step: int, state: State, updates: list[PriorityUpdate]) -> ShardTotals:
+        """Steps 1 and 2: no rank draws before all ranks are at this step and all priority updates are applied.
+
+        Raises:
+            RanksDisagreeError: a rank has another configuration or is at another step.
+            CommonError: a store has fewer than `min_rows` selectable rows.
+        """
+        status = self._all_gather_status(step, updates)
+        changed = self._apply_updates(status, step, updates)
+        counts: list[int] = []
+        totals: list[NDArray[np.uint64] | None] = []
+        state = [dict(each) for each in state]
+        for number, (sampler, store) in enumerate(zip(self.samplers, self.members.stores, strict=True)):
+            shards = status["stores"][:, number]
+            if self.members.leads(number):
+                sampler.plan.store.native.advance_sequence(int(shards["next_sequence"].max()))
+            counts.append(int(shards["rows"][store.leaders].sum()))
+            leaders = shards[store.leaders]
+            known = self._by_totals[number] and not changed
+            totals.append(np.stack([leaders["total"], leaders["unlimited_total"]], 1) if known else None)
+            if sampler.traits.cursor:
+                for rank, used in enumerate(shards["cursor"].tolist()):
+                    if used:
+                        name = f"after/{store.of_rank[rank]}"
+                        state[number][name] = max(state[number].get(name, 0), used)
+        for sampler, count in zip(self.samplers, counts, strict=True):
+            common_errors(functools.partial(sampler.check_count, count))
+        return ShardTotals(counts, state, totals)
+
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
+        """Steps 1 and 2 without a draw: applies the priority updates of all ranks."""
+        self._apply_updates(self._all_gather_status(step, updates), step, updates)
+
+    def _all_gather_status(self, step: int, updates: Sequence[PriorityUpdate]) -> NDArray[Any]:
+        mine = np.zeros(1, self._status)
+        mine["fingerprint"], mine["step"] = self._fingerprint, step
+        mine["updates"] = sum(len(update.keys) for update in updates)
+        for number, sampler in enumerate(self.samplers):
+            native = sampler.plan.store.native
+            if self.members.leads(number):
+                sampler.expire()
+            self._release(number)  # all ranks have read the rows of the batch before, or never will
+            totals = totals_of(sampler.strategy, sampler.candidates) if self._by_totals[number] else None
+            total, unlimited = (0, 0) if totals is None else totals.tolist()
+            rows, sequence = native.committed_count(), native.next_sequence()
+            mine["stores"][0, number] = (rows, sequence, self.cursors[number], total, unlimited)
+        status = self.members.all_gather(mine)[:, 0]
+        rank = self.members.group.rank
+        for other, (fingerprint, other_step) in enumerate(status[["fingerprint", "step"]].tolist()):
+            if fingerprint != self._fingerprint:
+                raise RanksDisagreeError(
+                    f"rank {other} draws with another strategy, seed or batch size than rank {rank} by now"
+                )
+            if other_step != step:
+                raise RanksDisagreeError(
+                    f"rank {other} is at step {other_step}, rank {rank} at step {step}; all ranks iterate, and load "
+                    f"their state, at the same steps"
+                )
+        return status
+
+    def _apply_updates(self, status: NDArray[Any], step: int, updates: list[PriorityUpdate]) -> bool:
+        """Applies the priority updates of all ranks; returns whether there were any."""
+        if not status["updates"].any():
+            return False
+        for number, sampler in enumerate(self.samplers):
+            sampler.follow_alpha(step, apply=self.members.leads(number))
+        send_updates(self.members, self.samplers, updates)
+        updates.clear()  # they are not sent again when this batch fails
+        return True
+
+    # --- step 3 -------------------------------------------------------------------------------------------------
+
+    def draw(self, number: int, quota: int, step: int, known: ShardTotals) -> ShardedDraw | None:
+        """Step 3 for one store: `quota` rows from all its shards; None for no rows.
+
+        Raises:
+            CommonError: too few rows can be drawn.
+        """
+        if quota == 0:
+            return None
+        sampler, store = self.samplers[number], self.members.stores[number]
+        shard = Shard(
+            sampler.candidates,
+            store.of_rank[self.members.group.rank],
+            len(store.ranks),
+            functools.partial(self.members.all_gather_shards, number),
+            self.members.leads(number),
+            functools.partial(self.members.broadcast_in_shard, number),
+            sampler.limited,
+            known.totals[number],
+        )
+        state = known.state[number] or None
+        drawn = common_errors(lambda: select_shards(sampler.strategy, shard, quota, step, state))
+        return self._count_samples(number, shard, drawn, step) if sampler.limited else drawn
+
+    def _count_samples(self, number: int, shard: Shard, drawn: ShardedDraw, step: int) -> ShardedDraw:
+        """Counts samples in a store that limits them, before the rows are read; draws that came too late are redrawn.
+
+        The leader counts for its shard, and holds rows on their last sample until all ranks have read them.
+        """
+        sampler = self.samplers[number]
+        shard = dataclasses.replace(shard, totals=None)
+        pending = np.arange(len(drawn.shard))
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            refused = np.zeros(len(drawn.shard), bool)
+            if shard.leads:
+                mine = pending[drawn.shard[pending] == shard.number]
+                found = mine[drawn.rows[mine] != NO_ROW]
+                keys = np.ascontiguousarray(drawn.rows[found]), np.ascontiguousarray(drawn.generations[found])
+                refused[mine] = True
+                refused[found] = ~sampler.count_samples(*keys)
+                self._held[number].append(keys)
+            bits = np.bitwise_or.reduce(shard.gather(np.packbits(refused)), axis=0)
+            pending = np.flatnonzero(np.unpackbits(bits, count=len(refused)))
+            if not len(pending):
+                return drawn
+            if not is_independent(sampler.strategy):
+                drawn.rows[pending] = NO_ROW  # the rank that reads them redraws them from its shard
+                return drawn
+            sampler.note_lost(len(pending), attempt)
+            drawn = common_errors(
+                functools.partial(redraw_shards, sampler.strategy, shard, drawn, pending, attempt, step)
+            )
+        raise AssertionError("unreachable")
+
+    # --- leaving ------------------------------------------------------------------------------------------------
+
+    def rewind(self) -> None:
+        """Forgets the redraws of later batches, before the state of an earlier one is loaded."""
+        self.cursors[:] = [0 for _ in self.samplers]
+
+    def close(self) -> None:
+        """Releases the rows that are held."""
+        for number, sampler in enumerate(self.samplers):
+            if not sampler.plan.store.closed:
+                self._release(number)
+
+    def _release(self, number: int) -> None:
+        for keys in self._held[number]:
+            self.samplers[number].release(*keys)
+        self._held[number].clear()
+
+
+__all__ = ["CommonError", "ShardTotals", "ShardedSampler", "common_errors"]

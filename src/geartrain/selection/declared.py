@@ -1,0 +1,162 @@
+"""Draws that follow from a strategy's traits, on one store, and the base class of strategies that have no others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+import geartrain._native as _native
+from geartrain.errors import ArgumentError, NotEnoughRowsError
+from geartrain.selection.strategy import Candidates, Draw, Limits, Redraw, Traits, seed_of
+
+MAX_DRAWS = 2**31 - 1
+_NO_ROWS = np.empty(0, np.uint32)
+
+
+class WholeGroups(NamedTuple):
+    """Whole groups, in the order of the first row number of each: rows and generations (G, size), priorities (G,)."""
+
+    rows: NDArray[np.uint32]
+    generations: NDArray[np.uint32]
+    priorities: NDArray[np.uint32]
+    seen: int  # groups, whole or not
+
+
+class DeclaredStrategy(ABC):
+    """A strategy that says what it is and leaves the drawing to whoever draws: a host, a device, several ranks.
+
+    Subclasses have `seed` and `traits`, and those of the form "groups" `whole_groups`. Where they override `select`,
+    it must choose what the traits say, or the traits must be "custom".
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> @dataclass(frozen=True)
+        ... class Newest(gt.selection.DeclaredStrategy):
+        ...     seed: int | None = None
+        ...     traits = gt.selection.Traits("newest")
+        >>> Newest().select(gt.selection.Candidates(np.ones(5, np.uint32)), n=2, step=0).probability.tolist()
+        [1.0, 1.0]
+    """
+
+    seed: int | None
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits:
+        """What the strategy is."""
+
+    def select(
+        self,
+        candidates: Candidates,
+        n: int,
+        step: int,
+        *,
+        state: Mapping[str, int] | None = None,
+        redraw: Redraw | None = None,
+    ) -> Draw:
+        """Chooses; see `Strategy.select`.
+
+        Raises:
+            EmptyStoreError: there is nothing to choose from, or all priorities are 0.
+            NotEnoughRowsError: fewer rows, or whole groups, than were asked for.
+        """
+        traits = self.traits
+        check_n(n)
+        if traits.form == "random":
+            return _draw_random(traits, seed_of(self), candidates, n, step, redraw)
+        if traits.order is not None:
+            after = int((state or {}).get("after", (state or {}).get("after/0", 0))) if traits.cursor else 0
+            return _draw_ordered(traits, candidates, n, after, redraw)
+        return self._draw_groups(candidates, n, step, redraw)
+
+    def importance_weights(self, draw: Draw, count: int, step: int) -> NDArray[np.float64] | None:
+        """Importance weights (n,) of rows drawn from `count` selectable ones; None where there are none.
+
+        Asked for once a batch's rows are settled: per store of a mixture, and over several ranks by each for its own
+        rows. `traits.importance` says whether there are any.
+        """
+        return draw.importance_weights
+
+    def whole_groups(self, candidates: Candidates, kept: ArrayLike = ()) -> WholeGroups:
+        """The groups that can be drawn, each of `traits.atom` rows; not those that rows in `kept` belong to."""
+        raise ArgumentError(f"{type(self).__name__} has the form {self.traits.form!r} and does not say how it chooses")
+
+    def _draw_groups(self, candidates: Candidates, n: int, step: int, redraw: Redraw | None) -> Draw:
+        size = self.traits.atom
+        check_groups(n, size)
+        groups = self.whole_groups(candidates, () if redraw is None else redraw.kept)
+        wanted = (n if redraw is None else len(redraw.numbers)) // size
+        if len(groups.priorities) < wanted:
+            raise NotEnoughRowsError(
+                f"{wanted} groups of {size} were asked for, {len(groups.priorities)} of {groups.seen} are whole"
+            )
+        attempt = 0 if redraw is None else redraw.attempt
+        chosen, _, probability, _ = _native.Candidates(groups.priorities).draw_distinct(
+            True, seed_of(self), step, attempt, wanted, _NO_ROWS, None
+        )
+        return Draw(
+            groups.rows[chosen].reshape(-1), groups.generations[chosen].reshape(-1), np.repeat(probability, size)
+        )
+
+
+def first_rows(
+    candidates: Candidates, order: int, n: int, after: int, limits: Limits | None, excluded: NDArray[np.uint32]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32]]:
+    """The first rows in an order, at most n: rows, generations, sequence numbers and fixed-point priorities.
+
+    Args:
+        order: of `ORDERS`.
+        after: the sequence number up to which rows are passed over.
+    """
+    return candidates.native.first_ranked(order, n, after, excluded, None if limits is None else limits.now())
+
+
+def check_n(n: int) -> None:
+    """Raises `ArgumentError` unless so many rows can be drawn at once."""
+    if not 0 < n <= MAX_DRAWS:
+        raise ArgumentError(f"1 to {MAX_DRAWS} rows can be chosen at once, found {n}")
+
+
+def check_groups(n: int, size: int) -> None:
+    """Raises `ArgumentError` unless a batch of n rows holds whole groups."""
+    if n % size:
+        raise ArgumentError(f"a batch of {n} rows does not hold whole groups of {size}")
+
+
+def _draw_random(traits: Traits, seed: int, candidates: Candidates, n: int, step: int, redraw: Redraw | None) -> Draw:
+    limits = None if traits.limits is None else traits.limits.now()
+    attempt = 0 if redraw is None else redraw.attempt
+    numbers = np.arange(n, dtype=np.uint32) if redraw is None else redraw.numbers
+    native = candidates.native
+    if traits.replacement:
+        strata = n if traits.stratified else 0
+        rows, generations, probability, failed = native.draw(
+            traits.by_priority, seed, step, attempt, numbers, strata, limits
+        )
+    else:
+        kept = _NO_ROWS if redraw is None else redraw.kept
+        rows, generations, probability, failed = native.draw_distinct(
+            traits.by_priority, seed, step, attempt, len(numbers), kept, limits
+        )
+    return Draw(rows, generations, probability, failed=failed)
+
+
+def _draw_ordered(traits: Traits, candidates: Candidates, n: int, after: int, redraw: Redraw | None) -> Draw:
+    wanted = n if redraw is None else len(redraw.numbers)
+    kept = _NO_ROWS if redraw is None else redraw.kept
+    assert traits.order is not None
+    rows, generations, sequences, _ = first_rows(candidates, traits.order, wanted, after, traits.limits, kept)
+    if len(rows) < wanted:
+        raise NotEnoughRowsError(f"{n} rows were asked for, {len(rows) + len(kept)} can be chosen")
+    # The sequence that a row was chosen by: by now another may stand in its place.
+    state = {"after": max(int(sequences.max(initial=0)), after)} if traits.cursor else {}
+    return Draw(rows, generations, np.ones(wanted), state=state)
+
+
+__all__ = ["MAX_DRAWS", "DeclaredStrategy", "WholeGroups", "check_groups", "check_n", "first_rows"]

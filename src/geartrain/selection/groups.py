@@ -1,0 +1,78 @@
+"""Group sampling: whole groups of rows, such as all answers to one prompt (GRPO)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from geartrain.errors import ArgumentError
+from geartrain.selection.declared import DeclaredStrategy, WholeGroups, first_rows
+from geartrain.selection.strategy import ORDERS, Candidates, Limits, Traits, check_seed
+
+_NO_ROWS = np.empty(0, np.uint32)
+
+
+@dataclass(frozen=True)
+class GroupSampling(DeclaredStrategy):
+    """Whole groups of rows: rows that share the value of a column, such as the answers to one prompt (GRPO).
+
+    A group counts once it has `size` selectable rows; of a larger one the oldest `size` are taken. A batch of n rows
+    holds n / size different groups, members of a group side by side, the oldest first.
+
+    Args:
+        by: the column, a field of whole numbers without time.
+        size: rows of a group.
+        seed: of the random numbers, 0 to 2**64 - 1; by default `Replay` derives it from its own.
+        prioritized: draw groups in proportion to the sum of their rows' priorities, instead of uniformly.
+        limits: rows that may be chosen.
+
+    Cost: a pass over the rows and a sort of the selectable ones.
+    """
+
+    by: str
+    size: int
+    seed: int | None = None
+    prioritized: bool = False
+    limits: Limits | None = None
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        if self.size < 1:
+            raise ArgumentError(f"a group has at least one row, found size={self.size}")
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `DeclaredStrategy`."""
+        return Traits("groups", atom=self.size, by_priority=self.prioritized, limits=self.limits)
+
+    def whole_groups(self, candidates: Candidates, kept: ArrayLike = ()) -> WholeGroups:
+        """See `DeclaredStrategy`."""
+        ids = candidates.column(self.by)
+        if ids.ndim != 1 or ids.dtype.kind not in "iub":
+            raise ArgumentError(
+                f"groups need a column of one whole number a row, {self.by!r} is {ids.dtype} {ids.shape}"
+            )
+        rows, generations, *_ = first_rows(
+            candidates, ORDERS["oldest"], max(len(candidates), 1), 0, self.limits, _NO_ROWS
+        )
+        order = np.argsort(ids[rows], kind="stable")
+        values, starts, counts = np.unique(ids[rows][order], return_index=True, return_counts=True)
+        # A group that lost a row is no longer whole; its place goes to one that nothing was taken from.
+        kept = np.asarray(kept, np.uint32)
+        whole = np.flatnonzero((counts >= self.size) & ~np.isin(values, ids[kept]))
+        members = order[starts[whole][:, None] + np.arange(self.size)]
+        members = members[np.argsort(rows[members].min(1), kind="stable")] if len(members) else members
+        if self.prioritized:
+            # So many 32-bit priorities fit into 32 bits when the sum's last bits are dropped; what is above 0 stays so.
+            sums = candidates.native.priorities(rows)[members].sum(1, dtype=np.uint64)
+            shifted = sums >> np.uint64((self.size - 1).bit_length())
+            priorities = np.maximum(shifted, np.minimum(sums, 1)).astype(np.uint32)
+        else:
+            priorities = np.ones(len(members), np.uint32)
+        return WholeGroups(rows[members], generations[members], priorities, len(values))
+
+
+__all__ = ["GroupSampling"]

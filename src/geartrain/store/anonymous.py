@@ -1,0 +1,57 @@
+"""Anonymous stores: random names, removal of segments whose processes all died, refusals.
+
+The last process that closes a store removes its segment, with or without a name. Killed processes cannot, and nobody
+knows the name by which to adopt or remove what they left: the next anonymous store of the host removes it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import geartrain._native as _native
+from geartrain.errors import ArgumentError, GeartrainError
+
+PREFIX = "anonymous-"
+
+
+def new_name() -> str:
+    """A name that no other store has. Removes what killed processes left of anonymous stores."""
+    remove_dead()
+    return PREFIX + os.urandom(8).hex()
+
+
+def is_anonymous(name: str) -> bool:
+    """Whether a store was created without a name."""
+    return name.startswith(PREFIX)
+
+
+def remove_dead() -> int:
+    """Removes the anonymous segments that no living process uses; returns how many.
+
+    A segment is published with its creator attached, so that one without a living process is never a new one.
+    """
+    removed = 0
+    first = Path(_native.segment_path(PREFIX))
+    for path in first.parent.glob(f"{first.name}*"):
+        with suppress(GeartrainError, OSError):  # another user's, another build's, or removed meanwhile
+            peeked = _native.Store.attach(str(path), False, True, 1.0)
+            if path.stat().st_uid == os.getuid() and peeked.live_clients() == 0:
+                removed += peeked.unlink()
+    return removed
+
+
+def check_may_pickle() -> None:
+    """Refuses to send an anonymous store to Ray's workers, which come and go, and run on other hosts.
+
+    Raises:
+        ArgumentError: Ray is in use; a store for its workers needs a name.
+    """
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        raise ArgumentError(
+            "a store without a name cannot be sent to Ray's workers: it is removed with its last process, and they "
+            "come and go. Create it with a name, and Store.open it in each worker"
+        )

@@ -1,0 +1,158 @@
+"""Checkpoint format: manifest, checksums, row table, and files that appear complete or not at all.
+
+Version 2. A directory with
+
+    manifest.json     what is here: schema, options, counts, and for every other file its size and checksums;
+                      itself checksummed ("checksum": crc32 of the JSON without that entry, sorted keys, no spaces)
+    rows.bin          56 bytes a row, little-endian, see ROW_RECORD: committed rows in the order of their commits,
+                      then free rows in the order they will be reused. Every row of the store is in it once.
+    chunk-*.bin       blocks of rows, about 64 MB a file: for each field in the order of the schema, the blocks of
+                      the chunk's rows, unpadded. A committed row says in rows.bin which chunk it is in, and where.
+
+Checksums are crc32 over pieces of 16 MiB, so that damage is reported by file and place.
+
+A committed row never changes, but for its priority, until its generation does. So a chunk is written once and then only
+hard-linked from one checkpoint to the next, under a name that no other chunk ever has. It may hold rows that are gone
+by now: nothing in rows.bin points to them. Rows are put into chunks in the order of their commits, so that those
+which a ring overwrites together lie together. Where rows die at random every chunk loses some; once a checkpoint's
+dead rows come to more than half its living ones, the chunks with the most dead are not linked and what lives in them
+is written anew. The same happens to small chunks once there are many. So n rows take at most 1.5 n rows of disk, and
+a save writes about as many bytes as were inserted since the last, twice that in the long run when rows die at random.
+
+Version 1 had one file per field (field-00.bin, ..., all rows in the order of rows.bin, records of 48 bytes) and is
+still read.
+
+Saving writes a sibling directory, flushes it to disk and then exchanges it for the old one, so a crash at any
+instant leaves the previous checkpoint or the new one, never a mixture. A directory that holds anything but a
+checkpoint is never touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geartrain.core.schema import Field, stored_schema
+from geartrain.errors import CheckpointError
+
+FORMAT = "geartrain-checkpoint"
+VERSION = 2
+
+#: Columns of the row table that a store keeps for every row.
+METADATA = ("row", "generation", "priority", "length", "times_sampled", "sequence", "inserted_at_ns", "version")
+
+ROW_RECORD = np.dtype(
+    [
+        ("sequence", "<u8"),
+        ("inserted_at_ns", "<u8"),
+        ("version", "<i8"),
+        ("row", "<u4"),
+        ("generation", "<u4"),  # odd: committed; even: free
+        ("priority", "<u4"),  # fixed point, as in the segment
+        ("length", "<u4"),
+        ("times_sampled", "<u4"),
+        ("chunk", "<u4"),  # its number among the manifest's chunks; 0 for free rows
+        ("slot", "<u4"),  # the row's place among the chunk's
+        ("reserved", "<u4"),
+    ]
+)
+ROW_RECORD_1 = np.dtype([*ROW_RECORD.descr[:8], ("reserved", "<u4")])
+
+#: Names of options, their values and counters in manifests, by their names in the API: the format keeps its own.
+STORED_NAMES = {
+    "exhausted": "spent",
+    "priority_fraction_bits": "weight_fraction_bits",
+    "lowest_priority": "lowest_weight",
+    "priorities_updated": "weights_updated",
+    "priorities_saturated": "weights_saturated",
+    "priorities_rounded_up": "weights_rounded_up",
+}
+CURRENT_NAMES = {stored: current for current, stored in STORED_NAMES.items()}
+
+
+def renamed(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The content with keys, and values that are names, under other names; what the table does not have stays."""
+    return {
+        names.get(key, key): names.get(value, value) if isinstance(value, str) else value
+        for key, value in content.items()
+    }
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest, once it is known to be whole and every file it names is there in its size.
+
+    Raises:
+        CheckpointError: with the file that is missing, short or damaged.
+    """
+    path = directory / "manifest.json"
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        checksum = manifest.pop("checksum")
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{directory} is not a checkpoint: it has no manifest.json") from None
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise CheckpointError(f"{path} is damaged: it is not the JSON that was written") from None
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a geartrain checkpoint's manifest")
+    if manifest.get("version") not in (1, VERSION):
+        raise CheckpointError(
+            f"{directory} has checkpoint version {manifest.get('version')}, this build reads versions 1 to {VERSION}"
+        )
+    if checksum != json_checksum(manifest):
+        raise CheckpointError(f"{path} is damaged: its checksum does not match")
+    for file, about in manifest["files"].items():
+        try:
+            size = (directory / file).stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{directory / file} is missing") from None
+        if size != about["bytes"]:
+            raise CheckpointError(
+                f"{directory / file} has {size} bytes, {about['bytes']} were written: "
+                f"block {min(size, about['bytes']) // about['piece_bytes']} is the first bad one"
+            )
+    return manifest
+
+
+def schema_of(fields: dict[str, Field], max_length: int) -> list[dict[str, Any]]:
+    """The fields as JSON."""
+    return [
+        {"name": name, "shape": shape, "dtype": dtype.name, "timed": timed}
+        for name, dtype, timed, shape in stored_schema(fields, max_length)
+    ]
+
+
+def json_checksum(content: dict[str, Any]) -> int:
+    """The checksum of a JSON file's content, that entry aside."""
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes content with its checksum, flushed to disk together with its directory."""
+    with path.open("w") as file:
+        json.dump({**content, "checksum": json_checksum(content)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+
+
+def make_directory(directory: Path) -> None:
+    """Makes a directory and what is missing above it, each flushed to disk."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Flushes the names in a directory to disk."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

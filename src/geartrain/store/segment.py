@@ -1,0 +1,123 @@
+"""Segments of stores: creation with checked limits, replacement of a dead run's, comparison of schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import geartrain._native as _native
+from geartrain.core.arguments import capacity_of, nanoseconds, schema_difference, timeout, whole_number
+from geartrain.core.dtypes import dtype_of_code
+from geartrain.core.schema import Field, check_fields, check_max_length, fields_of_stored, stored_schema
+from geartrain.errors import ArgumentError, IncompatibleStoreError, StoreExistsError
+
+Remover = Literal["fifo", "lifo", "lowest_priority"]
+REMOVERS: tuple[Remover, ...] = ("fifo", "lifo", "lowest_priority")
+
+
+def create_segment(
+    name: str,
+    fields: Mapping[str, Field],
+    *,
+    max_length: int | None,
+    capacity: int | None,
+    capacity_steps: int | None,
+    capacity_bytes: int | None,
+    max_rows: int | None,
+    remover: Remover,
+    max_times_sampled: int | None,
+    max_age_s: float | None,
+    priority_fraction_bits: int,
+    persist: bool | None,
+    reserve: bool,
+    timeout_s: float,
+) -> _native.Store:
+    """Checks what was asked for and creates the segment; see `Store.create`."""
+    fields = check_fields(fields)
+    max_length = check_max_length(fields, max_length)
+    rows = capacity_of(fields, max_length, capacity, capacity_steps, capacity_bytes)
+    if remover not in REMOVERS:
+        raise ArgumentError(f"remover is one of {', '.join(REMOVERS)}, found {remover!r}")
+    for what, limit in (
+        ("max_times_sampled", max_times_sampled),
+        ("max_age_s", max_age_s),
+        ("max_rows", max_rows),
+    ):
+        if limit is not None and not limit > 0:
+            raise ArgumentError(f"{what} must be above zero, found {limit} (leave it out for no limit)")
+    age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", max_age_s)
+    specs = [
+        (field, dtype.code, dtype.itemsize, timed, shape)
+        for field, dtype, timed, shape in stored_schema(fields, max_length)
+    ]
+    try:
+        return _native.Store.create(
+            name,
+            specs,
+            rows,
+            whole_number("max_rows", max_rows or 0, 2**32 - 1),
+            REMOVERS.index(remover),
+            whole_number("max_times_sampled", max_times_sampled or 0, 2**32 - 1),
+            age_ns,
+            whole_number("priority_fraction_bits", priority_fraction_bits, 32),
+            "/" in name if persist is None else persist,
+            reserve,
+            timeout(timeout_s),
+        )
+    except StoreExistsError:
+        raise StoreExistsError(_describe_existing(name)) from None
+
+
+def schema_of_segment(native: _native.Store) -> tuple[dict[str, Field], int]:
+    """The fields of a store, in their order, and its longest row in steps."""
+    return fields_of_stored(
+        (name, dtype_of_code(code), timed, shape) for name, code, shape, timed in native.describe()["fields"]
+    )
+
+
+def _peek(name: str) -> _native.Store:
+    return _native.Store.attach(name, False, True, 1.0)
+
+
+def _describe_existing(name: str) -> str:
+    path = _native.segment_path(name)
+    try:
+        rows = _peek(name).committed_count()
+    except Exception:  # whatever is there, it is not a segment we can say more about
+        return f"{path} exists already and is not a segment this build can read; choose another name"
+    return (
+        f"a store named {name!r} exists already ({path}, {rows} rows). "
+        f"Join it with Store.open({name!r}), or, if its run is over, replace it with "
+        f"Store.open(..., create='replace') or remove it with `geartrain remove {name}`"
+    )
+
+
+def remove_unused(name: str) -> None:
+    """Removes the segment of that name if no living process uses it."""
+    if not Path(_native.segment_path(name)).exists():
+        return
+    peeked = _peek(name)
+    users = peeked.live_clients()
+    if users:
+        raise StoreExistsError(
+            f"the store {name!r} is in use by {users} process{'es' if users > 1 else ''}; it can only be joined"
+        )
+    peeked.unlink()
+
+
+def check_schema(name: str, wanted: Mapping[str, Field], max_length: int | None, native: _native.Store) -> None:
+    """Compares a store's schema with the one asked for; any `max_length` will do where None was.
+
+    Raises:
+        IncompatibleStoreError: they differ; says in what.
+    """
+    fields, (found, longest) = check_fields(wanted), schema_of_segment(native)
+    if fields != found:  # their order means nothing: fields are found by name
+        raise IncompatibleStoreError(
+            f"the store {name!r} has another schema than asked for: {schema_difference(fields, found)}"
+        )
+    if max_length is not None and max_length != longest:
+        raise IncompatibleStoreError(
+            f"the store {name!r} has rows of at most {longest} steps, asked for max_length={max_length}"
+        )

@@ -1,0 +1,77 @@
+"""`import geartrain as gt`: every public name is there, and costs what it needs when it is first used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import geartrain as gt
+
+# What gt.Store and gt.Replay may cost above `import numpy`: CPU time as a share of what NumPy's own import takes in the
+# same process, since machines differ and are busy. Where NumPy takes 80 ms, that is 60 ms.
+LARGEST_SHARE = 0.75
+
+
+def in_a_fresh_process(code: str, **environment: str) -> dict[str, object]:
+    program = f"import json, sys, time\nfound = {{}}\n{code}\nprint(json.dumps(found))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_every_public_name_is_found_and_listed():
+    for name in gt.__all__:
+        assert getattr(gt, name) is not None
+        assert name in dir(gt)
+    with pytest.raises(AttributeError, match="no attribute 'Weighted'"):
+        gt.Weighted  # noqa: B018
+
+
+@pytest.mark.parametrize("name", gt.__all__)
+def test_a_public_name_works_as_the_first_one(name):
+    assert in_a_fresh_process(f"import geartrain as gt; gt.{name}; found['version'] = gt.__version__")["version"]
+
+
+def test_store_and_replay_load_neither_torch_nor_processes_nor_the_network():
+    found = in_a_fresh_process(
+        "import numpy, geartrain as gt\n"
+        "gt.Store, gt.Replay, gt.selection.Uniform\n"
+        "found['modules'] = sorted(sys.modules)"
+    )
+    modules = found["modules"]
+    assert isinstance(modules, list)
+    unwanted = ("torch", "triton", "rich", "typer", "subprocess", "multiprocessing", "tempfile", "socket", "asyncio")
+    assert not set(unwanted) & set(modules)
+    rooms = {module.split(".")[1] for module in modules if module.startswith("geartrain.")}
+    assert not rooms & {"rpc", "weights", "actors", "collectives", "launch", "integrations", "tools", "transport"}
+
+
+def test_store_and_replay_are_imported_quickly(tmp_path):
+    code = (
+        "began = time.process_time(); import numpy; numpy_s = time.process_time() - began\n"
+        "began = time.process_time(); import geartrain as gt; gt.Store; gt.Replay\n"
+        "found['share'] = (time.process_time() - began) / numpy_s"
+    )
+    # As installed packages are: with bytecode, which the first process writes.
+    bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    shares = [float(str(in_a_fresh_process(code, **bytecode)["share"])) for _ in range(8)][1:]
+    assert min(shares) < LARGEST_SHARE, shares
+
+
+def test_transport_loads_no_replay():
+    found = in_a_fresh_process(
+        "import geartrain.transport\n"
+        "found['rooms'] = sorted({name.split('.')[1] for name in sys.modules if name.startswith('geartrain.')})"
+    )
+    assert set(map(str, found["rooms"])) <= {"transport", "core", "errors", "_native"}, found
