@@ -13,6 +13,9 @@ def main() -> None:
         if error.name not in ("typer", "rich", "click"):
             raise
         sys.exit(f"the geartrain command needs {error.name}: pip install 'geartrain[cli]'")
+    except KeyboardInterrupt:  # while its parts are imported; the command itself handles what comes later
+        print("error: stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
     app()
 
 

@@ -12,7 +12,7 @@ import pytest
 from imports import assert_rows, imported, rows, store_name
 
 from geartrain.core.schema import Field
-from geartrain.errors import MissingDependencyError, SourceError, StoreExistsError, StoreMissingError
+from geartrain.errors import ArgumentError, MissingDependencyError, SourceError, StoreExistsError, StoreMissingError
 from geartrain.integrations import Episode, Source, import_dataset, ingest, open_source
 from geartrain.integrations.datasets.episode import choose, flatten
 from geartrain.store.store import Store
@@ -224,11 +224,11 @@ def test_a_path_of_no_known_format_is_refused_with_what_was_looked_for(tmp_path:
 
 
 def test_unknown_formats_and_options_are_refused_at_the_door(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="format 'zarr' is unknown; there are auto, minari"):
+    with pytest.raises(ArgumentError, match="format 'zarr' is unknown; there are auto, minari"):
         open_source(tmp_path, format="zarr")
-    with pytest.raises(SourceError, match="arrays importer has no option split; it has lengths"):
+    with pytest.raises(ArgumentError, match="arrays importer has no option split; it has lengths"):
         open_source({"obs": np.zeros((2, 3))}, split="train")
-    with pytest.raises(SourceError, match="on_too_long is 'cut'"):
+    with pytest.raises(ArgumentError, match="on_too_long is 'cut'"):
         import_dataset(Toy([1]), "never", on_too_long="cut")  # type: ignore[arg-type]
 
 

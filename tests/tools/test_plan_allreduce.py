@@ -134,8 +134,8 @@ def test_the_command_prints_the_plan_and_writes_it(tmp_path: Path) -> None:
     assert code == 0 and "time     0" in said
     for words, reason in (
         (("--workers", "8x100Foo", "--bytes", "1GB"), "found '100Foo'"),
-        (("--workers", "8x1Gbit", "--bytes", "1GB", "--price-worker", "3"), "together"),
+        (("--workers", "8x1Gbit", "--bytes", "1GB", "--price-worker", "3"), "need each other"),
         (("--workers", "8x1Gbit", "--bytes", "1GB", "--price-worker", "3", "--price-reducer", "1"), "one kind"),
     ):
         code, said = run(*words)
-        assert code == 1 and reason in said
+        assert code == 2 and reason in said

@@ -42,7 +42,7 @@ class Reducer:
             GeartrainError: the port is taken, or the host is not this one.
         """
         host, colon, port = bind.rpartition(":")
-        if not colon or not port.isdigit():
+        if not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535:
             raise ArgumentError(f"bind is host:port, found {bind!r}")
         self._native = _native.CollectiveReducer.make(
             {

@@ -83,12 +83,12 @@ class Progress:
         except ImportError:
             return None
         bar = RichProgress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[mb]}"),
             TimeRemainingColumn(),
-            console=Console(file=self.stream),
+            console=Console(file=self.stream, emoji=False),
         )
         bar.start()
         self._task = bar.add_task(self.title, total=self.total, mb="0 MB")

@@ -144,7 +144,7 @@ class LiveTable(Display):
 
     def __init__(self, job: str, prefix: str, console: Any = None) -> None:
         super().__init__(job, _LIVE_EVERY_S, prefix)
-        console = console or importlib.import_module("rich.console").Console()
+        console = console or importlib.import_module("rich.console").Console(emoji=False)
         self._live = importlib.import_module("rich.live").Live(console=console, auto_refresh=False)
 
     def __enter__(self) -> LiveTable:

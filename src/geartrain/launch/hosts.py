@@ -54,7 +54,7 @@ def host_position(
     if hosts is not None or host is not None or master is not None:
         if hosts is None or host is None or (hosts > 1 and master is None):
             raise ArgumentError("hosts, host (from 0) and master (host:port of host 0) go together: give all three")
-        address, port = _split(master) if master else ("127.0.0.1", 0)
+        address, port = _split(master) if master is not None else ("127.0.0.1", 0)
         return _checked(HostPosition(host, hosts, address, port, coordinator_port or port + 1))
     if "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment:
         if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
@@ -62,18 +62,18 @@ def host_position(
                 f"torchrun starts {environment['LOCAL_WORLD_SIZE']} launchers on a host: one is wanted, which starts "
                 "the ranks (torchrun --nproc-per-node 1)"
             )
-        port = int(environment["MASTER_PORT"])
+        port = _number(environment, "MASTER_PORT")
         return _checked(
             HostPosition(
-                int(environment["RANK"]),
-                int(environment["WORLD_SIZE"]),
+                _number(environment, "RANK"),
+                _number(environment, "WORLD_SIZE"),
                 environment["MASTER_ADDR"],
                 port if environment["WORLD_SIZE"] != "1" else 0,
                 coordinator_port or port + 1,
                 environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment["WORLD_SIZE"] != "1",
             )
         )
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
     if tasks > 1 and "SLURM_PROCID" in environment:
         nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
         if environment.get("SLURM_STEP_NUM_NODES", str(tasks)) != str(tasks):
@@ -81,10 +81,10 @@ def host_position(
                 f"Slurm starts {tasks} launchers on {environment['SLURM_STEP_NUM_NODES']} hosts: one a host is wanted "
                 "(srun --ntasks-per-node 1)"
             )
-        port = int(environment.get("MASTER_PORT", PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000 * 2))
+        port = _number(environment, "MASTER_PORT", PORT + _number(environment, "SLURM_JOB_ID", 0) % 1000 * 2)
         address = environment.get("MASTER_ADDR") or first_host(nodes)
         return _checked(
-            HostPosition(int(environment["SLURM_PROCID"]), tasks, address, port, coordinator_port or port + 1)
+            HostPosition(_number(environment, "SLURM_PROCID"), tasks, address, port, coordinator_port or port + 1)
         )
     return HostPosition()
 
@@ -104,14 +104,29 @@ def first_host(nodes: str) -> str:
 
 def _split(master: str) -> tuple[str, int]:
     address, found, port = master.rpartition(":")
-    if not found or not address or not port.isdigit():
+    if not found or not address.strip() or not (port.isascii() and port.isdigit()):
         raise ArgumentError(f"master is host:port, found {master!r}")
     return address, int(port)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable that is a whole number."""
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdigit()):
+        raise ArgumentError(f"{name} is a whole number, found {'nothing' if text is None else repr(text)}")
+    return int(text)
 
 
 def _checked(position: HostPosition) -> HostPosition:
     if position.hosts < 1 or not 0 <= position.host < position.hosts:
         raise ArgumentError(f"hosts are numbered from 0, found host {position.host} of {position.hosts}")
+    if position.hosts > 1 and not (0 < position.master_port < 65536 and 0 < position.coordinator_port < 65536):
+        raise ArgumentError(
+            f"ports are from 1 to 65535, found {position.master_port} for the ranks and {position.coordinator_port} "
+            "for the launchers"
+        )
     return position
 
 

@@ -7,13 +7,14 @@ import importlib.util
 import json
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from geartrain.errors import ArgumentError, MissingDependencyError
+from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 
 #: What a process runs: "module:function", "file.py:function", the function itself, or a command as a list of words.
 Target = str | Callable[..., Any] | Sequence[str]
@@ -68,8 +69,11 @@ class Role:
         _whole(about, "max_restarts", self.max_restarts, 0)
         if self.threads is not None:
             _whole(about, "threads", self.threads, 1)
-        if self.silent_s is not None and not self.silent_s > 0:
-            raise ArgumentError(f"{about}: silent_s must be above 0, found {self.silent_s}")
+        if self.silent_s is not None:
+            _seconds(about, "silent_s", self.silent_s)
+        for what, given in (("env", self.env), ("args", self.args)):
+            if not isinstance(given, Mapping):
+                raise ArgumentError(f"{about}: {what} is a table of names and values, found {given!r}")
         object.__setattr__(self, "run", target_of(about, self.run))
         if not all(isinstance(value, str) for value in [*self.env, *self.env.values()]):
             raise ArgumentError(f"{about}: env holds strings, found {dict(self.env)}")
@@ -185,10 +189,11 @@ class Job:
             raise ArgumentError(f"job {self.name!r}: there is one role of learners, for ranks are numbered through")
         if all(role.kind == "agent" for role in self.roles):
             raise ArgumentError(f"job {self.name!r}: agents alone never end; there must be learners, actors or others")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ArgumentError(f"job {self.name!r}: timeout_s must be above 0, found {self.timeout_s}")
-        if not self.stop_s > 0:
-            raise ArgumentError(f"job {self.name!r}: stop_s must be above 0, found {self.stop_s}")
+        if self.timeout_s is not None:
+            _seconds(f"job {self.name!r}", "timeout_s", self.timeout_s)
+        _seconds(f"job {self.name!r}", "stop_s", self.stop_s)
+        if not isinstance(self.directory, str):
+            raise ArgumentError(f"job {self.name!r}: directory is a path as a string, found {self.directory!r}")
         if self.keep_store not in get_args(Keep):
             raise ArgumentError(
                 f"job {self.name!r}: keep_store is one of {', '.join(get_args(Keep))}, found {self.keep_store!r}"
@@ -217,9 +222,19 @@ def load(description: str) -> Job:
     if description.endswith(".toml"):
         return _from_toml(Path(description))
     where, _, name = description.partition(":")
-    found = find(f"{where}:{name or 'job'}", str(Path(where).parent) if where.endswith(".py") else ".")
-    if callable(found) and not isinstance(found, Job):
-        found = found()
+    if not where.strip() or where.startswith("."):
+        raise ArgumentError(f"a job is a TOML file, module:name or file.py:name, found {description!r}")
+    try:
+        found = find(f"{where}:{name or 'job'}", str(Path(where).parent) if where.endswith(".py") else ".")
+        if callable(found) and not isinstance(found, Job):
+            found = found()
+    except GeartrainError:
+        raise
+    except Exception as error:  # whatever the user's own module raises
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ArgumentError(
+            f"{description} raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+        ) from error
     if not isinstance(found, Job):
         raise ArgumentError(f"{description} is {type(found).__name__}, and not a geartrain.launch.Job")
     return found
@@ -230,10 +245,14 @@ def _from_toml(path: Path) -> Job:
         tables = _toml().loads(path.read_text())
     except FileNotFoundError:
         raise ArgumentError(f"there is no file {path}") from None
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ArgumentError(f"{path} is not TOML: {error}") from None
     roles: list[Role] = []
     others = tables.pop("role", {})
+    if not isinstance(others, dict):
+        raise ArgumentError(f"{path}: role is the tables [role.NAME], found {others!r}")
     for kind in ("learner", "agent", "actor"):
         table = tables.pop(kind, None)
         if table is not None:
@@ -357,6 +376,11 @@ def _file_module(path: Path, given: str) -> ModuleType:
     if known is not None and Path(str(getattr(known, "__file__", ""))).resolve() == path.resolve():
         return known
     raise ArgumentError(f"{path} cannot be imported as {path.stem!r}: another module has that name, or it is no name")
+
+
+def _seconds(about: str, what: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ArgumentError(f"{about}: {what} must be above 0, found {value!r}")
 
 
 def _whole(about: str, what: str, value: Any, least: int) -> None:

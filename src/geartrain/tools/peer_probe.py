@@ -13,7 +13,7 @@ import numpy as np
 
 import geartrain.rpc as rpc
 from geartrain.core.progress import Progress
-from geartrain.errors import ArgumentError, TransportError, WaitTimeoutError
+from geartrain.errors import ArgumentError, WaitTimeoutError
 from geartrain.rpc.probe import ABOUT, GIVE, MOST_BYTES, TAKE
 from geartrain.transport.connection import TRANSPORTS
 
@@ -60,6 +60,8 @@ class PeerReport:
 
 def serve(host: str = "127.0.0.1", secret: bytes = b"") -> None:
     """Prints an address for `probe`, and replies to probes until Ctrl-C."""
+    if not host.strip():
+        raise ArgumentError("a host to bind is needed, found an empty one")
     with rpc.Node("doctor", host=host, secret=secret) as node:
         sys.stdout.write(node.address + "\n")
         sys.stdout.flush()
@@ -90,6 +92,7 @@ def probe(
         progress: whether to show progress on `stream` (stderr).
 
     Raises:
+        ArgumentError: the address is none, there is no such transport, or the message is too big.
         TransportError: no transport, or not the one asked for, reaches the peer; with every reason.
         UntrustedPeerError: the secrets differ. WaitTimeoutError, PeerLostError: the peer did not reply.
     """
@@ -97,7 +100,7 @@ def probe(
     if not 0 < nbytes <= MOST_BYTES:
         raise ArgumentError(f"a message has up to {MOST_BYTES / 1e6:.1f} MB, found {megabytes}")
     if transport is not None and transport not in TRANSPORTS:
-        raise TransportError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
+        raise ArgumentError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
     with rpc.Node(
         f"doctor-{time.time_ns()}", peers={_PEER: address}, transport=transport, secret=secret, timeout_s=timeout_s
     ) as node:

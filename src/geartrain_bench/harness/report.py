@@ -33,7 +33,7 @@ def print_table(result: BenchResult) -> None:
         from rich.table import Table
     except ImportError:
         raise MissingDependencyError("benchmark tables need rich: pip install 'geartrain[cli]'") from None
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = 120  # no wrapping in a file
     console.print(f"[bold]{result.command}[/bold]")
@@ -71,7 +71,7 @@ def print_counts(title: str, columns: Sequence[str], rows: Mapping[str, Sequence
         table.add_column(name, no_wrap=True)
     for name, cells in rows.items():
         table.add_row(name, *cells)
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = 120
     console.print(table)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.errors import SourceError
+from geartrain.errors import ArgumentError, SourceError
 from geartrain.integrations.datasets.episode import (
     Array,
     Episode,
@@ -27,6 +27,7 @@ from geartrain.integrations.datasets.episode import (
     Source,
     choose,
     flatten,
+    reading,
 )
 
 LOOKS_FOR = "a .npz file, or a folder of .npy files"
@@ -62,6 +63,10 @@ class ArraySource(Source):
         ends: Array | None = None,
         untimed: Collection[str] = (),
     ) -> None:
+        if isinstance(untimed, str):
+            untimed = (untimed,)
+        if not isinstance(untimed, Collection) or not all(isinstance(name, str) for name in untimed):
+            raise ArgumentError(f"untimed is names of fields, found {untimed!r}")
         if isinstance(arrays, Mapping):
             self.name = "dict of arrays"
             found = {key: np.asarray(value) for key, value in flatten(arrays).items()}
@@ -113,16 +118,28 @@ class ArraySource(Source):
         return Extent(len(self._lengths), int(self._lengths.max(initial=0)))
 
     def _flat(self, ends: Array, steps: int) -> tuple[Array, Array]:
+        ends = ends if ends.dtype == bool else self._whole("ends", ends)
         if ends.dtype == bool:
             if ends.shape != (steps,):
                 raise SourceError(f"{self.name}: {steps} steps need as many ends, not {ends.shape}")
             ends = np.flatnonzero(ends) + 1
-        edges = np.concatenate([[0], ends.astype(np.int64)])
-        if ends.ndim != 1 or np.any(np.diff(edges) <= 0) or edges[-1] > steps:
+        if ends.ndim != 1:
+            raise SourceError(f"{self.name}: ends are one number an episode, or one flag a step; found {ends.shape}")
+        edges = np.concatenate([[0], ends])
+        if np.any(np.diff(edges) <= 0) or edges[-1] > steps:
             raise SourceError(f"{self.name}: ends must rise from above 0 to at most {steps}, one past each last step")
         if edges[-1] < steps:  # the last episode was not finished when the data was taken
             edges = np.append(edges, steps)
         return edges[:-1], np.diff(edges)
+
+    def _whole(self, what: str, values: Array) -> Array:
+        """Whole numbers of any dtype, as int64."""
+        if values.dtype.kind not in "iuf":
+            raise SourceError(f"{self.name}: {what} are whole numbers, found {values.dtype}")
+        wrong = values[~(np.abs(values.astype(np.float64)) < 2**53) | (values != np.floor(values))].ravel()
+        if len(wrong):
+            raise SourceError(f"{self.name}: {what} are whole numbers, found {wrong[0]}")
+        return values.astype(np.int64)
 
     def _padded(self, lengths: Array | None, episodes: int) -> Array:
         sizes = {name: array.shape[1] for name, array in self._arrays.items() if name not in self._untimed}
@@ -134,7 +151,7 @@ class ArraySource(Source):
         longest = next(iter(sizes.values()), 1)
         if lengths is None:
             return np.full(episodes, longest, np.int64)
-        lengths = np.asarray(lengths).astype(np.int64)
+        lengths = self._whole("lengths", np.asarray(lengths))
         if lengths.shape != (episodes,):
             raise SourceError(f"{self.name}: {episodes} episodes need as many lengths, found shape {lengths.shape}")
         wrong = np.flatnonzero((lengths < 0) | (lengths > longest))
@@ -147,12 +164,20 @@ class ArraySource(Source):
 
 def _load(path: Path) -> dict[str, Array]:
     if path.is_dir():
-        return {file.stem: np.load(file, mmap_mode="r") for file in sorted(path.glob("*.npy"))}
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            return dict(archive)
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{path}: cannot be read as an .npz file: {error}") from error
+        arrays = {}
+        for file in sorted(path.glob("*.npy")):
+            with reading(str(file), "an .npy file without objects"):
+                arrays[file.stem] = np.load(file, mmap_mode="r", allow_pickle=False)
+        return arrays
+    with reading(str(path), "an .npz file without objects"), np.load(path, allow_pickle=False) as archive:
+        names = list(archive.files)
+        if len(set(names)) != len(names):
+            raise SourceError(f"{path}: holds two arrays of one name: {', '.join(sorted(names))}")
+        arrays = {}
+        for name in names:
+            with reading(f"{path}: array {name!r}", "an array without objects"):
+                arrays[name] = np.asarray(archive[name])
+        return arrays
 
 
 def _why_not(array: Array) -> str | None:

@@ -32,6 +32,8 @@ from geartrain.integrations.datasets.episode import (
     FieldChoice,
     Source,
     choose,
+    flags,
+    reading,
     require,
 )
 
@@ -47,6 +49,7 @@ _TERMS = {
     "timeouts": "truncated",
 }
 _NEEDED = ("observations", "actions", "rewards", "terminals")
+_SCALARS = ("rewards", "terminals", "timeouts")
 _USUAL = ("obs", "action", "reward", "terminated", "truncated", "final_obs")
 _FLAGS_PER_READ = 1 << 20
 
@@ -87,7 +90,7 @@ class D4rlSource(Source):
         if episode_steps is not None and episode_steps < 1:
             raise SourceError(f"episode_steps is {episode_steps}; it counts steps, from 1")
         self._h5py = require("h5py", "hdf5", "Reading HDF5")
-        with self._open() as file:
+        with self._open() as file, reading(self.name, "D4RL's layout"):
             self._steps, found = self._columns(file)
             self._chosen = choose(
                 self.name,
@@ -97,16 +100,17 @@ class D4rlSource(Source):
                 skip_unsupported,
             )
             self._paths = {name: dataset for name, (dataset, _) in found.items()}
-            flags = ["terminals"]
+            cut_at = ["terminals"]
             if timeouts and "timeouts" in file:
-                flags.append("timeouts")
-            self._edges = self._cuts(file, flags, episode_steps, keep_unfinished)
+                cut_at.append("timeouts")
+            self._edges = self._cuts(file, cut_at, episode_steps, keep_unfinished)
         self.episodes = len(self._edges) - 1
 
     def __iter__(self) -> Iterator[Episode]:
         """Every episode: views of the slice of the file that it came in."""
         with self._open() as file:
-            columns = {stored: file[self._paths[name]] for stored, name in self._chosen.items()}
+            with reading(self.name, "D4RL's layout"):
+                columns = {stored: file[self._paths[name]] for stored, name in self._chosen.items()}
             step_nbytes = sum(column.nbytes for column in columns.values()) // self._steps
             steps_per_read = max(1, SLICE_BYTES // max(1, step_nbytes))
             index, total = 0, len(self._edges) - 1
@@ -116,13 +120,14 @@ class D4rlSource(Source):
                 reach = int(np.searchsorted(self._edges, begin + steps_per_read, side="right")) - 1
                 until = max(index + 1, reach)
                 end = int(self._edges[until])
-                try:
-                    data = {stored: _values(column, begin, end) for stored, column in columns.items()}
-                except OSError as error:
-                    raise SourceError(
-                        f"{self.name}: episodes {index} to {until - 1} (steps {begin} to {end - 1}) "
-                        f"cannot be read: {error}"
-                    ) from error
+                data = {}
+                for stored, column in columns.items():
+                    place = (
+                        f"{self.name}: episodes {index} to {until - 1} (steps {begin} to {end - 1}) of "
+                        f"{self._paths[self._chosen[stored]]}"
+                    )
+                    with reading(place, f"{end - begin} steps"):
+                        data[stored] = _values(place, column, begin, end)
                 for number in range(index, until):
                     yield self._episode(number, data, begin)
                 index = until
@@ -147,10 +152,8 @@ class D4rlSource(Source):
         return Episode(f"episode {number} (steps {start} to {stop - 1})", timed, once, follows)
 
     def _open(self) -> Any:
-        try:
+        with reading(self.name, "HDF5"):
             return self._h5py.File(self.name, "r")
-        except OSError as error:
-            raise SourceError(f"{self.name}: cannot be opened as HDF5: {error}") from error
 
     def _columns(self, file: Any) -> tuple[int, dict[str, tuple[str, str | None]]]:
         """Number of steps, and field -> (dataset, why it cannot be stored)."""
@@ -160,7 +163,10 @@ class D4rlSource(Source):
                 f"{self.name}: is not in D4RL's layout: it lacks {', '.join(missing)}; "
                 f"it has {', '.join(file) or 'nothing'}"
             )
-        steps = int(file["rewards"].shape[0])
+        rewards = file["rewards"]
+        if not isinstance(rewards, self._h5py.Dataset) or not rewards.shape:
+            raise SourceError(f"{self.name}: rewards is one number a step, found {rewards}")
+        steps = int(rewards.shape[0])
         if steps == 0:
             raise SourceError(f"{self.name}: holds no step")
         found: dict[str, tuple[str, str | None]] = {}
@@ -175,22 +181,32 @@ class D4rlSource(Source):
                 if top in _TERMS:
                     raise SourceError(f"{self.name}: {path} has shape {shape}, rewards has {steps} steps")
                 return  # metadata: about the file, not about its steps
+            if top in _SCALARS and shape not in ((steps,), (steps, 1)):
+                raise SourceError(f"{self.name}: {path} has shape {shape}, one value a step is ({steps},)")
+            if top in ("terminals", "timeouts") and dtype.kind not in "biuf":
+                raise SourceError(f"{self.name}: {path}: flags are booleans, or numbers 0 and 1; found {dtype}")
             reason = f"dtype {dtype}" if dtype.kind in "OSUV" else None
             found[name] = (path, reason)
             if top == "next_observations":
                 found[".".join(["final_obs", *below])] = (path, reason)
 
         file.visititems(visit)
+        held = {path.partition("/")[0] for path, _ in found.values()}
+        empty = [name for name in _TERMS if name in file and name not in held]
+        if empty:
+            raise SourceError(f"{self.name}: {', '.join(empty)} holds no array of {steps} steps")
         return steps, found
 
-    def _cuts(self, file: Any, flags: list[str], episode_steps: int | None, keep_unfinished: bool) -> Array:
+    def _cuts(self, file: Any, cut_at: list[str], episode_steps: int | None, keep_unfinished: bool) -> Array:
         """Edges of the episodes: the first is 0, the others are one past a last step."""
         parts = [np.zeros(1, np.int64)]
         for begin in range(0, self._steps, _FLAGS_PER_READ):
             end = min(begin + _FLAGS_PER_READ, self._steps)
             last = np.zeros(end - begin, bool)
-            for name in flags:
-                last |= np.asarray(file[name][begin:end]).reshape(end - begin).astype(bool)
+            for name in cut_at:
+                with reading(f"{self.name}: {name} of steps {begin} to {end - 1}", "flags"):
+                    values = np.asarray(file[name][begin:end]).reshape(end - begin)
+                last |= flags(f"{self.name}: {name}", values, begin)
             parts.append(begin + np.flatnonzero(last) + 1)
         edges = np.concatenate(parts)
         unfinished = int(edges[-1]) < self._steps
@@ -206,10 +222,10 @@ class D4rlSource(Source):
         return edges[:-1] if unfinished and not keep_unfinished else edges
 
 
-def _values(column: Any, begin: int, end: int) -> Array:
+def _values(place: str, column: Any, begin: int, end: int) -> Array:
     """One slice; rewards and flags of shape (N, 1) become (N,), and flags become booleans."""
     values: Array = column[begin:end]
     top = column.name.strip("/").partition("/")[0]
-    if top in ("rewards", "terminals", "timeouts"):
+    if top in _SCALARS:
         values = values.reshape(end - begin)
-    return values.astype(bool) if top in ("terminals", "timeouts") else values
+    return flags(place, values, begin) if top in ("terminals", "timeouts") else values

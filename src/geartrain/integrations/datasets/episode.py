@@ -13,6 +13,7 @@ row. Nested observations are flattened with dots (`obs.state`, `obs.images.front
 from __future__ import annotations
 
 import abc
+import contextlib
 import importlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.schema import Field
-from geartrain.errors import MissingDependencyError, SchemaError, SourceError
+from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError, SchemaError, SourceError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 FieldChoice = Mapping[str, str] | Sequence[str] | str | None
@@ -149,6 +150,7 @@ def choose(
         skip_unsupported: leave out what cannot be stored instead of raising.
 
     Raises:
+        ArgumentError: text that is neither a name nor an assignment.
         SourceError: an unknown name, a name taken twice, or a field that cannot be stored; it lists
             what can.
 
@@ -162,7 +164,12 @@ def choose(
         pairs = [(str(stored), str(found)) for stored, found in wanted.items()]
     else:
         names = [wanted] if isinstance(wanted, str) else list(wanted)
-        pairs = [(stored, found or stored) for stored, _, found in (n.partition("=") for n in names)]
+        pairs = []
+        for text in names:
+            stored, equals, found = text.partition("=")
+            if not stored or (equals and not found):
+                raise ArgumentError(f"a field is a name or stored=found, found {text!r}")
+            pairs.append((stored, found or stored))
 
     chosen: dict[str, str] = {}
     refused: dict[str, str] = {}
@@ -210,6 +217,58 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, child in children:
         flat |= flatten(child, f"{prefix}.{key}" if prefix else key)
     return flat
+
+
+@contextlib.contextmanager
+def reading(place: str, expected: str) -> Iterator[None]:
+    """What a library raises about damaged or foreign data, as a `SourceError` of one line.
+
+    The libraries raise errors of any class on bytes that they did not write; those of geartrain pass.
+
+    Args:
+        place: the file, and what of it.
+        expected: what should be there.
+    """
+    try:
+        yield
+    except GeartrainError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        if type(error) is not ValueError:  # those say themselves what is wrong
+            said = f"cannot be read: {type(error).__name__}: {said}"
+        raise SourceError(f"{place}: {said} (expected {expected})") from error
+
+
+def count_of(what: str, value: Any) -> int:
+    """A count from a dataset's metadata. Raises `ValueError` for what is no whole number from 0 on."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or not 0 <= value < 2**62:
+        raise ValueError(f"{what} is a whole number from 0 on, found {value!r}")
+    return int(value)
+
+
+def flags(place: str, values: Array, first: int = 0) -> Array:
+    """Values that are 0 or 1, of any dtype, as booleans.
+
+    Args:
+        place: the file and the field, for the message.
+        values: (N,).
+        first: the step of the first value, for the message.
+
+    Raises:
+        SourceError: another value, such as NaN; names the first such step.
+    """
+    if values.dtype == bool:
+        return values
+    if values.dtype.kind not in "iuf":
+        raise SourceError(f"{place}: flags are booleans, or numbers 0 and 1; found {values.dtype}")
+    wrong = np.flatnonzero((values != 0) & (values != 1))
+    if len(wrong):
+        raise SourceError(
+            f"{place}: step {first + int(wrong[0])} is {values[wrong[0]]}, and a flag is 0 or 1; "
+            f"{len(wrong):,} are neither"
+        )
+    return values.astype(bool)
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:

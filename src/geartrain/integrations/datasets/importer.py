@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from geartrain.core.arguments import whole_number
 from geartrain.core.dtypes import as_dtype
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
-from geartrain.errors import SourceError, StoreExistsError, StoreMissingError
-from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Source
+from geartrain.errors import ArgumentError, SourceError, StoreExistsError, StoreMissingError
+from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Source, reading
 from geartrain.store.store import Store
 
+_log = logging.getLogger(__name__)
 TooLong = Literal["error", "truncate", "skip"]
 
 # Format -> module and class. A module is imported on use; each of them has `recognise(path)`, which checks
@@ -104,11 +108,13 @@ def import_dataset(
         cast: dtypes to convert on the way, such as {"float64": "float32"} or "float64=float32".
         skip_unsupported: leave out fields that no store can hold (text, video) instead of refusing.
         persist: keep the store after the last process has closed it. By default for files only.
-        progress: a bar, or lines, on stderr.
+        progress: a bar, or lines, on stderr. Without it, episodes that were left out or cut are counted in a
+            warning of the log.
         options: of the format, such as `split=` for RLDS or `episode_steps=` for D4RL. None is the
             format's default.
 
     Raises:
+        ArgumentError: a format, option, cast, capacity or max_length that there is not.
         SourceError: the dataset, or an episode of it, cannot be stored.
         MissingDependencyError: the format's package is not installed.
         StoreExistsError: `into` exists.
@@ -123,6 +129,9 @@ def import_dataset(
     """
     casts = _casts(cast)
     _check_too_long(on_too_long)
+    for what, value in (("capacity", capacity), ("max_length", max_length)):
+        if value is not None and whole_number(what, value, 2**62) < 1:
+            raise ArgumentError(f"{what} is at least 1, found {value}")
     _check_absent(str(into))  # before a long pass over the data
     opened = open_source(source, format=format, fields=fields, skip_unsupported=skip_unsupported, **options)
     if capacity is None:
@@ -192,6 +201,8 @@ def ingest(
             steps += fitting.length
         report = ImportReport(bar.done, steps, bar.nbytes, too_long, empty, time.monotonic() - started)
     bar.say(f"{source.name}: {report}")
+    if not progress and (report.too_long or report.empty):  # nothing is left out without a word
+        _log.warning("%s: %s", source.name, report)
     return report
 
 
@@ -206,14 +217,15 @@ def open_source(
     """The `Source` for a path, a dict of arrays or a torch `Dataset`.
 
     Raises:
-        SourceError: the format is unknown, or has no such option; the message lists what there is.
+        ArgumentError: the format is unknown, or has no such option; the message lists what there is.
+        SourceError: the path is in no known format, or damaged.
     """
     if isinstance(source, Source):
         if fields is not None or options:
             raise SourceError(f"{source.name}: is open already; fields and options are for opening it")
         return source
     if format not in ("auto", *FORMATS):
-        raise SourceError(f"format {format!r} is unknown; there are auto, {', '.join(FORMATS)}")
+        raise ArgumentError(f"format {format!r} is unknown; there are auto, {', '.join(FORMATS)}")
     if format == "auto":
         format = _recognise(source)
     module, kind = FORMATS[format]
@@ -226,12 +238,28 @@ def open_source(
     ]
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise SourceError(
+        raise ArgumentError(
             f"the {format} importer has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
         )
-    opened = opener(source, fields=fields, skip_unsupported=skip_unsupported, **options)
+    _check_options(format, opener, options)
+    if format != "torch":
+        with reading(str(source) if isinstance(source, str | Path) else "the arrays", f"the format {format}"):
+            opened = opener(source, fields=fields, skip_unsupported=skip_unsupported, **options)
+    else:  # errors of the user's own dataset are theirs
+        opened = opener(source, fields=fields, skip_unsupported=skip_unsupported, **options)
     assert isinstance(opened, Source)  # FORMATS names only classes of this package
     return opened
+
+
+def _check_options(format: str, opener: Any, options: Mapping[str, Any]) -> None:
+    """Raises `ArgumentError` for a flag, number or word of another type; arrays and collections are the opener's."""
+    hints = get_type_hints(opener.__init__)
+    for name, value in options.items():
+        hint = hints[name]
+        kinds = set(get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) - {type(None)}
+        if kinds <= {bool, int, float, str} and type(value) not in kinds:
+            wanted = " or ".join(sorted(kind.__name__ for kind in kinds))
+            raise ArgumentError(f"the option {name} of the {format} importer is a {wanted}, found {value!r}")
 
 
 def _recognise(source: object) -> str:
@@ -243,12 +271,13 @@ def _recognise(source: object) -> str:
     looked_for = []
     for name, (module_name, _) in FORMATS.items():
         module = importlib.import_module(module_name)
-        if module.recognise(path):
-            return name
+        with reading(str(path), "a dataset"):
+            if module.recognise(path):
+                return name
         if module.LOOKS_FOR:
-            looked_for.append(f"  {name}: {module.LOOKS_FOR}")
+            looked_for.append(f"{module.LOOKS_FOR} ({name})")
     state = "does not exist" if not path.exists() else "has no known format"
-    raise SourceError("\n".join([f"{path} {state}. Looked for:", *looked_for]))
+    raise SourceError(f"{path} {state}; looked for {'; '.join(looked_for)}")
 
 
 def _check(where: str, episode: Episode, schema: Mapping[str, Field], limit: int, casts: Mapping[str, str]) -> None:
@@ -316,6 +345,9 @@ def _casts(cast: Mapping[str, str] | Sequence[str] | str) -> dict[str, str]:
     else:
         texts = [cast] if isinstance(cast, str) else list(cast)
         pairs = [(found, wanted) for found, _, wanted in (text.partition("=") for text in texts)]
+    for found, wanted in pairs:
+        if not found or not wanted:
+            raise ArgumentError(f"a cast is found=wanted, such as float64=float32, found '{found}={wanted}'")
     return {as_dtype(found).name: as_dtype(wanted).name for found, wanted in pairs}
 
 
@@ -335,4 +367,4 @@ def _check_absent(name: str) -> None:
 
 def _check_too_long(on_too_long: str) -> None:
     if on_too_long not in ("error", "truncate", "skip"):
-        raise SourceError(f"on_too_long is {on_too_long!r}; it can be 'error', 'truncate' or 'skip'")
+        raise ArgumentError(f"on_too_long is {on_too_long!r}; it can be 'error', 'truncate' or 'skip'")

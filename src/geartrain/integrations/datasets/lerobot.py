@@ -36,6 +36,8 @@ from geartrain.integrations.datasets.episode import (
     FieldChoice,
     Source,
     choose,
+    count_of,
+    reading,
     require,
 )
 from geartrain.integrations.datasets.images import decode_image
@@ -65,17 +67,22 @@ class LeRobotSource(Source):
         self.name = str(path)
         self._root = Path(path)
         self._parquet = require("pyarrow.parquet", "lerobot", "Reading LeRobot datasets")
-        try:
-            self._info = json.loads((self._root / "meta" / "info.json").read_text())
-        except (OSError, ValueError) as error:
-            raise SourceError(f"{path}: meta/info.json cannot be read: {error}") from error
+        about = f"{path}: meta/info.json"
+        with reading(about, "a JSON object"):
+            self._info = dict(json.loads((self._root / "meta" / "info.json").read_text()))
         version = str(self._info.get("codebase_version"))
         if not version.startswith(_READ_VERSIONS):
             raise SourceError(
                 f"{path}: is a LeRobotDataset {version}; v3.0, v2.1 and v2.0 are read. Convert it "
                 f"with lerobot's own scripts first"
             )
-        self._features = {str(key): dict(value) for key, value in self._info["features"].items()}
+        with reading(about, "features with a dtype and a shape, and a data_path"):
+            self._features = {str(key): dict(value) for key, value in self._info["features"].items()}
+            for feature in self._features.values():
+                if _why_not(feature) is None:
+                    _nbytes(feature)
+            self._data_path = str(self._info["data_path"])
+            self._chunks_size = int(self._info.get("chunks_size", 1000))
         self._paths = {_stored_name(key): key for key in self._features}
         available = {name: _why_not(self._features[key]) for name, key in self._paths.items()}
         default = [name for name, key in self._paths.items() if key not in _PLACES]
@@ -124,17 +131,18 @@ class LeRobotSource(Source):
         keys = [self._paths[name] for name in self._chosen.values()]
         rows = max(1, _BATCH_BYTES // max(1, sum(_nbytes(self._features[key]) for key in keys)))
         for file in self._files:
-            try:
+            with reading(f"{self.name}: {file}", "Parquet"):
                 # Without pre_buffer=False a whole row group is read ahead, which can be a whole file.
                 table = self._parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-            except OSError as error:
-                raise SourceError(f"{self.name}: {file}: cannot be read: {error}") from error
             wanted = [*dict.fromkeys([*keys, "episode_index"])]
             missing = [key for key in wanted if key not in table.schema_arrow.names]
             if missing:
                 raise SourceError(f"{self.name}: {file}: has no column {', '.join(missing)}")
             for batch in self._batches(table, file, rows, wanted):
-                episodes = column_values(batch.column("episode_index"), ())
+                with reading(f"{self.name}: {file}: episode_index", "whole numbers"):
+                    episodes = column_values(batch.column("episode_index"), ())
+                    if episodes.dtype.kind not in "iu":
+                        raise TypeError(f"found {episodes.dtype}")
                 edges = [0, *(np.flatnonzero(np.diff(episodes)) + 1).tolist(), len(episodes)]
                 for begin, end in itertools.pairwise(edges):
                     if begin == end:
@@ -144,27 +152,31 @@ class LeRobotSource(Source):
 
     def _batches(self, table: Any, file: Path, rows: int, wanted: list[str]) -> Iterator[Any]:
         frames = 0
-        try:
-            for batch in table.iter_batches(batch_size=rows, columns=wanted):
-                yield batch
-                frames += len(batch)
-        except OSError as error:
-            raise SourceError(f"{self.name}: {file}: frame {frames} or later: {error}") from error
+        batches = None
+        while True:
+            with reading(f"{self.name}: {file}: frame {frames} or later", "Parquet"):
+                batches = batches or table.iter_batches(batch_size=rows, columns=wanted)
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                batch.validate(full=True)
+            yield batch
+            frames += len(batch)
 
     def _columns(self, file: Path, episode: int, batch: Any) -> dict[str, Array]:
         columns = {}
         for stored, name in self._chosen.items():
             key = self._paths[name]
             feature = self._features[key]
-            try:
+            where = file.relative_to(self._root)
+            with reading(
+                f"{self.name}: episode {episode} ({where}): field {name!r}", f"{feature['dtype']} of each frame"
+            ):
                 if feature["dtype"] == "image":
                     columns[stored] = self._images(batch.column(key), feature)
                 else:
                     shape = tuple(int(n) for n in feature.get("shape") or ())
                     columns[stored] = column_values(batch.column(key), () if shape == (1,) else shape)
-            except (ValueError, OSError) as error:
-                where = file.relative_to(self._root)
-                raise SourceError(f"{self.name}: episode {episode} ({where}): field {name!r}: {error}") from error
         return columns
 
     def _images(self, column: Any, feature: dict[str, Any]) -> Array:
@@ -186,32 +198,33 @@ class LeRobotSource(Source):
         lengths: dict[int, int] = {}
         files: dict[tuple[int, int], None] = {}
         for table in tables:
-            try:
-                rows = self._parquet.read_table(table, columns=wanted, partitioning=None).to_pylist()
-            except (OSError, ValueError) as error:
-                raise SourceError(f"{self.name}: {table}: cannot be read: {error}") from error
-            for row in rows:
-                lengths[int(row["episode_index"])] = int(row["length"])
-                files[int(row["data/chunk_index"]), int(row["data/file_index"])] = None
-        template = str(self._info["data_path"])
-        return lengths, [
-            self._file(template.format(chunk_index=chunk, file_index=file)) for chunk, file in sorted(files)
-        ]
+            with reading(f"{self.name}: {table}", f"Parquet with {', '.join(wanted)}"):
+                for row in self._parquet.read_table(table, columns=wanted, partitioning=None).to_pylist():
+                    self._add_length(lengths, row)
+                    files[int(row["data/chunk_index"]), int(row["data/file_index"])] = None
+        return lengths, [self._file(chunk_index=chunk, file_index=file) for chunk, file in sorted(files)]
+
+    def _add_length(self, lengths: dict[int, int], row: dict[str, Any]) -> None:
+        index = count_of("episode_index", row["episode_index"])
+        if index in lengths:
+            raise SourceError(f"{self.name}: meta/ speaks twice of episode {index}")
+        lengths[index] = count_of("length", row["length"])
 
     def _v2(self) -> tuple[dict[int, int], list[Path]]:
         """The same for one file per episode."""
         path = self._root / "meta" / "episodes.jsonl"
-        try:
-            rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        except (OSError, ValueError) as error:
-            raise SourceError(f"{self.name}: {path}: cannot be read: {error}") from error
-        lengths = {int(row["episode_index"]): int(row["length"]) for row in rows}
-        template, size = str(self._info["data_path"]), int(self._info.get("chunks_size", 1000))
+        lengths: dict[int, int] = {}
+        with reading(f"{self.name}: {path}", "lines of JSON with episode_index and length"):
+            for line in path.read_text().splitlines():
+                if line.strip():
+                    self._add_length(lengths, json.loads(line))
         return lengths, [
-            self._file(template.format(episode_chunk=index // size, episode_index=index)) for index in sorted(lengths)
+            self._file(episode_chunk=index // self._chunks_size, episode_index=index) for index in sorted(lengths)
         ]
 
-    def _file(self, relative: str) -> Path:
+    def _file(self, **numbers: int) -> Path:
+        with reading(f"{self.name}: meta/info.json: data_path", f"a template of {' and '.join(numbers)}"):
+            relative = self._data_path.format(**numbers)
         path = self._root / relative
         if not path.is_file():
             raise SourceError(f"{self.name}: {relative} is missing, meta/ speaks of it")

@@ -42,6 +42,9 @@ from geartrain.integrations.datasets.episode import (
     FieldChoice,
     Source,
     choose,
+    count_of,
+    flags,
+    reading,
     require,
 )
 from geartrain.integrations.datasets.images import decode_image
@@ -84,21 +87,23 @@ class MinariSource(Source):
         self.name = str(path)
         minari = require("minari", "minari", "Reading Minari datasets")
         self._folder = self._find(path)
-        try:
+        with reading(f"{self.name}: metadata.json", "the metadata of a Minari dataset that the installed Minari reads"):
             storage = minari.MinariDataset(self._folder).storage
-        except (ValueError, AssertionError, KeyError) as error:
-            raise SourceError(f"{self.name}: Minari cannot open it: {error}") from error
         self._format = str(storage.FORMAT)
         self._jpeg = bool(getattr(storage, "jpeg_encoding", True))
         self._spaces = {"observations": storage.observation_space, "actions": storage.action_space}
-        self._lengths = [
-            int(metadata["total_steps"]) for metadata in storage.get_episode_metadata(range(storage.total_episodes))
-        ]
+        with reading(f"{self.name}: episodes' metadata", "total_steps of each episode"):
+            self._lengths = [
+                count_of("total_steps", metadata["total_steps"])
+                for metadata in storage.get_episode_metadata(range(storage.total_episodes))
+            ]
         self.episodes = len(self._lengths)
         if not self._lengths:
             raise SourceError(f"{self.name}: holds no episode")
         self._leaf_of: dict[str, tuple[str, ...]] = {}
-        available = self._available()
+        with reading(f"{self.name}: episode_0", "the spaces of its metadata"):
+            available = self._available()
+            self._check_count()
         default = [name for name in available if name.partition(".")[0] in _USUAL]
         self._chosen = choose(self.name, fields, available, default, skip_unsupported)
 
@@ -106,10 +111,8 @@ class MinariSource(Source):
         """Every episode by its id, one in memory at a time."""
         with self._opened() as opened:
             for number, length in enumerate(self._lengths):
-                try:
+                with reading(f"{self.name}: episode_{number}", f"an episode in Minari's {self._format} layout"):
                     read = self._reader(opened, number)
-                except (ValueError, KeyError, OSError) as error:
-                    raise SourceError(f"{self.name}: episode_{number}: {error}") from error
                 yield self._episode(number, length, read)
 
     def extent(self) -> Extent:
@@ -125,19 +128,19 @@ class MinariSource(Source):
         for stored, name in self._chosen.items():
             leaf = self._leaf_of[name]
             if leaf not in leaves:
-                try:
-                    leaves[leaf] = read(leaf)
-                except (ValueError, KeyError, OSError) as error:
-                    raise SourceError(
-                        f"{self.name}: episode_{number}: field {name!r} cannot be read: {error}"
-                    ) from error
+                place = f"{self.name}: episode_{number}: field {name!r}"
+                with reading(place, "an array of steps"):
+                    values = np.asarray(read(leaf))
+                    held = len(values)
+                # Arrow and Parquet pad all columns to the observations' T + 1; infos have the reset's or do not.
+                padded = leaf[0] == "infos" or self._format != "hdf5"
+                steps = {length + 1} if leaf[0] == "observations" else {length, length + 1} if padded else {length}
+                if held not in steps:
+                    raise SourceError(f"{place} has {held} steps, its metadata promise {min(steps)}")
+                if leaf[0] in ("terminations", "truncations"):
+                    values = flags(place, values[:length])
+                leaves[leaf] = values
             values = leaves[leaf]
-            needed = length + 1 if leaf[0] == "observations" else length
-            if len(values) < needed:
-                raise SourceError(
-                    f"{self.name}: episode_{number}: field {name!r} has {len(values)} steps, "
-                    f"its metadata promise {needed}"
-                )
             top, dot, below = name.partition(".")
             if top == "final_obs":
                 once[stored] = values[length]
@@ -160,11 +163,19 @@ class MinariSource(Source):
         """What stays open while the episodes are read: the HDF5 file, or nothing."""
         if self._format == "hdf5":
             h5py = require("h5py", "minari", "Reading Minari's HDF5 files")
-            try:
+            with reading(f"{self.name}: main_data.hdf5", "HDF5"):
                 return h5py.File(self._folder / "main_data.hdf5", "r")
-            except OSError as error:
-                raise SourceError(f"{self.name}: main_data.hdf5 cannot be opened: {error}") from error
         return contextlib.nullcontext()
+
+    def _check_count(self) -> None:
+        """Refuses files that hold more episodes than the metadata speak of."""
+        if self._format == "hdf5":
+            with self._opened() as opened:
+                held = sum(str(name).startswith("episode_") for name in opened)
+        else:
+            held = sum(each.name.isdecimal() for each in self._folder.iterdir())
+        if held != len(self._lengths):
+            raise SourceError(f"{self.name}: holds {held} episodes, its metadata promise {len(self._lengths)}")
 
     def _reader(self, opened: Any, number: int) -> _Reader:
         if self._format == "hdf5":
@@ -185,7 +196,13 @@ class MinariSource(Source):
         if self._format == "arrow":
             arrow = require("pyarrow", "minari", "Reading Minari's Arrow files")
             file = arrow.ipc.open_file(arrow.memory_map(str(files[0])))
-            pieces, read = file.num_record_batches, file.get_batch
+            pieces = file.num_record_batches
+
+            def read(index: int) -> Any:
+                batch = file.get_batch(index)
+                batch.validate(full=True)  # the bytes are used in place: offsets must lie in the file
+                return batch
+
         else:
             parquet = require("pyarrow.parquet", "minari", "Reading Minari's Parquet files")
             file = parquet.ParquetFile(files[0])
@@ -300,7 +317,7 @@ def _data_folder(path: Path) -> Path | None:
         try:
             if "data_format" in json.loads(metadata.read_text()):
                 return folder
-        except ValueError:
+        except (OSError, TypeError, ValueError):
             continue
     return None
 

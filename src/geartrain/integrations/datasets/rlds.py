@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.errors import SourceError
-from geartrain.integrations.datasets.episode import Array, Episode, Extent, FieldChoice, Source, choose
+from geartrain.integrations.datasets.episode import Array, Episode, Extent, FieldChoice, Source, choose, reading
 from geartrain.integrations.datasets.images import decode_image
 from geartrain.integrations.datasets.tfrecord import array_records, parse_example, tfrecords
 
@@ -96,8 +96,10 @@ class RldsSource(Source):
         folder = _version_folder(Path(path))
         if folder is None:
             raise SourceError(f"{path}: no TFDS dataset; looked for {LOOKS_FOR}")
-        self._leaves = self._features(folder)
-        self._shards = self._find_shards(folder, split)
+        with reading(f"{path}: features.json", "features as TFDS writes them"):
+            self._leaves = self._features(folder)
+        with reading(f"{path}: dataset_info.json", "splits with shardLengths"):
+            self._shards = self._find_shards(folder, split)
         known = [count for _, count in self._shards]
         self.episodes = None if None in known else sum(count or 0 for count in known)
         available = {name: leaf.reason for name, leaf in self._leaves.items()}
@@ -111,10 +113,8 @@ class RldsSource(Source):
             steps = self._steps(features)
             for stored, name in self._chosen.items():
                 leaf = self._leaves[name]
-                try:
+                with reading(f"{self.name}: {where}: field {name!r}", f"{leaf.kind} of {leaf.dtype or 'TFDS'}"):
                     values = _decode(features, leaf, steps if leaf.timed else 1)
-                except ValueError as error:
-                    raise SourceError(f"{self.name}: {where}: field {name!r}: {error}") from error
                 if leaf.timed:
                     timed[stored] = values
                 else:
@@ -130,7 +130,13 @@ class RldsSource(Source):
     def _records(self) -> Iterator[tuple[str, Any]]:
         for path, count in self._shards:
             number = 0
-            for number, data in enumerate(_READERS[_kind(path)](path), 1):
+            records = _READERS[_kind(path)](path)
+            while True:
+                with reading(f"{self.name}: {path.name} record {number}", _kind(path)):
+                    data = next(records, None)
+                if data is None:
+                    break
+                number += 1
                 where = f"{path.name} record {number - 1}"
                 try:
                     features = parse_example(data)
@@ -306,6 +312,9 @@ def _decode(features: Any, leaf: _Leaf, rows: int) -> Array:
         _expect(len(data), rows * _size(leaf.shape) * dtype.itemsize)
         return np.frombuffer(data, dtype.newbyteorder("<")).reshape(rows, *shape)
     _expect(len(values), rows * _size(leaf.shape))
+    held = _feature(features, key).WhichOneof("kind")
+    if held not in (None, "float_list" if dtype.kind in "fc" else "int64_list"):
+        raise ValueError(f"holds a {held}, features.json promises {leaf.dtype}")
     if dtype.kind in "fc":
         return np.array(values, np.float32).astype(dtype, copy=False).reshape(rows, *shape)
     # TFDS keeps every integer, and booleans, as int64; uint64 as the same bits.

@@ -1,36 +1,127 @@
-"""Typer application, and the display of errors."""
+"""Typer application, and the mapping of errors to lines and exit codes.
+
+A command checks all of its arguments before it begins to work. A refusal is one line on stderr and
+
+    2    for a wrong argument: one that no state of this machine makes right (`ArgumentError`, or typer's own checks)
+    1    for what goes wrong in operation: a file or store that is not there or holds something else, a lost peer
+    130  after Ctrl-C
+
+Commands raise; `_Commands.main` alone maps errors.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import NoReturn
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
-from geartrain.errors import GeartrainError
+from geartrain.errors import ArgumentError, GeartrainError, JobError
 
-app = typer.Typer(
+#: typer has a copy of click in newer versions and depends on it in older ones; this is the base of either's refusals.
+ClickException: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
+_MOST_INTEGER = 2**63 - 1
+
+
+class _Commands(TyperGroup):
+    """The root of all commands, which shows every error the same way."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Parses, runs, and exits with the code that the error stands for."""
+        alone = options.pop("standalone_mode", True)
+        options["standalone_mode"] = False
+        if not alone:
+            return super().main(*args, **options)
+        try:
+            sys.exit(super().main(*args, **options) or 0)
+        except ClickException as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                error.show()
+                sys.exit(error.exit_code)
+            _refuse(error.format_message(), error.exit_code)
+        except (KeyboardInterrupt, typer.Abort):
+            _refuse("stopped by Ctrl-C", 130)
+        except ArgumentError as error:
+            _refuse(str(error), 2)
+        except JobError as error:  # with the last lines of the process that died
+            _refuse(str(error), 1, lines=True)
+        except (GeartrainError, OSError) as error:
+            _refuse(str(error) or type(error).__name__, 1)
+
+
+class _Command(TyperCommand):
+    """A command whose numbers are finite, whose integers fit 64 bits, and whose words are UTF-8."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parses, then checks every value."""
+        rest = super().parse_args(ctx, args)
+        parameter: Any
+        for parameter in self.params:
+            given = ctx.params.get(parameter.name)
+            for value in given if isinstance(given, list | tuple) else [given]:
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise typer.BadParameter(f"must be a finite number, found {value}", ctx=ctx, param=parameter)
+                if isinstance(value, int) and abs(value) > _MOST_INTEGER:
+                    raise typer.BadParameter(f"must fit 64 bits, found {value}", ctx=ctx, param=parameter)
+                if isinstance(value, str | Path) and not _is_utf8(str(value)):
+                    raise typer.BadParameter(f"must be UTF-8, found {value!a}", ctx=ctx, param=parameter)
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command; typer would end it without a word after Ctrl-C."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            die("stopped by Ctrl-C", 130)
+
+
+class Commands(typer.Typer):
+    """A set of commands with the checks of `_Command`."""
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        """As typer's."""
+        return super().command(name, **{"cls": _Command, **options})
+
+
+app = Commands(
+    cls=_Commands,
     help="The data plane for training large models with reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-out = Console()
-
-
-@contextlib.contextmanager
-def errors() -> Iterator[None]:
-    """Prints an error as one line on stderr, not as a traceback."""
-    try:
-        yield
-    except GeartrainError as error:
-        die(str(error))
+out = Console(emoji=False)
 
 
 def die(message: str, code: int = 1) -> NoReturn:
     """Prints it on stderr, and exits."""
-    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+    _print_error(message)
     raise typer.Exit(code)
+
+
+def _print_error(message: str, lines: bool = False) -> None:
+    """Prints it on stderr without markup and emoji, control characters escaped (but line ends where `lines`)."""
+    shown = "".join(
+        each if each.isprintable() or (lines and each == "\n") else ascii(each)[1:-1] for each in message.rstrip()
+    )
+    console = Console(stderr=True, emoji=False, highlight=False, markup=False)
+    console.print(Text.assemble(("error:", "red"), " ", shown), soft_wrap=True)
+
+
+def _refuse(message: str, code: int, lines: bool = False) -> NoReturn:
+    _print_error(message, lines)
+    sys.exit(code)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect as inspect_module
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from geartrain.tools.cli.app import app, die, errors, out
+from geartrain.errors import ArgumentError
+from geartrain.tools.cli.app import app, out
+from geartrain.tools.cli.checks import output_file, plot_file
 from geartrain_bench import BENCHES
 
 
@@ -38,7 +41,9 @@ def doctor(
             help="With --listen: the host to bind. Anything but loopback needs GEARTRAIN_SECRET on both sides."
         ),
     ] = "127.0.0.1",
-    timeout_s: Annotated[float, typer.Option(help="With --peer: for connecting, and for every reply.")] = 10.0,
+    timeout_s: Annotated[
+        float, typer.Option(min=1e-3, max=1e9, help="With --peer: for connecting, and for every reply.")
+    ] = 10.0,
     megabytes: Annotated[float, typer.Option(help="With --peer: of one big message, 67 at most.")] = 16.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -54,23 +59,21 @@ def doctor(
 
     secret = os.environ.get("GEARTRAIN_SECRET", "").encode()
     if listen and peer is not None:
-        die("--listen is one side, and --peer the other")
+        raise ArgumentError("--listen is one side, and --peer the other")
     if transport is not None and peer is None:
-        die("--transport is for --peer")
+        raise ArgumentError("--transport is for --peer")
     if listen:
-        with errors():
-            peer_probe.serve(host, secret)
+        peer_probe.serve(host, secret)
         return
     if peer is not None:
-        with errors():
-            found = peer_probe.probe(
-                peer,
-                transport=transport,
-                secret=secret,
-                timeout_s=timeout_s,
-                megabytes=megabytes,
-                progress=not as_json,
-            )
+        found = peer_probe.probe(
+            peer,
+            transport=transport,
+            secret=secret,
+            timeout_s=timeout_s,
+            megabytes=megabytes,
+            progress=not as_json,
+        )
         if as_json:
             sys.stdout.write(json.dumps(vars(found), indent=1) + "\n")
         else:
@@ -102,8 +105,12 @@ def bench(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="Which: " + ", ".join(BENCHES) + ".")],
     quick: Annotated[bool, typer.Option(help="Fewer cases and repeats; ends within 60 s on 2 cores.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw them into this file (PNG, SVG, PDF).")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", callback=output_file, help="Write the figures to this file.")
+    ] = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", callback=plot_file, help="Draw them into this file (PNG, SVG, PDF).")
+    ] = None,
     baseline_python: Annotated[
         list[str] | None,
         typer.Option(help="Interpreter of a baseline's environment, as name=/path/to/python. Repeatable."),
@@ -114,7 +121,9 @@ def bench(
     full: Annotated[bool, typer.Option(help="Every case, where the default leaves some out (ranks).")] = False,
     train_ms: Annotated[
         list[float] | None,
-        typer.Option(help="Milliseconds of the consumer's step, for benchmarks that have one (ranks). Repeatable."),
+        typer.Option(
+            min=0, help="Milliseconds of the consumer's step, for benchmarks that have one (ranks). Repeatable."
+        ),
     ] = None,
 ) -> None:
     """Run a benchmark, with this machine's floor (lower bound) and the installed baselines.
@@ -125,22 +134,25 @@ def bench(
     """
     from geartrain_bench import load
 
-    takes_arguments = name in BENCHES and BENCHES[name].takes_arguments
+    main = load(name, device)
+    takes_arguments = BENCHES[name].takes_arguments
     if context.args and not takes_arguments:
-        die(f"the benchmark {name!r} takes no {' '.join(context.args)}")
+        raise ArgumentError(f"the benchmark {name!r} takes no {' '.join(context.args)}")
     further = {"arguments": context.args} if takes_arguments else {}
-
-    baselines = {}
-    for pair in baseline_python or []:
-        name_, found, python = pair.partition("=")
-        if not found:
-            die(f"--baseline-python takes name=/path/to/python, found {pair!r}")
-        baselines[name_] = python
+    baselines = dict(map(_baseline, baseline_python or []))
     if quick and full:
-        die("--quick and --full exclude each other")
-    with errors():
-        main = load(name, device)
-        more = {key: value for key, value in {"full": full, "train_ms": train_ms}.items() if value}
-        for key in more.keys() - inspect_module.signature(main).parameters.keys():
-            die(f"the benchmark {name!r} has no --{key.replace('_', '-')}")
-        main(quick=quick, json_path=json_path, plot_path=plot_path, baselines=baselines or None, **more, **further)
+        raise ArgumentError("--quick and --full exclude each other")
+    more = {key: value for key, value in {"full": full, "train_ms": train_ms}.items() if value}
+    for key in more.keys() - inspect_module.signature(main).parameters.keys():
+        raise ArgumentError(f"the benchmark {name!r} has no --{key.replace('_', '-')}")
+    main(quick=quick, json_path=json_path, plot_path=plot_path, baselines=baselines or None, **more, **further)
+
+
+def _baseline(given: str) -> tuple[str, str]:
+    """Name and interpreter of another system, from name=/path/to/python."""
+    name, _, python = given.partition("=")
+    if not name.strip() or not python:
+        raise ArgumentError(f"--baseline-python takes name=/path/to/python, found {given!r}")
+    if shutil.which(python) is None:
+        raise ArgumentError(f"--baseline-python {name}: {python!r} is no program")
+    return name, python

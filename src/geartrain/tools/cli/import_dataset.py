@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from geartrain.errors import ArgumentError
 from geartrain.store.store import Store
-from geartrain.tools.cli.app import app, die, errors, out
+from geartrain.tools.cli.app import app, out
 
 
 @app.command("import")
@@ -21,8 +22,10 @@ def import_(
         typer.Option(help="Field to import, or stored=found; repeat for several. All usual ones by default."),
     ] = None,
     cast: Annotated[list[str] | None, typer.Option(help="Convert dtypes, e.g. float64=float32. Repeatable.")] = None,
-    capacity: Annotated[int | None, typer.Option(help="Rows of the store; as many as episodes by default.")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Steps of the longest row; found by default.")] = None,
+    capacity: Annotated[
+        int | None, typer.Option(min=1, help="Rows of the store; as many as episodes by default.")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Steps of the longest row; found by default.")] = None,
     on_too_long: Annotated[str, typer.Option(help="error, truncate or skip episodes longer than that.")] = "error",
     skip_unsupported: Annotated[
         bool, typer.Option(help="Leave out text and video fields instead of refusing.")
@@ -42,32 +45,34 @@ def import_(
     """
     from geartrain.integrations import import_dataset
 
-    with errors():
-        store = import_dataset(
-            source,
-            into,
-            format=format,
-            fields=field,
-            cast=cast or (),
-            capacity=capacity,
-            max_length=max_length,
-            on_too_long=on_too_long,  # type: ignore[arg-type]  # checked by import_dataset, with a message
-            skip_unsupported=skip_unsupported,
-            persist=True,
-            progress=not quiet,
-            **_key_values(option or []),
-        )
-        out.print(_summary(store))
-        store.close()
+    store = import_dataset(
+        source,
+        into,
+        format=format,
+        fields=field,
+        cast=cast or (),
+        capacity=capacity,
+        max_length=max_length,
+        on_too_long=on_too_long,  # type: ignore[arg-type]  # checked by import_dataset, with a message
+        skip_unsupported=skip_unsupported,
+        persist=True,
+        progress=not quiet,
+        **_key_values(option or []),
+    )
+    out.print(_summary(store))
+    store.close()
 
 
 def _key_values(pairs: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for pair in pairs:
         key, found, value = pair.partition("=")
-        if not found:
-            die(f"--option takes key=value, found {pair!r}")
-        values[key] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
+        if not found or not key.isidentifier():
+            raise ArgumentError(f"--option takes key=value, found {pair!r}")
+        if key in values:
+            raise ArgumentError(f"--option {key} is given twice")
+        whole = value.isascii() and value.isdigit()
+        values[key] = {"true": True, "false": False}.get(value, int(value) if whole else value)
     return values
 
 

@@ -17,7 +17,7 @@ import geartrain.core.counters as counters
 import geartrain.weights as weights
 from geartrain.errors import GeartrainError
 from geartrain.store.store import Store
-from geartrain.tools.cli.app import app, die, errors, out
+from geartrain.tools.cli.app import app, die, out
 
 HISTOGRAM_BINS = 12
 
@@ -35,25 +35,24 @@ def inspect(
     audit: Annotated[bool, typer.Option(help="Attach to the store and check its metadata.")] = False,
 ) -> None:
     """Show a store: schema, rows, bytes, weights, counters; or a model's weights. Attaches only with --audit."""
-    with errors():
-        if name is None:
-            _list_segments(as_json)
-        elif (Path(name) / "manifest.json").is_file():
-            _inspect_checkpoint(Path(name), as_json)
-        elif any(Path(name).glob("step-*")):
-            _inspect_steps(Path(name), as_json)
-        elif _is_weights(name):
-            _inspect_weights(name, as_json)
-        elif _is_counters(name):
-            about = {"kind": "counters", **counters.describe(name)._asdict()}
-            if as_json:
-                sys.stdout.write(json.dumps(about, indent=1) + "\n")
-            else:
-                _print_counters([about])
+    if name is None:
+        _list_segments(as_json)
+    elif (Path(name) / "manifest.json").is_file():
+        _inspect_checkpoint(Path(name), as_json)
+    elif any(Path(name).glob("step-*")):
+        _inspect_steps(Path(name), as_json)
+    elif _is_weights(name):
+        _inspect_weights(name, as_json)
+    elif _is_counters(name):
+        about = {"kind": "counters", **counters.describe(name)._asdict()}
+        if as_json:
+            sys.stdout.write(json.dumps(about, indent=1) + "\n")
         else:
-            _inspect_store(name, as_json)
-            if audit:
-                _audit(name)
+            _print_counters([about])
+    else:
+        _inspect_store(name, as_json)
+        if audit:
+            _audit(name)
 
 
 def _list_segments(as_json: bool) -> None:
@@ -340,24 +339,23 @@ def remove(
     ] = False,
 ) -> None:
     """Remove a stale store, a model's weights, or counters."""
-    with errors():
-        if _is_weights(name):
-            about = weights.describe(name)
-            if about.in_use and not force:
-                die(f"living processes use the weights {name!r}; --force removes the name regardless")
-            weights.unlink(name)
-            out.print(f"removed the weights {name} (version {about.version}, {about.file_bytes / 1e6:,.1f} MB)")
-            return
-        if _is_counters(name):
-            if counters.describe(name).in_use and not force:
-                die(f"the process that created the counters {name!r} is alive; --force removes the name regardless")
-            counters.unlink(name)
-            out.print(f"removed the counters {name}")
-            return
-        store = Store.peek(name)
-        users = store.native.live_clients()
-        if users and not force:
-            die(f"{users} living processes use {name!r}; --force removes its name regardless")
-        rows = len(store)
-        store.unlink()
-        out.print(f"removed {name} ({rows:,} rows, {store.nbytes / 1e6:,.1f} MB)")
+    if _is_weights(name):
+        about = weights.describe(name)
+        if about.in_use and not force:
+            die(f"living processes use the weights {name!r}; --force removes the name regardless")
+        weights.unlink(name)
+        out.print(f"removed the weights {escape(name)} (version {about.version}, {about.file_bytes / 1e6:,.1f} MB)")
+        return
+    if _is_counters(name):
+        if counters.describe(name).in_use and not force:
+            die(f"the process that created the counters {name!r} is alive; --force removes the name regardless")
+        counters.unlink(name)
+        out.print(f"removed the counters {escape(name)}")
+        return
+    store = Store.peek(name)
+    users = store.native.live_clients()
+    if users and not force:
+        die(f"{users} living processes use {name!r}; --force removes its name regardless")
+    rows = len(store)
+    store.unlink()
+    out.print(f"removed {escape(name)} ({rows:,} rows, {store.nbytes / 1e6:,.1f} MB)")

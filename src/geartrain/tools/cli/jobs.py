@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from geartrain.tools.cli.app import app, die, errors
+from geartrain.tools.cli.app import app, die
+from geartrain.tools.cli.checks import input_file, output_folder
 
 
 @app.command()
@@ -18,12 +19,20 @@ def reducer(
     bind: Annotated[str, typer.Option(help="host:port to listen on; port 0 is any free one.")] = "127.0.0.1:0",
     secret_file: Annotated[
         Path | None,
-        typer.Option(help="A file with the secret shared with ranks; or GEARTRAIN_SECRET. Without: loopback only."),
+        typer.Option(
+            callback=input_file,
+            help="A file with the secret shared with ranks; or GEARTRAIN_SECRET. Without: loopback only.",
+        ),
     ] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port of the host.")] = None,
-    window: Annotated[int, typer.Option(help="Bytes in flight of each rank: received and not yet reduced.")] = 16 << 20,
-    every_s: Annotated[float, typer.Option(help="Seconds between lines of statistics; 0 for none.")] = 10.0,
-    grace_s: Annotated[float, typer.Option(help="Time limit of groups to leave after SIGTERM.")] = 10.0,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics on this port of the host.")
+    ] = None,
+    window: Annotated[int, typer.Option(min=1, help="Bytes in flight of each rank: received and not yet reduced.")] = 16
+    << 20,
+    every_s: Annotated[
+        float, typer.Option(min=0, max=1e9, help="Seconds between lines of statistics; 0 for none.")
+    ] = 10.0,
+    grace_s: Annotated[float, typer.Option(min=0, max=1e9, help="Time limit of groups to leave after SIGTERM.")] = 10.0,
 ) -> None:
     """Own shares of other hosts' all-reduces: receive arrays, sum them, return the results. Needs no accelerator.
 
@@ -34,8 +43,7 @@ def reducer(
     """
     from geartrain.collectives.reducer_main import serve
 
-    with errors():
-        serve(bind, secret_file, metrics_port, window, every_s, grace_s)
+    serve(bind, secret_file, metrics_port, window, every_s, grace_s)
 
 
 @app.command()
@@ -47,7 +55,11 @@ def launch(
         ),
     ],
     folder: Annotated[
-        Path | None, typer.Option(help="For a log of each process and summary.json; runs/NAME-TIME by default.")
+        Path | None,
+        typer.Option(
+            callback=output_folder,
+            help="For a log of each process and summary.json; runs/NAME-TIME by default. The folder above must exist.",
+        ),
     ] = None,
     fresh: Annotated[
         bool,
@@ -55,13 +67,18 @@ def launch(
     ] = False,
     timeout_s: Annotated[float | None, typer.Option(help="Time limit of the job, instead of its own.")] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Lines instead of a table, also on a terminal.")] = False,
-    every_s: Annotated[float, typer.Option(help="Seconds between lines.")] = 10.0,
-    metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port of the host.")] = None,
-    hosts: Annotated[int | None, typer.Option(help="Number of hosts. Not needed under torchrun or srun.")] = None,
-    host: Annotated[int | None, typer.Option(help="Number of this host, from 0.")] = None,
+    every_s: Annotated[float, typer.Option(min=0.1, max=1e9, help="Seconds between lines.")] = 10.0,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics on this port of the host.")
+    ] = None,
+    hosts: Annotated[
+        int | None, typer.Option(min=1, help="Number of hosts. Not needed under torchrun or srun.")
+    ] = None,
+    host: Annotated[int | None, typer.Option(min=0, help="Number of this host, from 0.")] = None,
     master: Annotated[str | None, typer.Option(help="host:port of host 0, for the ranks' rendezvous.")] = None,
     coordinator_port: Annotated[
-        int | None, typer.Option(help="Port of host 0 for the launchers; the one after the ranks' by default.")
+        int | None,
+        typer.Option(min=1, max=65535, help="Port of host 0 for the launchers; the one after the ranks' by default."),
     ] = None,
 ) -> None:
     """Run a job: start, supervise and end its learner ranks, agents and actors.
@@ -94,28 +111,27 @@ def launch(
     1), srun (--ntasks-per-node 1) or with --hosts, --host and --master;
     GEARTRAIN_SECRET must be the same on all. See docs/launch.md.
 
-    Example: geartrain launch job.toml --folder runs/pendulum
+    Example: geartrain launch job.toml --folder pendulum-run
     """
     import geartrain.launch as launching
     from geartrain.launch.hosts import host_position
 
     sys.path.insert(0, str(Path.cwd()))  # where `python -m` looks, too
-    with errors():
-        described = launching.load(job)
-        if timeout_s is not None:
-            described = dataclasses.replace(described, timeout_s=timeout_s)
-        position = host_position(os.environ, hosts=hosts, host=host, master=master, coordinator_port=coordinator_port)
-        try:
-            launching.run(
-                described,
-                folder=folder,
-                position=position,
-                fresh=fresh,
-                live=False if lines else None,
-                every_s=every_s,
-                metrics_port=metrics_port,
-            )
-        except launching.JobTimeoutError as error:
-            die(str(error), 124)
-        except launching.JobInterruptedError as error:
-            die(str(error), 130)
+    described = launching.load(job)
+    if timeout_s is not None:
+        described = dataclasses.replace(described, timeout_s=timeout_s)
+    position = host_position(os.environ, hosts=hosts, host=host, master=master, coordinator_port=coordinator_port)
+    try:
+        launching.run(
+            described,
+            folder=folder,
+            position=position,
+            fresh=fresh,
+            live=False if lines else None,
+            every_s=every_s,
+            metrics_port=metrics_port,
+        )
+    except launching.JobTimeoutError as error:
+        die(str(error), 124)
+    except launching.JobInterruptedError as error:
+        die(str(error), 130)

@@ -7,36 +7,48 @@ from typing import Annotated
 
 import typer
 
-from geartrain.tools.cli.app import app, die, errors
+from geartrain.errors import ArgumentError
+from geartrain.tools.cli.app import Commands, app
+from geartrain.tools.cli.checks import input_file, output_file, plot_file
 
-plan = typer.Typer(help="Predict a cluster's performance from constants measured on this machine.")
+plan = Commands(help="Predict a cluster's performance from constants measured on this machine.")
 app.add_typer(plan, name="plan", no_args_is_help=True)
 
 
 @plan.command("ranks")
 def plan_ranks(
-    hosts: Annotated[int | None, typer.Option(help="Hosts, each with a shard. Two known clusters without.")] = None,
-    gpus: Annotated[int, typer.Option(help="Ranks that read data, on each host.")] = 8,
-    rows: Annotated[float, typer.Option(help="Rows of all shards together.")] = 1e9,
-    batch: Annotated[int, typer.Option(help="Rows of the global batch.")] = 1024,
-    row_bytes: Annotated[float, typer.Option(help="Bytes of a row.")] = 100e3,
+    hosts: Annotated[
+        int | None, typer.Option(min=1, help="Hosts, each with a shard. Two known clusters without.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Ranks that read data, on each host.")] = 8,
+    rows: Annotated[float, typer.Option(min=1, help="Rows of all shards together.")] = 1e9,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of the global batch.")] = 1024,
+    row_bytes: Annotated[float, typer.Option(min=1, help="Bytes of a row.")] = 100e3,
     link_gbit: Annotated[float, typer.Option(help="A host's link, each way, in Gbit/s.")] = 200.0,
-    step_ms: Annotated[float, typer.Option(help="Training time of a batch; 0 for the largest rate.")] = 0.0,
+    step_ms: Annotated[float, typer.Option(min=0, help="Training time of a batch; 0 for the largest rate.")] = 0.0,
     share: Annotated[
         list[float] | None,
-        typer.Option(help="Probability that a draw falls on a host; once for each. Equal by default."),
+        typer.Option(min=0, max=1, help="Probability that a draw falls on a host; once for each. Equal by default."),
     ] = None,
-    cores: Annotated[int | None, typer.Option(help="Of a host; as measured by default.")] = None,
-    memory_gb: Annotated[float | None, typer.Option(help="Memory of a host: check whether the rows fit.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Of a host; as measured by default.")] = None,
+    memory_gb: Annotated[
+        float | None, typer.Option(min=1e-9, help="Memory of a host: check whether the rows fit.")
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine's constants first: 10 s.")] = False,
     constants: Annotated[
-        Path | None, typer.Option(help="Constants from this file: of `bench ranks --json` or of --json here.")
+        Path | None,
+        typer.Option(callback=input_file, help="Constants from this file: of `bench ranks --json` or of --json here."),
     ] = None,
     check: Annotated[
         Path | None,
-        typer.Option(help="Predict the cases of this `bench ranks --json` file, compared with its measurements."),
+        typer.Option(
+            callback=input_file,
+            help="Predict the cases of this `bench ranks --json` file, compared with its measurements.",
+        ),
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write predictions and constants here.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", callback=output_file, help="Write predictions and constants here.")
+    ] = None,
 ) -> None:
     """Predict GB/s per rank, bytes on the network, selection and fetch time, and the bottleneck.
 
@@ -48,29 +60,30 @@ def plan_ranks(
     from geartrain.tools.plan.replay import Cluster
     from geartrain.tools.plan.replay import check as check_cases
 
-    with errors():
-        known = measure_constants() if measure else read_constants(constants) if constants else None
-        if check is not None:
-            if not report.show_checked(check_cases(read_json(check), known)):
-                raise typer.Exit(1)
-            return
-        if hosts is None:
-            asked = report.known_clusters(known)
-        else:
-            cluster = Cluster(
-                hosts=hosts,
-                gpus=gpus,
-                rows=rows,
-                batch=batch,
-                row_bytes=row_bytes,
-                link_gbit=link_gbit,
-                step_ms=step_ms,
-                shares=tuple(share) if share else None,
-                memory_gb=memory_gb,
-            )
-            here = known or DEFAULTS
-            asked = [report.ClusterCase(f"{hosts} x {gpus} ranks", cluster, here.of_host(cores) if cores else here)]
-        report.show(asked, json_path)
+    if measure and constants is not None:
+        raise ArgumentError("--measure and --constants are two sources of the same constants")
+    known = measure_constants() if measure else read_constants(constants) if constants else None
+    if check is not None:
+        if not report.show_checked(check_cases(read_json(check), known)):
+            raise typer.Exit(1)
+        return
+    if hosts is None:
+        asked = report.known_clusters(known)
+    else:
+        cluster = Cluster(
+            hosts=hosts,
+            gpus=gpus,
+            rows=rows,
+            batch=batch,
+            row_bytes=row_bytes,
+            link_gbit=link_gbit,
+            step_ms=step_ms,
+            shares=tuple(share) if share else None,
+            memory_gb=memory_gb,
+        )
+        here = known or DEFAULTS
+        asked = [report.ClusterCase(f"{hosts} x {gpus} ranks", cluster, here.of_host(cores) if cores else here)]
+    report.show(asked, json_path)
 
 
 @plan.command("allreduce")
@@ -79,11 +92,15 @@ def plan_allreduce(
     bytes_: Annotated[str, typer.Option("--bytes", help="Of the array: 1.2GB, 16MiB, 4096.")],
     reducers: Annotated[str, typer.Option(help="Reducers' links: 14x32Gbit. None by default.")] = "",
     rtt: Annotated[str, typer.Option(help="Round trip between any two: 0.1ms.")] = "0",
-    price_worker: Annotated[float | None, typer.Option(help="Of a worker, an hour.")] = None,
-    price_reducer: Annotated[float | None, typer.Option(help="Of a reducer, an hour.")] = None,
+    price_worker: Annotated[float | None, typer.Option(min=0, help="Of a worker, an hour.")] = None,
+    price_reducer: Annotated[float | None, typer.Option(min=0, help="Of a reducer, an hour.")] = None,
     compute: Annotated[str, typer.Option(help="Time of a training step without the all-reduce: 0.2s.")] = "0",
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write predictions here, as JSON.")] = None,
-    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw it into this file (PNG, SVG, PDF).")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", callback=output_file, help="Write predictions here, as JSON.")
+    ] = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", callback=plot_file, help="Draw it into this file (PNG, SVG, PDF).")
+    ] = None,
 ) -> None:
     """Predict the time of an all-reduce, optimal shares of owners, and the useful number of reducers.
 
@@ -97,13 +114,12 @@ def plan_allreduce(
     from geartrain.tools.plan.units import parse_bytes, parse_links, parse_seconds
 
     if (price_worker is None) != (price_reducer is None):
-        die("--price-worker and --price-reducer need each other")
-    with errors():
-        show(
-            Network(parse_links(workers), parse_links(reducers), parse_bytes(bytes_), parse_seconds(rtt)),
-            price_worker=price_worker,
-            price_reducer=price_reducer,
-            compute_s=parse_seconds(compute),
-            json_path=json_path,
-            plot_path=plot_path,
-        )
+        raise ArgumentError("--price-worker and --price-reducer need each other")
+    show(
+        Network(parse_links(workers), parse_links(reducers), parse_bytes(bytes_), parse_seconds(rtt)),
+        price_worker=price_worker,
+        price_reducer=price_reducer,
+        compute_s=parse_seconds(compute),
+        json_path=json_path,
+        plot_path=plot_path,
+    )

@@ -46,7 +46,6 @@ def show(
     rows = growing(network, counts)
     _print(found, best, compute_s, counts, rows)
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(_as_json(found, best, rows), indent=1) + "\n")
     if plot_path is not None:
         plot(found, best, plot_path)
@@ -215,6 +214,5 @@ def plot(found: AllReducePlan, best: tuple[Priced, list[Priced]] | None, path: P
     figure.suptitle(
         f"all-reduce of {bytes_text(network.nbytes)} over {_kinds(network.workers)}{round_trip}", fontsize=10
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -83,7 +83,15 @@ class Constants:
         known = {field.name for field in fields(cls)}
         if set(found) != known:
             raise ArgumentError(f"constants are {', '.join(sorted(known))}; found {', '.join(sorted(found))}")
-        return cls(**{**found, "descent_ns": {int(n): float(ns) for n, ns in found["descent_ns"].items()}})
+        descents = found["descent_ns"]
+        if not isinstance(descents, Mapping) or not descents or not all(str(n).isdecimal() for n in descents):
+            raise ArgumentError(f"descent_ns maps rows to nanoseconds, found {descents!r}")
+        numbers = {name: found[name] for name in known - {"source", "descent_ns"}}
+        numbers |= {f"descent_ns of {n} rows": ns for n, ns in descents.items()}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ArgumentError(f"the constant {name} is a number from 0 on, found {value!r}")
+        return cls(**{**found, "descent_ns": {int(n): float(ns) for n, ns in descents.items()}})
 
 
 #: Rounded, of the quieter of several runs of `geartrain plan ranks --measure`.
@@ -255,7 +263,7 @@ def read_constants(path: Path) -> Constants:
     """Constants from a file of `geartrain bench ranks --json` or `geartrain plan ranks --json`.
 
     Raises:
-        ArgumentError: there are none in it.
+        ArgumentError: there are none in it, or one is no number.
     """
     found = read_json(path)
     if not isinstance(found.get("constants"), dict) or not found["constants"]:

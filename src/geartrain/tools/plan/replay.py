@@ -255,6 +255,26 @@ class Checked:
         return self.predicted / self.measured if self.measured else math.inf
 
 
+#: What `check` reads of a case, and the type of each.
+_OF_A_CASE: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("arm", "strategy", "case"), str),
+    **dict.fromkeys(("hosts", "ranks", "batch"), int),
+    **dict.fromkeys(
+        ("rows", "row_bytes", "link_gbit", "train_ms", "moved_bytes", "median_samples_per_s"), (int, float)
+    ),
+}
+
+
+def _check_case(number: int, case: Any) -> None:
+    if not isinstance(case, dict):
+        raise ArgumentError(f"case {number} of the result is no JSON object")
+    for name, kind in _OF_A_CASE.items():
+        if not isinstance(case.get(name), kind):
+            raise ArgumentError(f"case {number} of the result: {name} is {case.get(name, 'missing')!r}")
+    if case["hosts"] < 1:
+        raise ArgumentError(f"case {number} of the result: hosts is {case['hosts']}")
+
+
 def check(result: Mapping[str, Any], constants: Constants | None = None) -> list[Checked]:
     """Predictions for the cases of a `geartrain bench ranks` result, each with its measurement.
 
@@ -264,12 +284,15 @@ def check(result: Mapping[str, Any], constants: Constants | None = None) -> list
     Raises:
         ArgumentError: not such a result.
     """
-    if result.get("bench") != "ranks" or "cases" not in result:
+    if result.get("bench") != "ranks" or not isinstance(result.get("cases"), list):
         raise ArgumentError("not a result of `geartrain bench ranks --json FILE`")
     if constants is None:
+        if not isinstance(result.get("constants"), dict):
+            raise ArgumentError("the result holds no constants; give those of another run")
         constants = Constants.from_json(result["constants"])
     checked = []
-    for case in result["cases"]:
+    for number, case in enumerate(result["cases"]):
+        _check_case(number, case)
         if case["arm"] not in ARMS or case["strategy"] not in ("prioritized", "uniform"):
             continue
         found = predict(

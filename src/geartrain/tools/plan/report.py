@@ -74,7 +74,6 @@ def show(asked: Sequence[ClusterCase], json_path: Path | None = None) -> None:
     constants = asked[0].constants
     console.print(f"constants: {constants.source}", highlight=False, markup=False, soft_wrap=True)
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps({"constants": constants.as_json(), "clusters": found}, indent=1) + "\n")
 
 
@@ -144,7 +143,7 @@ def rich_console() -> tuple[Any, Any]:
         from rich.table import Table
     except ImportError:
         raise MissingDependencyError("plans are printed with rich: pip install 'geartrain[cli]'") from None
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = 120
     return console, Table

@@ -40,7 +40,7 @@ def parse_links(text: str) -> tuple[float, ...]:
     rates: list[float] = []
     for part in text.split("+"):
         count, times, rate = part.strip().rpartition("x")
-        if times and not count.strip().isdigit():
+        if times and not (count.strip().isascii() and count.strip().isdigit()):
             raise ArgumentError(f"links are written like 8x100Gbit or 1x100Mbit+3x400Mbit, found {text!r}")
         number = int(count) if times else 1
         if len(rates) + number > MOST_MEMBERS:
@@ -76,7 +76,10 @@ def parse_seconds(text: str) -> float:
     found = _TIME.fullmatch(text.strip())
     if found is None or found[2].lower() not in _TIMES:
         raise ArgumentError(f"a time is a number and one of {', '.join(_TIMES)}; found {text!r}")
-    return float(found[1]) * _TIMES[found[2].lower()]
+    seconds = float(found[1]) * _TIMES[found[2].lower()]
+    if math.isinf(seconds):
+        raise ArgumentError(f"a time is finite, found {text!r}")
+    return seconds
 
 
 def bytes_text(nbytes: float) -> str:
