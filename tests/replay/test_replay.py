@@ -321,6 +321,13 @@ def test_a_store_closed_under_a_prefetching_replay_is_an_error_and_not_a_crash(n
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1, found 0"),
+        ({"batch_size": 2.5}, "batch_size must be a whole number, found 2.5"),
+        ({"batch_size": float("nan")}, "batch_size must be a whole number, found nan"),
+        ({"batch_size": True}, "batch_size must be a whole number, found True"),
+        ({"batch_size": "3"}, "batch_size must be a whole number, found '3'"),
+        ({"window": 1.5}, "window must be a whole number, found 1.5"),
+        ({"threads": 1.5}, "threads must be a whole number, found 1.5"),
+        ({"num_batches": 2.5}, "num_batches must be a whole number, found 2.5"),
         ({"prefetch": -1}, "prefetch must be at least 0, found -1"),
         ({"min_rows": 0}, "min_rows must be at least 1, found 0"),
         ({"num_batches": -1}, "num_batches must be at least 0, found -1"),

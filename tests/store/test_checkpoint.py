@@ -18,7 +18,7 @@ import pytest
 
 import geartrain as gt
 import geartrain.store.checkpoint_writer as saving
-from geartrain.errors import CheckpointError, SchemaError
+from geartrain.errors import CheckpointError, NoSpaceError, SchemaError
 from geartrain.store.checkpoint_format import read_manifest, write_json
 
 FIELDS = {
@@ -135,6 +135,34 @@ def test_saving_again_replaces_the_old_checkpoint(store_name: Any, tmp_path: Pat
         with gt.Store.load(tmp_path / "ckpt", store_name()) as restored:
             assert len(restored) == 5
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_saving_through_a_symbolic_link_keeps_the_link(store_name: Any, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with gt.Store.create(store_name(), FIELDS, max_length=15, capacity=8) as store:
+        fill(store, 3)
+        store.save(tmp_path / "link")
+        store.save(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        with gt.Store.load(tmp_path / "real", store_name()) as loaded:
+            assert contents(loaded) == contents(store)
+        with pytest.raises(CheckpointError, match=r"dangling is a symbolic link to .*nowhere, which does not exist"):
+            store.save(tmp_path / "dangling")
+        assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_full_disk_is_named(store_name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with gt.Store.create(store_name(), FIELDS, max_length=15, capacity=8) as store:
+        fill(store, 3)
+        monkeypatch.setattr(saving._Writer, "write", full)
+        with pytest.raises(NoSpaceError, match=r"/ckpt: No space left on device; [\d,]+ bytes are free"):
+            store.save(tmp_path / "ckpt")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_foreign_files_are_never_replaced(store_name: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def default_threads(threads: int | None) -> int:
     """Threads that copy: what was asked for, or up to four of the cores this process may use."""
     if threads is None:
         return min(4, int(_native.available_cores()))
-    if threads < 1:
+    if check_whole("threads", threads) < 1:
         raise ArgumentError(f"at least one thread must copy, found threads={threads}")
     return threads
 
@@ -51,13 +51,20 @@ def capacity_of(
 
 def whole_number(what: str, value: Any, most: int) -> int:
     """The value as an int from 0 to `most`; fractions and infinities are refused, not cut."""
-    try:
-        number = int(operator.index(value))
-    except TypeError:
-        raise ArgumentError(f"{what} must be a whole number, found {value!r}") from None
+    number = check_whole(what, value)
     if not 0 <= number <= most:
         raise ArgumentError(f"{what} must be from 0 to {most}, found {number}")
     return number
+
+
+def check_whole(what: str, value: Any) -> int:
+    """The value as an int of any sign; fractions, text and booleans are refused."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return int(operator.index(value))
+    except TypeError:
+        raise ArgumentError(f"{what} must be a whole number, found {value!r}") from None
 
 
 def nanoseconds(what: str, seconds: float) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
@@ -50,8 +51,12 @@ class ReplayConfig:
             ("min_rows", 1 if self.min_rows is None else self.min_rows, 1),
             ("num_batches", 0 if self.num_batches is None else self.num_batches, 0),
         ):
-            if value < least:
+            if check_whole(what, value) < least:
                 raise ArgumentError(f"{what} must be at least {least}, found {value}")
+        if self.window is not None:
+            check_whole("window", self.window)
+        if self.threads is not None:
+            check_whole("threads", self.threads)
         if not 0 <= self.timeout_s <= 1e9:
             raise ArgumentError(f"timeout_s must be from 0 to 1e9 seconds, found {self.timeout_s}")
         if self.assignment not in ASSIGNMENTS:

@@ -5,6 +5,7 @@ The format stands in checkpoint_format.py.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import json
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
-from geartrain.errors import CheckpointError
+from geartrain.errors import CheckpointError, NoSpaceError
 from geartrain.store.checkpoint_format import (
     FORMAT,
     ROW_RECORD,
@@ -94,14 +95,14 @@ def save(
     if base is not None:
         base = Path(base)
         read_manifest(base)  # a base that was named must be whole; one that was found may be damaged
-    directory = Path(directory).absolute()
+    directory = _target(Path(directory).absolute())
     if directory.exists():
         _check_replaceable(directory)
     make_directory(directory.parent)
     found, not_linked = None, None  # what to link to, or why not
     if incremental:
         found, not_linked = _find_base(store, base, directory, origin)
-    with _sibling(directory) as fresh:
+    with _sibling(directory) as fresh, _naming_full_disk(directory):
         saved = _Saving(store, fields, max_length, options, fresh, found, progress).run(directory, not_linked)
         if directory.exists():
             _native.exchange_paths(str(fresh), str(directory))
@@ -443,6 +444,36 @@ def _sibling(directory: Path) -> Iterator[Path]:
             shutil.rmtree(fresh, ignore_errors=True)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def _naming_full_disk(directory: Path) -> Iterator[None]:
+    """Turns the kernel's bare error of a full file system or quota into one with the path and the bytes left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        about = os.statvfs(directory.parent)
+        free = about.f_bavail * about.f_frsize
+        raise NoSpaceError(
+            f"cannot save the checkpoint {directory}: {error.strerror}; {free:,} bytes are free beside the unfinished "
+            "one, which is removed"
+        ) from error
+
+
+def _target(directory: Path) -> Path:
+    """The directory, or the one that a symbolic link of that name points to: the link stays.
+
+    Raises:
+        CheckpointError: the link points to nothing.
+    """
+    if not directory.is_symlink():
+        return directory
+    target = Path(os.path.realpath(directory))
+    if not target.exists():
+        raise CheckpointError(f"{directory} is a symbolic link to {target}, which does not exist")
+    return target
 
 
 def _check_replaceable(directory: Path) -> None:

@@ -346,7 +346,9 @@ class Store:
             progress: show a progress bar.
 
         Raises:
-            CheckpointError: `directory` exists and is not a checkpoint, or `base` is none or damaged.
+            CheckpointError: `directory` exists and is not a checkpoint, or is a symbolic link to nothing; or `base` is
+                none or damaged.
+            NoSpaceError: the file system, or a quota on it, is full.
 
         Cost: the bytes of new rows, 56 bytes for each row of the capacity, and a flush; memory for a chunk of 64 MB.
         """
