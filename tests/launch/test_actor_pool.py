@@ -68,7 +68,7 @@ def test_a_pool_acts_until_it_is_stopped(store):
         assert path.exists()
     assert not path.exists()
     counts = store.stats()
-    assert counts["writing"] == counts["growing"] == 0
+    assert counts["writing"] == counts["open"] == 0
     assert counts["inserted"] == pool.counters.column("rows").sum()  # what was going on was kept, and counted
     assert store.audit() == []
 
