@@ -73,7 +73,8 @@ def test_hosts_move_only_the_surplus_but_for_the_arms_that_move_all(result: rank
             assert ABOUT[0] * told < counted < 10 * told, (
                 "the interfaces counted about what the replay did, and headers"
             )
-            assert case["busiest_bytes"] <= counted + 1
+            # A host's own count may hold frames that were queued in the shaper when counting began.
+            assert case["busiest_bytes"] <= 1.25 * counted
         if case["system"] in ("ordered", "central"):
             assert ABOUT[0] < case["moved_bytes"] / case["expected_bytes"] < ABOUT[1]
 

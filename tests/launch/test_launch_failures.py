@@ -168,7 +168,8 @@ def check_launcher_killed(seed, name, tmp_path):
         replay.stores[0].close(keep=True)
     summary = launch.run(tagged_job(name, steps=20), folder=tmp_path / "second", live=False)
     assert summary.outcome == "finished"
-    assert f"found {rows} rows" in (tmp_path / "second" / "learner-0.log").read_text()
+    found = int((tmp_path / "second" / "learner-0.log").read_text().split("found ")[1].split(" rows")[0])
+    assert found >= rows, "rows that survived were not adopted; inserters may have added some before the learner looked"
 
 
 def test_a_job_goes_on_without_a_killed_actor(store_name, tmp_path):

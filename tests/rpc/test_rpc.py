@@ -555,7 +555,7 @@ def test_a_subscriber_that_came_back_gets_nothing_meant_for_the_one_before() -> 
             until_s = time.monotonic() + patience(5)
             while newest not in got and time.monotonic() < until_s:
                 time.sleep(0.001)
-            assert got == [newest - 2, newest - 1, newest]
+            assert got == list(range(max(0, newest - 2), newest + 1))  # the first may have been dropped at once
 
 
 def test_objects_and_functions_go_by_pickle_only_between_peers_with_the_secret() -> None:
