@@ -34,7 +34,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     audit: Annotated[bool, typer.Option(help="Attach to the store and check its metadata.")] = False,
 ) -> None:
-    """Show a store: schema, rows, bytes, weights, counters; or a model's weights. Attaches only with --audit."""
+    """Show a store: schema, rows, bytes, priorities, counters; or a model's weights. Attaches only with --audit."""
     if name is None:
         _list_segments(as_json)
     elif (Path(name) / "manifest.json").is_file():
