@@ -188,4 +188,5 @@ def test_every_part_on_hosts_has_cases_plots_and_bytes_near_theory(tmp_path: Pat
     pytest.importorskip("matplotlib")
     allreduce_plot.plot(result, tmp_path / "bench.png")
     allreduce_report.print_cases(result)
-    assert {path.name for path in tmp_path.iterdir()} == {"bench.png", "bench-delay.png", "bench-throughput.png"}
+    drawn = {"bench.png", "bench-slow-link.png", "bench-delay.png", "bench-throughput.png"}
+    assert {path.name for path in tmp_path.iterdir()} == drawn
