@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class _Uncommitted:
+class _Uncommitted(ABC):
     """Blocks of one writer, until it commits or abandons them. A context manager: commits on a clean exit."""
 
     __slots__ = ("_columns", "_done")
@@ -28,11 +29,13 @@ class _Uncommitted:
     _columns: Columns
     _done: bool
 
+    @abstractmethod
     def commit(self) -> Keys:
-        raise NotImplementedError
+        """Makes what was written selectable."""
 
+    @abstractmethod
     def _release(self, native: _native.Store) -> None:
-        raise NotImplementedError
+        """Returns the blocks to the store."""
 
     def abandon(self) -> None:
         """Returns the blocks unwritten; a published row is closed with its published steps.
