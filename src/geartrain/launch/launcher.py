@@ -296,7 +296,7 @@ class Launcher:
             weights.unlink(name)
 
     def _attach_store(self, *, adopt: bool = False) -> None:
-        """Attaches to the store once it exists: for its figures, and because processes may make it without `persist`."""
+        """Attaches to the store once it exists, for its figures; it may have been made without `persist`, too."""
         if self._store is None:
             with contextlib.suppress(GeartrainError, OSError):
                 self._store = Store.open(self.job.name, adopt=adopt, timeout_s=1.0)
