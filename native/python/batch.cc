@@ -150,7 +150,8 @@ class Sampler {
     }
   }
 
-  // Fills rows [first, first + n) of a batch. Returns (cursor, redrawn), or None.
+  // Fills rows [first, first + n) of a batch. Returns (cursor, rows redrawn, rows drawn from), or
+  // None where rows or the rate limiter have to be waited for.
   nb::object sample_into(SampledBatch& batch, size_t first, size_t n, uint64_t step,
                          const std::optional<LimitTuple>& limits, uint64_t cursor, bool admitted,
                          std::optional<double> beta) {
@@ -173,7 +174,7 @@ class Sampler {
       }
     }
     if (!result.done) return nb::none();
-    return nb::make_tuple(result.cursor, result.redrawn);
+    return nb::make_tuple(result.cursor, result.redrawn, result.count);
   }
 
   // Copies rows that Python has drawn to the places `numbers` of a part. Returns how many were lost.

@@ -96,7 +96,7 @@ class BatchSampler:
         cursor: int,
         admitted: bool,
         beta: float | None,
-    ) -> tuple[int, int] | None: ...
+    ) -> tuple[int, int, int] | None: ...
     def gather(
         self,
         batch: SampledBatch,

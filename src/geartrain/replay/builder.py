@@ -35,11 +35,14 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class BuiltBatch:
-    """A batch, the strategies' state after it, and what the consumer's thread calls when it takes the batch."""
+    """A batch, the strategies' state after it, what the consumer's thread calls when it takes the batch, and how long
+    it took to make where that is all there is to it (inf: there is more, such as other ranks or a device).
+    """
 
     batch: Batch
     state: State
     deliver: Callable[[], None] = nothing
+    make_s: float = float("inf")
 
 
 class StartedBatch(Protocol):
@@ -100,8 +103,8 @@ class BatchBuilder(Protocol[Started]):
         """Forgets what later batches have used, before the state of an earlier one is loaded."""
         ...
 
-    def stats(self) -> dict[str, float]:
-        """`built` (batches), `make_s` and `redrawn`; and more where several ranks take part."""
+    def stats(self) -> dict[str, Any]:
+        """`built` (batches), `make_s` and `redrawn`; and more where several ranks take part, or on the host `path`."""
         ...
 
     def describe(self) -> list[dict[str, Any]]:
@@ -145,9 +148,10 @@ class HostBatchBuilder:
         began_s = time.perf_counter()
         native, after = self.sample(step, state)
         batch = NativeBatch(native, self.samplers[0].plan, step)
-        self._make_s += time.perf_counter() - began_s
+        make_s = time.perf_counter() - began_s
+        self._make_s += make_s
         self._built += 1
-        return BuiltBatch(batch, after)
+        return BuiltBatch(batch, after, make_s=make_s)
 
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""
@@ -184,9 +188,11 @@ class HostBatchBuilder:
     def rewind(self) -> None:
         """See `BatchBuilder`. Nothing is kept but the state."""
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`."""
-        return build_stats(self._built, self._make_s, self.samplers)
+        natively = all(sampler.draws_natively for sampler in self.samplers)
+        path = "native" if natively else "native gather of rows drawn by the strategy's code"
+        return {**build_stats(self._built, self._make_s, self.samplers), "path": path}
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchBuilder`."""

@@ -105,18 +105,18 @@ class StoreSampler:
         self.alpha = alpha_at(strategy, 0)
         self.atom = self.traits.atom
         self.stage = "idle"
-        # Built-in strategies and those that follow from their traits; others are asked for their draws.
+        # Built-in strategies and others that follow from their traits; the rest are asked for their draws.
         self.draws_natively = (
             self.traits.form in ("random", *ORDERS)
             and self.atom == 1
             and getattr(type(strategy), "select", None) is DeclaredStrategy.select
-            and getattr(type(strategy), "importance_weights", None)
-            in (
-                Prioritized.importance_weights,
-                *(() if self.traits.importance else (DeclaredStrategy.importance_weights,)),
-            )
         )
-        self._beta = getattr(strategy, "beta", None) if self.traits.importance else None
+        weigh = getattr(type(strategy), "importance_weights", None)
+        self._beta = (
+            strategy.beta if isinstance(strategy, Prioritized) and weigh is Prioritized.importance_weights else None
+        )
+        self._weighs = weigh not in (DeclaredStrategy.importance_weights, Prioritized.importance_weights)
+        self._weighs |= self.traits.importance and weigh is DeclaredStrategy.importance_weights  # refused: it has none
         store = plan.store
         self.candidates = Candidates.of_store(store.native, store.column)
         self.limited = store.options["max_times_sampled"] is not None
@@ -149,8 +149,12 @@ class StoreSampler:
                 self.give_back(n)
                 raise
         self.stage = "idle"
-        cursor, redrawn = result
+        cursor, redrawn, count = result
         self.redrawn += redrawn
+        if self._weighs:
+            part = slice(first, first + n)
+            draw = Draw(batch.rows()[part], batch.generations()[part], batch.probability()[part])
+            self._set_importance(batch, first, draw, count, step)
         return {"after": cursor} if self.traits.cursor else {}
 
     @functools.cached_property
@@ -187,15 +191,18 @@ class StoreSampler:
                 again = self.draw(n, step, drawn.draw.state, redraw)
                 self._gather(batch, first, n, redraw.numbers, again, step, redraw.attempt)
                 drawn.draw = drawn.draw.with_redrawn(redraw.numbers, again)
-            weights = importance_of(self.strategy, drawn.draw, count, step)
-            if weights is not None:
-                batch.set_importance(first, weights)
+            self._set_importance(batch, first, drawn.draw, count, step)
             return drawn.draw.state
         except BaseException:
             self.give_back(n)
             raise
         finally:
             self.stage = "idle"
+
+    def _set_importance(self, batch: _native.SampledBatch, first: int, draw: Draw, count: int, step: int) -> None:
+        weights = importance_of(self.strategy, draw, count, step)
+        if weights is not None:
+            batch.set_importance(first, weights)
 
     def _gather(
         self,
