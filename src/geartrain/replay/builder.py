@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
+from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.fetch import FetchedRows
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection, quotas_of
 
+_LARGEST = np.finfo(np.float64).max
 # What every strategy has to know at its next step.
 State = list[dict[str, int]]
 
@@ -171,7 +173,7 @@ class HostBatchBuilder:
         if not self.mixed:
             (sampler,) = self.samplers
             draw, fetched = sampler.sample(self.rows, step, state[0], out)
-            keys = Keys(draw.rows, draw.generations)
+            keys = Keys(draw.rows, draw.generations, store=sampler.plan.store.id)
             return SampledRows(fetched, keys, draw.probability, draw.importance_weights, [draw.state])
         arrays = self.samplers[0].plan.empty(self.rows) if out is None else out
         state = list(state)
@@ -182,7 +184,7 @@ class HostBatchBuilder:
                 draw, fetched = sampler.sample(quota, step, state[number], [a[at : at + quota] for a in arrays])
                 state[number] = draw.state
                 pieces.append(fetched)
-                keys_of.append(Keys(draw.rows, draw.generations).of_shard(number))
+                keys_of.append(Keys(draw.rows, draw.generations, store=sampler.plan.store.id).of_shard(number))
                 probability.append(draw.probability)
                 weights.append((draw.importance_weights, quota))
                 at += quota
@@ -215,15 +217,39 @@ class HostBatchBuilder:
 
 
 def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step: int) -> int:
-    """Sets priorities in this process's stores, and returns how many rows were gone."""
+    """Sets priorities in this process's stores, and returns how many rows were gone.
+
+    Raises:
+        ArgumentError: a priority that is not finite, or keys of other stores. None of the priorities is set.
+    """
     keys, priorities = update.keys, update.priorities
+    check_priorities(priorities)
+    place = keys.places_among(
+        np.array([sampler.plan.store.id for sampler in samplers], np.uint64), "stores of this replay"
+    )
     gone = 0
     for number, sampler in enumerate(samplers):
         sampler.follow_alpha(step)
-        mine = slice(None) if keys.shard is None else np.flatnonzero(keys.shard == number)
-        if len(keys[mine]):
-            gone += sampler.plan.store.update_priorities(keys[mine], np.abs(priorities[mine]) ** sampler.alpha)
+        mine = slice(None) if len(samplers) == 1 else np.flatnonzero(place == number)
+        if len(priorities[mine]):
+            gone += sampler.plan.store.native.update_priorities(
+                keys.row[mine], keys.generation[mine], raised(priorities[mine], sampler.alpha)
+            )
     return gone
+
+
+def check_priorities(priorities: NDArray[np.float64]) -> None:
+    """Raises `ArgumentError` unless all priorities are finite."""
+    bad = np.flatnonzero(~np.isfinite(priorities))
+    if bad.size:
+        raise ArgumentError(f"priority {bad[0]} is not finite: {priorities[bad[0]]}")
+
+
+def raised(priorities: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
+    """|priority| ** alpha, as a store takes it: finite."""
+    with np.errstate(over="ignore"):
+        powers: NDArray[np.float64] = np.minimum(np.abs(priorities) ** alpha, _LARGEST)
+        return powers
 
 
 def build_stats(built: int, make_s: float, samplers: Sequence[StoreSampler]) -> dict[str, float]:
@@ -248,6 +274,8 @@ __all__ = [
     "State",
     "apply_updates",
     "build_stats",
+    "check_priorities",
     "join_importance",
     "nothing",
+    "raised",
 ]

@@ -323,7 +323,10 @@ class DeviceBatchBuilder:
             self._release(part, slice(None))
             self._replace_lost(pending, part, torn[part.at : part.at + part.n])
         draws = [part.draw for part in parts if part.draw is not None]
-        keys = [Keys(draw.rows, draw.generations) for draw in draws]
+        keys = [
+            Keys(draw.rows, draw.generations, store=self.samplers[part.number].plan.store.id)
+            for part, draw in zip(parts, draws, strict=True)
+        ]
         importance_weights = [
             (importance_of(self.samplers[part.number].strategy, draw, part.count, pending.step), part.n)
             for part, draw in zip(parts, draws, strict=True)
