@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.keys import Keys
+from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.native_batch import NativeBatch
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection, quotas_of
 
+_LARGEST = np.finfo(np.float64).max
 # What every strategy has to know at its next step.
 State = list[dict[str, int]]
 
@@ -136,6 +138,7 @@ class HostBatchBuilder:
         self.samplers = samplers
         self.rows = batch_size
         self.mixed = selection is not samplers[0].strategy
+        self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self._selection = selection
         self._make_s = 0.0
         self._built = 0
@@ -147,7 +150,7 @@ class HostBatchBuilder:
         """See `BatchBuilder`. The batch is finished when this returns."""
         began_s = time.perf_counter()
         native, after = self.sample(step, state)
-        batch = NativeBatch(native, self.samplers[0].plan, step)
+        batch = NativeBatch(native, self.samplers[0].plan, step, self.store_ids)
         make_s = time.perf_counter() - began_s
         self._make_s += make_s
         self._built += 1
@@ -206,15 +209,39 @@ class HostBatchBuilder:
 
 
 def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step: int) -> int:
-    """Sets priorities in this process's stores, and returns how many rows were gone."""
+    """Sets priorities in this process's stores, and returns how many rows were gone.
+
+    Raises:
+        ArgumentError: a priority that is not finite, or keys of other stores. None of the priorities is set.
+    """
     keys, priorities = update.keys, update.priorities
+    check_priorities(priorities)
+    place = keys.places_among(
+        np.array([sampler.plan.store.id for sampler in samplers], np.uint64), "stores of this replay"
+    )
     gone = 0
     for number, sampler in enumerate(samplers):
         sampler.follow_alpha(step)
-        mine = slice(None) if keys.shard is None else np.flatnonzero(keys.shard == number)
-        if len(keys[mine]):
-            gone += sampler.plan.store.update_priorities(keys[mine], np.abs(priorities[mine]) ** sampler.alpha)
+        mine = slice(None) if len(samplers) == 1 else np.flatnonzero(place == number)
+        if len(priorities[mine]):
+            gone += sampler.plan.store.native.update_priorities(
+                keys.row[mine], keys.generation[mine], raised(priorities[mine], sampler.alpha)
+            )
     return gone
+
+
+def check_priorities(priorities: NDArray[np.float64]) -> None:
+    """Raises `ArgumentError` unless all priorities are finite."""
+    bad = np.flatnonzero(~np.isfinite(priorities))
+    if bad.size:
+        raise ArgumentError(f"priority {bad[0]} is not finite: {priorities[bad[0]]}")
+
+
+def raised(priorities: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
+    """|priority| ** alpha, as a store takes it: finite."""
+    with np.errstate(over="ignore"):
+        powers: NDArray[np.float64] = np.minimum(np.abs(priorities) ** alpha, _LARGEST)
+        return powers
 
 
 def build_stats(built: int, make_s: float, samplers: Sequence[StoreSampler]) -> dict[str, float]:
@@ -238,6 +265,8 @@ __all__ = [
     "State",
     "apply_updates",
     "build_stats",
+    "check_priorities",
     "join_importance",
     "nothing",
+    "raised",
 ]

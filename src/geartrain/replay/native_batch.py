@@ -5,8 +5,10 @@ A consumer that reads two of ten fields pays for two; what a batch costs in Pyth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 import geartrain._native as _native
 from geartrain.core.keys import Keys
@@ -29,12 +31,14 @@ class NativeBatch(Batch):
     _rows: _native.SampledBatch
     _plan: FetchPlan
     _shown: dict[str, Array]
+    _store_ids: Sequence[int]
 
-    def __init__(self, rows: _native.SampledBatch, plan: FetchPlan, step: int) -> None:
+    def __init__(self, rows: _native.SampledBatch, plan: FetchPlan, step: int, store_ids: Sequence[int]) -> None:
         put = object.__setattr__  # the dataclass is frozen; other attributes are set when they are first asked for
         put(self, "_rows", rows)
         put(self, "_plan", plan)
         put(self, "_shown", {})
+        put(self, "_store_ids", store_ids)
         put(self, "step", step)
         put(self, "draw", None)
         put(self, "cu_seqlens", None)
@@ -46,7 +50,7 @@ class NativeBatch(Batch):
             if value is not None:
                 value = self._plan.as_output(value)
         elif name == "keys":
-            value = keys_of(self._rows)
+            value = keys_of(self._rows, self._store_ids)
         elif name == "fields":
             value = {each: self[each] for each in self._plan.names}
         else:
@@ -80,9 +84,11 @@ class NativeBatch(Batch):
         return Batch, (self.fields, self.keys, *metadata, self.step)
 
 
-def keys_of(rows: _native.SampledBatch) -> Keys:
+def keys_of(rows: _native.SampledBatch, store_ids: Sequence[int]) -> Keys:
     """The keys of a batch's rows."""
-    return Keys(rows.rows(), rows.generations(), rows.shard())
+    shard = rows.shard()
+    store = store_ids[0] if shard is None else np.array(store_ids, np.uint64)[shard]
+    return Keys(rows.rows(), rows.generations(), shard, store=store)
 
 
 __all__ = ["NativeBatch", "keys_of"]

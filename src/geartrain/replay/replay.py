@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from geartrain.core.keys import Keys
+from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, StoreClosedError, WaitTimeoutError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State
@@ -360,9 +360,14 @@ class Replay:
         ranks draw from the same; each rank gives those of its own batch. Rows that are gone by then are counted as
         `stale_keys` by their store, and 0 is returned here.
 
+        Each key's row is reached in the store that it is of, whichever of this replay's stores, or over several ranks
+        of the job's shards, that is: keys of batches, and those that `Store.insert` and `Store.keys` returned.
+
         Raises:
-            ArgumentError: a priority that is not finite.
+            ArgumentError: a priority that is not finite, or keys of a store that is not in this replay. None of the
+                priorities is set.
         """
+        check_keys(rows)
         if hasattr(priorities, "detach"):
             priorities = priorities.detach().cpu()
         array = np.asarray(priorities, dtype=np.float64)

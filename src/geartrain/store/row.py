@@ -185,7 +185,9 @@ class Row(_Uncommitted):
                 limiter.give_back(inserts=1)
             self.abandon()
             raise
-        self.key = Keys(np.array([self._index], np.uint32), np.array([generation], np.uint32))
+        self.key = Keys.of_rows(
+            np.array([self._index], np.uint32), np.array([generation], np.uint32), self._columns.store_id
+        )
         return self.key
 
     def _release(self, native: _native.Store) -> None:
@@ -236,7 +238,7 @@ class Rows(_Uncommitted):
             self.abandon()
             raise
         self._done = True
-        self.keys = Keys(self._index, generations)
+        self.keys = Keys.of_rows(self._index, generations, self._columns.store_id)
         return self.keys
 
     def _release(self, native: _native.Store) -> None:

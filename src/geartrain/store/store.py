@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
 from geartrain.core.arguments import default_threads, timeout
-from geartrain.core.keys import Keys
+from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
 from geartrain.errors import (
     ArgumentError,
@@ -376,6 +376,11 @@ class Store:
         return self._name
 
     @property
+    def id(self) -> int:
+        """The segment's id, a random number of 64 bits, which its keys carry: the same for all who have it open."""
+        return self._columns.store_id
+
+    @property
     def path(self) -> Path:
         """The file that the segment is."""
         return Path(self._about["path"])
@@ -497,8 +502,14 @@ class Store:
             keys: of committed rows; a key given twice gets the last of its priorities.
             priorities: (n,) finite and >= 0. All are checked before any is set.
 
+        Raises:
+            ArgumentError: keys of another store (`geartrain.Replay.update_priorities` takes those of several). None of
+                the priorities is set.
+            SchemaError: a priority that is none.
+
         Cost: no lock (one with the lowest_priority remover or max_times_sampled); a cache miss per level of the tree.
         """
+        check_keys(keys).check_store(self.id, self._name)
         if hasattr(priorities, "detach"):
             priorities = priorities.detach().cpu()
         column = as_column(priorities, len(keys), np.float64, "priorities")
@@ -522,7 +533,12 @@ class Store:
         self._native.raise_priorities(power)
 
     def delete(self, keys: Keys) -> int:
-        """Removes rows, by key; returns how many were already gone."""
+        """Removes rows, by key; returns how many were already gone.
+
+        Raises:
+            ArgumentError: keys of another store. No row is removed.
+        """
+        check_keys(keys).check_store(self.id, self._name)
         return int(self._native.remove(keys.row, keys.generation))
 
     def expire(self) -> int:
@@ -544,16 +560,22 @@ class Store:
 
     def keys(self) -> Keys:
         """The keys of all selectable rows, oldest first."""
-        return Keys(*self._native.keys())
+        rows, generations = self._native.keys()
+        return Keys.of_rows(rows, generations, self.id)
 
     def status(self, keys: Keys | None = None) -> dict[str, NDArray[Any]]:
         """Metadata of some rows (of all selectable ones by default), an array (n,) each.
 
         sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
-        (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES).
+        (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES). A key is
+        stale where `generation` is not the key's.
+
+        Raises:
+            ArgumentError: keys of another store.
         """
-        rows = (self.keys() if keys is None else keys).row
-        infos = dict(self._native.infos(rows))
+        keys = self.keys() if keys is None else check_keys(keys)
+        keys.check_store(self.id, self._name)
+        infos = dict(self._native.infos(keys.row))
         infos["priority"] = infos["priority"] / 2.0 ** self._about["priority_fraction_bits"]
         return infos
 

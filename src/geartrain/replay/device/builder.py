@@ -226,7 +226,9 @@ class DeviceBatchBuilder:
         stage = StagingBuffer(target, self.rows)
         rows, after = self._host.sample(step, state, stage.arrays)
         transfer = stage.send(FetchedRows.of_batch(rows, stage.arrays))
-        ready = transfer.finish(keys_of(rows), rows.probability(), rows.importance_weights(), step)
+        ready = transfer.finish(
+            keys_of(rows, self._host.store_ids), rows.probability(), rows.importance_weights(), step
+        )
         return PendingBatch(step, after, transfer, [], self._ready(ready, after))
 
     # --- gathered ----------------------------------------------------------------------------------------------
@@ -325,7 +327,10 @@ class DeviceBatchBuilder:
             self._release(part, slice(None))
             self._replace_lost(pending, part, torn[part.at : part.at + part.n])
         draws = [part.draw for part in parts if part.draw is not None]
-        keys = [Keys(draw.rows, draw.generations) for draw in draws]
+        keys = [
+            Keys(draw.rows, draw.generations, store=self.samplers[part.number].plan.store.id)
+            for part, draw in zip(parts, draws, strict=True)
+        ]
         importance_weights = [
             (importance_of(self.samplers[part.number].strategy, draw, part.count, pending.step), part.n)
             for part, draw in zip(parts, draws, strict=True)
