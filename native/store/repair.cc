@@ -56,8 +56,9 @@ void Store::reclaim(uint32_t slot) {
   Client& gone = client(slot);
   Counters& counters = control().counters;
   const uint64_t now_ns = wall_ns();
-  while (gone.held != kNoRow) {
+  for (uint64_t held = 0; gone.held != kNoRow; ++held) {
     const uint32_t row = gone.held;
+    if (held == header().capacity || status()[row].owner != slot) fail_damaged("a client is said to hold row", row);
     if (status()[row].state == RowState::open) {
       seal_locked(row, now_ns);
       continue;
