@@ -22,7 +22,7 @@ import os
 import secrets
 from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,8 +122,8 @@ class SharedCounters:
             if error.errno != errno.ENOSPC:
                 raise
             raise NoSpaceError(
-                f"{path.parent} is full: {path.name} needs {_file_bytes(slots, len(columns))} bytes. Enlarge it, or set "
-                "GEARTRAIN_DIR to a directory of a larger file system; `geartrain doctor` tells its size"
+                f"{path.parent} is full: {path.name} needs {_file_bytes(slots, len(columns))} bytes. Enlarge it, or "
+                "set GEARTRAIN_DIR to a directory of a larger file system; `geartrain doctor` tells its size"
             ) from None
         except BaseException:
             os.close(fd)

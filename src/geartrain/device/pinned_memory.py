@@ -277,8 +277,8 @@ def _explained(store: MappedSegment, error: PinError) -> str:
         )
     if not str(store.path).startswith("/dev/shm/"):
         text += (
-            " Linux pins no pages of files on disks for long; only segments in memory (/dev/shm, or a GEARTRAIN_DIR that "
-            "is a tmpfs) can be read in place."
+            " Linux pins no pages of files on disks for long; only segments in memory (/dev/shm, or a GEARTRAIN_DIR "
+            "that is a tmpfs) can be read in place."
         )
     return text + " path='staged' works without"
 

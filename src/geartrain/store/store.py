@@ -51,9 +51,9 @@ class Store:
     context manager; leaving it closes the handle.
 
     A name is a plain word for a segment in /dev/shm (or in GEARTRAIN_DIR), or a path (anything with a slash) for a
-    file, such as one on an NVMe disk for sets larger than memory. The segment lives until the last attached process closes it;
-    with `persist=True` (the default for paths) the file stays. A segment whose processes were all killed stays
-    too, so that its rows can be adopted.
+    file, such as one on an NVMe disk for sets larger than memory. The segment lives until the last attached process
+    closes it; with `persist=True` (the default for paths) the file stays. A segment whose processes were all killed
+    stays too, so that its rows can be adopted.
 
     A handle may be used by many threads, in forked children, and pickled to other processes of the host.
 
@@ -149,9 +149,9 @@ class Store:
         """Creates an empty store: `Store.create(name, fields, ...)`, or `Store.create(fields, ...)` without a name.
 
         Args:
-            name: a word (a segment in /dev/shm, or GEARTRAIN_DIR) or a path with a slash (a file anywhere). Without one the store gets a
-                random one (`store.name`), is shared by forking and pickling within the host, and is removed with its
-                last process; what killed processes leave, by the next store without a name.
+            name: a word (a segment in /dev/shm, or GEARTRAIN_DIR) or a path with a slash (a file anywhere). Without one
+                the store gets a random one (`store.name`), is shared by forking and pickling within the host, and is
+                removed with its last process; what killed processes leave, by the next store without a name.
             fields: the columns, by name; a `Field` is the shape and dtype of one step. At most 64.
             max_length: the longest row, in steps. Required where a field has time, that is, is not `per_row`.
             capacity: rows. Give one of the three sizes.
@@ -250,8 +250,8 @@ class Store:
             ArgumentError: options that contradict each other, or no name.
             StoreMissingError: there is none.
             StaleStoreError: the processes that used it died, and `adopt` was not given.
-            IncompatibleStoreError: another format, layout or schema than expected, or the file is something else, or was
-                cut.
+            IncompatibleStoreError: another format, layout or schema than expected; or the file is something else, or
+                was cut.
             UntrustedStoreError: the file is another user's, or its mode lets others write to it than `trust` says, or
                 it is a symbolic link.
             CorruptStoreError: its lists are damaged.

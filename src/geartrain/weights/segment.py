@@ -486,6 +486,6 @@ def _no_space(path: Path, size: int, error: OSError) -> Exception:
     return NoSpaceError(
         f"a buffer of {path.name} needs {size / 2**20:.1f} MiB, but {path.parent} has "
         f"{free.f_bavail * free.f_frsize / 2**20:.1f} MiB free. Release snapshots, remove what killed processes "
-        "have left (geartrain.weights.reap()), enlarge it (mount -o remount,size=...; docker run --shm-size=...), or set "
-        "GEARTRAIN_DIR to a directory of a larger file system for all processes"
+        "have left (geartrain.weights.reap()), enlarge it (mount -o remount,size=...; docker run --shm-size=...), or "
+        "set GEARTRAIN_DIR to a directory of a larger file system for all processes"
     )
