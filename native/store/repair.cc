@@ -119,6 +119,7 @@ void Store::rebuild_locked() {
   }
   c.free_head = c.free_tail = c.order_head = c.order_tail = kNoRow;
   c.free_count = c.writing_count = c.exhausted_count = c.open_count = 0;
+  c.heap_count = 0;
   if (c.next_sequence > kLastSequence) c.next_sequence = 1;
 
   const uint64_t rows = header().capacity;

@@ -162,9 +162,14 @@ class Reader:
     # --- snapshots --------------------------------------------------------------------------------------------------
 
     def _newest(self, at_least: int | None) -> Snapshot | None:
+        last: Head | None = None
+        tries = 0  # with the same head: the publisher never writes to the buffer that it names
         for _ in range(10_000):
             self._renew()
             head = self._segment.head()
+            tries, last = tries + 1 if head == last else 0, head
+            if tries == 100:
+                break
             if head is None or (at_least is not None and head.version < at_least):
                 return None
             if head == self._current_head and self._current is not None:
@@ -174,7 +179,7 @@ class Reader:
             mapped = self._segment.map(head)
             if mapped is not None:
                 return self._snapshot(head, mapped)
-            # The publisher has published twice since the head was read; it never writes to the newest buffer.
+            # The publisher has published twice since the head was read.
         raise CorruptStoreError(f"{self._segment.path}: the buffer that its head names has another version")
 
     def _renew(self) -> None:
