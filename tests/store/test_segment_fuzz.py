@@ -141,7 +141,7 @@ def test_lists_that_end_outside_the_rows_are_an_error_and_rebuilt_on_request(clo
     struct.pack_into("<I", image, CONTROL + end, value + (end == 92))
     path = written(image)
     for _ in range(2):
-        with pytest.raises(CorruptStoreError, match="is damaged: .*adopt=True rebuilds its lists"):
+        with pytest.raises(CorruptStoreError, match=r"is damaged: .*adopt=True rebuilds its lists"):
             gt.Store.open(path)
     assert len(gt.Store.peek(path)) == 7
     with gt.Store.open(path, adopt=True) as store:

@@ -66,15 +66,15 @@ def use(store: gt.Store, *, writable: bool = True) -> None:
     rows = _native.Candidates(store.native)
     numbers, nothing = np.arange(4, dtype=np.uint32), np.empty(0, np.uint32)
     calls = [
-        lambda: store.keys(),
-        lambda: store.status(),
-        lambda: store.stats(),
+        store.keys,
+        store.status,
+        store.stats,
         lambda: rows.draw(True, 1, 2, 0, numbers),
         lambda: rows.draw(False, 1, 2, 0, numbers, 4),
         lambda: rows.draw_distinct(True, 1, 2, 0, 3, nothing),
         lambda: rows.first(0, 4, 0, nothing),
         lambda: gt.fetch(store, store.keys(), output="numpy"),
-        lambda: store.column("x")[:, 0].sum(),
+        store.column("x")[:, 0].sum,
     ]
     if writable:
         store.limiter.off()
@@ -84,9 +84,9 @@ def use(store: gt.Store, *, writable: bool = True) -> None:
             lambda: store.raise_priorities(0.5),
             lambda: store.native.count_samples(store.keys().row, store.keys().generation),
             lambda: store.delete(store.keys()[:2]),
-            lambda: store.native.free_rows(),
-            lambda: store.reap(),
-            lambda: store.audit(),
+            store.native.free_rows,
+            store.reap,
+            store.audit,
         ]
     for call in calls:
         with contextlib.suppress(StoreError, ReplayError):

@@ -48,7 +48,7 @@ def test_a_fifo_a_link_and_a_file_that_others_may_write_to_are_refused(tmp_path)
             for opening in (
                 weights.Reader,
                 weights.Publisher,
-                lambda name, directory: weights.describe(name, directory),
+                weights.describe,
             ):
                 with pytest.raises(error):
                     opening(name, directory=tmp_path)

@@ -55,7 +55,7 @@ def examine() -> list[Finding]:
     return [
         _machine(),
         _copies(),
-        _shared_memory(),
+        shared_memory(),
         _huge_pages(),
         _locked_memory(),
         _tls(),
@@ -85,7 +85,8 @@ def _copies() -> Finding:
     return Finding("streaming copies", kernel != "memcpy", f"large batches are copied with {kernel}")
 
 
-def _shared_memory() -> Finding:
+def shared_memory() -> Finding:
+    """The directory of segments: what chose it, its file system, its size, its free space, and what to do about it."""
     what = "shared memory"
     elsewhere = "set GEARTRAIN_DIR to a directory of a larger file system, for all processes of the job"
     try:
