@@ -24,6 +24,7 @@ enum class ErrorKind {
   no_space,
   lock_timeout,
   corrupt,
+  untrusted_store,
   os,
   // between processes
   peer_lost,

@@ -38,6 +38,8 @@ const char* error_class(ErrorKind kind) {
       return "LockTimeoutError";
     case ErrorKind::corrupt:
       return "CorruptStoreError";
+    case ErrorKind::untrusted_store:
+      return "UntrustedStoreError";
     case ErrorKind::os:
       return "GeartrainError";
     case ErrorKind::peer_lost:

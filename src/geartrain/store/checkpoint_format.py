@@ -40,6 +40,7 @@ import numpy as np
 
 from geartrain.core.schema import Field, stored_schema
 from geartrain.errors import CheckpointError
+from geartrain.store.checkpoint_manifest import check_manifest
 
 FORMAT = "geartrain-checkpoint"
 VERSION = 2
@@ -96,7 +97,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         checksum = manifest.pop("checksum")
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{directory} is not a checkpoint: it has no manifest.json") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise CheckpointError(f"{path} is damaged: it is not the JSON that was written") from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a geartrain checkpoint's manifest")
@@ -106,6 +107,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         )
     if checksum != json_checksum(manifest):
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
+    check_manifest(manifest, path)
     for file, about in manifest["files"].items():
         try:
             size = (directory / file).stat().st_size

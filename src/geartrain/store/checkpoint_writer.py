@@ -198,6 +198,8 @@ def _find_base(
             return None, f"{place} has format version {manifest['version']}"
         if manifest["store"] != _identity(store) and manifest["id"] != origin:
             return None, f"{place} is not of this store"
+        if manifest["options"]["capacity"] != store.describe()["capacity"]:
+            return None, f"{place} is of a store of another capacity"
         return _Base(place, manifest), None
     except CheckpointError as error:
         return None, str(error)  # damage there must not keep a whole checkpoint from being made
