@@ -35,6 +35,7 @@ from geartrain.store.row import Row, Rows
 from geartrain.store.segment import REMOVERS, Remover, check_schema, create_segment, remove_unused, schema_of_segment
 
 if TYPE_CHECKING:
+    from geartrain.store.checkpoint_reader import Checkpoint
     from geartrain.store.checkpoint_writer import Saved
 
 Create = Literal["never", "missing", "replace"]
@@ -288,7 +289,7 @@ class Store:
     @classmethod
     def load(
         cls,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Checkpoint,
         name: str | os.PathLike[str],
         *,
         progress: bool = False,
@@ -296,8 +297,10 @@ class Store:
     ) -> Store:
         """Restores what `save` wrote: rows in their places, priorities, order and counters.
 
+        What is saved to the same path, or removed there, meanwhile makes no difference.
+
         Args:
-            directory: what was given to `save`.
+            directory: what was given to `save`; or an open `Checkpoint`, which stays open.
             name: of the new store, as in `create`.
             progress: show a progress bar.
             options: override what the checkpoint says for `persist`, `reserve` and `timeout_s`.
@@ -305,9 +308,11 @@ class Store:
         Raises:
             CheckpointError: absent, incomplete, or damaged; names the file and its first bad block.
         """
-        from geartrain.store.checkpoint_reader import Checkpoint
+        from geartrain.store.checkpoint_reader import Checkpoint, read_newest
 
-        found = Checkpoint(directory)
+        if not isinstance(directory, Checkpoint):
+            return read_newest(directory, lambda found: cls.load(found, name, progress=progress, **options))
+        found = directory
         unknown = set(options) - {"persist", "reserve", "timeout_s"}
         if unknown:
             raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
