@@ -36,6 +36,7 @@ from geartrain.store.row import Row, Rows
 from geartrain.store.segment import REMOVERS, Remover, check_schema, create_segment, remove_unused, schema_of_segment
 
 if TYPE_CHECKING:
+    from geartrain.store.checkpoint_reader import Checkpoint
     from geartrain.store.checkpoint_writer import Saved
 
 Create = Literal["never", "missing", "replace"]
@@ -309,7 +310,7 @@ class Store:
     @classmethod
     def load(
         cls,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Checkpoint,
         name: str | os.PathLike[str],
         *,
         progress: bool = False,
@@ -317,8 +318,10 @@ class Store:
     ) -> Store:
         """Restores what `save` wrote: rows in their places, priorities, order and counters.
 
+        What is saved to the same path, or removed there, meanwhile makes no difference.
+
         Args:
-            directory: what was given to `save`.
+            directory: what was given to `save`; or an open `Checkpoint`, which stays open.
             name: of the new store, as in `create`.
             progress: show a progress bar.
             options: `trust`, `reserve` and `timeout_s` as in `create`, and `persist` instead of the checkpoint's.
@@ -326,9 +329,11 @@ class Store:
         Raises:
             CheckpointError: absent, incomplete, or damaged; names the file and its first bad block.
         """
-        from geartrain.store.checkpoint_reader import Checkpoint
+        from geartrain.store.checkpoint_reader import Checkpoint, read_newest
 
-        found = Checkpoint(directory)
+        if not isinstance(directory, Checkpoint):
+            return read_newest(directory, lambda found: cls.load(found, name, progress=progress, **options))
+        found = directory
         unknown = set(options) - {"persist", "reserve", "trust", "timeout_s"}
         if unknown:
             raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
