@@ -2,9 +2,9 @@
 // is documented in python/codec.cc; what builds Python's objects out of the parts is python/decode.cc.
 //
 // The budget. Every value takes at least one byte, so a message can never hold more values than bytes. The reader
-// counts the values that open containers still wait for (`owed`), and refuses a container that would make them more than
-// the bytes that are left: all claims of a message together are at most its header's length, however they are nested,
-// and memory made for claims is in proportion to what came. Text, numbers and elements are bounded by the bytes
+// counts the values that open containers still wait for (`owed`), and refuses a container that would make them more
+// than the bytes that are left: all claims of a message together are at most its header's length, however they are
+// nested, and memory made for claims is in proportion to what came. Text, numbers and elements are bounded by the bytes
 // themselves: nothing is allocated here.
 //
 // Malformed input is an Error of kind frame; after one the reader is of no use.
