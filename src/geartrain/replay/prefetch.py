@@ -99,6 +99,10 @@ class Prefetcher(Generic[Item]):
             raise item
         return item
 
+    def interrupt(self, error: BaseException) -> None:
+        """Has a `get` that waits, now or later, raise this. Any thread may call it; `stop` is to follow."""
+        self._ready.put(error)
+
     def is_mine(self) -> bool:
         """Whether the thread belongs to this process, and not to the one it was forked from."""
         return self._pid == os.getpid()
