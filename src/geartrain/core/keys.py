@@ -40,6 +40,25 @@ class Keys:
         object.__setattr__(self, "row", row)
         object.__setattr__(self, "generation", generation)
 
+    @classmethod
+    def packed(cls, raw: bytes | tuple[int, int]) -> Keys:
+        """Keys of which the native layer gave the bytes (rows, then generations, uint32), or of one row the numbers.
+
+        Their arrays are made when they are first looked at: writers often drop the keys of what they insert.
+        """
+        keys = cls.__new__(cls)
+        keys.__dict__["_raw"] = raw
+        return keys
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("row", "generation") or "_raw" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raw = self.__dict__["_raw"]
+        both = np.frombuffer(raw, np.uint32).copy() if isinstance(raw, bytes) else np.array(raw, np.uint32)
+        both = both.reshape(2, -1)
+        self.__dict__["row"], self.__dict__["generation"] = both[0], both[1]
+        return self.__dict__[name]
+
     def __len__(self) -> int:
         return len(self.row)
 

@@ -25,6 +25,7 @@ class Columns:
         self.native = native
         self.fields = fields
         self.limiter = RateLimiter(native)
+        self.inserter = _native.Inserter(native, list(fields))
         self.max_length = max_length
         self._numbers = {name: number for number, name in enumerate(fields)}
         self._raw: dict[str, NDArray[Any]] = {}
