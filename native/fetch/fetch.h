@@ -56,7 +56,7 @@ struct InsertField {
   uint64_t row_bytes;
 };
 
-// Copies into blocks this process has allocated. `lengths` in steps, empty: whole blocks.
+// Copies into blocks this process has allocated. `lengths` in steps, empty: whole blocks. `threads` 0: the default.
 void fill(const Store& store, std::span<const uint32_t> rows, std::span<const InsertField> fields,
           std::span<const uint32_t> lengths, unsigned threads);
 
