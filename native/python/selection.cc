@@ -18,7 +18,7 @@ namespace {
 class Candidates {
  public:
   explicit Candidates(Store& store)
-      : store_(&store), from_{store.priority_tree(), store.bit_tree(), store.words(), store.status()} {}
+      : store_(&store), from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {}
 
   // A copy of fixed-point priorities; every row is selectable and has generation 1.
   explicit Candidates(const In<uint32_t>& priorities) {
