@@ -54,7 +54,9 @@ void Store::rebuild() {
 void Store::repair_dead_updates() {
   if (read_only_) return;
   bool dead = lock_owner_died(control().mutex);
-  for (uint32_t slot = 0; slot < kMaxClients && !dead; ++slot) {
+  const uint32_t known = control().client_slots.load(kRelaxed);
+  const uint32_t slots = known == 0 ? kMaxClients : std::min(known, kMaxClients);
+  for (uint32_t slot = 0; slot < slots && !dead; ++slot) {
     const Client& other = client(slot);
     dead = other.priority_writers.load(kRelaxed) != 0 && other.in_use != 0 && slot != client_slot_ &&
            !client_lives(mapping_->fd(), slot);

@@ -268,6 +268,11 @@ void Store::join() {
     mine.held_count = 0;
     mine.priority_writers.store(0);
     mine.in_use = 1;
+    uint32_t slots = slot + 1;
+    for (uint32_t other = slots; other < kMaxClients; ++other) {
+      if (client(other).in_use != 0) slots = other + 1;
+    }
+    control().client_slots.store(slots, kRelaxed);
     client_slot_ = slot;
     return;
   }
@@ -284,17 +289,21 @@ void Store::ensure_client() {
   join();
 }
 
+int Store::wait_for_lock(double timeout_s) const {
+  const Deadline deadline = Deadline::after(timeout_s);
+  for (;;) {
+    const double slice_s = std::min(kLookEveryS, static_cast<double>(deadline.left_ns()) / 1e9);
+    const int error = lock_within(&control().mutex, slice_s);
+    if (error != ETIMEDOUT || deadline.passed()) return error;
+    if (calls_.must_end()) refuse_closed();
+  }
+}
+
 Store::Guard::Guard(const Store& store, double timeout_s) : store_(store) {
   if (store.read_only_) fail(ErrorKind::closed, "the store ", store.mapping_->path(), " was opened read-only");
   pthread_mutex_t* mutex = &store.control().mutex;
   int error = ::pthread_mutex_trylock(mutex);
-  for (const Deadline deadline = Deadline::after(timeout_s); error == EBUSY;) {
-    const double slice_s = std::min(kLookEveryS, static_cast<double>(deadline.left_ns()) / 1e9);
-    error = lock_within(mutex, slice_s);
-    if (error != ETIMEDOUT || deadline.passed()) break;
-    if (store.calls_.must_end()) store.refuse_closed();
-    error = EBUSY;
-  }
+  if (error == EBUSY) error = store.wait_for_lock(timeout_s);
   const auto repair_or_unlock = [&] {
     try {
       const_cast<Store&>(store).rebuild_locked();

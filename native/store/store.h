@@ -265,8 +265,8 @@ class Store {
 
   // Reclaims what dead processes held. Returns the number of processes found dead.
   uint32_t reap();
-  // For whoever draws: sums that a process left half changed when it died are set right first. A pass over the table
-  // of clients (16 KB, 0.3 us), and a system call for each process in the middle of an update.
+  // For whoever draws: sums that a process left half changed when it died are set right first. A load for each client,
+  // and a system call for each in the middle of an update.
   void repair_dead_updates();
   // Rebuilds all derived state from the authoritative state. Not needed by users of this class alone.
   void rebuild();
@@ -313,6 +313,7 @@ class Store {
   void shut(bool keep, double timeout_s, Deadline calls_end);
   void leave(bool keep, double timeout_s);
   void flush() const;
+  int wait_for_lock(double timeout_s) const;
   void ensure_client();  // joins again in a forked child
 
   // Under the lock. Rows' changes reach the trees through Sums, a node at a time; it is made after the Guard, so that
