@@ -669,7 +669,7 @@ import numpy as np
 import geartrain as gt
 
 name, what = sys.argv[1:]
-store = gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=64)
+store = gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=512)
 if what == "limiter":
     store.limiter.set(min_size_to_sample=1000)
 started = threading.Event()
