@@ -19,6 +19,7 @@ enum class ErrorKind {
   full,
   empty,
   not_enough,
+  turnover,
   stale_key,
   no_space,
   lock_timeout,

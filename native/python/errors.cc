@@ -28,6 +28,8 @@ const char* error_class(ErrorKind kind) {
       return "EmptyStoreError";
     case ErrorKind::not_enough:
       return "NotEnoughRowsError";
+    case ErrorKind::turnover:
+      return "TurnoverError";
     case ErrorKind::stale_key:
       return "StaleKeyError";
     case ErrorKind::no_space:

@@ -65,6 +65,8 @@ NB_MODULE(_native, module) {
   bind_base(module);
   bind_store(module);
   bind_fetch(module);
+  bind_batch(module);
+  bind_inserter(module);
   bind_selection(module);
   bind_codec(module);
   bind_planner(module);

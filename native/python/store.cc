@@ -9,10 +9,8 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-
 #include "base/errors.h"
-#include "fetch/fetch.h"
+#include "fetch/insert.h"
 #include "python/bind.h"
 
 namespace geartrain {
@@ -20,9 +18,6 @@ namespace {
 
 using Unlocked = nb::gil_scoped_release;
 using FieldTuple = std::tuple<std::string, int, int, bool, std::vector<uint32_t>>;
-
-// Rows are inserted in pieces, so that the lock is not held for thousands of rows at a time.
-constexpr uint64_t kInsertPiece = 1024;
 
 std::vector<FieldSpec> specs_of(const std::vector<FieldTuple>& fields) {
   std::vector<FieldSpec> specs;
@@ -233,18 +228,6 @@ uint32_t publish_one(Store& store, uint32_t row, uint32_t length, double priorit
   return generation;
 }
 
-void insert_piece(Store& store, std::span<uint32_t> rows, std::span<uint32_t> generations,
-                  std::span<const InsertField> fields, const CommitValues& values, unsigned threads) {
-  store.allocate(rows);
-  try {
-    fill(store, rows, fields, values.lengths, threads);
-    store.commit(rows, values, generations);
-  } catch (...) {
-    store.abandon(rows);
-    throw;
-  }
-}
-
 void limit(Store& store, bool enabled, double samples_per_insert, uint64_t min_size, double error_buffer, bool afresh) {
   set_limiter(store.control().limiter, {enabled, samples_per_insert, min_size, error_buffer}, afresh);
 }
@@ -264,9 +247,9 @@ nb::dict limiter(const Store& store) {
 }
 
 // Copies n rows in. `sources` are (field number, array of n blocks or of n rows of fewer steps).
-nb::tuple insert(Store& store, size_t n, const std::vector<std::pair<uint32_t, AnyConstArray>>& sources,
-                 const std::optional<In<uint32_t>>& lengths, const std::optional<In<double>>& priorities,
-                 const std::optional<In<int64_t>>& versions, unsigned threads) {
+nb::tuple insert_sources(Store& store, size_t n, const std::vector<std::pair<uint32_t, AnyConstArray>>& sources,
+                         const std::optional<In<uint32_t>>& lengths, const std::optional<In<double>>& priorities,
+                         const std::optional<In<int64_t>>& versions, unsigned threads) {
   std::vector<InsertField> fields;
   for (const auto& [field, array] : sources) {
     fields.push_back({field, static_cast<const std::byte*>(array.data()), n == 0 ? 0 : array.nbytes() / n});
@@ -274,17 +257,7 @@ nb::tuple insert(Store& store, size_t n, const std::vector<std::pair<uint32_t, A
   std::vector<uint32_t> rows(n), generations(n);
   {
     Unlocked unlocked;
-    store.check_values(n, {view(lengths), view(priorities), view(versions)});  // before a row is evicted for nothing
-    const uint64_t piece = std::clamp<uint64_t>(store.header().max_rows / 2, 1, kInsertPiece);
-    const auto part = [](auto span, size_t at, size_t count) { return span.empty() ? span : span.subspan(at, count); };
-    for (size_t at = 0; at < n; at += piece) {
-      const size_t count = std::min<size_t>(piece, n - at);
-      std::vector<InsertField> shifted = fields;
-      for (InsertField& field : shifted) field.data += at * field.row_bytes;
-      insert_piece(store, std::span(rows).subspan(at, count), std::span(generations).subspan(at, count), shifted,
-                   {part(view(lengths), at, count), part(view(priorities), at, count), part(view(versions), at, count)},
-                   threads);
-    }
+    insert(store, fields, {view(lengths), view(priorities), view(versions)}, threads, rows, generations);
   }
   return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
 }
@@ -450,8 +423,8 @@ void bind_store(nb::module_& module) {
              Unlocked u;
              s.abandon({&row, 1});
            })
-      .def("insert", &insert, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(), nb::arg("priorities").none(),
-           nb::arg("versions").none(), nb::arg("threads"))
+      .def("insert", &insert_sources, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(),
+           nb::arg("priorities").none(), nb::arg("versions").none(), nb::arg("threads"))
       .def("update_priorities", &update_priorities)
       .def("raise_priorities",
            [](Store& s, double power) {

@@ -49,10 +49,86 @@ def fetch(
     places: _U32 | None = None,
 ) -> tuple[list[NDArray[Any]], NDArray[np.uint8], NDArray[np.bool_], _I32, _I32, _I64, int]: ...
 def pooled_bytes(nbytes: int, /) -> NDArray[np.uint8]: ...
+
+class SampledBatch:
+    def __init__(
+        self,
+        store: Store,
+        n: int,
+        fields: Sequence[int],
+        window: int,
+        shards: bool,
+        out: Sequence[Any] | None = None,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def field(self, number: int, /) -> NDArray[Any]: ...
+    def rows(self) -> _U32: ...
+    def generations(self) -> _U32: ...
+    def probability(self) -> NDArray[np.float64]: ...
+    def torn(self) -> NDArray[np.uint8]: ...
+    def mask(self) -> NDArray[np.bool_]: ...
+    def start(self) -> _I32: ...
+    def length(self) -> _I32: ...
+    def version(self) -> _I64: ...
+    def importance_weights(self) -> NDArray[np.float64] | None: ...
+    def shard(self) -> NDArray[np.uint16] | None: ...
+    def set_shard(self, first: int, n: int, shard: int, /) -> None: ...
+    def set_importance(self, first: int, weights: NDArray[np.float64], /) -> None: ...
+
+class BatchSampler:
+    def __init__(
+        self,
+        store: Store,
+        fields: Sequence[int],
+        window: int,
+        pad_left: bool,
+        threads: int,
+        seed: int,
+        by_priority: bool,
+        replacement: bool,
+        stratified: bool,
+        order: int | None,
+        cursor: bool,
+        min_rows: int,
+    ) -> None: ...
+    def sample_into(
+        self,
+        batch: SampledBatch,
+        first: int,
+        n: int,
+        step: int,
+        limits: tuple[int, int, int] | None,
+        cursor: int,
+        admitted: bool,
+        beta: float | None,
+    ) -> tuple[int, int, int] | None: ...
+    def gather(
+        self,
+        batch: SampledBatch,
+        first: int,
+        n: int,
+        numbers: _U32,
+        rows: _U32,
+        generations: _U32,
+        probability: NDArray[np.float64],
+        step: int,
+        round: int,
+        /,
+    ) -> int: ...
+
+def importance_weights(
+    probability: NDArray[np.float64], count: int, beta: float, lowest: float, /
+) -> NDArray[np.float64]: ...
 def draw_targets(
     seed: int, step: int, distinct: bool, attempt: int, numbers: _U32, strata: int, total: int, /
 ) -> _U64: ...
 def empty_batch(store: Store, n: int, fields: Sequence[int], window: int, /) -> list[NDArray[Any]]: ...
+
+class Inserter:
+    def __init__(self, store: Store, names: list[str], /) -> None: ...
+    def insert(self, fields: Any, threads: int, /) -> bytes | None: ...
 
 class Store:
     @staticmethod

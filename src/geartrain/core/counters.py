@@ -20,6 +20,7 @@ import json
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -83,11 +84,11 @@ class SharedCounters:
         self, path: Path, memory: mmap.mmap, slots: int, columns: Sequence[str], *, lock: int | None = None
     ) -> None:
         self.path, self.columns, self.slots = path, tuple(columns), slots
-        self._lock = lock  # descriptor; the creator's only
         width = -(-len(self.columns) // 8) * 8
         values = np.frombuffer(memory, np.float64, slots * width, _HEADER_BYTES).reshape(slots, width)
         self._values = values[:, : len(self.columns)]
-        self._owner_pid = None if lock is None else os.getpid()
+        # The creator's only. At the interpreter's end too, and once, whoever closes first.
+        self._remove = None if lock is None else weakref.finalize(self, _remove, path, lock, os.getpid())
 
     @classmethod
     def create(cls, name: str, slots: int, columns: Sequence[str]) -> SharedCounters:
@@ -171,11 +172,9 @@ class SharedCounters:
         return copied
 
     def close(self) -> None:
-        """Removes the file, if this process created it. Slots stay usable."""
-        if self._owner_pid == os.getpid() and self._lock is not None:
-            self._owner_pid = None
-            self.path.unlink(missing_ok=True)
-            os.close(self._lock)
+        """Removes the file, if this process created it; so does its end. Slots stay usable."""
+        if self._remove is not None:
+            self._remove()
 
     def __enter__(self) -> SharedCounters:
         return self
@@ -225,6 +224,12 @@ def remove_stale() -> list[str]:
             path.unlink(missing_ok=True)
             removed.append(name)
     return removed
+
+
+def _remove(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child's exit removes nothing
+        path.unlink(missing_ok=True)
+        os.close(lock)
 
 
 def _is_stale(path: Path) -> bool:

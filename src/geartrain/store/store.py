@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
 from geartrain.core.arguments import default_threads, timeout
-from geartrain.core.keys import Keys
+from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import (
@@ -30,12 +30,13 @@ from geartrain.errors import (
     StoreMissingError,
 )
 from geartrain.store.columns import Columns, as_column
-from geartrain.store.insert import insert_rows
+from geartrain.store.insert import CASTINGS, Casting, insert_rows
 from geartrain.store.rate_limiter import RateLimiter
 from geartrain.store.row import Row, Rows
 from geartrain.store.segment import REMOVERS, Remover, check_schema, create_segment, remove_unused, schema_of_segment
 
 if TYPE_CHECKING:
+    from geartrain.store.checkpoint_reader import Checkpoint
     from geartrain.store.checkpoint_writer import Saved
 
 Create = Literal["never", "missing", "replace"]
@@ -309,7 +310,7 @@ class Store:
     @classmethod
     def load(
         cls,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Checkpoint,
         name: str | os.PathLike[str],
         *,
         progress: bool = False,
@@ -317,8 +318,10 @@ class Store:
     ) -> Store:
         """Restores what `save` wrote: rows in their places, priorities, order and counters.
 
+        What is saved to the same path, or removed there, meanwhile makes no difference.
+
         Args:
-            directory: what was given to `save`.
+            directory: what was given to `save`; or an open `Checkpoint`, which stays open.
             name: of the new store, as in `create`.
             progress: show a progress bar.
             options: `trust`, `reserve` and `timeout_s` as in `create`, and `persist` instead of the checkpoint's.
@@ -326,9 +329,11 @@ class Store:
         Raises:
             CheckpointError: absent, incomplete, or damaged; names the file and its first bad block.
         """
-        from geartrain.store.checkpoint_reader import Checkpoint
+        from geartrain.store.checkpoint_reader import Checkpoint, read_newest
 
-        found = Checkpoint(directory)
+        if not isinstance(directory, Checkpoint):
+            return read_newest(directory, lambda found: cls.load(found, name, progress=progress, **options))
+        found = directory
         unknown = set(options) - {"persist", "reserve", "trust", "timeout_s"}
         if unknown:
             raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
@@ -395,6 +400,11 @@ class Store:
     def name(self) -> str:
         """The name it was created or opened with; a random one where none was given."""
         return self._name
+
+    @property
+    def id(self) -> int:
+        """The segment's id, a random number of 64 bits, which its keys carry: the same for all who have it open."""
+        return self._columns.store_id
 
     @property
     def path(self) -> Path:
@@ -494,6 +504,7 @@ class Store:
         priorities: ArrayLike | None = None,
         versions: ArrayLike | None = None,
         threads: int | None = None,
+        casting: Casting = "no",
     ) -> Keys:
         """Copies `n` rows in and returns their keys.
 
@@ -504,15 +515,22 @@ class Store:
             priorities: (n,) finite and >= 0; by default 1.
             versions: (n,) integers; by default 0.
             threads: threads that copy; by default up to 4 of the cores this process may use.
+            casting: which conversions to the fields' dtypes are made, as in NumPy: "no" (other dtypes are refused),
+                "safe" (int16 to float32) or "same_kind" (float64 to float32).
 
         Raises:
             SchemaError, FieldError: with what was asked and what was found, before anything is written.
             StoreFullError: too many blocks are being written.
 
-        Cost: one copy, streamed past the cache when large. More than 1024 rows (or half the store's) go in
-        pieces of so many, each all or nothing.
+        Cost: one copy, streamed past the cache when large, and about two microseconds a call for NumPy arrays of the
+        fields' dtypes in C order, without lengths, priorities or versions; about ten otherwise. More than 1024 rows (or
+        half the store's) go in pieces of so many, each all or nothing.
         """
-        return insert_rows(self._columns, fields, lengths, priorities, versions, default_threads(threads))
+        if lengths is None and priorities is None and versions is None and casting in CASTINGS:
+            raw = self._columns.inserter.insert(fields, 0 if threads is None else default_threads(threads))
+            if raw is not None:
+                return Keys.packed(raw, self.id)
+        return insert_rows(self._columns, fields, lengths, priorities, versions, default_threads(threads), casting)
 
     # --- changing and removing ------------------------------------------------------------------------------
 
@@ -523,8 +541,14 @@ class Store:
             keys: of committed rows; a key given twice gets the last of its priorities.
             priorities: (n,) finite and >= 0. All are checked before any is set.
 
+        Raises:
+            ArgumentError: keys of another store (`geartrain.Replay.update_priorities` takes those of several). None of
+                the priorities is set.
+            SchemaError: a priority that is none.
+
         Cost: no lock (one with the lowest_priority remover or max_times_sampled); a cache miss per level of the tree.
         """
+        check_keys(keys).check_store(self.id, self._name)
         if hasattr(priorities, "detach"):
             priorities = priorities.detach().cpu()
         column = as_column(priorities, len(keys), np.float64, "priorities")
@@ -548,7 +572,12 @@ class Store:
         self._native.raise_priorities(power)
 
     def delete(self, keys: Keys) -> int:
-        """Removes rows, by key; returns how many were already gone."""
+        """Removes rows, by key; returns how many were already gone.
+
+        Raises:
+            ArgumentError: keys of another store. No row is removed.
+        """
+        check_keys(keys).check_store(self.id, self._name)
         return int(self._native.remove(keys.row, keys.generation))
 
     def expire(self) -> int:
@@ -570,16 +599,22 @@ class Store:
 
     def keys(self) -> Keys:
         """The keys of all selectable rows, oldest first."""
-        return Keys(*self._native.keys())
+        rows, generations = self._native.keys()
+        return Keys.of_rows(rows, generations, self.id)
 
     def status(self, keys: Keys | None = None) -> dict[str, NDArray[Any]]:
         """Metadata of some rows (of all selectable ones by default), an array (n,) each.
 
         sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
-        (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES).
+        (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES). A key is
+        stale where `generation` is not the key's.
+
+        Raises:
+            ArgumentError: keys of another store.
         """
-        rows = (self.keys() if keys is None else keys).row
-        infos = dict(self._native.infos(rows))
+        keys = self.keys() if keys is None else check_keys(keys)
+        keys.check_store(self.id, self._name)
+        infos = dict(self._native.infos(keys.row))
         infos["priority"] = infos["priority"] / 2.0 ** self._about["priority_fraction_bits"]
         return infos
 

@@ -261,14 +261,13 @@ def _print_histogram(priorities: dict[str, Any]) -> None:
 
 
 def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
-    from geartrain.store.checkpoint_format import read_manifest
+    from geartrain.store.checkpoint_reader import Checkpoint
 
-    manifest = read_manifest(directory)
+    with Checkpoint(directory) as found:
+        manifest, size, shared = found.manifest, found.nbytes, found.shared_nbytes
     if as_json:
         sys.stdout.write(json.dumps(manifest, indent=1) + "\n")
         return
-    size = sum(file["bytes"] for file in manifest["files"].values())
-    shared = sum(file["bytes"] for name, file in manifest["files"].items() if (directory / name).stat().st_nlink > 1)
     out.print(
         f"checkpoint of {manifest['created']}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB"
         + (f", {shared / 1e6:,.1f} MB of them shared with other checkpoints" if shared else "")
