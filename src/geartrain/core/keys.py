@@ -68,6 +68,26 @@ class Keys:
             raise ArgumentError(f"{len(self.row)} keys have {name}s of shape {array.shape}")
         return array
 
+    @classmethod
+    def packed(cls, raw: bytes | tuple[int, int], store: int) -> Keys:
+        """Keys of a store's rows of which the native layer gave the bytes (rows, then generations, uint32), or of one
+        row the numbers.
+
+        Their arrays are made when they are first looked at: writers often drop the keys of what they insert.
+        """
+        keys = cls.__new__(cls)
+        keys.__dict__.update(_raw=raw, store=store)
+        return keys
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("row", "generation") or "_raw" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raw = self.__dict__["_raw"]
+        both = np.frombuffer(raw, np.uint32).copy() if isinstance(raw, bytes) else np.array(raw, np.uint32)
+        both = both.reshape(2, -1)
+        self.__dict__["row"], self.__dict__["generation"] = both[0], both[1]
+        return self.__dict__[name]
+
     def __len__(self) -> int:
         return len(self.row)
 

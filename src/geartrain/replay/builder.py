@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
-from geartrain.replay.fetch import FetchedRows
+from geartrain.replay.native_batch import NativeBatch
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection, quotas_of
 
@@ -36,11 +37,14 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class BuiltBatch:
-    """A batch, the strategies' state after it, and what the consumer's thread calls when it takes the batch."""
+    """A batch, the strategies' state after it, what the consumer's thread calls when it takes the batch, and how long
+    it took to make where that is all there is to it (inf: there is more, such as other ranks or a device).
+    """
 
     batch: Batch
     state: State
     deliver: Callable[[], None] = nothing
+    make_s: float = float("inf")
 
 
 class StartedBatch(Protocol):
@@ -101,8 +105,8 @@ class BatchBuilder(Protocol[Started]):
         """Forgets what later batches have used, before the state of an earlier one is loaded."""
         ...
 
-    def stats(self) -> dict[str, float]:
-        """`built` (batches), `make_s` and `redrawn`; and more where several ranks take part."""
+    def stats(self) -> dict[str, Any]:
+        """`built` (batches), `make_s` and `redrawn`; and more where several ranks take part, or on the host `path`."""
         ...
 
     def describe(self) -> list[dict[str, Any]]:
@@ -116,16 +120,6 @@ class BatchBuilder(Protocol[Started]):
     def close(self) -> None:
         """Releases devices and segments, and leaves other ranks in good order."""
         ...
-
-
-class SampledRows(NamedTuple):
-    """The rows of a batch, copied, with their metadata."""
-
-    fetched: FetchedRows
-    keys: Keys
-    probability: NDArray[np.float64]
-    importance_weights: NDArray[np.float64] | None
-    state: State
 
 
 class HostBatchBuilder:
@@ -144,6 +138,7 @@ class HostBatchBuilder:
         self.samplers = samplers
         self.rows = batch_size
         self.mixed = selection is not samplers[0].strategy
+        self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self._selection = selection
         self._make_s = 0.0
         self._built = 0
@@ -154,11 +149,12 @@ class HostBatchBuilder:
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
         """See `BatchBuilder`. The batch is finished when this returns."""
         began_s = time.perf_counter()
-        rows = self.sample(step, state)
-        batch = self.samplers[0].plan.batch(rows.fetched, rows.keys, rows.probability, rows.importance_weights, step)
-        self._make_s += time.perf_counter() - began_s
+        native, after = self.sample(step, state)
+        batch = NativeBatch(native, self.samplers[0].plan, step, self.store_ids)
+        make_s = time.perf_counter() - began_s
+        self._make_s += make_s
         self._built += 1
-        return BuiltBatch(batch, rows.state)
+        return BuiltBatch(batch, after, make_s=make_s)
 
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""
@@ -168,28 +164,22 @@ class HostBatchBuilder:
         """Rows from each store in the batch of a step."""
         return quotas_of(self._selection, self.rows, step)
 
-    def sample(self, step: int, state: State, out: list[Any] | None = None) -> SampledRows:
-        """The rows of a step, in `out` or in recycled memory."""
+    def sample(
+        self, step: int, state: State, out: list[NDArray[Any]] | None = None
+    ) -> tuple[_native.SampledBatch, State]:
+        """The rows of a step, their fields in `out` or in recycled memory, and the strategies' state after it."""
+        plan = self.samplers[0].plan
+        batch = _native.SampledBatch(plan.store.native, self.rows, plan.numbers, plan.window, self.mixed, out)
         if not self.mixed:
-            (sampler,) = self.samplers
-            draw, fetched = sampler.sample(self.rows, step, state[0], out)
-            keys = Keys(draw.rows, draw.generations, store=sampler.plan.store.id)
-            return SampledRows(fetched, keys, draw.probability, draw.importance_weights, [draw.state])
-        arrays = self.samplers[0].plan.empty(self.rows) if out is None else out
+            return batch, [self.samplers[0].sample_into(batch, 0, self.rows, step, state[0])]
         state = list(state)
-        pieces, keys_of, probability, weights = [], [], [], []
-        at = 0
+        first = 0
         for number, (sampler, quota) in enumerate(zip(self.samplers, self.quotas(step), strict=True)):
             if quota:
-                draw, fetched = sampler.sample(quota, step, state[number], [a[at : at + quota] for a in arrays])
-                state[number] = draw.state
-                pieces.append(fetched)
-                keys_of.append(Keys(draw.rows, draw.generations, store=sampler.plan.store.id).of_shard(number))
-                probability.append(draw.probability)
-                weights.append((draw.importance_weights, quota))
-                at += quota
-        fetched = FetchedRows.join(arrays, pieces)
-        return SampledRows(fetched, Keys.join(keys_of), np.concatenate(probability), join_importance(weights), state)
+                state[number] = sampler.sample_into(batch, first, quota, step, state[number])
+                batch.set_shard(first, quota, number)
+                first += quota
+        return batch, state
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`."""
@@ -201,9 +191,11 @@ class HostBatchBuilder:
     def rewind(self) -> None:
         """See `BatchBuilder`. Nothing is kept but the state."""
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`."""
-        return build_stats(self._built, self._make_s, self.samplers)
+        natively = all(sampler.draws_natively for sampler in self.samplers)
+        path = "native" if natively else "native gather of rows drawn by the strategy's code"
+        return {**build_stats(self._built, self._make_s, self.samplers), "path": path}
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchBuilder`."""
@@ -269,7 +261,6 @@ __all__ = [
     "BuiltBatch",
     "HostBatchBuilder",
     "PriorityUpdate",
-    "SampledRows",
     "StartedBatch",
     "State",
     "apply_updates",

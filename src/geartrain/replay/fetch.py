@@ -175,12 +175,6 @@ class FetchedRows(NamedTuple):
             int(np.count_nonzero(self.torn[index])),
         )
 
-    def put(self, index: NDArray[Any], other: FetchedRows) -> None:
-        """Overwrites some rows with another batch's."""
-        for mine, theirs in zip(self.arrays, other.arrays, strict=True):
-            mine[index] = theirs
-        self.put_metadata(index, other)
-
     def put_metadata(self, index: NDArray[Any], other: FetchedRows) -> None:
         """Overwrites the metadata of some rows, whose fields are in place already."""
         self.torn[index] = other.torn
@@ -190,17 +184,9 @@ class FetchedRows(NamedTuple):
         self.versions[index] = other.versions
 
     @staticmethod
-    def join(arrays: list[NDArray[Any]], parts: list[FetchedRows]) -> FetchedRows:
-        """Parts of one batch that were fetched into consecutive pieces of `arrays`."""
-        return FetchedRows(
-            arrays,
-            np.concatenate([part.torn for part in parts]),
-            np.concatenate([part.mask for part in parts]),
-            np.concatenate([part.starts for part in parts]),
-            np.concatenate([part.lengths for part in parts]),
-            np.concatenate([part.versions for part in parts]),
-            0,
-        )
+    def of_batch(rows: _native.SampledBatch, arrays: list[NDArray[Any]]) -> FetchedRows:
+        """The rows of a batch that was sampled into `arrays`."""
+        return FetchedRows(arrays, rows.torn(), rows.mask(), rows.start(), rows.length(), rows.version(), 0)
 
 
 class FetchPlan:
@@ -209,6 +195,7 @@ class FetchPlan:
     def __init__(self, store: Store, names: list[str], window: int, pad_left: bool, output: As, threads: int) -> None:
         self.store = store
         self.names = names
+        self.places = {name: place for place, name in enumerate(names)}
         self.numbers = [store.field_number(name) for name in names]
         self.window = window
         self.pad_left = pad_left
@@ -275,6 +262,14 @@ class FetchPlan:
             return torch.from_numpy(array)
         return array
 
+    def as_field(self, name: str, array: NDArray[Any]) -> Any:
+        """A field's array as users get it: of its own dtype, a tensor or an array."""
+        dtype = DTYPES[self.store.fields[name].dtype]
+        if self.output == "torch":
+            return as_tensor(array, dtype)
+        shown = numpy_dtype(dtype)
+        return array if array.dtype == shown else array.view(shown)
+
     def empty(self, n: int) -> list[NDArray[Any]]:
         """Recycled memory for the fields of a batch of n rows, of raw dtypes."""
         return list(_native.empty_batch(self.store.native, n, self.numbers, self.window))
@@ -320,14 +315,7 @@ class FetchPlan:
         step: int | None = None,
     ) -> Batch:
         """The batch that users see, over the same memory."""
-        schema = self.store.fields
-        fields: dict[str, Any] = {}
-        for name, array in zip(self.names, raw.arrays, strict=False):
-            if self.output == "torch":
-                fields[name] = as_tensor(array, DTYPES[schema[name].dtype])
-            else:
-                dtype = numpy_dtype(DTYPES[schema[name].dtype])
-                fields[name] = array if array.dtype == dtype else array.view(dtype)
+        fields = {name: self.as_field(name, array) for name, array in zip(self.names, raw.arrays, strict=False)}
         metadata: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance_weights]
         metadata = [None if array is None else self.as_output(array) for array in metadata]
         mask, start, length, version, probability, importance_weights = metadata

@@ -27,6 +27,7 @@ class Columns:
         self.store_id = int(native.describe()["store_id"])
         self.fields = fields
         self.limiter = RateLimiter(native)
+        self.inserter = _native.Inserter(native, list(fields))
         self.max_length = max_length
         self._numbers = {name: number for number, name in enumerate(fields)}
         self._raw: dict[str, NDArray[Any]] = {}
