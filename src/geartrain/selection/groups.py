@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from geartrain.errors import ArgumentError
+from geartrain.selection.arguments import check_flag, check_whole
 from geartrain.selection.declared import DeclaredStrategy, WholeGroups, first_rows
-from geartrain.selection.strategy import ORDERS, Candidates, Limits, Traits, check_seed
+from geartrain.selection.strategy import ORDERS, Candidates, Limits, Traits, check_limits, check_seed
 
 _NO_ROWS = np.empty(0, np.uint32)
 _SIGN = np.uint64(1 << 63)  # numbers with a sign, in their order, as numbers without
@@ -45,8 +46,11 @@ class GroupSampling(DeclaredStrategy):
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        if self.size < 1:
-            raise ArgumentError(f"a group has at least one row, found size={self.size}")
+        check_limits(self.limits)
+        check_flag("prioritized", self.prioritized)
+        check_whole("size", self.size, 1, 2**31 - 1)
+        if not isinstance(self.by, str):
+            raise ArgumentError(f"`by` is the name of a field, found {self.by!r}")
 
     @cached_property
     def traits(self) -> Traits:
