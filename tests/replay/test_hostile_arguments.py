@@ -213,7 +213,7 @@ def test_a_mixture_is_of_shares_and_strategies(store: gt.Store) -> None:
                     Mixture(shares, two)
         with pytest.raises(ArgumentError):
             Mixture([0, 0], [Uniform(), value])
-        if not (isinstance(value, (list, tuple, np.ndarray, range)) and len(value) == 2):
+        if np.shape(value) != (2,) if isinstance(value, (list, tuple, np.ndarray, range)) else True:
             with pytest.raises(ArgumentError):
                 Mixture(value, two)
         if not isinstance(value, Uniform):
@@ -281,7 +281,7 @@ def test_a_state_that_is_none_is_refused_and_the_replay_goes_on(store: gt.Store)
         expected = replay.sample().keys
         for value in VALUES:
             bad = [value]
-            bad += [{**state, name: value} for name in state if not (name == "seed" and value == 1)]
+            bad += [{**state, name: value} for name in state]
             bad += [
                 {**state, "state": [{"after": value}]},
                 {**state, "exponents": [value]},

@@ -125,7 +125,8 @@ def checked_state(state: object) -> dict[str, Any]:
         if not isinstance(each, Mapping):
             raise ArgumentError(f"a strategy's state is a dict of numbers, found {each!r}")
         for name, value in each.items():
-            if not isinstance(name, str) or not -(2**63) <= check_whole(f"the state's {name!r}", value) < 2**64:
+            least = 0 if isinstance(name, str) and name.partition("/")[0] == "after" else -(2**63)  # a cursor
+            if not isinstance(name, str) or not least <= check_whole(f"the state's {name!r}", value) < 2**64:
                 raise ArgumentError(f"a strategy's state is whole numbers of 64 bits by name, found {name!r}: {value}")
     for alpha in found["exponents"]:
         check_number("an exponent of the state", alpha, "a finite number above zero", least=0, above=True)
@@ -137,6 +138,7 @@ def checked_state(state: object) -> dict[str, Any]:
 
 def seeded_selection(stores: Sequence[Store], selection: Selection, seed: int) -> Selection:
     """The selection with all its seeds. Raises `ArgumentError` unless it fits the stores."""
+    check_whole("seed", seed)
     check_seed(seed)
     if isinstance(selection, Mixture):
         if len(selection.strategies) != len(stores):

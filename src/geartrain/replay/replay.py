@@ -430,7 +430,7 @@ class Replay:
             priorities = priorities.detach().cpu()
         try:
             array = np.asarray(priorities, dtype=np.float64)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ArgumentError(f"priorities are numbers, found {type(priorities).__name__}") from None
         values = np.broadcast_to(array, (len(rows),)) if array.ndim == 0 else array
         if values.shape != (len(rows),):
@@ -510,7 +510,7 @@ class Replay:
             self._restart()
             self._taken_updates()  # and dropped
             self._step = int(state["step"])
-            self._state = [dict(each) for each in state["state"]]
+            self._state = [{name: int(value) for name, value in each.items()} for each in state["state"]]
             for sampler, alpha in zip(self._builder.samplers, state["exponents"], strict=True):
                 sampler.alpha = float(alpha)
             self._builder.rewind()

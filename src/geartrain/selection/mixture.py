@@ -40,7 +40,8 @@ class Mixture:
     def __init__(self, shares: Sequence[float], strategies: Sequence[Strategy], seed: int | None = None) -> None:
         check_seed(seed)
         for what, values in (("shares", shares), ("strategies", strategies)):
-            if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+            is_array = isinstance(values, np.ndarray) and values.ndim == 1
+            if isinstance(values, (str, bytes)) or not (is_array or isinstance(values, Sequence)):
                 raise ArgumentError(f"{what} are a list, one for each store, found {values!r}")
         if len(shares) != len(strategies) or not len(shares):
             raise ArgumentError(f"a mixture needs a strategy for each share, found {len(shares)} and {len(strategies)}")
