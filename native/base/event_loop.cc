@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <condition_variable>
 #include <cstring>
 
 #include "base/errors.h"
@@ -17,7 +18,7 @@ constexpr uint64_t kLongestSleepNs = 1'000'000'000;
 
 }  // namespace
 
-EventLoop::EventLoop(const char* name) : forks_(forks()) {
+EventLoop::EventLoop(const char* name, Failed failed) : forks_(forks()), failed_(std::move(failed)) {
   epoll_ = Descriptor(::epoll_create1(EPOLL_CLOEXEC));
   wake_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !wake_) fail(ErrorKind::os, "cannot make an epoll or an eventfd: ", std::strerror(errno));
@@ -29,8 +30,12 @@ EventLoop::~EventLoop() {
   stop();
 }
 
+bool EventLoop::forked() const {
+  return forks_ != forks();
+}
+
 bool EventLoop::post(std::function<void()> task) {
-  if (forks_ != forks()) {
+  if (forked()) {
     fail(ErrorKind::hung_up, "this group belongs to the process that this one was forked from; make one here");
   }
   {
@@ -46,21 +51,44 @@ bool EventLoop::post(std::function<void()> task) {
   return true;
 }
 
+bool EventLoop::call(const std::function<void()>& what) {
+  std::mutex mutex;
+  std::condition_variable over;
+  bool done = false;
+  std::exception_ptr error;
+  const bool posted = post([&] {
+    try {
+      what();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    std::lock_guard lock(mutex);
+    done = true;
+    over.notify_all();
+  });
+  if (!posted) return false;
+  std::unique_lock lock(mutex);
+  over.wait(lock, [&] { return done; });
+  if (error != nullptr) std::rethrow_exception(error);
+  return true;
+}
+
 void EventLoop::stop() {
-  if (thread_ == nullptr) return;
-  if (forks_ != forks()) {
+  if (forked()) {
     static_cast<void>(thread_.release());  // a forked child never had it
     return;
   }
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  posted_.store(true);
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
-  thread_->join();
-  thread_.reset();
+  std::call_once(stopped_, [this] {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    posted_.store(true);
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
+    thread_->join();
+    thread_.reset();
+  });
 }
 
 void EventLoop::watch(int fd, uint32_t events, Handler* handler) {
@@ -83,6 +111,15 @@ void EventLoop::unwatch(int fd) {
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
 }
 
+template <typename Act>
+void EventLoop::guarded(Act&& act) {
+  try {
+    act();
+  } catch (const std::exception& error) {
+    failed_(error);
+  }
+}
+
 // True when the loop is to end.
 bool EventLoop::run_tasks() {
   if (!posted_.exchange(false)) return false;
@@ -93,8 +130,22 @@ bool EventLoop::run_tasks() {
     tasks.swap(tasks_);
     stopping = stopping_;
   }
-  for (const auto& task : tasks) task();
+  for (const auto& task : tasks) guarded(task);
   return stopping;
+}
+
+// True when there was something.
+bool EventLoop::look_at_all() {
+  bool busy = false;
+  // A copy: looking may remove.
+  for (Pollable* const one : std::vector<Pollable*>(pollables_)) {
+    if (std::find(pollables_.begin(), pollables_.end(), one) != pollables_.end()) busy |= one->look();
+  }
+  return busy;
+}
+
+void EventLoop::destroy_discarded() {
+  while (discarded_ != nullptr) discarded_ = std::move(discarded_->next_discarded_);
 }
 
 void EventLoop::run(const char* name) {
@@ -104,11 +155,11 @@ void EventLoop::run(const char* name) {
   for (;;) {
     if (run_tasks()) break;
     bool busy = false;
-    // A copy: looking may remove.
-    for (Pollable* const one : std::vector<Pollable*>(pollables_)) {
-      if (std::find(pollables_.begin(), pollables_.end(), one) != pollables_.end()) busy |= one->look();
-    }
-    uint64_t sleep_ns = due_ ? std::min(due_(), kLongestSleepNs) : kLongestSleepNs;
+    guarded([&] { busy = look_at_all(); });
+    uint64_t sleep_ns = kLongestSleepNs;
+    guarded([&] {
+      if (due_) sleep_ns = std::min(due_(), kLongestSleepNs);
+    });
     sleeping_.store(true);
     if (busy || posted_.load()) sleep_ns = 0;
     if (sleep_ns != 0) {
@@ -125,13 +176,13 @@ void EventLoop::run(const char* name) {
         uint64_t count;
         [[maybe_unused]] const ssize_t got = ::read(wake_.get(), &count, sizeof count);
       } else {
-        static_cast<Handler*>(events[i].data.ptr)->ready(events[i].events);
+        guarded([&] { static_cast<Handler*>(events[i].data.ptr)->ready(events[i].events); });
       }
     }
-    discarded_.clear();
+    destroy_discarded();
   }
   due_ = nullptr;
-  discarded_.clear();
+  destroy_discarded();
 }
 
 }  // namespace geartrain
