@@ -129,7 +129,7 @@ class Bootstrap:
             "reducers": list(getattr(error, "reducers", ())),
             "ranks": list(getattr(error, "ranks", ())),
         }
-        with suppress(PeerLostError):  # the store is gone: the others will see that themselves
+        with suppress(Exception):  # the store is gone, or whatever else: the cause itself is what counts here
             if not self._directory.has(_FAILURE):
                 self._directory.put(_FAILURE, json.dumps(record))
 
