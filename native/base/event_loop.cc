@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
+#include <system_error>
 
 #include "base/errors.h"
 
@@ -23,7 +24,11 @@ EventLoop::EventLoop(const char* name, Failed failed) : forks_(forks()), failed_
   wake_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !wake_) fail(ErrorKind::os, "cannot make an epoll or an eventfd: ", std::strerror(errno));
   watch(wake_.get(), EPOLLIN, nullptr);
-  thread_ = std::make_unique<std::thread>([this, name] { run(name); });
+  try {
+    thread_ = std::make_unique<std::thread>([this, name] { run(name); });
+  } catch (const std::system_error& error) {
+    fail(ErrorKind::os, "cannot start a thread: ", error.what());
+  }
 }
 
 EventLoop::~EventLoop() {
@@ -148,7 +153,7 @@ void EventLoop::destroy_discarded() {
   while (discarded_ != nullptr) discarded_ = std::move(discarded_->next_discarded_);
 }
 
-void EventLoop::run(const char* name) {
+void EventLoop::run(const char* name) noexcept {
   id_.store(std::this_thread::get_id());
   ::pthread_setname_np(::pthread_self(), name);
   struct epoll_event events[64];

@@ -82,7 +82,7 @@ class EventLoop {
   void on_time(std::function<uint64_t()> due) { due_ = std::move(due); }
 
  private:
-  void run(const char* name);
+  void run(const char* name) noexcept;
   bool run_tasks();
   bool look_at_all();
   void destroy_discarded();
