@@ -32,7 +32,7 @@ class PythonGroup {
   explicit PythonGroup(const GroupOptions& options) : group_(std::make_unique<Group>(options)) {}
   ~PythonGroup() {
     {
-      nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       group_.reset();  // ends the thread that reads and writes the arrays
     }
     kept_.clear();
@@ -90,7 +90,7 @@ std::unique_ptr<PythonGroup> make_group(const nb::dict& given) {
   options.shm = item(given, "shm", options.shm);
   options.max_window_bytes = item(given, "max_window_bytes", options.max_window_bytes);
   options.fixed_window_bytes = item(given, "fixed_window_bytes", options.fixed_window_bytes);
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   return std::make_unique<PythonGroup>(options);
 }
 
@@ -102,7 +102,7 @@ std::unique_ptr<Reducer> make_reducer(const nb::dict& given) {
   options.shm = item(given, "shm", options.shm);
   options.max_window_bytes = item(given, "max_window_bytes", options.max_window_bytes);
   options.max_groups = item(given, "max_groups", options.max_groups);
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   return std::make_unique<Reducer>(options);
 }
 
@@ -127,7 +127,7 @@ bool wait(Work& work, double timeout_s) {
   const Deadline deadline = Deadline::after(timeout_s);
   for (;;) {
     {
-      nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       if (work.wait(deadline.sooner(kSignalsEveryS))) return true;
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -144,7 +144,7 @@ std::optional<std::tuple<uint32_t, std::string, std::vector<uint32_t>>> fault_tu
 nb::dict group_counts(PythonGroup& group) {
   GroupCounts found;
   {
-    nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     found = group.group().counts();
   }
   nb::dict out, sent, received, links;
@@ -170,7 +170,7 @@ nb::dict group_counts(PythonGroup& group) {
 nb::dict reducer_counts(Reducer& reducer) {
   ReducerCounts found;
   {
-    nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     found = reducer.counts();
   }
   nb::dict out;
@@ -200,7 +200,7 @@ void bind_collectives(nb::module_& module) {
       .def_prop_ro("address", [](const PythonGroup& group) { return group.group().address(); })
       .def("connect",
            [](PythonGroup& group, const std::vector<std::string>& addresses, double timeout_s) {
-             nb::gil_scoped_release unlocked;
+             const Unlocked unlocked;
              group.group().connect(addresses, Deadline::after(timeout_s));
            })
       .def("all_reduce", &all_reduce, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
@@ -211,11 +211,11 @@ void bind_collectives(nb::module_& module) {
       .def("name_of", [](const PythonGroup& group, uint32_t member) { return group.group().name_of(member); })
       .def("abort",
            [](PythonGroup& group, const std::string& reason) {
-             nb::gil_scoped_release unlocked;
+             const Unlocked unlocked;
              group.group().abort(reason);
            })
       .def("close", [](PythonGroup& group, double timeout_s) {
-        nb::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         group.group().close(Deadline::after(timeout_s));
       });
 
@@ -224,7 +224,7 @@ void bind_collectives(nb::module_& module) {
       .def_prop_ro("address", &Reducer::address)
       .def("counts", &reducer_counts)
       .def("close", [](Reducer& reducer, double timeout_s) {
-        nb::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         reducer.close(Deadline::after(timeout_s));
       });
 

@@ -23,6 +23,8 @@ from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClo
 ALGORITHMS = ("shares", "ring")
 TRANSPORTS = ("auto", "tcp")
 
+_FORKED = "this group belongs to the process that this one was forked from; make one here"
+
 
 class Group:
     """A group of ranks for all-reduce; one on every rank, made with the same arguments but `rank`.
@@ -195,6 +197,7 @@ class Group:
         for name in (dtype, wire_dtype or dtype):
             if name not in DTYPE_CODES:
                 raise ArgumentError(f"arrays of {name} are not reduced; there are {', '.join(REDUCED_DTYPES)}")
+        self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         work = Work(self.name, self._recover, address, count, dtype, wire_dtype or dtype, op, timeout_s, keep)
         try:
@@ -204,9 +207,14 @@ class Group:
             raise self._why_closed(error) from None
         return work
 
+    def _check_process(self) -> None:
+        # A lock may have been held by a thread that this process does not have.
+        if os.getpid() != self._pid:
+            raise CollectiveClosedError(_FORKED)
+
     def _why_closed(self, error: ConnectionClosedError) -> GeartrainError:
         """What to raise where the native group refuses a call because it was closed."""
-        if os.getpid() != self._pid or isinstance(error, CollectiveClosedError):
+        if isinstance(error, CollectiveClosedError):
             return error
         failure = self._session.failure
         if failure is not None and not self._stopped.is_set():
@@ -222,6 +230,7 @@ class Group:
         reduced_bytes as an owner; links by path; window_bytes and least_delay_us of the flow control; refused
         connections.
         """
+        self._check_process()
         try:
             return self._session.native.counts()
         except ConnectionClosedError as error:
@@ -229,6 +238,8 @@ class Group:
 
     def error(self) -> GeartrainError | None:
         """The error that ended the group; None while it is usable."""
+        if os.getpid() != self._pid:
+            return CollectiveClosedError(_FORKED)
         session = self._session
         fault = session.native.fault()
         return None if fault is None else session.error_of(fault)
@@ -272,6 +283,7 @@ class Group:
             WaitTimeoutError: ranks did not join in time.
             ArgumentError: no reducer of that name.
         """
+        self._check_process()
         unknown = set(without) - set(self.reducers)
         if unknown:
             raise ArgumentError(f"no such reducers: {sorted(unknown)}; there are {list(self.reducers)}")
@@ -282,6 +294,7 @@ class Group:
 
     def abort(self, reason: str) -> None:
         """Ends the group on all ranks: their operations raise `CollectiveClosedError` with this reason."""
+        self._check_process()
         self._session.native.abort(reason)
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -296,7 +309,10 @@ class Group:
         self._stopped.set()
         session = self._session
         if first and session.keeps_input:
-            session.bootstrap.leave()  # for those that lose a reducer, and would wait for this rank
+            # For those that lose a reducer, and would wait for this rank; the store may be hanging.
+            leaving = threading.Thread(target=session.bootstrap.leave, name="geartrain-leave", daemon=True)
+            leaving.start()
+            leaving.join(0.5)
         session.close(timeout_s)
         # A thread that replaces the session notices the event, or has just installed the next one.
         if self._lock.acquire(timeout=1.0):
