@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from geartrain.core.arguments import timeout
 from geartrain.errors import ArgumentError, CorruptStoreError, StoreClosedError, WaitTimeoutError
 from geartrain.weights.format import DIRECTORY, Head
 from geartrain.weights.layout import Schema, nested
@@ -77,7 +78,7 @@ class Reader:
             name: of the weights.
             node, source: this process's node, and the name of the publisher's (or of a relay's), where that may be on
                 another host. One process per host then fetches new versions for all of them; when it dies, another.
-            timeout_s: default of `latest`.
+            timeout_s: default of `latest`; from 0, which does not wait, to 1e9.
             directory: as for the publisher.
 
         Raises:
@@ -85,7 +86,7 @@ class Reader:
         """
         if (node is None) != (source is None):
             raise ArgumentError("to follow a publisher on another host a reader needs both, node= and source=")
-        self.name, self.timeout_s = name, timeout_s
+        self.name, self.timeout_s = name, timeout(timeout_s)
         self._directory = Path(directory)
         self._segment = WeightsSegment.open(name, self._directory)
         self._schema: Schema | None = None
@@ -106,7 +107,7 @@ class Reader:
         Raises:
             WaitTimeoutError: not published in time; says which version is there, and whether a publisher is alive.
         """
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        limit_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         until_s = time.monotonic() + limit_s
         while True:
             with self._lock:
