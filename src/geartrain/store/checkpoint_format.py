@@ -41,6 +41,7 @@ import numpy as np
 from geartrain.core.schema import Field, stored_schema
 from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import HeldDirectory
+from geartrain.store.checkpoint_manifest import check_manifest
 
 FORMAT = "geartrain-checkpoint"
 VERSION = 2
@@ -114,6 +115,7 @@ def manifest_of(held: HeldDirectory) -> dict[str, Any]:
         )
     if checksum != json_checksum(manifest):
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
+    check_manifest(manifest, path)
     for file, about in manifest["files"].items():
         size = held.status(file).st_size
         if size != about["bytes"]:

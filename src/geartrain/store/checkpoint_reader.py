@@ -114,6 +114,10 @@ class Checkpoint:
         committed = records["generation"] % 2 == 1
         if int(committed.sum()) != self.rows or not committed[: self.rows].all():
             raise CheckpointError(f"{path} does not have the rows that the manifest promises")
+        known = np.zeros(len(records), bool)
+        known[records["row"][records["row"] < len(records)]] = True
+        if not known.all():
+            raise CheckpointError(f"{path} contradicts itself: a row is in it twice, and another is not")
         if dtype == ROW_RECORD_1:
             widened = np.zeros(len(records), ROW_RECORD)
             for column in METADATA:

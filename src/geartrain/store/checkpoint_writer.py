@@ -206,6 +206,8 @@ def _find_base(
                 return None, f"{place} has format version {found.manifest['version']}"
             if found.manifest["store"] != _identity(store) and found.id != origin:
                 return None, f"{place} is not of this store"
+            if found.manifest["options"]["capacity"] != store.describe()["capacity"]:
+                return None, f"{place} is of a store of another capacity"
             base_found = _Base(found)
         except CheckpointError as error:
             return None, str(error)  # damage there must not keep a whole checkpoint from being made

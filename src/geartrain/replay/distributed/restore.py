@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.keys import Keys
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
 from geartrain.store.checkpoint_format import ROW_RECORD, json_checksum, write_json
@@ -60,7 +59,7 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
         peeked = Store.peek(name)
     except StoreMissingError:
         return None
-    if not source.is_in(peeked.native.describe()["store_id"]):
+    if not source.is_in(peeked.id):
         raise CheckpointError(
             f"the segment {peeked.path} is neither the one that {source.place.name} was saved from nor loaded from it. "
             f"Remove it with `geartrain remove {name}` to load from disk"
@@ -77,7 +76,7 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
         same &= infos["generation"] == keys.generation
         moved = np.flatnonzero(same & (there["priority"] != infos["priority"]))
         priorities = there["priority"][moved] / 2.0 ** store.options["priority_fraction_bits"]
-        lost = store.update_priorities(Keys(keys.row[moved], keys.generation[moved]), priorities)
+        lost = store.update_priorities(keys[moved], priorities)
         drawn = np.flatnonzero(same & (there["times_sampled"] != infos["times_sampled"]))
         counts = np.ascontiguousarray(there["times_sampled"][drawn])
         store.native.set_times_sampled(keys.row[drawn], keys.generation[drawn], counts)
@@ -127,7 +126,7 @@ class SavedShard(ABC):
     def remember(self, store: Store) -> None:
         """Notes in the step that a segment was loaded from it, so that it can be adopted before its first save."""
         with suppress(OSError):  # a read-only disk: after a crash the shard is read again
-            write_json(self._note(store.native.describe()["store_id"]), self._origin())
+            write_json(self._note(store.id), self._origin())
 
     def _note(self, store_id: int) -> Path:
         return self.place / f"restored-{store_id:016x}.json"
