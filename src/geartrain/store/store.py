@@ -348,7 +348,7 @@ class Store:
         Raises:
             CheckpointError: `directory` exists and is not a checkpoint, or is a symbolic link to nothing; or `base` is
                 none or damaged.
-            NoSpaceError: the file system, or a quota on it, is full.
+            NoSpaceError: the file system, or a quota on it, is full, or files may not be so large (RLIMIT_FSIZE).
 
         Cost: the bytes of new rows, 56 bytes for each row of the capacity, and a flush; memory for a chunk of 64 MB.
         """
