@@ -16,9 +16,12 @@ namespace {
 constexpr uint64_t kPieceBytes = 256 << 10;
 // Below this a second thread costs more in waking up than it saves in copying.
 constexpr uint64_t kThreadedFrom = 1 << 20;
+// Unless the caller says how many.
+constexpr unsigned kDefaultThreads = 4;
 
-// Columns of this size and more do not stay in a cache between two rounds of inserts.
-constexpr uint64_t kColdFrom = 256 << 20;
+// Columns of this size and more do not stay in a cache between two rounds of inserts: of 4 KB rows, a streamed one
+// costs 185 ns and a plain one 335 with 245 MB of columns and 32 MB of cache.
+constexpr uint64_t kColdFrom = 64 << 20;
 
 uint64_t step_bytes(const FieldRecord& field) {
   return field.block_bytes / field.shape[0];
@@ -31,7 +34,12 @@ uint64_t field_bytes(const FieldRecord& field, uint32_t steps) {
 void run(uint64_t rows, uint64_t bytes, unsigned threads, auto&& body) {
   const uint64_t bytes_per_row = std::max<uint64_t>(1, bytes / std::max<uint64_t>(1, rows));
   const uint64_t grain = std::max<uint64_t>(1, kPieceBytes / bytes_per_row);
-  parallel_for(rows, grain, bytes < kThreadedFrom ? 1 : threads, body);
+  if (bytes < kThreadedFrom) {
+    threads = 1;
+  } else if (threads == 0) {
+    threads = std::min(kDefaultThreads, available_cores());
+  }
+  parallel_for(rows, grain, threads, body);
 }
 
 class Gather {
@@ -127,10 +135,13 @@ void check(const Store& store, std::span<const uint32_t> rows, uint32_t field) {
 
 }  // namespace
 
+uint64_t fetched_row_bytes(const Store& store, uint32_t field, uint32_t window) {
+  return field_bytes(store.fields()[field], window != 0 ? window : store.header().max_length);
+}
+
 uint64_t batch_bytes(const Store& store, const FetchRequest& request) {
-  const uint32_t steps = request.window != 0 ? request.window : store.header().max_length;
   uint64_t bytes = 0;
-  for (const FetchField& field : request.fields) bytes += field_bytes(store.fields()[field.field], steps);
+  for (const FetchField& field : request.fields) bytes += fetched_row_bytes(store, field.field, request.window);
   return bytes * request.rows.size();
 }
 

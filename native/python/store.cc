@@ -9,10 +9,8 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-
 #include "base/errors.h"
-#include "fetch/fetch.h"
+#include "fetch/insert.h"
 #include "python/bind.h"
 
 namespace geartrain {
@@ -21,16 +19,34 @@ namespace {
 using Unlocked = nb::gil_scoped_release;
 using FieldTuple = std::tuple<std::string, int, int, bool, std::vector<uint32_t>>;
 
-// Rows are inserted in pieces, so that the lock is not held for thousands of rows at a time.
-constexpr uint64_t kInsertPiece = 1024;
-
-std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTuple>& fields, uint64_t capacity,
-                              uint64_t max_rows, int remover, uint32_t max_times_sampled, uint64_t max_age_ns,
-                              uint32_t priority_fraction_bits, bool persist, bool reserve, double timeout_s) {
+std::vector<FieldSpec> specs_of(const std::vector<FieldTuple>& fields) {
   std::vector<FieldSpec> specs;
   for (const auto& [field, dtype, itemsize, timed, shape] : fields) {
     specs.push_back({field, static_cast<uint8_t>(dtype), static_cast<uint8_t>(itemsize), timed, shape});
   }
+  return specs;
+}
+
+// Bytes that a store of `capacity` rows takes, and the rows of one that takes at most `bytes`.
+uint64_t segment_bytes(const std::vector<FieldTuple>& fields, uint64_t capacity, int remover) {
+  StoreOptions options;
+  options.capacity = capacity;
+  options.remover = static_cast<Remover>(remover);
+  std::vector<FieldRecord> records;
+  return plan_segment(specs_of(fields), options, &records).segment_bytes;
+}
+
+uint64_t rows_of_bytes(const std::vector<FieldTuple>& fields, uint64_t bytes, int remover) {
+  StoreOptions options;
+  options.remover = static_cast<Remover>(remover);
+  return rows_within(specs_of(fields), options, bytes);
+}
+
+std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTuple>& fields, uint64_t capacity,
+                              uint64_t max_rows, int remover, uint32_t max_times_sampled, uint64_t max_age_ns,
+                              uint32_t priority_fraction_bits, bool persist, bool reserve, double timeout_s,
+                              const std::string& trust) {
+  const std::vector<FieldSpec> specs = specs_of(fields);
   StoreOptions options;
   options.capacity = capacity;
   options.max_rows = max_rows;
@@ -41,13 +57,16 @@ std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTu
   options.persist = persist;
   options.reserve = reserve;
   options.lock_timeout_s = timeout_s;
+  options.trust = trust_of(trust);
   Unlocked unlocked;
   return Store::create(name, specs, options);
 }
 
-std::unique_ptr<Store> attach(const std::string& name, bool adopt, bool read_only, double timeout_s) {
+std::unique_ptr<Store> attach(const std::string& name, bool adopt, bool read_only, double timeout_s,
+                              const std::string& trust) {
+  const AttachOptions options{adopt, read_only, timeout_s, trust_of(trust)};
   Unlocked unlocked;
-  return Store::attach(name, {adopt, read_only, timeout_s});
+  return Store::attach(name, options);
 }
 
 nb::dict describe(const Store& store) {
@@ -209,18 +228,6 @@ uint32_t publish_one(Store& store, uint32_t row, uint32_t length, double priorit
   return generation;
 }
 
-void insert_piece(Store& store, std::span<uint32_t> rows, std::span<uint32_t> generations,
-                  std::span<const InsertField> fields, const CommitValues& values, unsigned threads) {
-  store.allocate(rows);
-  try {
-    fill(store, rows, fields, values.lengths, threads);
-    store.commit(rows, values, generations);
-  } catch (...) {
-    store.abandon(rows);
-    throw;
-  }
-}
-
 void limit(Store& store, bool enabled, double samples_per_insert, uint64_t min_size, double error_buffer, bool afresh) {
   set_limiter(store.control().limiter, {enabled, samples_per_insert, min_size, error_buffer}, afresh);
 }
@@ -240,9 +247,9 @@ nb::dict limiter(const Store& store) {
 }
 
 // Copies n rows in. `sources` are (field number, array of n blocks or of n rows of fewer steps).
-nb::tuple insert(Store& store, size_t n, const std::vector<std::pair<uint32_t, AnyConstArray>>& sources,
-                 const std::optional<In<uint32_t>>& lengths, const std::optional<In<double>>& priorities,
-                 const std::optional<In<int64_t>>& versions, unsigned threads) {
+nb::tuple insert_sources(Store& store, size_t n, const std::vector<std::pair<uint32_t, AnyConstArray>>& sources,
+                         const std::optional<In<uint32_t>>& lengths, const std::optional<In<double>>& priorities,
+                         const std::optional<In<int64_t>>& versions, unsigned threads) {
   std::vector<InsertField> fields;
   for (const auto& [field, array] : sources) {
     fields.push_back({field, static_cast<const std::byte*>(array.data()), n == 0 ? 0 : array.nbytes() / n});
@@ -250,17 +257,7 @@ nb::tuple insert(Store& store, size_t n, const std::vector<std::pair<uint32_t, A
   std::vector<uint32_t> rows(n), generations(n);
   {
     Unlocked unlocked;
-    store.check_values(n, {view(lengths), view(priorities), view(versions)});  // before a row is evicted for nothing
-    const uint64_t piece = std::clamp<uint64_t>(store.header().max_rows / 2, 1, kInsertPiece);
-    const auto part = [](auto span, size_t at, size_t count) { return span.empty() ? span : span.subspan(at, count); };
-    for (size_t at = 0; at < n; at += piece) {
-      const size_t count = std::min<size_t>(piece, n - at);
-      std::vector<InsertField> shifted = fields;
-      for (InsertField& field : shifted) field.data += at * field.row_bytes;
-      insert_piece(store, std::span(rows).subspan(at, count), std::span(generations).subspan(at, count), shifted,
-                   {part(view(lengths), at, count), part(view(priorities), at, count), part(view(versions), at, count)},
-                   threads);
-    }
+    insert(store, fields, {view(lengths), view(priorities), view(versions)}, threads, rows, generations);
   }
   return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
 }
@@ -373,9 +370,12 @@ void bind_store(nb::module_& module) {
   nb::list names;
   for (const char* name : kCounterNames) names.append(name);
   module.attr("COUNTERS") = names;
+  module.def("segment_bytes", &segment_bytes);
+  module.def("rows_within", &rows_of_bytes);
   nb::class_<Store>(module, "Store")
       .def_static("create", &create)
-      .def_static("attach", &attach)
+      .def_static("attach", &attach, nb::arg("name"), nb::arg("adopt"), nb::arg("read_only"), nb::arg("timeout_s"),
+                  nb::arg("trust") = "user")
       .def("describe", &describe)
       .def("counters", &counters)
       .def("set_counters", &set_counters)
@@ -423,8 +423,8 @@ void bind_store(nb::module_& module) {
              Unlocked u;
              s.abandon({&row, 1});
            })
-      .def("insert", &insert, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(), nb::arg("priorities").none(),
-           nb::arg("versions").none(), nb::arg("threads"))
+      .def("insert", &insert_sources, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(),
+           nb::arg("priorities").none(), nb::arg("versions").none(), nb::arg("threads"))
       .def("update_priorities", &update_priorities)
       .def("raise_priorities",
            [](Store& s, double power) {

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "transport/security/handshake.h"
 #include "transport/security/openssl.h"
 
 namespace geartrain {

@@ -60,6 +60,8 @@ DTYPES: dict[str, Dtype] = {
     )
 }
 _BY_CODE = {d.code: d for d in DTYPES.values()}
+# NumPy builds a dtype's name each time it is asked for, which takes longer than copying a row.
+_BY_NUMPY: dict[np.dtype[Any], Dtype] = {np.dtype(d.numpy_name): d for d in DTYPES.values() if d.numpy_name is not None}
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64", "int": "int32", "long": "int64"}
 
 
@@ -75,6 +77,8 @@ def as_dtype(dtype: object) -> Dtype:
     """
     if isinstance(dtype, Dtype):
         return dtype
+    if isinstance(dtype, np.dtype) and dtype in _BY_NUMPY:
+        return _BY_NUMPY[dtype]
     name: str
     if isinstance(dtype, str):
         name = dtype

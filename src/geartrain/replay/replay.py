@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from geartrain.core.keys import Keys
+from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, CallCancelledError, ReplayError, StoreClosedError, WaitTimeoutError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State
@@ -27,7 +27,7 @@ from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import NOTE_S, RankGroup, as_rank_group, run_on_all_ranks
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.fetch import As, Pad
-from geartrain.replay.prefetch import Prefetcher, StillBuildingError
+from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
 from geartrain.selection.mixture import Mixture, Selection
 from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
@@ -59,8 +59,9 @@ class Replay:
         window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
             later. Whole rows by default.
         pad: side on which windows are padded at the start of a row.
-        prefetch: batches prepared ahead. With 0 each batch is made when it is asked for, and sees every priority
-            updated before; with more, a batch may have been drawn up to so many steps earlier.
+        prefetch: batches prepared ahead, on a thread. Those that take less time than handing them from one thread to
+            another (50 us) are made when they are asked for. With 0 each batch is, and sees every priority updated
+            before; with more, a batch may have been drawn up to so many steps earlier.
         output: "torch" tensors or "numpy" arrays.
         num_batches: batches per iteration; endless by default.
         min_rows: least number of selectable rows; fewer are not drawn from. Where another process has the store open,
@@ -198,6 +199,9 @@ class Replay:
             seed=seed,
         )
         self._builder = self._open_builder(config, group, mesh)
+        # Over ranks and on devices batches are always built on the prefetch thread.
+        local = config.prefetch > 0 and isinstance(self._builder, HostBatchBuilder)
+        self._placement = BuildPlacement() if local else None
         self._pid = os.getpid()
         self._make_locks()
         self._state: State = [{} for _ in stores]
@@ -312,7 +316,7 @@ class Replay:
         asked_s = time.perf_counter()
         if self._started_s is None:
             self._started_s = asked_s
-        if self._config.prefetch == 0 and not self._builder.collective:
+        if self._builds_here():
             built = self._builder.finish(self._builder.start(self._step, self._state, []))
         else:
             if self._ahead is not None and not self._ahead.is_mine():
@@ -334,6 +338,8 @@ class Replay:
                 if not self._closed:  # else `close` does
                     self._restart()
                 raise
+        if self._placement is not None:
+            self._placement.note(built.make_s)
         built.deliver()
         batch = built.batch
         self._last_s = time.perf_counter()
@@ -344,9 +350,22 @@ class Replay:
         self._state = built.state
         return batch
 
+    def _builds_here(self) -> bool:
+        """Whether this thread builds the next batch; the prefetch thread is ended once its batches are used up."""
+        if self._placement is None:
+            return self._config.prefetch == 0 and not self._builder.collective
+        if not self._placement.here:
+            return False
+        if self._ahead is not None and self._ahead.is_mine() and self._asked >= self._step:
+            return False
+        self._restart()
+        return True
+
     def _ask(self, updates: list[PriorityUpdate]) -> Prefetcher[BuiltBatch]:
         """The thread that makes batches, with leave to make the one that is `prefetch` ahead of the next."""
         last = self._step + self._config.prefetch
+        if self._placement is not None and self._placement.here:
+            last = self._step  # those that are ready already are used up
         if self._stop is not None and self._step < self._stop:
             last = min(last, self._stop - 1)  # nobody will ask for more
         if self._ahead is None:
@@ -398,10 +417,15 @@ class Replay:
         ranks draw from the same; each rank gives those of its own batch. Rows that are gone by then are counted as
         `stale_keys` by their store, and 0 is returned here.
 
+        Each key's row is reached in the store that it is of, whichever of this replay's stores, or over several ranks
+        of the job's shards, that is: keys of batches, and those that `Store.insert` and `Store.keys` returned.
+
         Raises:
-            ArgumentError: a priority that is not finite.
+            ArgumentError: a priority that is not finite, or keys of a store that is not in this replay. None of the
+                priorities is set.
         """
         self._check_open()
+        check_keys(rows)
         if hasattr(priorities, "detach"):
             priorities = priorities.detach().cpu()
         array = np.asarray(priorities, dtype=np.float64)
@@ -476,13 +500,14 @@ class Replay:
                 sampler.alpha = float(alpha)
             self._builder.rewind()
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """Figures since the first batch.
 
         batches, rows, bytes (delivered); wait_s (the consumer's), elapsed_s (from the first request to the last batch,
         the consumer's own pauses included), wait_share; make_s (the time spent
         selecting and fetching, on whichever thread), gb_per_s and samples_per_s of that time; redrawn (rows
-        lost between their draw and their copy).
+        lost between their draw and their copy); in host memory path, a text: "native" where a batch is one native call,
+        else what the strategies' own code does.
 
         Over several ranks rows and bytes are this rank's, and there are: local_bytes (read from the shard of this
         host), received_bytes and sent_bytes (fields, from and for other ranks), local_share, selection_bytes (sent

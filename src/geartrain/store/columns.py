@@ -23,8 +23,11 @@ class Columns:
 
     def __init__(self, native: _native.Store, fields: Mapping[str, Field], max_length: int) -> None:
         self.native = native
+        #: The store's, which its keys carry.
+        self.store_id = int(native.describe()["store_id"])
         self.fields = fields
         self.limiter = RateLimiter(native)
+        self.inserter = _native.Inserter(native, list(fields))
         self.max_length = max_length
         self._numbers = {name: number for number, name in enumerate(fields)}
         self._raw: dict[str, NDArray[Any]] = {}

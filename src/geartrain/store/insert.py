@@ -1,17 +1,25 @@
-"""Bulk insert: checks of the source arrays, and one native copy of all fields."""
+"""Bulk insert: checks and conversions of the source arrays, and one native copy of all fields.
+
+Arrays that are what the store holds go to `_native.Inserter`, which checks and copies them in one call. What it does not
+take comes here: tensors, values that a row has once, other dtypes, and everything that is wrong.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from geartrain.core.dtypes import DTYPES, as_dtype, as_raw
+from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, as_raw, torch_dtype
 from geartrain.core.keys import Keys
-from geartrain.errors import FieldError, SchemaError
+from geartrain.errors import ArgumentError, FieldError, SchemaError
 from geartrain.store.columns import Columns, as_column
+
+#: Which conversions an insert may make, as in NumPy: none, those that lose nothing, or those within a kind of number.
+Casting = Literal["no", "safe", "same_kind"]
+CASTINGS = ("no", "safe", "same_kind")
 
 
 def insert_rows(
@@ -21,15 +29,18 @@ def insert_rows(
     priorities: ArrayLike | None,
     versions: ArrayLike | None,
     threads: int,
+    casting: Casting = "no",
 ) -> Keys:
     """Copies rows in and returns their keys; see `Store.insert`."""
+    if casting not in CASTINGS:
+        raise ArgumentError(f"casting is one of {', '.join(CASTINGS)}, found {casting!r}")
     if set(fields) != set(columns.fields):
         missing, unknown = set(columns.fields) - set(fields), set(fields) - set(columns.fields)
         raise FieldError(f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown)}")
     sources = []
     n = steps = -1
     for name, data in fields.items():
-        array, data_n, data_steps = _checked_source(columns, name, data)
+        array, data_n, data_steps = _checked_source(columns, name, data, casting)
         if n not in (-1, data_n):
             raise SchemaError(f"field {name!r} has {data_n} rows, the fields before it have {n}")
         n = data_n
@@ -49,19 +60,25 @@ def insert_rows(
     as_versions = as_column(versions, n, np.int64, "versions")
     columns.limiter.admit_inserts(n)
     try:
-        return Keys(*columns.native.insert(n, sources, as_lengths, as_priorities, as_versions, threads))
+        rows, generations = columns.native.insert(n, sources, as_lengths, as_priorities, as_versions, threads)
+        return Keys.of_rows(rows, generations, columns.store_id)
     except BaseException:
         columns.limiter.give_back(inserts=n)
         raise
 
 
-def _checked_source(columns: Columns, name: str, data: Any) -> tuple[Any, int, int]:
+def _checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> tuple[Any, int, int]:
     """The data as a C-contiguous array of the field's bytes, its rows and its steps."""
     field = columns.fields[name]
     if not hasattr(data, "dtype"):
         data = np.asarray(data)
-    if as_dtype(data.dtype).name != field.dtype:
-        raise SchemaError(f"field {name!r} holds {field.dtype}, found {as_dtype(data.dtype).name}")
+    found = as_dtype(data.dtype)
+    if found.name != field.dtype:
+        if not _castable(found, DTYPES[field.dtype], casting):
+            allowed = "" if casting == "no" else f", which casting={casting!r} does not convert"
+            hint = '; casting="same_kind" converts it' if _castable(found, DTYPES[field.dtype], "same_kind") else ""
+            raise SchemaError(f"field {name!r} holds {field.dtype}, found {found.name}{allowed or hint}")
+        data = data.to(torch_dtype(DTYPES[field.dtype])) if hasattr(data, "detach") else data.astype(field.numpy_dtype)
     shape = tuple(data.shape)
     block = field.block_shape(columns.max_length)
     fits = len(shape) == len(block) + 1
@@ -81,3 +98,14 @@ def _checked_source(columns: Columns, name: str, data: Any) -> tuple[Any, int, i
     if DTYPES[field.dtype].numpy_name is None:
         data = as_raw(data, DTYPES[field.dtype])
     return data, shape[0], 1 if field.per_row else shape[1]
+
+
+def _castable(given: Dtype, wanted: Dtype, casting: Casting) -> bool:
+    """Whether values of one dtype may be converted to another. The floats that NumPy lacks are taken for small ones."""
+    if given is wanted:
+        return True
+    names = (given.numpy_name, wanted.numpy_name)
+    if casting == "no" or "complex32" in (given.name, wanted.name) or (casting == "safe" and None in names):
+        return False
+    one, other = (np.dtype(name or "float16") for name in names)
+    return np.can_cast(one, other, casting)

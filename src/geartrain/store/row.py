@@ -177,15 +177,16 @@ class Row(_Uncommitted):
             length = int(length)
             if not 0 < length <= self._columns.max_length:
                 raise SchemaError(f"the row's length is {length}, a block holds 1 to {self._columns.max_length} steps")
-            limiter.admit_inserts(1)
-            admitted = True
+            if self._columns.native.limited:
+                limiter.admit_inserts(1)
+                admitted = True
             generation = call(self._index, length, float(self.priority), int(self.version))
         except BaseException:
             if admitted:
                 limiter.give_back(inserts=1)
             self.abandon()
             raise
-        self.key = Keys(np.array([self._index], np.uint32), np.array([generation], np.uint32))
+        self.key = Keys.packed((self._index, generation), self._columns.store_id)
         return self.key
 
     def _release(self, native: _native.Store) -> None:
@@ -236,7 +237,7 @@ class Rows(_Uncommitted):
             self.abandon()
             raise
         self._done = True
-        self.keys = Keys(self._index, generations)
+        self.keys = Keys.of_rows(self._index, generations, self._columns.store_id)
         return self.keys
 
     def _release(self, native: _native.Store) -> None:
