@@ -98,14 +98,6 @@ def test_a_row_that_is_there_twice_or_that_nobody_wrote_is_found(small, tmp_path
     assert "rows [77] are there that nobody wrote" in said
 
 
-def test_half_a_call_is_found(small, tmp_path):
-    one = Journal(tmp_path / "one", 1)
-    _, tags = one.intend(4)
-    half = tags[:2]
-    small.insert(rows_of(half), lengths=length_of(half), versions=versions_of(half), threads=1)
-    assert "calls [1] committed some of their rows" in found(small, "roomy", one)
-
-
 def test_a_row_sampled_twice_is_found(small, tmp_path):
     one, two = Journal(tmp_path / "one", 1), Journal(tmp_path / "two", 2)
     put(small, one, 5)

@@ -491,7 +491,10 @@ class Store:
         return Row(self._columns, self._native.allocate_one(), priority, version)
 
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
-        """`n` blocks at once, to be written in place and committed together (all or nothing)."""
+        """`n` blocks at once, to be written in place and committed together.
+
+        All or nothing, unless the process is killed in the middle of the commit: then some may be there, each whole.
+        """
         if n < 1:
             raise ArgumentError(f"at least one row must be asked for, found {n}")
         return Rows(self._columns, self._native.allocate(n), priority, version)

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 CAPACITY = 1 << 16
 #: States of an entry.
-INTENDED, COMMITTED, ABANDONED, DELETING, DELETED, DELIVERED = range(1, 7)
-#: Kinds of rows: of an insert or commit, which is whole or not there; or published while it grows.
+INTENDED, COMMITTED, DELETING, DELETED, DELIVERED = range(1, 6)
+#: Kinds of rows: of an insert or commit; or published while it grows.
 WHOLE, OPEN = 0, 1
-_ENTRY = np.dtype([("tag", "<u8"), ("group", "<u4"), ("state", "u1"), ("kind", "u1"), ("pad", "<u2")])
+_ENTRY = np.dtype([("tag", "<u8"), ("state", "u1"), ("kind", "u1"), ("pad", "V6")])
 _HEADER = 64
 
 
@@ -26,7 +26,6 @@ class Entry(NamedTuple):
     """One tag of a journal."""
 
     tag: int
-    group: int
     state: int
     kind: int
 
@@ -44,7 +43,6 @@ class Journal:
         memory = np.memmap(path, np.uint8, "w+", shape=(_HEADER + CAPACITY * _ENTRY.itemsize,))
         self._header = memory[:_HEADER].view(np.uint64)
         self._entries = memory[_HEADER:].view(_ENTRY)
-        self._groups = 0
 
     def beat(self) -> None:
         """One more call was made."""
@@ -65,9 +63,7 @@ class Journal:
         """Adds entries of one call."""
         at = int(self._header[0])
         entries = slice(at, at + len(tags))
-        self._groups += 1
         self._entries["tag"][entries] = tags
-        self._entries["group"][entries] = self._groups
         self._entries["kind"][entries] = kind
         self._entries["state"][entries] = state
         self._header[0] = at + len(tags)
@@ -97,4 +93,4 @@ def read(path: Path) -> Iterator[Entry]:
         return  # it was killed before it had one
     count = int(np.fromfile(path, np.uint64, 1)[0])
     for entry in np.fromfile(path, _ENTRY, count, offset=_HEADER).tolist():
-        yield Entry(*entry[:4])
+        yield Entry(*entry[:3])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import geartrain as gt
-from storm.journal import ABANDONED, COMMITTED, DELETED, DELETING, DELIVERED, INTENDED, OPEN, Entry, read
+from storm.journal import COMMITTED, DELETED, DELETING, DELIVERED, OPEN, Entry, read
 from storm.rows import torn
 
 Defects = list[str]
@@ -58,7 +58,7 @@ def rows(store: gt.Store, kind: str, journals: list[Path]) -> tuple[Defects, Cou
         entries = list(read(path))
         delivered.update(entry.tag for entry in entries if entry.state == DELIVERED and entry.tag)
         mine = [entry for entry in entries if entry.state != DELIVERED]
-        known.update(entry.tag for entry in mine if entry.state != ABANDONED)
+        known.update(entry.tag for entry in mine)
         figures["rows committed"] += sum(entry.state in (COMMITTED, DELETING, DELETED) for entry in mine)
         found += _of_one(mine, there, kind, path.name)
     if unknown := set(there) - known:
@@ -77,15 +77,8 @@ def _of_one(entries: list[Entry], there: Counter[int], kind: str, name: str) -> 
     if gone := [entry.tag for entry in entries if entry.state == DELETED and entry.tag in there]:
         found.append(f"{name}: rows {gone[:5]} were deleted, and are there")
     committed = [entry for entry in entries if entry.state == COMMITTED]
-    if kind == "roomy":
-        if lost := [entry.tag for entry in committed if entry.tag not in there]:
-            found.append(f"{name}: committed rows {lost[:5]} are lost, {len(lost)} in all")
-        groups: dict[int, list[bool]] = {}
-        for entry in entries:
-            if entry.state == INTENDED:
-                groups.setdefault(entry.group, []).append(entry.tag in there)
-        if torn_calls := [group for group, present in groups.items() if any(present) and not all(present)]:
-            found.append(f"{name}: calls {torn_calls[:5]} committed some of their rows")
+    if kind == "roomy" and (lost := [entry.tag for entry in committed if entry.tag not in there]):
+        found.append(f"{name}: committed rows {lost[:5]} are lost, {len(lost)} in all")
     if kind == "small":
         # The oldest rows go first: what is left of one writer's whole rows is the end of what it committed.
         present = [entry.tag in there for entry in committed if entry.kind != OPEN]
@@ -97,7 +90,7 @@ def _of_one(entries: list[Entry], there: Counter[int], kind: str, name: str) -> 
 
 def drawn(store: gt.Store, kind: str) -> Defects:
     """Batches are drawn as from a store that nothing has befallen."""
-    if kind == "sampled once" or len(store) < 1:
+    if kind in ("sampled once", "aging") or len(store) < 1:  # where drawing, or waiting, removes rows
         return []
     with gt.Replay(store, gt.selection.Prioritized(seed=1), 16, prefetch=0, output="numpy", threads=1) as replay:
         wrong = [tag for _ in range(3) for tag in torn(replay.sample())]
