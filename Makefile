@@ -1,10 +1,10 @@
-# make demo | test | test-all | test-long | bench | results | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
+# make demo | test | test-all | test-failed | test-long | bench | results | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
 NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
-.PHONY: setup demo test test-all test-long bench results check docs native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test test-all test-failed test-long bench results check docs native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -24,6 +24,9 @@ test: setup  # at least one case of every guarantee: under six minutes on two id
 
 test-all: setup  # further cases, run by continuous integration
 	$(PYTEST) -m 'slow and not long'
+
+test-failed: setup  # what failed in the last run, one after the other
+	$(BIN)/pytest -n 0 -m 'not long' --last-failed --last-failed-no-failures none
 
 test-long: setup  # soak tests, minutes each, sequential
 	$(BIN)/pytest -m 'long'

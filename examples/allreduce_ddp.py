@@ -1,12 +1,12 @@
 """DistributedDataParallel that knows nothing of geartrain: the same file with Gloo's all-reduce and with geartrain's.
 
     torchrun --nproc-per-node 4 examples/allreduce_ddp.py
-    GEARTRAIN_ALLREDUCE=1 torchrun --nproc-per-node 4 examples/allreduce_ddp.py
+    torchrun --nproc-per-node 4 -m geartrain_autoload examples/allreduce_ddp.py
 
 and with reducers, on machines with spare CPUs and links (docs/collectives-torch.md):
 
     geartrain reducer --bind 10.0.0.9:7777 --secret-file secret
-    GEARTRAIN_ALLREDUCE=1 GEARTRAIN_REDUCERS=10.0.0.9:7777 GEARTRAIN_SECRET_FILE=secret torchrun ...
+    GEARTRAIN_REDUCERS=10.0.0.9:7777 GEARTRAIN_SECRET_FILE=secret torchrun ... -m geartrain_autoload ...
 """
 
 from __future__ import annotations

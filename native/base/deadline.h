@@ -26,10 +26,8 @@ class Deadline {
     return ms > 1'000'000 ? 1'000'000 : static_cast<int>(ms);
   }
   bool passed() const { return monotonic_ns() >= at_ns_; }
-  Deadline sooner(double seconds) const {
-    const Deadline other = after(seconds);
-    return other.at_ns_ < at_ns_ ? other : *this;
-  }
+  Deadline sooner(double seconds) const { return sooner(after(seconds)); }
+  Deadline sooner(Deadline other) const { return other.at_ns_ < at_ns_ ? other : *this; }
 
  private:
   explicit Deadline(uint64_t at_ns) : at_ns_(at_ns) {}

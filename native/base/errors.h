@@ -19,10 +19,12 @@ enum class ErrorKind {
   full,
   empty,
   not_enough,
+  turnover,
   stale_key,
   no_space,
   lock_timeout,
   corrupt,
+  untrusted_store,
   os,
   // between processes
   peer_lost,

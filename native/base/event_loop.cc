@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
+#include <system_error>
 
 #include "base/errors.h"
 
@@ -22,7 +24,11 @@ EventLoop::EventLoop(const char* name) : forks_(forks()) {
   wake_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !wake_) fail(ErrorKind::os, "cannot make an epoll or an eventfd: ", std::strerror(errno));
   watch(wake_.get(), EPOLLIN, nullptr);
-  thread_ = std::make_unique<std::thread>([this, name] { run(name); });
+  try {
+    thread_ = std::make_unique<std::thread>([this, name] { run(name); });
+  } catch (const std::system_error& error) {
+    fail(ErrorKind::os, "cannot start a thread: ", error.what());
+  }
 }
 
 EventLoop::~EventLoop() {
@@ -93,44 +99,67 @@ bool EventLoop::run_tasks() {
     tasks.swap(tasks_);
     stopping = stopping_;
   }
-  for (const auto& task : tasks) task();
+  for (const auto& task : tasks) guarded(task);
   return stopping;
 }
 
-void EventLoop::run(const char* name) {
+template <typename Act>
+void EventLoop::guarded(Act&& act) noexcept {
+  try {
+    act();
+  } catch (const std::exception& error) {
+    if (failed_) {
+      failed_(error.what());
+    } else {
+      std::fprintf(stderr, "geartrain: a thread that serves sockets: %s\n", error.what());
+    }
+  }
+}
+
+void EventLoop::run(const char* name) noexcept {
   id_.store(std::this_thread::get_id());
   ::pthread_setname_np(::pthread_self(), name);
-  struct epoll_event events[64];
-  for (;;) {
-    if (run_tasks()) break;
-    bool busy = false;
-    // A copy: looking may remove.
-    for (Pollable* const one : std::vector<Pollable*>(pollables_)) {
-      if (std::find(pollables_.begin(), pollables_.end(), one) != pollables_.end()) busy |= one->look();
-    }
-    uint64_t sleep_ns = due_ ? std::min(due_(), kLongestSleepNs) : kLongestSleepNs;
-    sleeping_.store(true);
-    if (busy || posted_.load()) sleep_ns = 0;
-    if (sleep_ns != 0) {
-      for (Pollable* const one : pollables_) {
-        if (!one->announce_sleep()) sleep_ns = 0;
-      }
-    }
-    // Rounded up: a sleep that ends too early would be followed by others of no length.
-    const int ready = ::epoll_wait(epoll_.get(), events, 64, static_cast<int>((sleep_ns + 999'999) / 1'000'000));
-    sleeping_.store(false);
-    for (Pollable* const one : pollables_) one->announce_wake();
-    for (int i = 0; i < ready; ++i) {
-      if (events[i].data.ptr == nullptr) {
-        uint64_t count;
-        [[maybe_unused]] const ssize_t got = ::read(wake_.get(), &count, sizeof count);
-      } else {
-        static_cast<Handler*>(events[i].data.ptr)->ready(events[i].events);
-      }
-    }
-    discarded_.clear();
+  for (bool ended = false; !ended;) {
+    guarded([&] {
+      ended = run_tasks();
+      if (!ended) run_round();
+    });
   }
   due_ = nullptr;
+  failed_ = nullptr;
+  discarded_.clear();
+}
+
+// Looks at what is polled, sleeps, and handles what woke it.
+void EventLoop::run_round() {
+  struct epoll_event events[64];
+  bool busy = false;
+  // A copy: looking may remove.
+  for (Pollable* const one : std::vector<Pollable*>(pollables_)) {
+    if (std::find(pollables_.begin(), pollables_.end(), one) == pollables_.end()) continue;
+    guarded([&] { busy |= one->look(); });
+  }
+  uint64_t sleep_ns = kLongestSleepNs;
+  if (due_) guarded([&] { sleep_ns = std::min(due_(), kLongestSleepNs); });
+  sleeping_.store(true);
+  if (busy || posted_.load()) sleep_ns = 0;
+  if (sleep_ns != 0) {
+    for (Pollable* const one : pollables_) {
+      if (!one->announce_sleep()) sleep_ns = 0;
+    }
+  }
+  // Rounded up: a sleep that ends too early would be followed by others of no length.
+  const int ready = ::epoll_wait(epoll_.get(), events, 64, static_cast<int>((sleep_ns + 999'999) / 1'000'000));
+  sleeping_.store(false);
+  for (Pollable* const one : pollables_) one->announce_wake();
+  for (int i = 0; i < ready; ++i) {
+    if (events[i].data.ptr == nullptr) {
+      uint64_t count;
+      [[maybe_unused]] const ssize_t got = ::read(wake_.get(), &count, sizeof count);
+    } else {
+      guarded([&] { static_cast<Handler*>(events[i].data.ptr)->ready(events[i].events); });
+    }
+  }
   discarded_.clear();
 }
 

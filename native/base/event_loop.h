@@ -9,6 +9,10 @@
 // when it has to be called again. No handler may block.
 //
 // Handlers are destroyed by discard() only, after the round of events that they may still be part of.
+//
+// No exception ends the loop, or the process. Handlers and tasks catch what they expect; what they do not (no memory)
+// goes to on_failure, with its text, and the loop goes on: what it served may be left half done, so the owner should
+// end all work that is under way. Without on_failure the text goes to stderr, and deadlines end what waits.
 #pragma once
 
 #include <sys/epoll.h>
@@ -62,10 +66,15 @@ class EventLoop {
   void discard(std::unique_ptr<Handler> handler) { discarded_.push_back(std::move(handler)); }
   // Called at least before every sleep; returns the nanoseconds after which to be called again.
   void on_time(std::function<uint64_t()> due) { due_ = std::move(due); }
+  // Must not throw.
+  void on_failure(std::function<void(const char* why)> failed) { failed_ = std::move(failed); }
 
  private:
-  void run(const char* name);
+  void run(const char* name) noexcept;
+  void run_round();
   bool run_tasks();
+  template <typename Act>
+  void guarded(Act&& act) noexcept;
 
   Descriptor epoll_, wake_;
   const uint64_t forks_;
@@ -76,6 +85,7 @@ class EventLoop {
   std::vector<Pollable*> pollables_;
   std::vector<std::unique_ptr<Handler>> discarded_;
   std::function<uint64_t()> due_;
+  std::function<void(const char*)> failed_;
   std::atomic<std::thread::id> id_{};
   std::unique_ptr<std::thread> thread_;
 };

@@ -9,9 +9,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <utility>
+#include <vector>
 
 #include "base/errors.h"
 
@@ -36,24 +38,120 @@ std::string temporary_suffix() {
   return suffix;
 }
 
+// Docker gives a container this much memory unless it is told otherwise.
+constexpr uint64_t kSmallDirectory = uint64_t{64} << 20;
+
 [[noreturn]] void fail_no_space(const std::string& path, uint64_t bytes) {
   struct statvfs fs{};
   const std::string directory = directory_of(path);
   const bool known = ::statvfs(directory.c_str(), &fs) == 0;
   const uint64_t block = known ? fs.f_frsize : 0;
+  const bool small = known && fs.f_blocks * block <= kSmallDirectory;
   fail(ErrorKind::no_space, "the segment needs ", mebibytes(bytes), ", but ", directory, " has ",
        mebibytes(fs.f_bavail * block), " free of ", mebibytes(fs.f_blocks * block),
-       ". Ask for less capacity, remove segments that dead runs left (geartrain inspect lists them), enlarge it "
-       "(mount -o remount,size=...; docker run --shm-size=...), or give a path on another file system");
+       small
+           ? ", which is what containers get by default. Enlarge it (docker run --shm-size=16g, or --ipc=host; "
+             "mount -o remount,size=...), set GEARTRAIN_DIR to a directory of a larger file system for all "
+             "processes, give the store a path, or ask for less capacity"
+           : ". Ask for less capacity, remove segments that dead runs left (geartrain inspect lists them), enlarge it "
+             "(mount -o remount,size=...; docker run --shm-size=...), set GEARTRAIN_DIR to a directory of a larger "
+             "file system for all processes, or give a path on one");
+}
+
+mode_t mode_of(Trust trust) {
+  return trust == Trust::user ? 0600 : trust == Trust::group ? 0660 : 0666;
+}
+
+bool is_my_group(gid_t group) {
+  if (group == ::getegid()) return true;
+  std::vector<gid_t> groups(static_cast<size_t>(std::max(0, ::getgroups(0, nullptr))));
+  const int found = groups.empty() ? 0 : ::getgroups(static_cast<int>(groups.size()), groups.data());
+  return found > 0 && std::find(groups.begin(), groups.begin() + found, group) != groups.begin() + found;
+}
+
+std::string octal(mode_t mode) {
+  char text[8];
+  std::snprintf(text, sizeof text, "%04o", static_cast<unsigned>(mode & 07777));
+  return text;
+}
+
+// Throws untrusted_store when others than those who are trusted may write to the file.
+void check_writers(const struct stat& file, Trust trust, const std::string& path) {
+  if (trust == Trust::any) return;
+  const auto refuse = [&](const auto&... parts) {
+    fail(ErrorKind::untrusted_store, path, " is not opened: ", parts...,
+         "; trust='group' or 'any' opens files that other users may write to, and those can make whoever opens one "
+         "read and crash as they like");
+  };
+  const bool mine = file.st_uid == ::geteuid() || file.st_uid == 0;
+  const bool of_my_group = trust == Trust::group && is_my_group(file.st_gid);
+  if (!mine && !of_my_group) {
+    refuse("it belongs to user ", file.st_uid, " and group ", file.st_gid, ", this process is user ", ::geteuid());
+  }
+  if ((file.st_mode & S_IWOTH) != 0) refuse("every user may write to it (mode ", octal(file.st_mode), ")");
+  if ((file.st_mode & S_IWGRP) != 0 && !of_my_group) {
+    refuse("group ", file.st_gid, " may write to it (mode ", octal(file.st_mode), ")");
+  }
 }
 
 }  // namespace
+
+Trust trust_of(std::string_view name) {
+  if (name == "user") return Trust::user;
+  if (name == "group") return Trust::group;
+  if (name == "any") return Trust::any;
+  fail(ErrorKind::schema, "trust is 'user', 'group' or 'any', found '", name, "'");
+}
+
+std::string segments_directory() {
+  const char* chosen = std::getenv("GEARTRAIN_DIR");
+  if (chosen == nullptr || *chosen == '\0') return "/dev/shm";
+  std::string directory = chosen;
+  if (directory[0] != '/') fail(ErrorKind::schema, "GEARTRAIN_DIR must be an absolute path, found '", directory, "'");
+  while (directory.size() > 1 && directory.back() == '/') directory.pop_back();
+  return directory;
+}
 
 std::string segment_path(const std::string& name) {
   if (name.empty() || name.size() > 200 || name.find('\0') != std::string::npos) {
     fail(ErrorKind::schema, "a store's name has 1 to 200 characters, found ", name.size());
   }
-  return name.find('/') == std::string::npos ? "/dev/shm/geartrain." + name : name;
+  return name.find('/') == std::string::npos ? segments_directory() + "/geartrain." + name : name;
+}
+
+int open_shared_file(const std::string& path, bool writable, Trust trust) {
+  // O_NONBLOCK: a FIFO of that name has nobody at its other end.
+  const int fd = ::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+  const int error = errno;
+  if (fd < 0) {
+    struct stat named{};
+    const bool there = ::lstat(path.c_str(), &named) == 0;
+    if (error == ENOENT) fail(ErrorKind::missing, "cannot open the segment ", path, ": ", std::strerror(error));
+    if (there && S_ISLNK(named.st_mode)) {
+      fail(ErrorKind::untrusted_store, path, " is not opened: it is a symbolic link; give the path that it leads to");
+    }
+    if (there && !S_ISREG(named.st_mode)) fail(ErrorKind::incompatible, path, " is not a segment: not a regular file");
+    if (there && error == EACCES) check_writers(named, trust, path);
+    fail(error == EACCES ? ErrorKind::untrusted_store : ErrorKind::os, "cannot open the segment ", path, ": ",
+         std::strerror(error));
+  }
+  try {
+    struct stat file{};
+    if (::fstat(fd, &file) != 0) fail(ErrorKind::os, "cannot stat ", path, ": ", std::strerror(errno));
+    if (!S_ISREG(file.st_mode)) fail(ErrorKind::incompatible, path, " is not a segment: not a regular file");
+    check_writers(file, trust, path);
+  } catch (...) {
+    ::close(fd);
+    throw;
+  }
+  return fd;
+}
+
+void share_with(int fd, Trust trust) {
+  // Not the open's mode: that is cut by the umask.
+  if (trust != Trust::user && ::fchmod(fd, mode_of(trust)) != 0) {
+    fail(ErrorKind::os, "cannot set the mode of a new segment: ", std::strerror(errno));
+  }
 }
 
 void exchange_paths(const std::string& one, const std::string& other) {
@@ -62,7 +160,7 @@ void exchange_paths(const std::string& one, const std::string& other) {
   }
 }
 
-Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve) {
+Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve, Trust trust) {
   Mapping mapping;
   mapping.path_ = path;
   // A file without a name: if this process is killed half-way, nothing is left behind.
@@ -75,6 +173,7 @@ Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve) {
   if (mapping.fd_ < 0) {
     fail(errno == ENOENT ? ErrorKind::missing : ErrorKind::os, "cannot create ", path, ": ", std::strerror(errno));
   }
+  share_with(mapping.fd_, trust);
   mapping.bytes_ = bytes;
   struct statvfs fs{};
   const bool limited = ::fstatvfs(mapping.fd_, &fs) == 0 && fs.f_blocks != 0;  // a tmpfs of size=0 has no limit
@@ -95,17 +194,12 @@ Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve) {
   return mapping;
 }
 
-Mapping Mapping::attach(const std::string& path, bool writable) {
+Mapping Mapping::attach(const std::string& path, bool writable, Trust trust) {
   Mapping mapping;
   mapping.path_ = path;
-  mapping.fd_ = ::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC);
-  if (mapping.fd_ < 0) {
-    fail(errno == ENOENT ? ErrorKind::missing : ErrorKind::os, "cannot open the segment ", path, ": ",
-         std::strerror(errno));
-  }
+  mapping.fd_ = open_shared_file(path, writable, trust);
   struct stat st{};
   if (::fstat(mapping.fd_, &st) != 0) fail(ErrorKind::os, "cannot stat ", path, ": ", std::strerror(errno));
-  if (!S_ISREG(st.st_mode)) fail(ErrorKind::incompatible, path, " is not a segment: not a regular file");
   mapping.bytes_ = static_cast<uint64_t>(st.st_size);
   if (mapping.bytes_ == 0) fail(ErrorKind::incompatible, path, " is not a segment: it is empty");
   mapping.map(writable);
@@ -152,7 +246,7 @@ void Mapping::publish() {
 
 bool Mapping::unlink() {
   struct stat mine{}, named{};
-  if (::fstat(fd_, &mine) != 0 || ::stat(path_.c_str(), &named) != 0) return false;
+  if (::fstat(fd_, &mine) != 0 || ::lstat(path_.c_str(), &named) != 0) return false;
   if (mine.st_ino != named.st_ino || mine.st_dev != named.st_dev) return false;
   return ::unlink(path_.c_str()) == 0;
 }

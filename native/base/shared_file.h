@@ -5,17 +5,42 @@
 // segment. The mapping outlives the file's name: unlink removes the name, the memory goes when the
 // last process unmaps it.
 //
+// Whose files are opened (Trust). Whoever may write to a segment can make its users read and copy what it likes, so a
+// file is opened by its name only when it is a regular one, not a symbolic link, and nobody may write to it but
+// those the caller trusts. Nothing is waited for at the open: a FIFO is refused, not read. What a file holds is checked
+// by its reader (segment/validate.h); a file that is truncated while it is mapped is SIGBUS for all who read it, which
+// only those who may write to it can do.
+//
 // Threads: a Mapping is made and destroyed by one thread; its memory may be used by any.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 namespace geartrain {
 
-// Where a segment called `name` lives: /dev/shm/geartrain.NAME, or the path itself if it has a slash.
+// Who may write to a shared file. `user`: its owner alone, and that is this process's user, or root; files are created
+// with mode 0600. `group`: a group of this process's user as well, 0660. `any`: everybody of the host, 0666.
+enum class Trust { user, group, any };
+
+// The value of that name. Throws schema.
+Trust trust_of(std::string_view name);
+
+// Where segments live that are asked for by a plain name: GEARTRAIN_DIR, read at every call, or /dev/shm. Throws schema
+// when that is not an absolute path.
+std::string segments_directory();
+
+// Where a segment called `name` lives: geartrain.NAME in segments_directory(), or the path itself if it has a slash.
 std::string segment_path(const std::string& name);
+
+// The regular file at `path`, opened; the caller owns the descriptor. Throws missing, untrusted_store (a symbolic link,
+// another owner, a mode that lets others write, no permission), incompatible (no regular file), os.
+int open_shared_file(const std::string& path, bool writable, Trust trust);
+
+// Lets those who are trusted open a new file. Throws os.
+void share_with(int fd, Trust trust);
 
 // Swaps the names of two files or directories in one step. Throws os.
 void exchange_paths(const std::string& one, const std::string& other);
@@ -25,10 +50,10 @@ class Mapping {
   // A new file of `bytes` zeros in the directory of `path`, not yet visible under that name. With `reserve`, every
   // block is allocated now, so that a full file system is an error here and not a SIGBUS later. Throws no_space (how
   // much there is, what to do), missing (the directory), os.
-  static Mapping create(const std::string& path, uint64_t bytes, bool reserve);
+  static Mapping create(const std::string& path, uint64_t bytes, bool reserve, Trust trust = Trust::user);
 
-  // The file at `path`, whole. Throws missing, os.
-  static Mapping attach(const std::string& path, bool writable);
+  // The file at `path`, whole. Throws as open_shared_file; incompatible when it is empty.
+  static Mapping attach(const std::string& path, bool writable, Trust trust = Trust::user);
 
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&& other) = delete;

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -37,9 +38,13 @@ class ThreadPool {
     const unsigned wanted = job.wanted;  // workers count it down once they can see the job
     {
       std::lock_guard lock(mutex_);
-      while (workers_ < wanted) {
-        std::thread([this] { serve(); }).detach();
-        ++workers_;
+      try {
+        while (workers_ < wanted) {
+          std::thread([this] { serve(); }).detach();
+          ++workers_;
+        }
+      } catch (const std::system_error&) {
+        // No more threads can be had: those that are there, and the caller, do it all.
       }
       jobs_.push_back(&job);
     }

@@ -135,10 +135,13 @@ void check(const Store& store, std::span<const uint32_t> rows, uint32_t field) {
 
 }  // namespace
 
+uint64_t fetched_row_bytes(const Store& store, uint32_t field, uint32_t window) {
+  return field_bytes(store.fields()[field], window != 0 ? window : store.header().max_length);
+}
+
 uint64_t batch_bytes(const Store& store, const FetchRequest& request) {
-  const uint32_t steps = request.window != 0 ? request.window : store.header().max_length;
   uint64_t bytes = 0;
-  for (const FetchField& field : request.fields) bytes += field_bytes(store.fields()[field.field], steps);
+  for (const FetchField& field : request.fields) bytes += fetched_row_bytes(store, field.field, request.window);
   return bytes * request.rows.size();
 }
 

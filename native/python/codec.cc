@@ -16,8 +16,9 @@
 // Small arrays are inline, large ones are the message's buffers, used once each and in order: what is sent is not
 // copied here, and an array that was received is a view of the message's memory. Dtypes are core/dtypes.py's codes.
 //
-// The decoder is safe against any bytes: it reads within bounds, allocates in proportion to the input, and goes
-// down to the depth that was set. Any malformed input is one error, of kind frame.
+// The decoder is safe against any bytes: it reads within bounds, uses memory and time in proportion to the bytes that
+// came, whatever they claim (transport/value_reader.h), and goes down to the depth that was set. Keys that collide are
+// refused, unless the peer may send pickles. Any malformed input is one error, of kind frame.
 
 #include <nanobind/stl/string.h>
 

@@ -1,15 +1,12 @@
 // Encoder and decoder of the codec, and the Python objects that both use. codec.cc has the format.
 #pragma once
 
-#include <array>
-
 #include "base/errors.h"
 #include "python/bind.h"
 #include "python/messages.h"
+#include "transport/value_reader.h"
 
 namespace geartrain {
-
-constexpr uint32_t kMostIntBytes = 1 << 16;
 
 // Python attributes that both use, looked up once.
 struct Names {
@@ -21,7 +18,7 @@ struct Names {
 // Settings of a Codec (codec.cc). Under the GIL.
 struct CodecTypes {
   mutable Names names;
-  std::array<uint8_t, 256> itemsizes{};
+  ValueReader::ItemSizes itemsizes{};
   nb::object torch_part, dumps, loads;
   uint32_t max_depth = 0;
 

@@ -28,6 +28,8 @@ const char* error_class(ErrorKind kind) {
       return "EmptyStoreError";
     case ErrorKind::not_enough:
       return "NotEnoughRowsError";
+    case ErrorKind::turnover:
+      return "TurnoverError";
     case ErrorKind::stale_key:
       return "StaleKeyError";
     case ErrorKind::no_space:
@@ -36,6 +38,8 @@ const char* error_class(ErrorKind kind) {
       return "LockTimeoutError";
     case ErrorKind::corrupt:
       return "CorruptStoreError";
+    case ErrorKind::untrusted_store:
+      return "UntrustedStoreError";
     case ErrorKind::os:
       return "GeartrainError";
     case ErrorKind::peer_lost:

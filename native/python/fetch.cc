@@ -9,28 +9,11 @@
 
 #include "base/buffer_pool.h"
 #include "base/errors.h"
+#include "python/batch_shapes.h"
 #include "python/bind.h"
 
 namespace geartrain {
 namespace {
-
-std::vector<size_t> batch_shape(const FieldRecord& field, size_t rows, uint32_t window) {
-  std::vector<size_t> shape{rows};
-  shape.insert(shape.end(), field.shape, field.shape + field.ndim);
-  if (field.timed != 0 && window != 0) shape[1] = window;
-  return shape;
-}
-
-// Bytes of an array of that shape; refused on overflow.
-size_t bytes_of(const std::vector<size_t>& shape, size_t itemsize) {
-  size_t bytes = itemsize;
-  for (size_t axis : shape) {
-    if (__builtin_mul_overflow(bytes, axis, &bytes) || bytes > (size_t{1} << 56)) {
-      fail(ErrorKind::no_space, "a batch of ", shape[0], " rows with such windows is larger than memory can be");
-    }
-  }
-  return bytes;
-}
 
 // Uninitialised pooled arrays for the fields of a batch.
 nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window) {

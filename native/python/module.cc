@@ -50,7 +50,12 @@ NB_MODULE(_native, module) {
   register_errors();
   module.attr("FORMAT_VERSION") = kFormatVersion;
   module.attr("MAX_CLIENTS") = kMaxClients;
+  module.def("segments_directory", &segments_directory);
   module.def("segment_path", &segment_path);
+  module.def("open_shared_file", [](const std::string& path, bool writable, const std::string& trust) {
+    return open_shared_file(path, writable, trust_of(trust));
+  });
+  module.def("share_with", [](int fd, const std::string& trust) { share_with(fd, trust_of(trust)); });
   module.def("exchange_paths", &exchange_paths);
   module.def("copy_kernel", &copy_kernel);
   module.def("set_copy_kernel", [](const std::string& name) { return set_copy_kernel(name.c_str()); });
@@ -60,6 +65,7 @@ NB_MODULE(_native, module) {
   bind_base(module);
   bind_store(module);
   bind_fetch(module);
+  bind_batch(module);
   bind_inserter(module);
   bind_step_writer(module);
   bind_selection(module);

@@ -17,7 +17,7 @@ namespace {
 class Candidates {
  public:
   explicit Candidates(const Store& store)
-      : mapping_(store.mapping()), from_{store.priority_tree(), store.bit_tree(), store.words(), store.status()} {}
+      : mapping_(store.mapping()), from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {}
 
   // A copy of fixed-point priorities; every row is selectable and has generation 1.
   explicit Candidates(const In<uint32_t>& priorities) {

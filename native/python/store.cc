@@ -19,13 +19,34 @@ namespace {
 using Unlocked = nb::gil_scoped_release;
 using FieldTuple = std::tuple<std::string, int, int, bool, std::vector<uint32_t>>;
 
-std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTuple>& fields, uint64_t capacity,
-                              uint64_t max_rows, int remover, uint32_t max_times_sampled, uint64_t max_age_ns,
-                              uint32_t priority_fraction_bits, bool persist, bool reserve, double timeout_s) {
+std::vector<FieldSpec> specs_of(const std::vector<FieldTuple>& fields) {
   std::vector<FieldSpec> specs;
   for (const auto& [field, dtype, itemsize, timed, shape] : fields) {
     specs.push_back({field, static_cast<uint8_t>(dtype), static_cast<uint8_t>(itemsize), timed, shape});
   }
+  return specs;
+}
+
+// Bytes that a store of `capacity` rows takes, and the rows of one that takes at most `bytes`.
+uint64_t segment_bytes(const std::vector<FieldTuple>& fields, uint64_t capacity, int remover) {
+  StoreOptions options;
+  options.capacity = capacity;
+  options.remover = static_cast<Remover>(remover);
+  std::vector<FieldRecord> records;
+  return plan_segment(specs_of(fields), options, &records).segment_bytes;
+}
+
+uint64_t rows_of_bytes(const std::vector<FieldTuple>& fields, uint64_t bytes, int remover) {
+  StoreOptions options;
+  options.remover = static_cast<Remover>(remover);
+  return rows_within(specs_of(fields), options, bytes);
+}
+
+std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTuple>& fields, uint64_t capacity,
+                              uint64_t max_rows, int remover, uint32_t max_times_sampled, uint64_t max_age_ns,
+                              uint32_t priority_fraction_bits, bool persist, bool reserve, double timeout_s,
+                              const std::string& trust) {
+  const std::vector<FieldSpec> specs = specs_of(fields);
   StoreOptions options;
   options.capacity = capacity;
   options.max_rows = max_rows;
@@ -36,13 +57,16 @@ std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTu
   options.persist = persist;
   options.reserve = reserve;
   options.lock_timeout_s = timeout_s;
+  options.trust = trust_of(trust);
   Unlocked unlocked;
   return Store::create(name, specs, options);
 }
 
-std::unique_ptr<Store> attach(const std::string& name, bool adopt, bool read_only, double timeout_s) {
+std::unique_ptr<Store> attach(const std::string& name, bool adopt, bool read_only, double timeout_s,
+                              const std::string& trust) {
+  const AttachOptions options{adopt, read_only, timeout_s, trust_of(trust)};
   Unlocked unlocked;
-  return Store::attach(name, {adopt, read_only, timeout_s});
+  return Store::attach(name, options);
 }
 
 nb::dict describe(const Store& store) {
@@ -346,9 +370,12 @@ void bind_store(nb::module_& module) {
   nb::list names;
   for (const char* name : kCounterNames) names.append(name);
   module.attr("COUNTERS") = names;
+  module.def("segment_bytes", &segment_bytes);
+  module.def("rows_within", &rows_of_bytes);
   nb::class_<Store>(module, "Store")
       .def_static("create", &create)
-      .def_static("attach", &attach)
+      .def_static("attach", &attach, nb::arg("name"), nb::arg("adopt"), nb::arg("read_only"), nb::arg("timeout_s"),
+                  nb::arg("trust") = "user")
       .def("describe", &describe)
       .def("counters", &counters)
       .def("set_counters", &set_counters)

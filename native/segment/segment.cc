@@ -149,26 +149,27 @@ uint64_t layout_fingerprint(const Header& header, const FieldRecord* records) {
   return fingerprint.value();
 }
 
-void check_segment(const std::byte* base, uint64_t bytes, const std::string& path) {
-  const auto refuse = [&](const auto&... parts) { fail(ErrorKind::incompatible, path, " cannot be used: ", parts...); };
-  if (bytes < kRegionsOffset) refuse("it has ", bytes, " bytes, less than a segment's head");
-  Header header;
-  std::memcpy(&header, base, sizeof header);
-  if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0) refuse("it is not a geartrain segment (magic)");
-  if (header.format_version != kFormatVersion) {
-    refuse("it has format version ", header.format_version, ", this build reads version ", kFormatVersion,
-           "; save it with the build that made it and load the checkpoint here");
+uint64_t rows_within(const std::vector<FieldSpec>& fields, StoreOptions options, uint64_t bytes) {
+  std::vector<FieldRecord> records;
+  const auto taken = [&](uint64_t rows) {
+    options.capacity = rows;
+    options.max_rows = 0;
+    return plan_segment(fields, options, &records).segment_bytes;
+  };
+  if (taken(1) > bytes) return 0;
+  // More rows never take fewer bytes. A row takes at least one block.
+  uint64_t fits = 1, beyond = std::min(kMaxRows, bytes / kBlockAlignment) + 1;
+  while (beyond - fits > 1) {
+    const uint64_t middle = fits + (beyond - fits) / 2;
+    bool enough = false;
+    try {
+      enough = taken(middle) <= bytes;
+    } catch (const Error&) {
+      // larger than memory can be
+    }
+    (enough ? fits : beyond) = middle;
   }
-  if ((header.required_features & ~kKnownFeatures) != 0) {
-    refuse("it needs features this build does not have (bits ", header.required_features, ")");
-  }
-  if (header.field_count == 0 || header.field_count > kMaxFields || header.segment_bytes != bytes) {
-    refuse("its header is damaged or it was cut: ", bytes, " bytes on disk, ", header.segment_bytes, " in the header");
-  }
-  const auto* records = reinterpret_cast<const FieldRecord*>(base + kFieldsOffset);
-  if (header.fingerprint != layout_fingerprint(header, records)) {
-    refuse("its layout differs from this build's (fingerprint), or its header is damaged");
-  }
+  return fits;
 }
 
 }  // namespace geartrain

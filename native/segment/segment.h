@@ -51,6 +51,7 @@
 #include <string>
 #include <vector>
 
+#include "base/shared_file.h"
 #include "segment/rate_limiter.h"
 
 namespace geartrain {
@@ -228,6 +229,7 @@ struct StoreOptions {
   Remover remover = Remover::fifo;
   bool persist = false;
   bool reserve = true;
+  Trust trust = Trust::user;
   double lock_timeout_s = 10.0;
 };
 
@@ -238,7 +240,8 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
 // What makes two builds agree on every byte. Computed over the header (but for times and ids) and the records.
 uint64_t layout_fingerprint(const Header& header, const FieldRecord* records);
 
-// Throws incompatible, naming what was found, unless `base` holds a segment this build can use.
-void check_segment(const std::byte* base, uint64_t bytes, const std::string& path);
+// The rows of a store that takes at most `bytes` of its file system, head, metadata and padding included; 0 when one
+// row alone takes more. `options` without a capacity. Throws schema for fields that no segment can hold.
+uint64_t rows_within(const std::vector<FieldSpec>& fields, StoreOptions options, uint64_t bytes);
 
 }  // namespace geartrain

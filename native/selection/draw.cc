@@ -32,6 +32,7 @@ struct ByRow {
     const uint64_t bits = tree.leaves()[found.node].load(std::memory_order_relaxed);
     if (found.residual >= BitLeaf::count(bits)) return kNoRow;
     const auto row = static_cast<uint32_t>(found.node * 64 + select_bit(bits, static_cast<uint32_t>(found.residual)));
+    if (row >= from.rows()) return kNoRow;  // a bit behind the last row, in a damaged segment
     __builtin_prefetch(&from.words[row]);
     return row;
   }

@@ -17,6 +17,7 @@ void for_each_row(const Population& from, const Limits& limits, Visit visit) {
   for (uint64_t at = 0; at < words; ++at) {
     for (uint64_t bits = from.bits.leaves()[at].load(std::memory_order_relaxed); bits != 0; bits &= bits - 1) {
       const auto row = static_cast<uint32_t>(at * 64 + static_cast<uint64_t>(std::countr_zero(bits)));
+      if (row >= from.rows()) break;  // a bit behind the last row, in a damaged segment
       const uint64_t word = from.words[row].load(std::memory_order_acquire);
       if (!is_committed(word)) continue;
       if (!limits.none() && !limits.allow(from.status[row])) continue;

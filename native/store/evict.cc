@@ -43,6 +43,7 @@ uint64_t Store::expire_locked(uint64_t now_ns) {
   // The order list is by commit, so the oldest come first.
   while (limit != 0 && c.order_head != kNoRow && status()[c.order_head].inserted_at_ns + limit < now_ns) {
     const uint32_t row = c.order_head;
+    if (expired == header().capacity) fail_damaged("the order list is a circle through row", row);
     retire(sums, row);
     put_free_row(row);
     ++expired;
@@ -68,6 +69,7 @@ bool Store::evict_one(Sums& sums) {
       break;
   }
   if (victim == kNoRow) return false;
+  if (status()[victim].state != RowState::committed) fail_damaged("the remover was led to row", victim);
   retire(sums, victim);
   put_free_row(victim);
   count(control().counters.evicted);

@@ -28,9 +28,12 @@ void Store::keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations
   }
   ensure_client();
   Guard guard(*this);
-  rows->reserve(committed_count());
-  generations->reserve(committed_count());
+  const uint64_t capacity = header().capacity;
+  const uint64_t most = std::min(committed_count(), capacity);
+  rows->reserve(most);
+  generations->reserve(most);
   const auto add = [&](uint32_t row) {
+    if (rows->size() == capacity) fail_damaged("the order list is a circle through row", row);
     rows->push_back(row);
     generations->push_back(generation_of(words()[row].load(kRelaxed)));
   };
@@ -38,14 +41,17 @@ void Store::keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations
   std::vector<std::pair<uint64_t, uint32_t>> open_rows;  // (sequence, row)
   for (uint32_t slot = 0; slot < kMaxClients && open_rows.size() < control().open_count; ++slot) {
     if (client(slot).in_use == 0) continue;
+    uint64_t held = 0;
     for (uint32_t row = client(slot).held; row != kNoRow; row = status()[row].next) {
+      if (held++ == capacity) fail_damaged("the rows being written are a circle through row", row);
       if (status()[row].state == RowState::open) open_rows.push_back({status()[row].sequence, row});
     }
   }
   std::sort(open_rows.begin(), open_rows.end());
   auto next = open_rows.begin();
   for (uint32_t row = control().order_head; row != kNoRow; row = status()[row].next) {
-    for (; next != open_rows.end() && next->first < status()[row].sequence; ++next) add(next->second);
+    const uint64_t sequence = status()[row].sequence;
+    for (; next != open_rows.end() && next->first < sequence; ++next) add(next->second);
     add(row);
   }
   for (; next != open_rows.end(); ++next) add(next->second);
@@ -55,7 +61,10 @@ std::vector<uint32_t> Store::free_rows() {
   ensure_client();
   Guard guard(*this);
   std::vector<uint32_t> rows;
-  for (uint32_t row = control().free_head; row != kNoRow; row = status()[row].next) rows.push_back(row);
+  for (uint32_t row = control().free_head; row != kNoRow; row = status()[row].next) {
+    if (rows.size() == header().capacity) fail_damaged("the free queue is a circle through row", row);
+    rows.push_back(row);
+  }
   return rows;
 }
 
@@ -99,6 +108,8 @@ void Store::check_held(std::span<const uint32_t> rows, RowState state) const {
 uint32_t Store::take_free_row() {
   Control& c = control();
   const uint32_t row = c.free_head;
+  // A row that is not free would be handed out with a trajectory in it.
+  if (status()[row].state != RowState::free) fail_damaged("the free queue leads to row", row);
   c.free_head = status()[row].next;
   (c.free_head == kNoRow ? c.free_tail : status()[c.free_head].previous) = kNoRow;
   --c.free_count;

@@ -17,6 +17,8 @@
 namespace geartrain {
 namespace {
 
+constexpr uint64_t kLastSequence = uint64_t{1} << 63;  // leaves room for commits for ever
+
 template <typename... Parts>
 std::string sentence(const Parts&... parts) {
   std::ostringstream text;
@@ -56,8 +58,9 @@ void Store::reclaim(uint32_t slot) {
   Client& gone = client(slot);
   Counters& counters = control().counters;
   const uint64_t now_ns = wall_ns();
-  while (gone.held != kNoRow) {
+  for (uint64_t held = 0; gone.held != kNoRow; ++held) {
     const uint32_t row = gone.held;
+    if (held == header().capacity || status()[row].owner != slot) fail_damaged("a client is said to hold row", row);
     if (status()[row].state == RowState::open) {
       seal_locked(row, now_ns);
       continue;
@@ -116,6 +119,8 @@ void Store::rebuild_locked() {
   }
   c.free_head = c.free_tail = c.order_head = c.order_tail = kNoRow;
   c.free_count = c.writing_count = c.exhausted_count = c.open_count = 0;
+  c.heap_count = 0;
+  if (c.next_sequence > kLastSequence) c.next_sequence = 1;
 
   const uint64_t rows = header().capacity;
   std::vector<std::pair<uint64_t, uint32_t>> committed;  // (sequence, row)
@@ -129,6 +134,7 @@ void Store::rebuild_locked() {
     if (is_committed(word) && s.state != RowState::exhausted) {
       if (s.state == RowState::open && owner_alive) {
         hold(row, s.owner, RowState::open);
+        if (s.sequence > kLastSequence) s.sequence = 0;
         c.next_sequence = std::max(c.next_sequence, s.sequence + 1);
         ++open_rows;
       } else {
@@ -157,6 +163,15 @@ void Store::rebuild_locked() {
     }
   }
   std::sort(committed.begin(), committed.end());
+  // Only a damaged segment has two rows of one number, or numbers that leave no room for others: the order stays.
+  const auto same = [](const auto& one, const auto& other) { return one.first == other.first; };
+  if (std::adjacent_find(committed.begin(), committed.end(), same) != committed.end() ||
+      (!committed.empty() && committed.back().first > kLastSequence)) {
+    for (size_t i = 0; i < committed.size(); ++i) {
+      committed[i].first = i + 1;
+      status()[committed[i].second].sequence.store(i + 1, kRelaxed);
+    }
+  }
   for (const auto& [sequence, row] : committed) {
     link_order(row);
     c.next_sequence = std::max(c.next_sequence, sequence + 1);

@@ -67,15 +67,6 @@ void forget_fd(int fd) {
   fds.erase(std::remove(fds.begin(), fds.end(), fd), fds.end());
 }
 
-void init_mutex(pthread_mutex_t* mutex) {
-  pthread_mutexattr_t attributes;
-  ::pthread_mutexattr_init(&attributes);
-  ::pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
-  ::pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
-  ::pthread_mutex_init(mutex, &attributes);
-  ::pthread_mutexattr_destroy(&attributes);
-}
-
 int lock_within(pthread_mutex_t* mutex, double timeout_s) {
 #if defined(__SANITIZE_THREAD__)
   constexpr clockid_t kClock = CLOCK_REALTIME;  // ThreadSanitizer only knows the call that waits by this clock
@@ -94,7 +85,8 @@ int lock_within(pthread_mutex_t* mutex, double timeout_s) {
 
 }  // namespace
 
-Store::Store(Mapping mapping) : mapping_(std::make_shared<Mapping>(std::move(mapping))) {
+Store::Store(Mapping mapping, Geometry geometry)
+    : mapping_(std::make_shared<Mapping>(std::move(mapping))), geometry_(std::move(geometry)) {
   fork_epoch_ = fork_epoch.load();
   read_only_ = !mapping_->writable();
   remember_fd(mapping_->fd());
@@ -110,13 +102,14 @@ std::unique_ptr<Store> Store::create(const std::string& name, const std::vector<
 
   const std::string path = segment_path(name);
   if (::access(path.c_str(), F_OK) == 0) fail(ErrorKind::exists, path);  // before gigabytes are reserved in vain
-  std::unique_ptr<Store> store(new Store(Mapping::create(path, header.segment_bytes, options.reserve)));
+  std::unique_ptr<Store> store(
+      new Store(Mapping::create(path, header.segment_bytes, options.reserve, options.trust), {header, records}));
   store->lock_timeout_s_ = options.lock_timeout_s;
   std::memcpy(store->base() + kFieldsOffset, records.data(), records.size() * sizeof(FieldRecord));
   std::memcpy(store->base(), &header, sizeof header);
   store->bind_trees();
   Control& control = store->control();
-  init_mutex(&control.mutex);
+  init_robust_mutex(&control.mutex);
   control.next_sequence = 1;
   control.free_head = control.free_tail = control.order_head = control.order_tail = kNoRow;
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) store->client(slot).held = kNoRow;
@@ -128,9 +121,10 @@ std::unique_ptr<Store> Store::create(const std::string& name, const std::vector<
 
 std::unique_ptr<Store> Store::attach(const std::string& name, const AttachOptions& options) {
   const std::string path = segment_path(name);
-  std::unique_ptr<Store> store(new Store(Mapping::attach(path, !options.read_only)));
+  Mapping mapping = Mapping::attach(path, !options.read_only, options.trust);
+  Geometry geometry = checked_geometry(mapping.data(), mapping.bytes(), path);
+  std::unique_ptr<Store> store(new Store(std::move(mapping), std::move(geometry)));
   store->lock_timeout_s_ = options.lock_timeout_s;
-  check_segment(store->base(), store->mapping_->bytes(), path);
   store->bind_trees();
   if (options.read_only) return store;
 
@@ -145,14 +139,23 @@ std::unique_ptr<Store> Store::attach(const std::string& name, const AttachOption
       fail(ErrorKind::stale_store, path, " holds ", store->committed_count(),
            " rows of a run whose processes have all ended without closing it");
     }
+    const std::string damage =
+        damaged_lists(control, store->clients(), store->status().data(), store->header().capacity);
+    if (clean && !damage.empty() && !options.adopt) {
+      fail(ErrorKind::corrupt, path, " is damaged: ", damage, ". adopt=True rebuilds its lists from its rows");
+    }
     // No other client is attached and the gate keeps it so. The lock may have been held at a power cut, which no kernel
     // remembers: initialise it anew, then rebuild from the authoritative state.
-    init_mutex(&control.mutex);
-    control.rebuilding.store(0);
+    init_robust_mutex(&control.mutex);
+    control.rebuilding.store(damage.empty() ? 0 : 1);  // before the lists of the dead are walked
     control.clean = 0;
     store->join();
     if (!clean) store->rebuild();
   } else {
+    const std::string damage = is_robust_mutex(control.mutex)
+                                   ? damaged_ends(control, store->clients(), store->header().capacity)
+                                   : "its lock is none";
+    if (!damage.empty()) fail(ErrorKind::corrupt, path, " is damaged: ", damage, ", and other processes use it");
     store->join();
   }
   return store;

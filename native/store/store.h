@@ -36,6 +36,7 @@
 #include "base/shared_file.h"
 #include "segment/segment.h"
 #include "segment/sum_tree.h"
+#include "segment/validate.h"
 
 namespace geartrain {
 
@@ -50,6 +51,31 @@ struct AttachOptions {
   bool adopt = false;      // join although the processes that used it died
   bool read_only = false;  // read, leave no trace: no client slot, no repair
   double lock_timeout_s = 10.0;
+  Trust trust = Trust::user;  // who may write to the file
+};
+
+class Store;
+
+// The status of rows. Row numbers that were read from the segment (ends and links of lists) are looked up here: one
+// that leads out of the table is an Error(corrupt), and the next call that takes the lock rebuilds the lists from the
+// rows.
+class StatusTable {
+ public:
+  StatusTable(const Store& store, RowStatus* rows, uint64_t capacity)
+      : store_(store), rows_(rows), capacity_(capacity) {}
+  RowStatus& operator[](uint64_t row) const {
+    if (row >= capacity_) [[unlikely]]
+      fail_out_of_table(row);
+    return rows_[row];
+  }
+  RowStatus* data() const { return rows_; }
+
+ private:
+  [[noreturn]] __attribute__((cold, noinline)) void fail_out_of_table(uint64_t row) const;
+
+  const Store& store_;
+  RowStatus* rows_;
+  uint64_t capacity_;
 };
 
 // What to store with committed rows. Empty spans mean: max_length, priority 1, version 0.
@@ -86,6 +112,8 @@ class Store {
  public:
   static std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldSpec>& fields,
                                        const StoreOptions& options);
+  // Throws as open_shared_file and checked_geometry; missing, stale_store; corrupt where lists are damaged: `adopt` has
+  // them rebuilt from the rows, once no process uses the segment.
   static std::unique_ptr<Store> attach(const std::string& name, const AttachOptions& options);
   ~Store();
   Store(const Store&) = delete;
@@ -166,20 +194,27 @@ class Store {
   std::vector<uint32_t> free_rows();
   RowInfo info(uint32_t row) const;
 
-  const Header& header() const { return *reinterpret_cast<const Header*>(base()); }
+  // Identity and layout, as they were checked when the segment was opened: a copy that no other process can change.
+  const Header& header() const { return geometry_.header; }
   Control& control() const { return *reinterpret_cast<Control*>(base() + kControlOffset); }
-  const FieldRecord* fields() const { return reinterpret_cast<const FieldRecord*>(base() + kFieldsOffset); }
+  const FieldRecord* fields() const { return geometry_.fields.data(); }
   std::byte* block(uint32_t field, uint64_t row) const {
     return base() + fields()[field].offset + row * fields()[field].stride;
   }
   std::atomic<uint64_t>* words() const { return region<std::atomic<uint64_t>>(kWordsRegion); }
-  RowStatus* status() const { return region<RowStatus>(kStatusRegion); }
+  StatusTable status() const { return {*this, region<RowStatus>(kStatusRegion), header().capacity}; }
   uint32_t* heap_rows() const { return region<uint32_t>(kHeapRegion); }
   const PriorityTree& priority_tree() const { return priority_tree_; }
   const BitTree& bit_tree() const { return bit_tree_; }
-  Client& client(uint32_t slot) const { return clients()[slot]; }
+  Client& client(uint32_t slot) const {
+    if (slot >= kMaxClients) [[unlikely]]
+      fail_damaged("a row is owned by client", slot);
+    return clients()[slot];
+  }
   const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
   bool read_only() const { return read_only_; }
+  // Throws corrupt, and has the next holder of the lock rebuild the lists.
+  [[noreturn]] __attribute__((cold, noinline)) void fail_damaged(const char* what, uint64_t number) const;
 
   // --- repair: repair.cc --------------------------------------------------------------------------------
 
@@ -206,7 +241,7 @@ class Store {
   };
 
  private:
-  explicit Store(Mapping mapping);
+  Store(Mapping mapping, Geometry geometry);
   void bind_trees();
 
   std::byte* base() const { return mapping_->data(); }
@@ -261,6 +296,7 @@ class Store {
   friend class PriorityWriter;
 
   std::shared_ptr<Mapping> mapping_;
+  Geometry geometry_;
   PriorityTree priority_tree_;
   BitTree bit_tree_;
   std::atomic<uint32_t> client_slot_{kNoClient};

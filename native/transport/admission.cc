@@ -1,17 +1,35 @@
 #include "transport/admission.h"
 
+#include <fcntl.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <map>
+#include <new>
 
 #include "transport/memfd.h"
 
 namespace geartrain {
 namespace {
+
+constexpr int kAcceptedAtOnce = 64;  // then those that are there get their turn
+
+// Descriptors that this process may have.
+size_t most_files() {
+  struct rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return size_t{1} << 20;
+  return static_cast<size_t>(limit.rlim_cur);
+}
+
+// Of a connection that begins with this hello: the stream, its lanes and the sideband.
+size_t sockets_of(const Hello& hello) {
+  return static_cast<Intent>(hello.intent) == Intent::stream ? size_t{hello.lanes} + 2 : 1;
+}
 
 template <typename T>
 std::span<std::byte> writable(T* value) {
@@ -20,48 +38,144 @@ std::span<std::byte> writable(T* value) {
 
 }  // namespace
 
-void Admission::take_from(const Descriptor& listening, bool local) {
-  while (listening) {
+Admission::Admission(const ListenerOptions& options, const std::array<uint8_t, 16>& id, int epoll, Host host)
+    : options_(options),
+      id_(id),
+      epoll_(epoll),
+      host_(std::move(host)),
+      most_places_(std::max<size_t>(1, std::min<size_t>(options.options.limits.max_pending, most_files() / 4))),
+      most_sockets_(most_files() / 2) {}
+
+bool Admission::take_from(const Descriptor& listening, bool local) {
+  for (int i = 0; listening && i < kAcceptedAtOnce; ++i) {
     Descriptor socket(::accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!socket) return;
-    // The connection that has been silent for longest makes room: silence must not keep others out.
-    if (pending_.size() >= options_.options.limits.max_pending) {
-      refuse(pending_.begin(), "too many unauthenticated connections");
+    if (socket) {
+      add(std::move(socket), local);
+      continue;
     }
-    const bool tls = !local && options_.options.tls != nullptr;
-    pending_.emplace_back(std::move(socket), local, Deadline::after(options_.options.limits.handshake_timeout_s),
-                          tls ? Pending::State::tls : Pending::State::hello);
-    struct epoll_event event{};
-    event.events = EPOLLIN | EPOLLRDHUP;
-    event.data.ptr = &pending_.back();
-    ::epoll_ctl(epoll_, EPOLL_CTL_ADD, pending_.back().socket.get(), &event);
+    if (errno == EAGAIN) return true;
+    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+      const int error = errno;
+      if (silent_.empty()) {
+        note_refusal(std::string("no socket can be made: ") + std::strerror(error));
+        return false;
+      }
+      refuse(silent_.begin(),
+             std::string("it sent nothing, and no socket can be made for others: ") + std::strerror(error));
+    }
+    // Else that connection has ended already, or a signal came.
+  }
+  return true;
+}
+
+void Admission::add(Descriptor socket, bool local) {
+  make_room();
+  const bool tls = !local && options_.options.tls != nullptr;
+  const Deadline deadline = Deadline::after(options_.options.limits.handshake_timeout_s);
+  const uint64_t event = next_event_++;
+  silent_.push_back({event, std::move(socket), local, deadline, tls ? State::tls : State::hello, &silent_});
+  const Place place = std::prev(silent_.end());
+  try {
+    by_event_.emplace(event, place);
+  } catch (...) {
+    silent_.pop_back();
+    throw;
+  }
+  next_late_ = next_late_.sooner(deadline);
+  struct epoll_event watched{};
+  watched.events = EPOLLIN | EPOLLRDHUP;
+  watched.data.u64 = event;
+  if (::epoll_ctl(epoll_, EPOLL_CTL_ADD, place->socket.get(), &watched) != 0) {
+    return refuse(place, std::string("it cannot be waited for: ") + std::strerror(errno));
+  }
+  advance(event);  // its hello is often there, and then it is not taken for a silent one
+}
+
+void Admission::make_room() {
+  while (silent_.size() + greeting_.size() >= most_places_) {
+    Places& larger = greeting_.size() > silent_.size() ? greeting_ : silent_;
+    tell_busy(larger.front());
+    refuse(larger.begin(), "too many unauthenticated connections");
+  }
+}
+
+// So that its dialer knows why, if it reads that before the end.
+void Admission::tell_busy(const Pending& pending) noexcept {
+  try {
+    if (pending.state == State::hello) {
+      Challenge challenge{};
+      std::memcpy(challenge.magic, kHelloMagic, sizeof kHelloMagic);
+      challenge.version = kProtocolVersion;
+      challenge.needs = kNeedsPatience;
+      std::memcpy(challenge.listener, id_.data(), id_.size());
+      reply(pending, challenge);
+    } else if (pending.state == State::proof) {
+      Verdict verdict{};
+      verdict.answer = static_cast<uint32_t>(Answer::busy);
+      reply(pending, verdict);
+    }
+  } catch (const std::exception&) {
+    // It does not read, or is gone.
+  }
+}
+
+void Admission::move(Place place, Places& to) {
+  to.splice(to.end(), *place->in, place);
+  place->in = &to;
+}
+
+void Admission::forget(Place place) {
+  if (place->in == &proved_) proved_sockets_ -= sockets_of(place->hello);
+  by_session_.erase(place->session.id);
+  by_event_.erase(place->event);
+  place->in->erase(place);
+}
+
+void Admission::clear() {
+  by_session_.clear();
+  by_event_.clear();
+  silent_.clear();
+  greeting_.clear();
+  proved_.clear();
+  proved_sockets_ = 0;
+}
+
+void Admission::note_refusal(const std::string& why) noexcept {
+  refused_.fetch_add(1, std::memory_order_relaxed);
+  std::lock_guard lock(refusal_mutex_);
+  try {
+    refusal_ = why;
+  } catch (const std::bad_alloc&) {
+    refusal_.clear();
   }
 }
 
 void Admission::refuse(Place place, const std::string& why) {
-  {
-    std::lock_guard lock(refusal_mutex_);
-    refusal_ = why;
-  }
-  refused_.fetch_add(1, std::memory_order_relaxed);
+  note_refusal(why);
   // Its reply is lost if any of its input is still unread when the socket closes.
   std::byte unread[4096];
   for (int i = 0; i < 16 && place->socket && ::recv(place->socket.get(), unread, sizeof unread, MSG_DONTWAIT) > 0;) ++i;
-  pending_.erase(place);
+  forget(place);
 }
 
 void Admission::refuse_late() {
-  for (auto place = pending_.begin(); place != pending_.end();) {
-    const auto next = std::next(place);
-    if (place->deadline.passed()) refuse(place, "it did not authenticate in time");
-    place = next;
+  if (!next_late_.passed()) return;
+  next_late_ = Deadline::after(1e9);
+  for (Places* const places : {&silent_, &greeting_, &proved_}) {
+    for (auto place = places->begin(); place != places->end();) {
+      const auto next = std::next(place);
+      if (place->deadline.passed()) {
+        refuse(place, "it did not authenticate in time");
+      } else {
+        next_late_ = next_late_.sooner(place->deadline);
+      }
+      place = next;
+    }
   }
 }
 
 int Admission::wait_ms() const {
-  int wait_ms = 60'000;
-  for (const Pending& pending : pending_) wait_ms = std::min(wait_ms, pending.deadline.left_ms());
-  return wait_ms;
+  return std::min(60'000, next_late_.left_ms());
 }
 
 std::string Admission::refusal() const {
@@ -74,18 +188,25 @@ std::string Admission::refused_so_far() const {
   return refused == 0 ? "" : "; refused so far: " + std::to_string(refused) + ", the last one because " + refusal();
 }
 
-Admission::Place Admission::find(const void* pending) {
-  return std::find_if(pending_.begin(), pending_.end(), [&](const Pending& one) { return &one == pending; });
+bool Admission::find(uint64_t event, Place* place) {
+  const auto found = by_event_.find(event);
+  if (found == by_event_.end()) return false;
+  *place = found->second;
+  return true;
 }
 
-void Admission::advance(const void* pending) {
-  const Place place = find(pending);
-  if (place == pending_.end()) return;
+void Admission::advance(uint64_t event) {
+  Place place;
+  if (!find(event, &place)) return;
   try {
     while (step(place)) continue;
-  } catch (const Error& error) {
-    const Place still = find(pending);
-    if (still != pending_.end()) refuse(still, error.what());
+  } catch (const std::exception& error) {
+    // Of no memory as well: this connection is given up, and the listener goes on.
+    if (find(event, &place)) {
+      refuse(place, error.what());
+    } else {
+      note_refusal(error.what());
+    }
   }
 }
 
@@ -116,19 +237,19 @@ void Admission::reply(const Pending& pending, const T& what) {
 bool Admission::step(Place place) {
   Pending& pending = *place;
   switch (pending.state) {
-    case Pending::State::tls:
+    case State::tls:
       return secured(pending);
-    case Pending::State::hello:
+    case State::hello:
       if (!have(pending, &pending.hello)) return false;
-      return challenge(pending);
-    case Pending::State::proof:
+      return challenge(place);
+    case State::proof:
       if (!have(pending, &pending.proof)) return false;
       return judge(place);
-    case Pending::State::offer:
+    case State::offer:
       if (!have(pending, &pending.offer)) return false;
       take_offer(place);
       return false;
-    case Pending::State::lanes:
+    case State::lanes:
       fail(ErrorKind::frame, "it sent data before its lanes were connected, or hung up");
   }
   return false;
@@ -142,14 +263,14 @@ bool Admission::secured(Pending& pending) {
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
     if (got <= 0) fail(ErrorKind::peer_lost, "it hung up");
     if (first == kHelloMagic[0]) {
-      pending.state = Pending::State::hello;  // the reply names what it lacks
+      pending.state = State::hello;  // the reply names what it lacks
       return true;
     }
     pending.socket.use_tls(options_.options.tls, nullptr);
   }
   switch (pending.socket.tls()->shake_hands()) {
     case Tls::Step::done:
-      pending.state = Pending::State::hello;
+      pending.state = State::hello;
       return true;
     case Tls::Step::wants_read:
       return false;
@@ -159,7 +280,8 @@ bool Admission::secured(Pending& pending) {
   fail(ErrorKind::timed_out, "it does not read the TLS handshake");
 }
 
-bool Admission::challenge(Pending& pending) {
+bool Admission::challenge(Place place) {
+  Pending& pending = *place;
   // A TLS handshake begins with a record of its own kind.
   const bool begins_tls = pending.hello.magic[0] == 0x16 && pending.hello.magic[1] == 0x03;
   if (!begins_tls && std::memcmp(pending.hello.magic, kHelloMagic, sizeof kHelloMagic) != 0) {
@@ -175,7 +297,8 @@ bool Admission::challenge(Pending& pending) {
   if (begins_tls) fail(ErrorKind::untrusted, "it asks for TLS, and none is used here");
   if (lacks_tls) fail(ErrorKind::untrusted, "it came without TLS");
   if (pending.hello.version != kProtocolVersion) fail(ErrorKind::frame, "another version");
-  pending.state = Pending::State::proof;
+  pending.state = State::proof;
+  move(place, greeting_);
   return true;
 }
 
@@ -199,18 +322,31 @@ Answer Admission::judgement(const Pending& pending) {
   return Answer::welcome;
 }
 
+// Whether there are places for its connection until all its sockets have come.
+bool Admission::has_room_for(const Hello& hello) const {
+  return proved_.size() < most_places_ && proved_sockets_ + sockets_of(hello) <= most_sockets_ &&
+         host_.has_room(proved_.size() + 1);
+}
+
 bool Admission::judge(Place place) {
   Pending& pending = *place;
   Verdict verdict{};
   Answer answer = judgement(pending);
   const auto intent = static_cast<Intent>(pending.hello.intent);
-  Place owner = pending_.end();
+  Place owner{};
   if (answer == Answer::welcome && intent == Intent::lane) {
-    owner = std::find_if(pending_.begin(), pending_.end(), [&](const Pending& one) {
-      return one.state == Pending::State::lanes &&
-             std::memcmp(one.session.id.data(), pending.hello.session, one.session.id.size()) == 0;
-    });
-    if (owner == pending_.end() || pending.hello.lanes != owner->lanes.size()) answer = Answer::unknown_session;
+    SessionId of{};
+    std::memcpy(of.data(), pending.hello.session, of.size());
+    const auto found = by_session_.find(of);
+    if (found != by_session_.end()) owner = found->second;
+    if (found == by_session_.end() || pending.hello.lanes != owner->lanes.size()) answer = Answer::unknown_session;
+  }
+  if (answer == Answer::welcome && intent == Intent::stream) {
+    if (pending.hello.lanes > kMaxLanes) fail(ErrorKind::frame, "too many lanes");
+  }
+  if (answer == Answer::welcome && (intent == Intent::stream || intent == Intent::shm) &&
+      !has_room_for(pending.hello)) {
+    answer = Answer::busy;
   }
   if (answer == Answer::welcome && intent != Intent::lane) {
     random_bytes(pending.session.id);
@@ -219,31 +355,50 @@ bool Admission::judge(Place place) {
   }
   verdict.answer = static_cast<uint32_t>(answer);
   seal(options_.options.secret, pending.hello, pending.challenge, &verdict);
+  // Before the dialer can act on the verdict.
+  const Deadline deadline = Deadline::after(options_.options.limits.handshake_timeout_s);
+  if (answer == Answer::welcome && (intent == Intent::stream || intent == Intent::shm)) {
+    if (intent == Intent::stream) by_session_.emplace(pending.session.id, place);
+    move(place, proved_);
+    proved_sockets_ += sockets_of(pending.hello);
+    pending.deadline = deadline;
+  }
   reply(pending, verdict);
-  if (answer != Answer::welcome)
-    fail(ErrorKind::untrusted, "it did not prove that it knows the secret, or whose it is");
+  switch (answer) {
+    case Answer::welcome:
+      break;
+    case Answer::busy:
+      fail(ErrorKind::peer_lost, "too many connections wait to be accepted, or for their lanes");
+    case Answer::unknown_session:
+      fail(ErrorKind::untrusted, "it is a lane of a connection that is not known, or was given up");
+    default:
+      fail(ErrorKind::untrusted, "it did not prove that it knows the secret, or whose it is");
+  }
   switch (intent) {
     case Intent::shm:
       if (!pending.local) fail(ErrorKind::frame, "no descriptors can come over TCP");
-      pending.state = Pending::State::offer;
+      pending.state = State::offer;
       return true;
     case Intent::stream:
-      if (pending.hello.lanes > kMaxLanes) fail(ErrorKind::frame, "too many lanes");
-      pending.state = Pending::State::lanes;
+      pending.state = State::lanes;
       return false;  // until its lanes have arrived nothing may follow
     case Intent::lane:
       unwatch(pending);
       owner->lanes.push_back(std::move(pending.socket));
-      pending_.erase(place);
+      owner->deadline = deadline;
+      forget(place);
       if (owner->lanes.size() == owner->hello.lanes + 1) complete(owner);
       return false;
-    case Intent::raw:
+    case Intent::raw: {
       if (options_.raw == nullptr) fail(ErrorKind::frame, "raw connections are not accepted here");
       if (pending.socket.tls() != nullptr) fail(ErrorKind::frame, "raw connections are not under TLS");
       unwatch(pending);
-      options_.raw(pending.socket.take(), pending.local);
-      pending_.erase(place);
+      Descriptor socket = pending.socket.take();
+      const bool local = pending.local;
+      forget(place);
+      options_.raw(std::move(socket), local);
       return false;
+    }
   }
   fail(ErrorKind::frame, "an unknown intent");
 }
@@ -254,28 +409,33 @@ void Admission::unwatch(const Pending& pending) {
 
 void Admission::complete(Place place) {
   unwatch(*place);
-  deliver_(take_tcp(std::move(place->socket), std::move(place->lanes), place->session, options_.options));
-  pending_.erase(place);
+  Stream socket = std::move(place->socket);
+  std::vector<Stream> lanes = std::move(place->lanes);
+  const Session session = place->session;
+  forget(place);
+  host_.deliver(take_tcp(std::move(socket), std::move(lanes), session, options_.options));
 }
 
 void Admission::take_offer(Place place) {
   Pending& pending = *place;
-  ShmReply reply{};
-  reply.viable = 1;
+  ShmReply answer{};
+  answer.viable = 1;
   std::shared_ptr<Connection> connection;
   unwatch(pending);
-  const int socket = pending.socket.get();
-  Descriptor plain = pending.socket.take();
+  // The connection owns the socket from here on, and closes it when it cannot be made: the answer needs one of its own.
+  const Descriptor own(::fcntl(pending.socket.get(), F_DUPFD_CLOEXEC, 0));
+  if (!own) fail(ErrorKind::os, "no descriptor for the answer: ", std::strerror(errno));
   try {
-    connection = take_shm(std::move(plain), pending.offer, std::move(pending.fds), pending.session, options_.options);
-  } catch (const Error& error) {
-    reply.viable = 0;
-    std::strncpy(reply.reason, error.what(), sizeof reply.reason - 1);
+    connection =
+        take_shm(pending.socket.take(), pending.offer, std::move(pending.fds), pending.session, options_.options);
+  } catch (const std::exception& error) {
+    answer.viable = 0;
+    std::strncpy(answer.reason, error.what(), sizeof answer.reason - 1);
   }
-  write_exactly(socket, std::as_bytes(std::span(&reply, 1)), Deadline::after(0));
-  if (connection == nullptr) return refuse(place, reply.reason);
-  deliver_(std::move(connection));
-  pending_.erase(place);
+  write_exactly(own.get(), std::as_bytes(std::span(&answer, 1)), Deadline::after(0));
+  if (connection == nullptr) return refuse(place, answer.reason);
+  forget(place);
+  host_.deliver(std::move(connection));
 }
 
 }  // namespace geartrain

@@ -62,6 +62,10 @@ Connection::Connection(const Options& options, std::string name, bool authentica
   if (!wake_) fail(ErrorKind::os, "cannot make an eventfd: ", std::strerror(errno));
 }
 
+Connection::~Connection() {
+  if (!forked()) regions_->close();
+}
+
 void Connection::send(const Outgoing& message, Deadline deadline) {
   check_usable();
   const uint64_t payload = message.payload_bytes();
@@ -115,6 +119,10 @@ Connection::Poll Connection::poll_now(Message* message) {
     lose(error.what());
     if (error.kind == ErrorKind::peer_lost) fail_lost();  // for the reason that was first
     throw;
+  } catch (const std::exception&) {
+    ended_ = true;  // half a message has been taken
+    lose("no memory for a message of the peer's");
+    fail(ErrorKind::no_space, "no memory for a message of the peer's over ", describe());
   }
 }
 
@@ -126,7 +134,7 @@ bool Connection::read_ahead() {
     const Poll found = read_message(&message);
     if (found != Poll::message) return found == Poll::more;
     add(messages_received_, 1);
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     ended_ = true;
     lose(error.what());
     return true;
@@ -168,15 +176,16 @@ void Connection::sleep(Deadline deadline) {
   if (deadline.passed()) fail(ErrorKind::timed_out, "nothing came before the deadline over ", describe());
   if (!arm()) return;
   if (!sleeper_) {
-    sleeper_ = Descriptor(::epoll_create1(EPOLL_CLOEXEC));
-    if (!sleeper_) fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
+    Descriptor made(::epoll_create1(EPOLL_CLOEXEC));  // kept only when it watches all of them
+    if (!made) fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
     for (const Wake& wake : wakes()) {
       struct epoll_event event{};
       event.events = EPOLLIN | EPOLLRDHUP | (wake.edge ? EPOLLET : 0u);
-      if (::epoll_ctl(sleeper_.get(), EPOLL_CTL_ADD, wake.fd, &event) != 0) {
+      if (::epoll_ctl(made.get(), EPOLL_CTL_ADD, wake.fd, &event) != 0) {
         fail(ErrorKind::os, "cannot watch a descriptor: ", std::strerror(errno));
       }
     }
+    sleeper_ = std::move(made);
   }
   struct epoll_event events[4];
   ::epoll_wait(sleeper_.get(), events, 4, deadline.left_ms());  // a signal or nothing: the caller polls again
@@ -236,7 +245,12 @@ void Connection::start_sideband(Stream socket, int peer, const std::string& why)
   setup.regions = regions_;
   setup.lost = [this](const std::string& reason) { lose("the peer over " + describe() + " " + reason); };
   sideband_ = std::make_shared<Sideband>(std::move(setup));
-  sideband_->start();
+  try {
+    sideband_->start();
+  } catch (...) {
+    sideband_->stop();  // its thread must not report to a connection that is never made
+    throw;
+  }
 }
 
 void Connection::stop_sideband() {
@@ -262,6 +276,7 @@ void Connection::lose(const std::string& reason) {
   }
   if (lost_.exchange(true)) return;
   hang_up();
+  regions_->close();
   if (sideband_ != nullptr) sideband_->hang_up();
 }
 

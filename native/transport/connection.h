@@ -76,7 +76,7 @@ class Connection {
  public:
   enum class Poll { nothing, message, more };
 
-  virtual ~Connection() = default;
+  virtual ~Connection();
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
@@ -87,7 +87,8 @@ class Connection {
   // The next message, if there is one: never blocks. `more`: there is work, but no whole message yet; call again.
   Poll poll(Message* message);
 
-  // The peer may read this memory, or write it, from now until the region is closed; for one connection's peer.
+  // The peer may read this memory, or write it, from now until the region is closed, or this end is; for one
+  // connection's peer.
   std::shared_ptr<ExposedRegion> expose(std::span<std::byte> memory, bool writable);
   // Reads the peer's memory that the handle names, from `offset` on. The peer's program need not take part. Throws
   // region (closed, too small, read-only), schema (no handle), timed_out, peer_lost, hung_up. When it throws, what is

@@ -20,6 +20,7 @@
 #include <cstring>
 #include <list>
 #include <map>
+#include <system_error>
 #include <thread>
 
 #include "transport/admission.h"
@@ -29,6 +30,10 @@ namespace geartrain {
 namespace {
 
 constexpr size_t kMostAccepted = 1024;  // authenticated, and not accepted by the program yet
+constexpr int kBacklog = 4096;          // not yet accepted by the thread; the system may have a lower limit
+constexpr double kPauseS = 0.1;         // without descriptors, until the next attempt to accept
+constexpr uint64_t kStopEvent = 1, kUnixEvent = 2, kTcpEvent = 3;
+static_assert(kTcpEvent < Admission::kFirstEvent);
 
 bool is_loopback(const struct sockaddr* address) {
   if (address->sa_family == AF_INET) {
@@ -79,10 +84,14 @@ class Listener::Body {
     address_.id = hex(id_);
     stop_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!epoll_ || !stop_) fail(ErrorKind::os, "cannot make an epoll or an eventfd: ", std::strerror(errno));
-    watch(stop_.get());
+    watch(stop_.get(), kStopEvent);
     if (options_.shm) listen_unix();
     if (!options_.tcp_host.empty()) listen_tcp();
-    thread_ = std::make_unique<std::thread>([this] { serve(); });
+    try {
+      thread_ = std::make_unique<std::thread>([this] { serve(); });
+    } catch (const std::system_error& error) {
+      fail(ErrorKind::os, "cannot start the listener's thread: ", error.what());
+    }
   }
 
   ~Body() {
@@ -94,11 +103,21 @@ class Listener::Body {
     }
   }
 
-  // Connections within this process need no socket. Throws untrusted, peer_lost.
-  std::shared_ptr<Connection> connect_within(const Options& dialer) {
+  // Connections within this process need no socket. Throws untrusted, peer_lost, timed_out.
+  std::shared_ptr<Connection> connect_within(const Options& dialer, Deadline deadline) {
     if (dialer.secret != options_.options.secret) fail(ErrorKind::untrusted, "the peer refuses: it has another secret");
     auto [mine, theirs] = make_inproc(dialer, options_.options, !dialer.secret.empty());
-    deliver(std::move(theirs));
+    std::unique_lock lock(mutex_);
+    while (!closed_ && ready_.size() >= kMostAccepted) {
+      if (deadline.passed()) {
+        fail(ErrorKind::timed_out, "the listener's program accepted none of ", kMostAccepted,
+             " connections before the deadline");
+      }
+      accepted_.wait_for(lock, std::chrono::nanoseconds(deadline.left_ns()));
+    }
+    if (closed_) fail(ErrorKind::peer_lost, why_closed_);
+    ready_.push_back(std::move(theirs));
+    arrived_.notify_one();
     return mine;
   }
 
@@ -112,9 +131,10 @@ class Listener::Body {
       if (left_ns == 0) fail(ErrorKind::timed_out, "no connection before the deadline", admission_.refused_so_far());
       arrived_.wait_for(lock, std::chrono::nanoseconds(left_ns));
     }
-    if (closed_) fail(ErrorKind::hung_up, "the listener was closed");
+    if (closed_) fail(ErrorKind::hung_up, why_closed_);
     auto connection = std::move(ready_.front());
     ready_.pop_front();
+    accepted_.notify_one();
     return connection;
   }
 
@@ -125,6 +145,7 @@ class Listener::Body {
     std::unique_lock lock(mutex_);
     closed_ = true;
     arrived_.notify_all();
+    accepted_.notify_all();
     const uint64_t one = 1;
     [[maybe_unused]] const ssize_t written = ::write(stop_.get(), &one, sizeof one);
     arrived_.wait_for(lock, std::chrono::seconds(5), [this] { return gone_; });
@@ -138,10 +159,13 @@ class Listener::Body {
 
  private:
   // For events that concern no connection: the listening sockets, and the end.
-  void watch(int fd) {
+  void watch(int fd, uint64_t which) {
     struct epoll_event event{};
     event.events = EPOLLIN | EPOLLRDHUP;
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+    event.data.u64 = which;
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+      fail(ErrorKind::os, "cannot wait for a listening socket: ", std::strerror(errno));
+    }
   }
 
   void listen_unix() {
@@ -152,10 +176,10 @@ class Listener::Body {
     std::memcpy(at.sun_path + 1, address_.shm.data(), address_.shm.size());
     const auto size = static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + address_.shm.size());
     if (!unix_ || ::bind(unix_.get(), reinterpret_cast<const struct sockaddr*>(&at), size) != 0 ||
-        ::listen(unix_.get(), 128) != 0) {
+        ::listen(unix_.get(), kBacklog) != 0) {
       fail(ErrorKind::os, "cannot listen on a Unix socket: ", std::strerror(errno));
     }
-    watch(unix_.get());
+    watch(unix_.get(), kUnixEvent);
   }
 
   void listen_tcp() {
@@ -175,7 +199,7 @@ class Listener::Body {
     tcp_ = Descriptor(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     const int on = 1;
     if (tcp_) ::setsockopt(tcp_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (!tcp_ || ::bind(tcp_.get(), found->ai_addr, found->ai_addrlen) != 0 || ::listen(tcp_.get(), 512) != 0) {
+    if (!tcp_ || ::bind(tcp_.get(), found->ai_addr, found->ai_addrlen) != 0 || ::listen(tcp_.get(), kBacklog) != 0) {
       fail(ErrorKind::os, "cannot listen on ", options_.tcp_host, " port ", options_.tcp_port, ": ",
            std::strerror(errno));
     }
@@ -189,41 +213,92 @@ class Listener::Body {
     if (hosts.empty() && is_wildcard(found->ai_addr)) hosts = interface_hosts();
     if (hosts.empty()) hosts = {options_.tcp_host};
     for (const std::string& host : hosts) address_.tcp.push_back(host + ":" + std::to_string(bound_port));
-    watch(tcp_.get());
+    watch(tcp_.get(), kTcpEvent);
   }
 
   // --- the thread -------------------------------------------------------------------------------------------------
 
-  void serve() {
-    struct epoll_event events[64];
-    for (;;) {
-      const int ready = ::epoll_wait(epoll_.get(), events, 64, admission_.wait_ms());
-      {
-        std::lock_guard lock(mutex_);
-        if (closed_) break;
+  void serve() noexcept {
+    std::string why = "the listener was closed";
+    try {
+      while (serve_events()) continue;
+    } catch (const std::exception& error) {
+      // Not what one connection causes, which ends that one (admission.cc). Without its thread nothing is accepted.
+      try {
+        why = std::string("the listener's thread has ended: ") + error.what();
+      } catch (const std::bad_alloc&) {
+        why.clear();
       }
-      admission_.take_from(unix_, true);
-      admission_.take_from(tcp_, false);
-      for (int i = 0; i < ready; ++i) {
-        if (events[i].data.ptr != nullptr) admission_.advance(events[i].data.ptr);
-      }
-      admission_.refuse_late();
     }
     admission_.clear();
     unix_.reset();
     tcp_.reset();
     std::lock_guard lock(mutex_);
+    if (!closed_) why_closed_ = std::move(why);
+    closed_ = true;
     ready_.clear();  // their dialers see the end
     gone_ = true;
     arrived_.notify_all();
+    accepted_.notify_all();
+  }
+
+  // One round of events. False when the listener is closed.
+  bool serve_events() {
+    struct epoll_event events[64];
+    const int wait_ms = paused_ ? std::min(admission_.wait_ms(), pause_.left_ms()) : admission_.wait_ms();
+    const int ready = ::epoll_wait(epoll_.get(), events, 64, wait_ms);
+    {
+      std::lock_guard lock(mutex_);
+      if (closed_) return false;
+    }
+    for (int i = 0; i < ready; ++i) {
+      const uint64_t event = events[i].data.u64;
+      if (event == kUnixEvent) {
+        accept_from(unix_, true);
+      } else if (event == kTcpEvent) {
+        accept_from(tcp_, false);
+      } else if (event >= Admission::kFirstEvent) {
+        admission_.advance(event);
+      }
+    }
+    admission_.refuse_late();
+    if (paused_ && pause_.passed()) pause(false);
+    return true;
+  }
+
+  void accept_from(const Descriptor& listening, bool local) {
+    bool good = false;
+    try {
+      good = admission_.take_from(listening, local);
+    } catch (const std::bad_alloc&) {
+      admission_.note_refusal("no memory for another connection");
+    }
+    if (!good) pause(true);
+  }
+
+  // The listening sockets stay readable while nothing can be accepted: the thread must not spin meanwhile.
+  void pause(bool paused) {
+    paused_ = paused;
+    pause_ = Deadline::after(kPauseS);
+    for (const auto& [socket, which] : {std::pair{unix_.get(), kUnixEvent}, {tcp_.get(), kTcpEvent}}) {
+      struct epoll_event event{};
+      event.events = paused ? 0u : EPOLLIN | EPOLLRDHUP;
+      event.data.u64 = which;
+      if (socket >= 0) ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, socket, &event);
+    }
   }
 
   void deliver(std::shared_ptr<Connection> connection) {
     std::lock_guard lock(mutex_);
-    if (closed_) fail(ErrorKind::peer_lost, "the listener was closed");
+    if (closed_) fail(ErrorKind::peer_lost, why_closed_);
     if (ready_.size() >= kMostAccepted) fail(ErrorKind::peer_lost, "the listener has too many connections to take");
     ready_.push_back(std::move(connection));
     arrived_.notify_one();
+  }
+
+  bool has_room(size_t more) {
+    std::lock_guard lock(mutex_);
+    return ready_.size() + more <= kMostAccepted;
   }
 
   const ListenerOptions options_;
@@ -232,12 +307,18 @@ class Listener::Body {
   Address address_;
   std::string text_;
   Descriptor epoll_, stop_, unix_, tcp_;
-  Admission admission_{options_, id_, epoll_.get(),
-                       [this](std::shared_ptr<Connection> one) { deliver(std::move(one)); }};
+  Admission admission_{options_,
+                       id_,
+                       epoll_.get(),
+                       {[this](std::shared_ptr<Connection> one) { deliver(std::move(one)); },
+                        [this](size_t more) { return has_room(more); }}};
+  bool paused_ = false;  // the thread's
+  Deadline pause_ = Deadline::after(0);
   std::mutex mutex_;
-  std::condition_variable arrived_;
+  std::condition_variable arrived_, accepted_;
   std::deque<std::shared_ptr<Connection>> ready_;
   bool closed_ = false, gone_ = false;  // gone: the sockets are closed
+  std::string why_closed_ = "the listener was closed";
   std::unique_ptr<std::thread> thread_;
 
  public:
@@ -296,7 +377,7 @@ void Listener::close() {
   body_->close();
 }
 
-std::shared_ptr<Connection> dial_inproc(const Address& address, const Options& options, Deadline) {
+std::shared_ptr<Connection> dial_inproc(const Address& address, const Options& options, Deadline deadline) {
   std::shared_ptr<Listener::Body> body;
   {
     Listener::Body::Registry& registry = Listener::Body::registry();
@@ -305,7 +386,7 @@ std::shared_ptr<Connection> dial_inproc(const Address& address, const Options& o
     if (found != registry.listeners.end()) body = found->second.lock();
   }
   if (body == nullptr) fail(ErrorKind::not_viable, "the peer is another process");
-  return body->connect_within(options);
+  return body->connect_within(options, deadline);
 }
 
 }  // namespace geartrain

@@ -19,7 +19,9 @@ struct MessageLimits {
   uint32_t max_buffers = 4096;
   uint64_t max_queued_bytes = uint64_t{256} << 20;  // received by a waiting send, and not yet returned by receive()
   uint64_t max_segment_bytes = uint64_t{8} << 30;   // shm: leased to the peer and kept warm, for one connection
-  uint32_t max_pending = 64;                        // connections to a listener that have not yet authenticated
+  // Connections to a listener that have not yet authenticated, and as many again that have and wait for their lanes; a
+  // quarter of the files that the process may have, where that is less (admission.h).
+  uint32_t max_pending = 1024;
   double handshake_timeout_s = 5.0;
 };
 

@@ -59,6 +59,10 @@ class IncompatibleStoreError(StoreError):
     """The segment is not geartrain's, or has another format version, layout or schema."""
 
 
+class UntrustedStoreError(StoreError, PermissionError):
+    """A segment that others may write to than the caller trusts: another user's, of a wider mode, or behind a link."""
+
+
 class StoreClosedError(StoreError, ValueError):
     """The handle was closed; the segment may well live on."""
 
@@ -211,7 +215,7 @@ class JobInterruptedError(JobError):
 
 
 class CorruptStoreError(StoreError):
-    """The segment's own records do not agree, and repair did not help."""
+    """The segment's own records do not agree: it is damaged; the message says in what, and what mends it."""
 
 
 class CheckpointError(StoreError):

@@ -1,13 +1,17 @@
-"""Entry point that makes geartrain the default torch.distributed backend: `GEARTRAIN_ALLREDUCE=1 torchrun train.py`.
+"""Starter that makes geartrain the default torch.distributed backend: `torchrun -m geartrain_autoload train.py`.
 
-torch calls `autoload` at the end of `import torch` (entry point group "torch.backends"). Without the variable it reads
-the environment and returns. With it, `init_process_group()`, `init_process_group("gloo")` and
+In a script that is started so, `init_process_group()`, `init_process_group("gloo")` and
 `init_process_group("cpu:gloo")` make a group of the backend "geartrain"
-(geartrain/collectives/torch_backend/process_group.py); every other backend is left as it is.
+(geartrain/collectives/torch_backend/process_group.py); every other backend is left as it is. GEARTRAIN_ALLREDUCE=0
+turns it off, so that one command runs with either. Processes that the script starts itself call `autoload()`.
 
-This module is outside of the package, and imports nothing at its top but the standard library, because `import
-geartrain` would load NumPy and the native library into every program that uses torch. An exception from `autoload`
-would make `import torch` fail, so it becomes a warning. Other faults of the installation are errors of
+It is no entry point of torch ("torch.backends"), although torch would call one at the end of every `import torch`:
+where geartrain's metadata is found and its modules are not, as with an editable installation on PYTHONPATH, such an
+entry point makes `import torch` fail in programs that have never heard of geartrain, and nothing in its module can
+mend that.
+
+The module is outside of the package, and imports nothing at its top but the standard library: a script that turns the
+backend off does not load the native library. What keeps the backend from working is an error of the start, or of
 `init_process_group`: a rank that silently fell back to Gloo would make the others wait.
 """
 
@@ -26,24 +30,29 @@ REPLACED = ("undefined", "gloo", "cpu:gloo")
 
 
 def autoload() -> None:
-    """Called by `import torch`; has an effect only where the variable is set, and not to 0. Never raises."""
+    """Makes geartrain the default backend of this process where the variable is set, and not to 0. Never raises."""
     if os.environ.get(VARIABLE, "0") in ("", "0"):
         return
     try:
-        _wrap_init_process_group()
+        wrap_init_process_group()
     except Exception as error:
         warnings.warn(f"{VARIABLE} is set, and has no effect: {type(error).__name__}: {error}", stacklevel=2)
 
 
-def _wrap_init_process_group() -> None:
+def wrap_init_process_group() -> None:
+    """Makes geartrain the default backend of this process.
+
+    Raises:
+        RuntimeError: torch has no torch.distributed, or there is no geartrain.
+    """
     from importlib.util import find_spec
 
+    if find_spec("geartrain") is None:
+        raise RuntimeError("the package geartrain is not installed here")
     import torch.distributed as dist
 
     if not dist.is_available():
         raise RuntimeError("this build of torch has no torch.distributed")
-    if find_spec("geartrain") is None:
-        raise RuntimeError("the package geartrain is not installed here")
     # Without a backend's name torch picks one late and requires the type GLOO, so that a default for the device "cpu"
     # does not suffice: the name has to be given when init_process_group is called.
     original = dist.init_process_group
@@ -76,5 +85,5 @@ def _register() -> None:
     except Exception as error:
         raise RuntimeError(
             f"{VARIABLE} asks for geartrain's all-reduce, which cannot be imported: {type(error).__name__}: {error} "
-            f"(unset {VARIABLE} on all ranks to go on without it)"
+            f"({VARIABLE}=0 on all ranks goes on without it)"
         ) from error

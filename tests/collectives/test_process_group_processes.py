@@ -277,9 +277,9 @@ def test_torchrun_starts_a_job_again_that_lost_a_rank() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_one_variable_is_enough_under_torchrun(tmp_path: Path) -> None:
-    env = {"GEARTRAIN_ALLREDUCE": "1", "PYTHONPATH": str(site(tmp_path))}
-    out = torchrun(2, "examples/allreduce_ddp.py", "--steps", "5", "--width", "64", **env)
+def test_one_module_is_enough_under_torchrun(tmp_path: Path) -> None:
+    script = ("-m", "geartrain_autoload", "examples/allreduce_ddp.py", "--steps", "5", "--width", "64")
+    out = torchrun(2, *script, PYTHONPATH=str(site(tmp_path)))
     assert "geartrain, 2 ranks" in out
 
 

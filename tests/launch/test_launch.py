@@ -181,6 +181,25 @@ def make_store(context):
         launched.wait_for_rows(context, gt.Store.open(context.job), 28)
 
 
+@pytest.mark.parametrize("keep", ["always", "never"])
+def test_a_store_whose_processes_have_all_ended_at_once_stays_until_the_launcher_decides(job, tmp_path, keep):
+    made = job(launch.Role("maker", insert_and_return), keep_store=keep)
+    summary = run(made, tmp_path)
+    assert (summary.store["inserted"], summary.store["selectable"]) == (5, 5)
+    if keep == "never":
+        with pytest.raises(StoreMissingError):
+            gt.Store.open(made.name)
+    else:
+        with gt.Store.open(made.name, adopt=True) as store:
+            assert (len(store), store.audit()) == (5, [])
+            store.unlink()
+
+
+def insert_and_return(context):
+    with context.store({"x": gt.Field((), "float32")}, max_length=1, capacity=100) as store:
+        store.insert({"x": np.zeros((5, 1), np.float32)})
+
+
 # --- a job that does not ----------------------------------------------------------------------------------------------
 
 

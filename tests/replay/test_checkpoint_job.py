@@ -25,6 +25,7 @@ from geartrain.errors import CheckpointError, PeerLostError, RanksDisagreeError,
 from geartrain.replay.distributed.checkpoint import load_checkpoint, newest_step, save_checkpoint
 from geartrain.replay.distributed.checkpoint_requests import torchrun_shard
 from geartrain.replay.distributed.checkpoint_steps import describe_steps
+from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 FIELDS = {
@@ -472,6 +473,65 @@ def test_a_rank_may_die_at_any_exchange_and_a_step_stays_restorable(
             save_all(stores, places, step=3, keep=1)
             assert all([step["step"] for step in describe_steps(place)] == [3] for place in places)
     assert ended and die_at >= 8 and survived == {False, True}
+
+
+def test_a_step_that_is_removed_before_it_is_opened_is_passed_over_for_a_newer_one(
+    store_name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stores_of(store_name, [20, 30]) as stores:
+        save_all(stores, tmp_path, step=1)
+        want = population(stores)
+        real, lock, saved = shards.saved_shard, threading.Lock(), []
+
+        def removed(place: Path, record: dict[str, Any], k: int, *args: Any) -> Any:
+            with lock:
+                if k == 1 and not saved:  # the other rank may have opened its shard, or not
+                    saved.append(save_all(stores, tmp_path, step=2, keep=1))
+            return real(place, record, k, *args)
+
+        monkeypatch.setattr(shards, "saved_shard", removed)
+        loaded = load_all(store_name, tmp_path, 2)
+        assert saved
+        assert [report.step for _, _, report in loaded] == [2, 2]
+        assert population([store for store, _, _ in loaded]) == want
+        close(loaded)
+        saved.clear()
+        save_all(stores, tmp_path, step=3, keep=2)
+        with pytest.raises(CheckpointError, match="step 2 is not complete"):
+            monkeypatch.setattr(
+                shards, "saved_shard", lambda *args: [saved, shutil.rmtree(tmp_path / "step-00000002"), real(*args)][2]
+            )
+            load_all(store_name, tmp_path, 1, step=2, reshard=True)
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_a_step_that_is_being_loaded_is_removed_by_the_next_save_after(
+    store_name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reshard: bool
+) -> None:
+    with stores_of(store_name, [20, 30]) as stores:
+        save_all(stores, tmp_path, step=1)
+        want = population(stores)
+        real, saved, first = Checkpoint.records, [], threading.Semaphore(1)
+
+        def removing(self: Checkpoint) -> Any:
+            if first.acquire(blocking=False):
+                for number, store in enumerate(stores):
+                    store.delete(store.keys()[:10])
+                    put(store, 5000 * (number + 1), 5)
+                saved.append(save_all(stores, tmp_path, step=2, keep=1))
+            return real(self)
+
+        monkeypatch.setattr(Checkpoint, "records", removing)
+        loaded = load_all(store_name, tmp_path, 1 if reshard else 2, reshard=reshard)
+        assert saved
+        # The shard that was open comes from step 1; had another rank not opened its own yet, both start again.
+        steps = {report.step for _, _, report in loaded}
+        assert steps in ({1}, {2}) if not reshard else steps == {1}
+        found = population([store for store, _, _ in loaded])
+        assert found == (want if steps == {1} else population(stores))
+        close(loaded)
+        save_all(stores, tmp_path, step=3, keep=1)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
 @pytest.mark.parametrize("own_disks", [False, True])

@@ -723,8 +723,13 @@ def test_keys_of_nowhere_and_priorities_that_are_none_are_refused(make_stores: C
     def body(rank: ThreadRankGroup) -> None:
         with gt.Replay(stores[rank.rank], Prioritized(), B, output="numpy", group=rank, prefetch=0) as replay:
             batch = replay.sample()
-            with pytest.raises(ArgumentError, match="name no shard of this replay"):
-                replay.update_priorities(batch.keys.of_shard(9), 1.0)
+            by_hand = gt.Keys(batch.keys.row, batch.keys.generation)
+            with pytest.raises(ArgumentError, match="name none of the 2 shards of this replay"):
+                replay.update_priorities(by_hand.of_shard(9), 1.0)
+            with pytest.raises(ArgumentError, match="name none of the 2 shards of this replay"):
+                replay.update_priorities(by_hand, 1.0)
+            with pytest.raises(ArgumentError, match="24 of 24 keys are of none of the 2 shards of this replay"):
+                replay.update_priorities(batch.keys.of_store(9), 1.0)
             with pytest.raises(ArgumentError, match="priority 0 is not finite"):
                 replay.update_priorities(batch.keys, np.full(batch.batch_size, np.nan))
             replay.update_priorities(batch.keys, 1e300)  # saturates, as ever

@@ -73,6 +73,19 @@ def sleep(seconds: float) -> float:
     return seconds
 
 
+_gate = threading.Event()
+
+
+@rpc.function
+def pass_gate() -> bool:
+    return _gate.wait(patience(30))
+
+
+@rpc.function(concurrent=True)
+def pass_gate_beside() -> bool:
+    return _gate.wait(patience(30))
+
+
 _seen: list[int] = []
 
 
@@ -91,10 +104,16 @@ async def later(value: object) -> object:
 _batches: list[int] = []
 
 
-@rpc.batched(max_size=4, max_wait_us=20_000)
+@rpc.batched(max_size=4, max_wait_us=None)
 def double(values: list[int]) -> list[int]:
     _batches.append(len(values))
     return [2 * value for value in values]
+
+
+@rpc.batched(max_size=1000, max_wait_us=20_000)
+def triple(values: list[int]) -> list[int]:
+    _batches.append(len(values))
+    return [3 * value for value in values]
 
 
 @rpc.batched(max_size=3, max_wait_us=None, stack=True)
@@ -209,11 +228,14 @@ def test_many_threads_share_a_connection(pair: tuple[rpc.Node, rpc.Node]) -> Non
 def test_futures_callbacks_and_await(pair: tuple[rpc.Node, rpc.Node]) -> None:
     _, client = pair
     done = threading.Event()
-    future = client.call_async("server", "sleep", 0.05)
+    _gate.clear()
+    future = client.call_async("server", "pass_gate", timeout_s=patience(30))
     assert not future.done()
     future.add_done_callback(lambda f: done.set())
+    assert not done.is_set()
+    _gate.set()
     assert done.wait(patience(5))
-    assert future.result() == 0.05
+    assert future.result() is True
 
     async def many() -> list[int]:
         return await asyncio.gather(*(client.call_async("server", "add", i, i) for i in range(50)))
@@ -233,10 +255,10 @@ def test_a_call_ends_at_its_deadline_and_others_go_on(pair: tuple[rpc.Node, rpc.
         client.call("server", "sleep", nap_s, timeout_s=0.1)
     assert time.monotonic() - began_s < 0.9 * nap_s
     assert client.call("server", "add", 1, 1) == 2  # the handler still sleeps
-    future = client.call_async("server", "sleep", 1.0, timeout_s=0.1)
+    future = client.call_async("server", "sleep", nap_s, timeout_s=0.1)
     with pytest.raises(WaitTimeoutError):
         future.result()
-    with_callback = client.call_async("server", "sleep", 1.0, timeout_s=0.1)
+    with_callback = client.call_async("server", "sleep", nap_s, timeout_s=0.1)
     ended = threading.Event()
     with_callback.add_done_callback(lambda f: ended.set())
     assert ended.wait(patience(3))
@@ -248,21 +270,28 @@ def test_a_slow_function_holds_up_its_peers_own_calls_until_given_up_and_nobody_
 ) -> None:
     server, client = pair
     with rpc.Node("other", peers={"server": server.address}, timeout_s=patience(10)) as other:
-        nap_s, less_s = patience(0.4), patience(0.3)
-        slow = client.call_async("server", "sleep", nap_s)
-        behind = client.call_async("server", "add", 1, 2)
-        assert other.call("server", "add", 3, 4, timeout_s=less_s) == 7
+        long_s = patience(10)
+        _gate.clear()
+        slow = client.call_async("server", "pass_gate", timeout_s=long_s)
+        behind = client.call_async("server", "add", 1, 2, timeout_s=long_s)
+        assert other.call("server", "add", 3, 4) == 7
         assert not behind.done()
+        _gate.set()
         assert behind.result() == 3
         assert slow.done()
-        beside = client.call_async("server", "nap", nap_s)
-        assert client.call("server", "add", 1, 2, timeout_s=less_s) == 3
-        assert beside.result() == nap_s
-        endless = client.call_async("server", "sleep", patience(3.0), timeout_s=0.1)
-        behind = client.call_async("server", "add", 5, 6)
+        _gate.clear()
+        beside = client.call_async("server", "pass_gate_beside", timeout_s=long_s)
+        assert client.call("server", "add", 1, 2, timeout_s=long_s) == 3
+        assert not beside.done()
+        _gate.set()
+        assert beside.result() is True
+        _gate.clear()
+        endless = client.call_async("server", "pass_gate", timeout_s=0.1)
+        behind = client.call_async("server", "add", 5, 6, timeout_s=long_s)
         with pytest.raises(WaitTimeoutError):
             endless.result()
-        assert behind.result(timeout_s=patience(1.0)) == 11
+        assert behind.result() == 11
+        _gate.set()
 
 
 def test_a_cancelled_call_is_given_up_on_both_sides(pair: tuple[rpc.Node, rpc.Node]) -> None:
@@ -280,9 +309,20 @@ def test_a_cancelled_call_is_given_up_on_both_sides(pair: tuple[rpc.Node, rpc.No
 def test_batches_are_run_when_full_or_when_time_is_up(pair: tuple[rpc.Node, rpc.Node]) -> None:
     _, client = pair
     _batches.clear()
-    futures = [client.call_async("server", "double", i) for i in range(6)]
-    assert [future.result() for future in futures] == [0, 2, 4, 6, 8, 10]
-    assert _batches == [4, 2]
+    futures = [client.call_async("server", "double", i) for i in range(8)]
+    assert [future.result() for future in futures] == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert _batches == [4, 4]
+    _batches.clear()
+    before = rpc.batch_stats(triple)
+    futures = [client.call_async("server", "triple", i) for i in range(2)]
+    assert [future.result() for future in futures] == [0, 3]
+    assert sum(_batches) == 2  # in one batch, unless the second call took longer to come than the first waits
+    until_s = time.monotonic() + patience(5)
+    while (stats := rpc.batch_stats(triple)).calls < before.calls + 2:  # it is counted after the answers have left
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    assert stats.full == before.full
+    assert stats.waited.quantile(0.0) >= 0.018  # of each call's batch, by a histogram's steps
     rows = [client.call_async("server", "total", np.full(5, i)) for i in range(3)]
     assert [int(future.result()) for future in rows] == [0, 5, 10]
 
@@ -318,8 +358,9 @@ def test_a_batched_function_tells_how_long_its_batches_take(pair: tuple[rpc.Node
     _, client = pair
     done: list[rpc.BatchDone] = []
     batches = iter(range(10))
+    longest_wait_s = patience(0.1)  # the last call waits for another so long, and no two of the others longer
 
-    @rpc.batched(max_size=2, max_wait_us=5_000, on_batch=done.append)
+    @rpc.batched(max_size=2, max_wait_us=int(longest_wait_s * 1e6), on_batch=done.append)
     def timed(values: list[int]) -> list[int]:
         time.sleep(0.02)
         if next(batches) == 1:
@@ -341,7 +382,7 @@ def test_a_batched_function_tells_how_long_its_batches_take(pair: tuple[rpc.Node
         assert (stats.calls, stats.batches, stats.full, stats.errors, stats.sizes) == (5, 3, 2, 1, {2: 2, 1: 1})
         assert stats.ran.count == 3
         assert 0.018 < stats.ran.quantile(0.5) <= stats.took.quantile(0.99) <= stats.took.most_s
-        assert stats.waited.most_s >= 0.005  # the last one waited for another
+        assert stats.waited.most_s >= longest_wait_s  # of the last one
         assert rpc.batch_stats("timed").batches == 3
         with pytest.raises(LookupError, match="no batched function 'add'"):
             rpc.batch_stats(add)
@@ -365,10 +406,12 @@ def test_batches_that_never_return_hold_up_no_other() -> None:
             rpc.Node("client", peers={"server": server.address}) as client,
         ):
             lost = []
+            assert client.call("server", "add", 1, 1) == 2  # connected: the deadlines below are the calls' alone
             for i in range(3):
-                lost.append(client.call_async("server", "moody", i, timeout_s=0.3))
+                lost.append(client.call_async("server", "moody", i, timeout_s=patience(0.3)))
                 until_s = time.monotonic() + patience(5)
-                while len(seen) <= i and time.monotonic() < until_s:
+                while len(seen) <= i:
+                    assert time.monotonic() < until_s
                     time.sleep(0.001)
             assert client.call("server", "moody", 7, timeout_s=patience(5)) == 7
             for one in lost:
@@ -403,6 +446,8 @@ def test_functions_that_never_return_are_given_up_and_others_run() -> None:
     with rpc.Node("server", timeout_s=patience(20), max_threads=2) as server:
         nodes = [rpc.Node(f"n{i}", peers={"server": server.address}, timeout_s=patience(10)) for i in range(5)]
         nap_s = patience(8.0)
+        for node in nodes:  # connected: the deadlines below are the calls' alone
+            assert node.call("server", "add", 1, 1) == 2
         began_s = time.monotonic()
         stuck = [node.call_async("server", "sleep", nap_s, timeout_s=0.5) for node in nodes[:4]]
         others = [node.call_async("server", "nap", nap_s, timeout_s=0.5) for node in nodes[:4]]
@@ -442,13 +487,15 @@ def test_blocked_functions_starve_nobody() -> None:
 
 
 def test_few_functions_run_at_once_and_slow_ones_do_not_count() -> None:
-    at_once, most = 0, 0
+    at_once, most, early, round_began_s = 0, 0, 0, 0.0
     lock = threading.Lock()
 
     @rpc.function(name="busy")
     def busy(ms: float) -> None:
-        nonlocal at_once, most
+        nonlocal at_once, most, early
         with lock:
+            # Each of those that run had its 5 ms alone, however late the machine let any of them begin.
+            early += time.monotonic() - round_began_s < 0.005 * at_once
             at_once += 1
             most = max(most, at_once)
         time.sleep(ms * 1e-3)
@@ -458,12 +505,17 @@ def test_few_functions_run_at_once_and_slow_ones_do_not_count() -> None:
     try:
         with rpc.Node("server", timeout_s=patience(20), max_running=1) as server:
             nodes = [rpc.Node(f"n{i}", peers={"server": server.address}, timeout_s=patience(20)) for i in range(6)]
-            for _ in range(20):
-                for one in [node.call_async("server", "busy", 0.2) for node in nodes]:
+            for node in nodes:
+                assert node.call("server", "add", 1, 1) == 2
+            for ms in [0.2] * 20 + [20.0] * 5:
+                while at_once:
+                    time.sleep(0.001)
+                round_began_s = time.monotonic()
+                for one in [node.call_async("server", "busy", ms) for node in nodes]:
                     one.result()
-            assert most <= 3  # one, and now and then one more after the machine took 5 ms from the first
+            assert early == 0
             most = 0
-            for one in [node.call_async("server", "busy", 200.0) for node in nodes]:
+            for one in [node.call_async("server", "busy", 1000 * patience(0.2)) for node in nodes]:
                 one.result()
             assert most >= 5
             for node in nodes:
@@ -528,10 +580,11 @@ def test_a_topic_reaches_its_subscribers_in_order_and_late_ones_get_the_newest(p
     assert topic.subscribers == []
     client.subscribe("server", "weights", take)
     client.close()
-    for _ in range(3):
+    until_s = time.monotonic() + patience(5)
+    while topic.subscribers:  # a value that left before the loss was noticed reaches nobody
+        assert time.monotonic() < until_s
         topic.publish({"version": 0})
-        time.sleep(0.02)
-    assert topic.subscribers == []
+        time.sleep(0.01)
 
 
 def test_a_subscriber_that_came_back_gets_nothing_meant_for_the_one_before() -> None:
@@ -723,8 +776,10 @@ def test_a_killed_peer_fails_its_calls_at_once_and_memory_and_files_come_back(
         while len(set(lost)) < 4 and time.monotonic() < until_s:
             time.sleep(0.01)
         assert set(lost) == {f"peer-{i}" for i in range(4)}
-        gc.collect()
-        assert files() <= before + 6  # the last round's connection at most, not four
+        until_s = time.monotonic() + patience(3)
+        while gc.collect() is not None and files() > before + 6:  # the last round's connection at most, not four
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
 
 
 def test_a_stopped_peer_is_a_deadline(spawn: Callable[..., tuple[subprocess.Popen[str], str]]) -> None:
@@ -763,10 +818,10 @@ def test_a_peer_that_gives_no_sign_of_life_is_lost_in_time(
         waiting = me.call_async("silent", "forever")
         stop(process)
         began_s = time.monotonic()
-        with pytest.raises(PeerLostError, match="heartbeat"):
+        with pytest.raises(PeerLostError, match=r"no heartbeat for 2(\.\d+)? s"):  # as it counted, and not sooner
             waiting.result()
-        assert 1.5 < time.monotonic() - began_s < patience(5)
-        assert lost.wait(2)
+        assert time.monotonic() - began_s < patience(5)
+        assert lost.wait(patience(2))
         assert why[0].startswith("silent: ")
         process.send_signal(signal.SIGCONT)
         assert me.call("silent", "add", 1, 2) == 3  # it is found again

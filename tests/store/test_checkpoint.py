@@ -520,7 +520,7 @@ def test_a_file_system_that_refuses_links_gets_a_full_checkpoint_and_the_reason_
         put(store, 0, 5)
         store.save(tmp_path / "ckpt")
 
-        def refuse(*_: Any) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
             raise OSError(errno.EPERM, "Operation not permitted")
 
         monkeypatch.setattr(os, "link", refuse)

@@ -338,7 +338,7 @@ def test_keys_come_oldest_first(name):
         ({"capacity": 2**33}, "at most 4294967280 rows, capacity is 8589934592"),
         ({}, "capacity .* or capacity_bytes"),
         ({"capacity": 1, "capacity_bytes": 1}, "capacity .* or capacity_bytes"),
-        ({"capacity_bytes": 63}, "one row alone takes 64"),
+        ({"capacity_bytes": 63}, "one row alone takes 57344"),
         ({"capacity": 4, "max_rows": 5}, "max_rows is 5, more than the capacity of 4"),
         ({"capacity": 4, "max_rows": 0}, "max_rows must be above zero, found 0"),
         ({"capacity": 4, "max_times_sampled": 0}, "max_times_sampled must be above zero"),

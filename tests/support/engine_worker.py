@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deadlines import patience
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 60.0
 
@@ -64,7 +66,7 @@ class Engines:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(patience(10))
 
 
 def serve() -> None:

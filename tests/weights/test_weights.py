@@ -29,6 +29,7 @@ from geartrain.errors import (
     StoreClosedError,
     WaitTimeoutError,
 )
+from geartrain.weights import reader as readers
 from geartrain.weights import segment as segments
 from geartrain.weights.segment import WeightsSegment
 
@@ -217,8 +218,10 @@ def test_readers_never_see_a_mix(host: Path) -> None:
         publisher.publish(1, filled(1))
         for thread in threads:
             thread.start()
-        for version in range(2, 400):
-            publisher.publish(version, filled(version))
+        version, until_s = 1, time.monotonic() + patience(20)
+        while version < 400 or (len(seen) <= 3 and time.monotonic() < until_s):
+            version += 1
+            publisher.publish(version, filled(version), timeout_s=patience(10))
         stop.set()
         for thread in threads:
             thread.join()
@@ -364,6 +367,7 @@ def test_a_waiting_reader_sleeps_and_is_woken(host: Path, monkeypatch: pytest.Mo
         real(word, seen, timeout_s)
 
     monkeypatch.setattr(futex, "wait", wait)
+    monkeypatch.setattr(readers, "_CHECK_EVERY_S", 60.0)  # so that it looks only when it is woken
     found: list[int] = []
     with weights.Reader("p", directory=host) as reader:  # before there is a publisher
         thread = threading.Thread(
@@ -684,12 +688,14 @@ def test_a_trainer_killed_in_the_middle_of_a_transfer_leaves_the_version_before(
         "p = weights.Publisher('p', node=n, directory=sys.argv[1])\n"
         "p.publish(1, filled(int(sys.argv[2])))\n"
         "say(n.address); sys.stdin.readline()\n"
-        "from geartrain.rpc.registry import functions\n"
-        "piece = functions['geartrain.rpc.weights_piece']\n"
+        "from geartrain.rpc.registry import functions, with_caller_functions\n"
+        "piece, asked = functions['geartrain.weights.piece'], []\n"
         "def dying(caller, name, sequence, offset, size):\n"
-        "    if offset: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    asked.append(offset)\n"
+        "    if len(asked) > 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return piece(caller, name, sequence, offset, 1000)\n"
-        "functions['geartrain.rpc.weights_piece'] = dying\n"
+        "with_caller_functions.add(dying)\n"
+        "functions['geartrain.weights.piece'] = dying\n"
         "p.publish(2, filled(2)); sys.stdin.read()"
     )
     first = run(code, host, 1)
@@ -700,9 +706,14 @@ def test_a_trainer_killed_in_the_middle_of_a_transfer_leaves_the_version_before(
             assert first.stdin is not None
             first.stdin.write("\n")
             first.stdin.flush()
-            # The first piece is too short: given up before a second one is asked for, or the trainer is dead.
-            with pytest.raises(WaitTimeoutError, match="fetching from 'trainer'"):
-                reader.latest(at_least=2, timeout_s=1.0)
+            # The first piece is too short, and given up; when it is asked for again the trainer dies.
+            assert first.wait(patience(20)) == -signal.SIGKILL
+            until_s, why = time.monotonic() + patience(20), ""
+            while "fetching from 'trainer'" not in why:
+                assert time.monotonic() < until_s, why
+                with pytest.raises(WaitTimeoutError) as caught:
+                    reader.latest(at_least=2, timeout_s=0.1)
+                why = str(caught.value)
             assert (reader.latest()["a"] == 1).all()
             kill(first)
             second = run(code, host, 7)

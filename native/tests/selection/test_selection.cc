@@ -55,7 +55,7 @@ std::unique_ptr<Store> store_of(uint64_t capacity, const std::string& name = tes
 }
 
 Population population(const Store& store) {
-  return {store.priority_tree(), store.bit_tree(), store.words(), store.status()};
+  return {store.priority_tree(), store.bit_tree(), store.words(), store.status().data()};
 }
 
 TEST(a_draw_depends_on_its_number_alone_not_on_its_company) {

@@ -147,6 +147,13 @@ class InprocConnection final : public Connection {
  private:
   template <typename Do>
   void use(const RegionHandle& handle, uint64_t offset, uint64_t bytes, bool writing, Do&& act) {
+    std::unique_lock lock(in_->mutex);
+    if (in_->closed) {
+      lock.unlock();
+      lose("the peer over " + describe() + " hung up");
+      fail_lost();
+    }
+    lock.unlock();
     const auto region = peer_regions_->find(handle.id);
     if (region == nullptr || region->closed()) check_access(Access::closed);
     check_access(allowed(region->handle(), offset, bytes, writing));

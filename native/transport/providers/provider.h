@@ -10,7 +10,8 @@
 
 namespace geartrain {
 
-// Each throws when the peer cannot be reached by this provider: not_viable, peer_lost, frame, untrusted, timed_out.
+// Each tries again, until the deadline, while the listener has no place for it. Each throws when the peer cannot be
+// reached by this provider: not_viable, frame, untrusted, timed_out.
 std::shared_ptr<Connection> dial_inproc(const Address& address, const Options& options, Deadline deadline);
 std::shared_ptr<Connection> dial_shm(const Address& address, const Options& options, Deadline deadline);
 std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& options, Deadline deadline);
@@ -46,9 +47,8 @@ struct ShmReply {
 };
 static_assert(sizeof(ShmReply) == 128);
 
-// Opens the dialer's segment, reads its nonce and answers it there. Throws not_viable, and does not touch the socket
-// then.
-std::shared_ptr<Connection> take_shm(Descriptor&& socket, const ShmOffer& offer, std::vector<Descriptor> fds,
+// Opens the dialer's segment, reads its nonce and answers it there. Throws not_viable; the socket is closed then.
+std::shared_ptr<Connection> take_shm(Descriptor socket, const ShmOffer& offer, std::vector<Descriptor> fds,
                                      const Session& session, const Options& options);
 
 // The last of the lanes is the sideband.

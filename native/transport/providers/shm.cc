@@ -196,13 +196,16 @@ class ShmConnection final : public Connection {
   }
 
   void watch_for_sender() {
-    sender_sleeper_ = Descriptor(::epoll_create1(EPOLL_CLOEXEC));
-    if (!sender_sleeper_) fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
+    Descriptor made(::epoll_create1(EPOLL_CLOEXEC));  // kept only when it watches all of them
+    if (!made) fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
     for (const Wake& wake : wakes()) {
       struct epoll_event event{};
       event.events = EPOLLRDHUP | EPOLLET | (wake.edge ? EPOLLIN : 0u);
-      ::epoll_ctl(sender_sleeper_.get(), EPOLL_CTL_ADD, wake.fd, &event);
+      if (::epoll_ctl(made.get(), EPOLL_CTL_ADD, wake.fd, &event) != 0) {
+        fail(ErrorKind::os, "cannot watch a descriptor: ", std::strerror(errno));
+      }
     }
+    sender_sleeper_ = std::move(made);
   }
 
   uint64_t put_frame(const FrameHeader& frame, const Outgoing& message) {
@@ -224,7 +227,7 @@ class ShmConnection final : public Connection {
     uint32_t found = kSlots;
     try {
       wait_until([&] { return (found = own_.try_take(needed, deadline)) != kSlots; }, deadline, "returned no segment");
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       if (own_.broken()) lose(error.what());
       throw;
     }
@@ -376,8 +379,9 @@ Descriptor connect_unix(const std::string& name, Deadline deadline) {
   return socket;
 }
 
-std::shared_ptr<Connection> dial_shm(const Address& address, const Options& options, Deadline deadline) {
-  if (address.shm.empty()) fail(ErrorKind::not_viable, "the peer does not listen for it");
+namespace {
+
+std::shared_ptr<Connection> dial_once(const Address& address, const Options& options, Deadline deadline) {
   Descriptor socket = connect_unix(address.shm, deadline);
   const Session session = greet(socket.get(), Intent::shm, address, options, deadline);
 
@@ -420,7 +424,14 @@ std::shared_ptr<Connection> dial_shm(const Address& address, const Options& opti
                                          session, options);
 }
 
-std::shared_ptr<Connection> take_shm(Descriptor&& socket, const ShmOffer& offer, std::vector<Descriptor> fds,
+}  // namespace
+
+std::shared_ptr<Connection> dial_shm(const Address& address, const Options& options, Deadline deadline) {
+  if (address.shm.empty()) fail(ErrorKind::not_viable, "the peer does not listen for it");
+  return until_admitted(deadline, [&] { return dial_once(address, options, deadline); });
+}
+
+std::shared_ptr<Connection> take_shm(Descriptor socket, const ShmOffer& offer, std::vector<Descriptor> fds,
                                      const Session& session, const Options& options) {
   if (std::memcmp(offer.magic, kOfferMagic, sizeof offer.magic) != 0 || fds.size() != kShmOfferFds ||
       offer.segment_bytes != kControlBytes) {

@@ -114,7 +114,7 @@ class TcpConnection final : public Connection {
         socket_(std::move(socket)),
         sideband_socket_(pop(&lanes)),
         lanes_(std::move(lanes)),
-        buffer_(std::make_unique<std::byte[]>(kBufferBytes)) {
+        buffer_(std::make_unique_for_overwrite<std::byte[]>(kBufferBytes)) {
     prepare(socket_.get());
     if (sideband_socket_) prepare(sideband_socket_.get());
     for (const Stream& lane : lanes_) prepare(lane.get());
@@ -174,7 +174,7 @@ class TcpConnection final : public Connection {
       if (on_lanes) write_lanes(bulk, deadline);
       finish({&socket_, 1}, deadline);
       finish(lanes_, deadline);
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       // Half a message cannot be undone.
       if (begun && !lost()) lose(error.what());
       throw;
@@ -406,6 +406,20 @@ Stream connect_stream(const std::string& place, const Options& options, Deadline
   return stream;
 }
 
+// All the streams of one connection. An attempt that fails half-way leaves nothing: the next one is another session.
+std::shared_ptr<Connection> dial_place(const std::string& place, const Address& address, const Options& options,
+                                       Deadline deadline) {
+  Stream socket = connect_stream(place, options, deadline);
+  const uint32_t lanes = std::min(options.lanes, kMaxLanes);
+  const Session session = greet(socket.wire(), Intent::stream, address, options, deadline, lanes);
+  std::vector<Stream> joined;
+  for (uint32_t i = 0; i <= lanes; ++i) {
+    joined.push_back(connect_stream(place, options, deadline));
+    greet(joined.back().wire(), Intent::lane, address, options, deadline, i, &session.id);
+  }
+  return take_tcp(std::move(socket), std::move(joined), session, options);
+}
+
 }  // namespace
 
 Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline) {
@@ -423,7 +437,10 @@ Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline) {
   std::string why = "it has no address";
   for (const struct addrinfo* one = found; one != nullptr; one = one->ai_next) {
     Descriptor socket(::socket(one->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (!socket) continue;
+    if (!socket) {
+      why = std::string("no socket can be made: ") + std::strerror(errno);
+      continue;
+    }
     int error = ::connect(socket.get(), one->ai_addr, one->ai_addrlen) == 0 ? 0 : errno;
     if (error == EINPROGRESS) {
       if (!wait_for(socket.get(), POLLOUT, deadline)) {
@@ -449,15 +466,7 @@ std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& opti
       // An address that does not answer must not use up the time of the next one.
       const Deadline soon =
           &place == &address.tcp.back() ? deadline : deadline.sooner(options.limits.handshake_timeout_s);
-      Stream socket = connect_stream(place, options, soon);
-      const uint32_t lanes = std::min(options.lanes, kMaxLanes);
-      const Session session = greet(socket.wire(), Intent::stream, address, options, soon, lanes);
-      std::vector<Stream> joined;
-      for (uint32_t i = 0; i <= lanes; ++i) {
-        joined.push_back(connect_stream(place, options, soon));
-        greet(joined.back().wire(), Intent::lane, address, options, soon, i, &session.id);
-      }
-      return take_tcp(std::move(socket), std::move(joined), session, options);
+      return until_admitted(soon, [&] { return dial_place(place, address, options, soon); });
     } catch (const Error& error) {
       if (error.kind == ErrorKind::untrusted || &place == &address.tcp.back()) throw;
       why = error.what();

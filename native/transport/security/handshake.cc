@@ -2,12 +2,34 @@
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 namespace geartrain {
 namespace {
+
+constexpr double kShortestPauseS = 0.004, kLongestPauseS = 0.25;
+
+// Throws untrusted when the process at the other end of a Unix socket is another user's.
+void check_owner(int socket) {
+  struct ucred who{};
+  socklen_t size = sizeof who;
+  int domain = 0;
+  socklen_t domain_size = sizeof domain;
+  if (::getsockopt(socket, SOL_SOCKET, SO_DOMAIN, &domain, &domain_size) != 0 || domain != AF_UNIX) return;
+  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &size) != 0) {
+    fail(ErrorKind::untrusted,
+         "it is not known whose process the peer is, and no secret was given: ", std::strerror(errno));
+  }
+  if (who.uid != ::geteuid()) {
+    fail(ErrorKind::untrusted, "the peer's socket belongs to another user (", who.uid, "), and no secret was given");
+  }
+}
 
 Bytes label(const char* text) {
   return std::as_bytes(std::span(text, std::strlen(text)));
@@ -34,6 +56,8 @@ const char* reason(Answer answer) {
       return "it does not know the connection of this lane";
     case Answer::other_version:
       return "it has another version of the protocol";
+    case Answer::busy:
+      return "it has no place for another connection now";
   }
   return "it gave no reason";
 }
@@ -80,6 +104,24 @@ bool wait_for(int socket, short events, Deadline deadline) {
   }
 }
 
+void RetryPause::wait(const Error& error, Deadline deadline) {
+  if (error.kind != ErrorKind::peer_lost && (error.kind != ErrorKind::timed_out || attempts_ == 0)) throw error;
+  double pause_s = 0;
+  if (error.kind == ErrorKind::peer_lost) {
+    ++attempts_;
+    why_ = error.what();
+    uint32_t random = 0;
+    random_bytes(std::span(reinterpret_cast<uint8_t*>(&random), sizeof random));
+    pause_s = std::min(kLongestPauseS, kShortestPauseS * static_cast<double>(1u << std::min(attempts_, 10u)));
+    pause_s *= 0.5 + 0.5 * static_cast<double>(random) / 4294967296.0;
+  }
+  if (error.kind == ErrorKind::timed_out || static_cast<double>(deadline.left_ns()) * 1e-9 <= pause_s) {
+    fail(ErrorKind::timed_out, "the listener let this side in before the deadline in none of ", attempts_,
+         " attempts; the last one failed because ", why_);
+  }
+  std::this_thread::sleep_for(std::chrono::duration<double>(pause_s));
+}
+
 void write_exactly(Wire wire, Bytes bytes, Deadline deadline) {
   while (!bytes.empty() || !wire.flush()) {
     const ssize_t written = bytes.empty() ? (errno = EAGAIN, -1) : wire.send(bytes.data(), bytes.size());
@@ -123,6 +165,7 @@ void secure(Stream* stream, const Options& options, const std::string& host, Dea
 
 Session greet(Wire wire, Intent intent, const Address& address, const Options& options, Deadline deadline,
               uint32_t lanes, const SessionId* of) {
+  if (options.secret.empty()) check_owner(wire.socket);
   Hello hello{};
   std::memcpy(hello.magic, kHelloMagic, sizeof hello.magic);
   hello.version = kProtocolVersion;
@@ -145,6 +188,7 @@ Session greet(Wire wire, Intent intent, const Address& address, const Options& o
   if (!address.id.empty() && address.id != Address::kAnyId && hex(challenge.listener) != address.id) {
     fail(ErrorKind::frame, "another listener answers there: the one with this address is gone");
   }
+  if ((challenge.needs & kNeedsPatience) != 0) fail(ErrorKind::peer_lost, "the peer is busy: ", reason(Answer::busy));
   if ((challenge.needs & kNeedsTls) != 0) {
     fail(ErrorKind::untrusted, "the peer refuses: it asks for TLS, and none was given here");
   }
@@ -158,8 +202,12 @@ Session greet(Wire wire, Intent intent, const Address& address, const Options& o
 
   Verdict verdict{};
   read_exactly(wire, std::as_writable_bytes(std::span(&verdict, 1)), deadline);
-  if (verdict.answer != 0)
-    fail(ErrorKind::untrusted, "the peer refuses: ", reason(static_cast<Answer>(verdict.answer)));
+  const auto answer = static_cast<Answer>(verdict.answer);
+  // The connection that a lane belongs to was given up meanwhile.
+  if (answer == Answer::busy || answer == Answer::unknown_session) {
+    fail(ErrorKind::peer_lost, "the peer is busy: ", reason(answer));
+  }
+  if (answer != Answer::welcome) fail(ErrorKind::untrusted, "the peer refuses: ", reason(answer));
   Verdict expected = verdict;
   seal(options.secret, hello, challenge, &expected);
   Digest mine, theirs;

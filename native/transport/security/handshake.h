@@ -9,6 +9,12 @@
 // The HMACs cover every byte so far under a label for each side, so that none can be replayed or reflected. All
 // structures have a fixed size: what is longer, shorter or later than expected is refused and closed.
 //
+// A listener that has no place for a dialer says so, in its Challenge or its Verdict (kNeedsPatience, Answer::busy),
+// where it can; else it hangs up. Either is no refusal: the dialer begins anew, until its deadline (until_admitted).
+//
+// Abstract names of Unix sockets belong to whoever binds them first. So without a secret the dialer checks that the
+// other side's process is of its own user, as the listener does.
+//
 // With TLS (tls.h), its handshake comes first and all of this is inside. A dialer without TLS gets a
 // Challenge that names the reason; a dialer with TLS where none is used gets one as well, in the clear, and detects it.
 #pragma once
@@ -47,7 +53,8 @@ static_assert(sizeof(Hello) == 72);
 
 enum Need : uint32_t {
   kNeedsSecret = 1,
-  kNeedsTls = 2,  // to a dialer without TLS; nothing follows
+  kNeedsTls = 2,       // to a dialer without TLS; nothing follows
+  kNeedsPatience = 4,  // there is no place for it now; nothing follows
 };
 
 struct Challenge {
@@ -70,7 +77,8 @@ enum class Answer : uint32_t {
   no_secret_here,
   other_user,
   unknown_session,
-  other_version
+  other_version,
+  busy
 };
 
 struct Verdict {
@@ -95,9 +103,34 @@ Proof prove(const std::string& secret, const Hello& hello, const Challenge& chal
 void seal(const std::string& secret, const Hello& hello, const Challenge& challenge, Verdict* verdict);
 
 // The dialer's half, over a connected non-blocking socket. An address without an id accepts any listener there.
-// Throws untrusted, timed_out, peer_lost, frame.
+// Throws untrusted, timed_out, frame; and peer_lost where another attempt may succeed: the listener is busy, or hung
+// up.
 Session greet(Wire wire, Intent intent, const Address& address, const Options& options, Deadline deadline,
               uint32_t lanes = 0, const SessionId* of = nullptr);
+
+// Pauses between a dialer's attempts: longer each time, and random, so that many dialers do not come together again.
+class RetryPause {
+ public:
+  // After an attempt that failed with `error`. Waits if another one may succeed, which is so for peer_lost, and there is
+  // time for it. Else throws: timed_out, with what the listener said last, when only the deadline was in the way.
+  void wait(const Error& error, Deadline deadline);
+
+ private:
+  uint32_t attempts_ = 0;  // that the listener had no place for
+  std::string why_;
+};
+
+// The result of the first attempt that the listener has a place for. Throws what an attempt throws for good.
+template <typename Attempt>
+auto until_admitted(Deadline deadline, Attempt&& attempt) {
+  for (RetryPause pause;;) {
+    try {
+      return attempt();
+    } catch (const Error& error) {
+      pause.wait(error, deadline);
+    }
+  }
+}
 
 // The dialer's TLS handshake with the host that it dialled. Throws untrusted, timed_out, peer_lost.
 void secure(Stream* stream, const Options& options, const std::string& host, Deadline deadline);

@@ -74,12 +74,28 @@ bool ExposedRegion::closed() const {
 std::shared_ptr<ExposedRegion> ExposedRegions::add(std::span<std::byte> memory, bool writable) {
   auto region = std::make_shared<ExposedRegion>(memory, writable);
   std::lock_guard lock(mutex_);
+  if (closed_) {
+    region->close();
+    return region;
+  }
   if (open_.size() >= sweep_at_) {
     std::erase_if(open_, [](const auto& entry) { return entry.second.expired(); });
     sweep_at_ = 2 * open_.size() + 64;
   }
   open_[region->id()] = region;
   return region;
+}
+
+void ExposedRegions::close() {
+  std::map<ExposedId, std::weak_ptr<ExposedRegion>> open;
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+    open.swap(open_);
+  }
+  for (const auto& [id, weak] : open) {
+    if (const auto region = weak.lock()) region->close();
+  }
 }
 
 std::shared_ptr<ExposedRegion> ExposedRegions::find(const ExposedId& id) const {

@@ -10,6 +10,9 @@
 // read while the region was open. A process that reuses the owner's pid does not have the stamp either. No process
 // writes into another's memory this way: a writer sends a request, and the owner reads from the writer (sideband.h).
 //
+// Regions are closed with their connection, when this side closes it or notices its end: what the peer's process can
+// still reach is not the connection's any more.
+//
 // Threads: any. A forked child's copies are closed.
 #pragma once
 
@@ -83,12 +86,15 @@ class ExposedRegion {
 class ExposedRegions {
  public:
   std::shared_ptr<ExposedRegion> add(std::span<std::byte> memory, bool writable);
+  // At the connection's end: closes them all, and those that are added later.
+  void close();
   std::shared_ptr<ExposedRegion> find(const ExposedId& id) const;  // null when there is none, or it was destroyed
 
  private:
   mutable std::mutex mutex_;
   std::map<ExposedId, std::weak_ptr<ExposedRegion>> open_;
   size_t sweep_at_ = 64;
+  bool closed_ = false;
 };
 
 // Result of an access.

@@ -89,10 +89,16 @@ void Sideband::on_ready() {
     }
     unread_.store(!ended_ && socket_.wire().unread(), std::memory_order_relaxed);
     flush();
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     end();
     report_lost(error.what());
   }
+}
+
+void Sideband::fail_line(const std::string& why) noexcept {
+  std::lock_guard lock(mutex_);
+  end();
+  report_lost(why);
 }
 
 // False when nothing more has arrived.
@@ -278,8 +284,19 @@ void Sideband::send_note(NoteKind kind, uint64_t number, Access access) {
   notes_.push_back(note);
 }
 
+// Does not throw: a caller may have registered what is on its stack. What cannot be written ends the sideband (under
+// TLS a write throws what the peer refuses), and with it the connection; whoever waits sees that.
+void Sideband::flush() noexcept {
+  try {
+    write_all();
+  } catch (const std::exception& error) {
+    end();
+    report_lost(error.what());
+  }
+}
+
 // Writes as much as the socket takes, and the budget allows; the thread goes on when there is room again.
-void Sideband::flush() {
+void Sideband::write_all() {
   uint64_t chunks = kBudget / kChunk;
   while (!ended_) {
     if (out_sent_ != out_.size()) {
@@ -389,7 +406,7 @@ void Sideband::tick() {
   flush();
 }
 
-void Sideband::end() {
+void Sideband::end() noexcept {
   if (ended_) return;
   ended_ = true;
   SidebandThread::of_process().remove(this);
@@ -408,9 +425,14 @@ void Sideband::malformed(const char* what) {
   fail(ErrorKind::frame, "sent ", what, " on the sideband");
 }
 
-void Sideband::report_lost(const std::string& reason) {
+void Sideband::report_lost(const std::string& reason) noexcept {
   std::lock_guard lock(lost_mutex_);
-  if (lost_) lost_(reason);
+  try {
+    if (lost_) lost_(reason);
+  } catch (const std::exception&) {
+    // No memory for the text: the connection's socket reports the end without it.
+    hang_up();
+  }
 }
 
 }  // namespace geartrain

@@ -67,6 +67,7 @@ class Sideband final : public SidebandLine, public std::enable_shared_from_this<
     return has_work_.load(std::memory_order_relaxed) || unread_.load(std::memory_order_relaxed);
   }
   void work() override;  // one piece of a take, and what the socket does not signal
+  void fail_line(const std::string& why) noexcept override;
 
  private:
   enum class NoteKind : uint32_t { greeting = 1, reach, beat, get, chunk, done, put, load, take, cancel };
@@ -104,6 +105,8 @@ class Sideband final : public SidebandLine, public std::enable_shared_from_this<
     RegionHandle from;
   };
 
+  struct CloseAtEnd;
+  class Registration;
   Access send_request(Note note, Bytes memory, Deadline deadline);
   void cancel_request(const Note& note);
   void wait_for_greeting(std::unique_lock<std::mutex>& lock, Deadline deadline);
@@ -113,15 +116,16 @@ class Sideband final : public SidebandLine, public std::enable_shared_from_this<
   void arriving(const Note& note);
   void send_note(NoteKind kind, uint64_t number = 0, Access access = Access::ok);
   bool read_payload(uint64_t* budget);
-  void flush();
+  void flush() noexcept;
+  void write_all();
   void begin_chunk();
   bool send_payload();
   void end_chunk();
   bool again();
   void want_write(bool wanted);
-  void end();
+  void end() noexcept;
   [[noreturn]] static void malformed(const char* what);
-  void report_lost(const std::string& reason);
+  void report_lost(const std::string& reason) noexcept;
 
   const Stream socket_;
   const pid_t peer_;

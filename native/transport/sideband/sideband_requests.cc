@@ -12,6 +12,7 @@ Path Sideband::read(const RegionHandle& handle, std::span<std::byte> into, uint6
   {
     std::unique_lock lock(mutex_);
     wait_for_greeting(lock, deadline);
+    if (ended_) fail(ErrorKind::peer_lost, "the peer hung up, or died");
     reachable = out_of_reach_.empty();
   }
   if (reachable) {
@@ -69,10 +70,35 @@ void Sideband::wait_for_greeting(std::unique_lock<std::mutex>& lock, Deadline de
   }
 }
 
+// The memory of a request is not accessed once it is over.
+struct Sideband::CloseAtEnd {
+  ExposedRegion& region;
+  ~CloseAtEnd() { region.close(); }
+};
+
+// A request on its caller's stack, for as long as the caller waits, and no longer. Under mutex_.
+class Sideband::Registration {
+ public:
+  Registration(Sideband& sideband, uint64_t number, Request* request) : sideband_(sideband), number_(number) {
+    sideband_.requests_[number] = request;
+  }
+  ~Registration() {
+    sideband_.requests_.erase(number_);
+    sideband_.greeting_.notify_all();  // others may wait for a place
+  }
+  Registration(const Registration&) = delete;
+  Registration& operator=(const Registration&) = delete;
+
+ private:
+  Sideband& sideband_;
+  const uint64_t number_;
+};
+
 Access Sideband::send_request(Note note, Bytes memory, Deadline deadline) {
   const std::span<std::byte> bytes(const_cast<std::byte*>(memory.data()), memory.size());
   const bool incoming = note.kind == static_cast<uint32_t>(NoteKind::get);
   Request request{std::make_shared<ExposedRegion>(bytes, incoming), incoming, false, Access::ok, {}};
+  const CloseAtEnd close{*request.local};  // without the lock, and whatever happens: the memory is the caller's
   std::unique_lock lock(mutex_);
   while (requests_.size() >= kMostOpen && !ended_) {
     if (deadline.passed()) fail(ErrorKind::timed_out, "other reads and writes were still in flight at the deadline");
@@ -84,7 +110,7 @@ Access Sideband::send_request(Note note, Bytes memory, Deadline deadline) {
   note.stamp = mine.stamp;
   note.data = mine.data;
   note.from = mine.id;
-  requests_[note.number] = &request;
+  const Registration registration(*this, note.number, &request);
   notes_.push_back(note);
   if (note.kind == static_cast<uint32_t>(NoteKind::put)) {
     transfers_.push_back({NoteKind::load, note.number, request.local, 0, note.bytes, 0});
@@ -93,14 +119,9 @@ Access Sideband::send_request(Note note, Bytes memory, Deadline deadline) {
   while (!request.done && !ended_ && !deadline.passed()) {
     request.changed.wait_for(lock, std::chrono::nanoseconds(deadline.left_ns()));
   }
-  requests_.erase(note.number);
-  greeting_.notify_all();
-  const bool ended = ended_;
-  if (!request.done && !ended) cancel_request(note);
-  lock.unlock();
-  request.local->close();  // from here on the memory is not accessed
   if (request.done) return request.access;
-  if (ended) fail(ErrorKind::peer_lost, "the peer hung up, or died, in the middle of a read or write");
+  if (ended_) fail(ErrorKind::peer_lost, "the peer hung up, or died, in the middle of a read or write");
+  cancel_request(note);
   fail(ErrorKind::timed_out, "the peer's transport had not done it all before the deadline");
 }
 

@@ -7,7 +7,9 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -16,6 +18,8 @@
 
 namespace geartrain {
 namespace {
+
+constexpr auto kHeartbeatNs = static_cast<uint64_t>(kHeartbeatS * 1e9);
 
 std::mutex making;
 SidebandThread* made = nullptr;  // never deleted: connections may outlive main
@@ -49,8 +53,14 @@ SidebandThread::SidebandThread()
   sigset_t all, before;
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's threads
-  std::thread([this] { serve(); }).detach();
+  std::string why;
+  try {
+    std::thread([this] { serve(); }).detach();
+  } catch (const std::system_error& error) {
+    why = error.what();
+  }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (!why.empty()) fail(ErrorKind::os, "cannot start the sideband thread: ", why);
 }
 
 void SidebandThread::add(const std::shared_ptr<SidebandLine>& line) {
@@ -91,40 +101,60 @@ void SidebandThread::wake() const {
   [[maybe_unused]] const ssize_t written = ::write(bell_.get(), &one, sizeof one);
 }
 
-void SidebandThread::serve() {
-  constexpr auto kHeartbeatNs = static_cast<uint64_t>(kHeartbeatS * 1e9);
-  uint64_t next_beat_ns = monotonic_ns() + kHeartbeatNs;
-  struct epoll_event events[64];
-  std::vector<std::shared_ptr<SidebandLine>> all, ready;
+struct SidebandThread::Round {
+  uint64_t next_beat_ns;
   bool busy = false;
+  std::vector<std::shared_ptr<SidebandLine>> all{}, ready{};
+};
+
+void SidebandThread::serve() noexcept {
+  Round round{monotonic_ns() + kHeartbeatNs};
   for (;;) {
-    int wait_ms = -1;
-    {
-      std::lock_guard lock(mutex_);
-      const uint64_t now = monotonic_ns();
-      if (!lines_.empty()) wait_ms = next_beat_ns > now ? static_cast<int>((next_beat_ns - now) / 1'000'000 + 1) : 0;
+    try {
+      serve_round(round);
+    } catch (const std::exception&) {
+      // No memory for the lists: events and heartbeats are still due in the next round.
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
-    const int n = ::epoll_wait(epoll_.get(), events, 64, busy ? 0 : wait_ms);
-    {
-      std::lock_guard lock(mutex_);
-      for (int i = 0; i < n; ++i) {
-        const auto found = lines_.find(static_cast<const SidebandLine*>(events[i].data.ptr));
-        if (found != lines_.end()) ready.push_back(found->second);
-      }
-      for (const auto& [line, held] : lines_) all.push_back(held);
+    round.all.clear();  // now, and not at the next event: the last reference closes the line
+    round.ready.clear();
+  }
+}
+
+void SidebandThread::serve_round(Round& round) {
+  struct epoll_event events[64];
+  int wait_ms = -1;
+  {
+    std::lock_guard lock(mutex_);
+    const uint64_t now = monotonic_ns();
+    const uint64_t next = round.next_beat_ns;
+    if (!lines_.empty()) wait_ms = next > now ? static_cast<int>((next - now) / 1'000'000 + 1) : 0;
+  }
+  const int n = ::epoll_wait(epoll_.get(), events, 64, round.busy ? 0 : wait_ms);
+  {
+    std::lock_guard lock(mutex_);
+    for (int i = 0; i < n; ++i) {
+      const auto found = lines_.find(static_cast<const SidebandLine*>(events[i].data.ptr));
+      if (found != lines_.end()) round.ready.push_back(found->second);
     }
-    for (const auto& line : ready) line->on_ready();
-    if (monotonic_ns() >= next_beat_ns) {
-      for (const auto& line : all) line->tick();
-      next_beat_ns = monotonic_ns() + kHeartbeatNs;
+    for (const auto& [line, held] : lines_) round.all.push_back(held);
+  }
+  const auto guarded = [](SidebandLine& line, void (SidebandLine::*act)()) {
+    try {
+      (line.*act)();
+    } catch (const std::exception& error) {
+      line.fail_line(error.what());
     }
-    busy = false;
-    for (const auto& line : all) {
-      if (line->has_work()) line->work();
-      busy |= line->has_work();
-    }
-    all.clear();  // now, and not at the next event: the last reference closes the line
-    ready.clear();
+  };
+  for (const auto& line : round.ready) guarded(*line, &SidebandLine::on_ready);
+  if (monotonic_ns() >= round.next_beat_ns) {
+    for (const auto& line : round.all) guarded(*line, &SidebandLine::tick);
+    round.next_beat_ns = monotonic_ns() + kHeartbeatNs;
+  }
+  round.busy = false;
+  for (const auto& line : round.all) {
+    if (line->has_work()) guarded(*line, &SidebandLine::work);
+    round.busy |= line->has_work();
   }
 }
 

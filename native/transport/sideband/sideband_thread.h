@@ -1,10 +1,12 @@
 // Sideband thread: one thread of a process that serves the sidebands of its connections (sideband.h). It starts with
 // the first of them, and lives as long as the process; a forked child makes its own. It blocks only in its one epoll.
+// An exception ends the sideband that it came from, and no other.
 #pragma once
 
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "base/descriptor.h"
 
@@ -22,6 +24,8 @@ class SidebandLine {
   virtual void tick() = 0;         // every kHeartbeatS
   virtual bool has_work() const = 0;
   virtual void work() = 0;  // a piece of it: then other sidebands get their turn
+  // Ends it: one of the others threw.
+  virtual void fail_line(const std::string& why) noexcept = 0;
 };
 
 class SidebandThread {
@@ -34,7 +38,9 @@ class SidebandThread {
 
  private:
   SidebandThread();
-  [[noreturn]] void serve();
+  [[noreturn]] void serve() noexcept;
+  struct Round;
+  void serve_round(Round& round);
 
   Descriptor epoll_, bell_;
   std::mutex mutex_;

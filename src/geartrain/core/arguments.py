@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import geartrain._native as _native
-from geartrain.core.schema import Field, round_up
+from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
 
 
@@ -21,13 +21,17 @@ def default_threads(threads: int | None) -> int:
 
 
 def capacity_of(
-    fields: Mapping[str, Field],
     max_length: int,
     capacity: int | None,
     capacity_steps: int | None,
     capacity_bytes: int | None,
+    rows_within: Callable[[int], int],
 ) -> int:
-    """Rows of a store, from exactly one of rows, steps (in rows of `max_length`) and bytes of field data."""
+    """Rows of a store, from exactly one of rows, steps (in rows of `max_length`) and bytes of its segment.
+
+    Args:
+        rows_within: the rows of the largest segment of at most so many bytes.
+    """
     given = {"capacity": capacity, "capacity_steps": capacity_steps, "capacity_bytes": capacity_bytes}
     if sum(size is not None for size in given.values()) != 1:
         found = ", ".join(f"{what}={size}" for what, size in given.items() if size is not None) or "none of them"
@@ -39,10 +43,7 @@ def capacity_of(
         if capacity == 0:
             raise ArgumentError(f"capacity_steps is {capacity_steps}, and one row alone takes max_length={max_length}")
     elif capacity_bytes is not None:
-        row_bytes = sum(round_up(field.block_nbytes(max_length)) for field in fields.values())
-        capacity = capacity_bytes // row_bytes
-        if capacity == 0:
-            raise ArgumentError(f"capacity_bytes is {capacity_bytes}, and one row alone takes {row_bytes}")
+        capacity = rows_within(whole_number("capacity_bytes", capacity_bytes, 2**63 - 1))
     assert capacity is not None
     if capacity < 1:
         raise ArgumentError(f"a store needs room for at least one row, capacity is {capacity}")

@@ -15,24 +15,33 @@ it mapped keep the memory.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
-from geartrain.errors import ArgumentError, GeartrainError, StoreExistsError, StoreMissingError
+from geartrain.core.shared_files import open_shared, segments_directory
+from geartrain.errors import (
+    ArgumentError,
+    GeartrainError,
+    IncompatibleStoreError,
+    NoSpaceError,
+    StoreExistsError,
+    StoreMissingError,
+)
 
 #: Header: one page with a line of JSON, padded with zeros. Then the slots, a row of doubles each, 64-byte aligned.
 _HEADER_BYTES = 4096
 _FORMAT = "geartrain-board-1"
-_DIRECTORY = Path("/dev/shm")
 _PREFIX = "geartrain-board-"
 #: Columns whose sum over processes means something, where they exist.
 COUNTED = ("steps", "episodes", "rows", "samples", "restarts")
@@ -67,7 +76,7 @@ class SharedCounters:
     """See the module. `create` makes the file, `open` attaches; the creator's `close` removes it.
 
     Attributes:
-        path: of the file, in /dev/shm.
+        path: of the file, in /dev/shm or GEARTRAIN_DIR.
         slots, columns: number of processes, names of their counters.
     """
 
@@ -75,18 +84,18 @@ class SharedCounters:
         self, path: Path, memory: mmap.mmap, slots: int, columns: Sequence[str], *, lock: int | None = None
     ) -> None:
         self.path, self.columns, self.slots = path, tuple(columns), slots
-        self._lock = lock  # descriptor; the creator's only
         width = -(-len(self.columns) // 8) * 8
         values = np.frombuffer(memory, np.float64, slots * width, _HEADER_BYTES).reshape(slots, width)
         self._values = values[:, : len(self.columns)]
-        self._owner_pid = None if lock is None else os.getpid()
+        # The creator's only. At the interpreter's end too, and once, whoever closes first.
+        self._remove = None if lock is None else weakref.finalize(self, _remove, path, lock, os.getpid())
 
     @classmethod
     def create(cls, name: str, slots: int, columns: Sequence[str]) -> SharedCounters:
         """New counters, all zeros.
 
         Raises:
-            StoreExistsError: the name is taken. ArgumentError: no slots, or no columns.
+            StoreExistsError: the name is taken. ArgumentError: no slots, or no columns. NoSpaceError: no room for them.
         """
         if slots < 1 or not columns or len(set(columns)) != len(columns):
             raise ArgumentError(
@@ -101,13 +110,22 @@ class SharedCounters:
         fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             locks.take(fd, locks.EXCLUSIVE, 0)
-            os.truncate(fd, _HEADER_BYTES + slots * -(-len(columns) // 8) * 64)
+            # Allocated now: on a full file system a write to a mapping without memory behind it is SIGBUS.
+            os.posix_fallocate(fd, 0, _file_bytes(slots, len(columns)))
             memory = mmap.mmap(fd, 0)
             memory[: len(header)] = header
             os.link(unnamed, path)  # locked and with its header, or not at all
         except FileExistsError:
             os.close(fd)
             raise StoreExistsError(f"counters named {name!r} exist already ({path})") from None
+        except OSError as error:
+            os.close(fd)
+            if error.errno != errno.ENOSPC:
+                raise
+            raise NoSpaceError(
+                f"{path.parent} is full: {path.name} needs {_file_bytes(slots, len(columns))} bytes. Enlarge it, or "
+                "set GEARTRAIN_DIR to a directory of a larger file system; `geartrain doctor` tells its size"
+            ) from None
         except BaseException:
             os.close(fd)
             raise
@@ -120,20 +138,22 @@ class SharedCounters:
         """The counters of that name, to read all and to write one slot.
 
         Raises:
-            StoreMissingError: there are none. GeartrainError: the file is something else.
+            StoreMissingError: there are none. IncompatibleStoreError: the file is something else. UntrustedStoreError:
+                another user's.
         """
         path = _path(name)
         try:
-            with path.open("r+b") as file:
-                memory = mmap.mmap(file.fileno(), 0)
-            header: dict[str, Any] = json.loads(memory[:_HEADER_BYTES].rstrip(b"\0"))
-            if header["format"] != _FORMAT:
-                raise KeyError(header["format"])
+            fd = open_shared(path)
         except FileNotFoundError:
             raise StoreMissingError(f"there are no counters named {name!r} ({path})") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise GeartrainError(f"{path} has no counters of this build's format: {error!r}") from None
-        return cls(path, memory, header["slots"], header["columns"])
+        try:
+            slots, columns = _read_header(fd)
+            memory = mmap.mmap(fd, _file_bytes(slots, len(columns)))
+        except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+            raise IncompatibleStoreError(f"{path} has no counters of this build's format: {error!r}") from None
+        finally:
+            os.close(fd)
+        return cls(path, memory, slots, columns)
 
     @property
     def name(self) -> str:
@@ -152,11 +172,9 @@ class SharedCounters:
         return copied
 
     def close(self) -> None:
-        """Removes the file, if this process created it. Slots stay usable."""
-        if self._owner_pid == os.getpid() and self._lock is not None:
-            self._owner_pid = None
-            self.path.unlink(missing_ok=True)
-            os.close(self._lock)
+        """Removes the file, if this process created it; so does its end. Slots stay usable."""
+        if self._remove is not None:
+            self._remove()
 
     def __enter__(self) -> SharedCounters:
         return self
@@ -177,7 +195,7 @@ class CountersInfo(NamedTuple):
 
 def names() -> list[str]:
     """Names of the counters on this host."""
-    return sorted(path.name.removeprefix(_PREFIX) for path in _DIRECTORY.glob(f"{_PREFIX}*"))
+    return sorted(path.name.removeprefix(_PREFIX) for path in segments_directory().glob(f"{_PREFIX}*"))
 
 
 def describe(name: str) -> CountersInfo:
@@ -208,10 +226,16 @@ def remove_stale() -> list[str]:
     return removed
 
 
+def _remove(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child's exit removes nothing
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
 def _is_stale(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # gone, or somebody else's
+        fd = open_shared(path)
+    except (GeartrainError, OSError):  # gone, or somebody else's
         return False
     try:
         return not locks.is_taken(fd, 0)
@@ -219,10 +243,27 @@ def _is_stale(path: Path) -> bool:
         os.close(fd)
 
 
+def _file_bytes(slots: int, columns: int) -> int:
+    return _HEADER_BYTES + slots * -(-columns // 8) * 64
+
+
+def _read_header(fd: int) -> tuple[int, list[str]]:
+    """Slots and columns, once they are what the file has room for. Raises `ValueError`, `KeyError`, `TypeError`."""
+    header = json.loads(os.pread(fd, _HEADER_BYTES, 0).rstrip(b"\0"))
+    slots, columns = header["slots"], header["columns"]
+    if header["format"] != _FORMAT or type(slots) is not int or slots < 1:
+        raise ValueError(header["format"])
+    if not isinstance(columns, list) or not columns or not all(isinstance(name, str) for name in columns):
+        raise ValueError("columns without names")
+    if os.fstat(fd).st_size != _file_bytes(slots, len(columns)):
+        raise ValueError(f"{os.fstat(fd).st_size} bytes for {slots} slots of {len(columns)} columns")
+    return slots, columns
+
+
 def _path(name: str) -> Path:
     if not name or "/" in name or name.startswith("."):
         raise ArgumentError(f"the name of counters is a plain word, found {name!r}")
-    return _DIRECTORY / f"{_PREFIX}{name}"
+    return segments_directory() / f"{_PREFIX}{name}"
 
 
 __all__ = ["COUNTED", "CounterSlot", "CountersInfo", "SharedCounters", "describe", "names", "remove_stale", "unlink"]

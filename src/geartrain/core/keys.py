@@ -1,10 +1,10 @@
-"""Row keys: (row index, generation). A key goes stale when its row is overwritten or removed."""
+"""Row keys: (store, row index, generation). A key goes stale when its row is overwritten or removed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,40 +14,69 @@ from geartrain.errors import ArgumentError
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Rows of a store, each with the generation it had: (n,) uint32 and (n,) uint32.
+    """Rows of one store or several, each with the generation it had: (n,) uint32 and (n,) uint32.
 
     A row's generation changes whenever it is overwritten or removed, so a key names one trajectory and never its
     successor. Functions that take keys skip and count stale ones.
 
-    `shard` (n,) uint16 is the store or shard of each row, of several; None when there is only one. `draw` (n,)
-    int64 is the row's number in a global batch, where it is part of one.
+    `store` is the id of the segment that the rows are in (`Store.id`): an int for all of them, or (n,) uint64. Ids are
+    random numbers of 64 bits, so a key names one trajectory in the whole job, and stays what it is when it is pickled,
+    sent or saved. A store refuses the keys of another; a segment that is created anew under an old name, and one that
+    is loaded from a checkpoint, is another (`of_store` says on purpose that the rows are the same). Keys made by hand
+    have None, and are of the store that they are given to.
 
-    Index with an integer, slice, mask or index array to get the keys of some; `+` joins.
+    `shard` (n,) uint16 is the number of each row's store or shard in its replay, of several; None when there is only
+    one. `draw` (n,) int64 is the row's number in a global batch, where it is part of one.
+
+    Index with an integer, slice, mask or index array to get the keys of some; `+` joins. `==` compares rows,
+    generations and shards, not stores, so that the batches of two runs can be compared.
+
+    Raises:
+        ArgumentError: arrays of other shapes, or numbers that no row, generation, shard or store has.
     """
 
     row: NDArray[np.uint32]
     generation: NDArray[np.uint32]
     shard: NDArray[np.uint16] | None = None
     draw: NDArray[np.int64] | None = None
+    store: int | NDArray[np.uint64] | None = None
 
     def __post_init__(self) -> None:
-        row = np.ascontiguousarray(self.row, dtype=np.uint32)
-        generation = np.ascontiguousarray(self.generation, dtype=np.uint32)
+        row = _whole("rows", self.row, np.uint32)
+        generation = _whole("generations", self.generation, np.uint32)
         if row.ndim != 1 or row.shape != generation.shape:
             raise ArgumentError(
                 f"keys are two arrays (n,) of the same length, found {row.shape} and {generation.shape}"
             )
         object.__setattr__(self, "row", row)
         object.__setattr__(self, "generation", generation)
+        for name, dtype in (("shard", np.uint16), ("draw", np.int64)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, self._column(name, dtype))
+        store = self.store
+        if store is None:
+            return
+        if type(store) is not int:
+            is_array = np.ndim(store) > 0
+            object.__setattr__(self, "store", self._column("store", np.uint64) if is_array else _store_id(store))
+        elif not 0 <= store < 2**64:
+            raise ArgumentError(f"a store's id is a whole number from 0 to 2**64 - 1, found {store}")
+
+    def _column(self, name: str, dtype: Any) -> NDArray[Any]:
+        array = _whole(f"{name}s", getattr(self, name), dtype)
+        if array.shape != self.row.shape:
+            raise ArgumentError(f"{len(self.row)} keys have {name}s of shape {array.shape}")
+        return array
 
     @classmethod
-    def packed(cls, raw: bytes | tuple[int, int]) -> Keys:
-        """Keys of which the native layer gave the bytes (rows, then generations, uint32), or of one row the numbers.
+    def packed(cls, raw: bytes | tuple[int, int], store: int) -> Keys:
+        """Keys of a store's rows of which the native layer gave the bytes (rows, then generations, uint32), or of one
+        row the numbers.
 
         Their arrays are made when they are first looked at: writers often drop the keys of what they insert.
         """
         keys = cls.__new__(cls)
-        keys.__dict__["_raw"] = raw
+        keys.__dict__.update(_raw=raw, store=store)
         return keys
 
     def __getattr__(self, name: str) -> Any:
@@ -65,7 +94,8 @@ class Keys:
     def __getitem__(self, index: Any) -> Keys:
         shard = None if self.shard is None else np.atleast_1d(self.shard[index])
         draw = None if self.draw is None else np.atleast_1d(self.draw[index])
-        return Keys(np.atleast_1d(self.row[index]), np.atleast_1d(self.generation[index]), shard, draw)
+        store = np.atleast_1d(self.store[index]) if isinstance(self.store, np.ndarray) else self.store
+        return Keys(np.atleast_1d(self.row[index]), np.atleast_1d(self.generation[index]), shard, draw, store)
 
     def __iter__(self) -> Iterator[Keys]:
         return (self[i] for i in range(len(self)))
@@ -87,11 +117,33 @@ class Keys:
 
     def of_shard(self, number: int) -> Keys:
         """The same keys with `number` as their shard."""
-        return Keys(self.row, self.generation, np.full(len(self), number, np.uint16), self.draw)
+        return Keys(self.row, self.generation, np.full(len(self), number), self.draw, self.store)
+
+    def of_store(self, store: int | None) -> Keys:
+        """The same rows and generations in another store, by its id; None for any store.
+
+        For a store that was loaded from a checkpoint, in which the rows have their places and generations: keys made
+        before the checkpoint was saved name the same trajectories there. Those made later may name others.
+        """
+        return Keys(self.row, self.generation, None, self.draw, store)
+
+    @classmethod
+    def of_rows(cls, row: NDArray[np.uint32], generation: NDArray[np.uint32], store: int) -> Keys:
+        """Keys of a store's rows from the arrays that its native layer returned, without a check of them."""
+        made = cls.__new__(cls)
+        made.__dict__.update(row=row, generation=generation, shard=None, draw=None, store=store)
+        return made
 
     @staticmethod
     def join(parts: Sequence[Keys]) -> Keys:
-        """The keys of all parts. Raises `ArgumentError` when only some of them have a shard."""
+        """The keys of all parts.
+
+        Raises:
+            ArgumentError: only some of the parts have a shard, or a store.
+        """
+        parts = [part for part in parts if len(part)]
+        if len(parts) <= 1:
+            return parts[0] if parts else Keys.empty()
         shards = [part.shard for part in parts if part.shard is not None]
         if shards and len(shards) != len(parts):
             raise ArgumentError("keys with a shard cannot be joined with keys without one")
@@ -101,9 +153,120 @@ class Keys:
             np.concatenate([part.generation for part in parts]),
             np.concatenate(shards) if shards else None,
             np.concatenate(draws) if draws and len(draws) == len(parts) else None,
+            _joined_stores(parts),
         )
 
     @staticmethod
     def empty() -> Keys:
         """No key at all."""
         return Keys(np.empty(0, np.uint32), np.empty(0, np.uint32))
+
+    # --- their stores -----------------------------------------------------------------------------------------
+
+    def is_of(self, store: int) -> NDArray[np.bool_]:
+        """(n,) bool: whether each row is in the store with this id. Keys made by hand may be of any store."""
+        if isinstance(self.store, np.ndarray):
+            mine: NDArray[np.bool_] = self.store == np.uint64(store)
+            return mine
+        return np.full(len(self), self.store is None or self.store == store)
+
+    def check_store(self, store: int, name: str) -> None:
+        """Raises `ArgumentError` unless all rows are in the store with this id. Cost: at most one comparison a key."""
+        mine = self.store
+        if mine is None:
+            if self.shard is not None and len(self):
+                raise ArgumentError(
+                    f"these keys have shards and no store, so which of them are of {name!r} is not known; use the keys "
+                    f"of a batch, or keys without shards"
+                )
+        elif isinstance(mine, int):
+            if mine != store and len(self):
+                _refuse(len(self), len(self), mine, store, name)
+        elif (mine != np.uint64(store)).any():
+            foreign = np.flatnonzero(mine != np.uint64(store))
+            _refuse(len(foreign), len(self), int(mine[foreign[0]]), store, name)
+
+    def places_among(self, stores: NDArray[np.uint64], what: str = "stores") -> NDArray[np.int64]:
+        """(n,) int64: the place of each row's store among some stores, given by their ids.
+
+        Where a store stands there more than once it is the key's `shard`, if that is one of its places, or the first.
+
+        Args:
+            stores: (k,) uint64, the ids.
+            what: they are, for error messages.
+
+        Raises:
+            ArgumentError: rows of none of these stores; or, of keys made by hand, none of several is named.
+        """
+        shard = None if self.shard is None else self.shard.astype(np.int64)
+        if self.store is None:
+            if shard is None:
+                if len(stores) > 1 and len(self):
+                    raise ArgumentError(f"these keys name none of the {len(stores)} {what}; use the keys of a batch")
+                return np.zeros(len(self), np.int64)
+            if (shard >= len(stores)).any():
+                raise ArgumentError(f"these keys name none of the {len(stores)} {what}; use the keys of a batch")
+            return shard
+        wanted = np.broadcast_to(np.asarray(self.store, np.uint64), len(self))
+        place = np.zeros(len(self), np.int64) if shard is None else np.where(shard < len(stores), shard, 0)
+        wrong = np.flatnonzero(stores[place] != wanted)
+        if wrong.size:  # of another numbering, or of none: look it up
+            order = np.argsort(stores, kind="stable")
+            found = order[np.minimum(np.searchsorted(stores[order], wanted[wrong]), len(stores) - 1)]
+            place[wrong] = found
+            if (foreign := wrong[stores[found] != wanted[wrong]]).size:
+                raise ArgumentError(
+                    f"{len(foreign)} of {len(self)} keys are of none of the {len(stores)} {what} (first: row "
+                    f"{self.row[foreign[0]]} of the store with id {int(wanted[foreign[0]]):016x}); use the keys of "
+                    f"their batches"
+                )
+        return place
+
+
+def check_keys(keys: object) -> Keys:
+    """The keys; raises `ArgumentError` for anything else."""
+    if not isinstance(keys, Keys):
+        raise ArgumentError(f"keys are geartrain.Keys, as batches and inserts return them, found {type(keys).__name__}")
+    return keys
+
+
+def _whole(what: str, values: Any, dtype: Any) -> NDArray[Any]:
+    """Numbers as a contiguous array of an integer type, which must hold all of them."""
+    if type(values) is np.ndarray and values.dtype == dtype and values.flags.c_contiguous:
+        return values
+    array = np.asarray(values)
+    if isinstance(values, (list, tuple)) and values and all(type(each) is int for each in values):
+        array = np.array(values, object)  # or large and small ones together would become floating point
+    elif array.size and array.dtype.kind not in "iu":
+        raise ArgumentError(f"{what} of keys are whole numbers, found {array.dtype}")
+    most = np.iinfo(dtype)
+    if array.size and not most.min <= int(array.min()) <= int(array.max()) <= most.max:
+        raise ArgumentError(f"{what} of keys are from {most.min} to {most.max}, found {array.min()} to {array.max()}")
+    return np.ascontiguousarray(array, dtype=dtype)
+
+
+def _store_id(store: Any) -> int:
+    if isinstance(store, (bool, np.bool_)) or not isinstance(store, (int, np.integer)) or not 0 <= store < 2**64:
+        raise ArgumentError(f"a store's id is a whole number from 0 to 2**64 - 1, found {store!r}")
+    return int(store)
+
+
+def _joined_stores(parts: Sequence[Keys]) -> int | NDArray[np.uint64] | None:
+    first = parts[0].store
+    if all(part.store is None for part in parts):
+        return None
+    if any(part.store is None for part in parts):
+        raise ArgumentError("keys of a store cannot be joined with keys made by hand; `of_store` gives them one")
+    if isinstance(first, int) and all(isinstance(part.store, int) and part.store == first for part in parts):
+        return first
+    return np.concatenate([np.broadcast_to(np.asarray(part.store, np.uint64), len(part)) for part in parts])
+
+
+def _refuse(foreign: int, n: int, found: int, store: int, name: str) -> NoReturn:
+    raise ArgumentError(
+        f"{foreign} of {n} keys are of another store: {name!r} has the id {store:016x}, theirs is {found:016x}. Give "
+        f"each store its own keys (`keys[keys.is_of(store.id)]`)"
+    )
+
+
+__all__ = ["Keys", "check_keys"]

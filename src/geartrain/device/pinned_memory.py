@@ -5,7 +5,8 @@ time proportional to its size (page tables) and no memory. The pages are the hos
 or eight times. So registrations belong to processes, and the limit to the host: it counts each segment once, however
 many processes have it registered, until the last of them is gone.
 
-The ledger is a directory in /dev/shm with a file for each registration, named after the segment's inode:
+The ledger is a directory beside the segments (/dev/shm, or GEARTRAIN_DIR), one a user and for that user alone, with a
+file for each registration, named after the segment's inode:
 
     <device>-<inode>.<pid>.<number>    JSON: bytes, limit_bytes, path; locked by the process as long as it lives
 
@@ -22,6 +23,7 @@ import json
 import logging
 import os
 import resource
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -34,10 +36,10 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 import geartrain.core.locks as locks
+from geartrain.core.shared_files import segments_directory
 from geartrain.device.device import Device
 from geartrain.errors import PinError, WaitTimeoutError
 
-LEDGER = Path("/dev/shm/geartrain-pinned")
 LIMIT_VARIABLE = "GEARTRAIN_PIN_LIMIT_GB"
 GUARD_S = 10.0  # longest wait for the ledger
 
@@ -98,11 +100,11 @@ class Ledger:
     """Registrations of all processes of this host.
 
     Args:
-        directory: of its files; one a host.
+        directory: of its files; by default one a host and user, beside the segments.
     """
 
-    def __init__(self, directory: Path = LEDGER) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path | None = None) -> None:
+        self.directory = directory or segments_directory() / f"geartrain-pinned-{os.geteuid()}"
 
     def entries(self) -> list[Pinned]:
         """All registrations of live processes."""
@@ -157,17 +159,24 @@ class Ledger:
                         found.append(Pinned(segment, note["nbytes"], note["limit_bytes"], note["path"], int(pid)))
                     else:
                         path.unlink()  # its process has died
-            except (OSError, ValueError):
+            except (OSError, ValueError, KeyError, TypeError):
                 continue
         return found
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        self.directory.mkdir(mode=0o700, exist_ok=True)
-        with (self.directory / "guard").open("w") as guard:
-            if not locks.take(guard.fileno(), locks.EXCLUSIVE, 0, GUARD_S):
+        with contextlib.suppress(FileExistsError):
+            self.directory.mkdir(mode=0o700)
+        found = self.directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise PinError(f"{self.directory} is not a directory of this user alone; remove it")
+        guard = os.open(self.directory / "guard", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if not locks.take(guard, locks.EXCLUSIVE, 0, GUARD_S):
                 raise WaitTimeoutError(f"{self.directory} was held by another process for {GUARD_S} s")
             yield
+        finally:
+            os.close(guard)
 
 
 def _total(entries: list[Pinned]) -> int:
@@ -268,7 +277,8 @@ def _explained(store: MappedSegment, error: PinError) -> str:
         )
     if not str(store.path).startswith("/dev/shm/"):
         text += (
-            " Linux pins no pages of files on disks for long; only segments in memory (/dev/shm) can be read in place."
+            " Linux pins no pages of files on disks for long; only segments in memory (/dev/shm, or a GEARTRAIN_DIR "
+            "that is a tmpfs) can be read in place."
         )
     return text + " path='staged' works without"
 

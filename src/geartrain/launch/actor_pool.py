@@ -73,6 +73,7 @@ class ActorPool:
         self.counters = SharedCounters.create(f"actors-{secrets.token_hex(6)}", actors, (*COLUMNS, "restarts"))
         self._task = ActorTask(
             store=store.name,
+            trust=store.trust,
             counters=self.counters.name,
             make_environments=make_environments,
             make_policy=make_policy,

@@ -16,6 +16,7 @@ from typing import Any
 
 from geartrain.core.counters import SharedCounters
 from geartrain.core.processes import die_with_parent
+from geartrain.core.shared_files import Trust
 from geartrain.launch.actor_role import ActorContext, actor_seed, run_actor
 from geartrain.launch.metrics import Reporter
 from geartrain.store.store import Store
@@ -27,6 +28,7 @@ class ActorTask:
 
     Attributes:
         store, counters: names of both; actor i has the counters' slot i.
+        trust: who may write to the store.
         make_environments, make_policy: see `ActorPool`.
         actors: how many there are.
         seed: of the pool.
@@ -35,6 +37,7 @@ class ActorTask:
     """
 
     store: str
+    trust: Trust
     counters: str
     make_environments: Callable[[ActorContext], Any]
     make_policy: Callable[[ActorContext], Any]
@@ -82,7 +85,7 @@ def _act(task: ActorTask, number: int, restart: int) -> None:
         ActorContext(number, task.actors, actor_seed(task.seed, number, restart), restart),
         task.make_environments,
         task.make_policy,
-        lambda: Store.open(task.store),
+        lambda: Store.open(task.store, trust=task.trust),
         Reporter(slot, None),
         lambda: slot["stop"] != 0.0,
         **task.options,

@@ -152,7 +152,8 @@ class Context:
     def store(
         self, fields: Mapping[str, Field] | None = None, *, name: str = "", timeout_s: float = 60.0, **options: Any
     ) -> Store:
-        """The job's store on this host.
+        """The job's store on this host. Under a launcher it stays until the job is over, and `Job.keep_store` decides
+        whether it is removed then.
 
         Args:
             fields: of the store: it is created if there is none, and its rows are adopted if a job that died has left
@@ -166,6 +167,8 @@ class Context:
             IncompatibleStoreError: a store of that name has other fields; `geartrain remove NAME`, or --fresh.
         """
         if fields is not None:
+            if self.folder is not None and name in ("", self.job):
+                options.setdefault("persist", True)  # until the launcher removes it, whichever process ends before
             return Store.open(name or self.job, fields, create="missing", adopt=True, timeout_s=timeout_s, **options)
         if options:
             raise ArgumentError(f"{', '.join(options)}: options of a store go together with fields, which create it")

@@ -67,6 +67,7 @@ class Launcher:
         self._done_hosts: set[int] = set()
         self._done_sent = False
         self._store: Store | None = None
+        self._old_store = False  # one was there before, and no process of this job may have used it
         self._master_port = position.master_port
         roles = [role for role in job.roles if role.hosts == "all" or position.host == 0]
         self._processes: list[JobProcess] = []
@@ -289,23 +290,27 @@ class Launcher:
             if self._fresh:
                 left.unlink()
             elif not users:
+                self._old_store = True
                 self._display.say(f"the store {name!r} was left with {len(left):,} rows, which are adopted")
         if self._fresh and name in weights.names() and not weights.describe(name).in_use:
             weights.unlink(name)
 
-    def _attach_store(self) -> None:
-        """Attaches to the store once it exists, so that it lives as long as the launcher, whichever process dies."""
+    def _attach_store(self, *, adopt: bool = False) -> None:
+        """Attaches to the store once it exists, for its figures; it may have been made without `persist`, too."""
         if self._store is None:
             with contextlib.suppress(GeartrainError, OSError):
-                self._store = Store.open(self.job.name, timeout_s=1.0)
+                self._store = Store.open(self.job.name, adopt=adopt, timeout_s=1.0)
 
     def _leave_store(self, outcome: str) -> None:
         failed = outcome in ("failed", "timed out")
         keep = self.job.keep_store == "always" or (self.job.keep_store == "on_failure" and failed)
+        self._attach_store(adopt=not self._old_store)  # all its processes may have ended since the last look
         if self._store is not None:
             with contextlib.suppress(GeartrainError):
                 self._store.reap()
             self.summary.store = {"selectable": len(self._store), **self._store.stats()}
+            if not keep:
+                self._store.unlink()
             self._store.close(keep=keep)
             if keep:
                 self._display.say(

@@ -18,8 +18,12 @@ if TYPE_CHECKING:
 Array: TypeAlias = Union["torch.Tensor", "np.ndarray[Any, Any]"]
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
+class _WeaklyReferable:
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch(_WeaklyReferable):
     """Fields of the sampled rows, `batch["obs"]` of shape (B, ...), with the metadata of each row as attributes.
 
     Timed fields have shape (B, W, ...) for windows of W steps and (B, max_length, ...) for whole rows; steps
@@ -70,7 +74,7 @@ class Batch:
     @property
     def batch_size(self) -> int:
         """Rows in the batch."""
-        return len(self.keys)
+        return len(self)
 
     @property
     def nbytes(self) -> int:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain._native as _native
 from geartrain.core.keys import Keys
+from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
-from geartrain.replay.fetch import FetchedRows
+from geartrain.replay.native_batch import NativeBatch
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection, quotas_of
 
+_LARGEST = np.finfo(np.float64).max
 # What every strategy has to know at its next step.
 State = list[dict[str, int]]
 
@@ -34,11 +37,14 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class BuiltBatch:
-    """A batch, the strategies' state after it, and what the consumer's thread calls when it takes the batch."""
+    """A batch, the strategies' state after it, what the consumer's thread calls when it takes the batch, and how long
+    it took to make where that is all there is to it (inf: there is more, such as other ranks or a device).
+    """
 
     batch: Batch
     state: State
     deliver: Callable[[], None] = nothing
+    make_s: float = float("inf")
 
 
 class StartedBatch(Protocol):
@@ -99,8 +105,8 @@ class BatchBuilder(Protocol[Started]):
         """Forgets what later batches have used, before the state of an earlier one is loaded."""
         ...
 
-    def stats(self) -> dict[str, float]:
-        """`built` (batches), `make_s` and `redrawn`; and more where several ranks take part."""
+    def stats(self) -> dict[str, Any]:
+        """`built` (batches), `make_s` and `redrawn`; and more where several ranks take part, or on the host `path`."""
         ...
 
     def describe(self) -> list[dict[str, Any]]:
@@ -114,16 +120,6 @@ class BatchBuilder(Protocol[Started]):
     def close(self) -> None:
         """Releases devices and segments, and leaves other ranks in good order."""
         ...
-
-
-class SampledRows(NamedTuple):
-    """The rows of a batch, copied, with their metadata."""
-
-    fetched: FetchedRows
-    keys: Keys
-    probability: NDArray[np.float64]
-    importance_weights: NDArray[np.float64] | None
-    state: State
 
 
 class HostBatchBuilder:
@@ -142,6 +138,7 @@ class HostBatchBuilder:
         self.samplers = samplers
         self.rows = batch_size
         self.mixed = selection is not samplers[0].strategy
+        self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self._selection = selection
         self._make_s = 0.0
         self._built = 0
@@ -152,11 +149,12 @@ class HostBatchBuilder:
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
         """See `BatchBuilder`. The batch is finished when this returns."""
         began_s = time.perf_counter()
-        rows = self.sample(step, state)
-        batch = self.samplers[0].plan.batch(rows.fetched, rows.keys, rows.probability, rows.importance_weights, step)
-        self._make_s += time.perf_counter() - began_s
+        native, after = self.sample(step, state)
+        batch = NativeBatch(native, self.samplers[0].plan, step, self.store_ids)
+        make_s = time.perf_counter() - began_s
+        self._make_s += make_s
         self._built += 1
-        return BuiltBatch(batch, rows.state)
+        return BuiltBatch(batch, after, make_s=make_s)
 
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""
@@ -166,28 +164,22 @@ class HostBatchBuilder:
         """Rows from each store in the batch of a step."""
         return quotas_of(self._selection, self.rows, step)
 
-    def sample(self, step: int, state: State, out: list[Any] | None = None) -> SampledRows:
-        """The rows of a step, in `out` or in recycled memory."""
+    def sample(
+        self, step: int, state: State, out: list[NDArray[Any]] | None = None
+    ) -> tuple[_native.SampledBatch, State]:
+        """The rows of a step, their fields in `out` or in recycled memory, and the strategies' state after it."""
+        plan = self.samplers[0].plan
+        batch = _native.SampledBatch(plan.store.native, self.rows, plan.numbers, plan.window, self.mixed, out)
         if not self.mixed:
-            (sampler,) = self.samplers
-            draw, fetched = sampler.sample(self.rows, step, state[0], out)
-            keys = Keys(draw.rows, draw.generations)
-            return SampledRows(fetched, keys, draw.probability, draw.importance_weights, [draw.state])
-        arrays = self.samplers[0].plan.empty(self.rows) if out is None else out
+            return batch, [self.samplers[0].sample_into(batch, 0, self.rows, step, state[0])]
         state = list(state)
-        pieces, keys_of, probability, weights = [], [], [], []
-        at = 0
+        first = 0
         for number, (sampler, quota) in enumerate(zip(self.samplers, self.quotas(step), strict=True)):
             if quota:
-                draw, fetched = sampler.sample(quota, step, state[number], [a[at : at + quota] for a in arrays])
-                state[number] = draw.state
-                pieces.append(fetched)
-                keys_of.append(Keys(draw.rows, draw.generations).of_shard(number))
-                probability.append(draw.probability)
-                weights.append((draw.importance_weights, quota))
-                at += quota
-        fetched = FetchedRows.join(arrays, pieces)
-        return SampledRows(fetched, Keys.join(keys_of), np.concatenate(probability), join_importance(weights), state)
+                state[number] = sampler.sample_into(batch, first, quota, step, state[number])
+                batch.set_shard(first, quota, number)
+                first += quota
+        return batch, state
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`."""
@@ -199,9 +191,11 @@ class HostBatchBuilder:
     def rewind(self) -> None:
         """See `BatchBuilder`. Nothing is kept but the state."""
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`."""
-        return build_stats(self._built, self._make_s, self.samplers)
+        natively = all(sampler.draws_natively for sampler in self.samplers)
+        path = "native" if natively else "native gather of rows drawn by the strategy's code"
+        return {**build_stats(self._built, self._make_s, self.samplers), "path": path}
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchBuilder`."""
@@ -215,15 +209,39 @@ class HostBatchBuilder:
 
 
 def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step: int) -> int:
-    """Sets priorities in this process's stores, and returns how many rows were gone."""
+    """Sets priorities in this process's stores, and returns how many rows were gone.
+
+    Raises:
+        ArgumentError: a priority that is not finite, or keys of other stores. None of the priorities is set.
+    """
     keys, priorities = update.keys, update.priorities
+    check_priorities(priorities)
+    place = keys.places_among(
+        np.array([sampler.plan.store.id for sampler in samplers], np.uint64), "stores of this replay"
+    )
     gone = 0
     for number, sampler in enumerate(samplers):
         sampler.follow_alpha(step)
-        mine = slice(None) if keys.shard is None else np.flatnonzero(keys.shard == number)
-        if len(keys[mine]):
-            gone += sampler.plan.store.update_priorities(keys[mine], np.abs(priorities[mine]) ** sampler.alpha)
+        mine = slice(None) if len(samplers) == 1 else np.flatnonzero(place == number)
+        if len(priorities[mine]):
+            gone += sampler.plan.store.native.update_priorities(
+                keys.row[mine], keys.generation[mine], raised(priorities[mine], sampler.alpha)
+            )
     return gone
+
+
+def check_priorities(priorities: NDArray[np.float64]) -> None:
+    """Raises `ArgumentError` unless all priorities are finite."""
+    bad = np.flatnonzero(~np.isfinite(priorities))
+    if bad.size:
+        raise ArgumentError(f"priority {bad[0]} is not finite: {priorities[bad[0]]}")
+
+
+def raised(priorities: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
+    """|priority| ** alpha, as a store takes it: finite."""
+    with np.errstate(over="ignore"):
+        powers: NDArray[np.float64] = np.minimum(np.abs(priorities) ** alpha, _LARGEST)
+        return powers
 
 
 def build_stats(built: int, make_s: float, samplers: Sequence[StoreSampler]) -> dict[str, float]:
@@ -243,11 +261,12 @@ __all__ = [
     "BuiltBatch",
     "HostBatchBuilder",
     "PriorityUpdate",
-    "SampledRows",
     "StartedBatch",
     "State",
     "apply_updates",
     "build_stats",
+    "check_priorities",
     "join_importance",
     "nothing",
+    "raised",
 ]

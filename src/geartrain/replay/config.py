@@ -9,7 +9,7 @@ from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
-from geartrain.replay.fetch import As, FetchPlan, Pad
+from geartrain.replay.fetch import As, FetchPlan, Pad, check_same_schema
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_seeds
 from geartrain.selection.strategy import Strategy, check_seed
@@ -91,11 +91,8 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
     samplers: list[StoreSampler] = []
     for store, strategy in zip(stores, strategies_of(selection), strict=True):
         plan = FetchPlan.make(store, config.fields, config.window, config.pad, config.output, config.threads)
-        if samplers and plan.schema() != samplers[0].plan.schema():
-            raise ArgumentError(
-                f"the fields of a mixture must be the same in all stores: {plan.schema()} in {store.name!r}, "
-                f"{samplers[0].plan.schema()} in {stores[0].name!r}"
-            )
+        if samplers:
+            check_same_schema([samplers[0].plan, plan])
         limited = store.options["max_times_sampled"] is not None
         least = (config.batch_size if limited else 1) if config.min_rows is None else config.min_rows
         samplers.append(StoreSampler(plan, strategy, least, config.timeout_s))

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 import geartrain._native as _native
 from geartrain.core.arguments import default_threads
 from geartrain.core.dtypes import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
-from geartrain.core.keys import Keys
+from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.store.store import Store
@@ -26,7 +26,7 @@ As = Literal["torch", "numpy"]
 
 
 def fetch(
-    store: Store,
+    store: Store | Sequence[Store],
     keys: Keys,
     *,
     fields: Sequence[str] | None = None,
@@ -41,7 +41,8 @@ def fetch(
     """The rows behind the keys, as one batch.
 
     Args:
-        store: where the rows are.
+        store: where the rows are; for keys of several stores, such as those of a mixture, all of these stores
+            (`replay.stores`), whose fields must be alike.
         keys: which rows; duplicates are fine.
         fields: names of the fields wanted; all by default.
         window: steps per row; whole rows by default.
@@ -57,19 +58,32 @@ def fetch(
 
     Raises:
         StaleKeyError: rows were overwritten or removed since the keys were made, or while they were copied.
-        FieldError, ArgumentError: what was asked for is not there, or does not fit.
+        FieldError, ArgumentError: what was asked for is not there, or does not fit; keys of another store.
 
     Cost: one copy of the bytes wanted; nothing is allocated once the recycled buffers are warm.
     """
-    if store.closed:
-        raise StoreClosedError(f"the store {store.name!r} was closed")
-    plan = FetchPlan.make(store, fields, window, pad, output, threads)
+    check_keys(keys)
+    if on_stale not in ("raise", "drop"):
+        raise ArgumentError(f"on_stale is 'raise' or 'drop', found {on_stale!r}")
+    stores = [store] if isinstance(store, Store) else list(store) if isinstance(store, Sequence) else []
+    if not stores or not all(isinstance(each, Store) for each in stores):
+        raise ArgumentError(f"rows are fetched from a Store, or from several, found {store!r}")
+    for each in stores:
+        if each.closed:
+            raise StoreClosedError(f"the store {each.name!r} was closed")
+    plans = [FetchPlan.make(each, fields, window, pad, output, threads) for each in stores]
+    plan = plans[0]
     if ends is not None:
         if window is None:
             raise ArgumentError("`ends` only means something with a window")
-        ends = _checked_ends(store, len(keys), ends)
+        ends = _checked_ends(len(keys), ends)
     outputs = None if out is None else plan.check_out(out, len(keys))
-    raw = plan.fetch(keys.row, keys.generation, ends, outputs)
+    if len(stores) == 1:
+        keys.check_store(plan.store.id, plan.store.name)
+        _check_longest(ends, plan.store.max_length)
+        raw = plan.fetch(keys.row, keys.generation, ends, outputs)
+    else:
+        raw = _fetch_from_several(plans, keys, ends, outputs)
     if ends is not None:
         _check_reach(raw, ends)
     if raw.torn_count:
@@ -88,6 +102,54 @@ def fetch(
         batch = plan.batch(raw, keys)
         return Batch(dict(out), batch.keys, batch.mask, batch.start, batch.length, batch.version)
     return plan.batch(raw, keys)
+
+
+def _fetch_from_several(
+    plans: Sequence[FetchPlan], keys: Keys, ends: NDArray[np.int32] | None, out: list[Any] | None
+) -> FetchedRows:
+    """Each row from its own store, to its place in one batch."""
+    check_same_schema(plans)
+    place = keys.places_among(np.array([plan.store.id for plan in plans], np.uint64))
+    _check_longest(ends, np.array([plan.store.max_length for plan in plans])[place])
+    n, arrays = len(keys), plans[0].empty(len(keys)) if out is None else out
+    steps = plans[0].window or plans[0].store.max_length
+    whole = FetchedRows(
+        arrays,
+        np.zeros(n, np.uint8),
+        np.zeros((n, steps), np.bool_),
+        np.zeros(n, np.int32),
+        np.zeros(n, np.int32),
+        np.zeros(n, np.int64),
+        0,
+    )
+    for number, plan in enumerate(plans):
+        mine = np.flatnonzero(place == number)
+        if mine.size:
+            part = plan.fetch(
+                keys.row[mine],
+                keys.generation[mine],
+                None if ends is None else np.ascontiguousarray(ends[mine]),
+                arrays,
+                mine.astype(np.uint32),
+            )
+            whole.put_metadata(mine, part)
+    return whole._replace(torn_count=int(np.count_nonzero(whole.torn)))
+
+
+def check_same_schema(plans: Sequence[FetchPlan]) -> None:
+    """Raises `ArgumentError` unless rows of all plans have the same fields, and so can stand in one batch."""
+    first = plans[0]
+    for plan in plans[1:]:
+        if plan.schema() != first.schema():
+            raise ArgumentError(
+                f"the fields of a batch must be the same in all stores: {plan.schema()} in "
+                f"{plan.store.name!r}, {first.schema()} in {first.store.name!r}"
+            )
+        if not plan.window and plan.store.max_length != first.store.max_length:
+            raise ArgumentError(
+                f"whole rows of one batch have one max_length: {plan.store.max_length} in {plan.store.name!r}, "
+                f"{first.store.max_length} in {first.store.name!r}; use a window"
+            )
 
 
 class FetchedRows(NamedTuple):
@@ -113,10 +175,8 @@ class FetchedRows(NamedTuple):
             int(np.count_nonzero(self.torn[index])),
         )
 
-    def put(self, index: NDArray[Any], other: FetchedRows) -> None:
-        """Overwrites some rows with another batch's."""
-        for mine, theirs in zip(self.arrays, other.arrays, strict=True):
-            mine[index] = theirs
+    def put_metadata(self, index: NDArray[Any], other: FetchedRows) -> None:
+        """Overwrites the metadata of some rows, whose fields are in place already."""
         self.torn[index] = other.torn
         self.mask[index] = other.mask
         self.starts[index] = other.starts
@@ -124,17 +184,9 @@ class FetchedRows(NamedTuple):
         self.versions[index] = other.versions
 
     @staticmethod
-    def join(arrays: list[NDArray[Any]], parts: list[FetchedRows]) -> FetchedRows:
-        """Parts of one batch that were fetched into consecutive pieces of `arrays`."""
-        return FetchedRows(
-            arrays,
-            np.concatenate([part.torn for part in parts]),
-            np.concatenate([part.mask for part in parts]),
-            np.concatenate([part.starts for part in parts]),
-            np.concatenate([part.lengths for part in parts]),
-            np.concatenate([part.versions for part in parts]),
-            0,
-        )
+    def of_batch(rows: _native.SampledBatch, arrays: list[NDArray[Any]]) -> FetchedRows:
+        """The rows of a batch that was sampled into `arrays`."""
+        return FetchedRows(arrays, rows.torn(), rows.mask(), rows.start(), rows.length(), rows.version(), 0)
 
 
 class FetchPlan:
@@ -143,6 +195,7 @@ class FetchPlan:
     def __init__(self, store: Store, names: list[str], window: int, pad_left: bool, output: As, threads: int) -> None:
         self.store = store
         self.names = names
+        self.places = {name: place for place, name in enumerate(names)}
         self.numbers = [store.field_number(name) for name in names]
         self.window = window
         self.pad_left = pad_left
@@ -209,6 +262,14 @@ class FetchPlan:
             return torch.from_numpy(array)
         return array
 
+    def as_field(self, name: str, array: NDArray[Any]) -> Any:
+        """A field's array as users get it: of its own dtype, a tensor or an array."""
+        dtype = DTYPES[self.store.fields[name].dtype]
+        if self.output == "torch":
+            return as_tensor(array, dtype)
+        shown = numpy_dtype(dtype)
+        return array if array.dtype == shown else array.view(shown)
+
     def empty(self, n: int) -> list[NDArray[Any]]:
         """Recycled memory for the fields of a batch of n rows, of raw dtypes."""
         return list(_native.empty_batch(self.store.native, n, self.numbers, self.window))
@@ -254,14 +315,7 @@ class FetchPlan:
         step: int | None = None,
     ) -> Batch:
         """The batch that users see, over the same memory."""
-        schema = self.store.fields
-        fields: dict[str, Any] = {}
-        for name, array in zip(self.names, raw.arrays, strict=False):
-            if self.output == "torch":
-                fields[name] = as_tensor(array, DTYPES[schema[name].dtype])
-            else:
-                dtype = numpy_dtype(DTYPES[schema[name].dtype])
-                fields[name] = array if array.dtype == dtype else array.view(dtype)
+        fields = {name: self.as_field(name, array) for name, array in zip(self.names, raw.arrays, strict=False)}
         metadata: list[Any] = [raw.mask, raw.starts, raw.lengths, raw.versions, probability, importance_weights]
         metadata = [None if array is None else self.as_output(array) for array in metadata]
         mask, start, length, version, probability, importance_weights = metadata
@@ -291,16 +345,21 @@ class FetchPlan:
         return outputs
 
 
-def _checked_ends(store: Store, n: int, ends: ArrayLike) -> NDArray[np.int32]:
+def _checked_ends(n: int, ends: ArrayLike) -> NDArray[np.int32]:
     array = np.asarray(ends)
     if array.shape != (n,) or array.dtype.kind not in "iu":
         raise ArgumentError(f"`ends` must be {n} whole numbers, found {array.dtype} {array.shape}")
-    bad = np.flatnonzero((array < 0) | (array >= store.max_length))
+    return np.clip(array.astype(np.float64), -1, 2**31 - 1).astype(np.int32)  # what is cut here no row has
+
+
+def _check_longest(ends: NDArray[np.int32] | None, max_length: int | NDArray[np.int64]) -> None:
+    """Raises `ArgumentError` unless the windows end at steps that rows of their stores can have."""
+    if ends is None:
+        return
+    bad = np.flatnonzero((ends < 0) | (ends >= max_length))
     if bad.size:
-        raise ArgumentError(
-            f"window {bad[0]} ends at step {array[bad[0]]}, rows have steps 0 to {store.max_length - 1}"
-        )
-    return np.ascontiguousarray(array, dtype=np.int32)
+        last = int(np.broadcast_to(max_length, ends.shape)[bad[0]]) - 1
+        raise ArgumentError(f"window {bad[0]} ends at step {ends[bad[0]]}, rows have steps 0 to {last}")
 
 
 def _check_reach(raw: FetchedRows, ends: NDArray[np.int32]) -> None:

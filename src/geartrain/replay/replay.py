@@ -7,17 +7,18 @@ on the host, on a device (device/builder.py), or together with other ranks (dist
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from geartrain.core.keys import Keys
-from geartrain.errors import ArgumentError, StoreClosedError, WaitTimeoutError
+from geartrain.core.keys import Keys, check_keys
+from geartrain.errors import ArgumentError, CallCancelledError, ReplayError, StoreClosedError, WaitTimeoutError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig, make_samplers, seeded_selection
@@ -26,7 +27,7 @@ from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import NOTE_S, RankGroup, as_rank_group, run_on_all_ranks
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.fetch import As, Pad
-from geartrain.replay.prefetch import Prefetcher, StillBuildingError
+from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
 from geartrain.selection.mixture import Mixture, Selection
 from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
@@ -35,12 +36,20 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+#: How long `close` waits for a batch that other ranks take part in, before it leaves them without it.
+LEAVE_S = 0.5
+
 
 class Replay:
     """An endless (or `num_batches` long) sequence of batches drawn from a store.
 
     Batches are a function of the store's contents, the strategy's seed and the step number. `state_dict` holds
     the step, so a resumed run goes on with the batches that the uninterrupted one would have drawn.
+
+    Threads take turns: one that asks for a batch, settles or loads a state waits for another that does. Any thread may
+    call `update_priorities` and `close` meanwhile; `close` ends a `sample` that waits, with `StoreClosedError`, and a
+    closed replay refuses whatever could change it or the store. A forked child has a replay of its own, from the same
+    step on; one over several ranks, or with a device, belongs to the process that made it, and is refused there.
 
     Args:
         store: where the rows are; a list of stores for a `Mixture`.
@@ -50,8 +59,9 @@ class Replay:
         window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
             later. Whole rows by default.
         pad: side on which windows are padded at the start of a row.
-        prefetch: batches prepared ahead. With 0 each batch is made when it is asked for, and sees every priority
-            updated before; with more, a batch may have been drawn up to so many steps earlier.
+        prefetch: batches prepared ahead, on a thread. Those that take less time than handing them from one thread to
+            another (50 us) are made when they are asked for. With 0 each batch is, and sees every priority updated
+            before; with more, a batch may have been drawn up to so many steps earlier.
         output: "torch" tensors or "numpy" arrays.
         num_batches: batches per iteration; endless by default.
         min_rows: least number of selectable rows; fewer are not drawn from. Where another process has the store open,
@@ -189,10 +199,11 @@ class Replay:
             seed=seed,
         )
         self._builder = self._open_builder(config, group, mesh)
-        self._halt = threading.Event()  # ends a wait for rows and for the stores' rate limiters
-        if not self._builder.collective:  # other ranks need what was asked for
-            for sampler in self._builder.samplers:
-                sampler.stopping = self._halt.is_set
+        # Over ranks and on devices batches are always built on the prefetch thread.
+        local = config.prefetch > 0 and isinstance(self._builder, HostBatchBuilder)
+        self._placement = BuildPlacement() if local else None
+        self._pid = os.getpid()
+        self._make_locks()
         self._state: State = [{} for _ in stores]
         self._updates: list[PriorityUpdate] = []
         self._step = 0
@@ -201,12 +212,44 @@ class Replay:
         self._stop: int | None = None
         self._ahead: Prefetcher[BuiltBatch] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._closed = False
+        self._closed = False  # from the beginning of `close` on
+        self._released = False  # at its end
         self._batches = 0
         self._bytes = 0
         self._wait_s = 0.0
         self._started_s: float | None = None
         self._last_s = 0.0
+        _replays.add(self)
+
+    def _make_locks(self) -> None:
+        self._turn = threading.RLock()  # of whoever uses the thread that makes batches; held while it is waited for
+        self._updates_lock = threading.Lock()
+        self._closing = threading.Lock()
+        self._halt = halt = threading.Event()  # ends a wait for rows and for the stores' rate limiters
+        self._shut = shut = threading.Event()  # the same, for good
+        if not self._builder.collective:  # other ranks need what was asked for
+            for sampler in self._builder.samplers:
+                sampler.stopping = lambda: halt.is_set() or shut.is_set()
+
+    def after_fork(self) -> None:
+        """In a forked child: locks that threads of the parent held are free; those threads are not here."""
+        self._make_locks()
+        if self._closed:
+            self._shut.set()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("this replay was closed")
+        if self._foreign:
+            raise ReplayError(
+                "this replay belongs to the process that this one was forked from: one over several ranks, or with a "
+                "device, is not shared by a fork; make one here"
+            )
+
+    @property
+    def _foreign(self) -> bool:
+        shared = self._builder.collective or self._config.device is not None
+        return shared and self._pid != os.getpid()
 
     def _open_builder(
         self, config: ReplayConfig, group: ProcessGroup | RankGroup | None, mesh: Mesh | None
@@ -218,7 +261,7 @@ class Replay:
             from geartrain.replay.device.builder import DeviceBatchBuilder
 
             on_device = DeviceBatchBuilder(make(), self.selection, config.batch_size, config.device)
-            weakref.finalize(self, on_device.close)  # one that is dropped releases what it has pinned
+            weakref.finalize(self, _close_here, os.getpid(), on_device.close)  # one that is dropped unpins its memory
             return on_device
         from geartrain.replay.distributed.builder import DistributedBatchBuilder
 
@@ -232,20 +275,22 @@ class Replay:
             if ranks is not group:
                 ranks.close()
             raise
-        weakref.finalize(self, builder.assembler.close)
+        weakref.finalize(self, _close_here, os.getpid(), builder.assembler.close)
         return builder
 
     # --- batches --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches from the current step on. One iteration at a time: a new one ends the one before."""
-        self._restart()
-        self._iteration += 1
-        self._stop = None if self.num_batches is None else self._step + self.num_batches
-        if self._builder.collective and self._config.prefetch and self._stop != self._step:
-            # All ranks have to ask before any of them gets a batch, and engines may ask one after the other.
-            self._ask(self._taken_updates())
-        return self._iterate(self._iteration, self._stop)
+        with self._turn:
+            self._check_open()
+            self._restart()
+            self._iteration += 1
+            self._stop = None if self.num_batches is None else self._step + self.num_batches
+            if self._builder.collective and self._config.prefetch and self._stop != self._step:
+                # All ranks have to ask before any of them gets a batch, and engines may ask one after the other.
+                self._ask(self._taken_updates())
+            return self._iterate(self._iteration, self._stop)
 
     def _iterate(self, iteration: int, stop: int | None) -> Iterator[Batch]:
         while iteration == self._iteration and (stop is None or self._step < stop):
@@ -257,13 +302,21 @@ class Replay:
         Raises:
             EmptyStoreError, NotEnoughRowsError: too few rows are selectable.
             WaitTimeoutError: no batch within `timeout_s`.
+            StoreClosedError: the replay was closed, perhaps while this waited.
         """
-        if self._closed:
-            raise StoreClosedError("this replay was closed")
+        with self._turn:
+            self._check_open()
+            try:
+                return self._sample()
+            except CallCancelledError:  # by `close`, which alone does not wait for its turn
+                self._check_open()
+                raise
+
+    def _sample(self) -> Batch:
         asked_s = time.perf_counter()
         if self._started_s is None:
             self._started_s = asked_s
-        if self._config.prefetch == 0 and not self._builder.collective:
+        if self._builds_here():
             built = self._builder.finish(self._builder.start(self._step, self._state, []))
         else:
             if self._ahead is not None and not self._ahead.is_mine():
@@ -272,7 +325,9 @@ class Replay:
                 # Over ranks, and of a rate limiter, the thread has an answer in time, if only that there is none.
                 told = self._builder.collective or any(store.native.limited for store in self.stores)
                 patience_s = self._config.timeout_s + (2 * NOTE_S if told else 0)
-                built = self._ask(self._taken_updates()).get(patience_s)
+                ahead = self._ask(self._taken_updates())
+                self._check_open()  # `close` interrupts the thread that it finds, and it may have come before this one
+                built = ahead.get(patience_s)
             except StillBuildingError:  # the next call may have it
                 waits = "; ".join(sampler.describe_wait() for sampler in self._builder.samplers)
                 raise WaitTimeoutError(f"no batch was ready within {patience_s:g} s: {waits}") from None
@@ -280,8 +335,11 @@ class Replay:
                 self._give_up("interrupted")
                 raise
             except BaseException:
-                self._restart()
+                if not self._closed:  # else `close` does
+                    self._restart()
                 raise
+        if self._placement is not None:
+            self._placement.note(built.make_s)
         built.deliver()
         batch = built.batch
         self._last_s = time.perf_counter()
@@ -292,9 +350,22 @@ class Replay:
         self._state = built.state
         return batch
 
+    def _builds_here(self) -> bool:
+        """Whether this thread builds the next batch; the prefetch thread is ended once its batches are used up."""
+        if self._placement is None:
+            return self._config.prefetch == 0 and not self._builder.collective
+        if not self._placement.here:
+            return False
+        if self._ahead is not None and self._ahead.is_mine() and self._asked >= self._step:
+            return False
+        self._restart()
+        return True
+
     def _ask(self, updates: list[PriorityUpdate]) -> Prefetcher[BuiltBatch]:
         """The thread that makes batches, with leave to make the one that is `prefetch` ahead of the next."""
         last = self._step + self._config.prefetch
+        if self._placement is not None and self._placement.here:
+            last = self._step  # those that are ready already are used up
         if self._stop is not None and self._step < self._stop:
             last = min(last, self._stop - 1)  # nobody will ask for more
         if self._ahead is None:
@@ -317,12 +388,17 @@ class Replay:
             self._asked += 1
             self._ahead.ask(updates)
             updates = []
-        self._updates = [*updates, *self._updates]  # with the next request, when this one asked for nothing
+        self._return_updates(updates)  # with the next request, when this one asked for nothing
         return self._ahead
 
     def _taken_updates(self) -> list[PriorityUpdate]:
-        updates, self._updates = self._updates, []
+        with self._updates_lock:
+            updates, self._updates = self._updates, []
         return updates
+
+    def _return_updates(self, updates: list[PriorityUpdate]) -> None:
+        with self._updates_lock:
+            self._updates = [*updates, *self._updates]
 
     def __len__(self) -> int:
         """Batches per iteration. Raises TypeError for an endless replay."""
@@ -341,9 +417,15 @@ class Replay:
         ranks draw from the same; each rank gives those of its own batch. Rows that are gone by then are counted as
         `stale_keys` by their store, and 0 is returned here.
 
+        Each key's row is reached in the store that it is of, whichever of this replay's stores, or over several ranks
+        of the job's shards, that is: keys of batches, and those that `Store.insert` and `Store.keys` returned.
+
         Raises:
-            ArgumentError: a priority that is not finite.
+            ArgumentError: a priority that is not finite, or keys of a store that is not in this replay. None of the
+                priorities is set.
         """
+        self._check_open()
+        check_keys(rows)
         if hasattr(priorities, "detach"):
             priorities = priorities.detach().cpu()
         array = np.asarray(priorities, dtype=np.float64)
@@ -353,7 +435,8 @@ class Replay:
         update = PriorityUpdate(rows, np.array(values))
         gone = self._builder.submit_updates(update, self._step)
         if gone is None:
-            self._updates.append(update)
+            with self._updates_lock:
+                self._updates.append(update)
             return 0
         return gone
 
@@ -368,9 +451,10 @@ class Replay:
         Raises:
             PeerLostError: a rank is gone.
         """
-        self._restart()
-        self._builder.settle(self._step, self._updates)
-        self._updates = []
+        with self._turn:
+            self._check_open()
+            self._restart()
+            self._builder.settle(self._step, self._taken_updates())
 
     @property
     def field_names(self) -> list[str]:
@@ -406,21 +490,24 @@ class Replay:
             )
         if len(state["state"]) != len(self.stores):
             raise ArgumentError(f"the state was taken with {len(state['state'])} stores, there are {len(self.stores)}")
-        self._restart()
-        self._updates = []
-        self._step = int(state["step"])
-        self._state = [dict(each) for each in state["state"]]
-        for sampler, alpha in zip(self._builder.samplers, state["exponents"], strict=True):
-            sampler.alpha = float(alpha)
-        self._builder.rewind()
+        with self._turn:
+            self._check_open()
+            self._restart()
+            self._taken_updates()  # and dropped
+            self._step = int(state["step"])
+            self._state = [dict(each) for each in state["state"]]
+            for sampler, alpha in zip(self._builder.samplers, state["exponents"], strict=True):
+                sampler.alpha = float(alpha)
+            self._builder.rewind()
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """Figures since the first batch.
 
         batches, rows, bytes (delivered); wait_s (the consumer's), elapsed_s (from the first request to the last batch,
         the consumer's own pauses included), wait_share; make_s (the time spent
         selecting and fetching, on whichever thread), gb_per_s and samples_per_s of that time; redrawn (rows
-        lost between their draw and their copy).
+        lost between their draw and their copy); in host memory path, a text: "native" where a batch is one native call,
+        else what the strategies' own code does.
 
         Over several ranks rows and bytes are this rank's, and there are: local_bytes (read from the shard of this
         host), received_bytes and sent_bytes (fields, from and for other ranks), local_share, selection_bytes (sent
@@ -455,18 +542,37 @@ class Replay:
     # --- leaving --------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stops preparing batches, and leaves the group. The store stays open; it is the caller's."""
-        if self._closed:
-            return
-        self._restart()
-        self._closed = True
-        self._builder.close()
+        """Stops preparing batches, and leaves the group. The store stays open; it is the caller's.
+
+        Any thread may call it. A thread that waits for a batch gets `StoreClosedError`; over several ranks the others
+        then learn that this one has left (`PeerLostError`), for they wait for its part of that batch.
+        """
+        with self._closing:  # a second caller returns when the first one is done
+            if self._released:
+                return
+            self._closed = True
+            self._shut.set()
+            if not self._turn.acquire(blocking=False):
+                if self._ahead is not None:
+                    self._ahead.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
+                if self._builder.collective and not self._turn.acquire(timeout=LEAVE_S):
+                    self._builder.abort("closed while a batch was waited for")
+                    self._turn.acquire()
+                elif not self._builder.collective:
+                    self._turn.acquire()
+            try:
+                self._restart()
+                self._released = True
+                if not self._foreign:
+                    self._builder.close()
+            finally:
+                self._turn.release()
 
     def _restart(self) -> None:
         if self._ahead is not None:
             # Other ranks make what was asked for as well, and need this one for it.
             left = _stop(self._ahead, self._halt, self._config.timeout_s, self._builder.collective)
-            self._updates = [*(update for updates in left for update in updates), *self._updates]
+            self._return_updates([update for updates in left for update in updates])
             self._ahead = None
         if self._finalizer is not None:
             self._finalizer.detach()  # or it would keep every prefetcher there ever was
@@ -489,7 +595,26 @@ class Replay:
         return f"Replay({stores!r}, {self.selection!r}, batch_size={self.batch_size}, step={self._step})"
 
 
+_replays: weakref.WeakSet[Replay] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for one in list(_replays):
+        one.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _close_here(pid: int, close: Callable[[], object]) -> None:
+    """Closes what belongs to a process, unless this is one that was forked from it."""
+    if pid == os.getpid():
+        close()
+
+
 def _stop(ahead: Prefetcher[Any], halt: threading.Event, timeout_s: float, finish: bool) -> list[Any]:
+    if not ahead.is_mine():
+        return []  # in a forked child, where a thread of the parent may hold the event's lock for ever
     halt.set()
     try:
         return ahead.stop(timeout_s, finish=finish)

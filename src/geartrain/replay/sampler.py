@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,9 +20,11 @@ from geartrain.errors import (
     TurnoverError,
     WaitTimeoutError,
 )
-from geartrain.replay.fetch import FetchedRows, FetchPlan
+from geartrain.replay.fetch import FetchPlan
+from geartrain.selection.declared import DeclaredStrategy
+from geartrain.selection.random import Prioritized, checked_beta
 from geartrain.selection.schedule import at_step
-from geartrain.selection.strategy import Candidates, Draw, Redraw, Strategy, importance_of, seed_of, traits_of
+from geartrain.selection.strategy import ORDERS, Candidates, Draw, Redraw, Strategy, importance_of, seed_of, traits_of
 
 # A draw that loses its row this often in a row is drawing from a store that turns over faster than it can be read.
 MAX_ATTEMPTS = 64
@@ -53,14 +56,14 @@ class Redrawable(Protocol):
 
 
 @dataclass
-class _Sampled:
-    """A batch in host memory, until its rows are settled."""
+class _DrawnInPython:
+    """Rows of a batch that the strategy's own code has drawn, until they are settled."""
 
     draw: Draw
-    fetched: FetchedRows
+    torn: NDArray[np.uint8]
 
     def lost(self) -> NDArray[Any]:
-        return self.fetched.torn
+        return self.torn
 
     def kept(self, lost: NDArray[np.intp]) -> NDArray[np.uint32]:
         return np.delete(self.draw.rows, lost)
@@ -81,6 +84,7 @@ class StoreSampler:
         alpha: that the store's priorities are of.
         atom: rows that stand or fall together (a group), and so are replaced together.
         stage: what it is doing, for error messages.
+        draws_natively: whether a whole batch is one native call, or the strategy's own code draws its rows.
     """
 
     def __init__(
@@ -101,39 +105,118 @@ class StoreSampler:
         self.alpha = alpha_at(strategy, 0)
         self.atom = self.traits.atom
         self.stage = "idle"
+        # Built-in strategies and others that follow from their traits; the rest are asked for their draws.
+        self.draws_natively = (
+            self.traits.form in ("random", *ORDERS)
+            and self.atom == 1
+            and getattr(type(strategy), "select", None) is DeclaredStrategy.select
+        )
+        weigh = getattr(type(strategy), "importance_weights", None)
+        self._beta = (
+            strategy.beta if isinstance(strategy, Prioritized) and weigh is Prioritized.importance_weights else None
+        )
+        self._weighs = weigh not in (DeclaredStrategy.importance_weights, Prioritized.importance_weights)
+        self._weighs |= self.traits.importance and weigh is DeclaredStrategy.importance_weights  # refused: it has none
         store = plan.store
         self.candidates = Candidates.of_store(store.native, store.column)
         self.limited = store.options["max_times_sampled"] is not None
         self._expires = store.options["max_age_s"] is not None
 
-    def sample(
-        self, n: int, step: int, state: dict[str, int], out: list[Any] | None = None
-    ) -> tuple[Draw, FetchedRows]:
-        """The `n` rows of a step and their metadata, copied into `out` or into recycled memory."""
+    def sample_into(
+        self, batch: _native.SampledBatch, first: int, n: int, step: int, state: dict[str, int]
+    ) -> dict[str, int]:
+        """Fills rows [first, first + n) of a batch with those of a step; returns the strategy's state after it.
+
+        One native call draws, counts, places, copies and redraws. Where the strategy draws by code of its own (groups,
+        custom ones), that is called first, and the rest is native.
+        """
+        if not self.draws_natively:
+            return self._sample_in_python(batch, first, n, step, state)
+        limits = None if self.traits.limits is None else self.traits.limits.now()
+        beta = None if self._beta is None else checked_beta(at_step(self._beta, step))
+        cursor = int(state.get("after", state.get("after/0", 0))) if self.traits.cursor else 0
+        self.stage = "drawing and copying rows"
+        result = self._batch_sampler.sample_into(batch, first, n, step, limits, cursor, False, beta)
+        if result is None:  # rows, or the rate limiter, have to be waited for
+            self.wait_for_rows()
+            self.admit(n)
+            try:
+                self.check_count(len(self.plan.store))
+                self.stage = "drawing and copying rows"
+                result = self._batch_sampler.sample_into(batch, first, n, step, limits, cursor, True, beta)
+                assert result is not None
+            except BaseException:
+                self.give_back(n)
+                raise
+        self.stage = "idle"
+        cursor, redrawn, count = result
+        self.redrawn += redrawn
+        if self._weighs:
+            part = slice(first, first + n)
+            draw = Draw(batch.rows()[part], batch.generations()[part], batch.probability()[part])
+            self._set_importance(batch, first, draw, count, step)
+        return {"after": cursor} if self.traits.cursor else {}
+
+    @functools.cached_property
+    def _batch_sampler(self) -> _native.BatchSampler:
+        plan, traits = self.plan, self.traits
+        return _native.BatchSampler(
+            plan.store.native,
+            plan.numbers,
+            plan.window,
+            plan.pad_left,
+            plan.threads,
+            seed_of(self.strategy),
+            traits.by_priority,
+            traits.replacement,
+            traits.stratified,
+            traits.order,
+            traits.cursor,
+            self.min_rows,
+        )
+
+    def _sample_in_python(
+        self, batch: _native.SampledBatch, first: int, n: int, step: int, state: dict[str, int]
+    ) -> dict[str, int]:
         self.wait_for_rows()
         self.admit(n)
         try:
-            return self._sample(n, step, state, out)
+            self.expire()
+            count = len(self.plan.store)
+            self.check_count(count)
+            self.stage = "drawing and copying rows"
+            drawn = _DrawnInPython(self.draw(n, step, state, None), batch.torn()[first : first + n])
+            self._gather(batch, first, n, np.arange(n, dtype=np.uint32), drawn.draw, step, 0)
+            for redraw in self.redraws(drawn):
+                again = self.draw(n, step, drawn.draw.state, redraw)
+                self._gather(batch, first, n, redraw.numbers, again, step, redraw.attempt)
+                drawn.draw = drawn.draw.with_redrawn(redraw.numbers, again)
+            self._set_importance(batch, first, drawn.draw, count, step)
+            return drawn.draw.state
         except BaseException:
             self.give_back(n)
             raise
         finally:
             self.stage = "idle"
 
-    def _sample(self, n: int, step: int, state: dict[str, int], out: list[Any] | None) -> tuple[Draw, FetchedRows]:
-        self.expire()
-        count = len(self.plan.store)
-        self.check_count(count)
-        self.stage = "drawing and copying rows"
-        batch = _Sampled(*self._draw_and_fetch(n, step, state, None, out))
-        for redraw in self.redraws(batch):
-            draw, fetched = self._draw_and_fetch(n, step, batch.draw.state, redraw, None)
-            batch.fetched.put(redraw.numbers, fetched)
-            batch.draw = batch.draw.with_redrawn(redraw.numbers, draw)
-        weights = importance_of(self.strategy, batch.draw, count, step)
-        if weights is not batch.draw.importance_weights:
-            batch.draw = replace(batch.draw, importance_weights=weights)
-        return batch.draw, batch.fetched
+    def _set_importance(self, batch: _native.SampledBatch, first: int, draw: Draw, count: int, step: int) -> None:
+        weights = importance_of(self.strategy, draw, count, step)
+        if weights is not None:
+            batch.set_importance(first, weights)
+
+    def _gather(
+        self,
+        batch: _native.SampledBatch,
+        first: int,
+        n: int,
+        numbers: NDArray[np.uint32],
+        draw: Draw,
+        step: int,
+        attempt: int,
+    ) -> None:
+        self._batch_sampler.gather(
+            batch, first, n, numbers, draw.rows, draw.generations, draw.probability, step, attempt
+        )
 
     def redraws(self, batch: Redrawable) -> Iterator[Redraw]:
         """What is to be drawn again, attempt after attempt, until no row of a batch is lost: the one redraw loop.
@@ -263,18 +346,3 @@ class StoreSampler:
         """Releases rows whose last allowed samples these were, once they are copied."""
         if self.limited:
             self.plan.store.native.release_exhausted(rows, generations)
-
-    def _draw_and_fetch(
-        self, n: int, step: int, state: dict[str, int], redraw: Redraw | None, out: list[Any] | None
-    ) -> tuple[Draw, FetchedRows]:
-        draw = self.draw(n, step, state, redraw)
-        taken = self.plan.store.native.count_samples(draw.rows, draw.generations)
-        numbers = np.arange(n, dtype=np.uint32) if redraw is None else redraw.numbers
-        ends = self.ends(step, 0 if redraw is None else redraw.attempt, numbers, draw.rows)
-        fetched = self.plan.fetch(draw.rows, draw.generations, ends, out)
-        if out is not None:
-            fetched = fetched._replace(arrays=out)
-        if self.limited:
-            self.release(draw.rows, draw.generations)
-            fetched.torn[taken == 0] = 1  # somebody else drew the row's last allowed sample first
-        return draw, fetched

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain._native as _native
 from geartrain.errors import ArgumentError
 from geartrain.selection.declared import DeclaredStrategy
 from geartrain.selection.schedule import Schedule, at_step
@@ -107,11 +108,15 @@ def importance_weights(
     Raises:
         ArgumentError: beta is negative or not finite.
     """
+    given = np.ascontiguousarray(probability, np.float64)
+    return _native.importance_weights(given, count, checked_beta(beta), 0.0 if lowest is None else lowest)
+
+
+def checked_beta(beta: float) -> float:
+    """The beta; raises `ArgumentError` unless it is finite and not negative."""
     if not 0 <= beta < float("inf"):
         raise ArgumentError(f"beta is a finite number >= 0, found {beta}")
-    every = probability if lowest is None else np.append(probability, lowest)
-    unscaled = (np.maximum(every, np.finfo(np.float64).tiny) * count) ** -beta
-    return np.asarray(unscaled / unscaled.max())[: len(probability)]
+    return float(beta)
 
 
-__all__ = ["Prioritized", "Uniform", "importance_weights"]
+__all__ = ["Prioritized", "Uniform", "checked_beta", "importance_weights"]

@@ -23,8 +23,8 @@ Version 1 had one file per field (field-00.bin, ..., all rows in the order of ro
 still read.
 
 Saving writes a sibling directory, flushes it to disk and then exchanges it for the old one, so a crash at any
-instant leaves the previous checkpoint or the new one, never a mixture. A directory that holds anything but a
-checkpoint is never touched.
+instant leaves the previous checkpoint or the new one, never a mixture. Whoever reads the old one meanwhile reads it to
+its end (checkpoint_directory.py). A directory that holds anything but a checkpoint is never touched.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ import numpy as np
 
 from geartrain.core.schema import Field, stored_schema
 from geartrain.errors import CheckpointError
+from geartrain.store.checkpoint_directory import HeldDirectory
+from geartrain.store.checkpoint_manifest import check_manifest
 
 FORMAT = "geartrain-checkpoint"
 VERSION = 2
@@ -85,18 +87,25 @@ def renamed(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
+    """`manifest_of` of a directory that need not stay as it is."""
+    with HeldDirectory(directory) as held:
+        return manifest_of(held)
+
+
+def manifest_of(held: HeldDirectory) -> dict[str, Any]:
     """The manifest, once it is known to be whole and every file it names is there in its size.
 
     Raises:
         CheckpointError: with the file that is missing, short or damaged.
     """
+    directory = held.path
     path = directory / "manifest.json"
+    if "manifest.json" not in held.names() and not held.superseded:
+        raise CheckpointError(f"{directory} is not a checkpoint: it has no manifest.json")
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
+        manifest: dict[str, Any] = json.loads(held.read("manifest.json"))
         checksum = manifest.pop("checksum")
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{directory} is not a checkpoint: it has no manifest.json") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise CheckpointError(f"{path} is damaged: it is not the JSON that was written") from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a geartrain checkpoint's manifest")
@@ -106,11 +115,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         )
     if checksum != json_checksum(manifest):
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
+    check_manifest(manifest, path)
     for file, about in manifest["files"].items():
-        try:
-            size = (directory / file).stat().st_size
-        except FileNotFoundError:
-            raise CheckpointError(f"{directory / file} is missing") from None
+        size = held.status(file).st_size
         if size != about["bytes"]:
             raise CheckpointError(
                 f"{directory / file} has {size} bytes, {about['bytes']} were written: "

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,18 +18,26 @@ import geartrain._native as _native
 from geartrain.core.progress import Progress
 from geartrain.core.schema import fields_of_stored
 from geartrain.errors import CheckpointError
+from geartrain.store.checkpoint_directory import HeldDirectory, SupersededError
 from geartrain.store.checkpoint_format import (
     CURRENT_NAMES,
     METADATA,
     ROW_RECORD,
     ROW_RECORD_1,
-    read_manifest,
+    manifest_of,
     renamed,
 )
+
+_MOST_TRIES = 20
+
+T = TypeVar("T")
 
 
 class Checkpoint:
     """A checkpoint whose manifest and file sizes are right; checksums are compared while reading.
+
+    It stays as it was opened until `close`, whatever is saved over it or removed meanwhile (checkpoint_directory.py).
+    After `close` every method raises `CheckpointError`, but for `close`. One thread at a time.
 
     Attributes:
         fields, max_length: the schema.
@@ -42,7 +50,12 @@ class Checkpoint:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
-        self._manifest = read_manifest(self.directory)
+        self._held = HeldDirectory(self.directory)
+        try:
+            self._manifest = manifest_of(self._held)
+        except BaseException:
+            self._held.close()
+            raise
         self.fields, self.max_length = fields_of_stored(
             (entry["name"], entry["dtype"], entry["timed"], entry["shape"]) for entry in self._manifest["fields"]
         )
@@ -53,6 +66,32 @@ class Checkpoint:
         self.store_id: int | None = int(self._manifest["store"]["id"], 16) if self.id else None
         self.next_sequence = int(self._manifest["next_sequence"])
         self.counters: dict[str, int] = renamed(self._manifest["counters"], CURRENT_NAMES)
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The content of manifest.json."""
+        return self._manifest
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of those files that other checkpoints have as well."""
+        return sum(
+            about["bytes"] for file, about in self._manifest["files"].items() if self._held.status(file).st_nlink > 1
+        )
+
+    def link(self, file: str, target: Path) -> None:
+        """Hard-links one of its files to a new path. Raises `OSError`."""
+        self._held.link(file, target)
+
+    def close(self) -> None:
+        """Lets it be removed, once it was replaced."""
+        self._held.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def nbytes(self) -> int:
@@ -71,10 +110,14 @@ class Checkpoint:
         if about["bytes"] != self.options["capacity"] * dtype.itemsize:
             raise CheckpointError(f"{path} does not have the rows that the manifest promises")
         records = np.empty(self.options["capacity"], dtype)
-        _read_file(path, about, memoryview(records.view(np.uint8).data))
+        self._read_file("rows.bin", about, memoryview(records.view(np.uint8).data))
         committed = records["generation"] % 2 == 1
         if int(committed.sum()) != self.rows or not committed[: self.rows].all():
             raise CheckpointError(f"{path} does not have the rows that the manifest promises")
+        known = np.zeros(len(records), bool)
+        known[records["row"][records["row"] < len(records)]] = True
+        if not known.all():
+            raise CheckpointError(f"{path} contradicts itself: a row is in it twice, and another is not")
         if dtype == ROW_RECORD_1:
             widened = np.zeros(len(records), ROW_RECORD)
             for column in METADATA:
@@ -114,7 +157,7 @@ class Checkpoint:
             about = self._manifest["files"][chunk["file"]]
             if memory.size < about["bytes"]:
                 memory = np.empty(about["bytes"], np.uint8)
-            _read_file(self.directory / chunk["file"], about, memoryview(memory[: about["bytes"]].data))
+            self._read_file(chunk["file"], about, memoryview(memory[: about["bytes"]].data))
             slots = committed["slot"][mine]
             whole = len(slots) == chunk["rows"] and bool((slots == np.arange(chunk["rows"])).all())
             at = 0
@@ -130,7 +173,7 @@ class Checkpoint:
             if about["bytes"] != self.rows * nbytes:
                 raise CheckpointError(f"{self.directory / file} does not have the {self.rows} rows of the manifest")
             at = 0
-            for piece in _pieces(self.directory / file, about):
+            for piece in self._pieces(file, about):
                 blocks = np.frombuffer(piece, np.uint8).reshape(-1, nbytes)
                 places = np.arange(at, at + len(blocks))
                 at += len(blocks)
@@ -151,7 +194,7 @@ class Checkpoint:
         for number, chunk in enumerate(self._manifest["chunks"]):
             mine = np.flatnonzero(committed["chunk"] == number)
             if len(mine):
-                with (self.directory / chunk["file"]).open("rb") as file:
+                with os.fdopen(self._held.open(chunk["file"]), "rb") as file:
                     file.seek(chunk["rows"] * before)
                     data = file.read(chunk["rows"] * self._block_nbytes[name])
                 blocks = np.frombuffer(data, dtype).reshape(chunk["rows"], *shape)
@@ -175,6 +218,48 @@ class Checkpoint:
         restore(store, records, self.next_sequence)
         store.set_counters(self.counters)
 
+    def _pieces(self, name: str, about: dict[str, Any], memory: memoryview | None = None) -> Iterator[memoryview]:
+        """A file's pieces, each checked before it is yielded; contiguous in `memory` where that is given."""
+        with os.fdopen(self._held.open(name), "rb", buffering=0) as stream:
+            at = 0
+            for number, crc in enumerate(about["crc32"]):
+                size = min(about["bytes"] - at, about["piece_bytes"])
+                piece = memoryview(bytearray(size)) if memory is None else memory[at : at + size]
+                got = 0
+                while got < size and (more := stream.readinto(piece[got:])):  # type: ignore[attr-defined]
+                    got += more
+                if got != size or zlib.crc32(piece) != crc:
+                    raise CheckpointError(
+                        f"{self.directory / name} is damaged: "
+                        f"block {number} (bytes {at} to {at + size - 1}) is the first bad one"
+                    )
+                at += size
+                yield piece
+        if at != about["bytes"]:
+            raise CheckpointError(
+                f"{self.directory / name} has {about['bytes'] - at} bytes more than its checksums cover"
+            )
+
+    def _read_file(self, name: str, about: dict[str, Any], memory: memoryview) -> None:
+        for _ in self._pieces(name, about, memory):
+            pass
+
+
+def read_newest(directory: str | os.PathLike[str], read: Callable[[Checkpoint], T]) -> T:
+    """What `read(checkpoint)` returns for the checkpoint in a directory.
+
+    Where the file system has no locks and it was replaced meanwhile, it is read again; after `_MOST_TRIES` times
+    `SupersededError` is raised.
+    """
+    for left in reversed(range(_MOST_TRIES)):
+        try:
+            with Checkpoint(directory) as found:
+                return read(found)
+        except SupersededError:
+            if left == 0:
+                raise
+    raise AssertionError("unreachable")
+
 
 def put_blocks(column: NDArray[Any], rows: NDArray[Any], blocks: NDArray[np.uint8]) -> None:
     """Writes blocks (n, bytes) to rows (n,) of a store's column."""
@@ -187,29 +272,4 @@ def restore(store: _native.Store, records: NDArray[Any], next_sequence: int) -> 
     store.restore(*columns, next_sequence)  # type: ignore[call-arg, arg-type]
 
 
-def _pieces(path: Path, about: dict[str, Any], memory: memoryview | None = None) -> Iterator[memoryview]:
-    """The file's pieces, each checked before it is yielded; contiguous in `memory` where that is given."""
-    with path.open("rb", buffering=0) as stream:
-        at = 0
-        for number, crc in enumerate(about["crc32"]):
-            size = min(about["bytes"] - at, about["piece_bytes"])
-            piece = memoryview(bytearray(size)) if memory is None else memory[at : at + size]
-            got = 0
-            while got < size and (more := stream.readinto(piece[got:])):
-                got += more
-            if got != size or zlib.crc32(piece) != crc:
-                raise CheckpointError(
-                    f"{path} is damaged: block {number} (bytes {at} to {at + size - 1}) is the first bad one"
-                )
-            at += size
-            yield piece
-    if at != about["bytes"]:
-        raise CheckpointError(f"{path} has {about['bytes'] - at} bytes more than its checksums cover")
-
-
-def _read_file(path: Path, about: dict[str, Any], memory: memoryview) -> None:
-    for _ in _pieces(path, about, memory):
-        pass
-
-
-__all__ = ["Checkpoint", "put_blocks", "restore"]
+__all__ = ["Checkpoint", "put_blocks", "read_newest", "restore"]

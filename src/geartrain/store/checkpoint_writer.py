@@ -6,17 +6,14 @@ The format stands in checkpoint_format.py.
 from __future__ import annotations
 
 import errno
-import fcntl
-import glob
 import json
 import os
 import secrets
-import shutil
 import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,13 +25,20 @@ import geartrain._native as _native
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
 from geartrain.errors import CheckpointError, NoSpaceError
+from geartrain.store.checkpoint_directory import (
+    HeldDirectory,
+    lock_shared,
+    put_in_place,
+    remove_replaced,
+    remove_unheld,
+    resolved,
+)
 from geartrain.store.checkpoint_format import (
     FORMAT,
     ROW_RECORD,
     STORED_NAMES,
     VERSION,
     make_directory,
-    read_manifest,
     renamed,
     schema_of,
     sync_directory,
@@ -94,21 +98,24 @@ def save(
     began_s = time.monotonic()
     if base is not None:
         base = Path(base)
-        read_manifest(base)  # a base that was named must be whole; one that was found may be damaged
-    directory = _target(Path(directory).absolute())
+        Checkpoint(base).close()  # a base that was named must be whole; one that was found may be damaged
+    directory = resolved(Path(directory).absolute())
     if directory.exists():
         _check_replaceable(directory)
     make_directory(directory.parent)
     found, not_linked = None, None  # what to link to, or why not
     if incremental:
         found, not_linked = _find_base(store, base, directory, origin)
-    with _sibling(directory) as fresh, _naming_full_disk(directory):
-        saved = _Saving(store, fields, max_length, options, fresh, found, progress).run(directory, not_linked)
-        if directory.exists():
-            _native.exchange_paths(str(fresh), str(directory))
-        else:
-            fresh.rename(directory)
-        sync_directory(directory.parent)
+    try:
+        with _sibling(directory) as fresh, _naming_full_disk(directory):
+            saved = _Saving(store, fields, max_length, options, fresh, found, progress).run(directory, not_linked)
+            if found is not None:
+                found.checkpoint.close()  # it may be what is replaced
+            put_in_place(fresh, directory)
+            sync_directory(directory.parent)
+    finally:
+        if found is not None:
+            found.checkpoint.close()
     return Saved(**{**vars(saved), "seconds": time.monotonic() - began_s})
 
 
@@ -156,12 +163,12 @@ class _Writer:
 class _Base:
     """A checkpoint whose chunks can be linked: of the same store, or the one that the store was made from."""
 
-    def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
-        self.directory = directory
-        self.chunks: list[dict[str, Any]] = manifest["chunks"]
-        self.files: dict[str, dict[str, Any]] = manifest["files"]
-        records = Checkpoint(directory).records()
-        self._committed = records[: manifest["rows"]]
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint  # open
+        self.chunks: list[dict[str, Any]] = checkpoint.manifest["chunks"]
+        self.files: dict[str, dict[str, Any]] = checkpoint.manifest["files"]
+        records = checkpoint.records()
+        self._committed = records[: checkpoint.rows]
         self._place = np.full(len(records), -1, np.int32 if len(records) < 2**31 else np.int64)
         self._place[self._committed["row"]] = np.arange(len(self._committed))
 
@@ -192,15 +199,20 @@ def _find_base(
     place = directory if base is None else base.absolute()
     if base is None and not (place / "manifest.json").exists():
         return None, None
-    try:
-        manifest = read_manifest(place)
-        if manifest["version"] != VERSION:
-            return None, f"{place} has format version {manifest['version']}"
-        if manifest["store"] != _identity(store) and manifest["id"] != origin:
-            return None, f"{place} is not of this store"
-        return _Base(place, manifest), None
-    except CheckpointError as error:
-        return None, str(error)  # damage there must not keep a whole checkpoint from being made
+    with ExitStack() as unless_found:
+        try:
+            found = unless_found.enter_context(Checkpoint(place))
+            if found.manifest["version"] != VERSION:
+                return None, f"{place} has format version {found.manifest['version']}"
+            if found.manifest["store"] != _identity(store) and found.id != origin:
+                return None, f"{place} is not of this store"
+            if found.manifest["options"]["capacity"] != store.describe()["capacity"]:
+                return None, f"{place} is of a store of another capacity"
+            base_found = _Base(found)
+        except CheckpointError as error:
+            return None, str(error)  # damage there must not keep a whole checkpoint from being made
+        unless_found.pop_all()
+        return base_found, None
 
 
 def chunks_to_keep(total: NDArray[np.int64], live: NDArray[np.int64], rows: int, per_chunk: int) -> NDArray[np.bool_]:
@@ -309,9 +321,9 @@ class _Saving:
         for old in np.flatnonzero(chunks_to_keep(total, live, rows, self._per_chunk)):
             file = base.chunks[old]["file"]
             try:
-                os.link(base.directory / file, self._directory / file)
+                base.checkpoint.link(file, self._directory / file)
             except OSError as error:
-                refused = f"{base.directory / file} cannot be linked: {error.strerror}"
+                refused = f"{base.checkpoint.directory / file} cannot be linked: {error.strerror}"
                 break  # the next would not be either
             numbers[old] = len(self._chunks)
             self._chunks.append(base.chunks[old])
@@ -417,33 +429,23 @@ def _identity(store: _native.Store) -> dict[str, Any]:
 
 @contextmanager
 def _sibling(directory: Path) -> Iterator[Path]:
-    """A new directory beside another, gone afterwards; takes away what savers that were killed have left there.
+    """A new directory beside another, gone afterwards; takes away what nobody reads or writes any more there.
 
-    A lock on it, which the kernel drops when its holder dies, tells the two apart. Afterwards it is the old
-    checkpoint if the two were exchanged, and the unfinished new one if something failed.
+    A lock on it, which the kernel drops when its holder dies, tells (checkpoint_directory.py). Afterwards it is the
+    old checkpoint if the two were exchanged, and the unfinished new one if something failed.
     """
-    for left in directory.parent.glob(f".{glob.escape(directory.name)}.*.saving"):
-        with suppress(OSError):
-            handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
-            finally:
-                os.close(handle)
+    remove_replaced(directory)
     name = f".{directory.name}.{secrets.token_hex(6)}"
     unlocked, fresh = directory.with_name(f"{name}.making"), directory.with_name(f"{name}.saving")
     unlocked.mkdir()
-    handle = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
+    held = lock_shared(unlocked)
     try:
-        with suppress(OSError):  # a file system without locks: what the dead leave there, stays
-            fcntl.flock(handle, fcntl.LOCK_EX)
         unlocked.rename(fresh)  # others see it only when it is locked
-        try:
-            yield fresh
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+        yield fresh
     finally:
-        os.close(handle)
+        os.close(held)
+        remove_unheld(fresh)
+        remove_replaced(directory)  # by others, who left it to us because we held it
 
 
 @contextmanager
@@ -462,32 +464,19 @@ def _naming_full_disk(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _target(directory: Path) -> Path:
-    """The directory, or the one that a symbolic link of that name points to: the link stays.
-
-    Raises:
-        CheckpointError: the link points to nothing.
-    """
-    if not directory.is_symlink():
-        return directory
-    target = Path(os.path.realpath(directory))
-    if not target.exists():
-        raise CheckpointError(f"{directory} is a symbolic link to {target}, which does not exist")
-    return target
-
-
 def _check_replaceable(directory: Path) -> None:
     """Refuses a directory that holds anything that no checkpoint put there."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} exists and is not a directory")
-    found = {entry.name for entry in directory.iterdir()}
-    if not found:
-        return
-    try:
-        manifest = json.loads((directory / "manifest.json").read_text())
-        ours = {"manifest.json", *manifest["files"]} if manifest["format"] == FORMAT else set()
-    except (OSError, ValueError, KeyError, TypeError):
-        ours = set()
+    with HeldDirectory(directory) as held:
+        found = held.names()
+        if not found:
+            return
+        try:
+            manifest = json.loads(held.read("manifest.json"))
+            ours = {"manifest.json", *manifest["files"]} if manifest["format"] == FORMAT else set()
+        except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
+            ours = set()
     if not found <= ours:
         raise CheckpointError(
             f"{directory} holds files that are not a checkpoint's ({', '.join(sorted(found - ours)[:3])}); "

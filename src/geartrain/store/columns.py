@@ -23,6 +23,8 @@ class Columns:
 
     def __init__(self, native: _native.Store, fields: Mapping[str, Field], max_length: int) -> None:
         self.native = native
+        #: The store's, which its keys carry.
+        self.store_id = int(native.describe()["store_id"])
         self.fields = fields
         self.limiter = RateLimiter(native)
         self.inserter = _native.Inserter(native, list(fields))

@@ -60,7 +60,8 @@ def insert_rows(
     as_versions = as_column(versions, n, np.int64, "versions")
     columns.limiter.admit_inserts(n)
     try:
-        return Keys(*columns.native.insert(n, sources, as_lengths, as_priorities, as_versions, threads))
+        rows, generations = columns.native.insert(n, sources, as_lengths, as_priorities, as_versions, threads)
+        return Keys.of_rows(rows, generations, columns.store_id)
     except BaseException:
         columns.limiter.give_back(inserts=n)
         raise

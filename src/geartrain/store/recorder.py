@@ -287,7 +287,7 @@ class StepRecorder:
                 limiter.give_back(inserts=rows)
                 raise
         assert not isinstance(answer, int | str)
-        return None if answer is None else Keys.packed(answer)
+        return None if answer is None else Keys.packed(answer, self._columns.store_id)
 
     def _convert(self, name: str, given: dict[str, Any]) -> None:
         if name in ("terminated", "truncated", "mask"):

@@ -186,7 +186,7 @@ class Row(_Uncommitted):
                 limiter.give_back(inserts=1)
             self.abandon()
             raise
-        self.key = Keys.packed((self._index, generation))
+        self.key = Keys.packed((self._index, generation), self._columns.store_id)
         return self.key
 
     def _release(self, native: _native.Store) -> None:
@@ -237,7 +237,7 @@ class Rows(_Uncommitted):
             self.abandon()
             raise
         self._done = True
-        self.keys = Keys(self._index, generations)
+        self.keys = Keys.of_rows(self._index, generations, self._columns.store_id)
         return self.keys
 
     def _release(self, native: _native.Store) -> None:

@@ -10,6 +10,7 @@ import geartrain._native as _native
 from geartrain.core.arguments import capacity_of, nanoseconds, schema_difference, timeout, whole_number
 from geartrain.core.dtypes import dtype_of_code
 from geartrain.core.schema import Field, check_fields, check_max_length, fields_of_stored, stored_schema
+from geartrain.core.shared_files import Trust
 from geartrain.errors import ArgumentError, IncompatibleStoreError, StoreExistsError
 
 Remover = Literal["fifo", "lifo", "lowest_priority"]
@@ -31,14 +32,27 @@ def create_segment(
     priority_fraction_bits: int,
     persist: bool | None,
     reserve: bool,
+    trust: Trust,
     timeout_s: float,
 ) -> _native.Store:
     """Checks what was asked for and creates the segment; see `Store.create`."""
     fields = check_fields(fields)
     max_length = check_max_length(fields, max_length)
-    rows = capacity_of(fields, max_length, capacity, capacity_steps, capacity_bytes)
     if remover not in REMOVERS:
         raise ArgumentError(f"remover is one of {', '.join(REMOVERS)}, found {remover!r}")
+    specs = [
+        (field, dtype.code, dtype.itemsize, timed, shape)
+        for field, dtype, timed, shape in stored_schema(fields, max_length)
+    ]
+
+    def rows_within(nbytes: int) -> int:
+        rows = _native.rows_within(specs, nbytes, REMOVERS.index(remover))
+        if rows == 0:
+            one = _native.segment_bytes(specs, 1, REMOVERS.index(remover))
+            raise ArgumentError(f"capacity_bytes is {nbytes}, and a store of one row alone takes {one}")
+        return rows
+
+    rows = capacity_of(max_length, capacity, capacity_steps, capacity_bytes, rows_within)
     for what, limit in (
         ("max_times_sampled", max_times_sampled),
         ("max_age_s", max_age_s),
@@ -47,10 +61,6 @@ def create_segment(
         if limit is not None and not limit > 0:
             raise ArgumentError(f"{what} must be above zero, found {limit} (leave it out for no limit)")
     age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", max_age_s)
-    specs = [
-        (field, dtype.code, dtype.itemsize, timed, shape)
-        for field, dtype, timed, shape in stored_schema(fields, max_length)
-    ]
     try:
         return _native.Store.create(
             name,
@@ -64,6 +74,7 @@ def create_segment(
             "/" in name if persist is None else persist,
             reserve,
             timeout(timeout_s),
+            trust,
         )
     except StoreExistsError:
         raise StoreExistsError(_describe_existing(name)) from None
@@ -76,8 +87,8 @@ def schema_of_segment(native: _native.Store) -> tuple[dict[str, Field], int]:
     )
 
 
-def _peek(name: str) -> _native.Store:
-    return _native.Store.attach(name, False, True, 1.0)
+def _peek(name: str, trust: Trust = "user") -> _native.Store:
+    return _native.Store.attach(name, False, True, 1.0, trust)
 
 
 def _describe_existing(name: str) -> str:
@@ -93,11 +104,11 @@ def _describe_existing(name: str) -> str:
     )
 
 
-def remove_unused(name: str) -> None:
+def remove_unused(name: str, trust: Trust = "user") -> None:
     """Removes the segment of that name if no living process uses it."""
     if not Path(_native.segment_path(name)).exists():
         return
-    peeked = _peek(name)
+    peeked = _peek(name, trust)
     users = peeked.live_clients()
     if users:
         raise StoreExistsError(

@@ -17,8 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
 from geartrain.core.arguments import default_threads, timeout
-from geartrain.core.keys import Keys
+from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
+from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import (
     ArgumentError,
     CheckpointError,
@@ -36,6 +37,7 @@ from geartrain.store.row import Row, Rows
 from geartrain.store.segment import REMOVERS, Remover, check_schema, create_segment, remove_unused, schema_of_segment
 
 if TYPE_CHECKING:
+    from geartrain.store.checkpoint_reader import Checkpoint
     from geartrain.store.checkpoint_writer import Saved
 
 Create = Literal["never", "missing", "replace"]
@@ -50,10 +52,10 @@ class Store:
     Create one with `Store.create`, join one with `Store.open`, restore one with `Store.load`. A store is a
     context manager; leaving it closes the handle.
 
-    A name is a plain word for a segment in /dev/shm, or a path (anything with a slash) for a file, such as
-    one on an NVMe disk for sets larger than memory. The segment lives until the last attached process closes it;
-    with `persist=True` (the default for paths) the file stays. A segment whose processes were all killed stays
-    too, so that its rows can be adopted.
+    A name is a plain word for a segment in /dev/shm (or in GEARTRAIN_DIR), or a path (anything with a slash) for a
+    file, such as one on an NVMe disk for sets larger than memory. The segment lives until the last attached process
+    closes it; with `persist=True` (the default for paths) the file stays. A segment whose processes were all killed
+    stays too, so that its rows can be adopted.
 
     A handle may be used by many threads, in forked children, and pickled to other processes of the host.
 
@@ -68,9 +70,10 @@ class Store:
         1
     """
 
-    def __init__(self, native: _native.Store, name: str) -> None:
+    def __init__(self, native: _native.Store, name: str, trust: Trust = "user") -> None:
         self._native = native
         self._name = name
+        self._trust: Trust = trust
         about = native.describe()
         self._about: dict[str, Any] = about
         self._fields, max_length = schema_of_segment(native)
@@ -99,6 +102,7 @@ class Store:
         priority_fraction_bits: int = 16,
         persist: bool | None = None,
         reserve: bool = True,
+        trust: Trust = "user",
         timeout_s: float = 10.0,
     ) -> Store: ...
 
@@ -120,6 +124,7 @@ class Store:
         priority_fraction_bits: int = 16,
         persist: bool | None = None,
         reserve: bool = True,
+        trust: Trust = "user",
         timeout_s: float = 10.0,
     ) -> Store: ...
 
@@ -140,20 +145,24 @@ class Store:
         priority_fraction_bits: int = 16,
         persist: bool | None = None,
         reserve: bool = True,
+        trust: Trust = "user",
         timeout_s: float = 10.0,
     ) -> Store:
         """Creates an empty store: `Store.create(name, fields, ...)`, or `Store.create(fields, ...)` without a name.
 
         Args:
-            name: a word (a segment in /dev/shm) or a path with a slash (a file anywhere). Without one the store gets a
-                random one (`store.name`), is shared by forking and pickling within the host, and is removed with its
-                last process; what killed processes leave, by the next store without a name.
+            name: a word (a segment in /dev/shm, or GEARTRAIN_DIR) or a path with a slash (a file anywhere). Without one
+                the store gets a random one (`store.name`), is shared by forking and pickling within the host, and is
+                removed with its last process; what killed processes leave, by the next store without a name.
             fields: the columns, by name; a `Field` is the shape and dtype of one step. At most 64.
             max_length: the longest row, in steps. Required where a field has time, that is, is not `per_row`.
             capacity: rows. Give one of the three sizes.
             capacity_steps: steps, in rows of `max_length`: there is room for `capacity_steps // max_length` rows,
                 and shorter rows fill a block each.
-            capacity_bytes: bytes of field data; as many rows as fit into them.
+            capacity_bytes: bytes that the store may take of its file system, `nbytes` at most: as many rows as fit
+                into them. A row takes its fields' blocks, each padded up to 64 bytes, and 57 bytes of metadata (61 with
+                "lowest_priority"); the segment's head takes 32 KB. So a row of one float32 takes 121 bytes: collect
+                such rows in longer ones, of many steps.
             max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
                 written. All of the capacity by default.
             remover: which row makes room when none is free: the oldest ("fifo"), the newest ("lifo") or the
@@ -163,7 +172,12 @@ class Store:
             priority_fraction_bits: priorities are kept as round(priority * 2**bits) in 32 bits. The default of 16
                 holds 1.5e-5 to 65535; larger priorities saturate, smaller ones become the smallest, both counted.
             persist: keep the segment after the last process has closed it. By default for paths only.
-            reserve: allocate the memory or disk space now, so that a lack of it is an error here.
+            reserve: allocate the memory or disk space now, so that a lack of it is an error here. With False it is
+                allocated when it is first written to, and once the file system is full the writer dies of SIGBUS.
+            trust: who may use the store besides this process's user: nobody ("user"), a group of this user ("group"),
+                everybody on the host ("any"), for trainers and actors of different users. Each of them passes the same
+                to `open`, and is trusted not to overwrite or truncate the file. The creator leaves last: only its user
+                may remove the file from /dev/shm.
             timeout_s: longest wait for another process that holds the store's lock.
 
         Raises:
@@ -201,9 +215,10 @@ class Store:
             priority_fraction_bits=priority_fraction_bits,
             persist=persist,
             reserve=reserve,
+            trust=check_trust(trust),
             timeout_s=timeout_s,
         )
-        return cls(native, name)
+        return cls(native, name, trust)
 
     @classmethod
     def open(
@@ -214,6 +229,7 @@ class Store:
         max_length: int | None = None,
         create: Create = "never",
         adopt: bool = False,
+        trust: Trust = "user",
         timeout_s: float = 10.0,
         **options: Any,
     ) -> Store:
@@ -226,7 +242,9 @@ class Store:
                 required as in `create` when it may have to be created.
             create: "never" (join only), "missing" (join, or create when there is none), or "replace" (create;
                 a segment left by a dead run is removed first, one in use is an error).
-            adopt: join a segment whose processes were all killed, with the rows they committed.
+            adopt: join a segment whose processes were all killed, with the rows they committed; or one whose lists are
+                damaged and that no process uses: they are rebuilt from the rows.
+            trust: who may write to the file, as in `create`: one that others may write to as well is not opened.
             timeout_s: longest wait for another process that holds the store's lock.
             options: passed to `create` when the store is created.
 
@@ -234,7 +252,11 @@ class Store:
             ArgumentError: options that contradict each other, or no name.
             StoreMissingError: there is none.
             StaleStoreError: the processes that used it died, and `adopt` was not given.
-            IncompatibleStoreError: another format, layout or schema than expected.
+            IncompatibleStoreError: another format, layout or schema than expected; or the file is something else, or
+                was cut.
+            UntrustedStoreError: the file is another user's, or its mode lets others write to it than `trust` says, or
+                it is a symbolic link.
+            CorruptStoreError: its lists are damaged.
         """
         if isinstance(name, Mapping):
             raise ArgumentError("Store.open needs the name of a store; Store.create(fields, ...) makes one without")
@@ -245,17 +267,17 @@ class Store:
             raise ArgumentError(f"create={create!r} needs the fields of the store to create")
         if create == "never" and options:
             raise ArgumentError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
-        timeout_s = timeout(timeout_s)
+        timeout_s, trust = timeout(timeout_s), check_trust(trust)
         if create == "replace":
-            remove_unused(name)
+            remove_unused(name, trust)
             assert fields is not None
-            return cls.create(name, fields, max_length=max_length, timeout_s=timeout_s, **options)
+            return cls.create(name, fields, max_length=max_length, trust=trust, timeout_s=timeout_s, **options)
         while True:
             try:
                 if fields is not None:
                     # Before joining: a dead run's segment that was joined and left again would be removed.
-                    check_schema(name, fields, max_length, cls.peek(name).native)
-                store = cls(_native.Store.attach(name, adopt, False, timeout_s), name)
+                    check_schema(name, fields, max_length, cls.peek(name, trust=trust).native)
+                store = cls(_native.Store.attach(name, adopt, False, timeout_s, trust), name, trust)
                 break
             except StaleStoreError as error:
                 raise StaleStoreError(
@@ -267,7 +289,7 @@ class Store:
                     raise
                 assert fields is not None
                 try:
-                    return cls.create(name, fields, max_length=max_length, timeout_s=timeout_s, **options)
+                    return cls.create(name, fields, max_length=max_length, trust=trust, timeout_s=timeout_s, **options)
                 except StoreExistsError:
                     continue  # another process created it meanwhile
         try:
@@ -281,15 +303,15 @@ class Store:
         return store
 
     @classmethod
-    def peek(cls, name: str | os.PathLike[str]) -> Store:
-        """A read-only look at a store, living or dead: leaves no trace and cannot change it."""
+    def peek(cls, name: str | os.PathLike[str], *, trust: Trust = "user") -> Store:
+        """A read-only look at a store, living or dead: leaves no trace and cannot change it. Raises as `open`."""
         name = os.fspath(name)
-        return cls(_native.Store.attach(name, False, True, 1.0), name)
+        return cls(_native.Store.attach(name, False, True, 1.0, check_trust(trust)), name, trust)
 
     @classmethod
     def load(
         cls,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Checkpoint,
         name: str | os.PathLike[str],
         *,
         progress: bool = False,
@@ -297,19 +319,23 @@ class Store:
     ) -> Store:
         """Restores what `save` wrote: rows in their places, priorities, order and counters.
 
+        What is saved to the same path, or removed there, meanwhile makes no difference.
+
         Args:
-            directory: what was given to `save`.
+            directory: what was given to `save`; or an open `Checkpoint`, which stays open.
             name: of the new store, as in `create`.
             progress: show a progress bar.
-            options: override what the checkpoint says for `persist`, `reserve` and `timeout_s`.
+            options: `trust`, `reserve` and `timeout_s` as in `create`, and `persist` instead of the checkpoint's.
 
         Raises:
             CheckpointError: absent, incomplete, or damaged; names the file and its first bad block.
         """
-        from geartrain.store.checkpoint_reader import Checkpoint
+        from geartrain.store.checkpoint_reader import Checkpoint, read_newest
 
-        found = Checkpoint(directory)
-        unknown = set(options) - {"persist", "reserve", "timeout_s"}
+        if not isinstance(directory, Checkpoint):
+            return read_newest(directory, lambda found: cls.load(found, name, progress=progress, **options))
+        found = directory
+        unknown = set(options) - {"persist", "reserve", "trust", "timeout_s"}
         if unknown:
             raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
         limits = {key: value for key, value in found.options.items() if key != "persist"}
@@ -377,9 +403,19 @@ class Store:
         return self._name
 
     @property
+    def id(self) -> int:
+        """The segment's id, a random number of 64 bits, which its keys carry: the same for all who have it open."""
+        return self._columns.store_id
+
+    @property
     def path(self) -> Path:
         """The file that the segment is."""
         return Path(self._about["path"])
+
+    @property
+    def trust(self) -> Trust:
+        """Who may write to the segment, as it was created or opened with."""
+        return self._trust
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -494,7 +530,7 @@ class Store:
         if lengths is None and priorities is None and versions is None and casting in CASTINGS:
             raw = self._columns.inserter.insert(fields, 0 if threads is None else default_threads(threads))
             if raw is not None:
-                return Keys.packed(raw)
+                return Keys.packed(raw, self.id)
         return insert_rows(self._columns, fields, lengths, priorities, versions, default_threads(threads), casting)
 
     def recorder(
@@ -547,8 +583,14 @@ class Store:
             keys: of committed rows; a key given twice gets the last of its priorities.
             priorities: (n,) finite and >= 0. All are checked before any is set.
 
+        Raises:
+            ArgumentError: keys of another store (`geartrain.Replay.update_priorities` takes those of several). None of
+                the priorities is set.
+            SchemaError: a priority that is none.
+
         Cost: no lock (one with the lowest_priority remover or max_times_sampled); a cache miss per level of the tree.
         """
+        check_keys(keys).check_store(self.id, self._name)
         if hasattr(priorities, "detach"):
             priorities = priorities.detach().cpu()
         column = as_column(priorities, len(keys), np.float64, "priorities")
@@ -572,7 +614,12 @@ class Store:
         self._native.raise_priorities(power)
 
     def delete(self, keys: Keys) -> int:
-        """Removes rows, by key; returns how many were already gone."""
+        """Removes rows, by key; returns how many were already gone.
+
+        Raises:
+            ArgumentError: keys of another store. No row is removed.
+        """
+        check_keys(keys).check_store(self.id, self._name)
         return int(self._native.remove(keys.row, keys.generation))
 
     def expire(self) -> int:
@@ -594,16 +641,22 @@ class Store:
 
     def keys(self) -> Keys:
         """The keys of all selectable rows, oldest first."""
-        return Keys(*self._native.keys())
+        rows, generations = self._native.keys()
+        return Keys.of_rows(rows, generations, self.id)
 
     def status(self, keys: Keys | None = None) -> dict[str, NDArray[Any]]:
         """Metadata of some rows (of all selectable ones by default), an array (n,) each.
 
         sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
-        (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES).
+        (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES). A key is
+        stale where `generation` is not the key's.
+
+        Raises:
+            ArgumentError: keys of another store.
         """
-        rows = (self.keys() if keys is None else keys).row
-        infos = dict(self._native.infos(rows))
+        keys = self.keys() if keys is None else check_keys(keys)
+        keys.check_store(self.id, self._name)
+        infos = dict(self._native.infos(keys.row))
         infos["priority"] = infos["priority"] / 2.0 ** self._about["priority_fraction_bits"]
         return infos
 
@@ -657,18 +710,23 @@ class Store:
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         if anonymous.is_anonymous(self._name):
             anonymous.check_may_pickle()
-            return _open_anonymous, (self._name,)
-        return Store.open, (self._name,)
+            return _open_anonymous, (self._name, self._trust)
+        return _open_named, (self._name, self._trust)
 
 
-def _open_anonymous(name: str) -> Store:
+def _open_named(name: str, trust: Trust) -> Store:
+    """Joins a store from its pickle."""
+    return Store.open(name, trust=trust)
+
+
+def _open_anonymous(name: str, trust: Trust) -> Store:
     """Joins a store without a name from its pickle.
 
     Raises:
         StoreMissingError: its last process has closed it, or it is on another host.
     """
     try:
-        return Store.open(name)
+        return Store.open(name, trust=trust)
     except StoreMissingError:
         raise StoreMissingError(
             f"the store {name!r} is not on this host any more: created without a name, it was removed with its last "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -16,7 +17,12 @@ import geartrain.device.cuda_ipc as cuda_ipc
 import geartrain.device.kernels as kernels
 import geartrain.device.pinned_memory as pinning
 import geartrain.transport.nixl as nixl
+from geartrain.core.shared_files import segments_directory
+from geartrain.errors import ArgumentError
 from geartrain.tools.testing import Hosts
+
+#: Docker gives containers 64 MB of /dev/shm unless it is told otherwise.
+SMALL_BYTES = 64 << 20
 
 # Optional packages: the module to import, and the extra that installs it.
 OPTIONAL = {
@@ -49,7 +55,7 @@ def examine() -> list[Finding]:
     return [
         _machine(),
         _copies(),
-        _shared_memory(),
+        shared_memory(),
         _huge_pages(),
         _locked_memory(),
         _tls(),
@@ -79,17 +85,47 @@ def _copies() -> Finding:
     return Finding("streaming copies", kernel != "memcpy", f"large batches are copied with {kernel}")
 
 
-def _shared_memory() -> Finding:
-    shm = Path("/dev/shm")
-    if not shm.is_dir():
-        return Finding("shared memory", False, "/dev/shm is missing; give stores a path on another file system")
-    usage = shutil.disk_usage(shm)
-    segments = list(shm.glob("geartrain.*"))
-    return Finding(
-        "shared memory",
-        os.access(shm, os.W_OK),
-        f"/dev/shm has {usage.free / 1e9:.1f} GB free of {usage.total / 1e9:.1f} GB, {len(segments)} segments in it",
+def shared_memory() -> Finding:
+    """The directory of segments: what chose it, its file system, its size, its free space, and what to do about it."""
+    what = "shared memory"
+    elsewhere = "set GEARTRAIN_DIR to a directory of a larger file system, for all processes of the job"
+    try:
+        directory = segments_directory()
+    except ArgumentError as error:
+        return Finding(what, False, str(error))
+    chosen = "GEARTRAIN_DIR" if os.environ.get("GEARTRAIN_DIR") else "the default"
+    if not directory.is_dir():
+        return Finding(what, False, f"{directory} ({chosen}) is no directory; {elsewhere}")
+    usage = shutil.disk_usage(directory)
+    kind = _file_system(directory)
+    segments = list(directory.glob("geartrain*"))
+    text = (
+        f"segments live in {directory} ({chosen}, {kind}): {usage.free / 1e9:.2f} GB free of {usage.total / 1e9:.2f}"
+        f" GB, {len(segments)} files of geartrain in it"
     )
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        return Finding(what, False, f"{text}; this user may not write there: {elsewhere}")
+    if usage.total <= SMALL_BYTES:
+        text += f"; that is what containers get by default: docker run --shm-size=16g, or --ipc=host, or {elsewhere}"
+        return Finding(what, False, text)
+    if usage.free <= usage.total // 10:
+        text += f"; nearly full: remove what dead runs left (`geartrain inspect` lists it), enlarge it, or {elsewhere}"
+    if kind not in ("tmpfs", "ramfs", "hugetlbfs"):
+        text += "; on a disk: writes go to it, and a GPU cannot read segments in place"
+    return Finding(what, True, text)
+
+
+def _file_system(directory: Path) -> str:
+    """The type of the file system that a directory is on, as the kernel calls it."""
+    best, kind = -1, "an unknown file system"
+    found = directory.resolve()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            mounted = Path(before.split()[4].encode().decode("unicode_escape"))
+            if found.is_relative_to(mounted) and len(mounted.parts) >= best:
+                best, kind = len(mounted.parts), after.split()[0]
+    return kind
 
 
 def _huge_pages() -> Finding:

@@ -37,8 +37,9 @@ class MessageLimits:
     """Limits on what one side accepts from the other. A message beyond one is refused before memory is allocated.
 
     `max_queued_bytes` bounds what is read ahead while a send waits; `max_segment_bytes` the shared memory that one
-    connection leases out and keeps warm; `max_pending` the connections to a listener that are still in the handshake,
-    each of them for `handshake_timeout_s`.
+    connection leases out and keeps warm; `max_pending` the connections to a listener that have yet to authenticate, and
+    as many again that wait for their lanes (a quarter of RLIMIT_NOFILE where that is less), each step of a handshake
+    for `handshake_timeout_s`. Peers for whom there is no place try again until their `timeout_s`.
     """
 
     max_header_bytes: int = 64 << 20
@@ -46,7 +47,7 @@ class MessageLimits:
     max_buffers: int = 4096
     max_queued_bytes: int = 256 << 20
     max_segment_bytes: int = 8 << 30
-    max_pending: int = 64
+    max_pending: int = 1024
     handshake_timeout_s: float = 5.0
 
 

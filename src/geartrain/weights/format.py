@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from geartrain.core.shared_files import segments_directory
 from geartrain.errors import ArgumentError
 
 MAGIC = b"GEARWGT\n"
@@ -88,8 +89,6 @@ assert SLOT.itemsize == 32
 assert SLOTS_AT + MAX_BUFFERS * SLOT.itemsize <= SCHEMA_AT
 
 PUBLISHER, GATE, MEMBERS, BUFFER = 0, 1, 2, 16
-#: Shared memory of the host.
-DIRECTORY = Path("/dev/shm")
 PREFIX = "geartrain-weights."
 
 
@@ -100,6 +99,11 @@ class Head(NamedTuple):
     version: int
     published_ns: int
     buffer: int
+
+
+def directory_of(directory: str | Path | None) -> Path:
+    """The directory that was asked for, or that of all segments (GEARTRAIN_DIR, or /dev/shm)."""
+    return segments_directory() if directory is None else Path(directory)
 
 
 def path_of(name: str, directory: Path) -> Path:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from geartrain.core.schema import round_up
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, IncompatibleStoreError
 
 ALIGNMENT = 64
 
@@ -60,9 +60,20 @@ class Schema:
 
     @classmethod
     def from_json(cls, text: bytes) -> Schema:
-        """Inverse of `to_json`."""
-        found = json.loads(text)
-        return cls([Entry(tuple(path), dtype, tuple(shape), o, n) for path, dtype, shape, o, n in found])
+        """Inverse of `to_json`.
+
+        Raises:
+            IncompatibleStoreError: the bytes are no schema: no JSON, unknown dtypes, or sizes that do not fit.
+        """
+        try:
+            found = json.loads(text)
+            entries = [Entry(tuple(path), dtype, tuple(shape), o, n) for path, dtype, shape, o, n in found]
+            for entry in entries:
+                _check_entry(entry)
+            nested([entry.path for entry in entries], [None] * len(entries))
+        except (ValueError, TypeError, AttributeError, RecursionError, ArgumentError) as error:
+            raise IncompatibleStoreError(f"a schema of weights that cannot be read: {error}") from None
+        return cls(entries)
 
     def to_json(self) -> bytes:
         """The bytes in a segment."""
@@ -132,6 +143,27 @@ def nested(paths: list[tuple[str, ...]], values: list[Any]) -> dict[str, Any]:
             at = at.setdefault(key, {})
         at[path[-1]] = value
     return whole
+
+
+def _check_entry(entry: Entry) -> None:
+    """Raises `ValueError` (or what a wrong type raises) unless `views` can make the entry from memory."""
+    if not entry.path or not all(isinstance(name, str) for name in entry.path):
+        raise ValueError(f"the path {entry.path!r}")
+    if not all(type(n) is int and n >= 0 for n in (*entry.shape, entry.offset, entry.nbytes)) or len(entry.shape) > 64:
+        raise ValueError(f"the shape or place of {entry}")
+    if entry.is_torch:
+        torch = importlib.import_module("torch")
+        dtype = getattr(torch, entry.dtype[6:])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"the dtype of {entry}")
+        itemsize = dtype.itemsize
+    else:
+        plain = np.dtype(entry.dtype)
+        if plain.hasobject or plain.names is not None or plain.subdtype is not None or plain.itemsize == 0:
+            raise ValueError(f"the dtype of {entry}")  # objects would be pointers that the file chooses
+        itemsize = plain.itemsize
+    if entry.nbytes != math.prod(entry.shape) * itemsize or entry.offset % ALIGNMENT:
+        raise ValueError(f"the size of {entry}")
 
 
 def _dtype_of(path: tuple[str, ...], leaf: Any) -> tuple[str, int]:

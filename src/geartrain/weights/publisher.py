@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError
-from geartrain.weights.format import DIRECTORY
+from geartrain.weights.format import directory_of
 from geartrain.weights.layout import Schema, leaves_of
 from geartrain.weights.server import serve, stop_serving
 from geartrain.weights.writer import Writer
@@ -38,7 +39,8 @@ class Publisher:
         node: Node | None = None,
         buffers: int = 3,
         timeout_s: float = 30.0,
-        directory: str | Path = DIRECTORY,
+        directory: str | Path | None = None,
+        trust: Trust = "user",
     ) -> None:
         """Continues with the file of an earlier publisher of that name, if there is one.
 
@@ -48,14 +50,17 @@ class Publisher:
             buffers: versions that fit, the one being written included. The publisher does not wait while readers hold
                 all but two. Memory is allocated when a buffer is first used: two are enough for fast readers.
             timeout_s: default of `publish`.
-            directory: another tmpfs than /dev/shm, mounted in all processes of the host.
+            directory: another than /dev/shm, or GEARTRAIN_DIR; the same memory in all processes of the host.
+            trust: who may publish and read besides this process's user: nobody ("user"), a group of this user
+                ("group"), everybody on the host ("any"). They are all trusted not to truncate or overwrite the file.
 
         Raises:
             GeartrainError: another publisher of that name is alive on this host.
             IncompatibleStoreError: the file of that name is something else.
+            UntrustedStoreError: others than `trust` says may write to it, or it is a symbolic link.
         """
         self.name, self.timeout_s = name, timeout_s
-        self._writer = Writer(name, buffers, Path(directory))
+        self._writer = Writer(name, buffers, directory_of(directory), check_trust(trust))
         self._version: int | None = None
         self._node = node
         if node is not None:
@@ -78,7 +83,7 @@ class Publisher:
         Raises:
             ArgumentError: the version does not increase; or names, dtypes or shapes are not those of the first version.
             BuffersHeldError: readers held all buffers until the deadline. Nothing was published.
-            NoSpaceError: /dev/shm is full.
+            NoSpaceError: /dev/shm, or GEARTRAIN_DIR, is full.
         """
         number = operator.index(version)
         if not 0 <= number < 2**63:

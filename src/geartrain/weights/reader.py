@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, CorruptStoreError, StoreClosedError, WaitTimeoutError
-from geartrain.weights.format import DIRECTORY, Head
+from geartrain.weights.format import Head, directory_of
 from geartrain.weights.layout import Schema, nested
 from geartrain.weights.relay import Follower
 from geartrain.weights.segment import WeightsSegment
@@ -69,7 +70,8 @@ class Reader:
         node: Node | None = None,
         source: str | None = None,
         timeout_s: float = 30.0,
-        directory: str | Path = DIRECTORY,
+        directory: str | Path | None = None,
+        trust: Trust = "user",
     ) -> None:
         """Attaches; the publisher may start later.
 
@@ -78,23 +80,27 @@ class Reader:
             node, source: this process's node, and the name of the publisher's (or of a relay's), where that may be on
                 another host. One process per host then fetches new versions for all of them; when it dies, another.
             timeout_s: default of `latest`.
-            directory: as for the publisher.
+            directory, trust: as for the publisher; its file is not opened where others may write to it than that.
 
         Raises:
             IncompatibleStoreError: the file of that name is something else.
+            UntrustedStoreError: others than `trust` says may write to it, or it is a symbolic link.
         """
         if (node is None) != (source is None):
             raise ArgumentError("to follow a publisher on another host a reader needs both, node= and source=")
         self.name, self.timeout_s = name, timeout_s
-        self._directory = Path(directory)
-        self._segment = WeightsSegment.open(name, self._directory)
+        self._directory = directory_of(directory)
+        self._trust = check_trust(trust)
+        self._segment = WeightsSegment.open(name, self._directory, trust=self._trust)
         self._schema: Schema | None = None
         self._current: weakref.ref[Snapshot] | None = None
         self._current_head: Head | None = None
         self._lock = threading.Lock()
         self._closed = False
         _readers.add(self)
-        self._follower = None if node is None or source is None else Follower(name, node, source, self._directory)
+        self._follower = (
+            None if node is None or source is None else Follower(name, node, source, self._directory, self._trust)
+        )
         if self._follower is not None:
             weakref.finalize(self, self._follower.stop)
 
@@ -156,9 +162,14 @@ class Reader:
     # --- snapshots --------------------------------------------------------------------------------------------------
 
     def _newest(self, at_least: int | None) -> Snapshot | None:
+        last: Head | None = None
+        tries = 0  # with the same head: the publisher never writes to the buffer that it names
         for _ in range(10_000):
             self._renew()
             head = self._segment.head()
+            tries, last = tries + 1 if head == last else 0, head
+            if tries == 100:
+                break
             if head is None or (at_least is not None and head.version < at_least):
                 return None
             if head == self._current_head and self._current is not None:
@@ -168,20 +179,23 @@ class Reader:
             mapped = self._segment.map(head)
             if mapped is not None:
                 return self._snapshot(head, mapped)
-            # The publisher has published twice since the head was read; it never writes to the newest buffer.
+            # The publisher has published twice since the head was read.
         raise CorruptStoreError(f"{self._segment.path}: the buffer that its head names has another version")
 
     def _renew(self) -> None:
         # A publisher that died between renaming a new file and setting `replaced` has not set it.
         while self._segment.signals["replaced"] or not (self._segment.has_publisher() or self._segment.has_its_name()):
             self._segment.close()
-            self._segment = WeightsSegment.open(self.name, self._directory)
+            self._segment = WeightsSegment.open(self.name, self._directory, trust=self._trust)
             self._schema = self._current = self._current_head = None
 
     def _snapshot(self, head: Head, mapped: mmap.mmap) -> Snapshot:
         hold = _Hold(self._segment, mapped)
         if self._schema is None:
-            self._schema = Schema.from_json(self._segment.schema())
+            schema = Schema.from_json(self._segment.schema())
+            if schema.nbytes > len(mapped):
+                raise CorruptStoreError(f"{self._segment.path} is damaged: its schema does not fit into a version")
+            self._schema = schema
         memory = np.asarray(hold)
         values = list(_read_only(self._schema, memory))
         weights = nested([entry.path for entry in self._schema.entries], values)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from geartrain.core.shared_files import Trust
 from geartrain.errors import ConnectionClosedError, GeartrainError, PeerLostError
 from geartrain.weights.layout import Schema
 from geartrain.weights.segment import WeightsSegment
@@ -38,10 +39,10 @@ _log = logging.getLogger(__name__)
 class Follower:
     """Keeps the weights of a source up to date on this host; fetches them if no other process does."""
 
-    def __init__(self, name: str, node: Node, source: str, directory: Path) -> None:
+    def __init__(self, name: str, node: Node, source: str, directory: Path, trust: Trust = "user") -> None:
         self.name, self.source = name, source
         self.state = f"{source!r} was not contacted yet"  # for error messages
-        self._node, self._directory = node, directory
+        self._node, self._directory, self._trust = node, directory, trust
         self._writer: Writer | None = None
         self._newest: tuple[bytes, int] = (b"", 0)  # id and sequence at the source
         self._schema = b""
@@ -101,7 +102,7 @@ class Follower:
 
     def _become_relay(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            here = WeightsSegment.open(self.name, self._directory, create=False)
+            here = WeightsSegment.open(self.name, self._directory, create=False, trust=self._trust)
             try:
                 if here.has_publisher():
                     self.state = "another process of this host publishes or relays"
@@ -112,7 +113,7 @@ class Follower:
             finally:
                 here.close()
         try:
-            self._writer = Writer(self.name, 3, self._directory)
+            self._writer = Writer(self.name, 3, self._directory, self._trust)
         except GeartrainError:
             return False  # another process was faster
         serve(self._node, self.name, self._writer)

@@ -17,7 +17,9 @@ import numpy as np
 
 import geartrain.core.futex as futex
 import geartrain.core.locks as locks
+from geartrain.core.shared_files import Trust, open_shared, share_with
 from geartrain.errors import (
+    CorruptStoreError,
     GeartrainError,
     IncompatibleStoreError,
     LockTimeoutError,
@@ -26,7 +28,6 @@ from geartrain.errors import (
 )
 from geartrain.weights.format import (
     BUFFER,
-    DIRECTORY,
     FORMAT_VERSION,
     GATE,
     HEAD,
@@ -35,6 +36,7 @@ from geartrain.weights.format import (
     LAYOUT,
     LAYOUT_AT,
     MAGIC,
+    MAX_BUFFERS,
     MEMBERS,
     PREFIX,
     PUBLISHER,
@@ -44,6 +46,7 @@ from geartrain.weights.format import (
     SLOT,
     SLOTS_AT,
     Head,
+    directory_of,
     path_of,
     seal,
     unseal,
@@ -55,8 +58,8 @@ _MAP_NORESERVE = 0x4000
 class WeightsSegment:
     """An open file of weights that this process is attached to. Locks are those of this object's open file."""
 
-    def __init__(self, fd: int, path: Path) -> None:
-        self.fd, self.path = -1, path
+    def __init__(self, fd: int, path: Path, trust: Trust = "user") -> None:
+        self.fd, self.path, self.trust = -1, path, trust
         self._control = _map(fd, SCHEMA_AT)
         self._bytes = np.frombuffer(self._control, np.uint8)
         self.signals = np.frombuffer(self._control, SIGNALS, 1, SIGNALS_AT)[0]
@@ -74,16 +77,20 @@ class WeightsSegment:
         self.fd = fd  # this object closes it from here on
 
     @classmethod
-    def open(cls, name: str, directory: Path, *, create: bool = True) -> WeightsSegment:
-        """Attaches to the file of that name; creates it if there is none, or raises `FileNotFoundError`."""
+    def open(cls, name: str, directory: Path, *, create: bool = True, trust: Trust = "user") -> WeightsSegment:
+        """Attaches to the file of that name; creates it if there is none, or raises `FileNotFoundError`.
+
+        Raises:
+            UntrustedStoreError: others than `trust` says may write to it. IncompatibleStoreError: it is something else.
+        """
         path = path_of(name, directory)
         while True:
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                fd = open_shared(path, trust=trust)
             except FileNotFoundError:
                 if not create:
                     raise
-                made = cls.make(path)
+                made = cls.make(path, trust)
                 with contextlib.suppress(FileExistsError):  # another process was faster
                     made.link()
                     return made
@@ -96,10 +103,13 @@ class WeightsSegment:
                 os.close(fd)  # the last attached process is removing it
                 continue
             try:
-                return cls(fd, path)
+                segment = cls(fd, path, trust)
             except BaseException:
                 os.close(fd)
                 raise
+            if segment.signals["replaced"] and segment.has_its_name():  # or every process would look for another one
+                raise CorruptStoreError(f"{path} is damaged: it says that it was replaced, and has its name")
+            return segment
 
     @classmethod
     def viewing(cls, fd: int, path: Path) -> WeightsSegment:
@@ -109,20 +119,21 @@ class WeightsSegment:
         return segment
 
     @classmethod
-    def make(cls, path: Path) -> WeightsSegment:
+    def make(cls, path: Path, trust: Trust = "user") -> WeightsSegment:
         """A new file without a name."""
         try:
             fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _no_space(path, SCHEMA_AT, error) from error
         try:
+            share_with(fd, trust)
             _allocate(fd, path, 0, SCHEMA_AT)
             header = np.zeros((), HEADER)
             header["magic"], header["format_version"], header["header_bytes"] = MAGIC, FORMAT_VERSION, SCHEMA_AT
             header["segment_id"], header["created_ns"] = np.void(secrets.token_bytes(16)), time.time_ns()
             os.pwrite(fd, seal(header), 0)
             locks.take(fd, locks.SHARED, MEMBERS)
-            return cls(fd, path)
+            return cls(fd, path, trust)
         except BaseException:
             os.close(fd)
             raise
@@ -181,6 +192,8 @@ class WeightsSegment:
             return None
         try:
             layout = self.layout()
+            if layout is None or head.buffer >= layout["buffers"]:
+                raise CorruptStoreError(f"{self.path} is damaged: its newest version is in buffer {head.buffer}")
             return mmap.mmap(  # has a descriptor of its own, of the same open file
                 fd,
                 int(layout["stride"]),
@@ -239,7 +252,7 @@ class WeightsSegment:
     # --- contents ---------------------------------------------------------------------------------------------------
 
     def head(self) -> Head | None:
-        """The newest version; None before the first."""
+        """The newest version; None before the first. Raises `CorruptStoreError`."""
         newest = None
         for i in range(2):
             record = self._record(HEAD, HEADS_AT + i * HEAD.itemsize)
@@ -247,15 +260,37 @@ class WeightsSegment:
                 newest = record
         if newest is None:
             return None
+        if newest["buffer"] >= MAX_BUFFERS:
+            raise CorruptStoreError(f"{self.path} is damaged: its newest version is in buffer {newest['buffer']}")
         return Head(int(newest["sequence"]), int(newest["version"]), int(newest["published_ns"]), int(newest["buffer"]))
 
     def layout(self) -> Any:
-        """The LAYOUT record; None before the first version."""
-        return self._record(LAYOUT, LAYOUT_AT)
+        """The LAYOUT record; None before the first version.
+
+        Raises:
+            CorruptStoreError: the file is not as long as its schema and versions need; whoever maps it would crash.
+        """
+        layout = self._record(LAYOUT, LAYOUT_AT)
+        if layout is None:
+            return None
+        buffers, schema_bytes, version_bytes = (
+            int(layout[key]) for key in ("buffers", "schema_bytes", "version_bytes")
+        )
+        data_offset, stride = _pages(SCHEMA_AT + schema_bytes), max(mmap.PAGESIZE, _pages(version_bytes))
+        size = self._control.size()  # of the file
+        if (
+            not 2 <= buffers <= MAX_BUFFERS
+            or (int(layout["data_offset"]), int(layout["stride"])) != (data_offset, stride)
+            or size < data_offset + buffers * stride
+        ):
+            raise CorruptStoreError(f"{self.path} is damaged: {size} bytes do not hold what its layout promises")
+        return layout
 
     def schema(self) -> bytes:
         """The schema's JSON. Raises `IncompatibleStoreError` when its checksum is wrong."""
         layout = self.layout()
+        if layout is None:
+            raise CorruptStoreError(f"{self.path} is damaged: it has a version, and no layout")
         schema = os.pread(self.fd, int(layout["schema_bytes"]), SCHEMA_AT)
         if zlib.crc32(schema) != layout["schema_checksum"]:
             raise IncompatibleStoreError(f"the schema in {self.path} is damaged")
@@ -358,16 +393,16 @@ class WeightsInfo(NamedTuple):
     in_use: bool  # a living process is attached
 
 
-def describe(name: str, directory: str | Path = DIRECTORY) -> WeightsInfo:
+def describe(name: str, directory: str | Path | None = None, *, trust: Trust = "user") -> WeightsInfo:
     """State of weights, without attaching to them.
 
     Raises:
         StoreMissingError: there are none of that name on this host.
-        IncompatibleStoreError: the file is something else.
+        IncompatibleStoreError: the file is something else. UntrustedStoreError: others than `trust` may write to it.
     """
-    path = path_of(name, Path(directory))
+    path = path_of(name, directory_of(directory))
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_shared(path, trust=trust)
     except FileNotFoundError:
         raise StoreMissingError(f"there are no weights {name!r} on this host: {path} is missing") from None
     try:
@@ -391,23 +426,23 @@ def describe(name: str, directory: str | Path = DIRECTORY) -> WeightsInfo:
         os.close(fd)
 
 
-def names(directory: str | Path = DIRECTORY) -> list[str]:
+def names(directory: str | Path | None = None) -> list[str]:
     """Names of all weights on this host."""
-    found = (path.name.removeprefix(PREFIX) for path in Path(directory).glob(f"{PREFIX}*"))
+    found = (path.name.removeprefix(PREFIX) for path in directory_of(directory).glob(f"{PREFIX}*"))
     return sorted(name for name in found if not name.endswith(".new"))
 
 
-def unlink(name: str, directory: str | Path = DIRECTORY) -> None:
+def unlink(name: str, directory: str | Path | None = None) -> None:
     """Removes the name. Attached processes keep the weights; a publisher that starts makes a new segment."""
-    path_of(name, Path(directory)).unlink(missing_ok=True)
+    path_of(name, directory_of(directory)).unlink(missing_ok=True)
 
 
-def reap(directory: str | Path = DIRECTORY) -> list[str]:
+def reap(directory: str | Path | None = None) -> list[str]:
     """Removes weights that no living process is attached to: theirs were killed. Returns their names."""
     removed = []
-    for path in Path(directory).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    for path in directory_of(directory).glob(f"{PREFIX}*"):
+        with contextlib.suppress(GeartrainError, OSError):  # another user's, or removed meanwhile
+            fd = open_shared(path)
             try:
                 if locks.take(fd, locks.EXCLUSIVE, MEMBERS) and _is_at(fd, path):
                     path.unlink()
@@ -428,7 +463,7 @@ def _map(fd: int, size: int) -> mmap.mmap:
 
 def _is_at(fd: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(fd), path.stat())
+        return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
         return False
 
@@ -451,5 +486,6 @@ def _no_space(path: Path, size: int, error: OSError) -> Exception:
     return NoSpaceError(
         f"a buffer of {path.name} needs {size / 2**20:.1f} MiB, but {path.parent} has "
         f"{free.f_bavail * free.f_frsize / 2**20:.1f} MiB free. Release snapshots, remove what killed processes "
-        "have left (geartrain.weights.reap()), or enlarge it (mount -o remount,size=...; docker run --shm-size=...)"
+        "have left (geartrain.weights.reap()), enlarge it (mount -o remount,size=...; docker run --shm-size=...), or "
+        "set GEARTRAIN_DIR to a directory of a larger file system for all processes"
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.shared_files import Trust
 from geartrain.errors import ArgumentError, BuffersHeldError, GeartrainError, StoreClosedError
 from geartrain.weights.format import MAX_BUFFERS
 from geartrain.weights.layout import Schema
@@ -28,18 +29,18 @@ _CHECK_EVERY_S = 0.1
 class Writer:
     """The only writer of the weights of a name on this host, while it is open."""
 
-    def __init__(self, name: str, buffers: int, directory: Path) -> None:
+    def __init__(self, name: str, buffers: int, directory: Path, trust: Trust = "user") -> None:
         """Raises `GeartrainError` when another one is alive."""
         if not 2 <= buffers <= MAX_BUFFERS:
             raise ArgumentError(
                 f"weights have 2 to {MAX_BUFFERS} buffers, to read one and write another; found buffers={buffers}"
             )
         self.name, self._buffers = name, buffers
-        self._segment = WeightsSegment.open(name, directory)
+        self._segment = WeightsSegment.open(name, directory, trust=trust)
         while not self._segment.become_publisher():
             if self._segment.signals["replaced"]:  # the file that replaced it may be free
                 self._segment.close()
-                self._segment = WeightsSegment.open(name, directory)
+                self._segment = WeightsSegment.open(name, directory, trust=trust)
                 continue
             self._segment.close()
             raise GeartrainError(f"the weights {name!r} have a publisher on this host already, and it is alive")
@@ -72,7 +73,7 @@ class Writer:
             if self._segment.schema() == text and layout["buffers"] == self._buffers:
                 self._schema = schema
                 return
-            fresh = WeightsSegment.make(self._segment.path)
+            fresh = WeightsSegment.make(self._segment.path, self._segment.trust)
             fresh.become_publisher()
             if self._old is None:
                 self._old = self._segment

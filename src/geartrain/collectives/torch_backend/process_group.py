@@ -4,7 +4,7 @@
     import geartrain.collectives.torch_backend.process_group        # registers the backend
     dist.init_process_group("geartrain")
 
-or, with nothing edited, GEARTRAIN_ALLREDUCE=1 in the environment (src/geartrain_autoload).
+or, with nothing edited, `torchrun -m geartrain_autoload train.py` (src/geartrain_autoload).
 
 All-reduce is `geartrain.collectives.Group`'s, for tensors on the CPU and, through pinned memory, on GPUs (staging.py).
 Every other collective is Gloo's (CPU) or NCCL's (CUDA): these are registered as the group's backends, where torch's own

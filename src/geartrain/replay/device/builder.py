@@ -34,6 +34,8 @@ from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.staging import StagingBuffer
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
+from geartrain.replay.fetch import FetchedRows
+from geartrain.replay.native_batch import keys_of
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.selection.strategy import Draw, Redraw, importance_of, seed_of
@@ -222,10 +224,12 @@ class DeviceBatchBuilder:
     def _stage(self, step: int, state: State) -> PendingBatch:
         target = self.targets[0]
         stage = StagingBuffer(target, self.rows)
-        rows = self._host.sample(step, state, stage.arrays)
-        transfer = stage.send(rows.fetched)
-        ready = transfer.finish(rows.keys, rows.probability, rows.importance_weights, step)
-        return PendingBatch(step, rows.state, transfer, [], self._ready(ready, rows.state))
+        rows, after = self._host.sample(step, state, stage.arrays)
+        transfer = stage.send(FetchedRows.of_batch(rows, stage.arrays))
+        ready = transfer.finish(
+            keys_of(rows, self._host.store_ids), rows.probability(), rows.importance_weights(), step
+        )
+        return PendingBatch(step, after, transfer, [], self._ready(ready, after))
 
     # --- gathered ----------------------------------------------------------------------------------------------
 
@@ -323,7 +327,10 @@ class DeviceBatchBuilder:
             self._release(part, slice(None))
             self._replace_lost(pending, part, torn[part.at : part.at + part.n])
         draws = [part.draw for part in parts if part.draw is not None]
-        keys = [Keys(draw.rows, draw.generations) for draw in draws]
+        keys = [
+            Keys(draw.rows, draw.generations, store=self.samplers[part.number].plan.store.id)
+            for part, draw in zip(parts, draws, strict=True)
+        ]
         importance_weights = [
             (importance_of(self.samplers[part.number].strategy, draw, part.count, pending.step), part.n)
             for part, draw in zip(parts, draws, strict=True)

@@ -32,7 +32,7 @@ from geartrain.core.keys import Keys
 from geartrain.device.nccl import DeviceGroup
 from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.replay.batch import Batch
-from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_stats
+from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_stats, check_priorities
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
@@ -124,7 +124,7 @@ class DistributedBatchBuilder:
             group,
             position,
             job,
-            [sampler.plan.store.native.describe()["store_id"] for sampler in samplers],
+            [sampler.plan.store.id for sampler in samplers],
             fields,
             sum(plan.row_bytes(name) for name in fields),
         )
@@ -349,7 +349,8 @@ class DistributedBatchBuilder:
         self._copy_to_peers(me, mine, weights)
         headers = mine.headers
         its = np.flatnonzero(draws.replica == me.replica).astype(np.int64)
-        keys = Keys(headers["row"], headers["generation"], headers["shard"].astype(np.uint16), its)
+        shard = headers["shard"].astype(np.uint16)
+        keys = Keys(headers["row"], headers["generation"], shard, its, self.members.shard_ids[shard])
         return self.assembler.batch(mine, keys, weights if len(weights) else None, step, its)
 
     def _copy_to_peers(self, me: Consumer | None, mine: RowBuffer | None, weights: NDArray[np.float64] | None) -> None:
@@ -373,10 +374,9 @@ class DistributedBatchBuilder:
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`. They go to the rows' shards with the next batch."""
         keys, priorities = update.keys, update.priorities
-        if not np.isfinite(priorities).all():
-            raise ArgumentError(f"priority {np.flatnonzero(~np.isfinite(priorities))[0]} is not finite")
-        if len(keys) and (keys.shard is None or int(keys.shard.max()) >= self.members.shards):
-            raise ArgumentError("these keys name no shard of this replay; use the keys of its batches")
+        check_priorities(priorities)
+        if len(keys):
+            self.members.shard_of(keys)
         return None
 
     def stats(self) -> dict[str, float]:

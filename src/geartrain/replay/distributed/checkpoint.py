@@ -30,12 +30,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from geartrain.errors import CheckpointError, PeerLostError, WaitTimeoutError
 from geartrain.replay.distributed.checkpoint_requests import (
+    LoadRequest,
     SaveRequest,
     check_load_requests,
     check_save_requests,
@@ -64,6 +66,10 @@ from geartrain.store.store import Store
 
 # Interval of the all-gathers during a phase.
 POLL_S = 1.0
+
+#: Times that a load starts again because the step that it had chosen was removed.
+_MOST_TRIES = 20
+_REMOVED = "removed"
 
 T = TypeVar("T")
 
@@ -242,53 +248,104 @@ def load_checkpoint(
     root = Path(directory).absolute()
     how = LoadOptions(reshard, together, capacity, part, adopt)
     unknown = set(options) - {"persist", "reserve"}
-    asked = f"looking for steps in {root}"
-    everyone = _run_phase(
-        ranks, asked, lambda: load_request(root, os.fspath(name), shard, step, how, unknown), timeout_s
-    )
-    mine = everyone[ranks.rank]
-    check_load_requests(everyone)
-    record = everyone[ranks.rank].steps[newest_common(root, everyone)].content
-    k, n = mine.shard
-    if len(record["shards"]) != n and not reshard:
-        raise CheckpointError(
-            f"step {record['step']} in {root} was saved from {len(record['shards'])} shards, {n} are asked for; "
-            f"reshard=True cuts the rows anew"
+    for left in reversed(range(_MOST_TRIES)):
+        everyone = _run_phase(
+            ranks,
+            f"looking for steps in {root}",
+            lambda: load_request(root, os.fspath(name), shard, step, how, unknown),
+            timeout_s,
         )
-    place = root / step_name(record["step"])
-    lowest = {(one.shard, one.name): rank for rank, one in reversed(list(enumerate(everyone)))}
-    loads = lowest[mine.shard, mine.name] == ranks.rank
-    opened: list[tuple[Store, bool]] = []
+        check_load_requests(everyone)
+        number, identity = newest_common(root, everyone)
+        load = _ShardLoad(everyone, ranks.rank, root, (number, identity), how, progress, options)
+        try:
+            found = _run_phase(ranks, load.doing, load.run, timeout_s)
+            if _REMOVED in found:
+                # By a save, before some rank had opened it: there is a newer one.
+                if left == 0:
+                    raise CheckpointError(f"{load.doing}: it was removed, as were {_MOST_TRIES - 1} others before it")
+                load.undo()
+                continue
+            _run_phase(ranks, load.doing, load.attach, timeout_s)
+        except BaseException:
+            load.undo()
+            raise
+        loaded = found[load.loader]
+        assert load.store is not None
+        assert isinstance(loaded, tuple)
+        report, state = loaded
+        return load.store, state, replace(report, seconds=time.monotonic() - began_s)
+    raise AssertionError("unreachable")
 
-    def load() -> tuple[Loaded, dict[str, Any] | None]:
-        source = saved_shard(place, record, k, n, how)
-        adopted = adopt_segment(os.fspath(name), source) if adopt else None
-        if adopted is None:
-            store = source.load(os.fspath(name), progress, options)
-            opened.append((store, False))
-            source.remember(store)
-            counts = (0, 0, 0)
-        else:
-            store, counts = adopted
-            opened.append((store, True))
-        return Loaded(place, record["step"], (k, n), len(store), len(record["shards"]), *counts), source.state()
 
-    def attach() -> None:
-        opened.append((Store.open(name), True))
+class _ShardLoad:
+    """One rank's part in loading a step: its store, and what it takes to undo that."""
 
-    doing = f"loading step {record['step']} from {root}"
-    try:
-        found = _run_phase(ranks, doing, load if loads else _nothing, timeout_s)
-        _run_phase(ranks, doing, _nothing if loads else attach, timeout_s)
-    except BaseException:
-        for store, was_there in opened:
-            if not was_there:
-                store.unlink()
-            store.close(keep=True)
-        raise
-    report, state = found[lowest[mine.shard, mine.name]] or (None, None)
-    assert report is not None
-    return opened[0][0], state, replace(report, seconds=time.monotonic() - began_s)
+    def __init__(
+        self,
+        everyone: list[LoadRequest],
+        rank: int,
+        root: Path,
+        key: tuple[int, str],
+        how: LoadOptions,
+        progress: bool,
+        options: dict[str, Any],
+    ) -> None:
+        self._mine, self._root, self._key = everyone[rank], root, key
+        self._how, self._progress, self._options = how, progress, options
+        self._record = self._mine.steps[key].content
+        self.doing = f"loading step {key[0]} from {root}"
+        lowest = {(one.shard, one.name): at for at, one in reversed(list(enumerate(everyone)))}
+        self.loader = lowest[self._mine.shard, self._mine.name]  # the rank that loads it
+        self._loads = self.loader == rank
+        self.store: Store | None = None
+        self._was_there = False
+        shards, n = len(self._record["shards"]), self._mine.shard[1]
+        if shards != n and not how.reshard:
+            raise CheckpointError(
+                f"step {key[0]} in {root} was saved from {shards} shards, {n} are asked for; "
+                f"reshard=True cuts the rows anew"
+            )
+
+    def run(self) -> tuple[Loaded, dict[str, Any] | None] | str | None:
+        """Loads the store, if this rank is to: its report and the state; `_REMOVED` when the step was, meanwhile."""
+        if not self._loads:
+            return None
+        try:
+            return self._load()
+        except CheckpointError:
+            if self._key in scan_steps(self._root)[0]:
+                raise
+            return _REMOVED
+
+    def _load(self) -> tuple[Loaded, dict[str, Any] | None]:
+        (k, n), name = self._mine.shard, self._mine.name
+        place = self._root / step_name(self._key[0])
+        with closing(saved_shard(place, self._record, k, n, self._how)) as source:
+            adopted = adopt_segment(name, source) if self._how.adopt else None
+            if adopted is None:
+                store = source.load(name, self._progress, self._options)
+                self.store = store
+                source.remember(store)
+                counts = (0, 0, 0)
+            else:
+                store, counts = adopted
+                self.store, self._was_there = store, True
+            report = Loaded(place, self._key[0], (k, n), len(store), len(self._record["shards"]), *counts)
+            return report, source.state()
+
+    def attach(self) -> None:
+        """Opens what another rank of this host has loaded, if it has."""
+        if not self._loads:
+            self.store, self._was_there = Store.open(self._mine.name), True
+
+    def undo(self) -> None:
+        """Removes the store, unless it was there before."""
+        if self.store is not None:
+            if not self._was_there:
+                self.store.unlink()
+            self.store.close(keep=True)
+            self.store = None
 
 
 def newest_step(
@@ -360,17 +417,17 @@ def _write_shard(
         origin=store.origin,
         progress=progress,
     )
-    found = Checkpoint(target)
-    return {
-        "directory": target.name,
-        "id": found.id,
-        "store_id": f"{here.store_id:016x}",
-        "rows": found.rows,
-        "capacity": found.options["capacity"],
-        "bytes": found.nbytes,
-        "ranks": members,
-        "saved": saved,
-    }
+    with Checkpoint(target) as found:
+        return {
+            "directory": target.name,
+            "id": found.id,
+            "store_id": f"{here.store_id:016x}",
+            "rows": found.rows,
+            "capacity": found.options["capacity"],
+            "bytes": found.nbytes,
+            "ranks": members,
+            "saved": saved,
+        }
 
 
 def _new_record(everyone: Sequence[SaveRequest], shards: list[dict[str, Any]], store: Store) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def save_request(
     make_directory(root)
     limits = {limit: store.options[limit] for limit in SHARED_LIMITS}
     steps, _ = scan_steps(root)
-    store_id, schema = store.native.describe()["store_id"], (store.fields, store.max_length)
+    store_id, schema = store.id, (store.fields, store.max_length)
     return SaveRequest(store_id, step, text, shard, keep, *schema, limits, steps)
 
 

@@ -3,8 +3,9 @@
     DIRECTORY/step-00000042/shard-00000-of-00004/    a checkpoint of one store, incremental
     DIRECTORY/step-00000042/replay.json              the record: all shards and the replay's state; written last
 
-A step is complete on a disk once its record is there. The record is written under another name (replay.ID.json) where
-the step was complete before, and replaces the old one when it is complete everywhere.
+A step is complete on a disk once its record is there. Its shards are removed after it, and only when nobody reads
+them (checkpoint_directory.py): a load that has opened a shard gets all of it. The record is written under another name
+(replay.ID.json) where the step was complete before, and replaces the old one when it is complete everywhere.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from geartrain.store.checkpoint_directory import remove_unheld
 from geartrain.store.checkpoint_format import json_checksum, sync_directory, write_json
 
 FORMAT = "geartrain-shards"
@@ -174,8 +175,9 @@ def prune_steps(root: Path, kept: set[int], step: int, companions: Sequence[str]
 
 
 def _remove(path: Path) -> None:
+    """Removes a file, or a directory that no one reads; another one stays until the next save."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+        remove_unheld(path)
     else:
         path.unlink(missing_ok=True)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, RanksDisagreeError
 from geartrain.replay.distributed.assignment import Replica
 from geartrain.replay.distributed.rank_group import RankGroup, all_gather_among
@@ -39,11 +40,13 @@ class StoreShards:
         of_rank: the shard that each rank has attached. Shards are numbered by their lowest ranks.
         ranks: the ranks of each shard; the first one is its leader.
         first: number of its first shard among those of all stores of the job.
+        ids: the id of each shard's segment.
     """
 
     of_rank: list[int]
     ranks: list[list[int]]
     first: int
+    ids: list[int]
 
     @property
     def leaders(self) -> list[int]:
@@ -98,6 +101,8 @@ class Members:
         for number in range(len(store_ids)):
             first = sum(len(store.ranks) for store in self.stores)
             self.stores.append(_shards([each["stores"][number] for each in everyone], first))
+        #: (shards,) uint64, the ids of the segments of all shards of all stores.
+        self.shard_ids = np.array([each for store in self.stores for each in store.ids], np.uint64)
         self.consumers = _consumers(everyone)
         self.replicas = [self._replica(number) for number in range(position.dp_size)]
         self.me = next((c for c in self.consumers if c.rank == group.rank or group.rank in c.peers), None)
@@ -115,6 +120,10 @@ class Members:
     def shards(self) -> int:
         """Number of shards of all stores."""
         return sum(len(store.ranks) for store in self.stores)
+
+    def shard_of(self, keys: Keys) -> NDArray[np.int64]:
+        """(n,) the shard of each key, among those of all stores. Raises `ArgumentError` for keys of other stores."""
+        return keys.places_among(self.shard_ids, "shards of this replay")
 
     def leads(self, store: int) -> bool:
         """Whether this rank is the leader of its shard of a store."""
@@ -174,7 +183,7 @@ def _shards(ids: Sequence[int], first: int) -> StoreShards:
     ranks: list[list[int]] = [[] for _ in order]
     for rank, shard in enumerate(of_rank):
         ranks[shard].append(rank)
-    return StoreShards(of_rank, ranks, first)
+    return StoreShards(of_rank, ranks, first, order)
 
 
 def _consumers(everyone: list[dict[str, Any]]) -> list[Consumer]:

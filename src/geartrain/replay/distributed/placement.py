@@ -215,7 +215,7 @@ class Placement:
             dict.fromkeys([*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())])
         )
         read = FetchPlan(self.store, fields, window or 0, True, "numpy", 1)
-        store_id = self.store.native.describe()["store_id"]
+        store_id = self.store.id
         return Members(self._group, position, job, [store_id], fields, sum(map(read.row_bytes, fields)))
 
     def _map_readers(self) -> None:

@@ -8,21 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.keys import Keys
-from geartrain.replay.builder import PriorityUpdate
+from geartrain.replay.builder import PriorityUpdate, raised
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes
 from geartrain.replay.sampler import StoreSampler
 
-_LARGEST = np.finfo(np.float64).max
-
 
 def send_updates(members: Members, samplers: Sequence[StoreSampler], updates: Sequence[PriorityUpdate]) -> None:
     """Sends each update to the leader of its row's shard, and applies those that this rank receives. Collective."""
-    records = _pack(members, updates)
+    shards = [members.shard_of(update.keys) for update in updates]
+    records = _pack(members, updates, shards)
     leader_of = np.concatenate([store.leaders for store in members.stores])
-    keys_shard = np.concatenate([_shards(update.keys) for update in updates]) if updates else np.empty(0, np.int64)
-    leader = leader_of[keys_shard]
+    leader = leader_of[np.concatenate(shards)] if updates else np.empty(0, np.int64)
 
     group = members.group
     counts = members.all_gather(np.bincount(leader, minlength=group.size).astype(np.int64))
@@ -39,29 +36,24 @@ def send_updates(members: Members, samplers: Sequence[StoreSampler], updates: Se
     for number, sampler in enumerate(samplers):
         mine = received[received["store"] == number]
         if len(mine):
-            with np.errstate(over="ignore"):
-                priorities = np.minimum(np.abs(mine["priority"]) ** sampler.alpha, _LARGEST)
-            sampler.plan.store.update_priorities(Keys(mine["row"], mine["generation"]), priorities)
+            # The key of a row that the store does not have is counted as stale, and is no error of this rank.
+            there = mine["row"] < sampler.plan.store.capacity
+            rows, generations = np.where(there, mine["row"], 0), np.where(there, mine["generation"], 0)
+            sampler.plan.store.native.update_priorities(rows, generations, raised(mine["priority"], sampler.alpha))
 
 
-def _pack(members: Members, updates: Sequence[PriorityUpdate]) -> NDArray[Any]:
+def _pack(members: Members, updates: Sequence[PriorityUpdate], shards: Sequence[NDArray[np.int64]]) -> NDArray[Any]:
     """The updates as records, in the order they were given."""
     records = np.zeros(sum(len(update.keys) for update in updates), PRIORITY_UPDATE)
     store_of = np.repeat(np.arange(len(members.stores)), [len(store.ranks) for store in members.stores])
     at = 0
-    for call, update in enumerate(updates):
+    for call, (update, shard) in enumerate(zip(updates, shards, strict=True)):
         keys = update.keys
         into = records[at : at + len(keys)]
-        into["store"], into["row"], into["generation"] = store_of[_shards(keys)], keys.row, keys.generation
+        into["store"], into["row"], into["generation"] = store_of[shard], keys.row, keys.generation
         into["call"], into["draw"], into["priority"] = call, 0 if keys.draw is None else keys.draw, update.priorities
         at += len(keys)
     return records
-
-
-def _shards(keys: Keys) -> NDArray[Any]:
-    """The shard of each key; `check_update` of the builder lets no others pass."""
-    assert keys.shard is not None
-    return keys.shard
 
 
 __all__ = ["send_updates"]

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.keys import Keys
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
 from geartrain.store.checkpoint_format import ROW_RECORD, json_checksum, write_json
@@ -42,8 +41,13 @@ def saved_shard(place: Path, record: dict[str, Any], k: int, n: int, how: LoadOp
         CheckpointError: a shard that is needed is missing, damaged, or not the one the step was completed with.
     """
     as_saved = len(record["shards"]) == n and how.together is None and how.capacity is None
-    kind = _WholeShard if as_saved else _ReshardedShard
-    return kind(place, record, k, n, how)
+    shard: SavedShard = (_WholeShard if as_saved else _ReshardedShard)(place, record, k, n, how)
+    try:
+        shard.open()
+    except BaseException:
+        shard.close()
+        raise
+    return shard
 
 
 def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int, int]] | None:
@@ -55,7 +59,7 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
         peeked = Store.peek(name)
     except StoreMissingError:
         return None
-    if not source.is_in(peeked.native.describe()["store_id"]):
+    if not source.is_in(peeked.id):
         raise CheckpointError(
             f"the segment {peeked.path} is neither the one that {source.place.name} was saved from nor loaded from it. "
             f"Remove it with `geartrain remove {name}` to load from disk"
@@ -72,7 +76,7 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
         same &= infos["generation"] == keys.generation
         moved = np.flatnonzero(same & (there["priority"] != infos["priority"]))
         priorities = there["priority"][moved] / 2.0 ** store.options["priority_fraction_bits"]
-        lost = store.update_priorities(Keys(keys.row[moved], keys.generation[moved]), priorities)
+        lost = store.update_priorities(keys[moved], priorities)
         drawn = np.flatnonzero(same & (there["times_sampled"] != infos["times_sampled"]))
         counts = np.ascontiguousarray(there["times_sampled"][drawn])
         store.native.set_times_sampled(keys.row[drawn], keys.generation[drawn], counts)
@@ -84,13 +88,18 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
 
 
 class SavedShard(ABC):
-    """One shard of a step: loads a store, or says what an adopted one should hold."""
+    """One shard of a step: loads a store, or says what an adopted one should hold. Open until `close`."""
 
     def __init__(self, place: Path, record: dict[str, Any], k: int, n: int, how: LoadOptions) -> None:
         self.place = place
         self._record = record
         self._shard = (k, n)
         self._how = how
+        self._opened: list[Checkpoint] = []
+
+    @abstractmethod
+    def open(self) -> None:
+        """Opens the checkpoints that it needs: from now on they stay as they are, whatever is saved or removed."""
 
     @abstractmethod
     def load(self, name: str, progress: bool, options: dict[str, Any]) -> Store:
@@ -117,7 +126,7 @@ class SavedShard(ABC):
     def remember(self, store: Store) -> None:
         """Notes in the step that a segment was loaded from it, so that it can be adopted before its first save."""
         with suppress(OSError):  # a read-only disk: after a crash the shard is read again
-            write_json(self._note(store.native.describe()["store_id"]), self._origin())
+            write_json(self._note(store.id), self._origin())
 
     def _note(self, store_id: int) -> Path:
         return self.place / f"restored-{store_id:016x}.json"
@@ -125,6 +134,11 @@ class SavedShard(ABC):
     def _origin(self) -> dict[str, Any]:
         how = self._how
         return {"id": self._record["id"], "shard": list(self._shard), "cut": [how.together, how.capacity]}
+
+    def close(self) -> None:
+        """Lets what was opened be removed."""
+        for source in self._opened:
+            source.close()
 
     def _checkpoint(self, number: int) -> Checkpoint:
         entry = self._record["shards"][number]
@@ -135,6 +149,7 @@ class SavedShard(ABC):
                 f"is not on this disk"
             )
         found = Checkpoint(path)
+        self._opened.append(found)
         if found.id != entry["id"]:
             raise CheckpointError(f"{path} is not the checkpoint that step {self._record['step']} was completed with")
         return found
@@ -143,24 +158,25 @@ class SavedShard(ABC):
 class _WholeShard(SavedShard):
     """A shard as it was saved."""
 
+    def open(self) -> None:
+        self._source = self._checkpoint(self._shard[0])
+
     def load(self, name: str, progress: bool, options: dict[str, Any]) -> Store:
-        path = self._checkpoint(self._shard[0]).directory
-        return Store.load(path, name, progress=progress, **options)
+        return Store.load(self._source, name, progress=progress, **options)
 
     def rows(self) -> NDArray[Any]:
-        found = self._checkpoint(self._shard[0])
-        return found.records()[: found.rows]
+        return self._source.records()[: self._source.rows]
 
     def is_in(self, store_id: int) -> bool:
-        return self._checkpoint(self._shard[0]).store_id == store_id or super().is_in(store_id)
+        return self._source.store_id == store_id or super().is_in(store_id)
 
 
 class _ReshardedShard(SavedShard):
     """A resharded shard: a slice of all saved shards, one after the other."""
 
-    def __init__(self, place: Path, record: dict[str, Any], k: int, n: int, how: LoadOptions) -> None:
-        super().__init__(place, record, k, n, how)
-        self._sources = [self._checkpoint(number) for number in range(len(record["shards"]))]
+    def open(self) -> None:
+        k, n = self._shard
+        self._sources = [self._checkpoint(number) for number in range(len(self._record["shards"]))]
         self._tables = [source.records()[: source.rows] for source in self._sources]
         # The population: rows of the first shard by their numbers, then those of the second, and so on.
         orders = [np.argsort(table["row"], kind="stable") for table in self._tables]

@@ -15,11 +15,13 @@ from rich.table import Table
 
 import geartrain.core.counters as counters
 import geartrain.weights as weights
-from geartrain.errors import GeartrainError
+from geartrain.core.shared_files import Trust, check_trust, segments_directory
+from geartrain.errors import GeartrainError, IncompatibleStoreError
 from geartrain.store.store import Store
 from geartrain.tools.cli.app import app, die, out
 
 HISTOGRAM_BINS = 12
+TRUST_HELP = "Who may write to the segment: user (its owner alone), group or any, as it was created with."
 
 
 @app.command()
@@ -33,10 +35,12 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     audit: Annotated[bool, typer.Option(help="Attach to the store and check its metadata.")] = False,
+    trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
 ) -> None:
     """Show a store: schema, rows, bytes, priorities, counters; or a model's weights. Attaches only with --audit."""
+    trusted = check_trust(trust)
     if name is None:
-        _list_segments(as_json)
+        _list_segments(as_json, trusted)
     elif (Path(name) / "manifest.json").is_file():
         _inspect_checkpoint(Path(name), as_json)
     elif any(Path(name).glob("step-*")):
@@ -50,17 +54,18 @@ def inspect(
         else:
             _print_counters([about])
     else:
-        _inspect_store(name, as_json)
+        _inspect_store(name, as_json, trusted)
         if audit:
-            _audit(name)
+            _audit(name, trusted)
 
 
-def _list_segments(as_json: bool) -> None:
+def _list_segments(as_json: bool, trust: Trust) -> None:
     found: list[dict[str, Any]] = []
-    for path in sorted(Path("/dev/shm").glob("geartrain.*")):
+    directory = segments_directory()
+    for path in sorted(directory.glob("geartrain.*")):
         name = path.name.removeprefix("geartrain.")
         try:
-            store = Store.peek(name)
+            store = Store.peek(name, trust=trust)
             found.append(
                 {
                     "name": name,
@@ -82,7 +87,7 @@ def _list_segments(as_json: bool) -> None:
     if found_counters:
         _print_counters(found_counters)
     if not found:
-        out.print("no stores in /dev/shm")
+        out.print(f"no stores in {escape(str(directory))}")
         return
     table = Table("name", "rows", "capacity", "MB", "processes")
     for entry in found:
@@ -101,7 +106,7 @@ def _list_segments(as_json: bool) -> None:
 
 
 def _is_weights(name: str) -> bool:
-    return name in weights.names() and not Path(f"/dev/shm/geartrain.{name}").exists()
+    return name in weights.names() and not (segments_directory() / f"geartrain.{name}").exists()
 
 
 def _describe_weights(name: str) -> dict[str, Any]:
@@ -139,7 +144,7 @@ def _print_weights(found: list[dict[str, Any]]) -> None:
 
 
 def _is_counters(name: str) -> bool:
-    return name in counters.names() and not Path(f"/dev/shm/geartrain.{name}").exists()
+    return name in counters.names() and not (segments_directory() / f"geartrain.{name}").exists()
 
 
 def _describe_counters(name: str) -> dict[str, Any]:
@@ -212,8 +217,8 @@ def _histogram_edges(priorities: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return edges
 
 
-def _inspect_store(name: str, as_json: bool) -> None:
-    about = _describe(Store.peek(name))
+def _inspect_store(name: str, as_json: bool, trust: Trust) -> None:
+    about = _describe(Store.peek(name, trust=trust))
     if as_json:
         sys.stdout.write(json.dumps(about, indent=1) + "\n")
         return
@@ -256,14 +261,13 @@ def _print_histogram(priorities: dict[str, Any]) -> None:
 
 
 def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
-    from geartrain.store.checkpoint_format import read_manifest
+    from geartrain.store.checkpoint_reader import Checkpoint
 
-    manifest = read_manifest(directory)
+    with Checkpoint(directory) as found:
+        manifest, size, shared = found.manifest, found.nbytes, found.shared_nbytes
     if as_json:
         sys.stdout.write(json.dumps(manifest, indent=1) + "\n")
         return
-    size = sum(file["bytes"] for file in manifest["files"].values())
-    shared = sum(file["bytes"] for name, file in manifest["files"].items() if (directory / name).stat().st_nlink > 1)
     out.print(
         f"checkpoint of {manifest['created']}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB"
         + (f", {shared / 1e6:,.1f} MB of them shared with other checkpoints" if shared else "")
@@ -320,8 +324,8 @@ def _inspect_steps(directory: Path, as_json: bool) -> None:
         out.print("replay    " + ", ".join(f"{key} {value}" for key, value in known.items()))
 
 
-def _audit(name: str) -> None:
-    store = Store.open(name, adopt=True)
+def _audit(name: str, trust: Trust) -> None:
+    store = Store.open(name, adopt=True, trust=trust)
     problems = store.audit()
     store.close(keep=True)  # an audit must not remove a dead run's store
     for problem in problems:
@@ -337,8 +341,10 @@ def remove(
     force: Annotated[
         bool, typer.Option(help="Even while processes use it; the memory is freed when they end.")
     ] = False,
+    trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
 ) -> None:
     """Remove a stale store, a model's weights, or counters."""
+    trusted = check_trust(trust)
     if _is_weights(name):
         about = weights.describe(name)
         if about.in_use and not force:
@@ -352,10 +358,25 @@ def remove(
         counters.unlink(name)
         out.print(f"removed the counters {escape(name)}")
         return
-    store = Store.peek(name)
+    try:
+        store = Store.peek(name, trust=trusted)
+    except IncompatibleStoreError as error:
+        _remove_unreadable(name, force, error)
+        return
     users = store.native.live_clients()
     if users and not force:
         die(f"{users} living processes use {name!r}; --force removes its name regardless")
     rows = len(store)
     store.unlink()
     out.print(f"removed {escape(name)} ({rows:,} rows, {store.nbytes / 1e6:,.1f} MB)")
+
+
+def _remove_unreadable(name: str, force: bool, error: IncompatibleStoreError) -> None:
+    """Removes a file under a store's name that is no segment of this build: damaged, cut, or of another build."""
+    path = segments_directory() / f"geartrain.{name}"
+    if "/" in name or not path.is_file() or path.is_symlink():
+        raise error
+    if not force:
+        die(f"{error}; --force removes it unseen, processes that use it keep their memory")
+    path.unlink()
+    out.print(f"removed {escape(name)}, which no store could be read from")

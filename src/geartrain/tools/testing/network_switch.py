@@ -128,7 +128,8 @@ class Switch:
         process.wait(ANSWER_S)
         for stream in (process.stdin, process.stdout, self._stderr):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):  # of words that it did not live to read
+                    stream.close()
 
     def _ask(self, words: str) -> str:
         stdin, stdout = self._process.stdin, self._process.stdout

@@ -1,0 +1,209 @@
+#include "fetch/batch_sampler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "base/errors.h"
+
+namespace geartrain {
+namespace {
+
+// The draws of a batch that are to be made again, and the rows that stay.
+struct Lost {
+  std::vector<uint32_t> numbers, kept;
+
+  explicit Lost(const BatchArrays& batch) {
+    for (size_t i = 0; i < batch.rows.size(); ++i) {
+      if (batch.torn[i] != 0) {
+        numbers.push_back(static_cast<uint32_t>(i));
+      } else {
+        kept.push_back(batch.rows[i]);
+      }
+    }
+  }
+};
+
+template <typename T>
+void scatter(std::span<const T> from, std::span<const uint32_t> numbers, std::span<T> to) {
+  for (size_t i = 0; i < numbers.size(); ++i) to[numbers[i]] = from[i];
+}
+
+}  // namespace
+
+BatchArrays BatchArrays::part(const Store& store, uint32_t window, size_t first, size_t n) const {
+  BatchArrays out;
+  for (const FetchField& field : fields) {
+    out.fields.push_back({field.field, field.out + first * fetched_row_bytes(store, field.field, window)});
+  }
+  const size_t steps = window != 0 ? window : store.header().max_length;
+  out.rows = rows.subspan(first, n);
+  out.generations = generations.subspan(first, n);
+  out.probability = probability.subspan(first, n);
+  out.torn = torn.subspan(first, n);
+  out.mask = mask.subspan(first * steps, n * steps);
+  out.starts = starts.subspan(first, n);
+  out.lengths = lengths.subspan(first, n);
+  out.versions = versions.subspan(first, n);
+  return out;
+}
+
+BatchSampler::BatchSampler(Store& store, const Settings& settings)
+    : store_(store),
+      settings_(settings),
+      from_{store.priority_tree(), store.bit_tree(), store.words(), store.status()} {}
+
+BatchSampler::Result BatchSampler::sample(const BatchArrays& out, const Step& step) const {
+  if (store_.header().max_age_ns != 0) store_.expire();
+  if (store_.committed_count() < settings_.min_rows) {
+    if (!step.admitted) return {};
+    fail(ErrorKind::not_enough, settings_.min_rows, " selectable rows are asked for, the store has ",
+         store_.committed_count());
+  }
+  if (step.admitted) return draw_and_gather(out, step);
+  RateLimiter& limiter = store_.control().limiter;
+  const size_t n = out.rows.size();
+  if (!admit_samples(limiter, n, store_.control().committed_count, 0.0)) return {};
+  try {
+    return draw_and_gather(out, step);
+  } catch (...) {
+    give_back(limiter, 0, n);
+    throw;
+  }
+}
+
+BatchSampler::Result BatchSampler::draw_and_gather(const BatchArrays& out, const Step& step) const {
+  const size_t n = out.rows.size();
+  Result result{.done = true, .count = store_.committed_count(), .cursor = step.cursor, .redrawn = 0};
+  std::vector<uint32_t> numbers(n);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  result.cursor = draw_round(out, step, 0, numbers, {out.rows, out.generations, out.probability});
+  uint64_t torn = gather(out, {numbers, out.rows, out.generations, out.probability}, step.step, 0);
+  for (uint32_t round = 1; torn != 0; ++round) {
+    if (round == kMaxRounds) {
+      fail(ErrorKind::turnover, torn, " rows were overwritten before they could be copied, ", kMaxRounds,
+           " times in a row; the store of ", store_.header().capacity, " rows is too small for the rate of inserts");
+    }
+    const Lost lost(out);
+    const size_t count = lost.numbers.size();
+    result.redrawn += count;
+    std::vector<uint32_t> rows(count), generations(count);
+    std::vector<double> probability(count);
+    Step again = step;
+    again.cursor = result.cursor;
+    result.cursor = draw_round(out, again, round, lost.numbers, {rows, generations, probability});
+    torn = gather(out, {lost.numbers, rows, generations, probability}, step.step, round);
+  }
+  return result;
+}
+
+// Returns the cursor after the round.
+uint64_t BatchSampler::draw_round(const BatchArrays& out, const Step& step, uint32_t round,
+                                  std::span<const uint32_t> numbers, const Draws& draws) const {
+  std::vector<uint32_t> kept;
+  if (round != 0 && (settings_.form == Form::ordered || !settings_.replacement)) kept = Lost(out).kept;
+  if (settings_.form == Form::ordered) {
+    std::vector<uint64_t> sequences(numbers.size());
+    const uint64_t after = settings_.cursor ? step.cursor : 0;
+    const size_t found = first_rows(from_, settings_.order, after, step.limits, kept, draws, sequences);
+    if (found < numbers.size()) {
+      fail(ErrorKind::not_enough, out.rows.size(), " rows were asked for, ", found + kept.size(), " can be chosen");
+    }
+    // The sequence that a row was chosen by: by now another may stand in its place.
+    return settings_.cursor ? std::max(step.cursor, *std::max_element(sequences.begin(), sequences.end())) : 0;
+  }
+  DrawPlan plan{{settings_.seed, step.step, kRowStream}, settings_.by, round, 0, step.limits};
+  if (!settings_.replacement) {
+    plan.key.stream = kDistinctStream;
+    draw_distinct(from_, plan, kept, draws);
+    return 0;
+  }
+  if (settings_.stratified) plan.strata = static_cast<uint32_t>(out.rows.size());
+  uint64_t failed = draw(from_, plan, numbers, draws);
+  if (failed == 0) return 0;
+  store_.reap();  // sums at odds with their leaves: somebody died in the middle of an update
+  failed = draw(from_, plan, numbers, draws);
+  if (failed == 0) return 0;
+  store_.rebuild();  // or somebody living is in the middle of one: this waits for them
+  failed = draw(from_, plan, numbers, draws);
+  if (failed != 0) fail(ErrorKind::corrupt, failed, " draws found no row; store.audit() tells what is wrong");
+  return 0;
+}
+
+uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const {
+  const size_t n = drawn.rows.size();
+  const bool whole = drawn.rows.data() == out.rows.data();  // of all the batch's rows, whose arrays lie in `out`
+  std::vector<uint8_t> taken(n);
+  store_.count_samples(drawn.rows, drawn.generations, taken);
+  std::vector<int32_t> ends;
+  if (settings_.window != 0) {
+    ends.resize(n);
+    for (size_t i = 0; i < n; ++i) {
+      ends[i] = static_cast<int32_t>(std::min(
+          store_.status()[drawn.rows[i]].length.load(std::memory_order_relaxed), store_.header().max_length));
+    }
+    draw_window_ends({settings_.seed, step, kWindowStream}, round, drawn.numbers, ends, ends);
+  }
+  FetchRequest request;
+  request.rows = drawn.rows;
+  request.generations = drawn.generations;
+  request.fields = out.fields;
+  request.window = settings_.window;
+  request.pad_left = settings_.pad_left;
+  request.ends = ends;
+  request.threads = settings_.threads;
+  const size_t steps = out.mask.size() / std::max<size_t>(1, out.rows.size());
+  std::vector<uint8_t> torn(whole ? 0 : n), mask(whole ? 0 : n * steps);
+  std::vector<int32_t> starts(whole ? 0 : n), lengths(whole ? 0 : n);
+  std::vector<int64_t> versions(whole ? 0 : n);
+  if (whole) {
+    request.torn = out.torn;
+    request.mask = out.mask;
+    request.starts = out.starts;
+    request.lengths = out.lengths;
+    request.versions = out.versions;
+  } else {
+    request.places = drawn.numbers;
+    request.torn = torn;
+    request.mask = mask;
+    request.starts = starts;
+    request.lengths = lengths;
+    request.versions = versions;
+  }
+  fetch(store_, request);
+  if (store_.header().max_times_sampled != 0) {
+    store_.release_exhausted(drawn.rows, drawn.generations);
+    for (size_t i = 0; i < n; ++i) {
+      if (taken[i] == 0) request.torn[i] = 1;  // somebody else drew the row's last allowed sample first
+    }
+  }
+  if (!whole) {
+    scatter<uint32_t>(drawn.rows, drawn.numbers, out.rows);
+    scatter<uint32_t>(drawn.generations, drawn.numbers, out.generations);
+    scatter<double>(drawn.probability, drawn.numbers, out.probability);
+    scatter<uint8_t>(torn, drawn.numbers, out.torn);
+    scatter<int32_t>(starts, drawn.numbers, out.starts);
+    scatter<int32_t>(lengths, drawn.numbers, out.lengths);
+    scatter<int64_t>(versions, drawn.numbers, out.versions);
+    for (size_t i = 0; i < n; ++i) {
+      std::copy_n(mask.begin() + static_cast<ptrdiff_t>(i * steps), steps,
+                  out.mask.begin() + static_cast<ptrdiff_t>(drawn.numbers[i] * steps));
+    }
+  }
+  return static_cast<uint64_t>(std::count(request.torn.begin(), request.torn.end(), uint8_t{1}));
+}
+
+void importance_weights(std::span<const double> probability, uint64_t count, double beta, double lowest,
+                        std::span<double> weights) {
+  const auto unscaled = [&](double p) {
+    return std::pow(std::max(p, std::numeric_limits<double>::min()) * static_cast<double>(count), -beta);
+  };
+  double largest = lowest > 0 ? unscaled(lowest) : 0;
+  for (size_t i = 0; i < probability.size(); ++i) {
+    weights[i] = unscaled(probability[i]);
+    largest = std::max(largest, weights[i]);
+  }
+  for (double& weight : weights) weight /= largest;
+}
+
+}  // namespace geartrain

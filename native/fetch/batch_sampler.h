@@ -1,0 +1,100 @@
+// Batch sampler: a batch of one store in one call. Rows are drawn, their samples counted, their windows placed, their
+// fields copied, and rows that were lost on the way drawn again, until all of them are whole.
+//
+// Every result is a function of the store's contents, the seed and the step: draws as selection/selection.h defines
+// them, windows as draw_window_ends does, lost rows under the next round's attempts.
+//
+// Threads: any, each with batches of its own. Cost: that of the draw and of one copy of the batch; a few scratch
+// arrays of one entry a row.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "fetch/fetch.h"
+#include "selection/selection.h"
+
+namespace geartrain {
+
+// Where a batch goes. Arrays of one entry a row; `mask` has steps entries a row.
+struct BatchArrays {
+  std::vector<FetchField> fields;
+  std::span<uint32_t> rows, generations;
+  std::span<double> probability;
+  std::span<uint8_t> torn, mask;
+  std::span<int32_t> starts, lengths;
+  std::span<int64_t> versions;
+
+  // The same for rows [first, first + n).
+  BatchArrays part(const Store& store, uint32_t window, size_t first, size_t n) const;
+};
+
+// Rows drawn by somebody else, which a BatchSampler is to copy: `numbers` are their places in the batch's part.
+struct DrawnRows {
+  std::span<const uint32_t> numbers, rows, generations;
+  std::span<const double> probability;
+};
+
+class BatchSampler {
+ public:
+  enum class Form : uint8_t { random, ordered };
+
+  struct Settings {
+    uint32_t window = 0;  // steps; 0: whole rows
+    bool pad_left = true;
+    unsigned threads = 1;
+    uint64_t seed = 0;
+    Form form = Form::random;
+    By by = By::priority;     // random
+    bool replacement = true;  // random
+    bool stratified = false;  // random
+    Order order = Order::oldest;
+    bool cursor = false;  // ordered: rows up to the cursor are passed over, and it moves on
+    uint64_t min_rows = 1;
+  };
+
+  // What changes from batch to batch.
+  struct Step {
+    uint64_t step = 0;
+    Limits limits;
+    uint64_t cursor = 0;
+    bool admitted = false;  // the rate limiter has admitted the rows, and the store was seen to have enough
+  };
+
+  struct Result {
+    bool done = false;     // false: rows or the rate limiter have to be waited for; nothing was changed
+    uint64_t count = 0;    // of selectable rows that these were drawn from
+    uint64_t cursor = 0;   // for the next step
+    uint64_t redrawn = 0;  // rows lost on the way
+  };
+
+  // Lost this often in a row, rows are drawn from a store that turns over faster than it can be read.
+  static constexpr uint32_t kMaxRounds = 64;
+
+  BatchSampler(Store& store, const Settings& settings);
+
+  // Draws and copies out.rows.size() rows. Throws what draws throw, turnover, and corrupt where sums stay at odds with
+  // rows after a repair. Where it throws, rows that the rate limiter admitted in here are given back to it.
+  Result sample(const BatchArrays& out, const Step& step) const;
+
+  // Counts, places and copies rows that were drawn by other means. out.torn is 1 for those that were lost. Returns how
+  // many were.
+  uint64_t gather(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const;
+
+ private:
+  Result draw_and_gather(const BatchArrays& out, const Step& step) const;
+  uint64_t draw_round(const BatchArrays& out, const Step& step, uint32_t round, std::span<const uint32_t> numbers,
+                      const Draws& draws) const;
+
+  Store& store_;
+  Settings settings_;
+  Population from_;
+};
+
+// (count * probability) ** -beta, scaled so that the largest is 1; `lowest` above 0 is the lowest probability of the
+// batch that these rows are a part of.
+void importance_weights(std::span<const double> probability, uint64_t count, double beta, double lowest,
+                        std::span<double> weights);
+
+}  // namespace geartrain

@@ -1,0 +1,275 @@
+// Binding of batch samplers: a batch is one native object over one recycled buffer, and its arrays are made when they
+// are asked for.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <utility>
+
+#include "base/errors.h"
+#include "fetch/batch_sampler.h"
+#include "python/batch_shapes.h"
+#include "python/bind.h"
+
+namespace geartrain {
+namespace {
+
+using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
+
+// A batch of n rows: fields in recycled memory, or in arrays of the caller's; metadata in recycled memory.
+class SampledBatch {
+ public:
+  SampledBatch(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window, bool shards,
+               std::optional<std::vector<AnyArray>> out)
+      : n_(n),
+        window_(window),
+        steps_(window != 0 ? window : store.header().max_length),
+        memory_(bytes_needed(store, n, fields, window, shards, !out)),
+        out_(std::move(out)) {
+    if (out_ && out_->size() != fields.size()) {
+      fail(ErrorKind::schema, fields.size(), " fields were asked for with ", out_->size(), " output arrays");
+    }
+    for (size_t i = 0; i < fields.size(); ++i) {
+      const FieldRecord& record = store.fields()[fields[i]];
+      Field field{batch_shape(record, n, window), array_dtype(record.dtype, record.itemsize)};
+      const size_t bytes = bytes_of(field.shape, record.itemsize);
+      if (out_) {
+        const AnyArray& given = (*out_)[i];
+        if (given.nbytes() != bytes || given.itemsize() != record.itemsize) {
+          fail(ErrorKind::schema, "the output array of field '", record.name, "' has ", given.nbytes(),
+               " bytes, the batch needs ", bytes);
+        }
+        arrays_.fields.push_back({fields[i], static_cast<std::byte*>(given.data())});
+      } else {
+        arrays_.fields.push_back({fields[i], memory_.take(bytes)});
+      }
+      fields_.push_back(std::move(field));
+      nbytes_ += bytes;
+    }
+    take(arrays_.rows, n);
+    take(arrays_.generations, n);
+    take(arrays_.probability, n);
+    take(arrays_.torn, n);
+    take(arrays_.mask, n * steps_);
+    take(arrays_.starts, n);
+    take(arrays_.lengths, n);
+    take(arrays_.versions, n);
+    take(importance_, n);
+    if (shards) take(shards_, n);
+  }
+
+  size_t size() const { return n_; }
+  uint64_t nbytes() const { return nbytes_; }
+  uint32_t window() const { return window_; }
+  const BatchArrays& arrays() const { return arrays_; }
+
+  nb::object field(size_t i) const {
+    if (i >= fields_.size()) fail(ErrorKind::schema, "the batch has ", fields_.size(), " fields, not a number ", i);
+    if (out_) return nb::cast((*out_)[i]);
+    return memory_.array(arrays_.fields[i].out, fields_[i].shape, fields_[i].dtype);
+  }
+  template <typename T>
+  nb::object array(std::span<T> values) const {
+    return memory_.array(values, {n_});
+  }
+  nb::object mask() const {
+    return memory_.array(reinterpret_cast<std::byte*>(arrays_.mask.data()), {n_, steps_}, nb::dtype<bool>());
+  }
+  // None where no part of the batch has any.
+  nb::object importance_array() const { return weighed_ ? array(importance_) : nb::none(); }
+  nb::object shard_array() const { return shards_.empty() ? nb::none() : array(shards_); }
+
+  void check_part(size_t first, size_t n) const {
+    if (first > n_ || n > n_ - first) {
+      fail(ErrorKind::schema, "rows ", first, " to ", first + n, " are no part of a batch of ", n_);
+    }
+  }
+  void set_shard(size_t first, size_t n, uint16_t shard) {
+    check_part(first, n);
+    if (!shards_.empty()) std::fill_n(shards_.begin() + static_cast<ptrdiff_t>(first), n, shard);
+  }
+  // The importance weights of a part, to be filled; where parts have none they are 1.
+  std::span<double> weights(size_t first, size_t n) {
+    check_part(first, n);
+    if (!std::exchange(weighed_, true)) std::fill(importance_.begin(), importance_.end(), 1.0);
+    return importance_.subspan(first, n);
+  }
+  void set_importance(size_t first, const In<double>& given) {
+    const std::span<double> to = weights(first, given.size());
+    std::copy_n(given.data(), given.size(), to.begin());
+  }
+
+ private:
+  struct Field {
+    std::vector<size_t> shape;
+    nb::dlpack::dtype dtype;
+  };
+
+  static size_t bytes_needed(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
+                             bool shards, bool with_fields) {
+    if (n == 0) fail(ErrorKind::schema, "a batch has at least one row");
+    const size_t steps = window != 0 ? window : store.header().max_length;
+    size_t bytes = 0;
+    for (uint32_t field : fields) {
+      if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+      const FieldRecord& record = store.fields()[field];
+      const size_t size = bytes_of(batch_shape(record, n, window), record.itemsize);
+      if (with_fields) bytes += PooledMemory::padded(size);
+    }
+    bytes += 4 * PooledMemory::padded(4 * n) + 3 * PooledMemory::padded(8 * n) + PooledMemory::padded(n) +
+             PooledMemory::padded(bytes_of({n, steps}, 1));
+    if (shards) bytes += PooledMemory::padded(2 * n);
+    return bytes;
+  }
+  template <typename T>
+  void take(std::span<T>& span, size_t count) {
+    span = {reinterpret_cast<T*>(memory_.take(count * sizeof(T))), count};
+  }
+
+  size_t n_;
+  uint32_t window_;
+  size_t steps_;
+  PooledMemory memory_;
+  std::optional<std::vector<AnyArray>> out_;
+  std::vector<Field> fields_;
+  BatchArrays arrays_;
+  std::span<double> importance_;
+  bool weighed_ = false;
+  std::span<uint16_t> shards_;
+  uint64_t nbytes_ = 0;
+};
+
+// A store's sampler; the store outlives it.
+class Sampler {
+ public:
+  Sampler(Store& store, const std::vector<uint32_t>& fields, const BatchSampler::Settings& settings)
+      : store_(store), fields_(fields), window_(settings.window), sampler_(store, settings) {
+    for (uint32_t field : fields) {
+      if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+    }
+  }
+
+  // Fills rows [first, first + n) of a batch. Returns (cursor, rows redrawn, rows drawn from), or
+  // None where rows or the rate limiter have to be waited for.
+  nb::object sample_into(SampledBatch& batch, size_t first, size_t n, uint64_t step,
+                         const std::optional<LimitTuple>& limits, uint64_t cursor, bool admitted,
+                         std::optional<double> beta) {
+    check_fits(batch);
+    batch.check_part(first, n);
+    if (n == 0) fail(ErrorKind::schema, "at least one row is drawn");
+    BatchSampler::Step what{.step = step, .limits = {}, .cursor = cursor, .admitted = admitted};
+    if (limits) what.limits = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
+    BatchSampler::Result result;
+    {
+      nb::gil_scoped_release unlocked;
+      if (first == 0 && n == batch.size()) {
+        result = sampler_.sample(batch.arrays(), what);
+      } else {
+        result = sampler_.sample(batch.arrays().part(store_, window_, first, n), what);
+      }
+      if (result.done && beta) {
+        importance_weights(batch.arrays().probability.subspan(first, n), result.count, *beta, 0.0,
+                           batch.weights(first, n));
+      }
+    }
+    if (!result.done) return nb::none();
+    return nb::make_tuple(result.cursor, result.redrawn, result.count);
+  }
+
+  // Copies rows that Python has drawn to the places `numbers` of a part. Returns how many were lost.
+  uint64_t gather(SampledBatch& batch, size_t first, size_t n, const In<uint32_t>& numbers, const In<uint32_t>& rows,
+                  const In<uint32_t>& generations, const In<double>& probability, uint64_t step, uint32_t round) {
+    check_fits(batch);
+    batch.check_part(first, n);
+    if (rows.size() != numbers.size() || generations.size() != numbers.size() ||
+        probability.size() != numbers.size()) {
+      fail(ErrorKind::schema, numbers.size(), " numbers were given with ", rows.size(), " rows, ", generations.size(),
+           " generations and ", probability.size(), " probabilities");
+    }
+    for (uint32_t number : view(numbers)) {
+      if (number >= n) fail(ErrorKind::schema, "draw ", number, " is none of ", n);
+    }
+    nb::gil_scoped_release unlocked;
+    return sampler_.gather(batch.arrays().part(store_, window_, first, n),
+                           {view(numbers), view(rows), view(generations), view(probability)}, step, round);
+  }
+
+ private:
+  void check_fits(const SampledBatch& batch) const {
+    const auto& fields = batch.arrays().fields;
+    const auto same = [](const FetchField& field, uint32_t number) { return field.field == number; };
+    if (batch.window() != window_ || !std::equal(fields.begin(), fields.end(), fields_.begin(), fields_.end(), same)) {
+      fail(ErrorKind::schema, "the batch was made for other fields or windows");
+    }
+  }
+
+  Store& store_;
+  std::vector<uint32_t> fields_;
+  uint32_t window_;
+  BatchSampler sampler_;
+};
+
+nb::object weights_of(const In<double>& probability, uint64_t count, double beta, double lowest) {
+  std::vector<double> weights(probability.size());
+  importance_weights(view(probability), count, beta, lowest, weights);
+  return to_numpy(std::move(weights));
+}
+
+}  // namespace
+
+void bind_batch(nb::module_& module) {
+  nb::class_<SampledBatch>(module, "SampledBatch")
+      .def("__init__",
+           [](SampledBatch* self, const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
+              bool shards, std::optional<std::vector<AnyArray>> out) {
+             new (self) SampledBatch(store, n, fields, window, shards, std::move(out));
+           },
+           nb::arg("store"), nb::arg("n"), nb::arg("fields"), nb::arg("window"), nb::arg("shards"),
+           nb::arg("out").none() = nb::none())
+      .def("__len__", &SampledBatch::size)
+      .def_prop_ro("nbytes", &SampledBatch::nbytes)
+      .def("field", &SampledBatch::field)
+      .def("rows", [](const SampledBatch& b) { return b.array(b.arrays().rows); })
+      .def("generations", [](const SampledBatch& b) { return b.array(b.arrays().generations); })
+      .def("probability", [](const SampledBatch& b) { return b.array(b.arrays().probability); })
+      .def("torn", [](const SampledBatch& b) { return b.array(b.arrays().torn); })
+      .def("mask", &SampledBatch::mask)
+      .def("start", [](const SampledBatch& b) { return b.array(b.arrays().starts); })
+      .def("length", [](const SampledBatch& b) { return b.array(b.arrays().lengths); })
+      .def("version", [](const SampledBatch& b) { return b.array(b.arrays().versions); })
+      .def("importance_weights", &SampledBatch::importance_array)
+      .def("shard", &SampledBatch::shard_array)
+      .def("set_shard", &SampledBatch::set_shard)
+      .def("set_importance", &SampledBatch::set_importance);
+  nb::class_<Sampler>(module, "BatchSampler")
+      .def(
+          "__init__",
+          [](Sampler* self, Store& store, const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
+             unsigned threads, uint64_t seed, bool by_priority, bool replacement, bool stratified,
+             std::optional<int> order, bool cursor, uint64_t min_rows) {
+            BatchSampler::Settings settings{.window = window,
+                                            .pad_left = pad_left,
+                                            .threads = threads,
+                                            .seed = seed,
+                                            .by = by_priority ? By::priority : By::row,
+                                            .replacement = replacement,
+                                            .stratified = stratified,
+                                            .cursor = cursor,
+                                            .min_rows = min_rows};
+            if (order) {
+              settings.form = BatchSampler::Form::ordered;
+              settings.order = static_cast<Order>(*order);
+            }
+            new (self) Sampler(store, fields, settings);
+          },
+          nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("fields"), nb::arg("window"), nb::arg("pad_left"),
+          nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("replacement"), nb::arg("stratified"),
+          nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"))
+      .def("sample_into", &Sampler::sample_into, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("step"),
+           nb::arg("limits").none(), nb::arg("cursor"), nb::arg("admitted"), nb::arg("beta").none())
+      .def("gather", &Sampler::gather);
+  module.def("importance_weights", &weights_of);
+}
+
+}  // namespace geartrain

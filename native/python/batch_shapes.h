@@ -1,0 +1,29 @@
+// Shapes of a batch's arrays.
+#pragma once
+
+#include <vector>
+
+#include "base/errors.h"
+#include "python/bind.h"
+
+namespace geartrain {
+
+inline std::vector<size_t> batch_shape(const FieldRecord& field, size_t rows, uint32_t window) {
+  std::vector<size_t> shape{rows};
+  shape.insert(shape.end(), field.shape, field.shape + field.ndim);
+  if (field.timed != 0 && window != 0) shape[1] = window;
+  return shape;
+}
+
+// Bytes of an array of that shape; refused on overflow.
+inline size_t bytes_of(const std::vector<size_t>& shape, size_t itemsize) {
+  size_t bytes = itemsize;
+  for (size_t axis : shape) {
+    if (__builtin_mul_overflow(bytes, axis, &bytes) || bytes > (size_t{1} << 56)) {
+      fail(ErrorKind::no_space, "a batch of ", shape[0], " rows with such windows is larger than memory can be");
+    }
+  }
+  return bytes;
+}
+
+}  // namespace geartrain

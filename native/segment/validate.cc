@@ -1,0 +1,187 @@
+#include "segment/validate.h"
+
+#include <cstring>
+#include <sstream>
+#include <string_view>
+
+#include "base/errors.h"
+
+namespace geartrain {
+namespace {
+
+// Bytes of an element by dtype code, schema.py's DTYPES; 0: no such type.
+constexpr uint8_t kItemBytes[] = {0, 1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1, 1};
+constexpr uint32_t kMaxAxis = 0x7fffffffu;
+
+template <typename... Parts>
+std::string joined(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+// Whether the bytes are text that Python can show: UTF-8 without surrogates or overlong forms.
+bool is_utf8(std::string_view text) {
+  for (size_t at = 0; at < text.size();) {
+    const auto byte = [&](size_t i) { return at + i < text.size() ? static_cast<unsigned char>(text[at + i]) : 0u; };
+    const unsigned first = byte(0);
+    const size_t more = first < 0x80                    ? 0
+                        : first >= 0xc2 && first < 0xe0 ? 1
+                        : (first & 0xf0) == 0xe0        ? 2
+                        : first >= 0xf0 && first < 0xf5 ? 3
+                                                        : 9;
+    if (more == 9) return false;
+    for (size_t i = 1; i <= more; ++i) {
+      if ((byte(i) & 0xc0) != 0x80) return false;
+    }
+    if ((first == 0xe0 && byte(1) < 0xa0) || (first == 0xed && byte(1) >= 0xa0) || (first == 0xf0 && byte(1) < 0x90) ||
+        (first == 0xf4 && byte(1) >= 0x90)) {
+      return false;
+    }
+    at += more + 1;
+  }
+  return true;
+}
+
+// The field that a record describes; an empty name when it describes none.
+FieldSpec spec_of(const FieldRecord& record) {
+  FieldSpec field;
+  const size_t length = ::strnlen(record.name, sizeof record.name);
+  const bool typed = record.dtype < sizeof kItemBytes && kItemBytes[record.dtype] == record.itemsize;
+  if (length > kMaxNameBytes || !is_utf8({record.name, length}) || !typed || record.itemsize == 0 ||
+      record.ndim > kMaxDims) {
+    return field;
+  }
+  for (uint32_t d = 0; d < record.ndim; ++d) {
+    if (record.shape[d] == 0 || record.shape[d] > kMaxAxis) return field;
+    field.shape.push_back(record.shape[d]);
+  }
+  field.dtype = record.dtype;
+  field.itemsize = record.itemsize;
+  field.timed = record.timed != 0;
+  field.name.assign(record.name, length);
+  return field;
+}
+
+bool is_end(uint32_t row, uint64_t capacity) {
+  return row < capacity || row == kNoRow;
+}
+
+}  // namespace
+
+Geometry checked_geometry(const std::byte* base, uint64_t bytes, const std::string& path) {
+  const auto refuse = [&](const auto&... parts) { fail(ErrorKind::incompatible, path, " cannot be used: ", parts...); };
+  if (bytes < kRegionsOffset) refuse("it has ", bytes, " bytes, less than a segment's head");
+  // One copy, which is checked and used: another process may write to the file meanwhile.
+  Geometry found;
+  Header& header = found.header;
+  std::memcpy(&header, base, sizeof header);
+  if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0) refuse("it is not a geartrain segment (magic)");
+  if (header.format_version != kFormatVersion) {
+    refuse("it has format version ", header.format_version, ", this build reads version ", kFormatVersion,
+           "; save it with the build that made it and load the checkpoint here");
+  }
+  if ((header.required_features & ~kKnownFeatures) != 0) {
+    refuse("it needs features this build does not have (bits ", header.required_features, ")");
+  }
+  if (header.field_count == 0 || header.field_count > kMaxFields || header.segment_bytes != bytes) {
+    refuse("its header is damaged or it was cut: ", bytes, " bytes on disk, ", header.segment_bytes, " in the header");
+  }
+  found.fields.resize(header.field_count);
+  std::memcpy(found.fields.data(), base + kFieldsOffset, header.field_count * sizeof(FieldRecord));
+  if (header.fingerprint != layout_fingerprint(header, found.fields.data())) {
+    refuse("its layout differs from this build's (fingerprint), or its header is damaged");
+  }
+  // A fingerprint can be made to fit. So the layout is planned once more, from what its creator chose.
+  std::vector<FieldSpec> specs;
+  for (const FieldRecord& record : found.fields) {
+    specs.push_back(spec_of(record));
+    if (specs.back().name.empty()) refuse("field ", specs.size() - 1, " of its schema is none (name, dtype or shape)");
+  }
+  if (header.remover > static_cast<uint32_t>(Remover::lowest_priority)) refuse("its remover is none");
+  StoreOptions options;
+  options.capacity = header.capacity;
+  options.max_rows = header.max_rows;
+  options.max_age_ns = header.max_age_ns;
+  options.max_times_sampled = header.max_times_sampled;
+  options.priority_fraction_bits = header.priority_fraction_bits;
+  options.remover = static_cast<Remover>(header.remover);
+  options.persist = header.persist != 0;
+  std::vector<FieldRecord> records;
+  Header planned{};
+  try {
+    planned = plan_segment(specs, options, &records);
+  } catch (const Error& error) {
+    refuse("its header describes no store: ", error.what());
+  }
+  planned.created_ns = header.created_ns;
+  planned.store_id = header.store_id;
+  if (std::memcmp(&planned, &header, sizeof header) != 0 ||
+      std::memcmp(records.data(), found.fields.data(), records.size() * sizeof(FieldRecord)) != 0) {
+    refuse("the places of its parts do not follow from its schema; it needs ", planned.segment_bytes, " bytes and has ",
+           bytes);
+  }
+  return found;
+}
+
+std::string damaged_ends(const Control& control, const Client* clients, uint64_t capacity) {
+  for (const auto& [row, which] : {std::pair{control.free_head, "free queue"},
+                                   {control.free_tail, "free queue"},
+                                   {control.order_head, "order list"},
+                                   {control.order_tail, "order list"}}) {
+    if (!is_end(row, capacity)) return joined("its ", which, " ends in row ", row, " of ", capacity);
+  }
+  for (const uint64_t count : {control.free_count, control.writing_count, control.exhausted_count, control.open_count,
+                               control.committed_count.load(), uint64_t{control.heap_count}}) {
+    if (count > capacity) return joined("it counts ", count, " rows of ", capacity);
+  }
+  for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+    if (clients[slot].in_use != 0 && !is_end(clients[slot].held, capacity)) {
+      return joined("client ", slot, " holds row ", clients[slot].held, " of ", capacity);
+    }
+  }
+  return {};
+}
+
+std::string damaged_lists(const Control& control, const Client* clients, const RowStatus* rows, uint64_t capacity) {
+  std::string damage = damaged_ends(control, clients, capacity);
+  uint64_t held = 0;
+  for (uint32_t slot = 0; slot < kMaxClients && damage.empty(); ++slot) {
+    if (clients[slot].in_use == 0) continue;
+    uint32_t previous = kNoRow;
+    for (uint32_t row = clients[slot].held; row != kNoRow; row = rows[row].next) {
+      if (row >= capacity || ++held > capacity || rows[row].owner != slot || rows[row].previous != previous) {
+        return joined("the rows that client ", slot, " holds are no list");
+      }
+      previous = row;
+    }
+  }
+  return damage;
+}
+
+void init_robust_mutex(pthread_mutex_t* mutex) {
+  pthread_mutexattr_t attributes;
+  ::pthread_mutexattr_init(&attributes);
+  ::pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+  ::pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+  ::pthread_mutex_init(mutex, &attributes);
+  ::pthread_mutexattr_destroy(&attributes);
+}
+
+bool is_robust_mutex(const pthread_mutex_t& mutex) {
+#if defined(__GLIBC__)
+  // The kind selects the code that runs on a lock; those for other kinds end the process when the rest does not fit.
+  static const int expected = [] {
+    pthread_mutex_t made;
+    init_robust_mutex(&made);
+    const int kind = made.__data.__kind;
+    ::pthread_mutex_destroy(&made);
+    return kind;
+  }();
+  return mutex.__data.__kind == expected;
+#else
+  return true;
+#endif
+}
+
+}  // namespace geartrain

@@ -1,0 +1,42 @@
+// Validation: a file is a segment that this build can use, or the error says what it is.
+//
+// Nothing in the file is believed. The geometry (regions, strides, offsets) is computed again from the schema and the
+// limits that the header names, and header, field records and the file's size have to agree with it to the byte. The
+// caller keeps the copy that was checked: what happens to the header in the file afterwards moves no pointer.
+//
+// The ends of the lists are checked when a process joins. Links between rows change all the time, under the lock of
+// processes that may write to the segment and are therefore trusted; a link that leads out of the table is an error
+// where it is followed (StatusTable in store/store.h), never a wild access, and the next call rebuilds the lists from
+// the rows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "segment/segment.h"
+
+namespace geartrain {
+
+struct Geometry {
+  Header header;
+  std::vector<FieldRecord> fields;
+};
+
+// The geometry of the segment at `base`, which has `bytes`. Throws incompatible, naming what was found.
+Geometry checked_geometry(const std::byte* base, uint64_t bytes, const std::string& path);
+
+// What is wrong with the ends of the lists and the counts, or empty. May run while other processes use the segment.
+std::string damaged_ends(const Control& control, const Client* clients, uint64_t capacity);
+
+// The same, and what is wrong with the rows that clients hold; only while no process is attached. A pass over those
+// rows.
+std::string damaged_lists(const Control& control, const Client* clients, const RowStatus* rows, uint64_t capacity);
+
+// Whether the lock is one that processes share and that survives their deaths, as a new segment's is.
+bool is_robust_mutex(const pthread_mutex_t& mutex);
+// Makes it one. Nobody may hold it.
+void init_robust_mutex(pthread_mutex_t* mutex);
+
+}  // namespace geartrain

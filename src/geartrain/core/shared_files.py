@@ -1,0 +1,49 @@
+"""Shared files: where segments live, and whose are opened (native/base/shared_file.h is the manual).
+
+A file that others may write to can make whoever maps it read what they like, and SIGBUS when they truncate it. So a
+file is opened by its name only when it is a regular one, no symbolic link, and only those who are trusted may write to
+it: `"user"` (this process's user, and root), `"group"` (a group of this user as well), `"any"`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, cast
+
+import geartrain._native as _native
+from geartrain.errors import ArgumentError
+
+#: Who may write to a shared file. New files get the mode 0600, 0660 or 0666 by it.
+Trust = Literal["user", "group", "any"]
+
+
+def check_trust(trust: str) -> Trust:
+    """The value, once it is one. Raises `ArgumentError`."""
+    if trust not in ("user", "group", "any"):
+        raise ArgumentError(f"trust is 'user', 'group' or 'any', found {trust!r}")
+    return cast(Trust, trust)
+
+
+def segments_directory() -> Path:
+    """Where segments live: GEARTRAIN_DIR, or /dev/shm. All processes of a job need the same.
+
+    Raises:
+        SchemaError: GEARTRAIN_DIR is not an absolute path.
+    """
+    return Path(_native.segments_directory())
+
+
+def open_shared(path: Path, *, writable: bool = True, trust: Trust = "user") -> int:
+    """A descriptor of the file; the caller closes it.
+
+    Raises:
+        StoreMissingError: there is none.
+        UntrustedStoreError: others than those who are trusted may write to it, or it is a symbolic link.
+        IncompatibleStoreError: not a regular file.
+    """
+    return _native.open_shared_file(str(path), writable, trust)
+
+
+def share_with(fd: int, trust: Trust) -> None:
+    """Lets those who are trusted open a new file."""
+    _native.share_with(fd, trust)

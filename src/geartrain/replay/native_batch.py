@@ -1,0 +1,94 @@
+"""Batch over native memory: its arrays are made when they are asked for.
+
+A consumer that reads two of ten fields pays for two; what a batch costs in Python does not depend on its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+import geartrain._native as _native
+from geartrain.core.keys import Keys
+from geartrain.replay.batch import Array, Batch
+from geartrain.replay.fetch import FetchPlan
+
+_METADATA = ("mask", "start", "length", "version", "probability", "importance_weights")
+
+
+class NativeBatch(Batch):
+    """A batch as `BatchSampler` fills it.
+
+    Args:
+        rows: all of them whole.
+        plan: names of the fields and the kind of arrays.
+        step: the number of the batch.
+    """
+
+    __slots__ = ("_plan", "_rows", "_shown")
+    _rows: _native.SampledBatch
+    _plan: FetchPlan
+    _shown: dict[str, Array]
+    _store_ids: Sequence[int]
+
+    def __init__(self, rows: _native.SampledBatch, plan: FetchPlan, step: int, store_ids: Sequence[int]) -> None:
+        put = object.__setattr__  # the dataclass is frozen; other attributes are set when they are first asked for
+        put(self, "_rows", rows)
+        put(self, "_plan", plan)
+        put(self, "_shown", {})
+        put(self, "_store_ids", store_ids)
+        put(self, "step", step)
+        put(self, "draw", None)
+        put(self, "cu_seqlens", None)
+
+    def __getattr__(self, name: str) -> Any:
+        value: Any
+        if name in _METADATA:
+            value = getattr(self._rows, name)()
+            if value is not None:
+                value = self._plan.as_output(value)
+        elif name == "keys":
+            value = keys_of(self._rows, self._store_ids)
+        elif name == "fields":
+            value = {each: self[each] for each in self._plan.names}
+        else:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        object.__setattr__(self, name, value)
+        return value
+
+    def __getitem__(self, name: str) -> Array:
+        found = self._shown.get(name)
+        if found is None:
+            plan = self._plan
+            found = self._shown[name] = plan.as_field(name, self._rows.field(plan.places[name]))
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plan.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._plan.places
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Batch`."""
+        return self._rows.nbytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        metadata = [getattr(self, name) for name in _METADATA]
+        return Batch, (self.fields, self.keys, *metadata, self.step)
+
+
+def keys_of(rows: _native.SampledBatch, store_ids: Sequence[int]) -> Keys:
+    """The keys of a batch's rows."""
+    shard = rows.shard()
+    store = store_ids[0] if shard is None else np.array(store_ids, np.uint64)[shard]
+    return Keys(rows.rows(), rows.generations(), shard, store=store)
+
+
+__all__ = ["NativeBatch", "keys_of"]

@@ -1,0 +1,225 @@
+"""Directory of a checkpoint, held open: its files stay readable, whatever is saved over it meanwhile.
+
+A save exchanges one directory for another and removes what it replaced, and steps of a job are removed when they are
+old. So whoever reads or writes a checkpoint holds a shared lock on its directory (flock, which goes with the last
+descriptor of its open file, however its process ends), and whoever removes one needs an exclusive lock, or leaves it:
+a replaced one then has the name .NAME.*.saving, and is removed by the last of its readers or by the next save.
+
+A file system without such locks (NFS) has files removed at once. A reader that misses one, because its checkpoint was
+replaced, gets `SupersededError` and starts again with the one that is there now.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import os
+import shutil
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import geartrain._native as _native
+from geartrain.errors import CheckpointError, GeartrainError
+
+#: Longest wait for a directory that another process is removing.
+_REMOVAL_S = 10.0
+
+
+class SupersededError(CheckpointError):
+    """The checkpoint was replaced or removed while it was read, and its file system has no locks to prevent that."""
+
+
+class HeldDirectory:
+    """An open directory, with a shared lock on it where the file system has locks. One thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens what the path leads to now. Raises `CheckpointError` when that is no directory."""
+        self.path = path
+        self._fd = -1
+        until_s = time.monotonic() + _REMOVAL_S
+        while True:
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError as error:
+                why = "it has no manifest.json" if error.errno == errno.ENOTDIR else error.strerror
+                raise CheckpointError(f"{path} is not a checkpoint: {why}") from None
+            locked = _lock(fd, fcntl.LOCK_SH)
+            if locked is not False and _leads_to(path, fd):
+                self._fd = fd
+                break
+            os.close(fd)  # replaced meanwhile, or being removed
+            if locked:
+                remove_replaced(Path(os.path.realpath(path)))  # who replaced it may have left it to us
+            if time.monotonic() > until_s:
+                raise CheckpointError(f"{path} has been locked for its removal for {_REMOVAL_S} s")
+            time.sleep(0.001)
+        self._real = Path(os.path.realpath(path))
+
+    @property
+    def superseded(self) -> bool:
+        """Whether the path leads to another directory by now, or to none."""
+        return not _leads_to(self.path, self._fd)
+
+    def open(self, name: str) -> int:
+        """A descriptor of one of its files, for reading.
+
+        Raises:
+            CheckpointError: it is not there, or is no file.
+            SupersededError: it is not there any more.
+        """
+        if self._fd < 0:
+            raise CheckpointError(f"the checkpoint {self.path} was closed")
+        if "/" in name or name in ("", ".", ".."):
+            raise CheckpointError(f"{self.path} is damaged: {name!r} is not the name of a file in it")
+        try:
+            # A pipe of that name would have an ordinary open wait for its writer.
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._fd)
+        except FileNotFoundError:
+            if self.superseded:
+                raise SupersededError(f"{self.path} was replaced or removed while it was read") from None
+            raise CheckpointError(f"{self.path / name} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name} cannot be read: {error.strerror}") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise CheckpointError(f"{self.path / name} is not a file")
+        return fd
+
+    def read(self, name: str) -> bytes:
+        """The bytes of one of its files. Raises as `open`."""
+        with os.fdopen(self.open(name), "rb") as file:
+            return file.read()
+
+    def status(self, name: str) -> os.stat_result:
+        """Size, links and so on of one of its files. Raises as `open`."""
+        fd = self.open(name)
+        try:
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
+
+    def names(self) -> set[str]:
+        """The names in it."""
+        return set(os.listdir(self._fd))  # noqa: PTH208  # a path may lead to another by now
+
+    def link(self, name: str, target: Path) -> None:
+        """Hard-links one of its files to a new path. Raises `OSError`."""
+        os.link(name, target, src_dir_fd=self._fd)
+
+    def close(self) -> None:
+        """Lets it be removed: a replaced one, now, if nobody else reads it."""
+        if self._fd < 0:
+            return
+        superseded = self.superseded
+        os.close(self._fd)
+        self._fd = -1
+        if superseded:
+            remove_replaced(self._real)
+
+    def __enter__(self) -> HeldDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with suppress(OSError, AttributeError):  # its `__init__` raised
+            self.close()
+
+
+def remove_unheld(path: Path, *, unlocked: bool = True) -> bool:
+    """Removes a checkpoint's directory, if nobody reads or writes it; whether it is gone.
+
+    Args:
+        path: of the directory.
+        unlocked: remove it where the file system has no locks to tell.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return not path.exists()
+    try:
+        locked = _lock(fd, fcntl.LOCK_EX)
+        if locked is False or (locked is None and not unlocked) or not _leads_to(path, fd):
+            return False
+        shutil.rmtree(path, ignore_errors=True)
+        return not path.exists()
+    finally:
+        os.close(fd)
+
+
+def remove_replaced(directory: Path) -> None:
+    """Removes what readers, and savers that were killed, have left beside a checkpoint of that path."""
+    for left in directory.parent.glob(f".{glob.escape(directory.name)}.*.saving"):
+        remove_unheld(left, unlocked=False)  # without locks it may be somebody's unfinished one
+
+
+def lock_shared(path: Path) -> int:
+    """A descriptor of a directory that holds it; where the file system has no locks, it does not."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _lock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def put_in_place(fresh: Path, directory: Path) -> None:
+    """Gives a directory its name; what had the name has the other one's then, where there was anything."""
+    while True:  # another saver may make it, or remove it, at any time
+        try:
+            fresh.rename(directory)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        try:
+            _native.exchange_paths(str(fresh), str(directory))
+            return
+        except GeartrainError:
+            if directory.exists():
+                raise
+
+
+def resolved(directory: Path) -> Path:
+    """The directory, or the one that a symbolic link of that name points to: the link stays.
+
+    Raises:
+        CheckpointError: the link points to nothing.
+    """
+    if not directory.is_symlink():
+        return directory
+    target = Path(os.path.realpath(directory))
+    if not target.exists():
+        raise CheckpointError(f"{directory} is a symbolic link to {target}, which does not exist")
+    return target
+
+
+def _lock(fd: int, kind: int) -> bool | None:
+    """Whether the lock was taken, at once; None where the file system has no locks."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _leads_to(path: Path, fd: int) -> bool:
+    try:
+        there, here = path.stat(), os.fstat(fd)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+__all__ = [
+    "HeldDirectory",
+    "SupersededError",
+    "lock_shared",
+    "put_in_place",
+    "remove_replaced",
+    "remove_unheld",
+    "resolved",
+]

@@ -1,0 +1,280 @@
+"""Batches by one native call: equal to what strategies and `gt.fetch` say, at a price independent of their fields."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import tagged
+from deadlines import patience
+
+import geartrain as gt
+from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
+from geartrain.replay.prefetch import HAND_OVER_S, BuildPlacement
+from geartrain.selection import Candidates, Draw, Fifo, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
+
+N, B = 300, 24
+
+
+def filled(lengths: bool = True, seed: int = 0, fields: int = 1) -> gt.Store:
+    random = np.random.default_rng(seed)
+    schema = {f"x{i}": gt.Field((2,), "int64") for i in range(fields)} | {"id": gt.Field((), "int64", per_row=True)}
+    store = gt.Store.create(schema, max_length=9, capacity=N)
+    store.insert(
+        {name: random.integers(0, 2**40, (N, 9, 2)) for name in schema if name != "id"} | {"id": np.arange(N)},
+        lengths=random.integers(1, 10, N) if lengths else None,
+        priorities=random.integers(0, 7, N).astype(float),
+        versions=np.arange(N) // 10,
+    )
+    return store
+
+
+STRATEGIES = [
+    Uniform(seed=1),
+    Uniform(seed=1, stratified=True),
+    Uniform(seed=1, replacement=False),
+    Uniform(seed=1, limits=Limits(min_version=12, min_length=4)),
+    Prioritized(seed=1),
+    Prioritized(seed=1, stratified=True, beta=0.7),
+    Prioritized(seed=1, replacement=False),
+    Prioritized(seed=1, beta=lambda step: 0.1 * step),
+    TopK(),
+    Lifo(),
+    Fifo(),
+]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_a_batch_is_what_the_strategy_chooses_and_fetch_copies(strategy: Any, window: int | None) -> None:
+    store = filled()
+    candidates = Candidates.of_store(store.native, store.column)
+    state: dict[str, int] = {}
+    with gt.Replay(store, strategy, B, window=window, prefetch=0, output="numpy") as replay:
+        assert replay.stats()["path"] == "native"
+        for step in range(4):
+            batch = replay.sample()
+            draw = strategy.select(candidates, B, step, state=state or None)
+            state = draw.state
+            np.testing.assert_array_equal(batch.keys.row, draw.rows)
+            np.testing.assert_array_equal(batch.keys.generation, draw.generations)
+            np.testing.assert_array_equal(batch.probability, draw.probability)
+            weights = strategy.importance_weights(draw, N, step)
+            assert (weights is None) == (batch.importance_weights is None)
+            if weights is not None:
+                np.testing.assert_allclose(batch.importance_weights, weights, rtol=1e-15)
+                unscaled = (draw.probability * N) ** -(0.7 if strategy.stratified else 0.1 * step)
+                np.testing.assert_allclose(weights, unscaled / unscaled.max(), rtol=1e-12)
+            ends = None if window is None else batch.start + batch.mask.sum(1) - 1
+            expected = gt.fetch(store, batch.keys, window=window, ends=ends, output="numpy")
+            for name in store.fields:
+                np.testing.assert_array_equal(batch[name], expected[name])
+            for name in ("mask", "start", "length", "version"):
+                np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name))
+            assert batch.nbytes == expected.nbytes
+
+
+def test_the_ends_of_windows_are_spread_over_the_steps() -> None:
+    store = filled(lengths=False)
+    with gt.Replay(store, Uniform(seed=3), 256, window=2, prefetch=0, output="numpy") as replay:
+        ends = np.concatenate([(batch.start + batch.mask.sum(1) - 1) for batch in (replay.sample() for _ in range(40))])
+    counts = np.bincount(ends, minlength=9)
+    assert ((counts - len(ends) / 9) ** 2 / (len(ends) / 9)).sum() < 35  # chi-square, 8 degrees of freedom: p < 3e-5
+
+
+def test_a_mixture_fills_one_batch() -> None:
+    stores = [filled(seed=1), filled(seed=2)]
+    strategy = Mixture([0.75, 0.25], [Prioritized(seed=1, beta=0.5), Uniform(seed=2)], seed=0)
+    with gt.Replay(stores, strategy, B, prefetch=0, output="numpy") as replay:
+        batch = replay.sample()
+        assert batch.keys.shard.tolist() == [0] * 18 + [1] * 6
+        assert (batch.importance_weights[18:] == 1).all() and (batch.importance_weights[:18] < 1).any()
+        for number, store in enumerate(stores):
+            mine = batch.keys.shard == number
+            np.testing.assert_array_equal(
+                batch["x0"][mine], store.column("x0")[batch.keys.row[mine]] * batch.mask[mine, :, None]
+            )
+
+
+class Own:
+    """Rows by a user's own code."""
+
+    seed = 5
+
+    def select(self, candidates: Candidates, n: int, step: int, *, state: Any = None, redraw: Any = None) -> Draw:
+        count = n if redraw is None else len(redraw.numbers)
+        rows = (np.arange(count) + step + 7 * (0 if redraw is None else redraw.attempt)) % N
+        return Draw(rows.astype(np.uint32), np.ones(count, np.uint32), np.ones(count), np.full(count, 0.5))
+
+
+def test_a_strategy_with_code_of_its_own_is_asked_and_its_rows_are_gathered() -> None:
+    store = filled()
+    with gt.Replay(store, Own(), B, prefetch=0, output="numpy") as replay:
+        assert replay.stats()["path"] != "native"
+        replay.sample()
+        batch = replay.sample()
+        assert batch["id"].tolist() == list(range(1, B + 1))
+        assert batch.importance_weights.tolist() == [0.5] * B
+        store.delete(gt.Keys(np.arange(5, 9, dtype=np.uint32), np.ones(4, np.uint32)))
+        batch = replay.sample()  # rows 5 to 8 are draws 3 to 6: drawn again as attempt 1 says, 9 to 12
+        assert batch["id"].tolist() == [2, 3, 4, 9, 10, 11, 12, *range(9, B + 2)]
+        assert replay.stats()["redrawn"] == 4
+
+
+@pytest.mark.parametrize("strategy", [Uniform(seed=1), Prioritized(seed=1, replacement=False), Lifo()], ids=repr)
+def test_rows_that_are_overwritten_meanwhile_are_never_returned(strategy: Any) -> None:
+    store = gt.Store.create(tagged.FIELDS, max_length=tagged.STEPS, capacity=64)
+    random = np.random.default_rng(0)
+    tagged.insert(store, random.integers(0, 2**62, 64).astype(np.uint64))
+    stop = threading.Event()
+
+    def overwrite() -> None:
+        while not stop.is_set():
+            tagged.insert(store, random.integers(0, 2**62, 8).astype(np.uint64))
+
+    writer = threading.Thread(target=overwrite)
+    writer.start()
+    try:
+        with gt.Replay(store, strategy, 16, prefetch=0, output="numpy", timeout_s=patience(30)) as replay:
+            for _ in range(300):
+                batch = replay.sample()
+                assert tagged.mixed(batch) == []
+    finally:
+        stop.set()
+        writer.join()
+    assert store.audit() == []
+
+
+def calls_of(fields: int, output: str) -> int:
+    store = filled(fields=fields)
+    with gt.Replay(store, Prioritized(seed=0, beta=0.4), B, window=3, prefetch=0, output=output) as replay:
+        for _ in range(3):
+            replay.sample()
+        seen = 0
+
+        def count(_frame: Any, event: str, _arg: Any) -> None:
+            nonlocal seen
+            seen += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            replay.sample()
+        finally:
+            sys.setprofile(None)
+        return seen
+
+
+@pytest.mark.parametrize("output", ["numpy", "torch"])
+def test_calls_in_python_do_not_grow_with_fields(output: str) -> None:
+    if output == "torch":
+        pytest.importorskip("torch")
+    assert calls_of(1, output) == calls_of(20, output) < 60
+
+
+def test_a_batch_is_copied_pickled_and_referenced_like_any_object() -> None:
+    store = filled()
+    with gt.Replay(store, Prioritized(seed=0, beta=0.4), B, prefetch=0, output="numpy") as replay:
+        batch = replay.sample()
+    assert weakref.ref(batch)() is batch
+    assert "x0" in batch and "y" not in batch and list(batch) == ["x0", "id"] and len(batch) == batch.batch_size == B
+    with pytest.raises(KeyError):
+        batch["y"]
+    with pytest.raises(AttributeError, match="no attribute 'y'"):
+        batch.y  # noqa: B018
+    with pytest.raises(AttributeError):
+        batch.step = 3
+    for other in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
+        assert isinstance(other, gt.Batch) and other.step == batch.step and other.keys == batch.keys
+        for name in batch:
+            np.testing.assert_array_equal(other[name], batch[name])
+        np.testing.assert_array_equal(other.importance_weights, batch.importance_weights)
+    assert set(batch.as_dict()) == {
+        "mask",
+        "start",
+        "length",
+        "version",
+        "probability",
+        "importance_weights",
+        "x0",
+        "id",
+    }
+
+
+def test_arrays_outlive_the_batch_the_replay_and_the_store() -> None:
+    store = filled()
+    with gt.Replay(store, Uniform(seed=0), B, prefetch=0, output="numpy") as replay:
+        first = replay.sample()
+        kept, ids = first["x0"], first["id"].copy()
+        expected = kept.copy()
+        del first
+        for _ in range(20):
+            replay.sample()
+    store.close()
+    np.testing.assert_array_equal(kept, expected)
+    assert ids.shape == (B,)
+
+
+def test_what_cannot_be_drawn_is_refused_by_name() -> None:
+    with gt.Store.create({"x": gt.Field((), "int64")}, max_length=1, capacity=8) as store:
+        with gt.Replay(store, Uniform(seed=0), 4, prefetch=0) as replay, pytest.raises(EmptyStoreError):
+            replay.sample()
+        store.insert({"x": np.zeros((3, 1), np.int64)})
+        with gt.Replay(store, Uniform(seed=0, replacement=False), 4, prefetch=0) as replay:
+            with pytest.raises(NotEnoughRowsError, match="4 different rows were asked for, 3"):
+                replay.sample()
+        with gt.Replay(store, Lifo(), 4, prefetch=0) as replay:
+            with pytest.raises(NotEnoughRowsError, match="4 rows were asked for, 3 can be chosen"):
+                replay.sample()
+        with gt.Replay(store, Prioritized(seed=0, beta=lambda step: -1.0), 2, prefetch=0) as replay:
+            with pytest.raises(ArgumentError, match="beta"):
+                replay.sample()
+
+
+def test_rows_admitted_by_the_rate_limiter_are_given_back_when_nothing_can_be_drawn() -> None:
+    store = filled()
+    store.limiter.set(samples_per_insert=2.0, min_size_to_sample=1, error_buffer=1_000)
+    with gt.Replay(store, Prioritized(seed=0), 8, prefetch=0, output="numpy") as replay:
+        replay.sample()
+        assert store.limiter.state().samples == 8
+        store.update_priorities(store.keys(), np.zeros(len(store)))
+        with pytest.raises(EmptyStoreError, match="priority above zero"):
+            replay.sample()
+        assert store.limiter.state().samples == 8
+
+
+def test_cheap_items_are_made_on_the_consumers_thread_and_dear_ones_ahead() -> None:
+    placement = BuildPlacement()
+
+    def after(durations: list[float]) -> bool:
+        for duration in durations:
+            placement.note(duration)
+        return placement.here
+
+    assert not placement.here
+    assert after([1.0] * 3 + [HAND_OVER_S / 2] + [1.0] * 4)  # busy, but cheap
+    assert after([1.5 * HAND_OVER_S] * 8)  # not yet dear enough to go back
+    assert not after([2.5 * HAND_OVER_S] * 8)
+    assert not after([1.5 * HAND_OVER_S] * 8)
+
+
+def test_the_thread_ends_where_batches_are_cheap_and_none_is_skipped_or_repeated(monkeypatch: Any) -> None:
+    store = filled()
+    monkeypatch.setattr("geartrain.replay.prefetch.HAND_OVER_S", 100.0)
+    steps, alive = [], []
+    with gt.Replay(store, Uniform(seed=0), B, prefetch=3, output="numpy") as replay:
+        with gt.Replay(store, Uniform(seed=0), B, prefetch=0, output="numpy") as reference:
+            for number in range(40):
+                if number == 25:
+                    monkeypatch.setattr("geartrain.replay.prefetch.HAND_OVER_S", 0.0)
+                batch = replay.sample()
+                steps.append(batch.step)
+                assert batch.keys == reference.sample().keys
+                alive.append(any(thread.name == "geartrain-prefetch" for thread in threading.enumerate()))
+    assert all(alive[:8]) and not any(alive[12:25]) and all(alive[33:])
+    assert steps == list(range(40))

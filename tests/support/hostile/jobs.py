@@ -1,0 +1,270 @@
+"""Factories of actors, pools, counters and what else a job is made of."""
+
+from __future__ import annotations
+
+import io
+import urllib.request
+from typing import Any
+
+import numpy as np
+
+import geartrain as gt
+from geartrain.actors import (
+    Actor,
+    EpisodeRecorder,
+    LocalPolicy,
+    RandomPolicy,
+    RemotePolicy,
+    StepResult,
+    recorded_fields,
+)
+from geartrain.core.counters import CounterSlot, SharedCounters
+from geartrain.core.progress import Progress
+from geartrain.launch import ActorPool, Context
+from geartrain.launch.metrics import COUNTS, ProcessMetrics
+from geartrain.launch.prometheus import PrometheusEndpoint
+from geartrain.rpc import Node, function
+from geartrain.tools.testing import Hosts
+from geartrain.weights import Publisher, Reader
+from hostile.subject import NotViableError, Subject, Tools, factory
+
+ENVIRONMENTS = {
+    "observation": gt.Field((2,), "float32"),
+    "action": gt.Field((), "int64"),
+    "reward": gt.Field((), "float32"),
+}
+
+
+class Environments:
+    """Two environments whose episodes have five steps."""
+
+    n = 2
+
+    def __init__(self) -> None:
+        self._at = 0
+
+    def reset(self, seed: int) -> Any:
+        self._at = 0
+        return np.zeros((2, 2), np.float32)
+
+    def step(self, actions: Any) -> StepResult:
+        self._at += 1
+        over = np.full(2, self._at % 5 == 0)
+        seen = np.full((2, 2), self._at % 5, np.float32)
+        return StepResult(seen, np.ones(2, np.float32), over, np.zeros(2, bool), seen, np.ones(2, bool))
+
+    def fields(self) -> dict[str, gt.Field]:
+        return ENVIRONMENTS
+
+    def close(self) -> None:
+        pass
+
+
+class Zeros:
+    """A policy, and its space of actions."""
+
+    version = 0
+
+    def seed(self, seed: int) -> None:
+        pass
+
+    def sample(self) -> int:
+        return 0
+
+    def act(self, observation: Any) -> Any:
+        return np.zeros(len(observation), np.int64), {}
+
+
+def environments(_: object) -> Environments:
+    return Environments()
+
+
+def policy(_: object) -> Zeros:
+    return Zeros()
+
+
+def episodes(tools: Tools) -> gt.Store:
+    return gt.Store.create(tools.name(), recorded_fields(ENVIRONMENTS), max_length=8, capacity=64)
+
+
+ACTOR_ONE_THREAD = "an actor, its environments and its recorders are one thread's, as their docstrings say"
+
+
+@factory(Actor, one_thread=ACTOR_ONE_THREAD)
+def actor(tools: Tools) -> Subject:
+    store = tools.enter(episodes(tools))
+    one = Actor(Environments(), RandomPolicy(Zeros()), store)
+    return Subject(
+        calls={"step": one.step, "run": lambda: one.run(steps=20)},
+        close=one.close,
+        work=one.step,
+        owned=[store],
+    )
+
+
+@factory(Actor, "of a store that is closed", one_thread=ACTOR_ONE_THREAD)
+def actor_of_a_closed_store(tools: Tools) -> Subject:
+    store = episodes(tools)
+    one = Actor(Environments(), RandomPolicy(Zeros()), store)
+    return Subject(calls={"run": lambda: one.run(steps=20)}, close=store.close, work=one.step)
+
+
+@factory(EpisodeRecorder, one_thread=ACTOR_ONE_THREAD)
+def recorder(tools: Tools) -> Subject:
+    store = episodes(tools)
+    one = EpisodeRecorder(store, publish_every=2)
+    observation = {"observation": np.zeros(2, np.float32)}
+    values = {"action": 0, "reward": 1.0}
+
+    def begin() -> None:
+        one.begin(observation)
+        one.step(values, observation, terminated=False, truncated=False)
+
+    begin()
+    return Subject(
+        calls={
+            "begin": begin,
+            "step": lambda: one.step(values, observation, terminated=True, truncated=False) or begin(),
+        },
+        close=store.close,
+        work=begin,
+    )
+
+
+@factory(LocalPolicy, one_thread=ACTOR_ONE_THREAD)
+def local_policy(tools: Tools) -> Subject:
+    name = tools.name()
+    there = tools.enter(Publisher(name))
+    there.publish(1, {"w": np.ones(3, np.float32)})
+    reader = Reader(name)
+
+    class Model:
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state
+
+    one = LocalPolicy(lambda _, observation: np.zeros(len(observation)), Model(), reader)
+    return Subject(
+        calls={"act": lambda: one.act(np.zeros((2, 2)))}, close=reader.close, in_child=frozenset({"act"}), owned=[there]
+    )
+
+
+@function(name="hostile.act")
+def act(observation: Any) -> int:
+    return 0
+
+
+@factory(RemotePolicy)
+def remote_policy(tools: Tools) -> Subject:
+    agent = tools.enter(Node("agent"))
+    mine = Node("actor", peers={"agent": agent.address})
+    one = RemotePolicy(mine, "agent", "hostile.act")
+    return Subject(calls={"act": lambda: one.act(np.zeros((2, 2)))}, close=mine.close, owned=[agent])
+
+
+@factory(ActorPool)
+def pool(tools: Tools) -> Subject:
+    store = tools.enter(episodes(tools))
+    one = ActorPool(store, environments, policy, 1)
+    return Subject(
+        calls={"stats": one.stats, "check": one.check},
+        close=one.stop,
+        survives=frozenset({"stats", "check"}),
+        owned=[store],
+    )
+
+
+@factory(Context)
+def context(tools: Tools) -> Subject:
+    one = Context()
+    return Subject(
+        calls={
+            "node": one.node,
+            "report": lambda: one.report(steps=1, loss=0.5),
+            "stopping": lambda: one.stopping,
+            "repr": lambda: repr(one),
+        },
+        close=lambda: one.node().close(),
+        survives=frozenset({"node", "report", "stopping", "repr"}),
+    )
+
+
+@factory(SharedCounters)
+def counters(tools: Tools) -> Subject:
+    one = SharedCounters.create(tools.name(), 4, ("steps", "rows"))
+    return Subject(
+        calls={
+            "open": lambda: SharedCounters.open(one.name).close(),
+            "slot": lambda: one.slot(1).update(steps=3.0),
+            "column": lambda: one.column("steps"),
+        },
+        close=one.close,
+        survives=frozenset({"slot", "column"}),
+        in_child=frozenset({"open", "slot", "column"}),
+    )
+
+
+@factory(CounterSlot)
+def slot(tools: Tools) -> Subject:
+    there = SharedCounters.create(tools.name(), 4, ("steps", "rows"))
+    one = there.slot(2)
+    return Subject(
+        calls={"get": lambda: one["steps"], "set": lambda: one.update(rows=1.0), "dict": lambda: dict(one)},
+        close=there.close,
+        survives=frozenset({"get", "set", "dict"}),
+        in_child=frozenset({"get", "set", "dict"}),
+    )
+
+
+@factory(Progress, one_thread="a progress bar is its loop's")
+def progress(tools: Tools) -> Subject:
+    one = Progress("rows", 10, stream=io.StringIO())
+    one.__enter__()
+    return Subject(
+        calls={"advance": lambda: one.advance(10), "say": lambda: one.say("hello")},
+        close=lambda: one.__exit__(None, None, None),
+        survives=frozenset({"advance", "say"}),
+    )
+
+
+@factory(Progress, "on a terminal", one_thread="a progress bar is its loop's")
+def progress_on_a_terminal(tools: Tools) -> Subject:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    one = Progress("rows", 10, stream=Terminal())
+    one.__enter__()
+    return Subject(
+        calls={"advance": lambda: one.advance(10), "say": lambda: one.say("hello")},
+        close=lambda: one.__exit__(None, None, None),
+        survives=frozenset({"advance", "say"}),
+    )
+
+
+@factory(PrometheusEndpoint)
+def endpoint(tools: Tools) -> Subject:
+    one = PrometheusEndpoint(lambda: {"learner-0": ProcessMetrics(dict.fromkeys(COUNTS, 1.0))}, "127.0.0.1", 0)
+
+    def read() -> None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{one.port}/metrics", timeout=tools.patience(5)).read()
+        except OSError:
+            raise gt.errors.TransportError("not reached") from None
+
+    return Subject(calls={"read": read, "port": lambda: one.port}, close=one.close, survives=frozenset({"port"}))
+
+
+@factory(Hosts, one_thread="namespaces are made and removed by one thread")
+def hosts(tools: Tools) -> Subject:
+    if (reason := Hosts.viable()) is not None:
+        raise NotViableError(reason)
+    one = Hosts(2)
+    return Subject(
+        calls={
+            "address": lambda: one.address(1),
+            "socket": lambda: one.socket(0).close(),
+            "run": lambda: one.hostname(0),
+        },
+        close=one.close,
+        survives=frozenset({"address", "hostname"}),
+    )

@@ -1,0 +1,376 @@
+"""Scenarios: ways to misuse a subject. Each runs in a process of its own, and returns what it found wrong.
+
+What must hold in all of them: the process ends by itself and in time, without a signal; a refused call is an error of
+geartrain's; `close` returns, and ends the calls that wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from geartrain.errors import GeartrainError
+from hostile.subject import Factory, Subject, Tools
+
+Findings = list[str]
+#: Rounds of races in short tests end after so many seconds, on an idle machine or not.
+RACE_S = 0.15
+#: A forked child, and threads that were told to end, end within this.
+CHILD_S, THREAD_S = 4.0, 6.0
+#: `close` beside a call that waits, and that call, end within this on an idle machine.
+CLOSE_S = 1.0
+
+
+class Run:
+    """One run of one scenario: makes subjects, collects findings.
+
+    Args:
+        factory: of the subjects.
+        tools: for it.
+        seed: of delays.
+        rounds: of races, at most; None for as many as `RACE_S` allows.
+    """
+
+    def __init__(self, factory: Factory, tools: Tools, seed: int, rounds: int | None) -> None:
+        self.factory, self.tools, self.rounds = factory, tools, rounds
+        self.random = random.Random(seed)
+        self.findings: Findings = []
+
+    def make(self) -> Subject:
+        """A new subject."""
+        subject = self.factory.make(self.tools)
+        assert bool(subject.blocked) == self.factory.waits, "the factory's `waits` says whether there are blocked calls"
+        return subject
+
+    def race_rounds(self) -> range:
+        """Numbers of the rounds of a race."""
+        if self.rounds is not None:
+            return range(self.rounds)
+        self._until_s = time.monotonic() + RACE_S
+        return range(1000)
+
+    def over(self) -> bool:
+        """Whether a short test has raced for long enough."""
+        return self.rounds is None and time.monotonic() > self._until_s
+
+    def found(self, what: str) -> None:
+        """Notes a defect."""
+        if what not in self.findings:
+            self.findings.append(what)
+
+    def attempt(self, name: str, call: Callable[[], object], when: str) -> BaseException | None:
+        """Makes a call that may be refused; an error that is not geartrain's is a defect."""
+        try:
+            call()
+        except GeartrainError as refusal:
+            return refusal
+        except Exception as error:
+            self.found(f"{name} {when} raised {type(error).__name__}: {error}")
+            return error
+        return None
+
+    def must(self, name: str, call: Callable[[], object], when: str) -> None:
+        """Makes a call that must succeed."""
+        try:
+            call()
+        except Exception as error:
+            self.found(f"{name} {when} raised {type(error).__name__}: {error}")
+
+    def all_must(self, subject: Subject, when: str) -> None:
+        """Makes all calls, which must succeed."""
+        for name, call in subject.calls.items():
+            self.must(name, call, when)
+
+
+def use_after_close(run: Run) -> None:
+    """Each call works before, and is refused after `close`, but for those that go on by contract."""
+    subject = run.make()
+    run.all_must(subject, "while it is open")
+    run.must("close", subject.close, "once")
+    for _ in range(2):
+        for name, call in subject.calls.items():
+            refused = run.attempt(name, call, "after close")
+            if name in subject.either:
+                continue
+            if name in subject.survives:
+                if isinstance(refused, GeartrainError):
+                    run.found(f"{name} after close was refused, and should go on: {refused}")
+            elif refused is None:
+                run.found(f"{name} after close was not refused")
+    run.must("close", subject.close, "a second time")
+    run.tools.clean()
+
+
+def close_twice(run: Run) -> None:
+    """The second `close`, and the third after a collection, have no effect."""
+    subject = run.make()
+    holder = subject.work() if subject.work is not None else None
+    for when in ("once", "a second time"):
+        run.must("close", subject.close, when)
+    del holder
+    gc.collect()
+    run.must("close", subject.close, "a third time")
+    run.tools.clean()
+
+
+def close_from_two_threads(run: Run) -> None:
+    """Two threads close at once, and both return."""
+    for _ in run.race_rounds():
+        subject = run.make()
+        holder = subject.work() if subject.work is not None else None
+        start = threading.Barrier(2)
+
+        def close(
+            delay_s: float = run.random.random() * 2e-4, subject: Subject = subject, start: threading.Barrier = start
+        ) -> None:
+            start.wait()
+            time.sleep(delay_s)
+            run.must("close", subject.close, "beside another close")
+
+        _join(run, [threading.Thread(target=close, daemon=True) for _ in range(2)], "close beside another close")
+        del holder
+        run.tools.clean()
+        if run.findings or run.over():
+            return
+
+
+def close_beside_calls(run: Run) -> None:
+    """`close` while two threads make calls, which end or are refused."""
+    for _ in run.race_rounds():
+        subject = run.make()
+        closed = threading.Event()
+
+        def call_on(subject: Subject = subject, closed: threading.Event = closed, at: int = 0) -> None:
+            calls = list(subject.calls.items())
+            while not closed.is_set():
+                for name, call in calls[at:] + calls[:at]:
+                    run.attempt(name, call, "beside close")
+            for name, call in calls:
+                run.attempt(name, call, "after close")
+
+        threads = [
+            threading.Thread(target=call_on, kwargs={"at": run.random.randrange(len(subject.calls))}, daemon=True)
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(run.random.random() * 5e-3)
+        run.must("close", subject.close, "beside calls")
+        closed.set()
+        _join(run, threads, "calls beside close", started=True)
+        run.tools.clean()
+        if run.findings or run.over():
+            return
+
+
+def close_beside_a_blocked_call(run: Run) -> None:
+    """`close` while calls wait: it returns, and they end, within a second."""
+    subject = run.make()
+    ended: dict[str, float] = {}
+
+    def wait(name: str, call: Callable[[], object]) -> None:
+        run.attempt(name, call, "that waits while it is closed")
+        ended[name] = time.monotonic()
+
+    threads = [threading.Thread(target=wait, args=each, daemon=True, name=each[0]) for each in subject.blocked.items()]
+    for thread in threads:
+        thread.start()
+    time.sleep(run.tools.patience(0.05))  # until they wait
+    for thread in threads:
+        if not thread.is_alive():
+            run.found(f"{thread.name} did not wait, so that this tests nothing")
+    before_s = time.monotonic()
+    run.must("close", subject.close, "beside a call that waits")
+    took_s = time.monotonic() - before_s
+    limit_s = run.tools.patience(CLOSE_S)
+    if took_s > limit_s:
+        run.found(f"close beside a call that waits took {took_s:.1f} s")
+    for thread in threads:
+        thread.join(max(0.0, before_s + limit_s - time.monotonic()))
+        if thread.is_alive():
+            run.found(f"{thread.name} still waits {time.monotonic() - before_s:.1f} s after close")
+            _show_stacks()
+    run.tools.clean()
+
+
+def use_after_fork(run: Run) -> None:
+    """A forked child makes all calls and closes; the parent's subject is as before."""
+    subject = run.make()
+    holder = subject.work() if subject.work is not None else None
+    run.all_must(subject, "before a fork")
+    _in_child(run, subject)
+    run.all_must(subject, "in the parent after a fork")
+    _in_child(run, subject, calls=False)
+    run.all_must(subject, "after a forked child that did nothing")
+    run.must("close", subject.close, "in the parent after a fork")
+    del holder
+    run.tools.clean()
+
+
+def fork_beside_calls(run: Run) -> None:
+    """Forks while a thread makes calls; the child makes them too."""
+    subject = run.make()
+    over = threading.Event()
+
+    def call_on() -> None:
+        while not over.is_set():
+            for name, call in subject.calls.items():
+                run.attempt(name, call, "beside a fork")
+
+    thread = threading.Thread(target=call_on, daemon=True)
+    thread.start()
+    for _ in run.race_rounds():
+        time.sleep(run.random.random() * 3e-3)
+        _in_child(run, subject)
+        if run.findings or run.over():
+            break
+    over.set()
+    _join(run, [thread], "calls beside a fork", started=True)
+    run.all_must(subject, "in the parent after forks")
+    run.must("close", subject.close, "in the parent after forks")
+    run.tools.clean()
+
+
+def alive_at_exit(run: Run) -> None:
+    """The interpreter ends while a global, and a cycle, hold it with work under way."""
+    subject = run.make()
+    run.all_must(subject, "while it is open")
+    cycle: list[object] = [subject]
+    cycle.append(cycle)
+    sys.modules["__main__"].kept = (subject, subject.work and subject.work(), cycle)  # type: ignore[attr-defined]
+
+
+def daemon_thread_at_exit(run: Run) -> None:
+    """The interpreter ends while daemon threads make calls, and wait in some."""
+    subject = run.make()
+
+    def call_on() -> None:
+        while True:
+            for call in subject.calls.values():
+                with contextlib.suppress(Exception):
+                    call()
+
+    def wait(call: Callable[[], object]) -> None:
+        with contextlib.suppress(Exception):
+            call()
+
+    targets = [] if run.factory.one_thread else [(call_on,), (call_on,)]
+    for target, *arguments in [*targets, *((wait, call) for call in subject.blocked.values())]:
+        threading.Thread(target=target, args=arguments, daemon=True).start()
+    time.sleep(0.03 + run.random.random() * 0.03)
+
+
+def dropped_with_work(run: Run) -> None:
+    """The last references go while work is under way, which must not write into memory that others have then."""
+    for _ in range(3):
+        subject = run.make()
+        holder = subject.work() if subject.work is not None else None
+        del subject, holder
+        gc.collect()
+        others = [np.full(1 << 16, number, np.float32) for number in range(64)]
+        others += [np.full(1000, number, np.float32) for number in range(64)]
+        time.sleep(0.02)
+        if any((each != number % 64).any() for number, each in enumerate(others)):
+            run.found("work of an object that was dropped has written into memory of others")
+        run.tools.clean()
+
+
+SCENARIOS: dict[str, Callable[[Run], None]] = {
+    scenario.__name__: scenario
+    for scenario in (
+        use_after_close,
+        close_twice,
+        close_from_two_threads,
+        close_beside_calls,
+        close_beside_a_blocked_call,
+        use_after_fork,
+        fork_beside_calls,
+        alive_at_exit,
+        daemon_thread_at_exit,
+        dropped_with_work,
+    )
+}
+#: Scenarios that are tried again and again, at other instants.
+RACES = ("close_from_two_threads", "close_beside_calls", "fork_beside_calls")
+#: Scenarios that leave subjects to the interpreter's end.
+AT_EXIT = ("alive_at_exit", "daemon_thread_at_exit", "dropped_with_work")
+#: Scenarios that need more than one thread at the subject.
+THREADED = ("close_from_two_threads", "close_beside_calls", "close_beside_a_blocked_call", "fork_beside_calls")
+
+
+def applies(scenario: str, factory: Factory) -> bool:
+    """Whether a scenario says anything about a subject."""
+    if factory.one_thread and scenario in THREADED:
+        return False
+    return factory.waits or scenario != "close_beside_a_blocked_call"
+
+
+def _join(run: Run, threads: list[threading.Thread], what: str, started: bool = False) -> None:
+    if not started:
+        for thread in threads:
+            thread.start()
+    until_s = time.monotonic() + run.tools.patience(THREAD_S)
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+        if thread.is_alive():
+            run.found(f"{what}: a thread hangs")
+            _show_stacks()
+
+
+class _Returned(SystemExit):
+    """Leaves a forked child by the interpreter's own way out."""
+
+
+def _in_child(run: Run, subject: Subject, calls: bool = True) -> None:
+    """Forks; the child makes all calls, closes, and ends as an interpreter does."""
+    read, write = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        run.findings = []
+        if calls:
+            for name, call in subject.calls.items():
+                refused = run.attempt(name, call, "in a forked child")
+                if refused is not None and name in subject.in_child:
+                    run.found(f"{name} in a forked child was refused: {refused}")
+            run.attempt("close", subject.close, "in a forked child")
+        os.write(write, "\n".join(run.findings).encode() or b"-")
+        raise _Returned(0)
+    os.close(write)
+    said = b""
+    until_s = time.monotonic() + run.tools.patience(CHILD_S)
+    with os.fdopen(read, "rb", buffering=0) as pipe:
+        if select.select([pipe], [], [], run.tools.patience(CHILD_S))[0]:
+            said = pipe.read(1 << 16)
+    handle = os.pidfd_open(child)
+    if not select.select([handle], [], [], max(0.0, until_s - time.monotonic()))[0]:
+        run.found("a forked child hangs" + (" while it ends" if said else ""))
+        os.kill(child, signal.SIGUSR1)  # shows its stacks
+        select.select([handle], [], [], 0.2)
+        os.kill(child, signal.SIGKILL)
+    os.close(handle)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0 and not run.findings:
+        run.found(f"a forked child was ended by {signal.Signals(-code).name}")
+    elif code > 0:
+        run.found(f"a forked child ended with {code}")
+    for line in said.decode(errors="replace").splitlines():
+        if line != "-":
+            run.found(line)
+
+
+def _show_stacks() -> None:
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)

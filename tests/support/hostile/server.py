@@ -1,0 +1,167 @@
+"""Fork server of the scenarios: `python -m hostile.server` reads orders from stdin, a line of JSON each.
+
+A scenario runs in a fork, which has NumPy and geartrain imported already, and ends as an interpreter does: all its
+objects are finalised, in whatever order that comes to. So what a program leaves alive is tested for what it costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+#: What an interpreter or the C++ runtime writes when a process ends the wrong way.
+LAST_WORDS = ("Fatal Python error", "terminate called", "Exception ignored", "Segmentation fault", "nanobind: leaked")
+SHM = Path("/dev/shm")
+
+
+class Server:
+    """The client's side."""
+
+    def __init__(self) -> None:
+        here = Path(__file__).resolve().parent.parent
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        environment.pop("GEARTRAIN_SECRET", None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hostile.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+
+    def run(self, subject: str, scenario: str, **options: Any) -> dict[str, Any]:
+        """Runs a scenario. Returns findings (a list), skipped (a reason or None), output and seconds.
+
+        Args:
+            subject: name of a factory.
+            scenario: name of a scenario.
+            options: factor (of deadlines), limit_s, seed, rounds.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"subject": subject, "scenario": scenario, **options}) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, f"the server of hostile callers ended with {self._process.wait()}"
+        return dict(json.loads(answer))
+
+    def close(self) -> None:
+        """Ends the server."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def serve() -> dict[str, Any] | None:
+    """Forks a process an order; returns the order in that process, and None at the end."""
+    import hostile.jobs
+    import hostile.peers
+    import hostile.scenarios
+    import hostile.stores  # noqa: F401
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    answers = os.fdopen(os.dup(1), "w")
+    gc.collect()
+    gc.freeze()  # a collection in a fork is not to touch, and so copy, what is here
+    for line in sys.stdin:
+        order = json.loads(line)
+        prefix = f"hostile-{os.getpid()}"
+        order["prefix"] = prefix
+        read, write = os.pipe()
+        order["write"] = write
+        with tempfile.TemporaryFile() as output:
+            began_s = time.monotonic()
+            child = os.fork()
+            if child == 0:
+                os.setsid()
+                for number in (1, 2):
+                    os.dup2(output.fileno(), number)
+                os.close(read)
+                sys.stdin.close()
+                answers.detach()
+                return order
+            os.close(write)
+            code, late = _wait(child, order["limit_s"])
+            seconds = time.monotonic() - began_s
+            found = b""
+            while select.select([read], [], [], 0)[0] and (more := os.read(read, 1 << 16)):
+                found += more
+            os.close(read)
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        said = json.loads(found) if found else {"findings": [], "skipped": None}
+        findings = said["findings"]
+        if late:
+            findings.append(f"the process did not end within {order['limit_s']:.0f} s")
+        elif code < 0:
+            findings.append(f"the process was ended by {signal.Signals(-code).name}")
+        elif code > 0 or not found:
+            findings.append(f"the process ended with {code}")
+        findings += [f"its output has {words!r}" for words in LAST_WORDS if words in text]
+        left = _remove(prefix)
+        if left and not late and code == 0:
+            findings.append(f"it left {', '.join(left)} in /dev/shm")
+        answer = {**said, "findings": findings, "output": text[-20000:], "seconds": seconds}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    return None
+
+
+def _wait(child: int, limit_s: float) -> tuple[int, bool]:
+    handle = os.pidfd_open(child)
+    late = not select.select([handle], [], [], limit_s)[0]
+    if late:
+        os.kill(child, signal.SIGUSR1)  # shows the stacks of its threads
+        select.select([handle], [], [], 0.3)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # with what it has forked
+    os.close(handle)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), late
+
+
+def _remove(prefix: str) -> list[str]:
+    left = [path for path in SHM.iterdir() if prefix in path.name]
+    for path in left:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return sorted(path.name for path in left)
+
+
+def execute(order: dict[str, Any]) -> None:
+    """Runs a scenario in this process, and tells the server what it found."""
+    from hostile.scenarios import AT_EXIT, SCENARIOS, Run
+    from hostile.subject import FACTORIES, NotViableError, Tools
+
+    if order["scenario"] in AT_EXIT:
+        gc.unfreeze()  # as in a process of its own, the last collection is to reach everything
+    run = Run(FACTORIES[order["subject"]], Tools(order["prefix"], order["factor"]), order["seed"], order["rounds"])
+    skipped = None
+    try:
+        SCENARIOS[order["scenario"]](run)
+    except NotViableError as error:
+        skipped = str(error)
+    os.write(order["write"], json.dumps({"findings": run.findings, "skipped": skipped}).encode())
+
+
+if __name__ == "__main__":
+    mine = serve()
+    if mine is not None:
+        execute(mine)

@@ -1,0 +1,392 @@
+"""Factories of stores, rows and replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import geartrain as gt
+from geartrain.selection import Mixture, Prioritized, Uniform
+from geartrain.store.rate_limiter import RateLimiter
+from geartrain.tools.testing import SimulatedDevice, ThreadRankGroup
+from hostile.subject import Subject, Tools, factory
+
+FIELDS = {"x": gt.Field((4,), "float32"), "tag": gt.Field((), "int64", per_row=True)}
+STEPS, CAPACITY = 8, 64
+
+
+def rows(n: int = 2) -> dict[str, Any]:
+    return {"x": np.ones((n, STEPS, 4), np.float32), "tag": np.arange(n)}
+
+
+def new_store(tools: Tools, **options: Any) -> gt.Store:
+    store = gt.Store.create(tools.name(), FIELDS, max_length=STEPS, capacity=CAPACITY, **options)
+    store.insert(rows(16), threads=1)
+    return store
+
+
+def write(store: gt.Store) -> None:
+    with store.row() as row:
+        row["x"][:] = 1
+        row["tag"] = 7
+
+
+def store_calls(store: gt.Store) -> dict[str, Callable[[], object]]:
+    keys = store.keys()[:4]
+    return {
+        "len": lambda: len(store),
+        "repr": lambda: repr(store),
+        "stats": store.stats,
+        "insert": lambda: store.insert(rows(), threads=1),
+        "row": lambda: write(store),
+        "rows": lambda: store.rows(2).abandon(),
+        "keys": store.keys,
+        "status": lambda: store.status(keys),
+        "fetch": lambda: gt.fetch(store, store.keys()[:4], output="numpy", threads=1, on_stale="drop"),
+        "update_priorities": lambda: store.update_priorities(keys, 2.0),
+        "raise_priorities": lambda: store.raise_priorities(1.0001),
+        "delete": lambda: store.delete(store.keys()[:1]),
+        "expire": store.expire,
+        "reap": store.reap,
+        "audit": store.audit,
+        "column": lambda: store.column("x"),
+        "limiter.state": store.limiter.state,
+        "limiter.set": lambda: store.limiter.set(min_size_to_sample=1),
+        "limiter.off": store.limiter.off,
+        "limiter.give_back": lambda: store.limiter.give_back(inserts=1),
+        "limiter.admit_inserts": lambda: store.limiter.admit_inserts(1, 0.5),
+        "about": lambda: (store.name, store.path, store.fields, store.options, store.closed, store.nbytes),
+    }
+
+
+@factory(gt.Store, waits=True)
+def store(tools: Tools) -> Subject:
+    one = new_store(tools)
+
+    def wait_for_the_limiter() -> object:
+        one.limiter.set(samples_per_insert=1, min_size_to_sample=1, error_buffer=2)
+        while True:
+            one.insert(rows(1), threads=1)
+
+    return Subject(
+        calls=store_calls(one),
+        close=one.close,
+        survives=frozenset({"repr", "about", "column"}),
+        blocked={"insert": wait_for_the_limiter},
+        work=one.row,
+        in_child=frozenset({"len", "insert", "row", "fetch", "update_priorities", "audit"}),
+    )
+
+
+@factory(gt.Store, "a file that stays")
+def persistent_store(tools: Tools) -> Subject:
+    one = gt.Store.create(tools.folder() / "rows", FIELDS, max_length=STEPS, capacity=CAPACITY)
+    one.insert(rows(16), threads=1)
+    return Subject(
+        calls=store_calls(one),
+        close=one.close,
+        survives=frozenset({"repr", "about", "column"}),
+        work=one.row,
+        in_child=frozenset({"len", "insert", "row", "fetch", "update_priorities", "audit"}),
+    )
+
+
+@factory(gt.Store, "unnamed")
+def unnamed_store(tools: Tools) -> Subject:
+    one = gt.Store.create(FIELDS, max_length=STEPS, capacity=CAPACITY)
+    one.insert(rows(16), threads=1)
+    return Subject(
+        calls=store_calls(one),
+        close=one.close,
+        survives=frozenset({"repr", "about", "column"}),
+        work=one.row,
+        in_child=frozenset({"len", "insert", "row", "fetch", "update_priorities", "audit"}),
+    )
+
+
+@factory(gt.Store, "read-only")
+def read_only_store(tools: Tools) -> Subject:
+    there = tools.enter(new_store(tools))
+    one = gt.Store.peek(there.name)
+    writes = ("insert", "row", "rows", "update_priorities", "raise_priorities", "delete", "expire", "reap")
+    calls = store_calls(one)
+    refused = [*writes, "limiter.set", "limiter.off", "limiter.give_back"]
+    for name in refused:
+        calls[name] = _refused(calls[name], f"{name} through a read-only handle")
+    for name in ("fetch", "audit", "limiter.admit_inserts"):  # the first counts what it samples, the others lock
+        calls[name] = _allowed(calls[name])
+    return Subject(
+        calls=calls,
+        close=one.close,
+        survives=frozenset({"repr", "about", "column", "fetch", "audit", "limiter.admit_inserts", *refused}),
+        owned=[there],
+    )
+
+
+def _refused(call: Callable[[], object], what: str) -> Callable[[], object]:
+    """A call that must be refused with an error of geartrain's, every time."""
+
+    def refused() -> None:
+        try:
+            call()
+        except gt.errors.GeartrainError:
+            return
+        raise AssertionError(f"{what} was not refused")
+
+    return refused
+
+
+def _allowed(call: Callable[[], object]) -> Callable[[], object]:
+    """A call that may be refused."""
+
+    def allowed() -> None:
+        try:
+            call()
+        except gt.errors.GeartrainError:
+            return
+
+    return allowed
+
+
+@factory(RateLimiter, waits=True)
+def rate_limiter(tools: Tools) -> Subject:
+    one = new_store(tools)
+    limiter = one.limiter
+    limiter.set(samples_per_insert=1, min_size_to_sample=2, error_buffer=100)
+
+    def wait_to_sample() -> object:
+        limiter.set(min_size_to_sample=10_000)
+        while True:
+            limiter.admit_samples(1, 60.0)
+
+    return Subject(
+        calls={
+            "set": lambda: limiter.set(samples_per_insert=1, min_size_to_sample=2, error_buffer=100, afresh=True),
+            "state": limiter.state,
+            "admit_inserts": lambda: limiter.admit_inserts(1, 0.5),
+            "admit_samples": lambda: limiter.admit_samples(1, 0.5),
+            "give_back": lambda: limiter.give_back(inserts=1),
+            "off": limiter.off,
+        },
+        close=one.close,
+        blocked={"admit_samples": wait_to_sample},
+        in_child=frozenset({"state"}),
+    )
+
+
+ROWS_ONE_THREAD = "a row has one writer; the store's scenarios write rows from several threads, each its own"
+
+
+@factory(gt.Row, one_thread=ROWS_ONE_THREAD)
+def row(tools: Tools) -> Subject:
+    one = new_store(tools)
+    held = one.row()
+    given = [one.row() for _ in range(24)]
+    open_row = one.row()
+    open_row.publish(length=1)
+
+    def next_row() -> gt.Row:
+        return given.pop() if len(given) > 1 else given[0]
+
+    return Subject(
+        calls={
+            "[]": lambda: held["x"],
+            "[]=": lambda: held.__setitem__("tag", 3),
+            "index": lambda: held.index,
+            "extend": lambda: open_row.extend(1),
+            "commit": lambda: next_row().commit(),
+            "publish": lambda: next_row().publish(length=2),
+            "abandon": lambda: next_row().abandon(),
+        },
+        close=one.close,
+        survives=frozenset({"index", "abandon", "[]", "[]="}),
+        work=lambda: (one.row(), one.row()),
+    )
+
+
+@factory(gt.Rows, one_thread=ROWS_ONE_THREAD)
+def several_rows(tools: Tools) -> Subject:
+    one = new_store(tools)
+    held = one.rows(3)
+    given = [one.rows(2) for _ in range(16)]
+
+    def next_rows() -> gt.Rows:
+        return given.pop() if len(given) > 1 else given[0]
+
+    return Subject(
+        calls={
+            "len": lambda: len(held),
+            "[]": lambda: held[0]["x"],
+            "iter": lambda: [each["x"] for each in held],
+            "commit": lambda: next_rows().commit(),
+            "abandon": lambda: next_rows().abandon(),
+        },
+        close=one.close,
+        survives=frozenset({"len", "abandon", "[]", "iter"}),
+        work=lambda: one.rows(4),
+    )
+
+
+# --- replays ----------------------------------------------------------------------------------------------------------
+
+
+def replay_subject(one: gt.Replay, stores: list[gt.Store], **options: Any) -> Subject:
+    keys = stores[0].keys()[:2]
+
+    def begin() -> object:
+        one.sample()  # batches are prepared ahead from now on
+        return iter(one)
+
+    return Subject(
+        **{
+            "calls": {
+                "sample": one.sample,
+                "next": lambda: next(iter(one)),
+                "update_priorities": lambda: one.update_priorities(keys, 1.5),
+                "settle": one.settle,
+                "state": lambda: one.load_state_dict(one.state_dict()),
+                "stats": one.stats,
+                "describe": one.describe,
+                "repr": lambda: repr(one),
+                "field_names": lambda: one.field_names,
+            },
+            "close": one.close,
+            "survives": frozenset({"stats", "repr", "field_names", "describe"}),
+            "work": begin,
+            "in_child": frozenset({"sample"}),
+            "owned": list(stores),
+            **options,
+        }
+    )
+
+
+@factory(gt.Replay, waits=True)
+def replay(tools: Tools) -> Subject:
+    there = tools.enter(new_store(tools))
+    one = gt.Replay(there, Prioritized(seed=1), 8, output="numpy", threads=1, timeout_s=60)
+
+    def wait_for_rows() -> object:
+        there.limiter.set(min_size_to_sample=10_000)
+        while True:
+            one.sample()
+
+    return replay_subject(one, [there], blocked={"sample": wait_for_rows})
+
+
+@factory(gt.Replay, "nothing ahead", waits=True)
+def replay_without_prefetch(tools: Tools) -> Subject:
+    there = tools.enter(new_store(tools))
+    one = gt.Replay(there, Uniform(seed=1), 8, output="numpy", threads=1, prefetch=0, timeout_s=60)
+
+    def wait_for_rows() -> object:
+        there.limiter.set(min_size_to_sample=10_000)
+        while True:
+            one.sample()
+
+    return replay_subject(one, [there], blocked={"sample": wait_for_rows})
+
+
+@factory(gt.Replay, "of a store that is closed", waits=True)
+def replay_of_a_closed_store(tools: Tools) -> Subject:
+    there = new_store(tools)
+    one = gt.Replay(there, Prioritized(seed=1), 8, output="numpy", threads=1, timeout_s=60)
+
+    def wait_for_rows() -> object:
+        there.limiter.set(min_size_to_sample=10_000)
+        while True:
+            one.sample()
+
+    made = replay_subject(one, [there], close=there.close, blocked={"sample": wait_for_rows}, owned=[one])
+    made.either = frozenset({"sample", "next"})  # what was prepared ahead may be handed out
+    made.survives |= {"settle", "state"}  # which are the replay's own
+    return made
+
+
+@factory(gt.Replay, "a mixture")
+def replay_of_a_mixture(tools: Tools) -> Subject:
+    stores = [tools.enter(new_store(tools)) for _ in range(2)]
+    one = gt.Replay(stores, Mixture([0.5, 0.5], [Uniform(seed=1), Prioritized(seed=2)]), 8, output="numpy", threads=1)
+    made = replay_subject(one, stores)
+    del made.calls["update_priorities"]
+    return made
+
+
+@factory(gt.Replay, "on a device")
+def replay_on_a_device(tools: Tools) -> Subject:
+    there = tools.enter(new_store(tools))
+    options = gt.DeviceOptions(SimulatedDevice(), path="staged")
+    one = gt.Replay(there, Uniform(seed=1), 8, device=options, threads=1)
+    return replay_subject(one, [there], in_child=frozenset())
+
+
+@factory(gt.Replay, "of a group")
+def replay_of_a_group(tools: Tools) -> Subject:
+    there = tools.enter(new_store(tools))
+    (ranks,) = ThreadRankGroup.make(1)
+    one = gt.Replay(there, Uniform(seed=1), 8, output="numpy", threads=1, group=ranks)
+    made = replay_subject(one, [there])
+    keys = one.sample().keys  # of this replay: they name its shard
+    made.calls["update_priorities"] = lambda: one.update_priorities(keys, 1.5)
+    made.in_child = frozenset()
+    return made
+
+
+@factory("ReplayDataset")  # its module imports torch
+def dataset(tools: Tools) -> Subject:
+    there = tools.enter(new_store(tools))
+    inside = gt.Replay(there, Uniform(seed=1), 8, threads=1, num_batches=3)
+    one = gt.ReplayDataset(inside)
+    return Subject(
+        calls={"iter": lambda: next(iter(one)), "len": lambda: len(one)},
+        close=inside.close,
+        survives=frozenset({"len"}),
+        work=lambda: next(iter(one)),
+        owned=[there],
+    )
+
+
+@factory(gt.Batch)
+def batch(tools: Tools) -> Subject:
+    there = new_store(tools)
+    inside = gt.Replay(there, Uniform(seed=1), 8, output="numpy", threads=1)
+    one = inside.sample()
+
+    def close() -> None:
+        inside.close()
+        there.close()
+
+    return Subject(
+        calls={"[]": one["x"].sum, "as_dict": one.as_dict, "repr": lambda: repr(one)},
+        close=close,
+        survives=frozenset({"[]", "as_dict", "repr"}),
+        work=inside.sample,
+    )
+
+
+@factory(gt.Placement)
+def placement(tools: Tools) -> Subject:
+    there = tools.enter(new_store(tools))
+    one = gt.Placement(there)
+    return Subject(
+        calls={
+            "refresh": one.refresh,
+            "report": lambda: one.report(batch_size=4),
+            "rebalance": one.rebalance,
+            "mine": lambda: one.mine(np.array([1.0, 2.0])),
+        },
+        close=one.close,
+        survives=frozenset({"mine", "refresh", "report", "rebalance"}),  # of one rank: there is no group to leave
+        owned=[there],
+    )
+
+
+@factory(ThreadRankGroup)
+def thread_ranks(tools: Tools) -> Subject:
+    (one,) = ThreadRankGroup.make(1)
+    return Subject(
+        calls={"all_gather": lambda: one.all_gather(np.zeros(4, np.uint8)), "rank": lambda: one.rank},
+        close=lambda: one.abort("closed"),
+        survives=frozenset({"all_gather", "rank"}),
+    )

@@ -1,0 +1,97 @@
+"""Public classes under misuse: the process ends by itself and in time; a refused call is an error of geartrain's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import deadlines
+import hostile.jobs
+import hostile.peers
+import hostile.public as public
+import hostile.stores  # noqa: F401  # the factories
+import pytest
+from hostile.open_defects import OPEN
+from hostile.scenarios import RACES, SCENARIOS, applies
+from hostile.server import Server
+from hostile.subject import FACTORIES
+
+# Short tests try every class; the races of those that import torch, or that start processes, are for `make test-all`.
+SHORT = ("use_after_close", "alive_at_exit", "close_beside_a_blocked_call")
+SLOW_SUBJECTS = ("ActorPool", "Hosts", "Replay: on a device", "ReplayDataset")
+LIMIT_S = 20.0
+OPEN_ROUNDS = 500
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    one = Server()
+    yield one
+    one.close()
+
+
+@functools.cache
+def cases() -> list[tuple[str, str]]:
+    """(subject, scenario), for all that apply."""
+    return [
+        (subject, scenario)
+        for subject, factory in FACTORIES.items()
+        for scenario in SCENARIOS
+        if applies(scenario, factory)
+    ]
+
+
+def parameters(*, short: bool | None = None) -> list[object]:
+    found = []
+    for subject, scenario in cases():
+        marks = []
+        is_short = scenario in SHORT and subject not in SLOW_SUBJECTS
+        if short is not None and not is_short:
+            marks.append(pytest.mark.slow)
+        if (subject, scenario) in OPEN:
+            marks.append(pytest.mark.xfail(strict=True, reason=OPEN[subject, scenario]))
+        found.append(pytest.param(subject, scenario, marks=marks, id=f"{subject}-{scenario}"))
+    return found
+
+
+def check(server: Server, subject: str, scenario: str, rounds: int | None, limit_s: float) -> None:
+    factor = deadlines.factor()
+    found = server.run(subject, scenario, factor=factor, limit_s=limit_s * factor, seed=1, rounds=rounds)
+    if found["skipped"] is not None:
+        pytest.skip(found["skipped"])
+    assert not found["findings"], "\n".join([*found["findings"], found["output"]])
+
+
+@pytest.mark.parametrize(("subject", "scenario"), parameters(short=True))
+def test_a_public_class_stands_misuse(server, subject, scenario):
+    # A race that is known to be lost is run until it is, or else it would look mended now and then.
+    lost = (subject, scenario) in OPEN and scenario in RACES
+    check(server, subject, scenario, OPEN_ROUNDS if lost else None, LIMIT_S)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("subject", "scenario"), [each for each in parameters() if each.values[1] in RACES])
+def test_a_thousand_rounds_of_each_race(server, subject, scenario):
+    check(server, subject, scenario, 1000, 300.0)
+
+
+def test_every_public_class_has_a_factory_or_a_reason_why_it_needs_none():
+    made = {factory.of for factory in FACTORIES.values()}
+    missing = {
+        name: one for name, one in public.classes().items() if name not in made and public.why_no_lifetime(one) is None
+    }
+    assert not missing, (
+        f"{missing}: add a factory to tests/support/hostile, or to NO_LIFETIME there why nobody can misuse it"
+    )
+
+
+def test_factories_and_reasons_are_of_public_classes():
+    classes = set(public.classes())
+    assert {factory.of for factory in FACTORIES.values()} <= classes
+    assert set(public.NO_LIFETIME) <= classes
+    assert not {factory.of for factory in FACTORIES.values()} & set(public.NO_LIFETIME)
+
+
+def test_open_defects_are_of_cases_that_are_tried():
+    assert set(OPEN) <= set(cases())

@@ -1,0 +1,99 @@
+"""Doctor tells where segments live, how much room there is, and what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import geartrain as gt
+from geartrain.tools.cli.app import app
+from geartrain.tools.doctor import shared_memory
+
+
+def test_the_directory_its_size_and_its_free_space_are_told(monkeypatch):
+    monkeypatch.delenv("GEARTRAIN_DIR", raising=False)
+    found = shared_memory()
+    total = shutil.disk_usage("/dev/shm").total
+    assert found.because.startswith("segments live in /dev/shm (the default, ")
+    assert f"GB free of {total / 1e9:.2f} GB" in found.because
+
+
+def test_another_directory_is_told_with_what_chose_it(monkeypatch, tmp_path, name):
+    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=4):
+        found = shared_memory()
+    assert f"segments live in {tmp_path} (GEARTRAIN_DIR, " in found.because
+    assert "1 files of geartrain in it" in found.because
+
+
+@pytest.mark.parametrize(
+    ("directory", "said"),
+    [
+        ("/no/such/place", "is no directory; set GEARTRAIN_DIR"),
+        ("relative", "must be an absolute path, found 'relative'"),
+    ],
+)
+def test_a_directory_that_cannot_be_used_is_not_viable(monkeypatch, directory, said):
+    monkeypatch.setenv("GEARTRAIN_DIR", directory)
+    found = shared_memory()
+    assert not found.viable and said in found.because
+
+
+def test_a_directory_of_a_containers_size_is_not_viable_and_the_remedy_is_told(monkeypatch, tmp_path):
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "none", tmp_path], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))
+        found = shared_memory()
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+    assert not found.viable
+    for said in ("tmpfs", "0.07 GB free of 0.07 GB", "docker run --shm-size=16g", "--ipc=host", "set GEARTRAIN_DIR"):
+        assert said in found.because
+
+
+# --- inspect and remove ---------------------------------------------------------------------------------------------
+
+
+def run(*args: str) -> str:
+    done = CliRunner().invoke(app, list(args))
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_inspect_and_remove_look_where_the_variable_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    fields = {"x": gt.Field((), "int64", per_row=True)}
+    with gt.Store.create("of-the-group", fields, capacity=4, trust="group", persist=True) as store:
+        store.insert({"x": np.arange(3)})
+        assert "may write to it" in run("inspect")
+        assert "3 of 4 rows" in run("inspect", "of-the-group", "--trust", "group")
+        assert "every row is accounted for" in run("inspect", "of-the-group", "--trust", "group", "--audit")
+    refused = CliRunner().invoke(app, ["remove", "of-the-group"])
+    assert refused.exit_code == 1 and store.path.exists()
+    assert "removed of-the-group (3 rows" in run("remove", "of-the-group", "--trust", "group")
+    assert "no stores in" in run("inspect")
+
+
+def test_what_is_no_segment_is_removed_by_force_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))
+    path = tmp_path / "geartrain.broken"
+    path.touch(0o600)
+    path.write_bytes(b"x" * 40_000)
+    refused = CliRunner().invoke(app, ["remove", "broken"])
+    assert refused.exit_code == 1 and path.exists()
+    assert "which no store could be read from" in run("remove", "broken", "--force")
+    assert not path.exists()
+    os.mkfifo(path, 0o600)
+    assert CliRunner().invoke(app, ["remove", "broken", "--force"]).exit_code == 1
+    assert Path(path).exists()
