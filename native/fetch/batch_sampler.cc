@@ -51,7 +51,7 @@ BatchArrays BatchArrays::part(const Store& store, uint32_t window, size_t first,
 BatchSampler::BatchSampler(Store& store, const Settings& settings)
     : store_(store),
       settings_(settings),
-      from_{store.priority_tree(), store.bit_tree(), store.words(), store.status()} {}
+      from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {}
 
 BatchSampler::Result BatchSampler::sample(const BatchArrays& out, const Step& step) const {
   if (store_.header().max_age_ns != 0) store_.expire();
