@@ -92,6 +92,8 @@ class BatchSampler:
         order: int | None,
         cursor: bool,
         min_rows: int,
+        over_steps: bool = False,
+        ahead: int = 0,
     ) -> None: ...
     def sample_into(
         self,
