@@ -182,7 +182,9 @@ class Store {
   void publish(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
   // Sets the row's length; the steps are in its blocks already. Throws schema (shorter than it was, or too long),
   // stale_key (not a row that this process extends).
-  void extend(uint32_t row, uint32_t length);
+  void extend(uint32_t row, uint32_t length) { extend({&row, 1}, {&length, 1}); }
+  // Of several rows, under one lock; all are checked before any is changed.
+  void extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths);
   // Completes the rows: they take their place as the newest.
   void seal(std::span<const uint32_t> rows);
 
