@@ -121,6 +121,8 @@ std::unique_ptr<Store> Store::attach(const std::string& name, const AttachOption
 
 void Store::bind_trees() {
   const uint64_t rows = header().capacity;
+  words_ = region<std::atomic<uint64_t>>(kWordsRegion);
+  status_ = {this, region<RowStatus>(kStatusRegion), rows};
   priority_tree_ = PriorityTree(words(), region<std::atomic<uint64_t>>(kPriorityNodesRegion), rows);
   bit_tree_ = BitTree(region<std::atomic<uint64_t>>(kBitsRegion), region<std::atomic<uint64_t>>(kBitNodesRegion),
                       (rows + 63) / 64);

@@ -77,7 +77,8 @@ class Store;
 // rows.
 class StatusTable {
  public:
-  StatusTable(const Store& store, RowStatus* rows, uint64_t capacity)
+  StatusTable() = default;
+  StatusTable(const Store* store, RowStatus* rows, uint64_t capacity)
       : store_(store), rows_(rows), capacity_(capacity) {}
   RowStatus& operator[](uint64_t row) const {
     if (row >= capacity_) [[unlikely]]
@@ -89,9 +90,9 @@ class StatusTable {
  private:
   [[noreturn]] __attribute__((cold, noinline)) void fail_out_of_table(uint64_t row) const;
 
-  const Store& store_;
-  RowStatus* rows_;
-  uint64_t capacity_;
+  const Store* store_ = nullptr;
+  RowStatus* rows_ = nullptr;
+  uint64_t capacity_ = 0;
 };
 
 // What to store with committed rows. Empty spans mean: max_length, priority 1, version 0.
@@ -245,8 +246,8 @@ class Store final : public OpenStore {
   std::byte* block(uint32_t field, uint64_t row) const {
     return base() + fields()[field].offset + row * fields()[field].stride;
   }
-  std::atomic<uint64_t>* words() const { return region<std::atomic<uint64_t>>(kWordsRegion); }
-  StatusTable status() const { return {*this, region<RowStatus>(kStatusRegion), header().capacity}; }
+  std::atomic<uint64_t>* words() const { return words_; }
+  const StatusTable& status() const { return status_; }
   uint32_t* heap_rows() const { return region<uint32_t>(kHeapRegion); }
   const PriorityTree& priority_tree() const { return priority_tree_; }
   const BitTree& bit_tree() const { return bit_tree_; }
@@ -357,6 +358,8 @@ class Store final : public OpenStore {
 
   std::shared_ptr<Mapping> mapping_;
   Geometry geometry_;
+  std::atomic<uint64_t>* words_ = nullptr;
+  StatusTable status_;
   PriorityTree priority_tree_;
   BitTree bit_tree_;
   mutable CallsInFlight calls_;
