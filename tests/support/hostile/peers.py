@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -289,9 +290,12 @@ def groups(tools: Tools, **options: Any) -> list[Group]:
 
 def reduce_on_both(one: Group, other: Group) -> Callable[[], object]:
     lock = threading.Lock()  # calls are made in the same order on all ranks
+    parent = os.getpid()
 
     def reduce() -> None:
         arrays = [np.ones(1000, np.float32) for _ in range(2)]
+        if os.getpid() != parent:  # where the lock above may be held for ever
+            one.all_reduce_async(arrays[0])
         with lock:
             works = [one.all_reduce_async(arrays[0]), other.all_reduce_async(arrays[1])]
         for work in works:
