@@ -52,10 +52,10 @@ def test_one_call_stores_what_the_checked_path_stores(seed):
             last = got[-50:]
             mine = gt.fetch(one, last, output="numpy")
             theirs = gt.fetch(other, wanted[-50:], output="numpy")
-            for name in fields:
+            for name, field in fields.items():
                 assert mine[name].tobytes() == theirs[name].tobytes()
                 block = rows[name][-50:]
-                if not fields[name].per_row:
+                if not field.per_row:
                     assert mine[name][:, : block.shape[1]].tobytes() == block.tobytes()
         assert one.audit() == other.audit() == []
 

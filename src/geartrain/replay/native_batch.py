@@ -25,9 +25,10 @@ class NativeBatch(Batch):
         rows: all of them whole.
         plan: names of the fields and the kind of arrays.
         step: the number of the batch.
+        store_ids: of the stores that its rows are of, in the order of their shard numbers.
     """
 
-    __slots__ = ("_plan", "_rows", "_shown")
+    __slots__ = ("_plan", "_rows", "_shown", "_store_ids")
     _rows: _native.SampledBatch
     _plan: FetchPlan
     _shown: dict[str, Array]
