@@ -4,6 +4,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <unistd.h>
+
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -44,6 +46,32 @@ nb::object to_numpy(std::vector<T>&& values) {
   return nb::cast(nb::ndarray<nb::numpy, T>(moved->data(), 1, shape, owner));
 }
 
+// Without the GIL for its lifetime. A daemon thread that comes back from a call while the interpreter ends must not run
+// Python again: CPython before 3.14 ends such a thread by an exception, which would leave a destructor and so abort the
+// process. Here it sleeps until the process is gone.
+class Unlocked {
+ public:
+  Unlocked() : interpreter_lived_(Py_IsInitialized() != 0), state_(PyEval_SaveThread()) {}
+  ~Unlocked() {
+    // Where the interpreter was ending already, this is the thread that ends it.
+    if (interpreter_lived_ && Py_IsInitialized() == 0) sleep_for_ever();
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      sleep_for_ever();  // never left, for the exception cannot be swallowed
+    }
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  [[noreturn]] static void sleep_for_ever() {
+    for (;;) ::pause();
+  }
+  const bool interpreter_lived_;
+  PyThreadState* const state_;
+};
+
 // How long a wait without the GIL lasts until Python's signals are checked.
 constexpr double kSignalsEveryS = 0.25;
 
@@ -54,7 +82,7 @@ bool patiently(double timeout_s, Wait&& wait) {
   for (;;) {
     const Deadline slice = deadline.sooner(kSignalsEveryS);
     {
-      nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       if (wait(slice, deadline)) return true;
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();

@@ -16,7 +16,6 @@
 namespace geartrain {
 namespace {
 
-using Unlocked = nb::gil_scoped_release;
 using FieldTuple = std::tuple<std::string, int, int, bool, std::vector<uint32_t>>;
 
 std::vector<FieldSpec> specs_of(const std::vector<FieldTuple>& fields) {
