@@ -83,6 +83,10 @@ class NotEnoughRowsError(EmptyStoreError, ValueError):
     """More rows were asked for than are selectable."""
 
 
+class SplitGroupError(ReplayError, ValueError):
+    """Over several ranks: the rows of a group that is to be drawn as a whole are in more than one shard."""
+
+
 class StaleKeyError(StoreError, KeyError):
     """Keys whose rows were overwritten or removed since the keys were made."""
 
@@ -139,6 +143,10 @@ class TransportError(PeerError, OSError):
     """A way of reaching a peer that is not viable here; the message says why."""
 
 
+class PeerUnreachableError(PeerLostError, TransportError):
+    """Nobody answers where a peer was: it died, or was never there; the message has every transport's reason."""
+
+
 class UntrustedPeerError(PeerError, PermissionError):
     """The other side did not prove that it knows the secret, or something is only done between those who do."""
 
@@ -192,6 +200,10 @@ class UnknownPeerError(PeerError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class NameTakenError(PeerError, ValueError):
+    """A node of that name has joined before, and is alive or not proven gone."""
 
 
 class RanksDisagreeError(ReplayError, ValueError):
