@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from geartrain.core.arguments import check_whole
+from geartrain.core.arguments import MAX_THREADS, check_whole
 from geartrain.errors import ArgumentError
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
-from geartrain.replay.fetch import As, FetchPlan, Pad, check_same_schema
+from geartrain.replay.fetch import As, FetchPlan, Pad, check_names_of, check_same_schema
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.arguments import check_number
 from geartrain.selection.declared import MAX_DRAWS
@@ -18,9 +18,8 @@ from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_
 from geartrain.selection.strategy import Strategy, check_seed
 from geartrain.store.store import Store
 
-# More batches ahead, or threads that copy, than any machine has use for: a mistake.
+# More batches ahead than any machine has use for: a mistake.
 MAX_PREFETCH = 1024
-MAX_THREADS = 4096
 
 
 @dataclass(frozen=True)
@@ -86,15 +85,6 @@ class ReplayConfig:
             object.__setattr__(self, "inputs", list(self.inputs or ()))
             object.__setattr__(self, "targets", list(self.targets or ()))
             object.__setattr__(self, "fields", list(dict.fromkeys([*(self.inputs or ()), *(self.targets or ())])))
-
-
-def check_names_of(what: str, names: object) -> None:
-    """Raises `ArgumentError` unless these are names of fields, several of them."""
-    if not isinstance(names, Sequence) or isinstance(names, (str, bytes)):
-        raise ArgumentError(f"`{what}` is a list of names, found {names!r}")
-    for name in names:
-        if not isinstance(name, str):
-            raise ArgumentError(f"`{what}` is a list of names, found {name!r} in it")
 
 
 def stores_of(store: object) -> list[Store]:

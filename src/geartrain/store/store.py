@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
-from geartrain.core.arguments import default_threads, timeout
+from geartrain.core.arguments import check_real, check_whole, default_threads, timeout
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust, check_trust
@@ -492,8 +492,8 @@ class Store:
 
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
         """`n` blocks at once, to be written in place and committed together (all or nothing)."""
-        if n < 1:
-            raise ArgumentError(f"at least one row must be asked for, found {n}")
+        if not 1 <= check_whole("the number of rows", n) < 2**32:
+            raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {n}")
         return Rows(self._columns, self._native.allocate(n), priority, version)
 
     def insert(
@@ -567,7 +567,7 @@ class Store:
 
         Cost: a pass over the priorities, about 20 ns a row.
         """
-        if not 0 < power < float("inf"):
+        if not check_real("power", power) > 0:
             raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
         self._native.raise_priorities(power)
 
