@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from geartrain.core.arguments import MAX_THREADS, check_whole
+from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
@@ -59,10 +59,8 @@ class ReplayConfig:
             ("prefetch", self.prefetch, 0, MAX_PREFETCH),
             ("min_rows", self.min_rows, 1, 2**32),
             ("num_batches", self.num_batches, 0, 2**63 - 1),
-            ("window", self.window, 1, 2**31 - 1),
-            ("threads", self.threads, 1, MAX_THREADS),
         ):
-            if value is None and what in ("min_rows", "num_batches", "window", "threads"):
+            if value is None and what in ("min_rows", "num_batches"):
                 continue
             number = check_whole(what, value)
             if number < least:
