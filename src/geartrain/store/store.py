@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
-from geartrain.core.arguments import default_threads, timeout
+from geartrain.core.arguments import check_real, check_whole, default_threads, timeout
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust, check_trust
@@ -499,8 +499,8 @@ class Store:
 
         All or nothing, unless the process is killed in the middle of the commit: then some may be there, each whole.
         """
-        if n < 1:
-            raise ArgumentError(f"at least one row must be asked for, found {n}")
+        if not 1 <= check_whole("the number of rows", n) < 2**32:
+            raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {n}")
         return Rows(self._columns, self._native.allocate(n), priority, version)
 
     def insert(
@@ -615,7 +615,7 @@ class Store:
 
         Cost: a pass over the priorities, about 20 ns a row.
         """
-        if not 0 < power < float("inf"):
+        if not check_real("power", power) > 0:
             raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
         self._native.raise_priorities(power)
 
