@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -171,7 +172,7 @@ def node(tools: Tools) -> Subject:
             "repr": lambda: repr(one),
         },
         close=one.close,
-        survives=frozenset({"connected", "figures", "on_peer_lost", "repr", "wait_for"}),
+        survives=frozenset({"connected", "figures", "on_peer_lost", "repr"}),
         blocked={"call": lambda: one.call("peer", "hostile.wait", 60.0)},
         work=lambda: one.call_async("peer", "hostile.wait", 0.2),
         owned=[peer, news],
@@ -402,10 +403,10 @@ def publisher(tools: Tools) -> Subject:
     one = weights.Publisher(tools.name(), timeout_s=60)
     one.publish(0, WEIGHTS)
     versions = iter(range(1, 1_000_000_000))
-    lock = threading.Lock()
+    locks: dict[int, threading.Lock] = {}  # by process: a forked child's copy may be held for ever
 
     def publish() -> None:
-        with lock:
+        with locks.setdefault(os.getpid(), threading.Lock()):
             one.publish(next(versions), WEIGHTS)
 
     def publish_while_all_is_held() -> None:
