@@ -161,8 +161,7 @@ class Sampler {
     BatchSampler::Step what{.step = step, .limits = {}, .cursor = cursor, .admitted = admitted};
     if (limits) what.limits = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
     BatchSampler::Result result;
-    {
-      nb::gil_scoped_release unlocked;
+    released(store_, [&] {
       if (first == 0 && n == batch.size()) {
         result = sampler_.sample(batch.arrays(), what);
       } else {
@@ -172,7 +171,7 @@ class Sampler {
         importance_weights(batch.arrays().probability.subspan(first, n), result.count, *beta, 0.0,
                            batch.weights(first, n));
       }
-    }
+    });
     if (!result.done) return nb::none();
     return nb::make_tuple(result.cursor, result.redrawn, result.count);
   }
@@ -182,17 +181,17 @@ class Sampler {
                   const In<uint32_t>& generations, const In<double>& probability, uint64_t step, uint32_t round) {
     check_fits(batch);
     batch.check_part(first, n);
-    if (rows.size() != numbers.size() || generations.size() != numbers.size() ||
-        probability.size() != numbers.size()) {
+    if (rows.size() != numbers.size() || generations.size() != numbers.size() || probability.size() != numbers.size()) {
       fail(ErrorKind::schema, numbers.size(), " numbers were given with ", rows.size(), " rows, ", generations.size(),
            " generations and ", probability.size(), " probabilities");
     }
     for (uint32_t number : view(numbers)) {
       if (number >= n) fail(ErrorKind::schema, "draw ", number, " is none of ", n);
     }
-    nb::gil_scoped_release unlocked;
-    return sampler_.gather(batch.arrays().part(store_, window_, first, n),
-                           {view(numbers), view(rows), view(generations), view(probability)}, step, round);
+    return released(store_, [&] {
+      return sampler_.gather(batch.arrays().part(store_, window_, first, n),
+                             {view(numbers), view(rows), view(generations), view(probability)}, step, round);
+    });
   }
 
  private:
@@ -220,13 +219,15 @@ nb::object weights_of(const In<double>& probability, uint64_t count, double beta
 
 void bind_batch(nb::module_& module) {
   nb::class_<SampledBatch>(module, "SampledBatch")
-      .def("__init__",
-           [](SampledBatch* self, const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
-              bool shards, std::optional<std::vector<AnyArray>> out) {
-             new (self) SampledBatch(store, n, fields, window, shards, std::move(out));
-           },
-           nb::arg("store"), nb::arg("n"), nb::arg("fields"), nb::arg("window"), nb::arg("shards"),
-           nb::arg("out").none() = nb::none())
+      .def(
+          "__init__",
+          [](SampledBatch* self, const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
+             bool shards, std::optional<std::vector<AnyArray>> out) {
+            store.check_open();
+            new (self) SampledBatch(store, n, fields, window, shards, std::move(out));
+          },
+          nb::arg("store"), nb::arg("n"), nb::arg("fields"), nb::arg("window"), nb::arg("shards"),
+          nb::arg("out").none() = nb::none())
       .def("__len__", &SampledBatch::size)
       .def_prop_ro("nbytes", &SampledBatch::nbytes)
       .def("field", &SampledBatch::field)
@@ -247,7 +248,7 @@ void bind_batch(nb::module_& module) {
           "__init__",
           [](Sampler* self, Store& store, const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
              unsigned threads, uint64_t seed, bool by_priority, bool replacement, bool stratified,
-             std::optional<int> order, bool cursor, uint64_t min_rows) {
+             std::optional<int> order, bool cursor, uint64_t min_rows, bool over_steps, uint32_t ahead) {
             BatchSampler::Settings settings{.window = window,
                                             .pad_left = pad_left,
                                             .threads = threads,
@@ -255,6 +256,8 @@ void bind_batch(nb::module_& module) {
                                             .by = by_priority ? By::priority : By::row,
                                             .replacement = replacement,
                                             .stratified = stratified,
+                                            .over_steps = over_steps,
+                                            .ahead = ahead,
                                             .cursor = cursor,
                                             .min_rows = min_rows};
             if (order) {
@@ -265,7 +268,8 @@ void bind_batch(nb::module_& module) {
           },
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("fields"), nb::arg("window"), nb::arg("pad_left"),
           nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("replacement"), nb::arg("stratified"),
-          nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"))
+          nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"), nb::arg("over_steps") = false,
+          nb::arg("ahead") = 0)
       .def("sample_into", &Sampler::sample_into, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("step"),
            nb::arg("limits").none(), nb::arg("cursor"), nb::arg("admitted"), nb::arg("beta").none())
       .def("gather", &Sampler::gather);

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/buffer_pool.h"
@@ -71,6 +72,24 @@ class Unlocked {
   const bool interpreter_lived_;
   PyThreadState* const state_;
 };
+
+// work() on a store that any thread may close, as a call that close() waits for (Store::Call). Every binding that takes
+// a store goes through one of these two, or checks that it is open where it only reads what never changes.
+//
+// released: without the GIL, for what waits, copies or takes the segment's lock. The call ends before the GIL is
+// taken again, which a thread may wait for in vain.
+template <typename Work>
+decltype(auto) released(const Store& store, Work&& work) {
+  const Unlocked unlocked;
+  const Store::Call call(store);
+  return std::forward<Work>(work)();
+}
+// entered: with the GIL, for a few instructions that make no Python object: collecting garbage may run anything.
+template <typename Work>
+decltype(auto) entered(const Store& store, Work&& work) {
+  const Store::Call call(store);
+  return std::forward<Work>(work)();
+}
 
 // How long a wait without the GIL lasts until Python's signals are checked.
 constexpr double kSignalsEveryS = 0.25;
@@ -137,6 +156,7 @@ void bind_store(nb::module_& module);
 void bind_fetch(nb::module_& module);
 void bind_batch(nb::module_& module);
 void bind_inserter(nb::module_& module);
+void bind_step_writer(nb::module_& module);
 void bind_selection(nb::module_& module);
 void bind_planner(nb::module_& module);
 

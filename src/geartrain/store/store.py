@@ -7,7 +7,7 @@ fields by name, NumPy and torch views, context managers and named errors.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -32,6 +32,7 @@ from geartrain.errors import (
 from geartrain.store.columns import Columns, as_column
 from geartrain.store.insert import CASTINGS, Casting, insert_rows
 from geartrain.store.rate_limiter import RateLimiter
+from geartrain.store.recorder import StepRecorder
 from geartrain.store.row import Row, Rows
 from geartrain.store.segment import REMOVERS, Remover, check_schema, create_segment, remove_unused, schema_of_segment
 
@@ -56,7 +57,10 @@ class Store:
     closes it; with `persist=True` (the default for paths) the file stays. A segment whose processes were all killed
     stays too, so that its rows can be adopted.
 
-    A handle may be used by many threads, in forked children, and pickled to other processes of the host.
+    A handle may be used by many threads, one of which may close it; in forked children, which become processes of the
+    store of their own when they first use it; and pickled to other processes of the host. A handle that was closed
+    refuses everything (`StoreClosedError`) but what it was: its name, fields, limits and views already taken. Handles
+    that are open when the interpreter ends are closed, daemon threads in calls included.
 
     Example:
         >>> import numpy as np
@@ -160,8 +164,8 @@ class Store:
                 and shorter rows fill a block each.
             capacity_bytes: bytes that the store may take of its file system, `nbytes` at most: as many rows as fit
                 into them. A row takes its fields' blocks, each padded up to 64 bytes, and 57 bytes of metadata (61 with
-                "lowest_priority"); the segment's head takes 32 KB. So a row of one float32 takes 121 bytes: collect
-                such rows in longer ones, of many steps.
+                "lowest_priority"); the head and page rounding take about 60 KB. So one float32 takes 121 bytes.
+                Collect such rows in longer ones, of many steps.
             max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
                 written. All of the capacity by default.
             remover: which row makes room when none is free: the oldest ("fifo"), the newest ("lifo") or the
@@ -374,7 +378,7 @@ class Store:
         Raises:
             CheckpointError: `directory` exists and is not a checkpoint, or is a symbolic link to nothing; or `base` is
                 none or damaged.
-            NoSpaceError: the file system, or a quota on it, is full.
+            NoSpaceError: the file system, or a quota on it, is full, or files may not be so large (RLIMIT_FSIZE).
 
         Cost: the bytes of new rows, 56 bytes for each row of the capacity, and a flush; memory for a chunk of 64 MB.
         """
@@ -491,7 +495,10 @@ class Store:
         return Row(self._columns, self._native.allocate_one(), priority, version)
 
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
-        """`n` blocks at once, to be written in place and committed together (all or nothing)."""
+        """`n` blocks at once, to be written in place and committed together.
+
+        All or nothing, unless the process is killed in the middle of the commit: then some may be there, each whole.
+        """
         if n < 1:
             raise ArgumentError(f"at least one row must be asked for, found {n}")
         return Rows(self._columns, self._native.allocate(n), priority, version)
@@ -531,6 +538,47 @@ class Store:
             if raw is not None:
                 return Keys.packed(raw, self.id)
         return insert_rows(self._columns, fields, lengths, priorities, versions, default_threads(threads), casting)
+
+    def recorder(
+        self,
+        n_envs: int = 1,
+        *,
+        observations: Sequence[str] | None = None,
+        publish_every: int | None = None,
+        overlap: int = 0,
+        priority: float = 1.0,
+        autoreset: Any = None,
+    ) -> StepRecorder:
+        """A recorder of the steps of `n_envs` environments: one native call a step for all of them.
+
+        The store needs the fields of `geartrain.store.recorder.recorded_fields`, and twice as many rows as there are
+        environments; `truncated`, `step_version` (int64: the model's version at each step) and `episode_return`
+        (float32, per_row: of the steps in this row) are filled where the store has them.
+
+        Args:
+            n_envs: environments that are stepped together; arrays have them as their leading axis.
+            observations: fields that are observations; by default those called "observation" or "obs", alone or before
+                a dot.
+            publish_every: publish an unfinished row every so many steps, so that it can be sampled while its episode
+                goes on. By default only finished rows can be.
+            overlap: steps that the next row of a long episode repeats.
+            priority: of new rows.
+            autoreset: what happens where an episode ends: "next_step" (Gymnasium's default), "same_step" or
+                "disabled", or `envs.metadata["autoreset_mode"]`.
+
+        Raises:
+            FieldError: a field that a recorder needs is missing or is something else; ArgumentError, SchemaError:
+                numbers that do not fit the store.
+        """
+        return StepRecorder(
+            self._columns,
+            n_envs,
+            observations=observations,
+            publish_every=publish_every,
+            overlap=overlap,
+            priority=priority,
+            autoreset=autoreset,
+        )
 
     # --- changing and removing ------------------------------------------------------------------------------
 
@@ -587,7 +635,8 @@ class Store:
     def reap(self) -> int:
         """Reclaims the blocks of dead processes; returns how many processes were found dead.
 
-        Also done when a process joins and when free rows run out.
+        Also done when a process joins, when free rows run out, and, where sums of priorities are concerned, by whoever
+        draws.
         """
         return int(self._native.reap())
 
@@ -645,11 +694,16 @@ class Store:
     def close(self, *, keep: bool = False) -> None:
         """Closes the handle: rows it is writing are abandoned.
 
+        Calls of other threads are waited for; those that wait for the rate limiter or for another process end with
+        `StoreClosedError`. A store in a file is written to its disk by the last process to leave.
+
         The last process to leave removes the segment, unless it persists. With `keep=True` it stays, and a later
         process joins it with `Store.open(name, adopt=True)`. Views already taken stay readable.
 
         Raises:
             ArgumentError: `keep=True` for a store without a name, which nobody could adopt.
+            LockTimeoutError: another process that holds the store's lock is stopped. The handle is closed, and others
+                take this process for dead.
         """
         if keep and anonymous.is_anonymous(self._name):
             raise ArgumentError("keep=True needs a name: a store without one is removed with its last process")

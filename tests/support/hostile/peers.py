@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,7 +14,7 @@ import geartrain.transport as transport
 import geartrain.weights as weights
 from geartrain.collectives import Group, Reducer, Work
 from geartrain.integrations.di_engine import Bus, Queue
-from hostile.subject import Subject, Tools, factory
+from hostile.subject import Subject, Tools, factory, order_lock
 
 # --- transport --------------------------------------------------------------------------------------------------------
 
@@ -289,7 +288,7 @@ def groups(tools: Tools, **options: Any) -> list[Group]:
 
 
 def reduce_on_both(one: Group, other: Group) -> Callable[[], object]:
-    lock = threading.Lock()  # calls are made in the same order on all ranks
+    lock = order_lock()  # calls are made in the same order on all ranks
 
     def reduce() -> None:
         arrays = [np.ones(1000, np.float32) for _ in range(2)]
@@ -315,7 +314,7 @@ def group_with(tools: Tools, **options: Any) -> Subject:
             "about": lambda: (one.epoch, one.reducers, one.shares),
         },
         close=lambda: one.close(0.0),
-        survives=frozenset({"counters", "error", "about"}),
+        survives=frozenset({"error", "about"}),
         blocked={"all_reduce": lambda: one.all_reduce(np.ones(1000, np.float32))},
         work=lambda: reduce_without_waiting(one, other),
         owned=[other],
@@ -363,7 +362,7 @@ def reducer(tools: Tools) -> Subject:
             "address": lambda: one.address,
         },
         close=lambda: one.close(0.0),
-        survives=frozenset({"metrics", "address"}),
+        survives=frozenset({"address"}),
         blocked={"all_reduce": lambda: first.all_reduce(np.ones(1000, np.float32))},
         work=lambda: reduce_without_waiting(first, second),
         owned=[first, second],
@@ -403,10 +402,10 @@ def publisher(tools: Tools) -> Subject:
     one = weights.Publisher(tools.name(), timeout_s=60)
     one.publish(0, WEIGHTS)
     versions = iter(range(1, 1_000_000_000))
-    locks: dict[int, threading.Lock] = {}  # by process: a forked child's copy may be held for ever
+    lock = order_lock()
 
     def publish() -> None:
-        with locks.setdefault(os.getpid(), threading.Lock()):
+        with lock:
             one.publish(next(versions), WEIGHTS)
 
     def publish_while_all_is_held() -> None:
