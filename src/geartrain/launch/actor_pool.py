@@ -41,7 +41,7 @@ class ActorPool:
         make_policy: the same for the policy.
         actors: how many processes.
         seed: actor i uses seed + i * 1,000, and another one after each restart.
-        publish_every, overlap: as for `EpisodeRecorder`.
+        publish_every, overlap: as for `Store.recorder`.
         max_restarts: of all actors together. With 0 the first death is an error.
         threads: that torch may use in each process.
 
