@@ -52,11 +52,11 @@ class ValueReader {
     if (owed_ > left()) refuse("it ends too early");
     return n;
   }
-  // x: a kind, and one value that follows.
+  // x: which of torch's values its one value, which follows, is made into.
   uint8_t kind() {
-    const auto found = number<uint8_t>();
+    const auto which = number<uint8_t>();
     if (++owed_ > left()) refuse("it ends too early");
-    return found;
+    return which;
   }
   // I s b y: their bytes.
   Bytes text() { return take(number<uint32_t>()); }

@@ -42,9 +42,6 @@ struct Consumer {
         static_cast<void>(in.number<double>());
         static_cast<void>(in.number<double>());
         return;
-      case 'x':
-        static_cast<void>(in.kind());
-        return value(depth + 1);
       case 'I':
         return touch(in.digits());
       case 's':
@@ -80,6 +77,10 @@ struct Consumer {
         for (const auto& buffer : pickle.buffers) touch(buffer);
         return;
       }
+      case 'x':
+        static_cast<void>(in.kind());
+        ++claimed;
+        return value(depth + 1);
       default:
         ValueReader::refuse("it holds a value of unknown type");
     }

@@ -164,8 +164,8 @@ class Store:
                 and shorter rows fill a block each.
             capacity_bytes: bytes that the store may take of its file system, `nbytes` at most: as many rows as fit
                 into them. A row takes its fields' blocks, each padded up to 64 bytes, and 57 bytes of metadata (61 with
-                "lowest_priority"); the head and page rounding take about 60 KB. So a row of one float32 takes 121
-                bytes: collect such rows in longer ones, of many steps.
+                "lowest_priority"); the head and page rounding take about 60 KB. So one float32 takes 121 bytes.
+                Collect such rows in longer ones, of many steps.
             max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
                 written. All of the capacity by default.
             remover: which row makes room when none is free: the oldest ("fifo"), the newest ("lifo") or the

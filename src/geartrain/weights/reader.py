@@ -62,7 +62,12 @@ class Snapshot(Mapping[str, Any]):
 
 
 class Reader:
-    """Reads the newest weights of a name on this host. Thread-safe."""
+    """Reads the newest weights of a name on this host.
+
+    Any thread may use it and close it, more than once and beside `latest`, which then ends with `StoreClosedError`, as
+    later calls do; snapshots stay valid. A forked child has a reader of its own, which relays nothing. At the
+    interpreter's end it is closed.
+    """
 
     def __init__(
         self,
