@@ -69,7 +69,7 @@ void* take_buffer(size_t bytes) {
   return buffer;
 }
 
-void give_buffer(void* buffer) {
+void give_buffer(void* buffer) noexcept {
   Buffers& pool = the_buffers();
   std::lock_guard lock(pool.mutex);
   const auto found = pool.in_use.find(buffer);
@@ -77,7 +77,12 @@ void give_buffer(void* buffer) {
   const size_t size = found->second;
   pool.in_use.erase(found);
   pool.counts.bytes_in_use -= size;
-  pool.kept.emplace(size, buffer);
+  try {
+    pool.kept.emplace(size, buffer);
+  } catch (...) {  // no memory to remember it by; destructors call this
+    ::munmap(buffer, size);
+    return;
+  }
   pool.counts.bytes_kept += size;
   const size_t keep = std::max(kKeepBytes, 4 * pool.largest);
   while (pool.counts.bytes_kept > keep) {

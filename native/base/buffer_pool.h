@@ -16,7 +16,7 @@ constexpr size_t kKeepBytes = size_t{1} << 30;
 // A 4096-byte aligned buffer of at least `bytes`; huge pages where they can be had. Any thread. Contents are
 // arbitrary. Throws no_space.
 void* take_buffer(size_t bytes);
-void give_buffer(void* buffer);
+void give_buffer(void* buffer) noexcept;
 
 // An array in pooled memory, for scratch that would otherwise be faulted in anew for every large batch.
 template <typename T>

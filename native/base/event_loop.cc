@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
+#include <condition_variable>
 #include <cstring>
 #include <system_error>
 
@@ -19,7 +19,7 @@ constexpr uint64_t kLongestSleepNs = 1'000'000'000;
 
 }  // namespace
 
-EventLoop::EventLoop(const char* name) : forks_(forks()) {
+EventLoop::EventLoop(const char* name, Failed failed) : forks_(forks()), failed_(std::move(failed)) {
   epoll_ = Descriptor(::epoll_create1(EPOLL_CLOEXEC));
   wake_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !wake_) fail(ErrorKind::os, "cannot make an epoll or an eventfd: ", std::strerror(errno));
@@ -35,8 +35,12 @@ EventLoop::~EventLoop() {
   stop();
 }
 
+bool EventLoop::forked() const {
+  return forks_ != forks();
+}
+
 bool EventLoop::post(std::function<void()> task) {
-  if (forks_ != forks()) {
+  if (forked()) {
     fail(ErrorKind::hung_up, "this group belongs to the process that this one was forked from; make one here");
   }
   {
@@ -52,21 +56,44 @@ bool EventLoop::post(std::function<void()> task) {
   return true;
 }
 
+bool EventLoop::call(const std::function<void()>& what) {
+  std::mutex mutex;
+  std::condition_variable over;
+  bool done = false;
+  std::exception_ptr error;
+  const bool posted = post([&] {
+    try {
+      what();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    std::lock_guard lock(mutex);
+    done = true;
+    over.notify_all();
+  });
+  if (!posted) return false;
+  std::unique_lock lock(mutex);
+  over.wait(lock, [&] { return done; });
+  if (error != nullptr) std::rethrow_exception(error);
+  return true;
+}
+
 void EventLoop::stop() {
-  if (thread_ == nullptr) return;
-  if (forks_ != forks()) {
+  if (forked()) {
     static_cast<void>(thread_.release());  // a forked child never had it
     return;
   }
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  posted_.store(true);
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
-  thread_->join();
-  thread_.reset();
+  std::call_once(stopped_, [this] {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    posted_.store(true);
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
+    thread_->join();
+    thread_.reset();
+  });
 }
 
 void EventLoop::watch(int fd, uint32_t events, Handler* handler) {
@@ -89,6 +116,15 @@ void EventLoop::unwatch(int fd) {
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
 }
 
+template <typename Act>
+void EventLoop::guarded(Act&& act) {
+  try {
+    act();
+  } catch (const std::exception& error) {
+    failed_(error);
+  }
+}
+
 // True when the loop is to end.
 bool EventLoop::run_tasks() {
   if (!posted_.exchange(false)) return false;
@@ -103,64 +139,55 @@ bool EventLoop::run_tasks() {
   return stopping;
 }
 
-template <typename Act>
-void EventLoop::guarded(Act&& act) noexcept {
-  try {
-    act();
-  } catch (const std::exception& error) {
-    if (failed_) {
-      failed_(error.what());
-    } else {
-      std::fprintf(stderr, "geartrain: a thread that serves sockets: %s\n", error.what());
-    }
+// True when there was something.
+bool EventLoop::look_at_all() {
+  bool busy = false;
+  // A copy: looking may remove.
+  for (Pollable* const one : std::vector<Pollable*>(pollables_)) {
+    if (std::find(pollables_.begin(), pollables_.end(), one) != pollables_.end()) busy |= one->look();
   }
+  return busy;
+}
+
+void EventLoop::destroy_discarded() {
+  while (discarded_ != nullptr) discarded_ = std::move(discarded_->next_discarded_);
 }
 
 void EventLoop::run(const char* name) noexcept {
   id_.store(std::this_thread::get_id());
   ::pthread_setname_np(::pthread_self(), name);
-  for (bool ended = false; !ended;) {
+  struct epoll_event events[64];
+  for (;;) {
+    if (run_tasks()) break;
+    bool busy = false;
+    guarded([&] { busy = look_at_all(); });
+    uint64_t sleep_ns = kLongestSleepNs;
     guarded([&] {
-      ended = run_tasks();
-      if (!ended) run_round();
+      if (due_) sleep_ns = std::min(due_(), kLongestSleepNs);
     });
+    sleeping_.store(true);
+    if (busy || posted_.load()) sleep_ns = 0;
+    if (sleep_ns != 0) {
+      for (Pollable* const one : pollables_) {
+        if (!one->announce_sleep()) sleep_ns = 0;
+      }
+    }
+    // Rounded up: a sleep that ends too early would be followed by others of no length.
+    const int ready = ::epoll_wait(epoll_.get(), events, 64, static_cast<int>((sleep_ns + 999'999) / 1'000'000));
+    sleeping_.store(false);
+    for (Pollable* const one : pollables_) one->announce_wake();
+    for (int i = 0; i < ready; ++i) {
+      if (events[i].data.ptr == nullptr) {
+        uint64_t count;
+        [[maybe_unused]] const ssize_t got = ::read(wake_.get(), &count, sizeof count);
+      } else {
+        guarded([&] { static_cast<Handler*>(events[i].data.ptr)->ready(events[i].events); });
+      }
+    }
+    destroy_discarded();
   }
   due_ = nullptr;
-  failed_ = nullptr;
-  discarded_.clear();
-}
-
-// Looks at what is polled, sleeps, and handles what woke it.
-void EventLoop::run_round() {
-  struct epoll_event events[64];
-  bool busy = false;
-  // A copy: looking may remove.
-  for (Pollable* const one : std::vector<Pollable*>(pollables_)) {
-    if (std::find(pollables_.begin(), pollables_.end(), one) == pollables_.end()) continue;
-    guarded([&] { busy |= one->look(); });
-  }
-  uint64_t sleep_ns = kLongestSleepNs;
-  if (due_) guarded([&] { sleep_ns = std::min(due_(), kLongestSleepNs); });
-  sleeping_.store(true);
-  if (busy || posted_.load()) sleep_ns = 0;
-  if (sleep_ns != 0) {
-    for (Pollable* const one : pollables_) {
-      if (!one->announce_sleep()) sleep_ns = 0;
-    }
-  }
-  // Rounded up: a sleep that ends too early would be followed by others of no length.
-  const int ready = ::epoll_wait(epoll_.get(), events, 64, static_cast<int>((sleep_ns + 999'999) / 1'000'000));
-  sleeping_.store(false);
-  for (Pollable* const one : pollables_) one->announce_wake();
-  for (int i = 0; i < ready; ++i) {
-    if (events[i].data.ptr == nullptr) {
-      uint64_t count;
-      [[maybe_unused]] const ssize_t got = ::read(wake_.get(), &count, sizeof count);
-    } else {
-      guarded([&] { static_cast<Handler*>(events[i].data.ptr)->ready(events[i].events); });
-    }
-  }
-  discarded_.clear();
+  destroy_discarded();
 }
 
 }  // namespace geartrain

@@ -10,14 +10,15 @@
 //
 // Handlers are destroyed by discard() only, after the round of events that they may still be part of.
 //
-// No exception ends the loop, or the process. Handlers and tasks catch what they expect; what they do not (no memory)
-// goes to on_failure, with its text, and the loop goes on: what it served may be left half done, so the owner should
-// end all work that is under way. Without on_failure the text goes to stderr, and deadlines end what waits.
+// No exception leaves the thread: what a task, a handler or the timer lets go (memory runs out, usually) is handed to
+// `failed`, after its stack was unwound, and the loop goes on. After stop(), which any threads may call at once, and
+// in a forked child, tasks are refused.
 #pragma once
 
 #include <sys/epoll.h>
 
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -34,6 +35,10 @@ class EventLoop {
    public:
     virtual ~Handler() = default;
     virtual void ready(uint32_t events) = 0;
+
+   private:
+    friend class EventLoop;
+    std::unique_ptr<Handler> next_discarded_;
   };
   // A source without a descriptor that becomes ready while the loop is awake.
   class Pollable {
@@ -44,15 +49,21 @@ class EventLoop {
     virtual void announce_wake() = 0;
   };
 
-  explicit EventLoop(const char* name);
+  // `failed` runs on the loop, and must not throw.
+  using Failed = std::function<void(const std::exception& error)>;
+  EventLoop(const char* name, Failed failed);
   ~EventLoop();  // stops
   EventLoop(const EventLoop&) = delete;
   EventLoop& operator=(const EventLoop&) = delete;
 
   // Any thread. False when the loop has stopped: the task was dropped.
   bool post(std::function<void()> task);
+  // Runs it on the loop, and returns then; throws what it throws. False when the loop has stopped.
+  bool call(const std::function<void()>& what);
   // Runs what was posted before, then ends the thread. Not from the loop's own thread.
   void stop();
+  // Whether this process was forked from the one that the loop runs in.
+  bool forked() const;
   bool here() const { return std::this_thread::get_id() == id_.load(); }
   // A descriptor that wakes the loop when it becomes readable: passed to peers that share memory with it.
   int wake_descriptor() const { return wake_.get(); }
@@ -63,30 +74,33 @@ class EventLoop {
   void unwatch(int fd);
   void add(Pollable* pollable) { pollables_.push_back(pollable); }
   void remove(Pollable* pollable) { std::erase(pollables_, pollable); }
-  void discard(std::unique_ptr<Handler> handler) { discarded_.push_back(std::move(handler)); }
+  void discard(std::unique_ptr<Handler> handler) noexcept {
+    handler->next_discarded_ = std::move(discarded_);
+    discarded_ = std::move(handler);
+  }
   // Called at least before every sleep; returns the nanoseconds after which to be called again.
   void on_time(std::function<uint64_t()> due) { due_ = std::move(due); }
-  // Must not throw.
-  void on_failure(std::function<void(const char* why)> failed) { failed_ = std::move(failed); }
 
  private:
   void run(const char* name) noexcept;
-  void run_round();
   bool run_tasks();
+  bool look_at_all();
+  void destroy_discarded();
   template <typename Act>
-  void guarded(Act&& act) noexcept;
+  void guarded(Act&& act);
 
   Descriptor epoll_, wake_;
   const uint64_t forks_;
+  const Failed failed_;
   std::mutex mutex_;
   std::vector<std::function<void()>> tasks_;
   bool stopping_ = false;
   std::atomic<bool> sleeping_{false}, posted_{false};
   std::vector<Pollable*> pollables_;
-  std::vector<std::unique_ptr<Handler>> discarded_;
+  std::unique_ptr<Handler> discarded_;  // a list
   std::function<uint64_t()> due_;
-  std::function<void(const char*)> failed_;
   std::atomic<std::thread::id> id_{};
+  std::once_flag stopped_;
   std::unique_ptr<std::thread> thread_;
 };
 

@@ -1,12 +1,13 @@
 // File locks that the kernel drops when their owner dies: on bytes of a file, which need not exist, owned by an open
 // file.
 //
-// An open file's lock (F_OFD_SETLK) is released with its last descriptor, hence when the process ends, however it
-// ends. Unlike a pid it cannot be mistaken for another process's: pids are reused, and two containers that share a
+// An open file's lock (F_OFD_SETLK) is released with its last descriptor and its last mapping, hence when the process
+// ends, however it ends. Unlike a pid it cannot be mistaken for another process's: pids are reused, and two containers that share a
 // file can both run as pid 1. A second open of the file owns none of the first open file's locks.
 //
-// A forked child shares its parent's open file, and so its locks: they are held until both have closed it. A child that
-// wants locks of its own opens the file again (store.cc, weights/segment.py).
+// A forked child shares its parent's open file, and so its locks: they are held until both have closed it, and unmapped
+// what they mapped from it. A child that wants locks of its own opens the file again, and maps it again from there
+// (Mapping::reopen, weights/segment.py).
 //
 // Any thread and process. A shared lock needs a descriptor that may be read, an exclusive one that may be written, and
 // asking needs neither. Which byte means what is the file's format: kClientLocks (store/client_lock.h) is the store's.

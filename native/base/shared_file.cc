@@ -209,19 +209,26 @@ Mapping Mapping::attach(const std::string& path, bool writable, Trust trust) {
 Mapping::Mapping(Mapping&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       bytes_(other.bytes_),
-      fd_(std::exchange(other.fd_, -1)),
+      fd_(other.fd_.exchange(-1)),
+      device_(other.device_),
+      inode_(other.inode_),
       writable_(other.writable_),
       path_(std::move(other.path_)),
       temporary_(std::exchange(other.temporary_, {})) {}
 
 Mapping::~Mapping() {
   if (data_ != nullptr) ::munmap(data_, bytes_);
-  if (fd_ >= 0) ::close(fd_);
+  const int fd = fd_;
+  if (fd >= 0 && (data_ == nullptr || is_this_file(fd))) ::close(fd);
   if (!temporary_.empty()) ::unlink(temporary_.c_str());
 }
 
 void Mapping::map(bool writable) {
   writable_ = writable;
+  struct stat mine{};
+  if (::fstat(fd_, &mine) != 0) fail(ErrorKind::os, "cannot stat ", path_, ": ", std::strerror(errno));
+  device_ = mine.st_dev;
+  inode_ = mine.st_ino;
   void* at = ::mmap(nullptr, bytes_, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd_, 0);
   if (at == MAP_FAILED) {
     fail(ErrorKind::os, "cannot map ", mebibytes(bytes_), " of ", path_, ": ", std::strerror(errno));
@@ -234,7 +241,7 @@ void Mapping::map(bool writable) {
 void Mapping::publish() {
   // A hard link fails when the name is taken, which rename would silently replace.
   char nameless[40];
-  std::snprintf(nameless, sizeof nameless, "/proc/self/fd/%d", fd_);
+  std::snprintf(nameless, sizeof nameless, "/proc/self/fd/%d", fd_.load());
   const char* from = temporary_.empty() ? nameless : temporary_.c_str();
   if (::linkat(AT_FDCWD, from, AT_FDCWD, path_.c_str(), AT_SYMLINK_FOLLOW) != 0) {
     if (errno == EEXIST) fail(ErrorKind::exists, path_);
@@ -245,10 +252,59 @@ void Mapping::publish() {
 }
 
 bool Mapping::unlink() {
-  struct stat mine{}, named{};
-  if (::fstat(fd_, &mine) != 0 || ::lstat(path_.c_str(), &named) != 0) return false;
-  if (mine.st_ino != named.st_ino || mine.st_dev != named.st_dev) return false;
+  struct stat named{};
+  if (::lstat(path_.c_str(), &named) != 0 || named.st_ino != inode_ || named.st_dev != device_) return false;
   return ::unlink(path_.c_str()) == 0;
+}
+
+void Mapping::flush(uint64_t offset, uint64_t bytes) const {
+  if (::msync(data_ + offset, bytes, MS_SYNC) != 0) {
+    fail(ErrorKind::os, "cannot write ", path_, " to its disk: ", std::strerror(errno));
+  }
+}
+
+bool Mapping::is_this_file(int fd) const noexcept {
+  struct stat found{};
+  return ::fstat(fd, &found) == 0 && found.st_ino == inode_ && found.st_dev == device_;
+}
+
+int Mapping::fd() const {
+  int known = fd_;
+  if (is_this_file(known)) return known;
+  const int opened = ::open(path_.c_str(), (writable_ ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK);
+  if (opened >= 0 && is_this_file(opened)) {
+    if (fd_.compare_exchange_strong(known, opened)) return opened;
+    ::close(opened);  // another thread was first
+    return known;
+  }
+  if (opened >= 0) ::close(opened);
+  fail(ErrorKind::os, "the program closed the descriptor (", known, ") of ", path_,
+       ", and the file cannot be opened again by that name; a program that closes descriptors it did not open must do "
+       "so before it opens a store");
+}
+
+bool Mapping::reopen() noexcept {
+  const int flags = (writable_ ? O_RDWR : O_RDONLY) | O_CLOEXEC;
+  const int known = fd_;
+  const bool ours = is_this_file(known);
+  char path[40];
+  std::snprintf(path, sizeof path, "/proc/self/fd/%d", known);
+  const int opened = ::open(ours ? path : path_.c_str(), flags | (ours ? 0 : O_NONBLOCK));
+  if (opened < 0) return false;
+  bool done = is_this_file(opened);
+  if (done) {
+    // Over the old pages, in one step: a thread that reads them, and a view of them, notice nothing.
+    const int protection = writable_ ? PROT_READ | PROT_WRITE : PROT_READ;
+    done = ::mmap(data_, bytes_, protection, MAP_SHARED | MAP_FIXED, opened, 0) == data_;
+    if (done) ::madvise(data_, bytes_, MADV_HUGEPAGE);
+  }
+  if (done && !ours) {
+    fd_ = opened;
+    return true;
+  }
+  done = done && ::dup3(opened, known, O_CLOEXEC) >= 0;
+  ::close(opened);
+  return done;
 }
 
 }  // namespace geartrain

@@ -5,15 +5,22 @@
 // segment. The mapping outlives the file's name: unlink removes the name, the memory goes when the
 // last process unmaps it.
 //
+// Descriptors. A mapping keeps its open file, and with it the locks of that open file (file_lock.h), whatever becomes
+// of the descriptor: a program that closes descriptors which are not its own loses no lock. The number may mean another
+// file then, so fd() looks at what it is, and opens the file again by its name where it is another.
+//
 // Whose files are opened (Trust). Whoever may write to a segment can make its users read and copy what it likes, so a
 // file is opened by its name only when it is a regular one, not a symbolic link, and nobody may write to it but
 // those the caller trusts. Nothing is waited for at the open: a FIFO is refused, not read. What a file holds is checked
 // by its reader (segment/validate.h); a file that is truncated while it is mapped is SIGBUS for all who read it, which
 // only those who may write to it can do.
 //
-// Threads: a Mapping is made and destroyed by one thread; its memory may be used by any.
+// Threads: a Mapping is made and destroyed by one thread; its memory and fd() may be used by any.
 #pragma once
 
+#include <sys/types.h>
+
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -66,19 +73,30 @@ class Mapping {
   // Removes the name if it still refers to this file; false when it does not (any more).
   bool unlink();
 
+  // Writes what changed in a part of the file to its disk; nothing to do in memory. Throws os.
+  void flush(uint64_t offset, uint64_t bytes) const;
+
+  // In a forked child, at once: opens the file anew and maps it in the place of the parent's open file, whose locks
+  // would otherwise be held for as long as the child lives. Views stay valid. False when it cannot be opened.
+  bool reopen() noexcept;
+
   std::byte* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
-  int fd() const { return fd_; }
+  // A descriptor of the file. Throws os: the program closed it, and the file's name is gone. A system call.
+  int fd() const;
   bool writable() const { return writable_; }
   const std::string& path() const { return path_; }
 
  private:
   Mapping() = default;
   void map(bool writable);
+  bool is_this_file(int fd) const noexcept;
 
   std::byte* data_ = nullptr;
   uint64_t bytes_ = 0;
-  int fd_ = -1;
+  mutable std::atomic<int> fd_{-1};
+  dev_t device_ = 0;
+  ino_t inode_ = 0;
   bool writable_ = true;
   std::string path_;
   std::string temporary_;  // the name until publish(), where the file system has no nameless files

@@ -15,7 +15,8 @@ namespace {
 constexpr size_t kMostNewcomers = 4096;
 constexpr double kJoinTimeoutS = 10;    // to send its Join
 constexpr double kEarlyTimeoutS = 300;  // for a group that is not ready
-constexpr size_t kJoinFds = 2;          // the rings' memory, and the dialer's eventfd
+constexpr double kCheckEveryS = 0.1;
+constexpr size_t kJoinFds = 2;  // the rings' memory, and the dialer's eventfd
 
 }  // namespace
 
@@ -49,16 +50,19 @@ Acceptor::Acceptor(EventLoop& loop, const AcceptorOptions& options, Host& host)
   listening.advertise = options.advertise;
   listening.shm = options.shm;
   listening.raw = [this](Descriptor socket, bool local) {
-    auto shared = std::make_shared<Descriptor>(std::move(socket));
-    loop_.post([this, shared, local] {
-      if (newcomers_.size() >= kMostNewcomers) {
-        ++refused_;
-        return;
-      }
-      newcomers_.push_back(std::make_unique<Newcomer>(*this, std::move(*shared), local));
-      Newcomer& newcomer = *newcomers_.back();
-      loop_.watch(newcomer.socket.get(), EPOLLIN | EPOLLRDHUP, &newcomer);
-    });
+    // Memory or descriptors run out, on the listener's thread or on the loop: that is this connection's end only.
+    try {
+      auto shared = std::make_shared<Descriptor>(std::move(socket));
+      loop_.post([this, shared, local] {
+        try {
+          admit(std::move(*shared), local);
+        } catch (const std::exception&) {
+          ++refused_;
+        }
+      });
+    } catch (const std::exception&) {
+      ++refused_;
+    }
   };
   listener_ = std::make_unique<Listener>(listening);
 }
@@ -69,6 +73,24 @@ Acceptor::~Acceptor() {
 
 void Acceptor::close() {
   listener_->close();
+}
+
+void Acceptor::hang_up() {
+  newcomers_.clear();
+}
+
+void Acceptor::admit(Descriptor socket, bool local) {
+  if (newcomers_.size() >= kMostNewcomers) {
+    ++refused_;
+    return;
+  }
+  newcomers_.push_back(std::make_unique<Newcomer>(*this, std::move(socket), local));
+  Newcomer& newcomer = *newcomers_.back();
+  try {
+    loop_.watch(newcomer.socket.get(), EPOLLIN | EPOLLRDHUP, &newcomer);
+  } catch (const std::exception&) {
+    drop(newcomer, true);
+  }
 }
 
 void Acceptor::drop(Newcomer& newcomer, bool refused) {
@@ -126,7 +148,7 @@ void Acceptor::step(Newcomer& newcomer) {
     link = rings ? ring_link(std::move(newcomer.socket), newcomer.fds[0], std::move(newcomer.fds[1]), false)
                  : tcp_link(std::move(newcomer.socket));
     accepted = join;
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     return drop(newcomer, true);
   }
   drop(newcomer, false);
@@ -159,7 +181,8 @@ uint64_t Acceptor::due() {
 namespace {
 
 // Sends the Join and receives the Welcome, over a socket that has completed the handshake.
-Dialled introduce(Descriptor socket, Join join, const EventLoop& loop, bool rings, Deadline deadline) {
+Dialled introduce(Descriptor socket, Join join, const EventLoop& loop, bool rings, Deadline deadline,
+                  const std::function<void()>& check) {
   Dialled out;
   RingMemory memory;
   std::vector<int> sent;
@@ -172,7 +195,11 @@ Dialled introduce(Descriptor socket, Join join, const EventLoop& loop, bool ring
   std::vector<Descriptor> fds;
   auto rest = std::as_writable_bytes(std::span(&out.welcome, 1));
   while (!rest.empty()) {
-    if (!wait_for(socket.get(), POLLIN, deadline)) fail(ErrorKind::timed_out, "it did not answer in time");
+    if (!wait_for(socket.get(), POLLIN, deadline.sooner(kCheckEveryS))) {
+      if (deadline.passed()) fail(ErrorKind::timed_out, "it did not answer in time");
+      check();
+      continue;
+    }
     const ssize_t got = receive_with_fds(socket.get(), rest, &fds);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) continue;
     if (got <= 0) fail(ErrorKind::peer_lost, "it hung up");
@@ -188,16 +215,16 @@ Dialled introduce(Descriptor socket, Join join, const EventLoop& loop, bool ring
 }
 
 Dialled dial_unix(const std::string& name, const Address& address, const Options& options, const Join& join,
-                  const EventLoop& loop, Deadline deadline) {
+                  const EventLoop& loop, Deadline deadline, const std::function<void()>& check) {
   Descriptor socket = connect_unix(name, deadline);
   greet(socket.get(), Intent::raw, address, options, deadline);
-  return introduce(std::move(socket), join, loop, true, deadline);
+  return introduce(std::move(socket), join, loop, true, deadline, check);
 }
 
 }  // namespace
 
 Dialled dial(const std::string& place, const std::string& secret, Join join, const EventLoop& loop, bool shm,
-             Deadline deadline) {
+             Deadline deadline, const std::function<void()>& check) {
   Address address;
   if (place.find('=') == std::string::npos) {
     address.tcp.push_back(place);
@@ -209,7 +236,7 @@ Dialled dial(const std::string& place, const std::string& secret, Join join, con
   std::string why;
   if (shm && !address.shm.empty()) {
     try {
-      return dial_unix(address.shm, address, options, join, loop, deadline);
+      return dial_unix(address.shm, address, options, join, loop, deadline, check);
     } catch (const Error& error) {
       // Another host, or memory that cannot be shared: TCP may do. A refusal is final.
       if (error.kind != ErrorKind::not_viable && error.kind != ErrorKind::no_space) throw;
@@ -225,12 +252,12 @@ Dialled dial(const std::string& place, const std::string& secret, Join join, con
       if (shm && address.shm.empty()) {
         // A reducer, of which only the port is known. On this host its Unix socket is named by its id.
         try {
-          return dial_unix("geartrain-" + hex(session.listener), address, options, join, loop, deadline);
+          return dial_unix("geartrain-" + hex(session.listener), address, options, join, loop, deadline, check);
         } catch (const Error& error) {
           if (error.kind != ErrorKind::not_viable && error.kind != ErrorKind::no_space) throw;
         }
       }
-      return introduce(std::move(socket), join, loop, false, deadline);
+      return introduce(std::move(socket), join, loop, false, deadline, check);
     } catch (const Error& error) {
       if (last || error.kind == ErrorKind::untrusted || error.kind == ErrorKind::schema) throw;
       why = error.what();

@@ -42,6 +42,8 @@ class Acceptor {
   ~Acceptor();
   // Accepts no more connections. Any thread but the loop's.
   void close();
+  // Hangs up on those that wait to be let in. After close(), and after the loop has stopped.
+  void hang_up();
   const std::string& address() const { return listener_->address(); }
   // Refused: without proof, or with an invalid Join.
   uint64_t refused() const { return listener_->refused() + refused_.load(); }
@@ -52,6 +54,7 @@ class Acceptor {
 
  private:
   class Newcomer;
+  void admit(Descriptor socket, bool local);
   void step(Newcomer& newcomer);
   void drop(Newcomer& newcomer, bool refused);
 
@@ -68,9 +71,10 @@ struct Dialled {
   Welcome welcome{};
 };
 
-// Blocks the caller's thread. `place` is a listener's address, or host:port of a reducer. Throws untrusted,
-// timed_out, not_viable, peer_lost, frame; with the other side's reason where it gave one.
+// Blocks the caller's thread. `place` is a listener's address, or host:port of a reducer. While it waits to be let in
+// `check` is called now and then, and may throw. Throws untrusted, timed_out, not_viable, peer_lost, frame; with the
+// other side's reason where it gave one.
 Dialled dial(const std::string& place, const std::string& secret, Join join, const EventLoop& loop, bool shm,
-             Deadline deadline);
+             Deadline deadline, const std::function<void()>& check);
 
 }  // namespace geartrain

@@ -19,10 +19,11 @@ struct ChunkBuffer {
   uint32_t users;
 };
 
-// Keeps at most `kept` free blocks warm; the rest is returned to the system. Outlives its blocks.
+// Keeps at most `kept` free blocks warm; the rest is returned to the system. Outlives its blocks. Giving a block back
+// needs no memory: it happens in destructors.
 class ChunkBufferPool {
  public:
-  explicit ChunkBufferPool(size_t kept = 512) : kept_(kept) {}
+  explicit ChunkBufferPool(size_t kept = 512) : kept_(kept) { free_.reserve(kept); }
   ChunkBufferPool(const ChunkBufferPool&) = delete;
   ChunkBufferPool& operator=(const ChunkBufferPool&) = delete;
   ~ChunkBufferPool() {
@@ -33,13 +34,12 @@ class ChunkBufferPool {
  private:
   friend class ChunkBufferRef;
   ChunkBuffer* take() {
+    ChunkBuffer* const block = free_.empty() ? new ChunkBuffer : free_.back();
+    if (!free_.empty()) free_.pop_back();
     ++in_use_;
-    if (free_.empty()) return new ChunkBuffer;
-    ChunkBuffer* const block = free_.back();
-    free_.pop_back();
     return block;
   }
-  void give(ChunkBuffer* block) {
+  void give(ChunkBuffer* block) noexcept {
     --in_use_;
     if (free_.size() < kept_) {
       free_.push_back(block);

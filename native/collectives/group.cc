@@ -3,17 +3,18 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <condition_variable>
-#include <mutex>
 #include <sstream>
 #include <thread>
 
+#include "collectives/closing.h"
 #include "collectives/deadlines.h"
 #include "collectives/membership.h"
 #include "collectives/operations.h"
 
 namespace geartrain {
 namespace {
+
+constexpr double kMomentS = 0.3;  // of close(), for operations in progress; and for the last frames
 
 void check_options(GroupOptions* options) {
   const size_t members = options->world + options->reducers.size();
@@ -55,7 +56,7 @@ class Group::Body final : public Peer::Side {
                   .welcome = [this](uint64_t most) { operations_.shares().window().limit(most); }}),
         operations_(options_, members_),
         deadlines_(options_, members_, operations_),
-        loop_("geartrain group") {
+        loop_("geartrain group", [this](const std::exception& error) { members_.failed(error); }) {
     members_.open();
     loop_.post([this] { loop_.on_time([this] { return deadlines_.on_time(); }); });
   }
@@ -83,84 +84,96 @@ class Group::Body final : public Peer::Side {
     asked.algorithm = options_.ring;
     auto work =
         std::make_shared<Work>(asked, static_cast<const std::byte*>(in), static_cast<std::byte*>(out), timeout_s);
-    // Under the mutex, so that numbers follow the order of the calls.
-    std::lock_guard lock(order_mutex_);
+    if (!loop_.forked() && closing_.begun()) fail(ErrorKind::hung_up, "the group was closed");
+    // The order of the posts is that of the numbers.
     if (!loop_.post([this, work] { begin(work); })) fail(ErrorKind::hung_up, "the group was closed");
     return work;
   }
 
   GroupCounts counts() {
     GroupCounts out;
-    call([&] {
+    const bool open = loop_.call([&] {
       members_.count(&out);
       operations_.count(&out);
     });
+    if (!open) fail(ErrorKind::hung_up, "the group was closed");
     out.refused = members_.refused();
     return out;
   }
 
   void abort(const std::string& reason) {
-    call([&] {
+    loop_.call([&] {
       members_.end(
           {FaultKind::aborted, "rank " + std::to_string(options_.rank) + " aborted: " + reason, {options_.rank}});
     });
   }
 
   void close(Deadline deadline) {
-    // What other ranks still wait for is sent first.
-    for (bool waiting = true; waiting && !deadline.passed();) {
-      call([&] {
-        waiting = !members_.over() &&
-                  (operations_.owner().oldest() < operations_.next_number() || !operations_.works().empty());
-        members_.for_each_open([&](const Peer& peer) { waiting |= !peer.drained(); });
-      });
-      if (waiting) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (loop_.forked() || !closing_.enter(deadline)) return;
+    try {
+      leave();
+    } catch (const std::exception&) {
+      // Memory runs out: then without a word.
     }
-    call([&] {
+    members_.close();
+    loop_.stop();
+    members_.drop_peers();  // the others see the end now, and not when this is destroyed
+    closing_.leave();
+  }
+
+ private:
+  // While `waiting` is true, which is called on the loop; until the deadline of close().
+  void wait_while(const std::function<bool()>& waiting) {
+    for (bool again = true; again && !closing_.deadline().passed();) {
+      if (!loop_.call([&] { again = waiting(); })) return;
+      if (again) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+
+  void leave() {
+    const Deadline moment = Deadline::after(kMomentS);
+    // What other ranks still wait for is sent first. An operation in progress may wait for ever.
+    wait_while([&] {
+      if (members_.over()) return false;
+      const auto& works = operations_.works();
+      if (!works.empty() && moment.passed()) return false;
+      bool waiting = !works.empty() || operations_.owner().oldest() < operations_.next_number();
+      members_.for_each_open([&](const Peer& peer) { waiting |= !peer.drained(); });
+      return waiting;
+    });
+    loop_.call([&] {
       const auto& works = operations_.works();
       members_.for_each_open([&](Peer& peer) {
         peer.send_control(FrameKind::bye, works.empty() ? operations_.next_number() : works.front()->number);
         peer.kick();
       });
-      closing_ = true;
+      leaving_ = true;
       members_.end({FaultKind::closed, "the group was closed", {}}, false);
+      members_.refuse_waiting();
     });
-    for (bool waiting = true; waiting && !deadline.passed();) {
-      waiting = false;
-      call([&] { members_.for_each_open([&](const Peer& peer) { waiting |= !peer.drained(); }); });
-      if (waiting) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    loop_.stop();
-    members_.drop_peers();  // the others see the end now, and not when this is destroyed
-  }
-
- private:
-  // Runs on the loop and waits for it; at once when the loop has stopped.
-  void call(const std::function<void()>& what) {
-    std::mutex mutex;
-    std::condition_variable over;
-    bool done = false;
-    const bool posted = loop_.post([&] {
-      what();
-      std::lock_guard lock(mutex);
-      done = true;
-      over.notify_all();
+    const Deadline last = Deadline::after(kMomentS);
+    wait_while([&] {
+      bool waiting = false;
+      members_.for_each_open([&](const Peer& peer) { waiting |= !peer.drained(); });
+      return waiting && !last.passed();
     });
-    if (!posted) return;
-    std::unique_lock lock(mutex);
-    over.wait(lock, [&] { return done; });
   }
 
   // --- on the loop from here on -------------------------------------------------------------------------------------
 
   void begin(const std::shared_ptr<Work>& work) {
     if (members_.over()) return work->finish(members_.ending());
-    operations_.add(work);
-    deadlines_.began(*work);
-    if (Fault missing = members_.missing_for(work->number); missing.kind != FaultKind::none) {
-      return members_.end(std::move(missing));
+    try {
+      operations_.add(work);
+      deadlines_.began(*work);
+      if (Fault missing = members_.missing_for(work->number); missing.kind != FaultKind::none) {
+        return members_.end(std::move(missing));
+      }
+      operations_.start(work);
+    } catch (const std::exception& error) {
+      members_.failed(error);
+      if (!work->done()) work->finish(members_.ending());  // it may not be among those in flight yet
     }
-    operations_.start(work);
   }
 
   std::span<std::byte> room(Peer& peer, const WireHeader& header) override {
@@ -178,12 +191,16 @@ class Group::Body final : public Peer::Side {
     operations_.took(peer, header, payload);
   }
 
+  void failed(Peer&, const std::exception& error) noexcept override { members_.failed(error); }
+
+  std::span<std::byte> discard() noexcept override { return discard_; }
+
   bool next(Peer& peer, OutFrame* frame) override { return !members_.over() && operations_.next(peer, frame); }
 
   void lost(Peer& peer, const std::string& why) override {
     const uint32_t member = peer.member();
     members_.discard(member);
-    if (closing_ || members_.over()) return;
+    if (leaving_ || members_.over()) return;
     uint64_t operation, bytes, of;
     if (members_.has_left(member)) {
       // It sent its results before, unless it left in a hurry.
@@ -212,13 +229,13 @@ class Group::Body final : public Peer::Side {
   }
 
   const GroupOptions options_;
-  std::mutex order_mutex_;
+  Closing closing_;
   // The loop's.
   std::vector<std::byte> discard_ = std::vector<std::byte>(kChunkBytes);  // for what arrives after the end
   Membership members_;
   Operations operations_;
   OperationDeadlines deadlines_;
-  bool closing_ = false;
+  bool leaving_ = false;
 
   EventLoop loop_;  // the last: nothing of the above is used once it has stopped
 };

@@ -13,7 +13,13 @@
 // the first rank to notice notifies all others, and the first fault counts. At its deadline an operation queries
 // the owners for the ranks they wait for, and ends the group with the names of those that are behind. After that every
 // operation, in flight or new, fails with that fault; arrays of unfinished operations hold partly old, partly new
-// numbers, unless `in` and `out` are different. Connections are not restored: make a new group (a new epoch).
+// numbers, unless `in` and `out` are different. Connections are not restored: make a new group (a new epoch). Memory
+// that runs out on the loop is such a fault too.
+//
+// The end. close() may be called by any number of threads, at once and beside every other call: operations in progress
+// get a moment to complete and then fail, waits and connect() end, and afterwards all_reduce(), connect() and counts()
+// throw hung_up. What remains are the name, the address and the fault. The destructor ends operations at once, without
+// a word to the others but the end of its connections; no array is touched after it. A forked child may only destroy.
 #pragma once
 
 #include <memory>
@@ -34,22 +40,23 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   const std::string& address() const;
-  // Throws timed_out, not_viable, untrusted, with the members that are missing and why.
+  // Throws timed_out, not_viable, untrusted, with the members that are missing and why; hung_up after close().
   void connect(const std::vector<std::string>& addresses, Deadline deadline);
 
   // Never blocks. Throws schema for invalid shapes, hung_up after close().
   std::shared_ptr<Work> all_reduce(const Shape& shape, const void* in, void* out, double timeout_s);
 
-  GroupCounts counts();
+  GroupCounts counts();  // throws hung_up after close()
   // The fault that ended the group; kind none while it lives.
   Fault fault() const;
   std::string name_of(uint32_t member) const;  // "rank 2", "reducer host:port"
   // How many operations are complete on all ranks, from the first one on: their buffers are not needed any more.
   // Lags by an operation or two. Unknown in a ring.
   uint32_t settled() const;
-  // Ends the group on all ranks, with that reason.
+  // Ends the group on all ranks, with that reason. Nothing after close().
   void abort(const std::string& reason);
-  // Leaves the group: what other ranks still need of this one as an owner is sent first, within the deadline.
+  // Leaves the group: what other ranks still need of this one as an owner is sent first, within the deadline; and
+  // within a second, where operations are in progress here. Of several calls the nearest deadline counts.
   void close(Deadline deadline);
 
  private:

@@ -16,7 +16,8 @@ struct GroupOptions {
   std::string secret;                 // of ranks and reducers; empty: a key in the address, for ranks
   std::string host = "127.0.0.1";     // to listen on
   std::vector<std::string> advertise;
-  bool shm = true;  // between members of one host
+  double reducer_patience_s = 0;  // how long connect() tries a reducer again that does not answer; 0: to its deadline
+  bool shm = true;                // between members of one host
   uint64_t max_window_bytes = uint64_t{16} << 20;
   uint64_t fixed_window_bytes = 0;  // 0: it adapts
 };

@@ -21,6 +21,10 @@ void count_bytes(const Peer& peer, GroupCounts* out) {
   (tcp ? out->received_tcp : out->received_shm) += peer.bytes_received();
 }
 
+[[noreturn]] void fail_by(const Fault& ended) {
+  fail(ended.kind == FaultKind::closed ? ErrorKind::hung_up : ErrorKind::peer_lost, ended.text);
+}
+
 }  // namespace
 
 std::string ranks_text(std::span<const uint32_t> ranks) {
@@ -35,6 +39,8 @@ Membership::Membership(const GroupOptions& options, EventLoop& loop, Peer::Side&
       loop_(loop),
       side_(side),
       events_(std::move(events)),
+      out_of_memory_(std::make_shared<const Fault>(
+          Fault{FaultKind::aborted, "rank " + std::to_string(options.rank) + " ran out of memory", {options.rank}})),
       peers_(members_),
       left_at_(members_, kNever) {}
 
@@ -68,16 +74,25 @@ void Membership::connect(const std::vector<std::string>& addresses, Deadline dea
   join.owners = owners();
   put_text(join.name, options_.name);
   identify(addresses, &join);
-  loop_.post([this, join] {
+  const bool posted = loop_.post([this, join] {
     expected_ = join;
     ready_ = true;
     acceptor_->retry();
   });
+  if (!posted) fail(ErrorKind::hung_up, "the group was closed");
   for (uint32_t member = 0; member < members_; ++member) {
     if (!linked(member) || (member > options_.rank && member < options_.world)) continue;
     Join to = join;
     to.member = member;
-    dial_member(member, to, addresses, deadline);
+    try {
+      dial_member(member, to, addresses, deadline);
+    } catch (const Error& error) {
+      // Members that were reached are told at once; they would wait for this one until their deadlines.
+      const FaultKind kind = member < options_.world ? FaultKind::rank_lost : FaultKind::reducer_lost;
+      const std::string text = "rank " + std::to_string(options_.rank) + " " + error.what();
+      loop_.post([this, kind, text, member] { end({kind, text, {member}}); });
+      throw;
+    }
   }
   wait_for_all(deadline);
 }
@@ -109,15 +124,19 @@ void Membership::identify(const std::vector<std::string>& addresses, Join* join)
 void Membership::dial_member(uint32_t member, const Join& join, const std::vector<std::string>& addresses,
                              Deadline deadline) {
   const bool rank = member < options_.world;
+  if (!rank && options_.reducer_patience_s > 0) deadline = deadline.sooner(options_.reducer_patience_s);
   std::string place = rank ? addresses[member] : options_.reducers[member - options_.world];
   std::string secret = options_.secret;
   if (const size_t mark = place.find(kKeyMark); rank && mark != std::string::npos) {
     if (secret.empty()) secret = place.substr(mark + sizeof kKeyMark - 1);
     place.resize(mark);
   }
+  const auto check = [this] {
+    if (const Fault ended = fault(); ended.kind != FaultKind::none) fail_by(ended);
+  };
   for (;;) {
     try {
-      auto dialled = std::make_shared<Dialled>(dial(place, secret, join, loop_, options_.shm, deadline));
+      auto dialled = std::make_shared<Dialled>(dial(place, secret, join, loop_, options_.shm, deadline, check));
       const bool posted = loop_.post([this, member, dialled] {
         events_.welcome(dialled->welcome.max_window_bytes);
         add_peer(member, std::move(dialled->link));
@@ -130,7 +149,7 @@ void Membership::dial_member(uint32_t member, const Join& join, const std::vecto
       if (!again || deadline.passed()) {
         throw Error(error.kind, "cannot reach " + name_of(member) + ": " + error.what());
       }
-      if (const Fault ended = fault(); ended.kind != FaultKind::none) fail(ErrorKind::peer_lost, ended.text);
+      check();
       std::this_thread::sleep_for(std::chrono::duration<double>(kDialPauseS));
     }
   }
@@ -139,7 +158,7 @@ void Membership::dial_member(uint32_t member, const Join& join, const std::vecto
 void Membership::wait_for_all(Deadline deadline) {
   std::unique_lock lock(mutex_);
   for (;;) {
-    if (fault_.kind != FaultKind::none) fail(ErrorKind::peer_lost, fault_.text);
+    if (fault_ != nullptr) fail_by(*fault_);
     std::vector<uint32_t> missing;
     for (uint32_t member = 0; member < members_; ++member) {
       if (linked(member) && !met_.contains(member)) missing.push_back(member);
@@ -154,9 +173,9 @@ void Membership::wait_for_all(Deadline deadline) {
 }
 
 Acceptor::Host::Verdict Membership::judge(const Join& join, std::string* refusal) {
-  if (!ready_) return Verdict::later;
-  if (fault_.kind != FaultKind::none) {
-    *refusal = fault_.text;
+  if (fault_ == nullptr && !ready_) return Verdict::later;
+  if (fault_ != nullptr) {
+    *refusal = fault_->text;
   } else if (std::memcmp(join.group, expected_.group, sizeof join.group) != 0) {
     *refusal = "it belongs to another group, or to another epoch of this one";
   } else if (std::memcmp(join.settings, expected_.settings, sizeof join.settings) != 0 ||
@@ -173,7 +192,7 @@ Acceptor::Host::Verdict Membership::judge(const Join& join, std::string* refusal
 }
 
 void Membership::add_peer(uint32_t member, std::unique_ptr<Link> link) {
-  if (peers_[member] != nullptr || fault_.kind != FaultKind::none) return;
+  if (peers_[member] != nullptr || over()) return;
   peers_[member] = std::make_unique<Peer>(loop_, std::move(link), member, side_);
   peers_[member]->kick();
   std::lock_guard lock(mutex_);
@@ -183,7 +202,7 @@ void Membership::add_peer(uint32_t member, std::unique_ptr<Link> link) {
 
 Fault Membership::fault() const {
   std::lock_guard lock(mutex_);
-  return fault_;
+  return fault_ == nullptr ? Fault{} : *fault_;
 }
 
 std::string Membership::name_of(uint32_t member) const {
@@ -211,18 +230,56 @@ void Membership::kick(uint32_t member) const {
 
 void Membership::end(Fault fault, bool notify) {
   if (over()) return;
+  std::shared_ptr<const Fault> ending;
+  try {
+    ending = std::make_shared<const Fault>(std::move(fault));
+  } catch (const std::bad_alloc&) {
+    ending = out_of_memory_;
+  }
+  end_by(std::move(ending), notify);
+}
+
+void Membership::failed(const std::exception& error) noexcept {
+  if (over()) return;
+  std::shared_ptr<const Fault> ending = out_of_memory_;
+  if (dynamic_cast<const std::bad_alloc*>(&error) == nullptr) {
+    try {
+      const std::string text = "rank " + std::to_string(options_.rank) + " failed: " + error.what();
+      ending = std::make_shared<const Fault>(Fault{FaultKind::aborted, text, {options_.rank}});
+    } catch (const std::exception&) {
+      ending = out_of_memory_;
+    }
+  }
+  end_by(std::move(ending), true);
+}
+
+// First what needs no memory: it may be the lack of it that ends the group.
+void Membership::end_by(std::shared_ptr<const Fault> fault, bool notify) {
   {
     std::lock_guard lock(mutex_);
     fault_ = std::move(fault);
     met_changed_.notify_all();
   }
-  const std::vector<std::byte> payload = bytes_of(fault_);
-  for_each_open([&](Peer& peer) {
-    peer.blank();
-    if (notify) peer.send_control(FrameKind::fault, 0, 0, payload);
-    peer.kick();
-  });
+  for_each_open([](Peer& peer) { peer.blank(); });
   events_.ended();
+  std::vector<std::byte> payload;
+  for_each_open([&](Peer& peer) {
+    try {
+      if (notify && payload.empty()) payload = bytes_of(*fault_);
+      if (notify) peer.send_control(FrameKind::fault, 0, 0, payload);
+      peer.kick();
+    } catch (const std::exception&) {
+      // Then its connection tells it.
+      peer.close();
+      discard(peer.member());
+    }
+  });
+  if (!notify) return;
+  try {
+    refuse_waiting();
+  } catch (const std::exception&) {
+    // They find out when the listener is gone.
+  }
 }
 
 void Membership::discard(uint32_t member) {

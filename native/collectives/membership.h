@@ -35,8 +35,13 @@ class Membership final : public Acceptor::Host {
   void open();
   // Accepts no more members. Any thread but the loop's.
   void close() { acceptor_->close(); }
-  // After the loop has stopped.
-  void drop_peers() { peers_.clear(); }
+  // Once the group has ended: members that wait to be let in are refused, with the fault.
+  void refuse_waiting() { acceptor_->retry(); }
+  // After the loop has stopped. drop_peers() also hangs up on those who wait to be let in.
+  void drop_peers() {
+    peers_.clear();
+    acceptor_->hang_up();
+  }
   void drop_acceptor() { acceptor_.reset(); }
 
   // Any thread.
@@ -45,7 +50,7 @@ class Membership final : public Acceptor::Host {
   std::string name_of(uint32_t member) const;
   Fault fault() const;
   // Links to all members that this rank exchanges data with. The caller's thread. Throws timed_out, not_viable,
-  // untrusted, peer_lost.
+  // untrusted, peer_lost, hung_up; but for the last two, the group has ended on all members that were reached.
   void connect(const std::vector<std::string>& addresses, Deadline deadline);
 
   uint32_t size() const { return members_; }
@@ -67,8 +72,10 @@ class Membership final : public Acceptor::Host {
   // Ends the group: all members are notified, and the callers' memory is not touched any more. The first fault
   // counts.
   void end(Fault fault, bool notify = true);
-  bool over() const { return fault_.kind != FaultKind::none; }
-  const Fault& ending() const { return fault_; }
+  // Ends it after an exception here: memory ran out, usually.
+  void failed(const std::exception& error) noexcept;
+  bool over() const { return fault_ != nullptr; }
+  const std::shared_ptr<const Fault>& ending() const { return fault_; }
 
   // The member's link is gone.
   void discard(uint32_t member);
@@ -90,6 +97,7 @@ class Membership final : public Acceptor::Host {
   void identify(const std::vector<std::string>& addresses, Join* join) const;
   void dial_member(uint32_t member, const Join& join, const std::vector<std::string>& addresses, Deadline deadline);
   void wait_for_all(Deadline deadline);
+  void end_by(std::shared_ptr<const Fault> fault, bool notify);
   void add_peer(uint32_t member, std::unique_ptr<Link> link);
 
   const GroupOptions& options_;
@@ -102,7 +110,8 @@ class Membership final : public Acceptor::Host {
   mutable std::mutex mutex_;  // of the fault, which only the loop changes, and of the members that were reached
   std::condition_variable met_changed_;
   std::set<uint32_t> met_;
-  Fault fault_;
+  std::shared_ptr<const Fault> fault_;
+  const std::shared_ptr<const Fault> out_of_memory_;  // made while there is some
 
   std::vector<std::unique_ptr<Peer>> peers_;  // by member
   std::vector<uint64_t> left_at_;             // by member: the first operation that it does not take part in

@@ -29,7 +29,7 @@ void Operations::start(const std::shared_ptr<Work>& work) {
   if (!members_.over()) shares_.start();
 }
 
-void Operations::finish_all() {
+void Operations::finish_all() noexcept {
   shares_.clear();
   ring_.clear();
   std::vector<std::shared_ptr<Work>> works;

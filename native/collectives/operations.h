@@ -28,7 +28,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   void add(const std::shared_ptr<Work>& work);
   void start(const std::shared_ptr<Work>& work);
   // All fail with the group's fault.
-  void finish_all();
+  void finish_all() noexcept;
 
   // Peer::Side for frames of these kinds: open, ring, part, result.
   std::span<std::byte> room(const Peer& peer, const WireHeader& header);

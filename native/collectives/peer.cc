@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 namespace geartrain {
 namespace {
@@ -21,8 +22,13 @@ bool is_data(const WireHeader& header) {
 Peer::Peer(EventLoop& loop, std::unique_ptr<Link> link, uint32_t member, Side& side)
     : loop_(loop), link_(std::move(link)), member_(member), side_(side) {
   parts_.reserve(5);
-  loop_.watch(link_->socket(), EPOLLIN | EPOLLRDHUP, this);
   if (link_->polled()) loop_.add(this);
+  try {
+    loop_.watch(link_->socket(), EPOLLIN | EPOLLRDHUP, this);
+  } catch (...) {
+    if (link_->polled()) loop_.remove(this);
+    throw;
+  }
 }
 
 void Peer::close() {
@@ -80,7 +86,13 @@ bool Peer::fill() {
 // Sends up to so many turns. True when something went.
 bool Peer::pump_out(int turns) {
   if (closed_ || stalled_) return false;
-  pumping_ = true;
+  // Whatever is thrown.
+  struct Pumping {
+    bool& flag;
+    explicit Pumping(bool& on) : flag(on) { flag = true; }
+    ~Pumping() { flag = false; }
+  };
+  std::optional<Pumping> pumping(pumping_);
   bool any = false;
   bool more = !parts_.empty() || fill();
   while (more && turns > 0) {
@@ -107,12 +119,12 @@ bool Peer::pump_out(int turns) {
     --turns;
     more = fill();
   }
-  pumping_ = false;
+  pumping.reset();
   arm(more);
   return any;
 }
 
-void Peer::blank() {
+void Peer::blank() noexcept {
   for (OutFrame& frame : frames_) {
     for (struct iovec& part : parts_) {
       const auto* const at = static_cast<const std::byte*>(part.iov_base);
@@ -124,8 +136,7 @@ void Peer::blank() {
     frame.data = nullptr;
   }
   if (in_payload_ && is_data(header_)) {
-    if (discard_ == nullptr) discard_ = std::make_unique<std::byte[]>(kChunkBytes);
-    payload_ = {discard_.get(), header_.bytes};
+    payload_ = side_.discard().first(header_.bytes);
   }
 }
 
@@ -200,7 +211,20 @@ bool Peer::pump_in() {
   return any;
 }
 
+template <typename Act>
+void Peer::guarded(Act&& act) {
+  try {
+    act();
+  } catch (const std::exception& error) {
+    side_.failed(*this, error);
+  }
+}
+
 void Peer::ready(uint32_t events) {
+  guarded([&] { handle(events); });
+}
+
+void Peer::handle(uint32_t events) {
   if (closed_) return;
   if (link_->polled()) {
     link_->end();  // nothing else comes through the socket
@@ -216,9 +240,12 @@ void Peer::ready(uint32_t events) {
 }
 
 bool Peer::look() {
-  if (closed_) return false;
-  bool any = pump_in();
-  if (!closed_ && armed_) any |= pump_out(4);
+  bool any = false;
+  guarded([&] {
+    if (closed_) return;
+    any = pump_in();
+    if (!closed_ && armed_) any |= pump_out(4);
+  });
   return any;
 }
 

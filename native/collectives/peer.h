@@ -44,6 +44,10 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
     virtual bool next(Peer& peer, OutFrame* frame) = 0;
     // The peer is lost, or violated the protocol. No more calls for it after this.
     virtual void lost(Peer& peer, const std::string& why) = 0;
+    // Something else failed while this peer was served: memory ran out, usually. Its stack has been unwound.
+    virtual void failed(Peer& peer, const std::exception& error) noexcept = 0;
+    // Memory of kChunkBytes for payloads that nobody wants.
+    virtual std::span<std::byte> discard() noexcept = 0;
   };
 
   // `member` is the side's own number for it.
@@ -55,7 +59,7 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
   void kick();
   void resume();
   // The memory of frames in flight is gone: the rest of what is sent becomes zeros, of what arrives is discarded.
-  void blank();
+  void blank() noexcept;
   void close();
   bool closed() const { return closed_; }
   // All queued frames and data have been written to the kernel or the ring.
@@ -72,6 +76,9 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
   void announce_wake() override { link_->announce_wake(); }
 
  private:
+  template <typename Act>
+  void guarded(Act&& act);
+  void handle(uint32_t events);
   bool pump_out(int turns);
   bool pump_in();
   bool fill();
@@ -100,7 +107,6 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
   std::array<std::byte, kMostControlBytes> small_;
   std::array<std::byte, kMostControlBytes> ahead_;
   size_t ahead_at_ = 0, ahead_end_ = 0;
-  std::unique_ptr<std::byte[]> discard_;  // for discarded payloads
 };
 
 }  // namespace geartrain

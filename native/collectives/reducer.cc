@@ -1,19 +1,26 @@
 #include "collectives/reducer.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstring>
 #include <functional>
 #include <map>
-#include <mutex>
 
+#include "collectives/closing.h"
 #include "collectives/reducer_session.h"
 #include "transport/security/handshake.h"
 
 namespace geartrain {
+namespace {
+
+constexpr double kLastFramesS = 0.5;  // of close(), for the ranks to be told
+
+}  // namespace
+
 class Reducer::Body final : public Acceptor::Host {
  public:
-  explicit Body(const ReducerOptions& options) : options_(options), loop_("geartrain reduce") {
+  explicit Body(const ReducerOptions& options)
+      : options_(options), loop_("geartrain reduce", [](const std::exception&) {}) {
+    // What fails outside of a group's session is a connection that is refused or dropped.
     AcceptorOptions acceptor;
     acceptor.host = options.host;
     acceptor.port = options.port;
@@ -37,7 +44,7 @@ class Reducer::Body final : public Acceptor::Host {
 
   ReducerCounts counts() {
     ReducerCounts out;
-    call([&] {
+    const bool open = loop_.call([&] {
       out = past_;
       out.groups = groups_.size();
       for (const auto& [id, group] : groups_) {
@@ -46,34 +53,23 @@ class Reducer::Body final : public Acceptor::Host {
       }
       out.memory_bytes = blocks_.in_use() * sizeof(ChunkBuffer);
     });
+    if (!open) fail(ErrorKind::hung_up, "the reducer was closed");
     out.refused = acceptor_->refused();
     return out;
   }
 
   void close(Deadline deadline) {
-    call([&] { closing_ = true; });
-    const auto wait_until = [&](const std::function<bool()>& over) {
-      for (bool done = false; !done;) {
-        done = true;
-        call([&] { done = over(); });
-        if (done || deadline.passed()) return;
-        std::this_thread::sleep_for(std::chrono::milliseconds(2));
-      }
-    };
-    wait_until([&] {
-      on_time();
-      return groups_.empty();
-    });
-    call([&] {
-      for (const auto& [id, group] : groups_) {
-        group->stop({FaultKind::reducer_lost, "reducer " + address_ + " was stopped", {group->first.member}});
-      }
-    });
-    deadline = Deadline::after(1);
-    wait_until(
-        [&] { return std::all_of(groups_.begin(), groups_.end(), [](const auto& g) { return g.second->drained(); }); });
+    if (loop_.forked() || !closing_.enter(deadline)) return;
+    try {
+      leave();
+    } catch (const std::exception&) {
+      // Memory runs out: then without a word.
+    }
     acceptor_->close();
     loop_.stop();
+    acceptor_->hang_up();
+    groups_.clear();  // their ranks see the end now, and not when this is destroyed
+    closing_.leave();
   }
 
  private:
@@ -85,19 +81,28 @@ class Reducer::Body final : public Acceptor::Host {
     return id;
   }
 
-  void call(const std::function<void()>& what) {
-    std::mutex mutex;
-    std::condition_variable over;
-    bool done = false;
-    const bool posted = loop_.post([&] {
-      what();
-      std::lock_guard lock(mutex);
-      done = true;
-      over.notify_all();
+  void leave() {
+    const auto wait_until = [&](const auto& passed, const std::function<bool()>& over) {
+      for (bool done = false; !done && !passed();) {
+        if (!loop_.call([&] { done = over(); })) return;
+        if (!done) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      }
+    };
+    loop_.call([&] { leaving_ = true; });
+    wait_until([&] { return closing_.deadline().passed(); },
+               [&] {
+                 on_time();
+                 return groups_.empty();
+               });
+    loop_.call([&] {
+      for (const auto& [id, group] : groups_) {
+        group->stop({FaultKind::reducer_lost, "reducer " + address_ + " was stopped", {group->first.member}});
+      }
     });
-    if (!posted) return;
-    std::unique_lock lock(mutex);
-    over.wait(lock, [&] { return done; });
+    const Deadline last = Deadline::after(kLastFramesS);
+    wait_until(
+        [&] { return last.passed(); },
+        [&] { return std::all_of(groups_.begin(), groups_.end(), [](const auto& g) { return g.second->drained(); }); });
   }
 
   static void add_counts(const ReducerSession& group, ReducerCounts* out) {
@@ -110,7 +115,7 @@ class Reducer::Body final : public Acceptor::Host {
   Verdict judge(const Join& join, std::string* refusal) override {
     const auto place = groups_.find(id_of(join));
     if (place == groups_.end()) {
-      if (closing_) *refusal = "this reducer is stopping";
+      if (leaving_) *refusal = "this reducer is stopping";
       if (groups_.size() >= options_.max_groups) *refusal = "this reducer is at its limit of groups";
       if (join.member < join.world) *refusal = "this is a reducer, and not a rank";
       return refusal->empty() ? Verdict::welcome : Verdict::refused;
@@ -126,12 +131,17 @@ class Reducer::Body final : public Acceptor::Host {
   }
 
   void enter(const Join& join, std::unique_ptr<Link> link) override {
-    auto& group = groups_[id_of(join)];
-    if (group == nullptr) {
-      group = std::make_unique<ReducerSession>(loop_, blocks_, join, options_.max_window_bytes, address_);
+    auto place = groups_.find(id_of(join));
+    if (place == groups_.end()) {
+      auto group = std::make_unique<ReducerSession>(loop_, blocks_, join, options_.max_window_bytes, address_);
+      place = groups_.emplace(id_of(join), std::move(group)).first;
       ++past_.groups_served;
     }
-    group->add(join.rank, std::move(link));
+    try {
+      place->second->add(join.rank, std::move(link));
+    } catch (const std::exception& error) {
+      place->second->failed(error);
+    }
   }
 
   // Removes groups whose ranks have all left.
@@ -154,7 +164,8 @@ class Reducer::Body final : public Acceptor::Host {
   ChunkBufferPool blocks_{4096};
   std::map<GroupId, std::unique_ptr<ReducerSession>> groups_;
   ReducerCounts past_;
-  bool closing_ = false;
+  bool leaving_ = false;
+  Closing closing_;
   EventLoop loop_;
   std::unique_ptr<Acceptor> acceptor_;
 };

@@ -5,8 +5,8 @@
 //   ... reducer.address() is passed to the groups; they come and go by themselves
 //
 // A rank that leaves in the middle of an operation ends its group, here and on all other ranks, and no other group.
-// Invalid input, unauthenticated peers and silent ones are refused and counted. One thread of its own, and the
-// listener's.
+// Invalid input, unauthenticated peers and silent ones are refused and counted; memory that runs out ends the group
+// that was served, and not the process. One thread of its own, and the listener's.
 #pragma once
 
 #include <memory>
@@ -42,8 +42,9 @@ class Reducer {
   Reducer& operator=(const Reducer&) = delete;
 
   std::string address() const;  // host:port
-  ReducerCounts counts();
+  ReducerCounts counts();       // throws hung_up after close()
   // Accepts no new groups, waits for the present ones to end, up to the deadline, then notifies the rest that it stops.
+  // Any number of threads, at once: the nearest deadline counts.
   void close(Deadline deadline);
 
  private:

@@ -13,7 +13,8 @@ ReducerSession::ReducerSession(EventLoop& loop, ChunkBufferPool& blocks, const J
       peers_(join.world),
       left_at_(join.world, ~uint64_t{0}),
       discard_(kChunkBytes),
-      owner_(blocks, *this, join.world, ShareOwner::kNoRank, chunk_bytes(join.owners), window_bytes) {}
+      owner_(blocks, *this, join.world, ShareOwner::kNoRank, chunk_bytes(join.owners), window_bytes),
+      out_of_memory_{FaultKind::reducer_lost, "reducer " + where_ + " ran out of memory", {join.member}} {}
 
 uint32_t ReducerSession::ranks() const {
   return static_cast<uint32_t>(std::count_if(peers_.begin(), peers_.end(), [](const auto& p) { return p != nullptr; }));
@@ -25,8 +26,8 @@ bool ReducerSession::drained() const {
 
 void ReducerSession::add(uint32_t rank, std::unique_ptr<Link> link) {
   peers_[rank] = std::make_unique<Peer>(loop_, std::move(link), rank, *this);
+  if (over()) return notify(*peers_[rank]);
   peers_[rank]->kick();
-  if (over()) notify(*peers_[rank]);
 }
 
 uint64_t ReducerSession::bytes_received() const {
@@ -119,17 +120,37 @@ Fault ReducerSession::left_fault(uint32_t rank, uint64_t operation) {
           {rank}};
 }
 
-void ReducerSession::notify(Peer& peer) {
+void ReducerSession::notify(Peer& peer) noexcept {
   peer.blank();
-  peer.send_control(FrameKind::fault, 0, 0, bytes_of(fault_));
-  peer.kick();
+  try {
+    peer.send_control(FrameKind::fault, 0, 0, bytes_of(fault_));
+    peer.kick();
+  } catch (const std::exception&) {
+    // Then its connection tells it.
+    peer.close();
+    loop_.discard(std::move(peers_[peer.member()]));
+  }
 }
 
-void ReducerSession::end(const Fault& fault) {
+void ReducerSession::end(const Fault& fault) noexcept {
   if (over()) return;
-  fault_ = fault;
+  fault_.kind = fault.kind;  // whatever follows
+  try {
+    fault_ = fault;
+  } catch (const std::exception&) {
+    // A fault without its text.
+  }
   for (const auto& peer : peers_) {
     if (peer != nullptr && !peer->closed()) notify(*peer);
+  }
+}
+
+void ReducerSession::failed(const std::exception& error) noexcept {
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) return end(out_of_memory_);
+  try {
+    end({FaultKind::reducer_lost, "reducer " + where_ + " failed: " + error.what(), {first.member}});
+  } catch (const std::exception&) {
+    end(out_of_memory_);
   }
 }
 

@@ -39,10 +39,13 @@ class Work {
     return true;
   }
   // Why it failed; kind none when it did not. Once done.
-  const Fault& fault() const { return fault_; }
+  const Fault& fault() const {
+    static const Fault none;
+    return fault_ == nullptr ? none : *fault_;
+  }
 
-  // By the loop, once: nothing touches `in` and `out` afterwards.
-  void finish(Fault fault = {}) {
+  // By the loop, once: nothing touches `in` and `out` afterwards. Without a fault: it has succeeded.
+  void finish(std::shared_ptr<const Fault> fault = nullptr) noexcept {
     std::lock_guard lock(mutex_);
     fault_ = std::move(fault);
     done_.store(true, std::memory_order_release);
@@ -53,7 +56,7 @@ class Work {
   std::mutex mutex_;
   std::condition_variable over_;
   std::atomic<bool> done_{false};
-  Fault fault_;
+  std::shared_ptr<const Fault> fault_;
 };
 
 }  // namespace geartrain

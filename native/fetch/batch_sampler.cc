@@ -54,6 +54,7 @@ BatchSampler::BatchSampler(Store& store, const Settings& settings)
       from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {}
 
 BatchSampler::Result BatchSampler::sample(const BatchArrays& out, const Step& step) const {
+  store_.repair_dead_updates();
   if (store_.header().max_age_ns != 0) store_.expire();
   if (store_.committed_count() < settings_.min_rows) {
     if (!step.admitted) return {};
@@ -63,7 +64,7 @@ BatchSampler::Result BatchSampler::sample(const BatchArrays& out, const Step& st
   if (step.admitted) return draw_and_gather(out, step);
   RateLimiter& limiter = store_.control().limiter;
   const size_t n = out.rows.size();
-  if (!admit_samples(limiter, n, store_.control().committed_count, 0.0)) return {};
+  if (!store_.admit_samples(n, 0.0)) return {};
   try {
     return draw_and_gather(out, step);
   } catch (...) {

@@ -35,8 +35,8 @@ bool take_lock(int fd, uint64_t byte, bool exclusive, double timeout_s) {
 
 void bind_base(nb::module_& module) {
   module.def("take_file_lock", &take_lock);
-  module.def("drop_file_lock", &drop_file_lock, nb::call_guard<nb::gil_scoped_release>());
-  module.def("file_lock_held", &file_lock_held, nb::call_guard<nb::gil_scoped_release>());
+  module.def("drop_file_lock", &drop_file_lock, nb::call_guard<Unlocked>());
+  module.def("file_lock_held", &file_lock_held, nb::call_guard<Unlocked>());
   module.def("futex_wait", &wait_for_word);
   module.def("futex_wake", [](const FutexWords& words) { futex_wake(first_word(words)); });
 }

@@ -161,8 +161,7 @@ class Sampler {
     BatchSampler::Step what{.step = step, .limits = {}, .cursor = cursor, .admitted = admitted};
     if (limits) what.limits = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
     BatchSampler::Result result;
-    {
-      nb::gil_scoped_release unlocked;
+    released(store_, [&] {
       if (first == 0 && n == batch.size()) {
         result = sampler_.sample(batch.arrays(), what);
       } else {
@@ -172,7 +171,7 @@ class Sampler {
         importance_weights(batch.arrays().probability.subspan(first, n), result.count, *beta, 0.0,
                            batch.weights(first, n));
       }
-    }
+    });
     if (!result.done) return nb::none();
     return nb::make_tuple(result.cursor, result.redrawn, result.count);
   }
@@ -189,9 +188,10 @@ class Sampler {
     for (uint32_t number : view(numbers)) {
       if (number >= n) fail(ErrorKind::schema, "draw ", number, " is none of ", n);
     }
-    nb::gil_scoped_release unlocked;
-    return sampler_.gather(batch.arrays().part(store_, window_, first, n),
-                           {view(numbers), view(rows), view(generations), view(probability)}, step, round);
+    return released(store_, [&] {
+      return sampler_.gather(batch.arrays().part(store_, window_, first, n),
+                             {view(numbers), view(rows), view(generations), view(probability)}, step, round);
+    });
   }
 
  private:
@@ -223,6 +223,7 @@ void bind_batch(nb::module_& module) {
           "__init__",
           [](SampledBatch* self, const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
              bool shards, std::optional<std::vector<AnyArray>> out) {
+            store.check_open();
             new (self) SampledBatch(store, n, fields, window, shards, std::move(out));
           },
           nb::arg("store"), nb::arg("n"), nb::arg("fields"), nb::arg("window"), nb::arg("shards"),

@@ -4,10 +4,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <unistd.h>
+
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/buffer_pool.h"
@@ -44,6 +47,50 @@ nb::object to_numpy(std::vector<T>&& values) {
   return nb::cast(nb::ndarray<nb::numpy, T>(moved->data(), 1, shape, owner));
 }
 
+// Without the GIL for its lifetime. A daemon thread that comes back from a call while the interpreter ends must not run
+// Python again: CPython before 3.14 ends such a thread by an exception, which would leave a destructor and so abort the
+// process. Here it sleeps until the process is gone.
+class Unlocked {
+ public:
+  Unlocked() : interpreter_lived_(Py_IsInitialized() != 0), state_(PyEval_SaveThread()) {}
+  ~Unlocked() {
+    // Where the interpreter was ending already, this is the thread that ends it.
+    if (interpreter_lived_ && Py_IsInitialized() == 0) sleep_for_ever();
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      sleep_for_ever();  // never left, for the exception cannot be swallowed
+    }
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  [[noreturn]] static void sleep_for_ever() {
+    for (;;) ::pause();
+  }
+  const bool interpreter_lived_;
+  PyThreadState* const state_;
+};
+
+// work() on a store that any thread may close, as a call that close() waits for (Store::Call). Every binding that takes
+// a store goes through one of these two, or checks that it is open where it only reads what never changes.
+//
+// released: without the GIL, for what waits, copies or takes the segment's lock. The call ends before the GIL is
+// taken again, which a thread may wait for in vain.
+template <typename Work>
+decltype(auto) released(const Store& store, Work&& work) {
+  const Unlocked unlocked;
+  const Store::Call call(store);
+  return std::forward<Work>(work)();
+}
+// entered: with the GIL, for a few instructions that make no Python object: collecting garbage may run anything.
+template <typename Work>
+decltype(auto) entered(const Store& store, Work&& work) {
+  const Store::Call call(store);
+  return std::forward<Work>(work)();
+}
+
 // How long a wait without the GIL lasts until Python's signals are checked.
 constexpr double kSignalsEveryS = 0.25;
 
@@ -54,7 +101,7 @@ bool patiently(double timeout_s, Wait&& wait) {
   for (;;) {
     const Deadline slice = deadline.sooner(kSignalsEveryS);
     {
-      nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       if (wait(slice, deadline)) return true;
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();

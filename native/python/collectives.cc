@@ -1,5 +1,6 @@
-// Bindings of groups and reducers. Arrays are passed as addresses: the caller keeps them alive until the
-// work is done (collectives/group.py). Every wait releases the GIL and checks for signals now and then.
+// Bindings of groups and reducers. Arrays are passed as addresses, with the object that owns the memory: the group keeps
+// it until the work is done or the group's thread has ended, in whatever order Python drops the rest. Every wait
+// releases the GIL and checks for signals now and then.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -8,6 +9,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+
+#include <deque>
+#include <memory>
+#include <utility>
 
 #include "collectives/group.h"
 #include "collectives/reducer.h"
@@ -21,7 +26,56 @@ std::string secret_of(const nb::dict& given) {
   return {secret.c_str(), secret.size()};
 }
 
-std::unique_ptr<Group> make_group(const nb::dict& given) {
+// A group, and the owners of the memory that its operations use.
+class PythonGroup {
+ public:
+  explicit PythonGroup(const GroupOptions& options) : group_(std::make_unique<Group>(options)) {}
+  ~PythonGroup() {
+    {
+      const Unlocked unlocked;
+      group_.reset();  // ends the thread that reads and writes the arrays
+    }
+    kept_.clear();
+  }
+  PythonGroup(const PythonGroup&) = delete;
+  PythonGroup& operator=(const PythonGroup&) = delete;
+
+  Group& group() { return *group_; }
+  const Group& group() const { return *group_; }
+
+  std::shared_ptr<Work> all_reduce(const Shape& shape, uint64_t in, uint64_t out, double timeout_s, nb::object keep) {
+    release_done();
+    kept_.push_back({nullptr, std::move(keep)});
+    std::shared_ptr<Work>& work = kept_.back().work;
+    try {
+      // With the GIL: it never blocks, and `kept_` is the GIL's.
+      work = group_->all_reduce(shape, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), timeout_s);
+    } catch (...) {
+      kept_.pop_back();
+      throw;
+    }
+    return work;
+  }
+
+ private:
+  struct Kept {
+    std::shared_ptr<Work> work;
+    nb::object owner;
+  };
+
+  void release_done() {
+    // Dropping an owner may run any Python, and come back here: the entry goes first.
+    while (!kept_.empty() && kept_.front().work->done()) {
+      const Kept over = std::move(kept_.front());
+      kept_.pop_front();
+    }
+  }
+
+  std::unique_ptr<Group> group_;
+  std::deque<Kept> kept_;
+};
+
+std::unique_ptr<PythonGroup> make_group(const nb::dict& given) {
   GroupOptions options;
   options.rank = item(given, "rank", options.rank);
   options.world = item(given, "world_size", options.world);
@@ -29,14 +83,15 @@ std::unique_ptr<Group> make_group(const nb::dict& given) {
   options.reducers = item(given, "reducers", options.reducers);
   options.shares = item(given, "shares", options.shares);
   options.ring = item(given, "ring", options.ring);
+  options.reducer_patience_s = item(given, "reducer_patience_s", options.reducer_patience_s);
   options.secret = secret_of(given);
   options.host = item(given, "host", options.host);
   options.advertise = item(given, "advertise", options.advertise);
   options.shm = item(given, "shm", options.shm);
   options.max_window_bytes = item(given, "max_window_bytes", options.max_window_bytes);
   options.fixed_window_bytes = item(given, "fixed_window_bytes", options.fixed_window_bytes);
-  nb::gil_scoped_release unlocked;
-  return std::make_unique<Group>(options);
+  const Unlocked unlocked;
+  return std::make_unique<PythonGroup>(options);
 }
 
 std::unique_ptr<Reducer> make_reducer(const nb::dict& given) {
@@ -47,7 +102,7 @@ std::unique_ptr<Reducer> make_reducer(const nb::dict& given) {
   options.shm = item(given, "shm", options.shm);
   options.max_window_bytes = item(given, "max_window_bytes", options.max_window_bytes);
   options.max_groups = item(given, "max_groups", options.max_groups);
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   return std::make_unique<Reducer>(options);
 }
 
@@ -61,11 +116,10 @@ Op op_from(uint32_t code) {
   return static_cast<Op>(code);
 }
 
-std::shared_ptr<Work> all_reduce(Group& group, uint64_t in, uint64_t out, uint64_t count, uint32_t dtype, uint32_t wire,
-                                 uint32_t op, double timeout_s) {
+std::shared_ptr<Work> all_reduce(PythonGroup& group, uint64_t in, uint64_t out, uint64_t count, uint32_t dtype,
+                                 uint32_t wire, uint32_t op, double timeout_s, nb::object keep) {
   const Shape shape{count, dtype_from(dtype), dtype_from(wire), op_from(op), 0};
-  nb::gil_scoped_release unlocked;
-  return group.all_reduce(shape, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), timeout_s);
+  return group.all_reduce(shape, in, out, timeout_s, std::move(keep));
 }
 
 bool wait(Work& work, double timeout_s) {
@@ -73,7 +127,7 @@ bool wait(Work& work, double timeout_s) {
   const Deadline deadline = Deadline::after(timeout_s);
   for (;;) {
     {
-      nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       if (work.wait(deadline.sooner(kSignalsEveryS))) return true;
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -87,11 +141,11 @@ std::optional<std::tuple<uint32_t, std::string, std::vector<uint32_t>>> fault_tu
   return std::make_tuple(static_cast<uint32_t>(fault.kind), fault.text, fault.members);
 }
 
-nb::dict group_counts(Group& group) {
+nb::dict group_counts(PythonGroup& group) {
   GroupCounts found;
   {
-    nb::gil_scoped_release unlocked;
-    found = group.counts();
+    const Unlocked unlocked;
+    found = group.group().counts();
   }
   nb::dict out, sent, received, links;
   sent["tcp"] = found.sent_tcp;
@@ -116,7 +170,7 @@ nb::dict group_counts(Group& group) {
 nb::dict reducer_counts(Reducer& reducer) {
   ReducerCounts found;
   {
-    nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     found = reducer.counts();
   }
   nb::dict out;
@@ -141,23 +195,28 @@ void bind_collectives(nb::module_& module) {
       .def("done", &Work::done)
       .def("fault", [](const Work& work) { return fault_tuple(work.fault()); });
 
-  nb::class_<Group>(module, "CollectiveGroup")
+  nb::class_<PythonGroup>(module, "CollectiveGroup")
       .def_static("make", &make_group)
-      .def_prop_ro("address", &Group::address)
+      .def_prop_ro("address", [](const PythonGroup& group) { return group.group().address(); })
       .def("connect",
-           [](Group& group, const std::vector<std::string>& addresses, double timeout_s) {
-             nb::gil_scoped_release unlocked;
-             group.connect(addresses, Deadline::after(timeout_s));
+           [](PythonGroup& group, const std::vector<std::string>& addresses, double timeout_s) {
+             const Unlocked unlocked;
+             group.group().connect(addresses, Deadline::after(timeout_s));
            })
-      .def("all_reduce", &all_reduce)
+      .def("all_reduce", &all_reduce, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg("keep").none())
       .def("counts", &group_counts)
-      .def("fault", [](const Group& group) { return fault_tuple(group.fault()); })
-      .def_prop_ro("settled", &Group::settled)
-      .def("name_of", &Group::name_of)
-      .def("abort", &Group::abort, nb::call_guard<nb::gil_scoped_release>())
-      .def("close", [](Group& group, double timeout_s) {
-        nb::gil_scoped_release unlocked;
-        group.close(Deadline::after(timeout_s));
+      .def("fault", [](const PythonGroup& group) { return fault_tuple(group.group().fault()); })
+      .def_prop_ro("settled", [](const PythonGroup& group) { return group.group().settled(); })
+      .def("name_of", [](const PythonGroup& group, uint32_t member) { return group.group().name_of(member); })
+      .def("abort",
+           [](PythonGroup& group, const std::string& reason) {
+             const Unlocked unlocked;
+             group.group().abort(reason);
+           })
+      .def("close", [](PythonGroup& group, double timeout_s) {
+        const Unlocked unlocked;
+        group.group().close(Deadline::after(timeout_s));
       });
 
   nb::class_<Reducer>(module, "CollectiveReducer")
@@ -165,7 +224,7 @@ void bind_collectives(nb::module_& module) {
       .def_prop_ro("address", &Reducer::address)
       .def("counts", &reducer_counts)
       .def("close", [](Reducer& reducer, double timeout_s) {
-        nb::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         reducer.close(Deadline::after(timeout_s));
       });
 

@@ -17,6 +17,7 @@ namespace {
 
 // Uninitialised pooled arrays for the fields of a batch.
 nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window) {
+  store.check_open();
   std::vector<std::vector<size_t>> shapes;
   size_t bytes = 0;
   for (uint32_t field : fields) {
@@ -39,6 +40,7 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
                      const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
                      const std::optional<In<int32_t>>& ends, unsigned threads,
                      const std::optional<std::vector<AnyArray>>& out, const std::optional<In<uint32_t>>& places) {
+  store.check_open();
   const size_t n = rows.size();
   // Rows that the outputs have room for: those requested, or as many as `places` reaches.
   size_t room = n;
@@ -98,11 +100,7 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
   request.lengths = part(n, static_cast<int32_t*>(nullptr));
   request.torn = part(n, static_cast<uint8_t*>(nullptr));
   request.mask = part(n * steps, static_cast<uint8_t*>(nullptr));
-  uint64_t torn = 0;
-  {
-    nb::gil_scoped_release unlocked;
-    torn = fetch(store, request);
-  }
+  const uint64_t torn = released(store, [&] { return fetch(store, request); });
   return nb::make_tuple(arrays, memory.array(request.torn, {n}),
                         memory.array(reinterpret_cast<std::byte*>(request.mask.data()), {n, steps}, nb::dtype<bool>()),
                         memory.array(request.starts, {n}), memory.array(request.lengths, {n}),

@@ -57,10 +57,9 @@ class Inserter {
     nb::object keys = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(8 * n)));
     if (!keys.is_valid()) throw nb::python_error();
     auto* out = reinterpret_cast<uint32_t*>(PyBytes_AS_STRING(keys.ptr()));
-    {
-      nb::gil_scoped_release unlocked;
+    released(store_, [&] {
       geartrain::insert(store_, std::span(sources).first(count), {lengths, {}, {}}, threads, {out, n}, {out + n, n});
-    }
+    });
     return keys;
   }
 

@@ -13,11 +13,12 @@
 namespace geartrain {
 namespace {
 
-// Rows with their priorities and selectable bits: a store's own, or made from an array.
+// Rows with their priorities and selectable bits: a store's own, or made from an array. Whoever looks at a store's may
+// meet a close(), or sums that a dead process left half changed: at_work().
 class Candidates {
  public:
-  explicit Candidates(const Store& store)
-      : mapping_(store.mapping()), from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {}
+  explicit Candidates(Store& store)
+      : store_(&store), from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {}
 
   // A copy of fixed-point priorities; every row is selectable and has generation 1.
   explicit Candidates(const In<uint32_t>& priorities) {
@@ -45,10 +46,25 @@ class Candidates {
   Candidates& operator=(const Candidates&) = delete;
 
   const Population& population() const { return from_; }
-  bool is_array() const { return mapping_ == nullptr; }
+  bool is_array() const { return store_ == nullptr; }
+
+  // work() without the GIL, while the store is open and its sums are right.
+  template <typename Work>
+  auto at_work(Work&& work) const {
+    const Unlocked unlocked;
+    std::optional<Store::Call> call;
+    if (store_ != nullptr) {
+      call.emplace(*store_);
+      store_->repair_dead_updates();
+    }
+    return std::forward<Work>(work)();
+  }
+  void check_open() const {
+    if (store_ != nullptr) store_->check_open();
+  }
 
  private:
-  std::shared_ptr<Mapping> mapping_;
+  Store* store_ = nullptr;  // Python keeps it alive
   Words words_, nodes_, bits_, bit_nodes_;
   Population from_;
 };
@@ -69,16 +85,12 @@ void check_known(const Candidates& from, std::span<const uint32_t> rows) {
 
 // Arrays for n rows, filled by `choose` without the GIL, which returns a number that goes with them.
 template <typename Choose>
-nb::tuple chosen(size_t n, Choose choose) {
+nb::tuple chosen(const Candidates& from, size_t n, Choose choose) {
   PooledMemory memory(2 * PooledMemory::padded(4 * n) + PooledMemory::padded(8 * n));
   const auto part = [&]<typename T>(T*) { return std::span<T>(reinterpret_cast<T*>(memory.take(n * sizeof(T))), n); };
   const Draws out{part(static_cast<uint32_t*>(nullptr)), part(static_cast<uint32_t*>(nullptr)),
                   part(static_cast<double*>(nullptr))};
-  uint64_t count = 0;
-  {
-    nb::gil_scoped_release unlocked;
-    count = choose(out);
-  }
+  const uint64_t count = from.at_work([&]() -> uint64_t { return choose(out); });
   return nb::make_tuple(memory.array(out.rows, {n}), memory.array(out.generations, {n}),
                         memory.array(out.probability, {n}), count);
 }
@@ -93,7 +105,8 @@ nb::tuple draw_rows(const Candidates& from, bool by_priority, uint64_t seed, uin
       if (number >= strata) fail(ErrorKind::schema, "draw ", number, " is none of ", strata, " strata");
     }
   }
-  return chosen(numbers.size(), [&](const Draws& out) { return draw(from.population(), plan, view(numbers), out); });
+  return chosen(from, numbers.size(),
+                [&](const Draws& out) { return draw(from.population(), plan, view(numbers), out); });
 }
 
 nb::tuple distinct_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round,
@@ -101,7 +114,7 @@ nb::tuple distinct_rows(const Candidates& from, bool by_priority, uint64_t seed,
   check_known(from, view(excluded));
   const DrawPlan plan{
       {seed, step, kDistinctStream}, by_priority ? By::priority : By::row, round, 0, limits_of(from, limits)};
-  return chosen(n, [&](const Draws& out) {
+  return chosen(from, n, [&](const Draws& out) {
     draw_distinct(from.population(), plan, view(excluded), out);
     return 0;
   });
@@ -112,7 +125,7 @@ nb::tuple first(const Candidates& from, int order, size_t n, uint64_t after, con
                 const std::optional<LimitTuple>& limits) {
   check_known(from, view(excluded));
   const Limits limit = limits_of(from, limits);
-  return chosen(n, [&](const Draws& out) {
+  return chosen(from, n, [&](const Draws& out) {
     return first_rows(from.population(), static_cast<Order>(order), after, limit, view(excluded), out);
   });
 }
@@ -125,27 +138,23 @@ nb::tuple first_ranked(const Candidates& from, int order, size_t n, uint64_t aft
   std::vector<uint32_t> rows(n), generations(n), priorities(n);
   std::vector<uint64_t> sequences(n);
   std::vector<double> probability(n);
-  {
-    nb::gil_scoped_release unlocked;
+  from.at_work([&] {
     const size_t found = first_rows(from.population(), static_cast<Order>(order), after, limit, view(excluded),
                                     {rows, generations, probability}, sequences, priorities);
     rows.resize(found), generations.resize(found), priorities.resize(found), sequences.resize(found);
-  }
+  });
   return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(sequences)),
                         to_numpy(std::move(priorities)));
 }
 
 // Returns (rows, generations, priorities, number not found).
-nb::tuple found(const Population& from, By by, const In<uint64_t>& targets) {
+template <typename AtWork>
+nb::tuple found(const Population& from, By by, const In<uint64_t>& targets, AtWork at_work) {
   const size_t n = targets.size();
   PooledMemory memory(3 * PooledMemory::padded(4 * n));
   const auto part = [&] { return std::span<uint32_t>(reinterpret_cast<uint32_t*>(memory.take(4 * n)), n); };
   const std::span<uint32_t> rows = part(), generations = part(), priorities = part();
-  uint64_t missing = 0;
-  {
-    nb::gil_scoped_release unlocked;
-    missing = find_rows(from, by, view(targets), rows, generations, priorities);
-  }
+  const uint64_t missing = at_work([&] { return find_rows(from, by, view(targets), rows, generations, priorities); });
   return nb::make_tuple(memory.array(rows, {n}), memory.array(generations, {n}), memory.array(priorities, {n}),
                         missing);
 }
@@ -157,8 +166,8 @@ class AllowedRows {
               const In<uint32_t>& excluded)
       : limits_(limits_of(from, limits)) {
     check_known(from, view(excluded));
-    nb::gil_scoped_release unlocked;
-    allowed_.emplace(from.population(), by_priority ? By::priority : By::row, limits_, view(excluded));
+    from.at_work(
+        [&] { allowed_.emplace(from.population(), by_priority ? By::priority : By::row, limits_, view(excluded)); });
   }
   const Allowed& get() const { return *allowed_; }
 
@@ -201,6 +210,7 @@ nb::object targets(uint64_t seed, uint64_t step, bool distinct, uint32_t attempt
 
 // Fixed-point priorities of some rows.
 nb::object priorities_of(const Candidates& from, const In<uint32_t>& rows) {
+  from.check_open();
   check_known(from, view(rows));
   std::vector<uint32_t> priorities(rows.size());
   for (size_t i = 0; i < priorities.size(); ++i) {
@@ -211,6 +221,7 @@ nb::object priorities_of(const Candidates& from, const In<uint32_t>& rows) {
 
 // The order of commits of some rows; of bare arrays their row numbers, from 1.
 nb::object sequences_of(const Candidates& from, const In<uint32_t>& rows) {
+  from.check_open();
   check_known(from, view(rows));
   std::vector<uint64_t> sequences(rows.size());
   for (size_t i = 0; i < sequences.size(); ++i) {
@@ -233,10 +244,11 @@ nb::object window_ends(uint64_t seed, uint64_t step, uint32_t round, const In<ui
 
 void bind_selection(nb::module_& module) {
   nb::class_<Candidates>(module, "Candidates")
-      .def(nb::init<const Store&>())
+      .def(nb::init<Store&>(), nb::keep_alive<1, 2>())
       .def(nb::init<const In<uint32_t>&>(), nb::arg("priorities").noconvert())  // floats would be cut to integers
-      .def("total_priority", [](const Candidates& c) { return c.population().priorities.total(); })
-      .def("count", [](const Candidates& c) { return c.population().bits.total(); })
+      .def("total_priority",
+           [](const Candidates& c) { return c.at_work([&] { return c.population().priorities.total(); }); })
+      .def("count", [](const Candidates& c) { return c.at_work([&] { return c.population().bits.total(); }); })
       .def("priorities", &priorities_of)
       .def("sequences", &sequences_of)
       .def("draw", &draw_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
@@ -248,15 +260,21 @@ void bind_selection(nb::module_& module) {
       .def("first_ranked", &first_ranked, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
            nb::arg("limits").none() = nb::none())
       .def("find", [](const Candidates& c, bool by_priority, const In<uint64_t>& targets) {
-        return found(c.population(), by_priority ? By::priority : By::row, targets);
+        return found(c.population(), by_priority ? By::priority : By::row, targets,
+                     [&](auto&& work) { return c.at_work(work); });
       });
   nb::class_<AllowedRows>(module, "AllowedRows")
       .def(nb::init<const Candidates&, bool, const std::optional<LimitTuple>&, const In<uint32_t>&>(),
            nb::arg("candidates"), nb::arg("by_priority"), nb::arg("limits").none(), nb::arg("excluded"))
       .def("total", [](const AllowedRows& a) { return a.get().total(); })
       .def("count", [](const AllowedRows& a) { return a.get().rows(); })
-      .def("find", [](const AllowedRows& a,
-                      const In<uint64_t>& targets) { return found(a.get().population(), By::priority, targets); })
+      .def("find",
+           [](const AllowedRows& a, const In<uint64_t>& targets) {
+             return found(a.get().population(), By::priority, targets, [](auto&& work) {
+               const Unlocked unlocked;
+               return work();
+             });
+           })
       .def("priorities", &AllowedRows::priorities)
       .def("take", &AllowedRows::take);
   module.def("draw_targets", &targets);

@@ -1,4 +1,5 @@
-// Binding of Store (store.h). Every call that may wait or copy releases the GIL.
+// Binding of Store (store.h). Every call that may wait or copy releases the GIL, and every call may meet a close()
+// (released and entered, bind.h).
 
 #include "store/store.h"
 
@@ -16,7 +17,6 @@
 namespace geartrain {
 namespace {
 
-using Unlocked = nb::gil_scoped_release;
 using FieldTuple = std::tuple<std::string, int, int, bool, std::vector<uint32_t>>;
 
 std::vector<FieldSpec> specs_of(const std::vector<FieldTuple>& fields) {
@@ -119,7 +119,7 @@ std::atomic<uint64_t>* counter_array(const Store& store) {
 }
 
 nb::dict counters(const Store& store) {
-  const StoreCounts n = store.counts();
+  const StoreCounts n = entered(store, [&] { return store.counts(); });
   nb::dict out;
   out["free"] = n.free;
   out["writing"] = n.writing;
@@ -131,15 +131,21 @@ nb::dict counters(const Store& store) {
 }
 
 void set_counters(Store& store, const nb::dict& values) {
+  std::optional<uint64_t> given[kCounterCount];
   for (int i = 0; i < kCounterCount; ++i) {
-    if (values.contains(kCounterNames[i])) {
-      counter_array(store)[i].store(nb::cast<uint64_t>(values[kCounterNames[i]]));
-    }
+    if (values.contains(kCounterNames[i])) given[i] = nb::cast<uint64_t>(values[kCounterNames[i]]);
   }
+  entered(store, [&] {
+    store.check_usable();
+    for (int i = 0; i < kCounterCount; ++i) {
+      if (given[i]) counter_array(store)[i].store(*given[i]);
+    }
+  });
 }
 
 // All blocks of a field as one strided array over the segment, (capacity, *shape); rows are 64-byte aligned.
 nb::object column(const Store& store, uint32_t field) {
+  store.check_open();
   if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
   const FieldRecord& f = store.fields()[field];
   std::vector<size_t> shape{store.header().capacity};
@@ -162,6 +168,7 @@ nb::object column(const Store& store, uint32_t field) {
 
 // The whole segment as bytes, for devices that read it directly.
 nb::object segment(const Store& store) {
+  store.check_open();
   const size_t bytes = store.mapping()->bytes();
   const nb::capsule owner = keep_alive(store.mapping());
   auto* data = reinterpret_cast<uint8_t*>(store.mapping()->data());
@@ -171,6 +178,7 @@ nb::object segment(const Store& store) {
 
 // Where in the segment the words, the selectable bits, the metadata and the columns are: offsets and strides in bytes.
 nb::dict layout(const Store& store) {
+  store.check_open();
   const Header& h = store.header();
   nb::dict out;
   out["words"] = h.regions[kWordsRegion].offset;
@@ -190,49 +198,41 @@ nb::dict layout(const Store& store) {
 
 nb::object allocate(Store& store, size_t n) {
   std::vector<uint32_t> rows(n);
-  {
-    Unlocked unlocked;
-    store.allocate(rows);
-  }
+  released(store, [&] { store.allocate(rows); });
   return to_numpy(std::move(rows));
 }
 
 uint32_t allocate_one(Store& store) {
   uint32_t row = 0;
-  Unlocked unlocked;
-  store.allocate({&row, 1});
+  released(store, [&] { store.allocate({&row, 1}); });
   return row;
 }
 
 uint32_t commit_one(Store& store, uint32_t row, uint32_t length, double priority, int64_t version) {
   uint32_t generation = 0;
-  Unlocked unlocked;
-  store.commit({&row, 1}, {{&length, 1}, {&priority, 1}, {&version, 1}}, {&generation, 1});
+  released(store, [&] { store.commit({&row, 1}, {{&length, 1}, {&priority, 1}, {&version, 1}}, {&generation, 1}); });
   return generation;
 }
 
 nb::object commit(Store& store, const In<uint32_t>& rows, const std::optional<In<uint32_t>>& lengths,
                   const std::optional<In<double>>& priorities, const std::optional<In<int64_t>>& versions) {
   std::vector<uint32_t> generations(rows.size());
-  {
-    Unlocked unlocked;
-    store.commit(view(rows), {view(lengths), view(priorities), view(versions)}, generations);
-  }
+  released(store, [&] { store.commit(view(rows), {view(lengths), view(priorities), view(versions)}, generations); });
   return to_numpy(std::move(generations));
 }
 
 uint32_t publish_one(Store& store, uint32_t row, uint32_t length, double priority, int64_t version) {
   uint32_t generation = 0;
-  Unlocked unlocked;
-  store.publish({&row, 1}, {{&length, 1}, {&priority, 1}, {&version, 1}}, {&generation, 1});
+  released(store, [&] { store.publish({&row, 1}, {{&length, 1}, {&priority, 1}, {&version, 1}}, {&generation, 1}); });
   return generation;
 }
 
 void limit(Store& store, bool enabled, double samples_per_insert, uint64_t min_size, double error_buffer, bool afresh) {
-  set_limiter(store.control().limiter, {enabled, samples_per_insert, min_size, error_buffer}, afresh);
+  entered(store, [&] { store.set_limiter({enabled, samples_per_insert, min_size, error_buffer}, afresh); });
 }
 
 nb::dict limiter(const Store& store) {
+  store.check_open();
   const RateLimiter& found = store.control().limiter;
   nb::dict out;
   out["enabled"] = found.enabled.load() != 0;
@@ -255,10 +255,9 @@ nb::tuple insert_sources(Store& store, size_t n, const std::vector<std::pair<uin
     fields.push_back({field, static_cast<const std::byte*>(array.data()), n == 0 ? 0 : array.nbytes() / n});
   }
   std::vector<uint32_t> rows(n), generations(n);
-  {
-    Unlocked unlocked;
+  released(store, [&] {
     insert(store, fields, {view(lengths), view(priorities), view(versions)}, threads, rows, generations);
-  }
+  });
   return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
 }
 
@@ -270,38 +269,29 @@ void check_pairs(const In<uint32_t>& rows, const In<uint32_t>& generations) {
 
 uint64_t update_priorities(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
                            const In<double>& priorities) {
-  Unlocked unlocked;
-  return store.update_priorities(view(rows), view(generations), view(priorities));
+  return released(store, [&] { return store.update_priorities(view(rows), view(generations), view(priorities)); });
 }
 
 uint64_t remove(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
   check_pairs(rows, generations);
-  Unlocked unlocked;
-  return store.remove(view(rows), view(generations));
+  return released(store, [&] { return store.remove(view(rows), view(generations)); });
 }
 
 nb::object count_samples(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
   check_pairs(rows, generations);
   std::vector<uint8_t> taken(rows.size());
-  {
-    Unlocked unlocked;
-    store.count_samples(view(rows), view(generations), taken);
-  }
+  released(store, [&] { store.count_samples(view(rows), view(generations), taken); });
   return to_numpy(std::move(taken));
 }
 
 void release_exhausted(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
   check_pairs(rows, generations);
-  Unlocked unlocked;
-  store.release_exhausted(view(rows), view(generations));
+  released(store, [&] { store.release_exhausted(view(rows), view(generations)); });
 }
 
 nb::tuple keys(Store& store) {
   std::vector<uint32_t> rows, generations;
-  {
-    Unlocked unlocked;
-    store.keys(&rows, &generations);
-  }
+  released(store, [&] { store.keys(&rows, &generations); });
   return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
 }
 
@@ -312,6 +302,7 @@ nb::dict infos(const Store& store, const In<uint32_t>& rows) {
   std::vector<int64_t> version(n);
   std::vector<uint32_t> generation(n), priority(n), length(n), times_sampled(n);
   std::vector<uint8_t> state(n);
+  store.check_open();
   for (size_t i = 0; i < n; ++i) {
     if (rows.data()[i] >= store.header().capacity) {
       fail(ErrorKind::schema, "row ", rows.data()[i], " is beyond the store's capacity of ", store.header().capacity);
@@ -339,6 +330,7 @@ nb::dict infos(const Store& store, const In<uint32_t>& rows) {
 }
 
 nb::object lengths(const Store& store, const In<uint32_t>& rows) {
+  store.check_open();
   std::vector<int32_t> out(rows.size());
   for (size_t i = 0; i < out.size(); ++i) {
     if (rows.data()[i] >= store.header().capacity) fail(ErrorKind::schema, "no row ", rows.data()[i]);
@@ -360,13 +352,17 @@ void restore(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generat
     restored[i] = {rows.data()[i],          generations.data()[i], priorities.data()[i],     lengths.data()[i],
                    times_sampled.data()[i], sequences.data()[i],   inserted_at_ns.data()[i], versions.data()[i]};
   }
-  Unlocked unlocked;
-  store.restore(restored, next_sequence);
+  released(store, [&] { store.restore(restored, next_sequence); });
 }
 
 }  // namespace
 
 void bind_store(nb::module_& module) {
+  Store::set_closer([](Store& store) {
+    std::optional<Unlocked> unlocked;
+    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) unlocked.emplace();
+    store.close();
+  });
   nb::list names;
   for (const char* name : kCounterNames) names.append(name);
   module.attr("COUNTERS") = names;
@@ -390,96 +386,60 @@ void bind_store(nb::module_& module) {
       .def("publish_one", &publish_one)
       .def("limit", &limit)
       .def("limiter", &limiter)
-      .def_prop_ro("limited", [](const Store& s) { return s.control().limiter.enabled.load() != 0; })
-      .def("admit_inserts",
-           [](Store& s, uint64_t n, double timeout_s) {
-             Unlocked u;
-             return admit_inserts(s.control().limiter, n, timeout_s);
-           })
-      .def("admit_samples",
-           [](Store& s, uint64_t n, double timeout_s) {
-             Unlocked u;
-             return admit_samples(s.control().limiter, n, s.control().committed_count, timeout_s);
-           })
+      .def_prop_ro("limited",
+                   [](const Store& s) { return entered(s, [&] { return s.control().limiter.enabled.load() != 0; }); })
+      .def("admit_inserts", [](Store& s, uint64_t n,
+                               double timeout_s) { return released(s, [&] { return s.admit_inserts(n, timeout_s); }); })
+      .def("admit_samples", [](Store& s, uint64_t n,
+                               double timeout_s) { return released(s, [&] { return s.admit_samples(n, timeout_s); }); })
       .def("give_back",
-           [](Store& s, uint64_t inserts, uint64_t samples) { give_back(s.control().limiter, inserts, samples); })
+           [](Store& s, uint64_t inserts, uint64_t samples) { entered(s, [&] { s.give_back(inserts, samples); }); })
       .def("extend",
-           [](Store& s, uint32_t row, uint32_t length) {
-             Unlocked u;
-             s.extend(row, length);
-           })
-      .def("seal_one",
-           [](Store& s, uint32_t row) {
-             Unlocked u;
-             s.seal({&row, 1});
-           })
+           [](Store& s, uint32_t row, uint32_t length) { return released(s, [&] { return s.extend(row, length); }); })
+      .def("seal_one", [](Store& s, uint32_t row) { return released(s, [&] { return s.seal({&row, 1}); }); })
       .def("abandon",
-           [](Store& s, const In<uint32_t>& rows) {
-             Unlocked u;
-             s.abandon(view(rows));
-           })
-      .def("abandon_one",
-           [](Store& s, uint32_t row) {
-             Unlocked u;
-             s.abandon({&row, 1});
-           })
+           [](Store& s, const In<uint32_t>& rows) { return released(s, [&] { return s.abandon(view(rows)); }); })
+      .def("abandon_one", [](Store& s, uint32_t row) { return released(s, [&] { return s.abandon({&row, 1}); }); })
       .def("insert", &insert_sources, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(),
            nb::arg("priorities").none(), nb::arg("versions").none(), nb::arg("threads"))
       .def("update_priorities", &update_priorities)
       .def("raise_priorities",
-           [](Store& s, double power) {
-             Unlocked u;
-             s.raise_priorities(power);
-           })
-      .def("keep_segment", &Store::keep_segment)
+           [](Store& s, double power) { return released(s, [&] { return s.raise_priorities(power); }); })
+      .def("keep_segment", [](Store& s) { entered(s, [&] { s.keep_segment(); }); })
       .def("set_times_sampled",
            [](Store& s, const In<uint32_t>& rows, const In<uint32_t>& generations, const In<uint32_t>& counts) {
-             Unlocked u;
-             s.set_times_sampled(view(rows), view(generations), view(counts));
+             return released(s, [&] { return s.set_times_sampled(view(rows), view(generations), view(counts)); });
            })
       .def("advance_sequence",
-           [](Store& s, uint64_t next) {
-             Unlocked u;
-             s.advance_sequence(next);
-           })
+           [](Store& s, uint64_t next) { return released(s, [&] { return s.advance_sequence(next); }); })
       .def("remove", &remove)
       .def("count_samples", &count_samples)
       .def("release_exhausted", &release_exhausted)
-      .def("expire",
-           [](Store& s) {
-             Unlocked u;
-             return s.expire();
-           })
+      .def("expire", [](Store& s) { return released(s, [&] { return s.expire(); }); })
       .def("keys", &keys)
-      .def("free_rows", [](Store& s) { return to_numpy(s.free_rows()); })
+      .def("free_rows", [](Store& s) { return to_numpy(released(s, [&] { return s.free_rows(); })); })
       .def("infos", &infos)
       .def("restore", &restore)
       .def("lengths", &lengths)
-      .def("live_clients", &Store::live_clients)
-      .def("committed_count", &Store::committed_count)
-      .def("total_priority", [](const Store& s) { return s.priority_tree().total(); })
-      .def("next_sequence", [](const Store& s) { return s.control().next_sequence; })
-      .def("reap",
+      .def("live_clients", [](const Store& s) { return released(s, [&] { return s.live_clients(); }); })
+      .def("committed_count", [](const Store& s) { return entered(s, [&] { return s.committed_count(); }); })
+      .def("total_priority",
            [](Store& s) {
-             Unlocked u;
-             return s.reap();
+             return released(s, [&] {
+               s.repair_dead_updates();
+               return s.priority_tree().total();
+             });
            })
-      .def("rebuild",
-           [](Store& s) {
-             Unlocked u;
-             s.rebuild();
-           })
-      .def("audit",
-           [](Store& s) {
-             Unlocked u;
-             return s.audit();
-           })
+      .def("next_sequence", [](const Store& s) { return entered(s, [&] { return s.control().next_sequence; }); })
+      .def("reap", [](Store& s) { return released(s, [&] { return s.reap(); }); })
+      .def("rebuild", [](Store& s) { return released(s, [&] { return s.rebuild(); }); })
+      .def("audit", [](Store& s) { return released(s, [&] { return s.audit(); }); })
       .def("close",
            [](Store& s, bool keep) {
-             Unlocked u;
+             const Unlocked unlocked;
              s.close(keep);
            })
-      .def("unlink", &Store::unlink)
+      .def("unlink", [](Store& s) { return released(s, [&] { return s.unlink(); }); })
       .def_prop_ro("closed", &Store::is_closed);
 }
 

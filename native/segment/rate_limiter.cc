@@ -10,7 +10,8 @@ namespace {
 
 // Retries until it is admitted, or the time is over.
 template <typename Try>
-bool wait_until(RateLimiter& limiter, std::atomic<uint64_t>& waited_ns, double timeout_s, Try&& attempt) {
+bool wait_until(RateLimiter& limiter, std::atomic<uint64_t>& waited_ns, double timeout_s, const Stopped& stopped,
+                Try&& attempt) {
   if (attempt()) return true;
   const uint64_t began = monotonic_ns();
   const auto timeout_ns = static_cast<uint64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9);
@@ -18,7 +19,7 @@ bool wait_until(RateLimiter& limiter, std::atomic<uint64_t>& waited_ns, double t
   limiter.waiting.fetch_add(1);
   for (uint64_t now = began; !admitted && now - began < timeout_ns; now = monotonic_ns()) {
     const uint32_t seen = limiter.changes.load();
-    if ((admitted = attempt())) break;
+    if ((admitted = attempt()) || (stopped && stopped())) break;
     futex_wait(limiter.changes, seen, timeout_ns - (now - began));
   }
   limiter.waiting.fetch_sub(1);
@@ -46,9 +47,9 @@ void set_limiter(RateLimiter& limiter, const RateLimiterSettings& settings, bool
   announce(limiter);
 }
 
-bool admit_inserts(RateLimiter& limiter, uint64_t n, double timeout_s) {
+bool admit_inserts(RateLimiter& limiter, uint64_t n, double timeout_s, const Stopped& stopped) {
   if (limiter.enabled.load(std::memory_order_relaxed) == 0) return true;
-  const bool admitted = wait_until(limiter, limiter.insert_wait_ns, timeout_s, [&] {
+  const bool admitted = wait_until(limiter, limiter.insert_wait_ns, timeout_s, stopped, [&] {
     uint64_t inserts = limiter.inserts.load();
     for (;;) {
       // Samples only ever add to what inserts may do, so a slightly old count of them is on the safe side.
@@ -64,9 +65,10 @@ bool admit_inserts(RateLimiter& limiter, uint64_t n, double timeout_s) {
   return admitted;
 }
 
-bool admit_samples(RateLimiter& limiter, uint64_t n, const std::atomic<uint64_t>& selectable, double timeout_s) {
+bool admit_samples(RateLimiter& limiter, uint64_t n, const std::atomic<uint64_t>& selectable, double timeout_s,
+                   const Stopped& stopped) {
   if (limiter.enabled.load(std::memory_order_relaxed) == 0) return true;
-  const bool admitted = wait_until(limiter, limiter.sample_wait_ns, timeout_s, [&] {
+  const bool admitted = wait_until(limiter, limiter.sample_wait_ns, timeout_s, stopped, [&] {
     uint64_t samples = limiter.samples.load();
     for (;;) {
       const bool on = limiter.enabled.load() != 0;

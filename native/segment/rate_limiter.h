@@ -16,6 +16,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 
 namespace geartrain {
 
@@ -43,12 +44,15 @@ static_assert(sizeof(RateLimiter) == 72);
 void set_limiter(RateLimiter& limiter, const RateLimiterSettings& settings, bool afresh);
 
 // Admits n rows to be inserted (sampled), and counts them; sleeps up to timeout_s for it. `selectable` is how many
-// rows can be sampled now, and is read again on every change. False when not admitted: nothing was counted.
-bool admit_inserts(RateLimiter& limiter, uint64_t n, double timeout_s);
-bool admit_samples(RateLimiter& limiter, uint64_t n, const std::atomic<uint64_t>& selectable, double timeout_s);
+// rows can be sampled now, and is read again on every change. False when not admitted: nothing was counted. `stopped`
+// ends a wait early: it is asked on every change, so whoever makes it true calls announce() then.
+using Stopped = std::function<bool()>;
+bool admit_inserts(RateLimiter& limiter, uint64_t n, double timeout_s, const Stopped& stopped = {});
+bool admit_samples(RateLimiter& limiter, uint64_t n, const std::atomic<uint64_t>& selectable, double timeout_s,
+                   const Stopped& stopped = {});
 // Reverts what was admitted and did not happen.
 void give_back(RateLimiter& limiter, uint64_t inserts, uint64_t samples);
-// After a commit: wakes samplers that wait for rows.
+// After a commit: wakes all who wait, so that they look again.
 void announce(RateLimiter& limiter);
 
 }  // namespace geartrain

@@ -158,12 +158,13 @@ constexpr int kCounterCount = sizeof(Counters) / sizeof(uint64_t);
 
 struct Control {
   pthread_mutex_t mutex;  // robust, process-shared
-  char mutex_padding[64 - sizeof(pthread_mutex_t)];
-  std::atomic<uint32_t> rebuilding;  // priority writers stay out
-  uint32_t closed;                   // the name is removed; no process may join
-  uint32_t clean;                    // the last process left in an orderly way
-  uint32_t free_head, free_tail;     // the free-index queue, linked by RowStatus::next
-  uint32_t order_head, order_tail;   // committed rows, oldest first, linked both ways
+  char mutex_padding[60 - sizeof(pthread_mutex_t)];
+  std::atomic<uint32_t> client_slots;  // all clients' slots are below; 0: not known, as an earlier build left it
+  std::atomic<uint32_t> rebuilding;    // priority writers stay out
+  uint32_t closed;                     // the name is removed; no process may join
+  uint32_t clean;                      // the last process left in an orderly way
+  uint32_t free_head, free_tail;       // the free-index queue, linked by RowStatus::next
+  uint32_t order_head, order_tail;     // committed rows, oldest first, linked both ways
   uint32_t heap_count;
   uint64_t free_count, writing_count, exhausted_count, open_count;
   std::atomic<uint64_t> committed_count;  // selectable rows: open ones as well
@@ -172,7 +173,7 @@ struct Control {
   Counters counters;
   RateLimiter limiter;
 };
-static_assert(sizeof(pthread_mutex_t) <= 64);
+static_assert(sizeof(pthread_mutex_t) < 60 && offsetof(Control, rebuilding) == 64);
 static_assert(sizeof(Control) <= 4096);
 
 struct RowStatus {

@@ -4,8 +4,12 @@
 
 #include "base/errors.h"
 #include "base/file_lock.h"
+#include "store/calls.h"
 
 namespace geartrain {
+
+// How often a wait for other processes looks whether another thread closes the handle.
+constexpr double kLookEveryS = 0.05;
 
 // Part of the format: one byte per client slot, and one that serialises joining and leaving.
 constexpr uint64_t kClientLocks = uint64_t{1} << 61;  // no segment is that long
@@ -28,13 +32,15 @@ inline bool client_lives(int fd, uint32_t slot) {
   }
 }
 
-// Holds the gate for its lifetime: one client at a time joins or leaves. Throws lock_timeout.
+// Holds the gate for its lifetime: one client at a time joins or leaves. Throws lock_timeout, and closed when another
+// thread closes the handle meanwhile.
 class Gate {
  public:
-  Gate(int fd, double timeout_s) : fd_(fd) {
+  Gate(int fd, double timeout_s, const CallsInFlight& calls) : fd_(fd) {
     for (const Deadline deadline = Deadline::after(timeout_s);
-         !wait_for_file_lock(fd_, kGateLock, LockKind::exclusive, deadline);) {
-      if (!deadline.passed()) continue;  // a signal
+         !wait_for_file_lock(fd_, kGateLock, LockKind::exclusive, deadline.sooner(kLookEveryS));) {
+      if (calls.must_end()) fail(ErrorKind::closed, "the store was closed");
+      if (!deadline.passed()) continue;  // a signal, or time to look
       fail(ErrorKind::lock_timeout, "another process has been joining or leaving the store for ", timeout_s,
            " s; it may be stopped");
     }

@@ -6,7 +6,7 @@
 namespace geartrain {
 
 void StatusTable::fail_out_of_table(uint64_t row) const {
-  store_.fail_damaged("a list leads to row", row);
+  store_->fail_damaged("a list leads to row", row);
 }
 
 void Store::fail_damaged(const char* what, uint64_t number) const {

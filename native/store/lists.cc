@@ -33,7 +33,6 @@ void Store::keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations
   rows->reserve(most);
   generations->reserve(most);
   const auto add = [&](uint32_t row) {
-    if (rows->size() == capacity) fail_damaged("the order list is a circle through row", row);
     rows->push_back(row);
     generations->push_back(generation_of(words()[row].load(kRelaxed)));
   };
@@ -49,10 +48,13 @@ void Store::keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations
   }
   std::sort(open_rows.begin(), open_rows.end());
   auto next = open_rows.begin();
-  for (uint32_t row = control().order_head; row != kNoRow; row = status()[row].next) {
-    const uint64_t sequence = status()[row].sequence;
-    for (; next != open_rows.end() && next->first < sequence; ++next) add(next->second);
+  uint64_t walked = 0;
+  for (uint32_t row = control().order_head; row != kNoRow;) {
+    const RowStatus& s = status()[row];
+    if (walked++ == capacity) fail_damaged("the order list is a circle through row", row);
+    for (; next != open_rows.end() && next->first < s.sequence; ++next) add(next->second);
     add(row);
+    row = s.next;
   }
   for (; next != open_rows.end(); ++next) add(next->second);
 }

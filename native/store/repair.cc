@@ -26,6 +26,17 @@ std::string sentence(const Parts&... parts) {
   return text.str();
 }
 
+// Whether a process died in the lock and nobody has taken it since: the kernel marks the word.
+bool lock_owner_died(const pthread_mutex_t& mutex) {
+#if defined(__GLIBC__)
+  constexpr unsigned kOwnerDied = 0x40000000;  // FUTEX_OWNER_DIED of <linux/futex.h>
+  return (static_cast<unsigned>(__atomic_load_n(&mutex.__data.__lock, __ATOMIC_RELAXED)) & kOwnerDied) != 0;
+#else
+  static_cast<void>(mutex);  // found when somebody takes the lock
+  return false;
+#endif
+}
+
 }  // namespace
 
 uint32_t Store::reap() {
@@ -40,11 +51,25 @@ void Store::rebuild() {
   rebuild_locked();
 }
 
+void Store::repair_dead_updates() {
+  if (read_only_) return;
+  bool dead = lock_owner_died(control().mutex);
+  const uint32_t known = control().client_slots.load(kRelaxed);
+  const uint32_t slots = known == 0 ? kMaxClients : std::min(known, kMaxClients);
+  for (uint32_t slot = 0; slot < slots && !dead; ++slot) {
+    const Client& other = client(slot);
+    dead = other.priority_writers.load(kRelaxed) != 0 && other.in_use != 0 && slot != client_slot_ &&
+           !client_lives(mapping_->fd(), slot);
+  }
+  if (dead) reap();
+}
+
 uint32_t Store::reap_locked() {
   uint32_t dead = 0;
   bool sums_in_doubt = false;
+  const int fd = mapping_->fd();
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
-    if (client(slot).in_use == 0 || slot == client_slot_ || client_lives(mapping_->fd(), slot)) continue;
+    if (client(slot).in_use == 0 || slot == client_slot_ || client_lives(fd, slot)) continue;
     sums_in_doubt |= client(slot).priority_writers.load() != 0;
     reclaim(slot);
     ++dead;
@@ -85,6 +110,7 @@ void Store::wait_for_priority_writers() const {
     Client& other = client(slot);
     while (other.in_use != 0 && other.priority_writers.load(std::memory_order_seq_cst) != 0) {
       if (slot != client_slot_ && !client_lives(mapping_->fd(), slot)) break;  // died in the middle
+      if (calls_.must_end()) refuse_closed();
       if (monotonic_ns() > deadline) {
         fail(ErrorKind::lock_timeout, "process ", other.pid, " has been updating priorities for ", lock_timeout_s_,
              " s; it may be stopped, and the sums cannot be rebuilt meanwhile");
@@ -109,9 +135,10 @@ void Store::rebuild_locked() {
   wait_for_priority_writers();
 
   std::array<bool, kMaxClients> alive{};
+  const int fd = mapping_->fd();
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
     Client& some = client(slot);
-    alive[slot] = some.in_use != 0 && (slot == client_slot_ || client_lives(mapping_->fd(), slot));
+    alive[slot] = some.in_use != 0 && (slot == client_slot_ || client_lives(fd, slot));
     some.in_use = alive[slot];
     some.held = kNoRow;
     some.held_count = 0;
@@ -195,8 +222,13 @@ std::vector<std::string> Store::audit() {
   const auto wrong = [&](const auto&... parts) {
     if (problems.size() < 20) problems.push_back(sentence(parts...));
   };
-  // Priority writers stay out while their sums are compared.
-  c.rebuilding.store(1, std::memory_order_seq_cst);
+  // Priority writers stay out while their sums are compared. Nothing is changed, so that an audit that cannot be
+  // finished owes nobody a rebuild.
+  struct WritersOut {
+    std::atomic<uint32_t>& rebuilding;
+    explicit WritersOut(std::atomic<uint32_t>& flag) : rebuilding(flag) { rebuilding.store(1); }
+    ~WritersOut() { rebuilding.store(0); }
+  } writers_out(c.rebuilding);
   wait_for_priority_writers();
 
   const uint64_t rows = header().capacity;
@@ -270,7 +302,6 @@ std::vector<std::string> Store::audit() {
     if (misplaced != 0) wrong(misplaced, " rows are misplaced in the heap");
     if (c.heap_count != committed) wrong("the heap has ", c.heap_count, " rows, ", committed, " are committed");
   }
-  c.rebuilding.store(0, std::memory_order_seq_cst);
   return problems;
 }
 

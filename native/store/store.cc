@@ -1,5 +1,5 @@
-// Making, joining and leaving a store, and its lock. Rows are in write.cc, priorities.cc, sample_counts.cc, evict.cc
-// and lists.cc, repair in repair.cc.
+// Making, joining and leaving a store, its lock and its limiter. Rows are in write.cc, priorities.cc, sample_counts.cc,
+// evict.cc and lists.cc, repair in repair.cc.
 
 #include "store/store.h"
 #include "store/client_lock.h"
@@ -13,59 +13,22 @@
 #include <cstdio>
 #include <cstring>
 #include <mutex>
+#include <new>
 #include <random>
 
 #include "base/clock.h"
 #include "base/errors.h"
+#include "store/open_stores.h"
 
 namespace geartrain {
 namespace {
 
-// --- fork ---------------------------------------------------------------------------------------------------
-//
-// A child shares the parent's open files, and with them its leases: if the parent died, the kernel would
-// keep its leases for the child. So the child reopens every segment's file at once, in place, and so drops them.
+// What a handle waits for calls in flight when it is closed, beside the lock's timeout: they copy rows, or write a
+// disk.
+constexpr double kCallsEndS = 60;
+constexpr double kExitTimeoutS = 1;
 
-std::mutex open_stores_mutex;
-std::vector<int>& open_store_fds() {
-  static auto* fds = new std::vector<int>();
-  return *fds;
-}
-std::atomic<uint64_t> fork_epoch{0};
-
-void before_fork() {
-  open_stores_mutex.lock();
-}
-void after_fork_in_parent() {
-  open_stores_mutex.unlock();
-}
-void after_fork_in_child() {
-  for (int fd : open_store_fds()) {
-    char path[40];
-    std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    const int flags = ::fcntl(fd, F_GETFL);
-    const int reopened = ::open(path, (flags & O_ACCMODE) | O_CLOEXEC);
-    if (reopened >= 0) {
-      ::dup3(reopened, fd, O_CLOEXEC);
-      ::close(reopened);
-    }
-  }
-  fork_epoch.fetch_add(1);
-  open_stores_mutex.unlock();
-}
-
-void remember_fd(int fd) {
-  static std::once_flag once;
-  std::call_once(once, [] { ::pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); });
-  std::lock_guard lock(open_stores_mutex);
-  open_store_fds().push_back(fd);
-}
-
-void forget_fd(int fd) {
-  std::lock_guard lock(open_stores_mutex);
-  auto& fds = open_store_fds();
-  fds.erase(std::remove(fds.begin(), fds.end(), fd), fds.end());
-}
+std::atomic<void (*)(Store&)> the_closer{nullptr};
 
 int lock_within(pthread_mutex_t* mutex, double timeout_s) {
 #if defined(__SANITIZE_THREAD__)
@@ -87,9 +50,8 @@ int lock_within(pthread_mutex_t* mutex, double timeout_s) {
 
 Store::Store(Mapping mapping, Geometry geometry)
     : mapping_(std::make_shared<Mapping>(std::move(mapping))), geometry_(std::move(geometry)) {
-  fork_epoch_ = fork_epoch.load();
   read_only_ = !mapping_->writable();
-  remember_fd(mapping_->fd());
+  register_store(this);
 }
 
 std::unique_ptr<Store> Store::create(const std::string& name, const std::vector<FieldSpec>& fields,
@@ -128,7 +90,7 @@ std::unique_ptr<Store> Store::attach(const std::string& name, const AttachOption
   store->bind_trees();
   if (options.read_only) return store;
 
-  Gate gate(store->mapping_->fd(), options.lock_timeout_s);
+  Gate gate(store->mapping_->fd(), options.lock_timeout_s, store->calls_);
   Control& control = store->control();
   if (control.closed != 0) {
     fail(ErrorKind::missing, "cannot open the segment ", path, ": its last process has just left");
@@ -147,83 +109,143 @@ std::unique_ptr<Store> Store::attach(const std::string& name, const AttachOption
     // No other client is attached and the gate keeps it so. The lock may have been held at a power cut, which no kernel
     // remembers: initialise it anew, then rebuild from the authoritative state.
     init_robust_mutex(&control.mutex);
-    control.rebuilding.store(damage.empty() ? 0 : 1);  // before the lists of the dead are walked
-    control.clean = 0;
-    store->join();
-    if (!clean) store->rebuild();
+    control.rebuilding.store(clean && damage.empty() ? 0 : 1);  // before anything walks a list
   } else {
     const std::string damage = is_robust_mutex(control.mutex)
                                    ? damaged_ends(control, store->clients(), store->header().capacity)
                                    : "its lock is none";
     if (!damage.empty()) fail(ErrorKind::corrupt, path, " is damaged: ", damage, ", and other processes use it");
-    store->join();
   }
+  store->join();
   return store;
 }
 
 void Store::bind_trees() {
   const uint64_t rows = header().capacity;
+  words_ = region<std::atomic<uint64_t>>(kWordsRegion);
+  status_ = {this, region<RowStatus>(kStatusRegion), rows};
   priority_tree_ = PriorityTree(words(), region<std::atomic<uint64_t>>(kPriorityNodesRegion), rows);
   bit_tree_ = BitTree(region<std::atomic<uint64_t>>(kBitsRegion), region<std::atomic<uint64_t>>(kBitNodesRegion),
                       (rows + 63) / 64);
   priority_scale_ = std::ldexp(1.0, static_cast<int>(header().priority_fraction_bits));
 }
 
+// --- leaving --------------------------------------------------------------------------------------------------
+
+void Store::set_closer(void (*closer)(Store&)) {
+  the_closer = closer;
+}
+
 Store::~Store() {
   try {
-    close();
-  } catch (const Error&) {
+    if (const auto closer = the_closer.load(); closer != nullptr) {
+      closer(*this);
+    } else {
+      close();
+    }
+  } catch (...) {
     // A store that cannot be left in an orderly way is treated as crashed by the next process, which repairs it.
   }
+  unregister_store(this);
 }
 
 void Store::close(bool keep) {
-  if (closed_) return;
-  closed_ = true;
-  forget_fd(mapping_->fd());
-  const uint32_t slot = client_slot_;
-  if (slot != kNoClient && fork_epoch_ == fork_epoch.load()) {
-    try {
-      leave(keep);
-    } catch (...) {
-      // The lock cannot be acquired. Without its lease this client counts as dead, and others reclaim its rows.
-      drop_client_lock(mapping_->fd(), slot);
-      client_slot_ = kNoClient;
-      throw;
-    }
+  shut(keep, lock_timeout_s_, Deadline::after(lock_timeout_s_ + kCallsEndS));
+}
+
+void Store::close_at_exit() noexcept {
+  try {
+    shut(false, std::min(lock_timeout_s_, kExitTimeoutS), Deadline::after(kExitTimeoutS));
+  } catch (...) {
+    // As in the destructor.
+  }
+}
+
+void Store::shut(bool keep, double timeout_s, Deadline calls_end) {
+  if (!calls_.close()) {
+    calls_.wait_until_left(calls_end);
+    return;
+  }
+  struct Left {
+    CallsInFlight& calls;
+    ~Left() { calls.left(); }
+  } left{calls_};
+  // Whoever waits to be admitted looks again. The limiter is another process's memory where the segment was refused.
+  if (!read_only_ && priority_tree_.leaves() != nullptr) announce(control().limiter);
+  if (!calls_.drain(calls_end)) {
+    fail(ErrorKind::lock_timeout, "calls of other threads are still using ", mapping_->path(),
+         "; the handle is closed, and leaves the store when the process ends");
+  }
+  if (client_slot_ == kNoClient) return;
+  try {
+    leave(keep, timeout_s);
+  } catch (...) {
+    // The lock cannot be acquired. Without its lease this client counts as dead, and others reclaim its rows.
+    drop_client_lock(mapping_->fd(), client_slot_);
+    client_slot_ = kNoClient;
+    throw;
   }
   client_slot_ = kNoClient;
 }
 
-void Store::leave(bool keep) {
-  Gate gate(mapping_->fd(), lock_timeout_s_);
+void Store::leave(bool keep, double timeout_s) {
+  const bool persist = header().persist != 0;
+  if (persist && live_clients() == 1) flush();  // most of it before anyone has to wait for it
+  Gate gate(mapping_->fd(), timeout_s, calls_);
+  bool last = false;
   {
-    Guard guard(*this);
+    Guard guard(*this, timeout_s);
     reclaim(client_slot_);
-  }
-  drop_client_lock(mapping_->fd(), client_slot_);
-  if (live_clients() == 0 && !keep && !keep_) {
-    control().clean = 1;
-    if (header().persist == 0) {
-      control().closed = 1;
-      mapping_->unlink();
+    last = live_clients() == 0 && !keep && !keep_;
+    if (last) {
+      // Under the lock: nobody else is alive to be killed in it, and what the dead left half done is repaired here.
+      // A clean end is written after everything else, for a disk that loses its power.
+      reap_locked();
+      if (persist) flush();
+      control().clean = 1;
+      if (persist) mapping_->flush(kControlOffset, sizeof(Control));
     }
   }
+  drop_client_lock(mapping_->fd(), client_slot_);
+  if (last && !persist) {
+    control().closed = 1;
+    mapping_->unlink();
+  }
+}
+
+void Store::flush() const {
+  mapping_->flush(0, mapping_->bytes());
 }
 
 bool Store::unlink() {
   return mapping_->unlink();
 }
 
+void Store::refuse_closed() const {
+  fail(ErrorKind::closed, "the store ", mapping_->path(),
+       lost_in_fork_ ? " cannot be opened again in this forked child" : " was closed");
+}
+
 void Store::check_usable() const {
-  if (closed_) fail(ErrorKind::closed, "the store ", mapping_->path(), " was closed");
+  check_open();
   if (read_only_) fail(ErrorKind::closed, "the store ", mapping_->path(), " was opened read-only");
+}
+
+void Store::after_fork_in_child() {
+  lost_in_fork_ = !is_closed() && !mapping_->reopen();
+  client_slot_ = kNoClient;
+  calls_.forget_other_threads(lost_in_fork_);
+  given_up_.clear();  // the parent's rows, which keeps its own list
+  given_up_mutex_.unlock();
+  // A thread of the parent may have been joining, for as long as others made it wait.
+  new (&joining_mutex_) std::mutex;
 }
 
 uint32_t Store::live_clients() const {
   uint32_t live = 0;
+  const int fd = mapping_->fd();
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
-    live += client(slot).in_use != 0 && (slot == client_slot_ || client_lives(mapping_->fd(), slot));
+    live += client(slot).in_use != 0 && (slot == client_slot_ || client_lives(fd, slot));
   }
   return live;
 }
@@ -231,9 +253,16 @@ uint32_t Store::live_clients() const {
 void Store::join() {
   // Slot 0 of a new segment is taken before anyone can see it; later joiners hold the gate.
   Guard guard(*this);
+  if (control().clean != 0) {
+    // On the disk too before the first change: a segment that is not left in good order is never taken for one that
+    // was.
+    control().clean = 0;
+    if (header().persist != 0) mapping_->flush(kControlOffset, sizeof(Control));
+  }
   reap_locked();
+  const int fd = mapping_->fd();
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
-    if (client(slot).in_use != 0 || !take_client_lock(mapping_->fd(), slot)) continue;
+    if (client(slot).in_use != 0 || !take_client_lock(fd, slot)) continue;
     Client& mine = client(slot);
     mine.pid = ::getpid();
     mine.joined_ns = wall_ns();
@@ -241,6 +270,11 @@ void Store::join() {
     mine.held_count = 0;
     mine.priority_writers.store(0);
     mine.in_use = 1;
+    uint32_t slots = slot + 1;
+    for (uint32_t other = slots; other < kMaxClients; ++other) {
+      if (client(other).in_use != 0) slots = other + 1;
+    }
+    control().client_slots.store(slots, kRelaxed);
     client_slot_ = slot;
     return;
   }
@@ -249,23 +283,29 @@ void Store::join() {
 
 void Store::ensure_client() {
   check_usable();
-  const uint64_t epoch = fork_epoch.load(std::memory_order_relaxed);
-  if (fork_epoch_.load(std::memory_order_relaxed) == epoch) return;
-  static std::mutex rejoining;
-  std::lock_guard lock(rejoining);
-  if (fork_epoch_ == epoch) return;
-  Gate gate(mapping_->fd(), lock_timeout_s_);
+  if (client_slot_.load(std::memory_order_acquire) != kNoClient) return;
+  std::lock_guard lock(joining_mutex_);
+  if (client_slot_ != kNoClient) return;
+  Gate gate(mapping_->fd(), lock_timeout_s_, calls_);
   if (control().closed != 0) fail(ErrorKind::closed, "the store ", mapping_->path(), " was closed and removed");
-  client_slot_ = kNoClient;
   join();
-  fork_epoch_ = epoch;
 }
 
-Store::Guard::Guard(const Store& store) : store_(store) {
+int Store::wait_for_lock(double timeout_s) const {
+  const Deadline deadline = Deadline::after(timeout_s);
+  for (;;) {
+    const double slice_s = std::min(kLookEveryS, static_cast<double>(deadline.left_ns()) / 1e9);
+    const int error = lock_within(&control().mutex, slice_s);
+    if (error != ETIMEDOUT || deadline.passed()) return error;
+    if (calls_.must_end()) refuse_closed();
+  }
+}
+
+Store::Guard::Guard(const Store& store, double timeout_s) : store_(store) {
   if (store.read_only_) fail(ErrorKind::closed, "the store ", store.mapping_->path(), " was opened read-only");
   pthread_mutex_t* mutex = &store.control().mutex;
   int error = ::pthread_mutex_trylock(mutex);
-  if (error == EBUSY) error = lock_within(mutex, store.lock_timeout_s_);
+  if (error == EBUSY) error = store.wait_for_lock(timeout_s);
   const auto repair_or_unlock = [&] {
     try {
       const_cast<Store&>(store).rebuild_locked();
@@ -281,8 +321,8 @@ Store::Guard::Guard(const Store& store) : store_(store) {
     repair_or_unlock();
     store.control().counters.repairs.fetch_add(1, std::memory_order_relaxed);
   } else if (error == ETIMEDOUT) {
-    fail(ErrorKind::lock_timeout, "the lock of ", store.mapping_->path(), " could not be acquired for ",
-         store.lock_timeout_s_, " s; the process holding it is stopped or starved");
+    fail(ErrorKind::lock_timeout, "the lock of ", store.mapping_->path(), " could not be acquired for ", timeout_s,
+         " s; the process holding it is stopped or starved");
   } else if (error != 0) {
     fail(ErrorKind::corrupt, "the lock of ", store.mapping_->path(), " is unusable: ", std::strerror(error));
   }
@@ -291,6 +331,33 @@ Store::Guard::Guard(const Store& store) : store_(store) {
 
 Store::Guard::~Guard() {
   ::pthread_mutex_unlock(&store_.control().mutex);
+}
+
+// --- the limiter ----------------------------------------------------------------------------------------------
+
+void Store::set_limiter(const RateLimiterSettings& settings, bool afresh) {
+  check_usable();
+  geartrain::set_limiter(control().limiter, settings, afresh);
+}
+
+bool Store::admit_inserts(uint64_t n, double timeout_s) {
+  check_usable();
+  const bool admitted = geartrain::admit_inserts(control().limiter, n, timeout_s, [this] { return calls_.must_end(); });
+  if (!admitted) check_open();
+  return admitted;
+}
+
+bool Store::admit_samples(uint64_t n, double timeout_s) {
+  check_usable();
+  const bool admitted = geartrain::admit_samples(control().limiter, n, control().committed_count, timeout_s,
+                                                 [this] { return calls_.must_end(); });
+  if (!admitted) check_open();
+  return admitted;
+}
+
+void Store::give_back(uint64_t inserts, uint64_t samples) {
+  check_usable();
+  geartrain::give_back(control().limiter, inserts, samples);
 }
 
 StoreCounts Store::counts() const {

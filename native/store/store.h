@@ -9,18 +9,32 @@
 // An episode in progress can be selectable too: publish() instead of commit(), extend() as steps are added,
 // seal() at its end.
 //
-// Processes and threads. Any number of both may use one segment at once; every call here is thread-safe except
-// close(). Calls that change rows take the segment's lock for a few hundred nanoseconds per row.
-// update_priorities takes no lock (except with the lowest_priority remover, whose order it changes, and with
-// max_times_sampled).
+// Processes and threads. Any number of both may use one segment at once; every call here is thread-safe. Calls that
+// change rows take the segment's lock for a few hundred nanoseconds per row. update_priorities takes no lock (except
+// with the lowest_priority remover, whose order it changes, and with max_times_sampled).
+//
+// Closing. A thread that uses a handle which another thread may close holds a Store::Call meanwhile, over all of one
+// piece of work: rows that it allocates, fills and commits within one Call stay its own. close() lets no call begin any
+// more (they throw closed), ends the waits of those in flight (for the lock, the limiter, the gate: they throw closed
+// within kLookEveryS), waits for their end, and only then leaves. A closed handle refuses everything; what it is
+// (header(), fields()) and views of the memory stay readable. Reads of one number need no Call: the memory is mapped
+// for as long as the handle exists.
 //
 // Death. The lock is robust: the next process to take it after its holder died repairs what was left
 // half done. Rows a dead process was writing are reclaimed by the next process that notices: on joining, on running out
 // of free rows, or on reap(). Committed rows are never lost while the host lives; rows that a dead process was
-// extending are sealed as they are.
+// extending are sealed as they are. Sums of priorities that a dead process left half changed are set right by whoever
+// draws next (repair_dead_updates), or by any of these.
 //
 // Fork. A child may go on using the store: it becomes a client of its own on first use. Rows that were being
-// written at the fork stay the parent's.
+// written at the fork stay the parent's, and so do calls in flight in other threads. A handle that was closed is closed
+// in the child, and so is one whose file the child may not open again. What a child does not use it never joins.
+//
+// Exit. exit() closes every handle of the process that is still open, calls in flight included (open_stores.h). After
+// _exit() and signals others find the process dead.
+//
+// Descriptors. A program may close the segment's descriptor by mistake: the lease is kept by the mapping, and nobody is
+// judged dead by what the number means then (shared_file.h).
 //
 // Deadlines. A lock not acquired within StoreOptions::lock_timeout_s is an Error(lock_timeout): its holder is stopped.
 #pragma once
@@ -37,6 +51,7 @@
 #include "segment/segment.h"
 #include "segment/sum_tree.h"
 #include "segment/validate.h"
+#include "store/calls.h"
 
 namespace geartrain {
 
@@ -61,7 +76,8 @@ class Store;
 // rows.
 class StatusTable {
  public:
-  StatusTable(const Store& store, RowStatus* rows, uint64_t capacity)
+  StatusTable() = default;
+  StatusTable(const Store* store, RowStatus* rows, uint64_t capacity)
       : store_(store), rows_(rows), capacity_(capacity) {}
   RowStatus& operator[](uint64_t row) const {
     if (row >= capacity_) [[unlikely]]
@@ -73,9 +89,9 @@ class StatusTable {
  private:
   [[noreturn]] __attribute__((cold, noinline)) void fail_out_of_table(uint64_t row) const;
 
-  const Store& store_;
-  RowStatus* rows_;
-  uint64_t capacity_;
+  const Store* store_ = nullptr;
+  RowStatus* rows_ = nullptr;
+  uint64_t capacity_ = 0;
 };
 
 // What to store with committed rows. Empty spans mean: max_length, priority 1, version 0.
@@ -115,17 +131,39 @@ class Store {
   // Throws as open_shared_file and checked_geometry; missing, stale_store; corrupt where lists are damaged: `adopt` has
   // them rebuilt from the rows, once no process uses the segment.
   static std::unique_ptr<Store> attach(const std::string& name, const AttachOptions& options);
+  // Closes the handle. A thread that must not wait with a lock of its own (Python's) has `closer` do it.
   ~Store();
+  static void set_closer(void (*closer)(Store&));
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
 
-  // Frees rows being written and leaves. The last client to leave in an orderly way removes the name, unless the store
-  // persists. With `keep` it stays as it is, for a process that adopts it. Views of the memory stay valid as long as
-  // a reference to mapping() exists.
+  // A piece of work on a handle that other threads may close: close() waits for its end. Costs two atomic additions.
+  // Throws closed. Neither forks nor closes the handle meanwhile.
+  class Call {
+   public:
+    explicit Call(const Store& store) : store_(store) {
+      if (!store.calls_.enter()) store.check_open();
+    }
+    ~Call() { store_.calls_.leave(); }
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+   private:
+    const Store& store_;
+  };
+
+  // Waits for the calls in flight, frees rows being written and leaves. The last client to leave in an orderly way
+  // removes the name, unless the store persists. With `keep` it stays as it is, for a process that adopts it. Views of
+  // the memory stay valid as long as a reference to mapping() exists. Of several threads that close a handle one
+  // leaves, and the others wait for it. Throws lock_timeout; the handle is closed all the same, and counts as dead.
   void close(bool keep = false);
   // Clients that leave this handle leave the segment in place: a job that lost a process is restarted and adopts it.
   void keep_segment() { keep_ = true; }
-  bool is_closed() const { return closed_; }
+  bool is_closed() const { return calls_.closed(); }
+  // Throws closed.
+  void check_open() const {
+    if (is_closed()) refuse_closed();
+  }
   bool unlink();
 
   // --- rows: write.cc, priorities.cc, sample_counts.cc, evict.cc ----------------------------------------------------
@@ -183,6 +221,14 @@ class Store {
   // Expires rows older than max_age; returns how many. Cheap when there are none.
   uint64_t expire();
 
+  // --- the rate limiter (rate_limiter.h), of a store that is open and may be written ------------------------------
+
+  void set_limiter(const RateLimiterSettings& settings, bool afresh);
+  // A wait that another thread's close() ends throws closed.
+  bool admit_inserts(uint64_t n, double timeout_s);
+  bool admit_samples(uint64_t n, double timeout_s);
+  void give_back(uint64_t inserts, uint64_t samples);
+
   // --- inspection ---------------------------------------------------------------------------------------------
 
   StoreCounts counts() const;
@@ -201,8 +247,8 @@ class Store {
   std::byte* block(uint32_t field, uint64_t row) const {
     return base() + fields()[field].offset + row * fields()[field].stride;
   }
-  std::atomic<uint64_t>* words() const { return region<std::atomic<uint64_t>>(kWordsRegion); }
-  StatusTable status() const { return {*this, region<RowStatus>(kStatusRegion), header().capacity}; }
+  std::atomic<uint64_t>* words() const { return words_; }
+  const StatusTable& status() const { return status_; }
   uint32_t* heap_rows() const { return region<uint32_t>(kHeapRegion); }
   const PriorityTree& priority_tree() const { return priority_tree_; }
   const BitTree& bit_tree() const { return bit_tree_; }
@@ -213,6 +259,8 @@ class Store {
   }
   const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
   bool read_only() const { return read_only_; }
+  // Throws closed: it is, or was opened read-only.
+  void check_usable() const;
   // Throws corrupt, and has the next holder of the lock rebuild the lists.
   [[noreturn]] __attribute__((cold, noinline)) void fail_damaged(const char* what, uint64_t number) const;
 
@@ -220,6 +268,9 @@ class Store {
 
   // Reclaims what dead processes held. Returns the number of processes found dead.
   uint32_t reap();
+  // For whoever draws: sums that a process left half changed when it died are set right first. A load for each client,
+  // and a system call for each in the middle of an update.
+  void repair_dead_updates();
   // Rebuilds all derived state from the authoritative state. Not needed by users of this class alone.
   void rebuild();
   // Inconsistencies, one sentence each; empty for a consistent store. Takes the lock.
@@ -228,10 +279,11 @@ class Store {
   // ones in the order of the queue. The store must be new, with all its rows allocated by this process and filled.
   void restore(std::span<const RestoredRow> rows, uint64_t next_sequence);
 
-  // Holds the segment's lock for its lifetime.
+  // Holds the segment's lock for its lifetime. Throws lock_timeout, and closed when another thread closes the handle.
   class Guard {
    public:
-    explicit Guard(const Store& store);
+    explicit Guard(const Store& store) : Guard(store, store.lock_timeout_s_) {}
+    Guard(const Store& store, double timeout_s);
     ~Guard();
     Guard(const Guard&) = delete;
     Guard& operator=(const Guard&) = delete;
@@ -239,6 +291,13 @@ class Store {
    private:
     const Store& store_;
   };
+
+  // --- what concerns all stores of a process: open_stores.cc ------------------------------------------------------
+
+  void before_fork() { given_up_mutex_.lock(); }
+  void after_fork_in_parent() { given_up_mutex_.unlock(); }
+  void after_fork_in_child();
+  void close_at_exit() noexcept;
 
  private:
   Store(Mapping mapping, Geometry geometry);
@@ -251,10 +310,13 @@ class Store {
     return reinterpret_cast<T*>(base() + header().regions[id].offset);
   }
 
-  void check_usable() const;
+  [[noreturn]] void refuse_closed() const;
   void check_rows(std::span<const uint32_t> rows) const;
   void join();  // takes a client slot; the gate is held
-  void leave(bool keep);
+  void shut(bool keep, double timeout_s, Deadline calls_end);
+  void leave(bool keep, double timeout_s);
+  void flush() const;
+  int wait_for_lock(double timeout_s) const;
   void ensure_client();  // joins again in a forked child
 
   // Under the lock. Rows' changes reach the trees through Sums, a node at a time; it is made after the Guard, so that
@@ -297,15 +359,18 @@ class Store {
 
   std::shared_ptr<Mapping> mapping_;
   Geometry geometry_;
+  std::atomic<uint64_t>* words_ = nullptr;
+  StatusTable status_;
   PriorityTree priority_tree_;
   BitTree bit_tree_;
-  std::atomic<uint32_t> client_slot_{kNoClient};
-  std::atomic<uint64_t> fork_epoch_{0};
+  mutable CallsInFlight calls_;
+  std::atomic<uint32_t> client_slot_{kNoClient};  // none: read-only, or a forked child that has not joined
+  std::mutex joining_mutex_;
   std::mutex given_up_mutex_;
   std::vector<uint32_t> given_up_;
   double lock_timeout_s_ = 10.0;
   bool read_only_ = false;
-  bool closed_ = false;
+  bool lost_in_fork_ = false;
   std::atomic<bool> keep_{false};
   double priority_scale_ = 1.0;  // 2^priority_fraction_bits
 };

@@ -200,7 +200,7 @@ void Store::make_room_at_the_cap(Sums& sums) {
 void Store::release_abandoned_locked() {
   std::lock_guard lock(given_up_mutex_);
   for (uint32_t row : given_up_) {
-    // In a forked child these are the parent's, which keeps its own list.
+    // Another process has reclaimed them where it took this one for dead.
     if (status()[row].state != RowState::writing || status()[row].owner != client_slot_) continue;
     unhold(row);
     put_free_row(row);

@@ -30,8 +30,17 @@
 // heartbeats (sideband.h defines what they detect), and every wait has a deadline of its own and throws
 // timed_out. A send that reaches its deadline in the middle of a message ends the connection.
 //
+// The end. close() may be called by any thread, any number of times, beside any other call: calls that wait end with
+// hung_up, later ones throw it at once, and what only reports (counts, describe) still does. Dropping the last reference
+// closes; whoever calls holds one. Regions are closed with their connection. A listener that is closed hangs up on what
+// it has not accepted; connections that it has accepted stay open.
+//
+// Threads of its own. A listener has one, and all connections of a process share one for their sidebands. No exception
+// ends them, or the process: it ends the connection that caused it, with its text as the reason.
+//
 // Trust. With a secret, both sides prove that they know it before any other exchange (handshake.h). Without one a
-// listener only accepts connections from this host: loopback, and Unix sockets of the same user. A malformed
+// listener only accepts connections from this host: loopback, and Unix sockets of the same user, whose user the dialer
+// checks as well. A malformed
 // message ends the connection that it came on, and no other. With Options::tls all that goes over TCP, messages,
 // lanes and the sideband, is encrypted, between two sides that showed a certificate (tls.h). Without,
 // messages are neither encrypted nor signed.

@@ -447,7 +447,16 @@ class CollectiveGroup:
     def address(self) -> str: ...
     def connect(self, addresses: list[str], timeout_s: float, /) -> None: ...
     def all_reduce(
-        self, source: int, target: int, count: int, dtype: int, wire: int, op: int, timeout_s: float, /
+        self,
+        source: int,
+        target: int,
+        count: int,
+        dtype: int,
+        wire: int,
+        op: int,
+        timeout_s: float,
+        /,
+        keep: Any,
     ) -> CollectiveWork: ...
     def counts(self) -> dict[str, Any]: ...
     def fault(self) -> tuple[int, str, list[int]] | None: ...

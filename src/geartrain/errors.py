@@ -83,6 +83,10 @@ class NotEnoughRowsError(EmptyStoreError, ValueError):
     """More rows were asked for than are selectable."""
 
 
+class SplitGroupError(ReplayError, ValueError):
+    """Over several ranks: the rows of a group that is to be drawn as a whole are in more than one shard."""
+
+
 class StaleKeyError(StoreError, KeyError):
     """Keys whose rows were overwritten or removed since the keys were made."""
 

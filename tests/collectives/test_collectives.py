@@ -17,6 +17,7 @@ from geartrain.errors import (
     ArgumentError,
     CollectiveClosedError,
     CollectiveTimeoutError,
+    PeerLostError,
     RankLostError,
     RanksDisagreeError,
     ReducerLostError,
@@ -241,6 +242,51 @@ def test_a_reducer_with_a_secret_takes_only_those_who_know_it() -> None:
         assert reducer.metrics()["refused"] >= 2
     with pytest.raises(UntrustedPeerError):
         Reducer("0.0.0.0:0")
+
+
+@pytest.mark.parametrize("reducers", [1, 3])
+def test_a_reducer_with_another_secret_is_the_same_error_on_all_ranks_at_once(reducers: int) -> None:
+    crew = [Reducer(secret="swordfish" if i else "trout") for i in range(reducers)]
+    addresses = [reducer.address for reducer in crew]
+    began = time.monotonic()
+    results = run_ranks(4, lambda *_: None, reducers=addresses, secret="swordfish", timeout_s=3600.0)
+    assert time.monotonic() - began < patience(10)
+    for result in results:
+        assert isinstance(result, UntrustedPeerError), result
+        assert addresses[0] in str(result)
+        assert result.reducers == (addresses[0],)
+    for reducer in crew:
+        reducer.close(0.0)
+
+
+def test_what_ends_one_ranks_bootstrap_is_told_to_all_at_once() -> None:
+    """Of a cause that one rank alone sees: a reducer's name that is wrong there, say."""
+    store = MemoryStore()
+    results: list[Any] = [None] * 4
+
+    class Broken(MemoryStore):
+        def __init__(self) -> None:
+            self.values, self.changed = store.values, store.changed
+
+        def get(self, key: str) -> Any:
+            if "/address/2" in key:
+                raise RuntimeError("the disk is full")
+            return super().get(key)
+
+    def rank(number: int) -> None:
+        try:
+            Group(number, 4, store=Broken() if number == 1 else store, timeout_s=3600.0)
+        except BaseException as error:
+            results[number] = error
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join(patience(30)) for thread in threads]
+    assert time.monotonic() - began < patience(10)
+    for result in results:
+        assert isinstance(result, PeerLostError)
+        assert "the disk is full" in str(result)
 
 
 def test_garbage_and_silence_at_a_reducers_port_disturb_nobody() -> None:

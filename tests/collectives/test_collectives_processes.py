@@ -144,6 +144,32 @@ def test_a_killed_reducer_is_named_and_without_it_the_work_goes_on(processes: li
         assert said["epoch"] == 1
 
 
+def test_without_two_reducers_killed_together_the_work_goes_on(processes: list[Process], tmp_path: Path) -> None:
+    reducers = [reducer_process(processes) for _ in range(3)]
+    addresses = [address for _, address in reducers]
+    ranks = start(
+        processes,
+        tmp_path,
+        3,
+        steps=2000,
+        n=10_000,
+        timeout_s=3600.0,
+        op_timeout_s=3600.0,
+        reducers=addresses,
+        shares=[0, 0, 0, 0.4, 0.3, 0.3],
+        on_reducer_loss="reform",
+    )
+    for rank in ranks:
+        while rank.say()["step"] < 3:
+            pass
+    for process, _ in reducers[:2]:
+        process.child.kill()
+    for rank in ranks:
+        said = rank.last()
+        assert said.get("done"), said
+        assert said["reducers"] == addresses[2:]
+
+
 def test_a_stopped_reducer_is_named_at_the_deadline(processes: list[Process], tmp_path: Path) -> None:
     stopped, address = reducer_process(processes)
     ranks = start(

@@ -270,6 +270,97 @@ def test_errors_reach_futures_waits_and_exceptions_alike() -> None:
     finisher.close(5)
 
 
+def test_a_callback_may_start_all_reduces_and_wait_for_their_futures() -> None:
+    def body(group: ProcessGroup, rank: int) -> list[float]:
+        def reduced(value: float) -> Any:
+            return group.allreduce([torch.full((1000,), value)]).get_future()
+
+        def twice(future: Any) -> Any:
+            first = float(future.value()[0][0])
+            second = reduced(first).then(lambda f: reduced(float(f.value()[0][0])).wait()).wait()
+            return float(second[0][0])
+
+        chains = [reduced(1.0 + i).then(twice) for i in range(2)]
+        return [chain.wait() for chain in chains]
+
+    assert ranks(2, body) == [[8.0, 16.0]] * 2
+
+
+def test_a_callback_may_wait_for_a_later_operation() -> None:
+    later: list[Any] = []
+    started = threading.Event()
+
+    def of_the_first(_: Any) -> Any:
+        started.wait(patience(20))
+        return later[0].wait()
+
+    gate = threading.Event()
+    finisher = Finisher("test")
+    works = [TorchWork(lambda _: None, gate.is_set, [torch.full((1,), i)], finisher) for i in (1.0, 2.0)]
+    futures = [work.get_future() for work in works[:1]]
+    chain = futures[0].then(of_the_first)
+    later.append(works[1].get_future())
+    started.set()
+    assert chain.wait()[0] == 2
+    finisher.close(5)
+
+
+def test_after_a_wait_the_future_is_done() -> None:
+    def body(group: ProcessGroup, rank: int) -> None:
+        for early in (True, False):
+            work = group.allreduce([torch.ones(1000)])
+            future = work.get_future() if early else None
+            work.wait()
+            future = work.get_future()
+            assert future.done() and future.value()[0][0] == 2
+        for _ in range(200):  # whoever completes it, the finisher or this thread
+            work = group.allreduce([torch.ones(10)])
+            future = work.get_future()
+            seen: list[bool] = []
+            future.then(lambda _, seen=seen: seen.append(True))
+            work.wait()
+            assert future.done() and future.value()[0][0] == 2
+        if rank == 1:
+            group.abort()
+        work = group.allreduce([torch.ones(1000)])
+        future = work.get_future()
+        with pytest.raises(dist.DistBackendError):
+            work.wait()
+        assert future.done()
+        with pytest.raises(RuntimeError):
+            future.value()
+
+    results = ranks(2, body)
+    assert results[0] is None, results
+    assert isinstance(results[1], dist.DistBackendError)  # an aborted group starts nothing
+
+
+def test_a_group_is_shut_down_while_it_waits_for_other_ranks_to_connect() -> None:
+    store = dist.HashStore()
+    groups: list[Any] = [None, None]
+
+    def make(rank: int) -> None:
+        groups[rank] = ProcessGroup(store, rank, 2, timedelta(seconds=3600), name="test")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(make, range(2)))
+        started = threading.Event()
+
+        def reduce() -> None:
+            started.set()
+            groups[0].allreduce([torch.ones(1000)])
+
+        waiting = pool.submit(reduce)  # the first all-reduce connects, and rank 1 does not come
+        started.wait(patience(20))
+        time.sleep(0.1)
+        began = time.monotonic()
+        groups[0].shutdown()
+        with pytest.raises(dist.DistBackendError, match="closed"):
+            waiting.result(patience(20))
+        assert time.monotonic() - began < patience(2)
+    groups[1].shutdown()
+
+
 def test_a_short_wait_ends_and_the_operation_goes_on() -> None:
     gate = threading.Event()
 

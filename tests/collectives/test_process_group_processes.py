@@ -116,6 +116,17 @@ def test_unmodified_ddp_gets_gloos_weights_to_the_bit_and_all_else_works(launche
     assert [line.get("ours") for line in said[0]] == [line.get("ours") for line in said[1]]
 
 
+def test_communication_hooks_get_gloos_losses(launcher: Launcher, tmp_path: Path) -> None:
+    with Job(launcher, "hooks", 2, tmp_path, TIMEOUT_S=str(patience(30))) as job:
+        said = [job.lines(rank) for rank in range(2)]
+    for lines in said:
+        hooks = {line["hook"]: line for line in lines if "hook" in line}
+        assert len(hooks) >= 8
+        for hook, line in hooks.items():
+            assert line["ours"] == line["gloo"], hook
+        assert next(line["counters"] for line in lines if "counters" in line)["inner_operations"] == 0
+
+
 def test_four_ranks_add_in_the_order_of_ranks_and_subgroups_work(launcher: Launcher, tmp_path: Path) -> None:
     with Job(launcher, "mesh,hsdp,forget", 4, tmp_path) as job:
         said = [job.lines(rank) for rank in range(4)]

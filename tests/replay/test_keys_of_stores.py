@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.errors import ArgumentError, StaleKeyError
+from geartrain.errors import ArgumentError, RanksDisagreeError, StaleKeyError
 from geartrain.selection import Mixture, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
@@ -250,3 +250,44 @@ def test_keys_of_a_global_batch_name_their_stores_on_every_rank(
             replay.sample()
 
     run_ranks(ranks, body)
+
+
+def test_ranks_that_have_the_same_stores_in_another_order_are_told_so(make_store: Callable[..., gt.Store]) -> None:
+    # Or rows, cursors and priorities of one store would be taken for those of the other.
+    stores = [make_store(0), make_store(100)]
+    mixture = Mixture([1, 1], [Uniform(seed=0), Uniform(seed=1)])
+
+    def body(rank: ThreadRankGroup) -> None:
+        mine = stores if rank.rank == 0 else stores[::-1]
+        with pytest.raises(RanksDisagreeError, match=r"is store \[1\] of the replay on rank 0 and \[0\] on rank 1"):
+            gt.Replay(mine, mixture, 4, group=rank)
+
+    run_ranks(2, body)
+
+    def twice(rank: ThreadRankGroup) -> None:
+        with gt.Replay([stores[0], stores[0]], mixture, 4, group=rank, output="numpy") as replay:
+            assert replay.sample().batch_size == 2
+
+    run_ranks(2, twice)
+
+
+def test_keys_of_rows_that_were_moved_are_stale_and_reach_no_other_row(make_store: Callable[..., gt.Store]) -> None:
+    stores = [make_store(0, capacity=16, n=8), make_store(100, capacity=16, n=2)]
+    before = [store.keys() for store in stores]
+
+    def body(rank: ThreadRankGroup) -> None:
+        mine = stores[rank.rank]
+        with gt.Placement(mine, group=rank) as placement:
+            moved = placement.rebalance(tolerance=0.0)
+            assert moved is not None and len(stores[0]) == len(stores[1]) == 5
+        with gt.Replay(mine, Uniform(seed=0), 4, group=rank, output="numpy", prefetch=0) as replay:
+            if rank.rank == 1:
+                replay.update_priorities(before[0], 9.0)
+            replay.settle()
+
+    run_ranks(2, body)
+    stayed = {label for store in stores for label, value in priorities(store).items() if value == 9.0}
+    assert len(stayed) == 5 and stayed <= set(priorities(stores[0])), (
+        "of the rows that are where they were, and no other"
+    )
+    assert stores[0].stats()["stale_keys"] == 3

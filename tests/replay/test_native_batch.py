@@ -35,23 +35,23 @@ def filled(lengths: bool = True, seed: int = 0, fields: int = 1) -> gt.Store:
     return store
 
 
-STRATEGIES = [
-    Uniform(seed=1),
-    Uniform(seed=1, stratified=True),
-    Uniform(seed=1, replacement=False),
-    Uniform(seed=1, limits=Limits(min_version=12, min_length=4)),
-    Prioritized(seed=1),
-    Prioritized(seed=1, stratified=True, beta=0.7),
-    Prioritized(seed=1, replacement=False),
-    Prioritized(seed=1, beta=lambda step: 0.1 * step),
-    TopK(),
-    Lifo(),
-    Fifo(),
-]
+STRATEGIES = {
+    "uniform": Uniform(seed=1),
+    "uniform stratified": Uniform(seed=1, stratified=True),
+    "uniform distinct": Uniform(seed=1, replacement=False),
+    "uniform limited": Uniform(seed=1, limits=Limits(min_version=12, min_length=4)),
+    "prioritized": Prioritized(seed=1),
+    "prioritized stratified": Prioritized(seed=1, stratified=True, beta=0.7),
+    "prioritized distinct": Prioritized(seed=1, replacement=False),
+    "prioritized scheduled": Prioritized(seed=1, beta=lambda step: 0.1 * step),
+    "highest": TopK(),
+    "newest": Lifo(),
+    "oldest": Fifo(),
+}
 
 
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_a_batch_is_what_the_strategy_chooses_and_fetch_copies(strategy: Any, window: int | None) -> None:
     store = filled()
     candidates = Candidates.of_store(store.native, store.column)
@@ -127,7 +127,9 @@ def test_a_strategy_with_code_of_its_own_is_asked_and_its_rows_are_gathered() ->
         assert replay.stats()["redrawn"] == 4
 
 
-@pytest.mark.parametrize("strategy", [Uniform(seed=1), Prioritized(seed=1, replacement=False), Lifo()], ids=repr)
+@pytest.mark.parametrize(
+    "strategy", [Uniform(seed=1), Prioritized(seed=1, replacement=False), Lifo()], ids=["uniform", "distinct", "newest"]
+)
 def test_rows_that_are_overwritten_meanwhile_are_never_returned(strategy: Any) -> None:
     store = gt.Store.create(tagged.FIELDS, max_length=tagged.STEPS, capacity=64)
     random = np.random.default_rng(0)

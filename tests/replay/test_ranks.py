@@ -17,6 +17,7 @@ from geartrain.errors import (
     NotEnoughRowsError,
     PeerLostError,
     RanksDisagreeError,
+    SplitGroupError,
 )
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Linear, Mixture, Prioritized, TopK, Uniform
@@ -734,6 +735,28 @@ def test_keys_of_nowhere_and_priorities_that_are_none_are_refused(make_stores: C
                 replay.update_priorities(batch.keys, np.full(batch.batch_size, np.nan))
             replay.update_priorities(batch.keys, 1e300)  # saturates, as ever
             replay.sample()
+
+    run_ranks(2, body)
+
+
+def test_a_group_on_two_shards_stops_no_job(make_stores: Callable[..., list[gt.Store]]) -> None:
+    stores = make_stores(2)
+    stray = {name: array[:1] for name, array in rows(0, 1).items()} | {"group": np.array([1000])}
+
+    def body(rank: ThreadRankGroup) -> None:
+        store = stores[rank.rank]
+        keys = [store.insert(stray) for _ in range(2)]
+        selection = GroupSampling("group", 4, seed=1)
+        rank.all_gather_object(None)
+        with gt.Replay(store, selection, B, output="numpy", group=rank, prefetch=0) as replay:
+            with pytest.raises(
+                SplitGroupError, match=r"group 1000 of 'group' has rows in 2 shards \(2 in shard 0, 2 in"
+            ):
+                replay.sample()
+            if rank.rank == 0:
+                store.delete(keys[0] + keys[1])
+            rank.all_gather_object(None)
+            assert 1000 not in replay.sample()["group"]
 
     run_ranks(2, body)
 

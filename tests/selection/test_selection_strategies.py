@@ -361,7 +361,7 @@ def test_a_mixture_draws_its_quotas_and_updates_the_right_stores(
                 assert batch.keys.shard.tolist() == [0] * 24 + [1] * 8
                 assert ((batch["x"][:, -1] == 1000) == (batch.keys.shard == 1)).all()
                 assert batch["x"].shape == (32, 3) and batch.mask.shape == (32, 3)
-        assert replay.update_priorities(batch.keys, np.arange(32)) == 0
+            assert replay.update_priorities(batch.keys, np.arange(32)) == 0
         assert online.status(batch.keys[24:])["priority"].max() == 31
 
 

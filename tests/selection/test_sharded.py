@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
+from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError, SplitGroupError
 from geartrain.selection import (
     Candidates,
     Draw,
@@ -188,6 +188,92 @@ def test_what_cannot_be_drawn_is_the_same_error_on_all_ranks(cut: Callable[..., 
             global_batch(cut(shards), GroupSampling(by="group", size=4), 256, 0, None)
         with pytest.raises(NotEnoughRowsError, match="different rows"):
             global_batch(cut(shards, nothing + (np.arange(N) == 3)), Prioritized(replacement=False), 4, 0, None)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "int16", "bool"])
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_groups_may_be_dealt_to_shards_in_any_way(store_name: Callable[[], str], dtype: str, prioritized: bool) -> None:
+    random = np.random.default_rng(7)
+    values = np.array([0, 1] if dtype == "bool" else [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 30, 31])
+    if dtype in ("int64", "int16"):
+        values = values - 9
+    if dtype == "uint64":
+        values = values.astype(np.uint64) + np.uint64(2**63 - 5)
+    size = 2 if dtype == "bool" else 3
+    many = np.array([2 + number % 4 for number in range(len(values))])  # rows of each: some groups are not whole
+    group = np.repeat(values, many)
+    order = random.permutation(len(group))  # of commits
+    strategy = GroupSampling("group", size, seed=4, prioritized=prioritized)
+    wanted = size * int((many >= size).sum() + 1) // 2 // size * size
+
+    def stores(count: int) -> Shards:
+        home = dict(zip(values.tolist(), random.integers(0, count, len(values)).tolist(), strict=True))
+        parts = []
+        for number in range(count):
+            store = gt.Store.create(
+                store_name(),
+                {"number": gt.Field((), "int64", per_row=True), "group": gt.Field((), dtype, per_row=True)},
+                capacity=64,
+            )
+            parts.append((store, 0))
+            for row in order.tolist():
+                if home[group[row].item()] == number:
+                    store.insert(
+                        {"number": np.array([row]), "group": np.array([group[row]], dtype)}, priorities=[row % 5 / 2]
+                    )
+        return parts
+
+    expected = None
+    for count in (1, 1, 2, 3, 4):
+        parts = stores(count)
+        try:
+            if expected is None:
+                (store, _) = parts[0]
+                drawn = [strategy.select(Candidates.of_store(store.native, store.column), wanted, s) for s in range(3)]
+                expected = [(store.column("number")[each.rows].tolist(), each.probability) for each in drawn]
+            for step, (numbers, probability) in enumerate(expected):
+                found = global_batch(parts, strategy, wanted, step, None)
+                assert found[0].tolist() == numbers, (count, step)
+                assert np.allclose(found[1], probability, rtol=1e-12)
+        finally:
+            for store, _ in parts:
+                store.close()
+
+
+def test_a_group_that_is_whole_only_over_several_shards_is_refused_by_all_ranks_alike(
+    cut: Callable[..., Shards],
+) -> None:
+    parts = cut(3)
+    strategy = GroupSampling("group", 4, seed=1)
+    before, _, _ = global_batch(parts, strategy, 48, 0, None)
+    stray = {"number": np.arange(3), "group": np.full(3, 1000)}
+    few = parts[0][0].insert({name: array[:1] for name, array in stray.items()})
+    parts[2][0].insert({name: array[1:] for name, array in stray.items()})
+    # Three of four rows: no group of one store either.
+    assert global_batch(parts, strategy, 48, 0, None)[0].tolist() == before.tolist()
+    more = parts[0][0].insert({name: array[:1] for name, array in stray.items()})
+    said = []
+
+    def body(rank: object) -> None:
+        def gather(mine: np.ndarray) -> np.ndarray:
+            every = rank.all_gather(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
+            return every.reshape(-1).view(mine.dtype).reshape(3, *mine.shape)
+
+        store = parts[rank.rank][0]
+        candidates = Candidates.of_store(store.native, store.column)
+        try:
+            select_shards(strategy, Shard(candidates, rank.rank, 3, gather), 48, 0, None)
+        except SplitGroupError as error:
+            said.append(str(error))
+
+    run_ranks(3, body)
+    assert len(said) == 3
+    assert set(said) == {
+        "the group 1000 of 'group' has rows in 2 shards (2 in shard 0, 2 in shard 2), and groups of 4 are drawn as a "
+        "whole; keep the rows of a group in one shard"
+    }
+    parts[0][0].delete(few + more)
+    assert global_batch(parts, strategy, 48, 0, None)[0].tolist() == before.tolist()
 
 
 def test_totals_are_all_that_independent_draws_say(cut: Callable[..., Shards]) -> None:

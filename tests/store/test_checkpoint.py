@@ -18,7 +18,7 @@ import pytest
 
 import geartrain as gt
 import geartrain.store.checkpoint_writer as saving
-from geartrain.errors import CheckpointError, NoSpaceError, SchemaError
+from geartrain.errors import ArgumentError, CheckpointError, NoSpaceError, SchemaError
 from geartrain.store.checkpoint_format import read_manifest, write_json
 
 FIELDS = {
@@ -123,7 +123,9 @@ def test_keys_from_before_a_restore_stay_stale_when_their_rows_were_gone(store_n
         store.save(tmp_path / "ckpt")
         with gt.Store.load(tmp_path / "ckpt", store_name()) as restored:
             fill(restored, 4, seed=1)
-            assert restored.update_priorities(gone, np.ones(4)) == 4
+            with pytest.raises(ArgumentError, match="of another store"):
+                restored.update_priorities(gone, np.ones(4))
+            assert restored.update_priorities(gone.of_store(restored.id), np.ones(4)) == 4
 
 
 def test_saving_again_replaces_the_old_checkpoint(store_name: Any, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_a_checkpoint_of_any_content_is_an_error_or_a_store(names, originals, tm
         (lambda m: m["options"].update(colour="red"), "options has 'colour'"),
         (lambda m: m.update(rows=9), "rows is '9'"),
         (lambda m: m.pop("files"), "files is 'None'"),
-        (lambda m: m["files"].update({"../secret": m["files"]["rows.bin"]}), "'../secret', which is no name"),
+        (lambda m: m["files"].update({"../secret": m["files"]["rows.bin"]}), "'../secret', which is not the name"),
         (lambda m: m["files"]["rows.bin"].update(piece_bytes=0), "piece_bytes is '0'"),
         (lambda m: m["files"]["rows.bin"].update(bytes=57), "checksums for 57|must have 448 bytes"),
         (lambda m: m["fields"][0].update(shape=[3, 2**20]), "must have .* bytes for the rows"),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import itertools
-import mmap
 import multiprocessing
 import os
 import random
-import select
 import signal
 import struct
 import time
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 import tagged
 from deadlines import patience
+from segments import Pipe, Segment, holding_the_lock, kill, wait_for, words_offset
 
 import geartrain as gt
 import geartrain._native as _native
@@ -30,69 +28,7 @@ from geartrain.errors import (
     StoreMissingError,
 )
 
-# Where things are in a segment, native/segment/segment.h and native/base/file_lock.h.
-MUTEX_OFFSET, CLIENTS_OFFSET, CLIENT_BYTES, REGIONS_OFFSET, STATUS_BYTES = 4096, 16384, 64, 32768, 48
-GATE_LEASE = (1 << 61) + (1 << 20)
-
-
-def words_offset(capacity: int) -> int:
-    """Where the rows' words begin."""
-    return REGIONS_OFFSET + (capacity * STATUS_BYTES + 4095) // 4096 * 4096
-
-
-def wait_for(child: int) -> int:
-    """How a child ended: its exit code, or minus the signal that ended it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def kill(child: int) -> None:
-    os.kill(child, signal.SIGKILL)
-    assert wait_for(child) == -signal.SIGKILL
-
-
-class Segment:
-    """The bytes of a segment, for tests that stand in for a process in the middle of something."""
-
-    def __init__(self, store: gt.Store) -> None:
-        with store.path.open("r+b") as file:
-            self.bytes = mmap.mmap(file.fileno(), 0)
-        self._mutex = ctypes.c_byte.from_buffer(self.bytes, MUTEX_OFFSET)
-        self._libc = ctypes.CDLL(None)
-
-    def lock(self) -> None:
-        assert self._libc.pthread_mutex_lock(ctypes.byref(self._mutex)) == 0
-
-    def unlock(self) -> None:
-        assert self._libc.pthread_mutex_unlock(ctypes.byref(self._mutex)) == 0
-
-    def slot_of(self, pid: int) -> int:
-        for slot in range(_native.MAX_CLIENTS):
-            in_use, found = np.frombuffer(self.bytes, np.int32, 2, CLIENTS_OFFSET + slot * CLIENT_BYTES)
-            if in_use and found == pid:
-                return slot
-        raise AssertionError(f"process {pid} is not attached")
-
-    def set_priority_writers(self, pid: int, count: int) -> None:
-        at = CLIENTS_OFFSET + self.slot_of(pid) * CLIENT_BYTES + 24
-        self.bytes[at : at + 4] = count.to_bytes(4, "little")
-
-
-class Pipe:
-    """One byte from a child says that it got there."""
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-
-    def say(self) -> None:
-        os.write(self._write, b"x")
-
-    def hear(self) -> None:
-        assert select.select([self._read], [], [], 60)[0], "the child never got there"
-        assert os.read(self._read, 1) == b"x"
-
-    def __del__(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
+GATE_LEASE = (1 << 61) + (1 << 20)  # native/store/client_lock.h
 
 
 def assert_sound(store: gt.Store) -> None:
@@ -293,23 +229,12 @@ def test_an_update_that_died_half_way_is_repaired_by_the_next_reap(name, fork):
 # --- the lock ---------------------------------------------------------------------------------------------------
 
 
-def _holding(store: gt.Store, fork, pipe: Pipe, then) -> int:
-    def body() -> None:
-        segment = Segment(store)
-        segment.lock()
-        pipe.say()
-        then()
-        segment.unlock()
-
-    return fork(body)
-
-
 def test_a_stopped_lock_holder_is_an_error_in_bounded_time_and_everything_goes_on_after_it_continues(name, fork):
     with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8, timeout_s=0.2) as store:
         keys = tagged.insert(store, [1, 2, 3])
         open_row = store.row()
         pipe = Pipe()
-        child = _holding(store, fork, pipe, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        child = holding_the_lock(store, fork, pipe, lambda: os.kill(os.getpid(), signal.SIGSTOP))
         pipe.hear()
         os.waitpid(child, os.WUNTRACED)
         for refused in (
@@ -340,7 +265,7 @@ def test_a_lock_whose_holder_was_killed_is_repaired_by_the_next_to_take_it(name,
     with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8) as store:
         tagged.insert(store, [1, 2, 3])
         pipe = Pipe()
-        child = _holding(store, fork, pipe, signal.pause)
+        child = holding_the_lock(store, fork, pipe, signal.pause)
         pipe.hear()
         kill(child)
         tagged.insert(store, [4])
@@ -367,7 +292,7 @@ def test_a_process_stopped_in_the_middle_of_an_update_delays_a_repair_and_never_
         pipe.hear()
         for _ in range(3):  # also the second time, when the repair is already owed
             with pytest.raises(LockTimeoutError, match=f"process {child} has been updating priorities"):
-                store.audit()
+                store.native.rebuild()
         with pytest.raises(LockTimeoutError):
             store.keys()
         told.say()
@@ -409,7 +334,7 @@ def test_a_timeout_of_zero_only_fails_when_somebody_holds_the_lock(name, fork):
     with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8, timeout_s=0) as store:
         tagged.insert(store, [1])
         pipe = Pipe()
-        child = _holding(store, fork, pipe, signal.pause)
+        child = holding_the_lock(store, fork, pipe, signal.pause)
         pipe.hear()
         with pytest.raises(LockTimeoutError):
             tagged.insert(store, [2])

@@ -116,6 +116,61 @@ def ddp() -> None:
     say(counters=counters_of_world())
 
 
+def hook_kinds(group: Any) -> dict[str, tuple[Any, Any]]:
+    """torch's communication hooks, with the state of each; but for the quantization hooks, which fail on Gloo."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+
+    def power(rank: int = 2) -> Any:
+        return powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+
+    local = post_localSGD_hook.PostLocalSGDState(group, group, start_localSGD_iter=3)
+    return {
+        "allreduce": (default_hooks.allreduce_hook, group),
+        "fp16": (default_hooks.fp16_compress_hook, group),
+        "bf16": (default_hooks.bf16_compress_hook, group),
+        "power": (powerSGD_hook.powerSGD_hook, power()),
+        "batched power": (powerSGD_hook.batched_powerSGD_hook, power()),
+        "local": (post_localSGD_hook.post_localSGD_hook, local),
+        "fp16 of power": (default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), power(1)),
+        "bf16 of allreduce": (default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), group),
+    }
+
+
+def train_by_hook(group: Any, name: str, steps: int = 6) -> list[float]:
+    """DDP of a small net in one bucket, with a hook; returns its losses."""
+    hook, state = hook_kinds(group)[name]
+
+    def called(state, bucket):  # DDP checks annotations, and refuses some hooks on CPUs by their name
+        return hook(state, bucket)
+
+    net = Net()
+    model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=100)
+    model.register_comm_hook(state, called)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        x, y = batch(step, group.rank())
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def hooks() -> None:
+    """Every communication hook of torch's, on Gloo and on geartrain."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    # The batched hook of some versions of torch hands over a matrix, where this wants a batch of them.
+    orthogonalize = powerSGD_hook._orthogonalize
+    powerSGD_hook._orthogonalize = lambda m, epsilon=0: orthogonalize(m if m.dim() == 3 else m[None], epsilon)
+    gloo = dist.new_group(backend="gloo")
+    for name in hook_kinds(gloo):
+        say(hook=name, gloo=train_by_hook(gloo, name), ours=train_by_hook(dist.group.WORLD, name))
+    say(counters=counters_of_world())
+
+
 def counters_of_world() -> dict[str, Any]:
     return dist.group.WORLD.counters()
 
@@ -404,7 +459,21 @@ def example() -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-SCENARIOS = (everything_else, ddp, mesh, hsdp, victim, leave, reformed, agree, restart, compiled, example, forget)
+SCENARIOS = (
+    everything_else,
+    ddp,
+    hooks,
+    mesh,
+    hsdp,
+    victim,
+    leave,
+    reformed,
+    agree,
+    restart,
+    compiled,
+    example,
+    forget,
+)
 
 
 def launch() -> None:

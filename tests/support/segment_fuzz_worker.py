@@ -74,7 +74,7 @@ def use(store: gt.Store, *, writable: bool = True) -> None:
         lambda: rows.draw_distinct(True, 1, 2, 0, 3, nothing),
         lambda: rows.first(0, 4, 0, nothing),
         lambda: gt.fetch(store, store.keys(), output="numpy"),
-        store.column("x")[:, 0].sum,
+        lambda: float(store.column("x")[:, 0].sum()),
     ]
     if writable:
         store.limiter.off()

@@ -51,8 +51,14 @@ SENSELESS = {
         "--into": ("", "missing/folder/x.gt", "/dev/null/x", "/proc/x.gt", "/tmp", "x" * 300, "a/" * 3000),
         "source": ("/no/such", "/dev/null", "/dev/zero", "/etc", "/proc/self/mem", *WORDS),
     },
-    "inspect": {"name": ("/no/such", "/etc", "/dev/null", "/dev/zero", "/proc/self/mem", *WORDS)},
-    "remove": {"name": ("/no/such", "/etc", "/dev/null", "/proc/self/mem", *WORDS)},
+    "inspect": {
+        "name": ("/no/such", "/etc", "/dev/null", "/dev/zero", "/proc/self/mem", *WORDS),
+        "--trust": ("all", "User", *WORDS),
+    },
+    "remove": {
+        "name": ("/no/such", "/etc", "/dev/null", "/proc/self/mem", *WORDS),
+        "--trust": ("all", "User", *WORDS),
+    },
     "doctor": {
         "--peer": ("nonsense", "tcp=127.0.0.1:1", "id=x;tcp=a:b", "id=" + 32 * "0" + ";tcp=127.0.0.1:99999", *WORDS),
         "--transport": ("pigeon", *WORDS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -76,7 +77,7 @@ def test_inspect_and_remove_look_where_the_variable_says(monkeypatch, tmp_path):
     fields = {"x": gt.Field((), "int64", per_row=True)}
     with gt.Store.create("of-the-group", fields, capacity=4, trust="group", persist=True) as store:
         store.insert({"x": np.arange(3)})
-        assert "may write to it" in run("inspect")
+        assert "may write to it" in json.loads(run("inspect", "--json"))[0]["error"]
         assert "3 of 4 rows" in run("inspect", "of-the-group", "--trust", "group")
         assert "every row is accounted for" in run("inspect", "of-the-group", "--trust", "group", "--audit")
     refused = CliRunner().invoke(app, ["remove", "of-the-group"])

@@ -51,7 +51,7 @@ std::unique_ptr<Link> link_of(std::span<const uint8_t> input) {
 }
 
 EventLoop& quiet_loop() {
-  static EventLoop loop("fuzz");
+  static EventLoop loop("fuzz", [](const std::exception&) {});
   return loop;
 }
 
@@ -79,6 +79,8 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host {
   }
   bool next(Peer&, OutFrame* frame) override { return shares_.next(1, frame); }
   void lost(Peer&, const std::string&) override {}
+  void failed(Peer&, const std::exception&) noexcept override { std::abort(); }
+  std::span<std::byte> discard() noexcept override { return {}; }
   void open(uint32_t, uint64_t, const Open&) override {}
   void parts_for(uint32_t) override {
     if (peer_ != nullptr) peer_->kick();

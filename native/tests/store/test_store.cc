@@ -445,6 +445,98 @@ TEST(an_audit_finds_what_does_not_add_up) {
   CHECK_EQ(store->committed_count(), uint64_t{1});
 }
 
+TEST(a_handle_is_closed_while_threads_use_it_and_everything_they_held_comes_back) {
+  const int rounds = kThreadSanitizer || kAddressSanitizer ? 60 : 300;
+  const std::string name = testing::unique_name();
+  auto living = Store::create(name, tagged_fields(), options_of(24));
+  living->set_limiter({true, 0, 1000, 0}, true);  // samples wait for rows that never come
+  std::mt19937 random(11);
+  for (int round = 0; round < rounds; ++round) {
+    auto store = Store::attach(name, {});
+    std::atomic<int> began{0}, refused{0};
+    const auto until_closed = [&](auto&& work) {
+      ++began;
+      try {
+        for (;;) {
+          const Store::Call call(*store);
+          try {
+            work();
+          } catch (const Error& error) {
+            if (error.kind != ErrorKind::full) throw;
+          }
+        }
+      } catch (const Error& error) {
+        if (error.kind == ErrorKind::closed) ++refused;
+      }
+    };
+    std::vector<std::thread> threads;
+    threads.emplace_back(until_closed, [&] {
+      uint32_t row = 0, generation = 0;
+      const uint64_t tag = 7;
+      insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1}, 1.0);
+      const double priority = 2;
+      store->update_priorities({&row, 1}, {&generation, 1}, {&priority, 1});
+    });
+    threads.emplace_back(until_closed, [&] {
+      uint32_t row = 0;
+      store->allocate({&row, 1});
+      store->repair_dead_updates();
+    });
+    threads.emplace_back(until_closed, [&] { store->admit_samples(1, 100); });
+    while (began < 3) std::this_thread::yield();
+    const uint64_t stop_ns = monotonic_ns() + random() % 300'000;
+    while (monotonic_ns() < stop_ns) {
+    }
+    std::thread another([&] { store->close(); });
+    store->close();
+    CHECK(store->is_closed());
+    CHECK_THROWS(closed, Store::Call(*store));
+    another.join();
+    for (std::thread& thread : threads) thread.join();
+    CHECK_EQ(refused.load(), 3);
+    CHECK_EQ(living->live_clients(), 1u);
+    CHECK_EQ(living->counts().writing, 0u);
+  }
+  check_sound(*living);
+}
+
+TEST(a_child_forked_while_other_threads_allocate_uses_the_store) {
+  if (kThreadSanitizer) return;
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(64));
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&] {
+      while (!stop) {
+        uint32_t row = 0;
+        store->allocate({&row, 1});
+        store->abandon({&row, 1});
+      }
+    });
+  }
+  const int forks = kAddressSanitizer ? 60 : 300;
+  for (int i = 0; i < forks; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(static_cast<unsigned>(20 * testing::patience()));
+      uint32_t row = 0, generation = 0;
+      store->allocate({&row, 1});
+      store->commit({&row, 1}, {}, {&generation, 1});
+      store->close();
+      ::_exit(0);
+    }
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+      testing::failed(__FILE__, __LINE__, "child ", i, " ended with status ", status);
+      break;
+    }
+  }
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+  check_sound(*store);
+}
+
 TEST(sequence_numbers_can_be_moved_on_and_never_back) {
   auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
   const auto sequence_of_next = [&] {

@@ -145,10 +145,9 @@ TEST(an_exception_in_an_event_loop_is_reported_and_the_loop_goes_on) {
   };
   std::atomic<int> failures{0}, tasks{0};
   Handler handler;
-  EventLoop loop("test");
+  EventLoop loop("test", [&](const std::exception&) { ++failures; });
   handler.loop = &loop;
   loop.post([&] {
-    loop.on_failure([&](const char*) { ++failures; });
     loop.watch(handler.event.get(), EPOLLIN, &handler);
     loop.on_time([&, thrown = false]() mutable -> uint64_t {
       if (!std::exchange(thrown, true)) throw std::runtime_error("a timer");

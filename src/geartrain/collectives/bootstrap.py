@@ -1,12 +1,28 @@
-"""Bootstrap: ranks exchange addresses and settings through a store."""
+"""Bootstrap: ranks exchange addresses and settings through a store, and the cause when one of them cannot join."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from geartrain.errors import RanksDisagreeError, UnknownPeerError, WaitTimeoutError
+import geartrain.errors as errors
+from geartrain.errors import (
+    CollectiveClosedError,
+    GeartrainError,
+    PeerLostError,
+    RankLostError,
+    RanksDisagreeError,
+    UnknownPeerError,
+    WaitTimeoutError,
+)
 from geartrain.transport.rendezvous import Directory, store_of
+
+_FAILURE = "failure"
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05  # between looks into the store
 
 
 def store_from(init_method: str, rank: int, world_size: int, timeout_s: float) -> tuple[Any, int, int]:
@@ -17,53 +33,157 @@ def store_from(init_method: str, rank: int, world_size: int, timeout_s: float) -
     return store, found_rank, found_size
 
 
-def exchange_addresses(
-    store: Any,
-    name: str,
-    epoch: int,
-    rank: int,
-    world_size: int,
-    address: str,
-    settings: dict[str, Any],
-    until_s: float,
-) -> list[str]:
-    """All-gathers addresses; returns them in rank order.
+class Bootstrap:
+    """The bootstrap of one epoch of a group, as one rank takes part in it.
 
-    Raises:
-        WaitTimeoutError: names the ranks that are missing.
-        RanksDisagreeError: names a rank whose settings differ.
+    A rank that cannot join publishes the cause (`fail`), and every wait of the others ends with it: the rank that knows
+    tells the others at once, whatever their deadlines are.
+
+    Args:
+        store: of torch's kind; None for a group of one.
+        name, epoch: of the group, never the same twice on one store.
+        until_s: deadline (`time.monotonic`) of every wait.
+        stopped: set when the group is closed on this rank: waits end.
     """
-    mine = json.loads(json.dumps(settings))
-    texts = all_gather_text(
-        store, name, str(epoch), rank, world_size, json.dumps({"address": address, "settings": mine}), until_s
-    )
-    addresses = []
-    for other, text in enumerate(texts):
-        found = json.loads(text)
-        for key, value in mine.items():
-            if found["settings"].get(key) != value:
-                raise RanksDisagreeError(
-                    f"group {name!r}: rank {rank} was given {key}={value}, rank {other} {found['settings'].get(key)}"
+
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        until_s: float,
+        stopped: threading.Event,
+    ) -> None:
+        self.until_s = until_s
+        self._name = name
+        self._rank = rank
+        self._world_size = world_size
+        self._stopped = stopped
+        self._directory = Directory(store, {}, prefix=f"geartrain/collectives/{name}/{epoch}")
+
+    def exchange_addresses(self, address: str, settings: dict[str, Any]) -> list[str]:
+        """All-gathers addresses; returns them in rank order.
+
+        Raises:
+            WaitTimeoutError: names the ranks that are missing.
+            RanksDisagreeError: names a rank whose settings differ.
+        """
+        mine = json.loads(json.dumps(settings))
+        texts = self.all_gather("address", json.dumps({"address": address, "settings": mine}))
+        addresses = []
+        for other, text in enumerate(texts):
+            found = json.loads(text)
+            for key, value in mine.items():
+                if found["settings"].get(key) != value:
+                    raise RanksDisagreeError(
+                        f"group {self._name!r}: rank {self._rank} was given {key}={value}, rank {other} "
+                        f"{found['settings'].get(key)}"
+                    )
+            addresses.append(found["address"])
+        return addresses
+
+    def all_gather(self, what: str, text: str, check: Callable[[], None] | None = None) -> list[str]:
+        """One text from each rank, in rank order.
+
+        `check` is called again and again and raises to end the wait; by default it raises a published failure.
+
+        Raises:
+            WaitTimeoutError: names the ranks that are missing.
+        """
+        if self._world_size == 1:
+            return [text]
+        self._directory.put(f"{what}/{self._rank}", text)
+        texts: list[str] = []
+        pause_s = _SHORTEST_PAUSE_S
+        while len(texts) < self._world_size:
+            try:
+                texts.append(self._directory.find(f"{what}/{len(texts)}", 0.0))
+                continue
+            except UnknownPeerError:
+                pass
+            self.raise_if_stopped()
+            (check or self.raise_failure)()
+            if time.monotonic() > self.until_s:
+                missing = [r for r in range(len(texts), self._world_size) if not self._directory.has(f"{what}/{r}")]
+                raise WaitTimeoutError(
+                    f"group {self._name!r}: {len(missing)} of {self._world_size} ranks did not join before the "
+                    f"deadline: {missing}"
                 )
-        addresses.append(found["address"])
-    return addresses
+            self._stopped.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return texts
 
+    # --- failures -----------------------------------------------------------------------------------------------------
 
-def all_gather_text(
-    store: Any, name: str, key: str, rank: int, world_size: int, text: str, until_s: float
-) -> list[str]:
-    """One text from each rank, in rank order. Raises `WaitTimeoutError`, which names the ranks that are missing."""
-    if world_size == 1:
-        return [text]
-    directory = Directory(store, {}, prefix=f"geartrain/collectives/{name}/{key}")
-    directory.put(str(rank), text)
-    texts = []
-    for other in range(world_size):
+    def fail(self, error: BaseException) -> None:
+        """Publishes why this rank cannot join, unless another rank's failure is there already."""
+        if self._world_size == 1:
+            return
+        known = isinstance(error, GeartrainError)
+        record = {
+            "kind": type(error).__name__ if known else PeerLostError.__name__,
+            "text": str(error) if known else f"it gave up with {type(error).__name__}: {error}",
+            "rank": self._rank,
+            "reducers": list(getattr(error, "reducers", ())),
+            "ranks": list(getattr(error, "ranks", ())),
+        }
+        with suppress(Exception):  # the store is gone, or whatever else: the cause itself is what counts here
+            if not self._directory.has(_FAILURE):
+                self._directory.put(_FAILURE, json.dumps(record))
+
+    def leave(self) -> None:
+        """Publishes that this rank has closed the group: the others do not wait for it."""
+        error = RankLostError(f"group {self._name!r}: rank {self._rank} has left the group")
+        error.ranks = (self._rank,)
+        self.fail(error)
+
+    def failure(self) -> GeartrainError | None:
+        """The failure that another rank has published."""
+        if self._world_size == 1 or not self._directory.has(_FAILURE):
+            return None
+        record = json.loads(self._directory.find(_FAILURE, 0.0))
+        if record["rank"] == self._rank:
+            return None
+        kind = getattr(errors, record["kind"], PeerLostError)
+        error: GeartrainError = kind(f"{record['text']} [told by rank {record['rank']}]")
+        for attribute in ("ranks", "reducers"):
+            setattr(error, attribute, tuple(record[attribute]))
+        return error
+
+    def raise_failure(self) -> None:
+        """Raises the failure that another rank has published, if any."""
+        error = self.failure()
+        if error is not None:
+            raise error
+
+    def raise_if_stopped(self) -> None:
+        """Raises `CollectiveClosedError` once the group was closed on this rank."""
+        if self._stopped.is_set():
+            raise CollectiveClosedError(f"group {self._name!r} was closed")
+
+    @contextmanager
+    def watching(self, give_up: Callable[[str], None]) -> Iterator[None]:
+        """Calls `give_up` when another rank publishes a failure, or this one is closed, during the body."""
+        if self._world_size == 1:
+            yield
+            return
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(_LONGEST_PAUSE_S):
+                try:
+                    self.raise_if_stopped()
+                    self.raise_failure()
+                except GeartrainError as error:
+                    give_up(str(error))
+                    return
+
+        thread = threading.Thread(target=watch, name="geartrain-bootstrap", daemon=True)
+        thread.start()
         try:
-            texts.append(directory.find(str(other), until_s))
-        except UnknownPeerError:
-            missing = [r for r in range(other, world_size) if not directory.has(str(r))]
-            raise WaitTimeoutError(
-                f"group {name!r}: {len(missing)} of {world_size} ranks did not join before the deadline: {missing}"
-            ) from None
-    return texts
+            yield
+        finally:
+            over.set()
+            thread.join()

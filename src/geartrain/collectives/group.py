@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from geartrain.collectives.bootstrap import store_from
+from geartrain.collectives.bootstrap import Bootstrap, store_from
 from geartrain.collectives.buffers import DTYPE_CODES, OPS, REDUCED_DTYPES, buffer_of
 from geartrain.collectives.faults import Fault
 from geartrain.collectives.session import GroupConfig, Session, next_session
 from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import FaultNaming, Work
-from geartrain.errors import ArgumentError, GeartrainError
+from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
 
 ALGORITHMS = ("shares", "ring")
 TRANSPORTS = ("auto", "tcp")
+
+_FORKED = "this group belongs to the process that this one was forked from; make one here"
 
 
 class Group:
@@ -31,6 +37,11 @@ class Group:
 
     A failure ends the group on every rank, with an error that names the members to blame: make another group with the
     next `epoch`.
+
+    Any thread may call. `close` may be called at any time, also beside other calls and itself: these end with a result
+    or `CollectiveClosedError`, and so does every later call but `close`, `abort`, `error` and the properties. Arrays of
+    operations in progress stay alive until they are done or the group's thread has ended; a group that is dropped, or
+    alive when the interpreter ends, ends by itself. A forked child may drop it, and nothing else.
     """
 
     def __init__(
@@ -113,8 +124,13 @@ class Group:
         config = GroupConfig(name, rank, world_size, store, algorithm, reissues, options)
         picked = pick_shares(shares, world_size, len(reducers), rates, algorithm)
         owners = Owners(tuple(reducers), picked, None if rates is None else tuple(rates))
-        self._lock = threading.Lock()
-        self._session = Session(config, epoch, owners, time.monotonic() + timeout_s)
+        self._lock = threading.Lock()  # of the order of calls; held while a session is replaced by the next
+        self._stopped = threading.Event()
+        self._pid = os.getpid()
+        until_s = time.monotonic() + timeout_s
+        bootstrap = Bootstrap(store, name, epoch, rank, world_size, until_s, self._stopped)
+        self._session = Session(config, epoch, owners, bootstrap)
+        _alive.add(self)
 
     @property
     def epoch(self) -> int:
@@ -157,6 +173,7 @@ class Group:
 
         Raises:
             ArgumentError: an array or op that cannot be reduced. Other ranks are not affected.
+            CollectiveClosedError: the group was closed.
         """
         return self.all_reduce_memory(*buffer_of(array), op=op, wire_dtype=wire_dtype, timeout_s=timeout_s, keep=array)
 
@@ -180,11 +197,29 @@ class Group:
         for name in (dtype, wire_dtype or dtype):
             if name not in DTYPE_CODES:
                 raise ArgumentError(f"arrays of {name} are not reduced; there are {', '.join(REDUCED_DTYPES)}")
+        self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         work = Work(self.name, self._recover, address, count, dtype, wire_dtype or dtype, op, timeout_s, keep)
-        with self._lock:
-            self._session.issue(work)
+        try:
+            with self._lock:
+                self._session.issue(work)
+        except ConnectionClosedError as error:
+            raise self._why_closed(error) from None
         return work
+
+    def _check_process(self) -> None:
+        # A lock may have been held by a thread that this process does not have.
+        if os.getpid() != self._pid:
+            raise CollectiveClosedError(_FORKED)
+
+    def _why_closed(self, error: ConnectionClosedError) -> GeartrainError:
+        """What to raise where the native group refuses a call because it was closed."""
+        if isinstance(error, CollectiveClosedError):
+            return error
+        failure = self._session.failure
+        if failure is not None and not self._stopped.is_set():
+            return failure  # the session was lost, and none followed
+        return CollectiveClosedError(f"group {self.name!r} was closed")
 
     # --- the group ----------------------------------------------------------------------------------------------------
 
@@ -195,10 +230,16 @@ class Group:
         reduced_bytes as an owner; links by path; window_bytes and least_delay_us of the flow control; refused
         connections.
         """
-        return self._session.native.counts()
+        self._check_process()
+        try:
+            return self._session.native.counts()
+        except ConnectionClosedError as error:
+            raise self._why_closed(error) from None
 
     def error(self) -> GeartrainError | None:
         """The error that ended the group; None while it is usable."""
+        if os.getpid() != self._pid:
+            return CollectiveClosedError(_FORKED)
         session = self._session
         fault = session.native.fault()
         return None if fault is None else session.error_of(fault)
@@ -212,11 +253,25 @@ class Group:
             current = self._session
             if current is not session:
                 return True
+            if current.failure is not None:
+                raise current.failure
             lost = current.lost_reducers(fault)
             if not current.config.reissues or not lost:
                 return False
-            self._session = next_session(current, lost, time.monotonic() + self.timeout_s)
+            self._replace(current, lost)
             return True
+
+    def _replace(self, current: Session, lost: tuple[str, ...]) -> None:
+        """Goes on in the next session. A failure is that of all who wait for operations of this one."""
+        try:
+            new = next_session(current, lost, time.monotonic() + self.timeout_s, self._stopped)
+        except GeartrainError as error:
+            current.failure = error
+            raise
+        if self._stopped.is_set():
+            new.close(0.0)
+            raise CollectiveClosedError(f"group {self.name!r} was closed")
+        self._session = new  # `close` ends it, if it came meanwhile
 
     def reform(self, without: Sequence[str] = ()) -> None:
         """Starts the next epoch without some reducers. Called by all ranks, at the same point of their order of calls.
@@ -228,22 +283,60 @@ class Group:
             WaitTimeoutError: ranks did not join in time.
             ArgumentError: no reducer of that name.
         """
+        self._check_process()
         unknown = set(without) - set(self.reducers)
         if unknown:
             raise ArgumentError(f"no such reducers: {sorted(unknown)}; there are {list(self.reducers)}")
         with self._lock:
-            self._session = next_session(self._session, tuple(without), time.monotonic() + self.timeout_s)
+            if self._stopped.is_set():
+                raise CollectiveClosedError(f"group {self.name!r} was closed")
+            self._replace(self._session, tuple(without))
 
     def abort(self, reason: str) -> None:
         """Ends the group on all ranks: their operations raise `CollectiveClosedError` with this reason."""
+        self._check_process()
         self._session.native.abort(reason)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Leaves the group, after sending what other members still need. Operations in progress here fail."""
-        self._session.close(timeout_s)
+        """Leaves the group, after sending what other members still need, for up to `timeout_s`.
+
+        Where operations are in progress here, they have a moment to complete and then fail, and this takes less than a
+        second.
+        """
+        if os.getpid() != self._pid:
+            return
+        first = not self._stopped.is_set()
+        self._stopped.set()
+        session = self._session
+        if first and session.keeps_input:
+            # For those that lose a reducer, and would wait for this rank; the store may be hanging.
+            leaving = threading.Thread(target=session.bootstrap.leave, name="geartrain-leave", daemon=True)
+            leaving.start()
+            leaving.join(0.5)
+        session.close(timeout_s)
+        # A thread that replaces the session notices the event, or has just installed the next one.
+        if self._lock.acquire(timeout=1.0):
+            try:
+                if self._session is not session:
+                    self._session.close(timeout_s)
+                session.release()
+                self._session.release()
+            finally:
+                self._lock.release()
 
     def __enter__(self) -> Group:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close(0.0 if kind else 10.0)
+
+
+_alive: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Closes groups that nobody has closed, before the interpreter drops the arrays of their operations."""
+    for group in list(_alive):
+        with suppress(Exception):
+            group.close(1.0)

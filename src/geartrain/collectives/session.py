@@ -4,33 +4,37 @@ Losing a reducer ends a session, but no training step: every waiting array still
 copied into it only when complete, and every result that some rank has and others lack is kept until all ranks have
 acknowledged it (native/collectives/protocol.h: settled). The ranks bootstrap again under the next epoch, all-gather
 which operations are complete where, broadcast the results that some ranks lack, and issue the rest again in the old
-order.
+order. Reducers that do not answer during this bootstrap are left out too, by all ranks or by none.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import geartrain._native as _native
-from geartrain.collectives.bootstrap import all_gather_text, exchange_addresses
+from geartrain.collectives.bootstrap import Bootstrap
 from geartrain.collectives.buffers import DTYPE_CODES, OPS
 from geartrain.collectives.faults import REDUCER_LOST, TIMED_OUT, Fault, error_of
+from geartrain.collectives.probe import unreachable
 from geartrain.collectives.shares import Owners
 from geartrain.collectives.work import Issue, Work
-from geartrain.errors import CollectiveTimeoutError, GeartrainError, PeerLostError
+from geartrain.errors import CollectiveTimeoutError, ConnectionClosedError, GeartrainError, PeerLostError, SchemaError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MOST_FREE = 64  # result buffers that are kept for reuse
 _BROADCAST_TIMEOUT_S = 60.0
+_REDUCER_PATIENCE_S = 5.0  # for a reducer that was there in the epoch before
+_CAUSE_TIMEOUT_S = 1.0  # for the cause, from a rank whose connection was lost during the bootstrap
 
 
 @dataclass(frozen=True)
@@ -61,22 +65,38 @@ class Session:
         config: of the group.
         epoch: its number.
         owners: the reducers and the shares.
-        until_s: deadline (`time.monotonic`) of the bootstrap.
+        bootstrap: of this epoch.
+        reducer_patience_s: how long a reducer that does not answer is tried again; None: to the bootstrap's deadline.
+
+    Attributes:
+        failure: why there is no next session after this one was lost; raised to all that wait.
 
     Raises:
-        WaitTimeoutError, RanksDisagreeError, UntrustedPeerError: as `Group`.
+        WaitTimeoutError, RanksDisagreeError, UntrustedPeerError: as `Group`; the same on all ranks. `reducers` and
+            `ranks` of the error name the members that could not be reached, if that is the cause.
     """
 
-    def __init__(self, config: GroupConfig, epoch: int, owners: Owners, until_s: float) -> None:
+    def __init__(
+        self,
+        config: GroupConfig,
+        epoch: int,
+        owners: Owners,
+        bootstrap: Bootstrap,
+        reducer_patience_s: float | None = None,
+    ) -> None:
         self.config = config
         self.epoch = epoch
         self.owners = owners
-        self._keeps_input = config.reissues and bool(owners.reducers)
+        self.bootstrap = bootstrap
+        self.keeps_input = config.reissues and bool(owners.reducers)
+        self.failure: GeartrainError | None = None
         self._next = 0
         self._kept: deque[tuple[Issue, Work]] = deque()  # in progress, or still needed by another rank
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
         reducers, shares = owners.reducers, owners.shares
         options = dict(config.native, name=f"{config.name}/{epoch}", reducers=list(reducers), shares=list(shares))
+        if reducer_patience_s is not None:
+            options["reducer_patience_s"] = reducer_patience_s
         self.native = _native.CollectiveGroup.make(options)
         settings = {
             "world_size": config.world_size,
@@ -85,28 +105,41 @@ class Session:
             "shares": shares,
         }
         try:
-            addresses = exchange_addresses(
-                config.store,
-                config.name,
-                epoch,
-                config.rank,
-                config.world_size,
-                self.native.address,
-                settings,
-                until_s,
-            )
-            self.native.connect(addresses, max(until_s - time.monotonic(), 0.1))
+            addresses = bootstrap.exchange_addresses(self.native.address, settings)
+            with bootstrap.watching(self.native.abort):
+                self.native.connect(addresses, max(bootstrap.until_s - time.monotonic(), 0.1))
         except BaseException as error:
-            fault = self.native.fault()  # another member ended it before this rank had connected to all
-            self.native.close(0.0)
-            if fault is not None and isinstance(error, PeerLostError):
-                raise self.error_of(fault) from None
-            raise
+            try:
+                cause = self._cause(error, bootstrap)
+            finally:
+                self.native.close(0.0)
+            if cause is error:
+                raise
+            raise cause from None
+
+    def _cause(self, error: BaseException, bootstrap: Bootstrap) -> BaseException:
+        """Why this rank cannot join: what another rank has published, or else its own error, which it publishes."""
+        bootstrap.raise_if_stopped()
+        fault = self.native.fault()
+        if isinstance(error, PeerLostError | SchemaError | ConnectionClosedError):
+            # Another member went away, ended the group or refused this one: it knows why, and may say so in a moment.
+            until_s = time.monotonic() + _CAUSE_TIMEOUT_S
+            while (told := bootstrap.failure()) is None and time.monotonic() < until_s:
+                time.sleep(0.02)
+            if told is not None:
+                return told
+            if fault is not None:
+                error = self.error_of(fault)
+        if not hasattr(error, "reducers") and fault is not None:
+            named = self.error_of(fault)
+            vars(error).update(ranks=named.ranks, reducers=named.reducers)  # type: ignore[attr-defined]
+        bootstrap.fail(error)
+        return error
 
     def issue(self, work: Work) -> None:
         """Begins an operation: in place, or into a buffer where its input has to stay."""
         self._release_settled()
-        result = self._buffer(work.nbytes) if self._keeps_input else None
+        result = self._buffer(work.nbytes) if self.keeps_input else None
         native = self.native.all_reduce(
             work.address,
             work.address if result is None else result.ctypes.data,
@@ -115,10 +148,10 @@ class Session:
             DTYPE_CODES[work.wire_dtype],
             OPS[work.op],
             work.timeout_s,
+            keep=(work.array, result),
         )
         work.issue = issue = Issue(self, self._next, native, result)
         self._next += 1
-        # The array stays alive even if the caller drops the work.
         self._kept.append((issue, work))
 
     def error_of(self, fault: Fault) -> GeartrainError:
@@ -138,6 +171,9 @@ class Session:
     def close(self, timeout_s: float) -> None:
         """Leaves, after sending what other members still need, for up to `timeout_s`."""
         self.native.close(timeout_s)
+
+    def release(self) -> None:
+        """Releases what was kept for other ranks, after `close`; by who may issue."""
         self._kept.clear()
         self._free.clear()
 
@@ -160,33 +196,54 @@ class Session:
                 self._free.setdefault(result.nbytes, []).append(result)
 
 
-def next_session(old: Session, lost: tuple[str, ...], until_s: float) -> Session:
+def next_session(old: Session, lost: tuple[str, ...], until_s: float, stopped: threading.Event) -> Session:
     """The session of the next epoch, on all ranks, without the reducers that any rank has lost.
 
-    Ends the old session; its operations in progress are completed or issued again, if the group reissues.
+    Ends the old session; its operations in progress are completed or issued again, if the group reissues. Where a
+    reducer turns out to be gone too, the epoch after that is tried, without it.
     """
     config = old.config
     old.native.close(0.0)
     complete = [issue.number for issue, _ in old._kept if issue.succeeded()]
     # Operations that are no longer kept are complete on all ranks.
     first = old._kept[0][0].number if old._kept else old._next
-    mine = {"lost": sorted(lost), "first": first, "complete": complete, "next": old._next}
-    states = [
-        json.loads(state)
-        for state in all_gather_text(
-            config.store,
-            config.name,
-            f"{old.epoch + 1}/state",
-            config.rank,
-            config.world_size,
-            json.dumps(mine),
-            until_s,
-        )
-    ]
-    owners = old.owners.without({reducer for state in states for reducer in state["lost"]}, config.algorithm)
-    new = Session(config, old.epoch + 1, owners, until_s)
-    if not config.reissues:
-        return new  # without kept inputs, operations in progress have failed
+    gone = set(lost)
+    epoch = old.epoch
+
+    def check() -> None:  # failures that are about reducers end this epoch on all ranks, others the group
+        for failure in (bootstrap.failure(), old.bootstrap.failure()):  # of the old one: a rank has closed the group
+            if failure is not None and not getattr(failure, "reducers", ()):
+                raise failure
+
+    while True:
+        epoch += 1
+        bootstrap = Bootstrap(config.store, config.name, epoch, config.rank, config.world_size, until_s, stopped)
+        try:
+            gone |= unreachable(set(old.owners.reducers) - gone)
+            mine = {"lost": sorted(gone), "first": first, "complete": complete, "next": old._next}
+            states = [json.loads(state) for state in bootstrap.all_gather("state", json.dumps(mine), check)]
+            owners = old.owners.without({reducer for state in states for reducer in state["lost"]}, config.algorithm)
+            new, lost_now = _connect_unless_lost(config, epoch, owners, bootstrap, check)
+        except GeartrainError as error:
+            bootstrap.leave() if stopped.is_set() else bootstrap.fail(error)
+            raise
+        gone = set(old.owners.reducers) - set(owners.reducers) | lost_now
+        if not lost_now:
+            assert new is not None
+            break
+        if new is not None:
+            new.native.close(0.0)
+    try:
+        if config.reissues:  # without kept inputs, operations in progress have failed
+            _continue(old, new, states)
+    except BaseException:
+        new.native.close(0.0)
+        raise
+    return new
+
+
+def _continue(old: Session, new: Session, states: list[dict[str, Any]]) -> None:
+    """Completes the operations in progress in the next session, from where each rank is in the old one (`states`)."""
     by_number = {issue.number: (issue, work) for issue, work in old._kept}
     for number in range(min(state["first"] for state in states), max(state["next"] for state in states)):
         holders = [rank for rank, state in enumerate(states) if number < state["first"] or number in state["complete"]]
@@ -196,7 +253,27 @@ def next_session(old: Session, lost: tuple[str, ...], until_s: float) -> Session
             _broadcast(new, by_number.get(number), min(r for r in holders if number in states[r]["complete"]))
         elif number in by_number:
             new.issue(by_number[number][1])
-    return new
+
+
+def _connect_unless_lost(
+    config: GroupConfig, epoch: int, owners: Owners, bootstrap: Bootstrap, check: Callable[[], None]
+) -> tuple[Session | None, set[str]]:
+    """A session of these owners; or the reducers that some rank has not reached, the same on all ranks."""
+    lost: set[str] = set()
+    new = None
+    try:
+        new = Session(config, epoch, owners, bootstrap, _REDUCER_PATIENCE_S)
+    except GeartrainError as error:
+        lost = set(owners.reducers).intersection(getattr(error, "reducers", ()))
+        if not lost:
+            raise
+    try:
+        outcomes = bootstrap.all_gather("lost", json.dumps(sorted(lost)), check)
+    except BaseException:
+        if new is not None:
+            new.native.close(0.0)
+        raise
+    return new, {reducer for outcome in outcomes for reducer in json.loads(outcome)}
 
 
 def _broadcast(new: Session, kept: tuple[Issue, Work] | None, source: int) -> None:
@@ -211,7 +288,7 @@ def _broadcast(new: Session, kept: tuple[Issue, Work] | None, source: int) -> No
     has_bytes = complete and new.config.rank == source
     buffer = issue.result.copy() if has_bytes else np.zeros(max(nbytes, 1), np.uint8)
     address, code = buffer.ctypes.data, DTYPE_CODES["uint8"]
-    sent = new.native.all_reduce(address, address, nbytes, code, code, OPS["sum"], _BROADCAST_TIMEOUT_S)
+    sent = new.native.all_reduce(address, address, nbytes, code, code, OPS["sum"], _BROADCAST_TIMEOUT_S, buffer)
     new._next += 1
     if not sent.wait(_BROADCAST_TIMEOUT_S + 5.0):
         raise CollectiveTimeoutError(f"group {new.config.name!r}: the broadcast of a kept result did not end")

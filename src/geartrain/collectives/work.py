@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import geartrain._native as _native
 from geartrain.collectives.buffers import ITEM_SIZES
 from geartrain.collectives.faults import Fault
-from geartrain.errors import CollectiveTimeoutError, GeartrainError
+from geartrain.errors import CollectiveClosedError, CollectiveTimeoutError, GeartrainError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,6 +61,7 @@ class Work:
     __slots__ = (
         "_complete",
         "_lock",
+        "_pid",
         "_recover",
         "address",
         "array",
@@ -95,6 +97,7 @@ class Work:
         self.issue: Issue | None = None  # set by the session that issues it
         self._recover = recover
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._complete = False
 
     @property
@@ -105,7 +108,7 @@ class Work:
     def done(self) -> bool:
         """Whether it has ended, with a result or an error. Never waits."""
         issue = self.issue
-        if self._complete or issue is None:
+        if self._complete or issue is None or os.getpid() != self._pid:
             return self._complete
         if not issue.native.done():
             return False
@@ -128,6 +131,8 @@ class Work:
         # The operation's own deadline ends it; what is added covers the event loop's time to report that.
         limit_s = self.timeout_s + 5.0 if timeout_s is None else timeout_s
         while not self._complete:
+            if os.getpid() != self._pid:
+                raise CollectiveClosedError("this operation belongs to the process that this one was forked from")
             issue = self.issue
             assert issue is not None
             if not issue.native.wait(limit_s):
@@ -142,7 +147,7 @@ class Work:
     def error(self) -> GeartrainError | None:
         """Why it failed; None when it succeeded, or has not ended."""
         issue = self.issue
-        if self._complete or issue is None or not issue.native.done():
+        if self._complete or issue is None or os.getpid() != self._pid or not issue.native.done():
             return None
         fault = issue.native.fault()
         return None if fault is None else issue.session.error_of(fault)

@@ -68,12 +68,14 @@ class BatchBuilder(Protocol[Started]):
 
     Attributes:
         samplers: of each store.
+        store_ids: of the stores, in their order; over several ranks, of all shards of all stores.
         rows: of a batch, as this process gets it.
         overlaps: whether the next batch should be started before this one is finished.
         collective: whether other ranks take part in each batch, and so have to be asked for it too.
     """
 
     samplers: list[StoreSampler]
+    store_ids: list[int]
     rows: int
     overlaps: bool
     collective: bool

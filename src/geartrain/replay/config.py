@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
@@ -12,9 +13,15 @@ from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
 from geartrain.replay.fetch import As, FetchPlan, Pad, check_same_schema
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import Transitions
+from geartrain.selection.arguments import check_number
+from geartrain.selection.declared import MAX_DRAWS
 from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_seeds
 from geartrain.selection.strategy import Strategy, check_seed
 from geartrain.store.store import Store
+
+# More batches ahead, or threads that copy, than any machine has use for: a mistake.
+MAX_PREFETCH = 1024
+MAX_THREADS = 4096
 
 
 @dataclass(frozen=True)
@@ -48,21 +55,28 @@ class ReplayConfig:
     view: Transitions | None = None
 
     def __post_init__(self) -> None:
-        for what, value, least in (
-            ("batch_size", self.batch_size, 1),
-            ("prefetch", self.prefetch, 0),
-            ("min_rows", 1 if self.min_rows is None else self.min_rows, 1),
-            ("num_batches", 0 if self.num_batches is None else self.num_batches, 0),
+        for what, value, least, most in (
+            ("batch_size", self.batch_size, 1, MAX_DRAWS),
+            ("prefetch", self.prefetch, 0, MAX_PREFETCH),
+            ("min_rows", self.min_rows, 1, 2**32),
+            ("num_batches", self.num_batches, 0, 2**63 - 1),
+            ("window", self.window, 1, 2**31 - 1),
+            ("threads", self.threads, 1, MAX_THREADS),
         ):
-            if check_whole(what, value) < least:
+            if value is None and what in ("min_rows", "num_batches", "window", "threads"):
+                continue
+            number = check_whole(what, value)
+            if number < least:
                 raise ArgumentError(f"{what} must be at least {least}, found {value}")
-        if self.window is not None:
-            check_whole("window", self.window)
-        if self.threads is not None:
-            check_whole("threads", self.threads)
-        if not 0 <= self.timeout_s <= 1e9:
+            if number > most:
+                raise ArgumentError(f"{what} is at most {most}, found {value}")
+        check_number("timeout_s", self.timeout_s, "from 0 to 1e9 seconds", least=0)
+        if self.timeout_s > 1e9:
             raise ArgumentError(f"timeout_s must be from 0 to 1e9 seconds, found {self.timeout_s}")
-        if self.assignment not in ASSIGNMENTS:
+        for what, names in (("fields", self.fields), ("inputs", self.inputs), ("targets", self.targets)):
+            if names is not None:
+                check_names_of(what, names)
+        if not isinstance(self.assignment, str) or self.assignment not in ASSIGNMENTS:
             raise ArgumentError(f"assignment is one of {', '.join(ASSIGNMENTS)}, found {self.assignment!r}")
         if self.device is not None and self.output != "torch":
             raise ArgumentError(
@@ -89,8 +103,58 @@ class ReplayConfig:
             raise ArgumentError("a view has no inputs and targets of pipeline stages: give fields")
 
 
+def check_names_of(what: str, names: object) -> None:
+    """Raises `ArgumentError` unless these are names of fields, several of them."""
+    if not isinstance(names, Sequence) or isinstance(names, (str, bytes)):
+        raise ArgumentError(f"`{what}` is a list of names, found {names!r}")
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentError(f"`{what}` is a list of names, found {name!r} in it")
+
+
+def stores_of(store: object) -> list[Store]:
+    """The stores of a replay, given as one or as several; raises `ArgumentError` for anything else."""
+    if isinstance(store, Store):
+        return [store]
+    if not isinstance(store, Sequence) or not store or not all(isinstance(each, Store) for each in store):
+        raise ArgumentError(f"a replay is of a Store, or of a list of them for a Mixture, found {store!r}")
+    return list(store)
+
+
+def checked_state(state: object) -> dict[str, Any]:
+    """A replay's state; raises `ArgumentError` for what is none."""
+    if not isinstance(state, Mapping):
+        raise ArgumentError(f"a replay's state is the dict that `state_dict` returned, found {type(state).__name__}")
+    found = dict(state)
+    if missing := [name for name in ("seed", "step", "state", "exponents") if name not in found]:
+        raise ArgumentError(f"this is no state of a replay: it has no {', '.join(missing)}")
+    check_seed(found["seed"])
+    if not 0 <= check_whole("the state's step", found["step"]) < 2**63:
+        raise ArgumentError(f"the state's step is at least 0, found {found['step']}")
+    for name in ("state", "exponents", "stores", "names"):
+        if not isinstance(found.get(name, []), (list, tuple)):
+            raise ArgumentError(f"the state's {name!r} has an entry for each store, found {found[name]!r}")
+    if len(found["state"]) != len(found["exponents"]):
+        raise ArgumentError(f"{len(found['state'])} states came with {len(found['exponents'])} exponents")
+    for each in found["state"]:
+        if not isinstance(each, Mapping):
+            raise ArgumentError(f"a strategy's state is a dict of numbers, found {each!r}")
+        for name, value in each.items():
+            least = 0 if isinstance(name, str) and name.partition("/")[0] == "after" else -(2**63)  # a cursor
+            if not isinstance(name, str) or not least <= check_whole(f"the state's {name!r}", value) < 2**64:
+                raise ArgumentError(f"a strategy's state is whole numbers of 64 bits by name, found {name!r}: {value}")
+    for alpha in found["exponents"]:
+        check_number("an exponent of the state", alpha, "a finite number above zero", least=0, above=True)
+    for each in [*found.get("stores", []), *found.get("names", [])]:
+        if not isinstance(each, str):
+            raise ArgumentError(f"the state's stores and names are texts, found {each!r}")
+    return found
+
+
 def seeded_selection(stores: Sequence[Store], selection: Selection, seed: int) -> Selection:
     """The selection with all its seeds. Raises `ArgumentError` unless it fits the stores."""
+    check_whole("seed", seed)
+    check_seed(seed)
     if isinstance(selection, Mixture):
         if len(selection.strategies) != len(stores):
             raise ArgumentError(f"a mixture of {len(selection.strategies)} needs as many stores, found {len(stores)}")
@@ -117,4 +181,4 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
     return samplers
 
 
-__all__ = ["ReplayConfig", "make_samplers", "seeded_selection"]
+__all__ = ["ReplayConfig", "checked_state", "make_samplers", "seeded_selection", "stores_of"]

@@ -222,9 +222,9 @@ class FetchPlan:
             store.field_number(name)
         if window is not None and not 1 <= window < 2**31:
             raise ArgumentError(f"a window has at least one step, found window={window}")
-        if pad not in ("left", "right"):
+        if not isinstance(pad, str) or pad not in ("left", "right"):
             raise ArgumentError(f"pad is 'left' or 'right', found {pad!r}")
-        if output not in ("torch", "numpy"):
+        if not isinstance(output, str) or output not in ("torch", "numpy"):
             raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
         for name in names:
             (torch_dtype if output == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])

@@ -21,7 +21,7 @@ from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, CallCancelledError, ReplayError, StoreClosedError, WaitTimeoutError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State
-from geartrain.replay.config import ReplayConfig, make_samplers, seeded_selection
+from geartrain.replay.config import ReplayConfig, checked_state, make_samplers, seeded_selection, stores_of
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import NOTE_S, RankGroup, as_rank_group, run_on_all_ranks
@@ -182,7 +182,7 @@ class Replay:
         seed: int = 0,
         view: Transitions | None = None,
     ) -> None:
-        stores = [store] if isinstance(store, Store) else list(store)
+        stores = stores_of(store)
         self.stores = stores
         self.selection = seeded_selection(stores, selection, seed)
         self.batch_size = batch_size
@@ -442,7 +442,10 @@ class Replay:
         check_keys(rows)
         if hasattr(priorities, "detach"):
             priorities = priorities.detach().cpu()
-        array = np.asarray(priorities, dtype=np.float64)
+        try:
+            array = np.asarray(priorities, dtype=np.float64)
+        except (TypeError, ValueError, OverflowError):
+            raise ArgumentError(f"priorities are numbers, found {type(priorities).__name__}") from None
         values = np.broadcast_to(array, (len(rows),)) if array.ndim == 0 else array
         if values.shape != (len(rows),):
             raise ArgumentError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
@@ -490,26 +493,38 @@ class Replay:
             "step": self._step,
             "state": [dict(state) for state in self._state],
             "exponents": [sampler.alpha for sampler in self._builder.samplers],
+            **self._identities(),
         }
+
+    def _identities(self) -> dict[str, list[str]]:
+        """What the stores are known by, in their order. Names may differ between ranks, which save one state."""
+        found = {"stores": [f"{store:016x}" for store in self._builder.store_ids]}
+        return found if self._builder.collective else {**found, "names": [store.name for store in self.stores]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken.
 
         Raises:
-            ArgumentError: the strategy has another seed, or there are more or fewer stores.
+            ArgumentError: the strategy has another seed; there are more or fewer stores, or the same ones in another
+                order; or this is no state.
         """
+        state = checked_state(state)
         if state["seed"] != self.selection.seed:
             raise ArgumentError(
                 f"the state was taken with seed {state['seed']}, the strategy has {self.selection.seed}"
             )
         if len(state["state"]) != len(self.stores):
             raise ArgumentError(f"the state was taken with {len(state['state'])} stores, there are {len(self.stores)}")
+        for what, now in self._identities().items():  # cursors and alphas are by place
+            then = list(state.get(what, now))
+            if then != now and sorted(then) == sorted(now):
+                raise ArgumentError(f"the state was taken with the same stores in another order: {then}, found {now}")
         with self._turn:
             self._check_open()
             self._restart()
             self._taken_updates()  # and dropped
             self._step = int(state["step"])
-            self._state = [dict(each) for each in state["state"]]
+            self._state = [{name: int(value) for name, value in each.items()} for each in state["state"]]
             for sampler, alpha in zip(self._builder.samplers, state["exponents"], strict=True):
                 sampler.alpha = float(alpha)
             self._builder.rewind()

@@ -18,12 +18,19 @@ _NO_ROWS = np.empty(0, np.uint32)
 
 
 class WholeGroups(NamedTuple):
-    """Whole groups, in the order of the first row number of each: rows and generations (G, size), priorities (G,)."""
+    """Whole groups, in the order of their keys: rows and generations (G, size), priorities (G,).
+
+    The keys (uint64, each group's own) order the groups of all shards of a job. `seen_keys` and `seen_counts` (S,) are
+    of all groups that a row was found of, whole or not, in the same order, and how many rows. A strategy that does not
+    give them cannot draw from several shards.
+    """
 
     rows: NDArray[np.uint32]
     generations: NDArray[np.uint32]
     priorities: NDArray[np.uint32]
     seen: int  # groups, whole or not
+    seen_keys: NDArray[np.uint64] | None = None
+    seen_counts: NDArray[np.uint32] | None = None
 
 
 class DeclaredStrategy(ABC):
@@ -86,6 +93,10 @@ class DeclaredStrategy(ABC):
     def whole_groups(self, candidates: Candidates, kept: ArrayLike = ()) -> WholeGroups:
         """The groups that can be drawn, each of `traits.atom` rows; not those that rows in `kept` belong to."""
         raise ArgumentError(f"{type(self).__name__} has the form {self.traits.form!r} and does not say how it chooses")
+
+    def describe_group(self, candidates: Candidates, key: int) -> str:
+        """A group in words, by its key of `WholeGroups.seen_keys`, for error messages."""
+        return f"the group with key {key:#x}"
 
     def _draw_groups(self, candidates: Candidates, n: int, step: int, redraw: Redraw | None) -> Draw:
         size = self.traits.atom

@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from geartrain.errors import ArgumentError
+from geartrain.selection.arguments import check_flag, check_whole
 from geartrain.selection.declared import DeclaredStrategy, WholeGroups, first_rows
-from geartrain.selection.strategy import ORDERS, Candidates, Limits, Traits, check_seed
+from geartrain.selection.strategy import ORDERS, Candidates, Limits, Traits, check_limits, check_seed
 
 _NO_ROWS = np.empty(0, np.uint32)
+_SIGN = np.uint64(1 << 63)  # numbers with a sign, in their order, as numbers without
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,11 @@ class GroupSampling(DeclaredStrategy):
     """Whole groups of rows: rows that share the value of a column, such as the answers to one prompt (GRPO).
 
     A group counts once it has `size` selectable rows; of a larger one the oldest `size` are taken. A batch of n rows
-    holds n / size different groups, members of a group side by side, the oldest first.
+    holds n / size different groups, members of a group side by side, the oldest first. Groups are drawn from in the
+    order of their values, so the batch does not depend on where their rows lie.
+
+    Over several ranks the rows of a group have to be in one shard: they are inserted on one host, and resharded with
+    `load_checkpoint(together=...)`. `SplitGroupError` names a group that is whole only over several shards.
 
     Args:
         by: the column, a field of whole numbers without time.
@@ -29,7 +35,7 @@ class GroupSampling(DeclaredStrategy):
         prioritized: draw groups in proportion to the sum of their rows' priorities, instead of uniformly.
         limits: rows that may be chosen.
 
-    Cost: a pass over the rows and a sort of the selectable ones.
+    Cost: a pass over the rows and a sort of the selectable ones; over several ranks 16 bytes a group and batch.
     """
 
     by: str
@@ -40,8 +46,11 @@ class GroupSampling(DeclaredStrategy):
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        if self.size < 1:
-            raise ArgumentError(f"a group has at least one row, found size={self.size}")
+        check_limits(self.limits)
+        check_flag("prioritized", self.prioritized)
+        check_whole("size", self.size, 1, 2**31 - 1)
+        if not isinstance(self.by, str):
+            raise ArgumentError(f"`by` is the name of a field, found {self.by!r}")
 
     @cached_property
     def traits(self) -> Traits:
@@ -64,7 +73,6 @@ class GroupSampling(DeclaredStrategy):
         kept = np.asarray(kept, np.uint32)
         whole = np.flatnonzero((counts >= self.size) & ~np.isin(values, ids[kept]))
         members = order[starts[whole][:, None] + np.arange(self.size)]
-        members = members[np.argsort(rows[members].min(1), kind="stable")] if len(members) else members
         if self.prioritized:
             # So many 32-bit priorities fit into 32 bits when the sum's last bits are dropped; what is above 0 stays so.
             sums = candidates.native.priorities(rows)[members].sum(1, dtype=np.uint64)
@@ -72,7 +80,13 @@ class GroupSampling(DeclaredStrategy):
             priorities = np.maximum(shifted, np.minimum(sums, 1)).astype(np.uint32)
         else:
             priorities = np.ones(len(members), np.uint32)
-        return WholeGroups(rows[members], generations[members], priorities, len(values))
+        seen = values.astype(np.int64).view(np.uint64) ^ _SIGN if values.dtype.kind == "i" else values.astype(np.uint64)
+        return WholeGroups(rows[members], generations[members], priorities, len(values), seen, counts.astype(np.uint32))
+
+    def describe_group(self, candidates: Candidates, key: int) -> str:
+        """See `DeclaredStrategy`."""
+        signed = candidates.column(self.by).dtype.kind == "i"
+        return f"the group {key - 2**63 if signed else key} of {self.by!r}"
 
 
 __all__ = ["GroupSampling"]

@@ -12,6 +12,7 @@ import numpy as np
 
 import geartrain._native as _native
 from geartrain.errors import ArgumentError
+from geartrain.selection.arguments import check_number
 from geartrain.selection.strategy import Strategy, check_seed
 
 _MILLION = np.array([10**6], np.int32)
@@ -38,11 +39,23 @@ class Mixture:
 
     def __init__(self, shares: Sequence[float], strategies: Sequence[Strategy], seed: int | None = None) -> None:
         check_seed(seed)
-        if len(shares) != len(strategies) or not shares:
+        for what, values in (("shares", shares), ("strategies", strategies)):
+            is_array = isinstance(values, np.ndarray) and values.ndim == 1
+            if isinstance(values, (str, bytes)) or not (is_array or isinstance(values, Sequence)):
+                raise ArgumentError(f"{what} are a list, one for each store, found {values!r}")
+        if len(shares) != len(strategies) or not len(shares):
             raise ArgumentError(f"a mixture needs a strategy for each share, found {len(shares)} and {len(strategies)}")
-        if any(not 0 <= share < float("inf") for share in shares) or not sum(shares) > 0:
+        for strategy in strategies:
+            if not isinstance(strategy, Strategy):
+                raise ArgumentError(f"a mixture is of strategies such as Uniform(), found {strategy!r}")
+        for share in shares:
+            check_number("each of the shares", share, "a finite number >= 0", least=0)
+        given = [Fraction(share if isinstance(share, (int, float)) else share.item()) for share in shares]
+        if not sum(given):
             raise ArgumentError(f"shares are finite numbers >= 0 and not all 0, found {list(shares)}")
-        exact = [Fraction(share).limit_denominator(1_000_000) for share in shares]
+        exact = [share.limit_denominator(1_000_000) for share in given]
+        if any(share and not rounded for share, rounded in zip(given, exact, strict=True)):  # all so small, or some
+            exact = [(share / max(given)).limit_denominator(1_000_000) for share in given]
         self.shares = [share / sum(exact) for share in exact]
         self.strategies = list(strategies)
         self.seed = seed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from geartrain.selection.declared import DeclaredStrategy
-from geartrain.selection.strategy import Limits, Traits, check_seed
+from geartrain.selection.strategy import Limits, Traits, check_limits, check_seed
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class TopK(DeclaredStrategy):
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
+        check_limits(self.limits)
 
     @cached_property
     def traits(self) -> Traits:
@@ -37,6 +38,7 @@ class Lifo(DeclaredStrategy):
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
+        check_limits(self.limits)
 
     @cached_property
     def traits(self) -> Traits:
@@ -56,6 +58,7 @@ class Fifo(DeclaredStrategy):
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
+        check_limits(self.limits)
 
     @cached_property
     def traits(self) -> Traits:

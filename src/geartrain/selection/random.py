@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.errors import ArgumentError
 from geartrain.selection.declared import DeclaredStrategy
-from geartrain.selection.schedule import Schedule, at_step
+from geartrain.selection.schedule import Schedule, at_step, check_schedule
 from geartrain.selection.strategy import Draw, Limits, Traits, check_seed
 
 
@@ -94,6 +94,8 @@ class Prioritized(DeclaredStrategy):
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
+        if self.beta is not None:
+            check_schedule("beta", self.beta)
         _ = self.traits  # refuses what does not go together
 
     @cached_property

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from geartrain.errors import ArgumentError
+from geartrain.selection.arguments import check_number
 
 Schedule = float | Callable[[int], float]
 
@@ -21,6 +25,11 @@ class Linear:
     end: float
     steps: int
 
+    def __post_init__(self) -> None:
+        check_number("start", self.start)
+        check_number("end", self.end)
+        check_number("steps", self.steps, "a finite number >= 0", least=0)
+
     def __call__(self, step: int) -> float:
         """The schedule's value at a step."""
         if step >= self.steps:
@@ -29,8 +38,23 @@ class Linear:
 
 
 def at_step(schedule: Schedule, step: int) -> float:
-    """A schedule's value: the number itself, or the function's value at the step."""
-    return float(schedule(step)) if callable(schedule) else float(schedule)
+    """A schedule's value: the number itself, or the function's value at the step.
+
+    Raises:
+        ArgumentError: the function returned no number.
+    """
+    value = schedule(step) if callable(schedule) else schedule
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ArgumentError(f"a schedule returned {value!r} at step {step}, which is no number") from None
 
 
-__all__ = ["Linear", "Schedule", "at_step"]
+def check_schedule(what: str, schedule: Any, *, above: bool = False) -> None:
+    """Raises `ArgumentError` unless this is a function, or a finite number of at least (or `above`) zero."""
+    if not callable(schedule):
+        bound = "above zero" if above else ">= 0"
+        check_number(what, schedule, f"a finite number {bound}, or a function of the step", least=0, above=above)
+
+
+__all__ = ["Linear", "Schedule", "at_step", "check_schedule"]

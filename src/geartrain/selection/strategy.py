@@ -38,7 +38,8 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 from geartrain.errors import ArgumentError, FieldError
-from geartrain.selection.schedule import Schedule
+from geartrain.selection.arguments import check_flag, check_number, check_whole
+from geartrain.selection.schedule import Schedule, check_schedule
 
 # How a strategy finds its rows. "custom": by code of its own, which only its `select` knows.
 Form = Literal["random", "oldest", "newest", "highest_priority", "groups", "custom"]
@@ -112,10 +113,13 @@ class Traits:
     limits: Limits | None = None
 
     def __post_init__(self) -> None:
-        if self.form not in ("random", *ORDERS, "groups", "custom"):
+        for flag in ("by_priority", "replacement", "stratified", "cursor", "stateless", "importance"):
+            check_flag(flag, getattr(self, flag))
+        check_whole("atom", self.atom, 1, 2**31 - 1)
+        check_schedule("alpha", self.alpha, above=True)
+        check_limits(self.limits)
+        if not isinstance(self.form, str) or self.form not in ("random", *ORDERS, "groups", "custom"):
             raise ArgumentError(f"no strategy has the form {self.form!r}; see geartrain.selection.Traits")
-        if self.atom < 1:
-            raise ArgumentError(f"at least one row stands or falls alone, found atom={self.atom}")
         if self.stratified and not self.replacement:
             raise ArgumentError("stratified draws are with replacement; choose one of the two")
         if self.over_steps and (
@@ -150,9 +154,6 @@ class Traits:
         if self.limits is not None:
             return "has limits on version, age or length, which are looked up on the host"
         return None
-
-
-CUSTOM = Traits()
 
 
 def traits_of(strategy: Strategy) -> Traits:
@@ -303,23 +304,36 @@ class Limits:
     min_length: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_age_s is not None and not self.max_age_s > 0:
-            raise ArgumentError(f"max_age_s must be above zero, found {self.max_age_s}")
-        if not 0 <= self.min_length < 2**32:
-            raise ArgumentError(f"min_length must be 0 or more, found {self.min_length}")
+        if self.max_age_s is not None:
+            check_number("max_age_s", self.max_age_s, "a finite number above zero, or None", least=0, above=True)
+        check_whole("min_length", self.min_length, 0, 2**32 - 1)
+        if self.min_version is not None and not callable(self.min_version):
+            check_whole("min_version", self.min_version, -(2**63), 2**63 - 1)
 
     def now(self) -> tuple[int, int, int]:
         """The limits as the native layer takes them: least version, least commit time in ns, least length."""
-        version = self.min_version() if callable(self.min_version) else self.min_version
+        version = self.min_version
+        if callable(version):
+            version = version()
+            check_whole("what min_version returns", version, -(2**63), 2**63 - 1)
         from_ns = 0 if self.max_age_s is None else max(0, time.time_ns() - int(self.max_age_s * 1e9))
         return (-(2**63) if version is None else int(version), from_ns, self.min_length)
 
 
+def check_limits(limits: Limits | None) -> None:
+    """Raises `ArgumentError` unless these are `Limits`, or None."""
+    if limits is not None and not isinstance(limits, Limits):
+        raise ArgumentError(f"limits are geartrain.selection.Limits, found {limits!r}")
+
+
 def check_seed(seed: int | None) -> None:
     """Raises `ArgumentError` unless the seed is a whole number of 64 bits, or None."""
-    if seed is not None and not 0 <= seed < 2**64:
-        raise ArgumentError(f"a seed is a whole number from 0 to 2**64 - 1, found {seed}")
+    if seed is not None:
+        check_whole("a seed", seed, 0, 2**64 - 1)
 
+
+# Of a strategy that declares none.
+CUSTOM = Traits()
 
 __all__ = [
     "CUSTOM",
@@ -331,6 +345,7 @@ __all__ = [
     "Redraw",
     "Strategy",
     "Traits",
+    "check_limits",
     "check_seed",
     "importance_of",
     "seed_of",

@@ -97,8 +97,8 @@ def _check_fields(stored: list[Any]) -> list[int]:
 
 
 def _check_file(name: str, about: Any) -> None:
-    if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise _WrongError(f"files has {name!r}, which is no name in its directory")
+    if not name.isprintable() or "/" in name or name in ("", ".", ".."):
+        raise _WrongError(f"files has {name!r}, which is not the name of a file in its directory")
     if not isinstance(about, dict):
         raise _WrongError(f"files says nothing of {name!r}")
     nbytes = _number(about, "bytes", 0, 2**63 - 1)

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 from geartrain.core.keys import Keys
-from geartrain.errors import SchemaError, StaleKeyError
+from geartrain.errors import SchemaError, StaleKeyError, StoreClosedError
 from geartrain.store.columns import Columns, as_column
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class _Uncommitted(ABC):
         # Blocks of a dropped handle must not stay locked for as long as the process lives. In a forked child they
         # belong to the parent, and stay so.
         if not self._done:
-            with suppress(StaleKeyError):
+            with suppress(StaleKeyError, StoreClosedError):  # a close beside this gave them back
                 self.abandon()
 
 

@@ -57,7 +57,10 @@ class Store:
     closes it; with `persist=True` (the default for paths) the file stays. A segment whose processes were all killed
     stays too, so that its rows can be adopted.
 
-    A handle may be used by many threads, in forked children, and pickled to other processes of the host.
+    A handle may be used by many threads, one of which may close it; in forked children, which become processes of the
+    store of their own when they first use it; and pickled to other processes of the host. A handle that was closed
+    refuses everything (`StoreClosedError`) but what it was: its name, fields, limits and views already taken. Handles
+    that are open when the interpreter ends are closed, daemon threads in calls included.
 
     Example:
         >>> import numpy as np
@@ -161,7 +164,7 @@ class Store:
                 and shorter rows fill a block each.
             capacity_bytes: bytes that the store may take of its file system, `nbytes` at most: as many rows as fit
                 into them. A row takes its fields' blocks, each padded up to 64 bytes, and 57 bytes of metadata (61 with
-                "lowest_priority"); the segment's head takes 32 KB. So a row of one float32 takes 121 bytes: collect
+                "lowest_priority"); the head and page rounding take about 60 KB. So a row of one float32 takes 121 bytes: collect
                 such rows in longer ones, of many steps.
             max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
                 written. All of the capacity by default.
@@ -629,7 +632,8 @@ class Store:
     def reap(self) -> int:
         """Reclaims the blocks of dead processes; returns how many processes were found dead.
 
-        Also done when a process joins and when free rows run out.
+        Also done when a process joins, when free rows run out, and, where sums of priorities are concerned, by whoever
+        draws.
         """
         return int(self._native.reap())
 
@@ -687,11 +691,16 @@ class Store:
     def close(self, *, keep: bool = False) -> None:
         """Closes the handle: rows it is writing are abandoned.
 
+        Calls of other threads are waited for; those that wait for the rate limiter or for another process end with
+        `StoreClosedError`. A store in a file is written to its disk by the last process to leave.
+
         The last process to leave removes the segment, unless it persists. With `keep=True` it stays, and a later
         process joins it with `Store.open(name, adopt=True)`. Views already taken stay readable.
 
         Raises:
             ArgumentError: `keep=True` for a store without a name, which nobody could adopt.
+            LockTimeoutError: another process that holds the store's lock is stopped. The handle is closed, and others
+                take this process for dead.
         """
         if keep and anonymous.is_anonymous(self._name):
             raise ArgumentError("keep=True needs a name: a store without one is removed with its last process")

@@ -12,8 +12,6 @@ _ABORTS = (
     "a daemon thread that waits in a native call at the interpreter's end: exception through a noexcept destructor"
 )
 _LEFT = "a store whose handle a daemon thread holds at the interpreter's end leaves its segment"
-_TWICE = "closed by two threads at once: SIGSEGV, or a thread hangs"
-_DROPPED = "dropped with work under way: writes into arrays that were freed"
 _FORK_LOCK = "a child forked while another thread holds a lock hangs"
 
 OPEN: dict[tuple[str, str], str] = {
@@ -54,19 +52,4 @@ OPEN: dict[tuple[str, str], str] = {
     ("Node", "fork_beside_calls"): _FORK_LOCK,
     ("Topic", "fork_beside_calls"): _FORK_LOCK,
     ("Publisher", "close_beside_a_blocked_call"): "close waits for a publish that waits for a buffer",
-    ("Group", "close_from_two_threads"): _TWICE,
-    ("Group: over TCP", "close_from_two_threads"): _TWICE,
-    ("Group: with a reducer", "close_from_two_threads"): _TWICE,
-    ("Group: of one rank", "close_from_two_threads"): _TWICE,
-    ("Reducer", "close_from_two_threads"): _TWICE,
-    ("Work", "close_from_two_threads"): _TWICE,
-    ("Group", "daemon_thread_at_exit"): _ABORTS,
-    ("Group: over TCP", "daemon_thread_at_exit"): _ABORTS,
-    ("Group: with a reducer", "daemon_thread_at_exit"): _ABORTS,
-    ("Group", "dropped_with_work"): _DROPPED,
-    ("Group: over TCP", "dropped_with_work"): _DROPPED,
-    ("Group: with a reducer", "dropped_with_work"): _DROPPED,
-    ("Group", "fork_beside_calls"): _FORK_LOCK,
-    ("Group: over TCP", "fork_beside_calls"): _FORK_LOCK,
-    ("Group: of one rank", "fork_beside_calls"): _FORK_LOCK,
 }

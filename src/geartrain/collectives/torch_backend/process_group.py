@@ -104,6 +104,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._name = name
         self.options = options or BackendOptions()
         self._lock = threading.Lock()
+        self._opening = threading.Lock()  # held while a Group is made: not by who closes, which ends that
         self._groups: dict[str, Any] = {}
         self._stagings: dict[torch.device, Staging] = {}
         self._finisher = Finisher(f"geartrain-{name}")
@@ -217,13 +218,26 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _group(self, where: str) -> Any:
         """The Group for tensors of one device. Each has its own: calls are ordered among tensors of one device only."""
+        group = self._opened(where)
+        if group is not None:
+            return group
+        with self._opening:
+            group = self._opened(where)
+            if group is not None:
+                return group
+            group = self._open(where)
+            with self._lock:
+                if not self._closed:
+                    self._groups[where] = group
+                    return group
+        group.close(0.0)
+        raise ConnectionClosedError(f"the process group {self._name!r} was closed")
+
+    def _opened(self, where: str) -> Any:
         with self._lock:
             if self._closed:
                 raise ConnectionClosedError(f"the process group {self._name!r} was closed")
-            group = self._groups.get(where)
-            if group is None:
-                group = self._groups[where] = self._open(where)
-            return group
+            return self._groups.get(where)
 
     def _open(self, where: str) -> Any:
         from geartrain.collectives import Group
@@ -233,7 +247,7 @@ class ProcessGroup(dist.ProcessGroup):
             return Group(
                 self.rank(),
                 self.size(),
-                store=PolledStore(f"allreduce/{where}/{o.epoch}/", self._store),
+                store=PolledStore(f"allreduce/{where}/{o.epoch}/", self._store, lambda: self._closed),
                 name=f"{self._name}/{where}",
                 reducers=o.reducers,
                 shares=o.shares,
@@ -245,6 +259,8 @@ class ProcessGroup(dist.ProcessGroup):
                 on_reducer_loss=o.on_reducer_loss,
             )
         except GeartrainError as error:
+            if self._closed:
+                raise ConnectionClosedError(f"the process group {self._name!r} was closed") from error
             self._unreachable |= {address for address in o.reducers if address in str(error)}
             raise
 
@@ -354,11 +370,21 @@ for _name in FORWARDED:
 
 
 class PolledStore:
-    """A prefix of a torch store that polls instead of waiting: TCPStore logs every wait that ends early."""
+    """A prefix of a torch store that polls instead of waiting: TCPStore logs every wait that ends early.
 
-    def __init__(self, prefix: str, store: Any) -> None:
+    Once `closed()` is true, calls raise `RuntimeError`, as a store that is gone.
+    """
+
+    def __init__(self, prefix: str, store: Any, closed: Callable[[], bool] = lambda: False) -> None:
         self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        self.set, self.get, self.check = self._store.set, self._store.get, self._store.check
+        self._closed = closed
+        self.set, self.get = self._store.set, self._store.get
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        if self._closed():
+            raise RuntimeError("the process group was closed")
+        return bool(self._store.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         """Raises `RuntimeError` at the deadline, as torch's do."""

@@ -18,8 +18,6 @@ lost nor done twice.
 from __future__ import annotations
 
 import json
-import socket
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,10 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from geartrain.collectives.probe import unreachable
 from geartrain.collectives.torch_backend.process_group import PolledStore, ProcessGroup
 from geartrain.errors import PeerLostError
-
-PROBE_TIMEOUT_S = 3.0
 
 
 def reform(step: int = 0, state: Sequence[Any] = (), *, group: Any = None, timeout_s: float = 60.0) -> int:
@@ -61,7 +58,8 @@ def reform(step: int = 0, state: Sequence[Any] = (), *, group: Any = None, timeo
         raise ValueError(f"only a group of the backend 'geartrain' can be re-formed, found {type(group).__name__}")
     options = group.options
     blamed = group.blamed()  # a stopped process still accepts connections
-    reached = [address for address, alive in _probe(options.reducers).items() if alive and address not in blamed]
+    blamed |= unreachable(options.reducers)
+    reached = [address for address in options.reducers if address not in blamed]
     states = _all_gather(group, {"step": step, "reached": reached}, timeout_s)
     lost = [address for address in options.reducers if any(address not in one["reached"] for one in states)]
     group.reopen(options.without_reducers(lost))
@@ -70,24 +68,6 @@ def reform(step: int = 0, state: Sequence[Any] = (), *, group: Any = None, timeo
     if min(steps) != max(steps):
         _broadcast_state(state, furthest, group)
     return int(max(steps))
-
-
-def _probe(addresses: Sequence[str]) -> dict[str, bool]:
-    """Which reducers accept a connection; probed in parallel."""
-    found = dict.fromkeys(addresses, False)
-
-    def probe(address: str) -> None:
-        host, _, port = address.rpartition(":")
-        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S):
-            found[address] = True
-
-    threads = [threading.Thread(target=probe, args=(address,), daemon=True) for address in addresses]
-    for thread in threads:
-        thread.start()
-    until_s = time.monotonic() + PROBE_TIMEOUT_S + 1
-    for thread in threads:
-        thread.join(max(0.0, until_s - time.monotonic()))  # name resolution has no timeout of its own
-    return found
 
 
 def _all_gather(group: ProcessGroup, mine: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:

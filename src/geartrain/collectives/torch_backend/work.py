@@ -1,9 +1,9 @@
-"""Implementation of torch's `Work` for an all-reduce, and the thread that completes its futures.
+"""Implementation of torch's `Work` for an all-reduce, and the threads that complete its futures.
 
 Native operations end by themselves; a thread has to wait for them and report. That is the caller of `wait` or, once a
-future was requested, the group's `Finisher`, which takes works in the order they were made. DDP requests futures; plain
-`dist.all_reduce` does not, and then costs no thread. Errors are raised where the work is waited for, and never end the
-process.
+future was requested, the group's `Finisher`, which takes works in the order they were made; whoever comes first
+completes the future. DDP requests futures; plain `dist.all_reduce` does not, and then costs no thread. Errors are
+raised where the work is waited for, and never end the process.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,6 +22,9 @@ import torch
 import torch.distributed as dist
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: How long the callbacks of one work may hold up those of the next: they may wait for it.
+STALL_S = 0.05
 
 
 def uncompiled(function: Function) -> Function:
@@ -77,12 +80,20 @@ class TorchWork(dist.Work):
         self._over = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._base: torch.futures.Future[Any] | None = None  # what `_future` waits for; taken by who completes it
 
     @uncompiled
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """True when the result is there; `timeout` 0 stands for the operation's own. Raises `DistBackendError`."""
+        """True when the result is there; `timeout` 0 stands for the operation's own. Raises `DistBackendError`.
+
+        The future is done too, with the result or the error; its callbacks may run on this thread.
+        """
         limit_s = timeout.total_seconds()
-        self.wait_on_host(limit_s if limit_s > 0 else None)
+        try:
+            self.wait_on_host(limit_s if limit_s > 0 else None)
+        finally:
+            if self._over:
+                self.settle()
         if self._join is not None:
             self._join()
         return True
@@ -118,20 +129,29 @@ class TorchWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of tensors. It fails with the operation; waiting for it then raises `RuntimeError`."""
         with self._lock:
-            if self._future is None:
-                base: torch.futures.Future[Any] = torch.futures.Future(devices=self._devices)
-                # An exception given to Future.set_exception is a value to C++, which reads it as tensors and crashes
-                # (DDP's backward). One that a callback raises is an error in C++ too.
-                self._future = base.then(self._value)
-                self._finisher.add(self, lambda: self._complete(base))
-            return self._future
-
-    def _complete(self, base: torch.futures.Future[Any]) -> None:
-        if self._around is None:
-            base.set_result(self._tensors)
+            if self._future is not None:
+                return self._future
+            # An exception given to Future.set_exception is a value to C++, which reads it as tensors and crashes
+            # (DDP's backward). One that a callback raises is an error in C++ too.
+            self._base = torch.futures.Future(devices=self._devices)
+            self._future = future = self._base.then(self._value)
+        if self._over:
+            self.settle()
         else:
-            with self._around():
-                base.set_result(self._tensors)
+            self._finisher.add(self)
+        return future
+
+    def settle(self) -> None:
+        """Completes the future, if one was requested, after the operation has ended; returns when it is done."""
+        with self._lock:
+            base, self._base = self._base, None
+            future = self._future
+        if base is not None:
+            with contextlib.nullcontext() if self._around is None else self._around():
+                base.set_result(self._tensors)  # and runs the callbacks
+        elif future is not None:
+            with contextlib.suppress(Exception):  # raised by `wait`, and to who waits for the future
+                future.wait()  # another thread completes it right now
 
     def _value(self, _: Any) -> list[torch.Tensor]:
         if self._error is not None:
@@ -164,38 +184,102 @@ class TorchWork(dist.Work):
 
 
 class Finisher:
-    """A thread that waits for works in order and then completes their futures. It starts with the first."""
+    """Threads that wait for works in order and then complete their futures. They start with the first.
+
+    Completing a future runs its callbacks, those of one work after those of the work before. A callback may start
+    further all-reduces and wait for their futures: works made in a callback are completed by other threads, those of
+    the next depth. One that waits for a work behind its own only delays that one (`STALL_S`).
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: queue.SimpleQueue[tuple[TorchWork, Callable[[], None]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
+        self._depths: list[_Completions] = []
 
-    def add(self, work: TorchWork, complete: Callable[[], None]) -> None:
-        """Calls `complete` once the operation has ended, with a result or an error."""
+    def add(self, work: TorchWork) -> None:
+        """Settles the work once its operation has ended, with a result or an error."""
+        depth = getattr(_callbacks, "depth", 0)
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"{self._name}-finisher", daemon=True)
-                self._thread.start()
-        self._queue.put((work, complete))
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            work, complete = item
-            with contextlib.suppress(dist.DistBackendError):  # raised by the future
-                work.wait_on_host()
-            try:
-                complete()
-            except Exception:  # the device has failed; later futures must still be completed
-                logging.getLogger(__name__).exception("a future of an all-reduce could not be completed")
-            del item, work, complete  # else the tensors would live until the next item
+            while len(self._depths) <= depth:
+                self._depths.append(_Completions(f"{self._name}-finisher", len(self._depths)))
+            completions = self._depths[depth]
+        completions.add(work)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread, after the works it has; these must have ended or be able to end (their group closed)."""
+        """Ends the threads, after the works they have; these must have ended or be able to end (their group closed)."""
         with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None and os.getpid() == self._pid and thread is not threading.current_thread():
-            self._queue.put(None)
-            thread.join(timeout_s)
+            depths, self._depths = self._depths, []
+        until_s = time.monotonic() + timeout_s
+        for completions in depths:
+            completions.close(until_s)
+
+
+#: `depth` of a thread that runs callbacks: one more than that of their work.
+_callbacks = threading.local()
+
+
+class _Completions:
+    """Works of one depth, and the threads that complete them: one that is not in a callback, while there are works."""
+
+    def __init__(self, name: str, depth: int) -> None:
+        self._name = name
+        self._depth = depth
+        self._changed = threading.Condition()
+        self._works: deque[TorchWork] = deque()
+        self._last = threading.Event()  # set after the callbacks of the work that was taken last
+        self._last.set()
+        self._threads: list[threading.Thread] = []
+        self._free = 0  # threads that are not in a callback
+        self._closing = False
+        self._pid = os.getpid()
+
+    def add(self, work: TorchWork) -> None:
+        with self._changed:
+            self._works.append(work)
+            self._staff()
+            self._changed.notify()
+
+    def close(self, until_s: float) -> None:
+        if os.getpid() != self._pid:  # a fork has no such threads, and perhaps a lock that is held for ever
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            threads = list(self._threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until_s - time.monotonic()))
+
+    def _staff(self) -> None:
+        if self._works and self._free == 0:
+            self._free += 1
+            thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self) -> None:
+        _callbacks.depth = self._depth + 1
+        while True:
+            with self._changed:
+                while not self._works:
+                    if self._closing:
+                        self._free -= 1
+                        return
+                    self._changed.wait()
+                work = self._works.popleft()
+                before, self._last = self._last, threading.Event()
+                over = self._last
+            with contextlib.suppress(dist.DistBackendError):  # raised by the future
+                work.wait_on_host()
+            before.wait(STALL_S)
+            with self._changed:
+                self._free -= 1
+                self._staff()
+            try:
+                work.settle()
+            except Exception:  # the device has failed; later futures must still be completed
+                logging.getLogger(__name__).exception("a future of an all-reduce could not be completed")
+            over.set()
+            with self._changed:
+                self._free += 1
+            del work, before, over  # else the tensors would live until the next work

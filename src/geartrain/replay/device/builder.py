@@ -99,6 +99,7 @@ class DeviceBatchBuilder:
         self, samplers: list[StoreSampler], selection: Selection, batch_size: int, options: DeviceOptions
     ) -> None:
         self.samplers = samplers
+        self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self.rows = batch_size
         self.options = options
         self._make_s = 0.0

@@ -128,6 +128,7 @@ class DistributedBatchBuilder:
             fields,
             sum(plan.row_bytes(name) for name in fields),
         )
+        self.store_ids: list[int] = self.members.shard_ids.tolist()
         self._check_sizes()
         # Fetch plans by the fields of each consumer; those of the first store serve as memory format for all stores.
         wanted = {consumer.fields for consumer in self.members.consumers if consumer.fields}

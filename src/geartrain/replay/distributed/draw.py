@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.errors import EmptyStoreError, RanksDisagreeError
+from geartrain.errors import EmptyStoreError, RanksDisagreeError, SplitGroupError
 from geartrain.replay.builder import PriorityUpdate, State
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import rank_status
@@ -37,7 +37,7 @@ T = TypeVar("T")
 class CommonError(Exception):
     """An error that every rank derives from the same data, so that no rank has to be told and none is lost."""
 
-    def __init__(self, error: EmptyStoreError) -> None:
+    def __init__(self, error: EmptyStoreError | SplitGroupError) -> None:
         self.error = error
 
 
@@ -45,7 +45,7 @@ def common_errors(body: Callable[[], T]) -> T:
     """Runs a computation whose errors about the stores are the same on all ranks."""
     try:
         return body()
-    except EmptyStoreError as error:
+    except (EmptyStoreError, SplitGroupError) as error:
         raise CommonError(error) from None
 
 

@@ -96,6 +96,7 @@ class Members:
         }
         everyone: list[dict[str, Any]] = group.all_gather_object(mine)
         _check(everyone)
+        _check_order([each["stores"] for each in everyone])
         self.row_bytes = [int(each["row_bytes"]) for each in everyone]
         self.stores: list[StoreShards] = []
         for number in range(len(store_ids)):
@@ -175,6 +176,20 @@ def _check(everyone: list[dict[str, Any]]) -> None:
             f"{len(everyone)} ranks have {len(positions)} different positions in a mesh of "
             f"{' x '.join(map(str, first['position'][3:]))}"
         )
+
+
+def _check_order(ids: Sequence[Sequence[int]]) -> None:
+    """Raises `RanksDisagreeError` where two ranks have the same segments as other stores of the job."""
+    places: dict[int, tuple[int, list[int]]] = {}
+    for rank, mine in enumerate(ids):
+        for store in dict.fromkeys(mine):
+            here = [number for number, each in enumerate(mine) if each == store]
+            first, there = places.setdefault(store, (rank, here))
+            if here != there:
+                raise RanksDisagreeError(
+                    f"the segment with id {store:016x} is store {there} of the replay on rank {first} and {here} on "
+                    f"rank {rank}; give the stores in the same order on all ranks"
+                )
 
 
 def _shards(ids: Sequence[int], first: int) -> StoreShards:

@@ -67,6 +67,8 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
     saved = source.rows()
     store = Store.open(name, adopt=True)
     try:
+        if store.id != peeked.id:
+            raise CheckpointError(f"the name {name!r} passed to another segment while its rows were adopted")
         keys = store.keys()
         infos = store.native.infos(keys.row)
         before = np.zeros(store.capacity, ROW_RECORD)

@@ -94,6 +94,10 @@ def of_group(group: Any) -> Topology:
     """Data parallelism over a `torch.distributed` process group."""
     import torch.distributed as dist
 
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError(
+            f"group is a process group of torch.distributed or a RankGroup, found {type(group).__name__}"
+        )
     members = dist.get_process_group_ranks(group)
     return Topology(members, MeshPosition(dp=members.index(dist.get_rank()), dp_size=len(members)))
 

@@ -1,0 +1,69 @@
+#include "store/open_stores.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <mutex>
+#include <vector>
+
+#include "store/store.h"
+
+namespace geartrain {
+namespace {
+
+struct OpenStores {
+  std::mutex mutex;
+  std::vector<Store*> stores;
+};
+
+OpenStores& open_stores() {
+  static auto* made = new OpenStores();  // never deleted: stores may be closed while the process exits
+  return *made;
+}
+
+void before_fork() {
+  open_stores().mutex.lock();
+  for (Store* store : open_stores().stores) store->before_fork();
+}
+void after_fork_in_parent() {
+  for (Store* store : open_stores().stores) store->after_fork_in_parent();
+  open_stores().mutex.unlock();
+}
+void after_fork_in_child() {
+  for (Store* store : open_stores().stores) store->after_fork_in_child();
+  open_stores().mutex.unlock();
+}
+
+void close_all() {
+  for (;;) {
+    Store* store = nullptr;
+    {
+      std::lock_guard lock(open_stores().mutex);
+      if (open_stores().stores.empty()) return;
+      store = open_stores().stores.back();
+      open_stores().stores.pop_back();
+    }
+    store->close_at_exit();
+  }
+}
+
+}  // namespace
+
+void register_store(Store* store) {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    ::pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+    std::atexit(close_all);
+  });
+  std::lock_guard lock(open_stores().mutex);
+  open_stores().stores.push_back(store);
+}
+
+void unregister_store(Store* store) {
+  std::lock_guard lock(open_stores().mutex);
+  auto& stores = open_stores().stores;
+  stores.erase(std::remove(stores.begin(), stores.end(), store), stores.end());
+}
+
+}  // namespace geartrain

@@ -1,0 +1,232 @@
+"""Life of groups: close beside everything, groups that are dropped or alive at the interpreter's end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from collectives_crew import MemoryStore
+from deadlines import patience
+
+from geartrain.collectives import Group, Reducer
+from geartrain.errors import CollectiveClosedError, ConnectionClosedError, GeartrainError, RankLostError
+
+
+def groups_of(world_size: int, **options: Any) -> list[Group]:
+    store = MemoryStore()
+    groups: list[Any] = [None] * world_size
+
+    def make(rank: int) -> None:
+        groups[rank] = Group(rank, world_size, store=store, timeout_s=patience(20), **options)
+
+    in_threads(*(lambda rank=rank: make(rank) for rank in range(world_size)))  # type: ignore[misc]
+    return groups
+
+
+def in_threads(*calls: Callable[[], Any]) -> None:
+    """Runs all at once; raises what one has raised, and fails when one hangs."""
+    raised: list[BaseException] = []
+
+    def run(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience(60))
+    assert not any(thread.is_alive() for thread in threads), "a call hangs"
+    if raised:
+        raise raised[0]
+
+
+def mapped_array(count: int) -> Any:
+    """An array in a mapping of its own: what writes there after it was dropped is a SIGSEGV."""
+    array = np.frombuffer(mmap.mmap(-1, 4 * count), np.float32)
+    array.fill(1)
+    return array
+
+
+def late(random_: random.Random, call: Callable[[], Any], *may_raise: type[BaseException]) -> Callable[[], None]:
+    delay_s = random_.random() * 2e-3
+
+    def run() -> None:
+        time.sleep(delay_s)
+        with contextlib.suppress(*may_raise):
+            call()
+
+    return run
+
+
+ROUNDS = [10, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("reform", [False, True])
+def test_a_group_is_closed_by_threads_at_once_beside_its_other_calls(rounds: int, reform: bool) -> None:
+    dice = random.Random(3)
+    for _ in range(rounds):
+        close_beside_everything(dice, Reducer(transport="tcp") if reform else None)
+
+
+def close_beside_everything(dice: random.Random, reducer: Reducer | None) -> None:
+    options = {} if reducer is None else {"reducers": [reducer.address], "on_reducer_loss": "reform"}
+    group, other = groups_of(2, **options)
+    arrays = [np.ones(20_000, np.float32) for _ in range(4)]
+    calls = [
+        late(dice, group.close),
+        late(dice, group.close),
+        late(dice, lambda: group.close(0.0)),
+        late(dice, group.counters, CollectiveClosedError),
+        late(dice, group.error),
+        late(dice, lambda: group.all_reduce(arrays[0]), CollectiveClosedError, RankLostError),
+        late(dice, lambda: group.all_reduce_async(arrays[1]), CollectiveClosedError),
+        late(dice, lambda: other.all_reduce(arrays[2]), GeartrainError),
+        late(dice, lambda: other.all_reduce(arrays[3]), GeartrainError),
+    ]
+    if reducer is not None:
+        calls += [late(dice, lambda: reducer.close(0.0)), late(dice, lambda: reducer.close(0.0))]
+    in_threads(*calls)
+    for call in (lambda: group.all_reduce(arrays[0]), group.counters, group.reform):
+        with pytest.raises(CollectiveClosedError):
+            call()
+    group.close()
+    group.abort("too late")
+    assert isinstance(group.error(), GeartrainError)
+    other.close(0.0)
+    if reducer is not None:
+        with pytest.raises(ConnectionClosedError):
+            reducer.metrics()
+
+
+def test_a_close_beside_a_blocked_wait_returns_and_ends_the_wait() -> None:
+    group, other = groups_of(2)
+    ended: list[Any] = []
+
+    def wait() -> None:
+        began = time.monotonic()
+        with pytest.raises(CollectiveClosedError):
+            work.wait()
+        ended.append(time.monotonic() - began)
+
+    work = group.all_reduce_async(np.ones(50_000, np.float32), timeout_s=3600)
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    began = time.monotonic()
+    group.close(timeout_s=3600)
+    waiter.join()
+    assert time.monotonic() - began < patience(1)
+    assert ended
+    with pytest.raises(RankLostError, match="rank 0 has left"):
+        other.all_reduce(np.ones(50_000, np.float32))
+    other.close()
+
+
+def test_a_close_ends_a_group_that_looks_for_its_next_session() -> None:
+    reducer = Reducer(transport="tcp")
+    group, other = groups_of(2, reducers=[reducer.address], on_reducer_loss="reform")
+    work = group.all_reduce_async(np.ones(50_000, np.float32), timeout_s=3600)
+    reducer.close(0.0)
+    raised: list[BaseException] = []
+
+    def wait() -> None:  # recovers, and waits for the other rank, which does nothing
+        try:
+            work.wait()
+        except BaseException as error:
+            raised.append(error)
+
+    waiters = [threading.Thread(target=wait) for _ in range(2)]
+    for waiter in waiters:
+        waiter.start()
+    until_s = time.monotonic() + patience(20)
+    while not group._lock.locked() and time.monotonic() < until_s:
+        time.sleep(0.001)
+    began = time.monotonic()
+    group.close(timeout_s=3600)
+    for waiter in waiters:
+        waiter.join(patience(20))
+    assert time.monotonic() - began < patience(2)
+    assert [type(error) for error in raised] == [CollectiveClosedError] * 2
+    with pytest.raises(CollectiveClosedError):
+        group.all_reduce(np.ones(3, np.float32))
+    other.close(0.0)
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_arrays_live_until_a_dropped_group_has_ended(rounds: int) -> None:
+    for _ in range(rounds):
+        groups = groups_of(2)
+        other = groups[1]
+        of_other = [mapped_array(50_000) for _ in range(4)]
+        dropped: list[int] = []
+
+        def drop(number: int, other: Group = other, arrays: Any = of_other, seen: list[int] = dropped) -> None:
+            # As soon as the first array is given up, the results for all come.
+            if not seen:
+                for array in arrays:
+                    other.all_reduce_async(array)
+            seen.append(number)
+            time.sleep(0.02)
+
+        arrays = [mapped_array(50_000) for _ in range(4)]
+        callbacks = [weakref.ref(array, lambda _, i=i: drop(i)) for i, array in enumerate(arrays)]
+        for array in arrays:
+            groups[0].all_reduce_async(array)
+        del array, arrays
+        groups.clear()
+        gc.collect()
+        assert len(dropped) == len(callbacks)
+        other.close(0.0)
+
+
+SCRIPT = """
+import mmap, sys, threading, time
+import numpy as np
+sys.path.insert(0, {support!r})
+from collectives_crew import MemoryStore
+from geartrain.collectives import Group, Reducer
+
+arrays = [np.frombuffer(mmap.mmap(-1, 1_600_000), np.float32) for _ in range(40)]
+store, groups, reducer = MemoryStore(), [None, None], Reducer()
+
+def make(rank):
+    groups[rank] = Group(rank, 2, store=store, reducers=[reducer.address])
+
+threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+works = [groups[i % 2].all_reduce_async(array) for i, array in enumerate(arrays)]
+if {daemon}:
+    for work in works:
+        threading.Thread(target=work.wait, daemon=True).start()
+del {dropped}
+"""
+
+
+@pytest.mark.parametrize("dropped", ["arrays", "groups", "works", "store, groups, works"])
+@pytest.mark.parametrize("daemon", [False, True])
+def test_an_interpreter_ends_with_operations_under_way(dropped: str, daemon: bool) -> None:
+    support = str(__import__("pathlib").Path(__file__).parents[1] / "support")
+    script = SCRIPT.format(support=support, daemon=daemon, dropped=dropped)
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

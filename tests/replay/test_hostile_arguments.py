@@ -1,0 +1,321 @@
+"""Strategies, mixtures and replays refuse every value that is none at the door, by an ArgumentError that names it.
+
+Every parameter of every constructor gets every value of a list of awkward ones. What is allowed stands here once more,
+as simply as it can be said, so a value that slips through fails as well as one that is refused by some other error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import geartrain as gt
+from geartrain.errors import ArgumentError, GeartrainError
+from geartrain.selection import (
+    Fifo,
+    GroupSampling,
+    Lifo,
+    Limits,
+    Linear,
+    Mixture,
+    Prioritized,
+    TopK,
+    Traits,
+    Uniform,
+)
+
+VALUES: list[Any] = [
+    None, True, False, np.True_, 0, 1, -1, 2, 8, 2**31, 2**32, 2**63, 2**64, 2**200, -(2**63) - 1,
+    0.0, 0.5, 1.0, 2.5, -0.5, 1e300, -1e300, math.nan, math.inf, -math.inf, 10**400,
+    np.int64(3), np.uint8(2), np.float32(0.5), np.float64("nan"), np.float32("inf"),
+    "", "x", "1", "nan", b"1", [], [1], [0.5, 0.5], ["x"], [["x"]], [None], (), {}, {"x": 1}, set(), object(),
+    Exception, 1j, Fraction(1, 2), np.array(1.0), np.array([1, 2]), np.array([[0.5]]), range(3),
+    Uniform(), [Uniform()], Limits(),
+]  # fmt: skip
+
+
+def whole(least: int, most: int, *, none: bool = False) -> Callable[[Any], bool]:
+    def is_whole(value: Any) -> bool:
+        if value is None:
+            return none
+        return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= most
+
+    return is_whole
+
+
+def number(least: float, *, above: bool = False, none: bool = False, most: float = 1.8e308) -> Callable[[Any], bool]:
+    def is_number(value: Any) -> bool:
+        if value is None:
+            return none
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+            return False
+        value = value.item() if isinstance(value, np.generic) else value
+        if abs(value) > 10**308 or not math.isfinite(value) or value > most:
+            return False
+        return bool(value > least if above else value >= least)
+
+    return is_number
+
+
+def flag(value: Any) -> bool:
+    return isinstance(value, (bool, np.bool_))
+
+
+def limits(value: Any) -> bool:
+    return value is None or isinstance(value, Limits)
+
+
+SEED = whole(0, 2**64 - 1, none=True)
+COMMON = {"seed": SEED, "limits": limits}
+RANDOM = {**COMMON, "replacement": flag, "stratified": flag}
+# Of each parameter what is allowed; functions are, where a schedule or a version is.
+ALLOWED: dict[Any, dict[str, Callable[[Any], bool]]] = {
+    Uniform: RANDOM,
+    Prioritized: {
+        **RANDOM,
+        "alpha": lambda value: callable(value) or number(0, above=True)(value),
+        "beta": lambda value: callable(value) or number(0, none=True)(value),
+    },
+    TopK: COMMON,
+    Lifo: COMMON,
+    Fifo: COMMON,
+    GroupSampling: {
+        **COMMON, "by": lambda value: isinstance(value, str), "size": whole(1, 2**31 - 1), "prioritized": flag,
+    },
+    Limits: {
+        "min_version": lambda value: callable(value) or whole(-(2**63), 2**63 - 1, none=True)(value),
+        "max_age_s": number(0, above=True, none=True),
+        "min_length": whole(0, 2**32 - 1),
+    },
+    Linear: {"start": number(-1e308), "end": number(-1e308), "steps": number(0)},
+    Traits: {
+        "form": lambda value: value == "custom" if isinstance(value, str) else False,
+        "atom": whole(1, 2**31 - 1),
+        **dict.fromkeys(("by_priority", "replacement", "stratified", "cursor", "stateless", "importance"), flag),
+        "alpha": lambda value: callable(value) or number(0, above=True)(value),
+        "limits": limits,
+    },
+}  # fmt: skip
+GIVEN: dict[Any, dict[str, Any]] = {
+    GroupSampling: {"by": "x", "size": 2},
+    Linear: {"start": 0.5, "end": 1.0, "steps": 10},
+    # With these no pair of flags contradicts another.
+    Traits: {"form": "oldest"},
+}
+
+
+def test_no_parameter_is_left_out() -> None:
+    for made, allowed in ALLOWED.items():
+        assert set(inspect.signature(made).parameters) == set(allowed), made
+    given = set(inspect.signature(gt.Replay.__init__).parameters) - {"self", "store", "selection", "device"}
+    assert given == {*REPLAY, "group", "mesh"}
+
+
+@pytest.mark.parametrize(
+    ("made", "parameter"), [(made, name) for made, allowed in ALLOWED.items() for name in allowed], ids=str
+)
+def test_a_strategy_takes_what_is_allowed_and_refuses_the_rest(made: Any, parameter: str) -> None:
+    for value in VALUES:
+        arguments = {**GIVEN.get(made, {}), parameter: value}
+        if parameter == "stratified" and made is not Traits:
+            arguments["replacement"] = True
+        if ALLOWED[made][parameter](value):
+            if not contradictory(made, parameter, value):
+                made(**arguments)
+            continue
+        with pytest.raises(ArgumentError) as refused:
+            made(**arguments)
+        assert len(str(refused.value)) < 500, value
+
+
+def contradictory(made: Any, parameter: str, value: Any) -> bool:
+    return made is Traits and (parameter == "form" or (parameter == "stratified" and bool(value)))
+
+
+REPLAY: dict[str, Callable[[Any], bool]] = {
+    "batch_size": whole(1, 2**31 - 1),
+    "fields": lambda value: value is None or value == ["x"],
+    "window": whole(1, 2**31 - 1, none=True),
+    "pad": lambda value: isinstance(value, str) and value in ("left", "right"),
+    "prefetch": whole(0, 1024),
+    "output": lambda value: isinstance(value, str) and value in ("torch", "numpy"),
+    "num_batches": whole(0, 2**63 - 1, none=True),
+    "min_rows": whole(1, 2**32, none=True),
+    "threads": whole(1, 4096, none=True),
+    "timeout_s": number(0, most=1e9),
+    "inputs": lambda value: value is None or value == ["x"],
+    "targets": lambda value: value is None or value == ["x"],
+    "assignment": lambda value: isinstance(value, str) and value in ("local_first", "ordered"),
+    "seed": whole(0, 2**64 - 1),
+}
+
+
+@pytest.fixture
+def store(store_name: Callable[[], str]) -> Any:
+    with gt.Store.create(store_name(), {"x": gt.Field((), "int64")}, max_length=4, capacity=8) as made:
+        made.insert({"x": np.zeros((8, 4), np.int64)})
+        yield made
+
+
+@pytest.mark.parametrize("parameter", REPLAY)
+def test_a_replay_takes_what_is_allowed_and_refuses_the_rest(store: gt.Store, parameter: str) -> None:
+    for value in VALUES:
+        arguments = {"batch_size": 2, "output": "numpy", parameter: value}
+        try:
+            is_allowed = bool(REPLAY[parameter](value))
+        except ValueError:  # an array, compared with a list
+            is_allowed = False
+        if is_allowed:
+            gt.Replay(store, Uniform(), **arguments).close()
+            continue
+        with pytest.raises(ArgumentError) as refused:
+            gt.Replay(store, Uniform(), **arguments)
+        assert len(str(refused.value)) < 500, value
+
+
+def test_a_replay_is_of_stores_and_strategies(store: gt.Store) -> None:
+    for value in [*VALUES, store, [store], [store, 1], (store,)]:
+        if isinstance(value, (Uniform, gt.Store)) or (isinstance(value, (list, tuple)) and value == [store]):
+            continue
+        with pytest.raises(ArgumentError):
+            if isinstance(value, tuple) and value and value[0] is store:
+                gt.Replay(value, 3, 2)  # type: ignore[call-overload]
+            else:
+                gt.Replay(value, Uniform(), 2)
+    for value in VALUES:
+        if not isinstance(value, Uniform):
+            with pytest.raises(ArgumentError):
+                gt.Replay(store, value, 2)
+        with pytest.raises(ArgumentError):
+            gt.Replay(store, Uniform(), 2, mesh=object() if value is None else value)
+        if value is not None:
+            with pytest.raises(ArgumentError):
+                gt.Replay(store, Uniform(), 2, group=value)
+
+
+def test_a_mixture_is_of_shares_and_strategies(store: gt.Store) -> None:
+    two = [Uniform(), Prioritized()]
+    share = number(0)
+    for value in VALUES:
+        for shares in ([value, 1], [1, value]):
+            if share(value):
+                quotas = Mixture(shares, two, seed=1).quotas(1000, 3)
+                assert sum(quotas) == 1000 and min(quotas) >= 0
+            else:
+                with pytest.raises(ArgumentError):
+                    Mixture(shares, two)
+        with pytest.raises(ArgumentError):
+            Mixture([0, 0], [Uniform(), value])
+        if np.shape(value) != (2,) if isinstance(value, (list, tuple, np.ndarray, range)) else True:
+            with pytest.raises(ArgumentError):
+                Mixture(value, two)
+        if not isinstance(value, Uniform):
+            with pytest.raises(ArgumentError):
+                Mixture([1, 1], [Uniform(), value])
+        with pytest.raises(ArgumentError):
+            Mixture([1, 1], value)
+        if SEED(value):
+            Mixture([1, 1], two, value)
+        else:
+            with pytest.raises(ArgumentError):
+                Mixture([1, 1], two, value)
+    with pytest.raises(ArgumentError):
+        Mixture([1, 1], [Uniform(), Mixture([1], [Uniform()])])  # type: ignore[list-item]
+
+
+def test_shares_of_any_size_are_shares() -> None:
+    two = [Uniform(), Uniform()]
+    assert Mixture([3e-9, 1e-9], two).quotas(400, 0) == Mixture([3, 1], two).quotas(400, 0)
+    assert Mixture([1e300, 1e300], two).quotas(400, 0) == [200, 200]
+    assert Mixture(np.array([0.25, 0.75]), two).quotas(400, 0) == [100, 300]
+    assert Mixture([1e-12, 1], two).quotas(400, 0) == [0, 400]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, "x", None, [1], 0.0])
+def test_a_schedule_or_a_version_that_returns_nonsense_is_told_by_its_value(store: gt.Store, bad: Any) -> None:
+    with pytest.raises(ArgumentError):
+        gt.Replay(store, Prioritized(alpha=lambda step: bad), 2)
+    if bad != 0.0:
+        with (
+            gt.Replay(store, Prioritized(beta=lambda step: bad), 2, prefetch=0) as replay,
+            pytest.raises(ArgumentError),
+        ):
+            replay.sample()
+    with gt.Replay(store, Uniform(limits=Limits(min_version=lambda: bad)), 2, prefetch=0) as replay:
+        with pytest.raises(ArgumentError):
+            replay.sample()
+
+
+def test_priorities_that_are_none_are_refused_and_change_nothing(store: gt.Store) -> None:
+    with gt.Replay(store, Prioritized(), 2, prefetch=0, output="numpy") as replay:
+        keys = replay.sample().keys
+        real = number(-1e308)
+        for value in VALUES:
+            array = None
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                array = np.asarray(value, np.float64)
+            if (
+                real(value)
+                or flag(value)
+                or (array is not None and array.shape in ((), (2,)) and np.isfinite(array).all())
+            ):
+                continue
+            with pytest.raises(ArgumentError):
+                replay.update_priorities(keys, value)
+            with pytest.raises(ArgumentError):
+                replay.update_priorities(value, 1.0)
+        assert store.status()["priority"].tolist() == [1.0] * 8
+
+
+def test_a_state_that_is_none_is_refused_and_the_replay_goes_on(store: gt.Store) -> None:
+    with gt.Replay(store, Fifo(seed=1), 2, prefetch=0, output="numpy") as replay:
+        replay.sample()
+        state = replay.state_dict()
+        expected = replay.sample().keys
+        for value in VALUES:
+            bad = [value]
+            bad += [{**state, name: value} for name in state]
+            bad += [
+                {**state, "state": [{"after": value}]},
+                {**state, "exponents": [value]},
+                {**state, "state": [value]},
+            ]
+            bad += [{name: each for name, each in state.items() if name != gone} for gone in ("seed", "step", "state")]
+            for each in bad:
+                try:
+                    replay.load_state_dict(each)
+                except ArgumentError:
+                    continue
+                taken = replay.state_dict()
+                assert all(isinstance(v, int) for v in taken["state"][0].values()), each
+                assert math.isfinite(taken["exponents"][0]) and taken["step"] >= 0, each
+                with contextlib.suppress(GeartrainError):
+                    replay.sample()
+            replay.load_state_dict(state)
+            assert replay.sample().keys == expected
+
+
+def test_a_state_of_the_same_stores_in_another_order_is_refused(store: gt.Store, store_name: Callable[[], str]) -> None:
+    with gt.Store.create(store_name(), {"x": gt.Field((), "int64")}, max_length=4, capacity=8) as other:
+        other.insert({"x": np.ones((8, 4), np.int64)})
+        mixture = Mixture([1, 1], [Fifo(), Fifo()])
+        with gt.Replay([store, other], mixture, 4, prefetch=0) as replay:
+            replay.sample()
+            state = replay.state_dict()
+        with gt.Replay([other, store], mixture, 4, prefetch=0) as replay:
+            with pytest.raises(ArgumentError, match="the same stores in another order"):
+                replay.load_state_dict(state)
+            # After a restore from disk the ids are new, and the names are what is left.
+            with pytest.raises(ArgumentError, match="the same stores in another order"):
+                replay.load_state_dict({**state, "stores": ["1", "2"]})
+            replay.load_state_dict({name: value for name, value in state.items() if name not in ("stores", "names")})
+        with gt.Replay([store, other], mixture, 4, prefetch=0) as replay:
+            replay.load_state_dict(state)
+            assert replay.step == 1

@@ -1,0 +1,701 @@
+"""The life of a handle of a store: closing it beside calls, forks, the end of the interpreter, descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tagged
+from deadlines import patience
+from segments import Pipe, Segment, holding_the_lock, kill, wait_for, words_offset
+
+import geartrain as gt
+import geartrain._native as _native
+from geartrain.core.keys import Keys
+from geartrain.errors import LockTimeoutError, StaleStoreError, StoreClosedError, StoreError, StoreFullError
+
+NO_ROWS = np.array([0], np.uint32)
+X = {"x": gt.Field((), "int64", per_row=True)}
+
+
+def make(name: str, capacity: int = 16, **options: Any) -> gt.Store:
+    return gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=capacity, **options)
+
+
+# --- a closed handle --------------------------------------------------------------------------------------------
+
+#: Every method of the native store, with arguments that a store of four int64 rows takes.
+ONE, DOUBLE, WIDE = np.array([0], np.uint32), np.array([1.0]), np.array([0], np.uint64)
+NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
+    "counters": (),
+    "set_counters": ({"inserted": 77},),
+    "column": (0,),
+    "segment": (),
+    "layout": (),
+    "allocate": (1,),
+    "allocate_one": (),
+    "commit": (ONE, None, None, None),
+    "commit_one": (0, 1, 1.0, 0),
+    "publish_one": (0, 1, 1.0, 0),
+    "limit": (True, 1.0, 1, 9.0, True),
+    "limiter": (),
+    "limited": (),
+    "admit_inserts": (1, 0.0),
+    "admit_samples": (1, 0.0),
+    "give_back": (1, 1),
+    "extend": (0, 1),
+    "seal_one": (0,),
+    "abandon": (ONE,),
+    "abandon_one": (0,),
+    "insert": (1, [(0, np.zeros((1, 8), np.int64)[:, 0])], None, None, None, 1),
+    "update_priorities": (ONE, ONE, DOUBLE),
+    "raise_priorities": (2.0,),
+    "keep_segment": (),
+    "set_times_sampled": (ONE, ONE, ONE),
+    "advance_sequence": (9,),
+    "remove": (ONE, ONE),
+    "count_samples": (ONE, ONE),
+    "release_exhausted": (ONE, ONE),
+    "expire": (),
+    "keys": (),
+    "free_rows": (),
+    "infos": (ONE,),
+    "restore": (ONE, ONE, ONE, ONE, ONE, WIDE, WIDE, WIDE.astype(np.int64), 1),
+    "lengths": (ONE,),
+    "live_clients": (),
+    "committed_count": (),
+    "total_priority": (),
+    "next_sequence": (),
+    "reap": (),
+    "rebuild": (),
+    "audit": (),
+    "unlink": (),
+}
+#: What a closed store still tells: what it was, and that it is closed.
+ALLOWED = {"create", "attach", "describe", "close", "closed"}
+#: What a store that was opened read-only may do.
+READS = {
+    "counters", "column", "segment", "layout", "limiter", "limited", "keys", "infos", "lengths", "live_clients",
+    "committed_count", "total_priority", "next_sequence", "unlink", "keep_segment",
+}  # fmt: skip
+#: No effect on a store without max_age_s or max_times_sampled.
+NOTHING_TO_DO = {"expire", "release_exhausted"}
+
+
+def call(native: _native.Store, method: str) -> Any:
+    found = getattr(native, method)
+    return found(*NATIVE_CALLS[method]) if callable(found) else found
+
+
+def methods() -> list[str]:
+    return sorted(each for each in dir(_native.Store) if not each.startswith("_") and each not in ALLOWED)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_age_s": 9.0, "max_times_sampled": 3}], ids=["plain", "limits"])
+def test_a_closed_handle_refuses_every_call_and_changes_nothing_in_the_living_segment(name, options):
+    with gt.Store.create(name, X, capacity=4, **options) as living:
+        living.insert({"x": np.arange(2)})
+        handle = gt.Store.open(name)
+        candidates = gt.selection.Candidates.of_store(handle.native, handle.column)
+        limiter, row = handle.limiter, handle.row()
+        handle.close()
+        before = (living.stats(), living.limiter.state(), living.path.read_bytes())
+        for method in methods():
+            with pytest.raises(StoreClosedError, match="was closed"):
+                call(handle.native, method)
+        for refused in (
+            lambda: limiter.set(samples_per_insert=2),
+            limiter.off,
+            limiter.state,
+            lambda: limiter.admit_inserts(1),
+            lambda: limiter.give_back(samples=1),
+            lambda: len(handle),
+            handle.stats,
+            handle.status,
+            row.commit,
+            candidates.native.total_priority,
+            candidates.native.count,
+            lambda: candidates.native.draw(True, 0, 0, 0, NO_ROWS),
+            lambda: candidates.native.find(True, np.zeros(1, np.uint64)),
+            lambda: _native.empty_batch(handle.native, 1, [0], 0),
+            gt.selection.Candidates.of_store(handle.native, handle.column).native.count,
+        ):
+            with pytest.raises(StoreClosedError, match="was closed"):
+                refused()
+        assert (living.stats(), living.limiter.state(), living.path.read_bytes()) == before
+        assert handle.native.describe()["capacity"] == 4
+        row.abandon()  # of a row that the close gave back: no effect, no error
+        handle.close()
+
+
+def test_a_read_only_look_refuses_every_call_that_would_write(name, fork):
+    with gt.Store.create(name, X, capacity=4) as store:
+        store.insert({"x": np.arange(2)})
+        store.limiter.set(samples_per_insert=2, min_size_to_sample=1, error_buffer=8)
+        before = store.path.read_bytes()
+
+        def write_to_it() -> None:  # in a process of its own: a write that is not refused ends it
+            look = gt.Store.peek(name)
+            for method in methods():
+                if method in READS | NOTHING_TO_DO:
+                    call(look.native, method) if method != "unlink" else None
+                    continue
+                with pytest.raises(StoreClosedError, match="read-only"):
+                    call(look.native, method)
+            for refused in (
+                lambda: look.limiter.set(samples_per_insert=1),
+                look.limiter.off,
+                lambda: look.limiter.give_back(inserts=1),
+                lambda: look.insert({"x": np.arange(1)}),
+                gt.Replay(look, gt.selection.Uniform(), 1, prefetch=0).sample,
+            ):
+                with pytest.raises(StoreClosedError, match="read-only"):
+                    refused()
+
+        assert wait_for(fork(write_to_it)) == 0
+        assert store.path.read_bytes() == before
+
+
+# --- closing beside calls ---------------------------------------------------------------------------------------
+
+
+def _inserts(store: gt.Store) -> None:
+    tagged.insert(store, [1, 2])
+
+
+def _writes_rows(store: gt.Store) -> None:
+    with store.row() as row:
+        row["tag"] = 1
+        row.length = 1
+
+
+def _extends(store: gt.Store) -> None:
+    with store.row() as row:
+        row.publish(length=1)
+        for length in range(2, 12):
+            row.extend(length)
+
+
+def _updates(store: gt.Store) -> None:
+    keys = store.keys()
+    many = keys[np.arange(500) % len(keys)] if len(keys) else keys
+    store.update_priorities(many, np.ones(len(many)))
+
+
+def _samples(store: gt.Store) -> None:
+    keys = store.keys()
+    store.native.count_samples(keys.row, keys.generation)
+    store.native.release_exhausted(keys.row, keys.generation)
+
+
+def _fetches(store: gt.Store) -> None:
+    gt.fetch(store, store.keys(), output="numpy", threads=2, on_stale="drop")
+
+
+def _draws(store: gt.Store) -> None:
+    gt.selection.Candidates.of_store(store.native, store.column).native.draw(True, 0, 0, 0, NO_ROWS)
+
+
+def _looks(store: gt.Store) -> None:
+    store.audit()
+    store.stats()
+    store.status()
+    store.limiter.state()
+
+
+def _waits_for_the_limiter(store: gt.Store) -> None:
+    store.limiter.admit_samples(1, 20.0)
+
+
+CALLS: dict[str, tuple[Callable[[gt.Store], None], dict[str, Any]]] = {
+    "inserts": (_inserts, {}),
+    "rows": (_writes_rows, {}),
+    "open rows": (_extends, {}),
+    "updates": (_updates, {}),
+    "updates with the lock": (_updates, {"remover": "lowest_priority"}),
+    "samples": (_samples, {"max_times_sampled": 2}),
+    "fetches": (_fetches, {}),
+    "draws": (_draws, {}),
+    "looks": (_looks, {}),
+    "waits": (_waits_for_the_limiter, {}),
+}
+
+
+def _close_beside(store: gt.Store, one: Callable[[gt.Store], None], threads: int, delay_s: float) -> list[str]:
+    """Closes a handle while threads use it; what they ended with, where it is not that it was closed."""
+    wrong: list[str] = []
+
+    def use() -> None:
+        try:
+            while True:
+                with contextlib.suppress(StoreFullError):
+                    one(store)
+        except StoreClosedError:
+            pass
+        except BaseException as error:
+            wrong.append(repr(error))
+
+    users = [threading.Thread(target=use) for _ in range(threads)]
+    for user in users:
+        user.start()
+    time.sleep(delay_s)  # the random instant itself
+    store.close()
+    for user in users:
+        user.join(patience(20))
+        if user.is_alive():
+            wrong.append("a call never ended")
+    return wrong
+
+
+def _race(name: str, kind: str, rounds: int, seed: int) -> int:
+    choose = random.Random(seed)
+    one, options = CALLS[kind]
+    with make(name, **options) as living:
+        tagged.insert(living, np.arange(6))
+        if kind == "waits":
+            living.limiter.set(min_size_to_sample=1000)
+        for _ in range(rounds):
+            wrong = _close_beside(gt.Store.open(name), one, 2, choose.random() * 0.002)
+            problems = living.audit()
+            clients = living.native.live_clients()
+            if wrong or problems or clients != 1 or living.stats()["writing"]:
+                print(kind, wrong, problems, clients, living.stats())
+                return 1
+    return 0
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_close_beside_calls_of_other_threads_ends_them_and_leaves_the_store_sound(kind, name, fork):
+    assert wait_for(fork(lambda: _race(name, kind, 20, seed=1))) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_thousand_closes_beside_calls_of_other_threads(kind, name, fork):
+    assert wait_for(fork(lambda: _race(name, kind, 1000, seed=2))) == 0
+
+
+def test_of_threads_that_close_a_handle_at_once_each_returns_when_it_is_left(name, fork):
+    def close_together() -> int:
+        for _ in range(40):
+            store = gt.Store.create(name, X, capacity=2)
+            start, again = threading.Barrier(3), []
+
+            def close(store: gt.Store = store, start: threading.Barrier = start, again: list[bool] = again) -> None:
+                start.wait()
+                store.close()
+                again.append(store.path.exists())
+
+            threads = [threading.Thread(target=close) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if again != [False] * 3:
+                return 1
+        return 0
+
+    assert wait_for(fork(close_together)) == 0
+
+
+@pytest.mark.parametrize("wait", ["insert", "sample"])
+def test_a_close_beside_a_wait_for_the_limiter_returns_within_a_second(wait, name):
+    store = gt.Store.create(name, X, capacity=8)
+    store.limiter.set(samples_per_insert=1, min_size_to_sample=2, error_buffer=1)
+    if wait == "insert":
+        store.insert({"x": np.arange(3)})
+    ended: list[BaseException] = []
+    waiting = threading.Event()
+
+    def block() -> None:
+        waiting.set()
+        try:
+            (store.native.admit_inserts if wait == "insert" else store.native.admit_samples)(1, 1000.0)
+        except StoreClosedError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=block, daemon=True)
+    thread.start()
+    waiting.wait()
+    while store.native.limiter()[f"{wait}_wait_s"] == 0 and Segment(store).limiter_waiters() == 0:
+        time.sleep(0.001)
+    began = time.monotonic()
+    store.close()
+    assert time.monotonic() - began < patience(1)
+    thread.join(patience(5))
+    assert len(ended) == 1
+
+
+def test_a_close_ends_a_wait_for_a_lock_whose_holder_is_stopped(name, fork):
+    with gt.Store.create(name, X, capacity=8) as living:
+        store = gt.Store.open(name, timeout_s=1000.0)
+        pipe, go = Pipe(), Pipe()
+        child = holding_the_lock(store, fork, pipe, go.hear)
+        pipe.hear()
+        ended: list[BaseException] = []
+
+        def block() -> None:
+            try:
+                store.keys()
+            except StoreError as error:
+                ended.append(error)
+
+        blocked, closing = threading.Thread(target=block), threading.Thread(target=store.close)
+        blocked.start()
+        closing.start()
+        blocked.join(patience(10))
+        assert [type(error) for error in ended] == [StoreClosedError]
+        assert closing.is_alive()  # it takes the lock itself, to leave in good order
+        go.say()
+        closing.join(patience(10))
+        assert not closing.is_alive()
+        assert wait_for(child) == 0
+        assert living.native.live_clients() == 1
+        assert living.audit() == []
+
+
+# --- the interpreter's lock -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait", ["free_rows", "dropped"])
+def test_a_wait_for_the_segments_lock_lets_other_threads_of_the_interpreter_run(wait, name, fork):
+    with gt.Store.create(name, X, capacity=8) as living:
+        handles = [gt.Store.open(name, timeout_s=patience(6))]
+        pipe, go = Pipe(), Pipe()
+        child = holding_the_lock(living, fork, pipe, go.hear)
+        pipe.hear()
+        started, outcome = threading.Event(), []
+
+        def block() -> None:
+            started.set()
+            try:
+                if wait == "dropped":
+                    handles.clear()  # the destructor leaves the store
+                else:
+                    outcome.append(len(handles[0].native.free_rows()))
+            except LockTimeoutError as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=block)
+        thread.start()
+        started.wait()
+        time.sleep(0.05)  # without the interpreter's lock this takes until the other's timeout
+        go.say()
+        assert wait_for(child) == 0
+        thread.join()
+        if wait == "free_rows":
+            assert outcome == [8]
+            handles[0].close()
+        assert Segment(living).clients_in_use() == 1
+
+
+# --- forks ------------------------------------------------------------------------------------------------------
+
+
+def _fork_beside_allocate(name: str, fork: Callable[[Callable[[], object]], int], forks: int) -> None:
+    with gt.Store.create(name, X, capacity=64) as store:
+        stop = threading.Event()
+
+        def churn() -> None:
+            while not stop.is_set():
+                store.native.abandon_one(store.native.allocate_one())
+
+        threads = [threading.Thread(target=churn) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+
+        def child() -> None:
+            signal.alarm(int(patience(20)))  # it hung with the segment's lock
+            store.insert({"x": np.arange(2)})
+            store.close()
+
+        try:
+            codes = [wait_for(fork(child)) for _ in range(forks)]
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert codes == [0] * forks
+        assert store.stats()["inserted"] == 2 * forks
+        assert store.audit() == []
+
+
+def test_a_child_forked_while_other_threads_allocate_uses_the_store(name, fork):
+    _fork_beside_allocate(name, fork, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_thousand_children_forked_while_other_threads_allocate_use_the_store(name, fork):
+    _fork_beside_allocate(name, fork, 1000)
+
+
+def test_the_rows_of_a_killed_creator_come_back_while_its_forked_child_lives(names, fork):
+    name = names(may_stay=True)
+    pipe, read_write = Pipe(), os.pipe()
+
+    def creator() -> None:
+        store = make(name, 8)
+        store.native.allocate(5)
+        child = os.fork()
+        if child == 0:
+            tagged.insert(store, [1])
+            pipe.say()
+            signal.pause()
+            os._exit(0)
+        os.write(read_write[1], child.to_bytes(4, "little"))
+        signal.pause()
+
+    middle = fork(creator)
+    child = int.from_bytes(os.read(read_write[0], 4), "little")
+    pipe.hear()
+    with gt.Store.open(name) as store:
+        try:
+            assert store.native.live_clients() == 3
+            kill(middle)
+            assert store.native.live_clients() == 2  # the child's memory keeps none of its parent's leases
+            assert store.reap() == 1
+            assert store.stats()["reclaimed"] == 5
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_handle_that_was_closed_is_closed_in_a_forked_child(name, fork):
+    store = gt.Store.create(name, X, capacity=2)
+    store.close()
+
+    def child() -> None:
+        for refused in (store.keys, store.row, lambda: len(store)):
+            with pytest.raises(StoreClosedError):
+                refused()
+        store.close()
+
+    assert wait_for(fork(child)) == 0
+
+
+# --- a clean end ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed in the lock", "closed"])
+def test_a_forked_child_that_outlives_the_others_decides_whether_the_end_was_clean(killed, tmp_path, fork):
+    path = tmp_path / "store"
+    store = make(path, 8)
+    tagged.insert(store, [1, 2, 3])
+    go, there = Pipe(), Pipe()
+
+    def outlive() -> None:
+        go.hear()
+        tagged.insert(store, [4])
+        if killed:
+            segment = Segment(store)
+            segment.lock()
+            status = np.frombuffer(segment.bytes, np.uint32, 8 * 12, 32768).reshape(8, 12)
+            status[:4, 8:10] = 3  # the list that a death in the middle of it leaves: a circle
+            there.say()
+            signal.pause()
+        store.close()
+
+    child = fork(outlive)
+    store.close()
+    go.say()
+    if killed:
+        there.hear()
+        kill(child)
+        with pytest.raises(StaleStoreError):
+            gt.Store.open(path)
+    else:
+        assert wait_for(child) == 0
+    with gt.Store.open(path, adopt=killed) as after:
+        assert after.audit() == []
+        assert len(after) == 4
+        assert tagged.mixed(gt.fetch(after, after.keys(), output="numpy", threads=1)) == []
+
+
+# --- an audit that cannot be finished ---------------------------------------------------------------------------
+
+
+def test_an_audit_that_a_stopped_writer_delays_owes_nobody_a_repair(name, fork):
+    with make(name, 8, timeout_s=0.2) as store:
+        keys = tagged.insert(store, [1, 2, 3])
+        pipe = Pipe()
+
+        def stand_still() -> None:
+            store.reap()
+            Segment(store).set_priority_writers(os.getpid(), 1)
+            pipe.say()
+            signal.pause()
+
+        child = fork(stand_still)
+        pipe.hear()
+        for _ in range(2):
+            with pytest.raises(LockTimeoutError, match=f"process {child} has been updating priorities"):
+                store.audit()
+        assert len(store.keys()) == 3
+        tagged.insert(store, [4])
+        assert store.update_priorities(keys, 2.0) == 0
+        kill(child)
+        assert store.reap() == 1
+        assert store.audit() == []
+
+
+# --- deaths that only somebody who draws can notice ----------------------------------------------------------------
+
+
+def _die_in_an_update(store: gt.Store, fork: Callable[[Callable[[], object]], int], keys: Keys) -> None:
+    """A process that changed the word of row 0 and is killed before it changed the sums above."""
+    pipe = Pipe()
+
+    def half_update() -> None:
+        store.update_priorities(keys[:1], 1.0)
+        segment = Segment(store)
+        segment.set_priority_writers(os.getpid(), 1)
+        words = np.frombuffer(segment.bytes, np.uint64, store.capacity, words_offset(store.capacity))
+        words[0] += np.uint64(5 << 16)
+        pipe.say()
+        signal.pause()
+
+    child = fork(half_update)
+    pipe.hear()
+    kill(child)
+
+
+def _die_in_the_lock(store: gt.Store, fork: Callable[[Callable[[], object]], int], keys: Keys) -> None:
+    pipe = Pipe()
+
+    def half_update() -> None:
+        segment = Segment(store)
+        segment.lock()
+        words = np.frombuffer(segment.bytes, np.uint64, store.capacity, words_offset(store.capacity))
+        words[0] += np.uint64(5 << 16)
+        pipe.say()
+        signal.pause()
+
+    child = fork(half_update)
+    pipe.hear()
+    kill(child)
+
+
+@pytest.mark.parametrize("die", [_die_in_an_update, _die_in_the_lock], ids=["without the lock", "in the lock"])
+@pytest.mark.parametrize("notice", ["draw", "total", "find", "copy"])
+def test_whoever_draws_next_sets_right_the_sums_that_a_dead_process_left_half_changed(die, notice, name, fork):
+    with make(name, 40) as store:
+        keys = tagged.insert(store, np.arange(40))
+        candidates = gt.selection.Candidates.of_store(store.native, store.column).native
+        die(store, fork, keys)
+        numbers = np.arange(64, dtype=np.uint32)
+        if notice == "draw":
+            assert candidates.draw(True, 0, 0, 0, numbers)[3] == 0
+        elif notice == "total":
+            assert store.native.total_priority() == (40 + 5) << 16
+        elif notice == "find":
+            candidates.find(True, np.zeros(1, np.uint64))
+        else:
+            _native.AllowedRows(candidates, True, (0, 0, 0), NO_ROWS[:0])
+        assert candidates.total_priority() == (40 + 5) << 16
+        assert store.audit() == []
+        drawn = candidates.draw(True, 7, 0, 0, np.arange(45_000, dtype=np.uint32))
+        assert 5_400 < np.count_nonzero(drawn[0] == 0) < 6_600  # six of 45: 6,000 of them
+
+
+# --- descriptors that the program closes -------------------------------------------------------------------------
+
+
+def _descriptors(store: gt.Store) -> list[int]:
+    about = store.path.stat()
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            one = os.fstat(int(entry))
+            if (one.st_ino, one.st_dev) == (about.st_ino, about.st_dev):
+                found.append(int(entry))
+    return found
+
+
+def test_a_descriptor_that_the_program_closed_and_reused_judges_nobody_dead(name, fork):
+    def careless() -> None:
+        with make(name, 8) as store:
+            tagged.insert(store, [1])
+            pipe = Pipe()
+
+            def hold() -> None:
+                store.native.allocate(4)
+                pipe.say()
+                signal.pause()
+
+            other = fork(hold)
+            pipe.hear()
+            (number,) = _descriptors(store)
+            with tempfile.TemporaryFile() as file:
+                os.dup2(file.fileno(), number)  # what closing it and opening another file comes to
+                assert store.reap() == 0
+                assert store.native.live_clients() == 2
+                with pytest.raises(StoreFullError, match="4 are being written"):
+                    store.rows(5)
+                # This process is alive as well, to others.
+                with gt.Store.open(name) as joined:
+                    assert joined.reap() == 0
+                    assert joined.native.live_clients() == 3
+                child = fork(lambda: tagged.insert(store, [2]) and 0)
+                assert wait_for(child) == 0
+                os.kill(other, signal.SIGKILL)
+                os.waitpid(other, 0)
+                assert store.reap() >= 1
+                assert store.stats()["reclaimed"] == 4
+                store.close()
+                assert os.fstat(number).st_ino == os.fstat(file.fileno()).st_ino  # and it is not closed in turn
+            os.close(number)
+        assert not store.path.exists()
+
+    assert wait_for(fork(careless)) == 0
+
+
+# --- the interpreter's end ---------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, threading, time
+import numpy as np
+import geartrain as gt
+
+name, what = sys.argv[1:]
+store = gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=512)
+if what == "limiter":
+    store.limiter.set(min_size_to_sample=1000)
+started = threading.Event()
+
+def use():
+    started.set()
+    while True:
+        if what == "limiter":
+            store.native.admit_samples(1, 1000.0)
+        elif what == "inserts":
+            store.insert({"x": np.arange(32)})
+        else:
+            store.audit()
+
+for _ in range(3):
+    threading.Thread(target=use, daemon=True).start()
+started.wait()
+time.sleep(0.01)
+print("ending")
+"""
+
+
+@pytest.mark.parametrize("what", ["limiter", "inserts", "audits"])
+def test_daemon_threads_in_calls_at_the_interpreters_end_neither_abort_it_nor_leave_the_segment(what, name):
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, name, what], capture_output=True, text=True, timeout=patience(60), check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ending\n", "")
+    # The `name` fixture fails where the segment is left.
