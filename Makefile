@@ -1,10 +1,10 @@
-# make demo | test | test-all | test-failed | test-long | bench | results | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
+# make demo | test | test-all | test-failed | test-long | storm | bench | results | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
 NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
-.PHONY: setup demo test test-all test-failed test-long bench results check docs native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test test-all test-failed test-long storm bench results check docs native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -30,6 +30,11 @@ test-failed: setup  # what failed in the last run, one after the other
 
 test-long: setup  # soak tests, minutes each, sequential
 	$(BIN)/pytest -m 'long'
+
+# For example: make storm SECONDS=60 SEED=7
+SECONDS ?= 600
+storm: setup  # seeded kills, stops, forks, full disks and clock jumps at one store, with a proof after each round
+	PYTHONPATH=tests/support $(BIN)/python -m storm --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 bench: setup
 	@mkdir -p runs

@@ -13,6 +13,7 @@ struct Names {
   nb::object numpy_array, numpy_scalar, as_array, numpy_codes;  // dict: numpy dtype -> code
   nb::object torch_tensor, torch_codes, torch_dtypes;           // set once torch is there; dicts both ways
   nb::object to_plain, from_numpy;
+  nb::object to_parts, from_parts;  // of the format's x
 };
 
 // Settings of a Codec (codec.cc). Under the GIL.
@@ -29,6 +30,8 @@ struct CodecTypes {
     names.torch_dtypes = part[2];
     names.to_plain = part[3];
     names.from_numpy = part[4];
+    names.to_parts = part[5];
+    names.from_parts = part[6];
     names.torch_tensor = part[0];
   }
   bool torch_is_loaded() const {

@@ -139,6 +139,12 @@ struct MessageReader {
         return array(tag);
       case 'p':
         return pickled();
+      case 'x': {
+        const auto kind = in.kind();
+        const nb::object parts = value(depth + 1);
+        codec.need_torch();
+        return codec.names.from_parts(kind, parts);
+      }
       default:
         ValueReader::refuse("it holds a value of unknown type");
     }

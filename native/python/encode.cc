@@ -66,7 +66,9 @@ struct Writer {
     if (PyDict_CheckExact(o)) return dict(o, depth);
     if (PyBytes_CheckExact(o)) return bytes(object, 'b', PyBytes_AS_STRING(o), PyBytes_GET_SIZE(o));
     if (Py_TYPE(o) == reinterpret_cast<PyTypeObject*>(codec.names.numpy_array.ptr())) return numpy(object, 'a');
-    if (codec.torch_is_loaded() && PyObject_IsInstance(o, codec.names.torch_tensor.ptr()) == 1) return tensor(object);
+    if (codec.torch_is_loaded() && PyObject_IsInstance(o, codec.names.torch_tensor.ptr()) == 1) {
+      return tensor(object, depth);
+    }
     rare(object, depth);
   }
 
@@ -150,7 +152,19 @@ struct Writer {
         return numpy(array, 'g');
       }
     }
+    if (codec.torch_is_loaded() && parts(object, depth)) return;
     pickled(object);
+  }
+
+  // What torch makes of a value; false for anything else.
+  bool parts(nb::handle object, uint32_t depth) {
+    const nb::object found = codec.names.to_parts(object);
+    if (found.is_none()) return false;
+    const auto pair = nb::cast<nb::tuple>(found);
+    tag('x');
+    put(nb::cast<uint8_t>(pair[0]));
+    value(pair[1], depth + 1);
+    return true;
   }
 
   void array_head(char which, uint8_t code, bool in_line, const std::vector<uint64_t>& shape) {
@@ -187,10 +201,10 @@ struct Writer {
     PyBuffer_Release(&view);
   }
 
-  void tensor(nb::handle object) {
+  void tensor(nb::handle object, uint32_t depth) {
     // A plain tensor: on the CPU, dense, contiguous, without history. Most are, and are returned as they are.
     const nb::object plain = codec.names.to_plain(object);
-    if (plain.is_none()) return pickled(object);
+    if (plain.is_none()) return parts(object, depth) ? void() : pickled(object);
     PyObject* code = PyDict_GetItemWithError(codec.names.torch_codes.ptr(), nb::object(plain.attr("dtype")).ptr());
     if (code == nullptr) return pickled(object);
     const nb::object size = plain.attr("shape");

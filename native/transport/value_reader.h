@@ -52,6 +52,12 @@ class ValueReader {
     if (owed_ > left()) refuse("it ends too early");
     return n;
   }
+  // x: a kind, and one value that follows.
+  uint8_t kind() {
+    const auto found = number<uint8_t>();
+    if (++owed_ > left()) refuse("it ends too early");
+    return found;
+  }
   // I s b y: their bytes.
   Bytes text() { return take(number<uint32_t>()); }
   Bytes digits() {

@@ -143,6 +143,10 @@ class TransportError(PeerError, OSError):
     """A way of reaching a peer that is not viable here; the message says why."""
 
 
+class PeerUnreachableError(PeerLostError, TransportError):
+    """Nobody answers where a peer was: it died, or was never there; the message has every transport's reason."""
+
+
 class UntrustedPeerError(PeerError, PermissionError):
     """The other side did not prove that it knows the secret, or something is only done between those who do."""
 
@@ -196,6 +200,10 @@ class UnknownPeerError(PeerError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class NameTakenError(PeerError, ValueError):
+    """A node of that name has joined before, and is alive or not proven gone."""
 
 
 class RanksDisagreeError(ReplayError, ValueError):

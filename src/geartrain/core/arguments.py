@@ -75,11 +75,19 @@ def nanoseconds(what: str, seconds: float) -> int:
     return max(1, int(seconds * 1e9))
 
 
-def timeout(timeout_s: float) -> float:
-    """The longest wait, in seconds."""
-    if not 0 <= timeout_s <= 1e9:
-        raise ArgumentError(f"timeout_s must be from 0 to 1e9 seconds, found {timeout_s}")
+def timeout(timeout_s: float, name: str = "timeout_s") -> float:
+    """The longest wait, in seconds: from 0, which does not wait, to 1e9. There is no wait without an end."""
+    if not is_timeout(timeout_s):
+        raise ArgumentError(f"{name} must be from 0 to 1e9 seconds, found {timeout_s!r}")
     return timeout_s
+
+
+def is_timeout(timeout_s: object) -> bool:
+    """Whether `timeout` takes it."""
+    try:
+        return bool(0 <= timeout_s <= 1e9)  # type: ignore[operator]
+    except (TypeError, ValueError, RuntimeError):  # of another type, or an array
+        return False
 
 
 def schema_difference(wanted: dict[str, Field], found: dict[str, Field]) -> str:

@@ -35,6 +35,7 @@ from typing import Any
 
 import geartrain.rpc.probe  # every node answers it
 import geartrain.rpc.tensors.calls  # noqa: F401  # and these
+from geartrain.core.arguments import timeout
 from geartrain.errors import GeartrainError, PeerLostError
 from geartrain.rpc.caller import Caller
 from geartrain.rpc.future import Future
@@ -75,10 +76,13 @@ def init(
 
     Raises:
         WaitTimeoutError: not all joined in time; names the missing ranks.
+        NameTakenError: another node has this name or this rank, and is not known to be gone.
+        ArgumentError: `timeout_s` is not from 0 to 1e9 seconds.
     """
     global _node
     if _node is not None:
         raise GeartrainError(f"this process has joined as {_node.name!r} already; rpc.shutdown() first, or make a Node")
+    timeout(timeout_s)
     if store is None and init_method is not None:
         store, rank, world_size = store_of(init_method, rank, world_size, timeout_s)
     if secret is None:
@@ -86,7 +90,7 @@ def init(
     node = Node(name, store=store, secret=secret, timeout_s=timeout_s, device_map=device_maps, **options)
     _node = node  # before the others can call: their functions may ask for it
     try:
-        node.directory.join(name, rank, world_size, timeout_s)
+        node.directory.join(name, rank, world_size, timeout_s, node.why_not_gone)
     except BaseException:
         shutdown()
         raise

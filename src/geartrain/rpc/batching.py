@@ -82,7 +82,8 @@ class Batcher:
         stack: bool,
         on_batch: Callable[[BatchDone], object] | None = None,
     ) -> None:
-        if max_size < 1 or max_queued < max_size or (max_wait_us is not None and max_wait_us < 0):
+        waits = max_wait_us is None or 0 <= max_wait_us <= 1e15
+        if max_size < 1 or max_queued < max_size or not waits:
             raise ArgumentError(
                 f"a batch has at least one call, and the queue room for one batch; found max_size={max_size}, "
                 f"max_queued={max_queued}, max_wait_us={max_wait_us}"

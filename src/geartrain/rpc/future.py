@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import geartrain._native as _native
+from geartrain.core.arguments import timeout
 from geartrain.errors import CallCancelledError, GeartrainError, WaitTimeoutError
 from geartrain.rpc.running import about_to_wait
 
@@ -50,8 +51,11 @@ class Future:
     def result(self, *, timeout_s: float | None = None) -> Any:
         """The function's result.
 
+        Args:
+            timeout_s: from 0, which does not wait, to 1e9; by default the call's own deadline, which cancels it.
+
         Raises:
-            WaitTimeoutError: not there in time; by default the call's own deadline, at which it is cancelled.
+            WaitTimeoutError: not there in time.
             RemoteError: the function raised. PeerLostError, CallCancelledError: there will be none.
         """
         error = self.exception(timeout_s=timeout_s)
@@ -64,6 +68,8 @@ class Future:
 
     def exception(self, *, timeout_s: float | None = None) -> BaseException | None:
         """What `result` would raise, or None; waits as it does."""
+        if timeout_s is not None:
+            timeout(timeout_s)
         left_s = self.until_s - time.monotonic()
         wait_s = left_s if timeout_s is None else min(timeout_s, left_s)
         if not self._finished:

@@ -13,8 +13,18 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import geartrain._native as _native
+from geartrain.core.arguments import timeout
 from geartrain.device.device import DeviceRuntime
-from geartrain.errors import ArgumentError, ConnectionClosedError, MessageError, UnknownPeerError
+from geartrain.errors import (
+    ArgumentError,
+    ConnectionClosedError,
+    GeartrainError,
+    MessageError,
+    PeerLostError,
+    PeerUnreachableError,
+    TransportError,
+    UnknownPeerError,
+)
 from geartrain.rpc.client import Client
 from geartrain.rpc.future import Future
 from geartrain.rpc.protocol import CALL, HELLO, OUT_OF_BAND, TELL, with_timeout
@@ -30,6 +40,9 @@ from geartrain.transport.codec import native_codec
 from geartrain.transport.connection import Listener, MessageLimits, options_of
 from geartrain.transport.rendezvous import Directory
 from geartrain.transport.tls import TLS
+
+#: Longest wait for a sign of the node that has a name already.
+_PROBE_S = 5.0
 
 
 class Node:
@@ -61,6 +74,10 @@ class Node:
     ) -> None:
         """A node that peers can call from now on.
 
+        Names are unique in a store. One that another node has put there goes over to this one only when nobody answers
+        at that one's address, and so when it was killed; where its host does not answer at all, end the job instead.
+        Under `geartrain launch` a process that was started again has its name back, for the launcher has seen it end.
+
         Args:
             name: by which peers address it.
             store: rendezvous of names and addresses: anything with `set`, `get` and `check` of torch's c10d stores.
@@ -75,7 +92,9 @@ class Node:
             peer_timeout_s: a peer without heartbeats for so long is lost: its process is stopped, or its host or
                 network is gone. Its calls fail with `PeerLostError`, and `on_peer_lost` is called, within a second
                 more. A process that was killed is lost at once. 0 for never, or 2 and more.
-            timeout_s: for calls that have none of their own, and for joining.
+            timeout_s: for calls that have none of their own, and for joining. Every `timeout_s` of `geartrain.rpc` is
+                from 0, which does not wait for what is not there yet, to 1e9 seconds; others (inf, nan, negative ones)
+                are `ArgumentError`.
             max_threads: functions that run at once, at most. One that waits for a call of its own, or that was
                 cancelled, does not count; an `async def` needs no thread.
             max_running: functions that begin at once: the next one does when one of them returns, has run for 5 ms, or
@@ -86,13 +105,17 @@ class Node:
             driver: of other devices than CUDA's.
             tls: certificates, to encrypt all connections over TCP; by default what the environment says. As
                 for `transport.listen`; the files are read again for each peer that this node connects to.
+
+        Raises:
+            NameTakenError: a node of that name is in the store, and alive or not proven gone.
+            ArgumentError: an argument that cannot be used.
         """
         if max_threads < 1 or max_running < 1 or max_open < 1:
             raise ArgumentError(
                 f"a node runs at least one function, and has one call open; found max_threads={max_threads}, "
                 f"max_running={max_running}, max_open={max_open}"
             )
-        self.name, self.pickle, self.timeout_s, self.max_open = name, pickle, timeout_s, max_open
+        self.name, self.pickle, self.timeout_s, self.max_open = name, pickle, timeout(timeout_s), max_open
         self._options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
         self.devices = DeviceTensors(device_map, transport, driver, (limits or MessageLimits()).max_segment_bytes)
         self.directory = Directory(store, dict(peers or {}))
@@ -127,7 +150,21 @@ class Node:
             lost=self._lost,
         )
         _nodes.add(self)
-        self.directory.put(name, self.address)
+        try:
+            self.directory.claim(name, self.address, self.why_not_gone)
+        except BaseException:
+            self.close()
+            raise
+
+    def why_not_gone(self, address: str) -> str | None:
+        """Why it is not proven that nobody is at a node's address any more; None where it is."""
+        try:
+            _native.connect(address, {**self._options, "transport": ""}, min(self.timeout_s, _PROBE_S)).close()
+        except (TransportError, PeerLostError):
+            return None
+        except GeartrainError as error:  # it does not answer in time, or has another secret
+            return str(error)
+        return "it is alive"
 
     # --- calling ----------------------------------------------------------------------------------------------------
 
@@ -139,15 +176,16 @@ class Node:
         Args:
             peer: its name.
             function: its name, or a registered function.
-            timeout_s: for all of it: finding the peer, the call, the answer.
+            timeout_s: for all of it: finding the peer, the call, the answer; from 0 to 1e9.
 
         Raises:
             RemoteError: the function raised; it is also of the built-in type that was raised there.
             WaitTimeoutError: no answer in time; the peer cancels the call.
-            PeerLostError: the peer died or closed the connection meanwhile. The function may have run or not.
+            PeerLostError: the peer died or closed the connection meanwhile. The function may have run or not; with
+                `PeerUnreachableError`, which is one, it has not: nobody answered at the peer's address.
             UnknownPeerError: no peer of that name joined in time.
         """
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        limit_s = self._limit(timeout_s)
         about_to_wait()
         return self._client(peer, limit_s).call(function, args, kwargs, limit_s)
 
@@ -155,7 +193,7 @@ class Node:
         self, peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Future:
         """The same as a `Future`; sent when this returns."""
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        limit_s = self._limit(timeout_s)
         until_s = time.monotonic() + limit_s
         client = self._client(peer, limit_s)
         kind, payload = client.encode_call(function, args, kwargs, limit_s)
@@ -165,7 +203,7 @@ class Node:
         self, peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> None:
         """Calls without a reply: returns once it is sent. What the function raises is printed there."""
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        limit_s = self._limit(timeout_s)
         client = self._client(peer, limit_s)
         kind, payload = client.encode_call(function, args, kwargs, limit_s)
         if kind & ~OUT_OF_BAND != CALL:
@@ -194,7 +232,7 @@ class Node:
 
     def client(self, name: str, *, timeout_s: float | None = None) -> Client:
         """The client of a peer, connected if need be: to encode a call once and send it to many. Raises as `call`."""
-        return self._client(name, self.timeout_s if timeout_s is None else timeout_s)
+        return self._client(name, self._limit(timeout_s))
 
     def hang_up(self, name: str) -> None:
         """Closes the connections with a peer, in both directions; later calls connect again."""
@@ -251,7 +289,7 @@ class Node:
 
     def wait_for(self, *names: str, timeout_s: float | None = None) -> None:
         """Until peers of these names have joined. Raises `UnknownPeerError`."""
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        limit_s = self._limit(timeout_s)
         until_s = time.monotonic() + limit_s
         for name in names:
             self._address(name, until_s)
@@ -281,6 +319,9 @@ class Node:
 
     # --- finding peers ----------------------------------------------------------------------------------------------
 
+    def _limit(self, timeout_s: float | None) -> float:
+        return self.timeout_s if timeout_s is None else timeout(timeout_s)
+
     def _client(self, name: str, timeout_s: float) -> Client:
         client = self._clients.get(name)
         if client is not None and not client.connection.lost:
@@ -294,7 +335,12 @@ class Node:
                 return client
             self._check_open()
             address = self._address(name, until_s)
-            connection = _native.connect(address, self._options, max(0.0, until_s - time.monotonic()))
+            try:
+                connection = _native.connect(address, self._options, max(0.0, until_s - time.monotonic()))
+            except PeerLostError as error:  # it hung up in the handshake
+                raise PeerLostError(f"{name!r} is lost: {error}") from None
+            except TransportError as error:
+                raise PeerUnreachableError(f"{name!r} is lost, or was never there: {error}") from None
             connection.send(0, HELLO, self._codec.encode(self.name), timeout_s)
             client = Client(
                 name,

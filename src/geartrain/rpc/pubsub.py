@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from geartrain.core.arguments import timeout
 from geartrain.errors import ArgumentError, GeartrainError
 from geartrain.rpc.registry import function
 from geartrain.transport.rendezvous import Directory
@@ -50,7 +51,7 @@ class Topic:
             raise ArgumentError(f"a topic keeps 0 values or more, found history={history}")
         self.name = name
         self._node = node
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout(timeout_s)
         self._lock = threading.Lock()
         self._subscribers: dict[str, str] = {}  # name -> token of its subscription
         self._newest: deque[tuple[int, Any]] = deque(maxlen=history)

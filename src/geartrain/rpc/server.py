@@ -27,6 +27,8 @@ from geartrain.rpc.threads import ThreadGroup
 from geartrain.transport.codec import native_codec
 from geartrain.transport.connection import Listener
 
+#: Characters of an error's text, and of its traceback, that are sent.
+_MOST_TEXT = 64 << 10
 #: How often calls are looked for whose deadline has passed.
 _EXPIRE_EVERY_S = 0.25
 
@@ -317,7 +319,19 @@ def _described(error: BaseException) -> tuple[str, str, str]:
     """An error as it is sent: type, text, and traceback without this package's own frames."""
     own = Path(__file__).parent
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent != own]
-    lines = traceback.format_list(frames) + traceback.format_exception_only(type(error), error)
-    said = (type(error).__name__, str(error), "".join(lines) if frames else "")
+    try:
+        text = _cut(str(error))
+        last = "".join(_cut(line) for line in traceback.format_exception_only(type(error), error))
+    except Exception as failure:  # of its own __str__
+        text, last = f"(its text cannot be had: {type(failure).__name__})", f"{type(error).__name__}\n"
+    lines = _cut("".join(traceback.format_list(frames)))
+    said = (_cut(type(error).__name__), text, lines + _cut(last) if frames else "")
     name, text, where = (part.encode(errors="replace").decode() for part in said)
     return name, text, where
+
+
+def _cut(text: str) -> str:
+    """The text, or its beginning and how long it is: an error must reach its caller, whatever it says."""
+    if len(text) <= _MOST_TEXT:
+        return text
+    return f"{text[:_MOST_TEXT]}... (cut here; the text has {len(text):,} characters)"

@@ -450,11 +450,11 @@ def _sibling(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _naming_full_disk(directory: Path) -> Iterator[None]:
-    """Turns the kernel's bare error of a full file system or quota into one with the path and the bytes left."""
+    """Turns the kernel's bare error of a full file system, quota or limit into one with the path and the bytes left."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         about = os.statvfs(directory.parent)
         free = about.f_bavail * about.f_frsize

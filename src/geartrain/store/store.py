@@ -164,8 +164,8 @@ class Store:
                 and shorter rows fill a block each.
             capacity_bytes: bytes that the store may take of its file system, `nbytes` at most: as many rows as fit
                 into them. A row takes its fields' blocks, each padded up to 64 bytes, and 57 bytes of metadata (61 with
-                "lowest_priority"); the head and page rounding take about 60 KB. So a row of one float32 takes 121 bytes: collect
-                such rows in longer ones, of many steps.
+                "lowest_priority"); the head and page rounding take about 60 KB. So a row of one float32 takes 121
+                bytes: collect such rows in longer ones, of many steps.
             max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
                 written. All of the capacity by default.
             remover: which row makes room when none is free: the oldest ("fifo"), the newest ("lifo") or the
@@ -378,7 +378,7 @@ class Store:
         Raises:
             CheckpointError: `directory` exists and is not a checkpoint, or is a symbolic link to nothing; or `base` is
                 none or damaged.
-            NoSpaceError: the file system, or a quota on it, is full.
+            NoSpaceError: the file system, or a quota on it, is full, or files may not be so large (RLIMIT_FSIZE).
 
         Cost: the bytes of new rows, 56 bytes for each row of the capacity, and a flush; memory for a chunk of 64 MB.
         """
@@ -495,7 +495,10 @@ class Store:
         return Row(self._columns, self._native.allocate_one(), priority, version)
 
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
-        """`n` blocks at once, to be written in place and committed together (all or nothing)."""
+        """`n` blocks at once, to be written in place and committed together.
+
+        All or nothing, unless the process is killed in the middle of the commit: then some may be there, each whole.
+        """
         if n < 1:
             raise ArgumentError(f"at least one row must be asked for, found {n}")
         return Rows(self._columns, self._native.allocate(n), priority, version)

@@ -6,8 +6,10 @@ go by pickle, protocol 5 with buffers out of band, and only where both sides all
 given, so `rpc` allows it between peers that proved they know the cluster's secret.
 
 Known are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, NumPy arrays and
-scalars of plain dtypes, and torch tensors on the CPU, nested up to `MAX_DEPTH`. Subclasses are not: a named tuple
-that came back as a tuple would be another value. A `torch.nn.Parameter` comes back as a plain tensor.
+scalars of plain dtypes, torch tensors on the CPU, nested ones among them, `torch.Size`, `torch.dtype` and
+`torch.device`, in containers up to `MAX_DEPTH` deep. Subclasses are not: a named tuple that came back as a tuple would
+be another value. A `torch.nn.Parameter` comes back as a plain tensor, and a nested tensor as one of its own memory. A
+device is sent as its name.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import importlib
 import io
 import pickle as _pickle
 import sys
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +85,7 @@ def native_codec() -> _native.Codec:
 # --- torch ----------------------------------------------------------------------------------------------------------
 
 
-def _torch_part() -> tuple[type, dict[Any, int], dict[int, Any], Callable[[Any], Any], Callable[[Any], Any]]:
+def _torch_part() -> tuple[Any, ...]:
     """What the native codec needs for tensors; imported with the first of them."""
     try:
         torch = importlib.import_module("torch")
@@ -103,7 +106,7 @@ def _torch_part() -> tuple[type, dict[Any, int], dict[int, Any], Callable[[Any],
                 f"the tensor is on {tensor.device}: messages hold CPU tensors only, and calls transfer those on CUDA "
                 "devices in plain containers only; move it (`tensor.cpu()`)"
             )
-        if tensor.layout is not strided or tensor.is_quantized:
+        if tensor.layout is not strided or tensor.is_quantized or tensor.is_nested:
             return None
         if tensor.requires_grad:
             tensor = tensor.detach()
@@ -111,7 +114,48 @@ def _torch_part() -> tuple[type, dict[Any, int], dict[int, Any], Callable[[Any],
             tensor = tensor.resolve_conj().resolve_neg()
         return tensor if tensor.is_contiguous() else tensor.contiguous()
 
-    return torch.Tensor, codes, {code: dtype for dtype, code in codes.items()}, plain, torch.from_numpy
+    by_code = {code: dtype for dtype, code in codes.items()}
+    return torch.Tensor, codes, by_code, plain, torch.from_numpy, _torch_parts, _of_torch_parts
+
+
+_SIZE, _DTYPE, _DEVICE, _NESTED = range(4)
+
+
+def _torch_parts(value: Any) -> tuple[int, Any] | None:
+    """Kind and plain value of what `_of_torch_parts` makes again; None for anything else."""
+    torch = sys.modules["torch"]
+    if type(value) is torch.Size:
+        return _SIZE, tuple(value)
+    if type(value) is torch.dtype:
+        return _DTYPE, str(value).removeprefix("torch.")
+    if type(value) is torch.device:
+        return _DEVICE, str(value)
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        layout = "jagged" if value.layout is torch.jagged else "strided"
+        return _NESTED, (layout, [part.detach() for part in value.unbind()])
+    return None
+
+
+def _of_torch_parts(kind: int, value: Any) -> Any:
+    torch = importlib.import_module("torch")
+    if kind == _SIZE and type(value) is tuple and all(type(n) is int and -(2**63) <= n < 2**63 for n in value):
+        return torch.Size(value)
+    if kind == _DTYPE and type(value) is str and type(dtype := getattr(torch, value, None)) is torch.dtype:
+        return dtype
+    if kind == _DEVICE and type(value) is str:
+        return torch.device(value)
+    if (
+        kind == _NESTED
+        and type(value) is tuple
+        and len(value) == 2
+        and value[0] in ("jagged", "strided")
+        and type(value[1]) is list
+        and all(type(part) is torch.Tensor and not part.is_nested for part in value[1])
+    ):
+        with warnings.catch_warnings():  # that nested tensors of the layout "strided" are a prototype
+            warnings.simplefilter("ignore")
+            return torch.nested.nested_tensor(value[1], layout=getattr(torch, value[0]))
+    raise MessageError("the message holds what is no value of torch's")
 
 
 # --- pickle ---------------------------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
 
-from geartrain.errors import GeartrainError, PeerLostError, UnknownPeerError, WaitTimeoutError
+from geartrain.errors import GeartrainError, NameTakenError, PeerLostError, UnknownPeerError, WaitTimeoutError
 
 #: Longest single wait for a name: the store's own threads print a line about each that times out.
 _SLICE_S = 10.0
@@ -34,6 +34,37 @@ class Directory:
         if self.store is not None:
             with _store_errors():
                 self.store.set(self._key(name), value)
+
+    def claim(self, name: str, value: str, why_not_gone: Callable[[str], str | None]) -> None:
+        """Publishes an address under a name that no living node has.
+
+        A store without `compare_set` decides between two that come at the same instant by itself: the later has it.
+
+        Args:
+            name, value: as of `put`.
+            why_not_gone: why it is not proven that nobody is at an address any more; None where it is.
+
+        Raises:
+            NameTakenError: the name is another's.
+        """
+        if self.store is None:
+            return
+        swap = getattr(self.store, "compare_set", None)
+        with _store_errors():
+            before = self._get(name) if self.store.check([self._key(name)]) else ""
+            while before != value:
+                why = why_not_gone(before) if before else None
+                if why is not None:
+                    raise NameTakenError(
+                        f"a node {name!r} has joined before, at {before}, and is not known to be gone: {why}. "
+                        "Give this one another name, or end that one first"
+                    )
+                if swap is None:
+                    self.store.set(self._key(name), value)
+                    return
+                found = swap(self._key(name), before, value)
+                found = found.decode() if isinstance(found, bytes) else found
+                before = "" if found == before else found  # it answers so when the name was deleted meanwhile
 
     def find(self, name: str, until_s: float) -> str:
         """The address of a name, waited for until `until_s`. Raises `UnknownPeerError`."""
@@ -81,10 +112,31 @@ class Directory:
             if self.store.check([self._key(name)]) and self._get(name) == value:
                 self.store.delete_key(self._key(name))
 
-    def join(self, name: str, rank: int | None, world_size: int | None, timeout_s: float) -> None:
-        """Publishes this rank, and waits for all others. Raises `WaitTimeoutError` with the missing ranks."""
+    def join(
+        self,
+        name: str,
+        rank: int | None,
+        world_size: int | None,
+        timeout_s: float,
+        why_not_gone: Callable[[str], str | None],
+    ) -> None:
+        """Publishes this rank, and waits for all others.
+
+        Raises:
+            WaitTimeoutError: not all joined in time; names the missing ranks.
+            NameTakenError: a living node of another name has this rank.
+        """
         if rank is not None:
-            self.put(f"rank/{rank}", name)
+
+            def why_name_not_gone(other: str) -> str | None:
+                with contextlib.suppress(UnknownPeerError):
+                    return why_not_gone(self.find(other, 0.0))
+                return None  # it has left
+
+            try:
+                self.claim(f"rank/{rank}", name, why_name_not_gone)
+            except NameTakenError as error:
+                raise NameTakenError(f"rank {rank} is taken: {error}") from None
         if self.store is None or world_size is None:
             return
         until_s = time.monotonic() + timeout_s

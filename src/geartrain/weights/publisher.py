@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from geartrain.core.arguments import timeout
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError
 from geartrain.weights.format import directory_of
@@ -49,7 +50,7 @@ class Publisher:
             node: lets processes on other hosts follow: `Reader(name, node=..., source=<this node's name>)`.
             buffers: versions that fit, the one being written included. The publisher does not wait while readers hold
                 all but two. Memory is allocated when a buffer is first used: two are enough for fast readers.
-            timeout_s: default of `publish`.
+            timeout_s: default of `publish`; from 0, which does not wait, to 1e9.
             directory: another than /dev/shm, or GEARTRAIN_DIR; the same memory in all processes of the host.
             trust: who may publish and read besides this process's user: nobody ("user"), a group of this user
                 ("group"), everybody on the host ("any"). They are all trusted not to truncate or overwrite the file.
@@ -59,7 +60,7 @@ class Publisher:
             IncompatibleStoreError: the file of that name is something else.
             UntrustedStoreError: others than `trust` says may write to it, or it is a symbolic link.
         """
-        self.name, self.timeout_s = name, timeout_s
+        self.name, self.timeout_s = name, timeout(timeout_s)
         self._writer = Writer(name, buffers, directory_of(directory), check_trust(trust))
         self._version: int | None = None
         self._node = node
@@ -85,6 +86,7 @@ class Publisher:
             BuffersHeldError: readers held all buffers until the deadline. Nothing was published.
             NoSpaceError: /dev/shm, or GEARTRAIN_DIR, is full.
         """
+        limit_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         number = operator.index(version)
         if not 0 <= number < 2**63:
             raise ArgumentError(f"versions are numbers from 0 to 2**63 - 1, found {number}")
@@ -96,7 +98,7 @@ class Publisher:
             self._writer.lay_out(schema)
         elif self._writer.schema is not None:
             self._writer.schema.check(schema)
-        with self._writer.writing(number, self.timeout_s if timeout_s is None else timeout_s) as views:
+        with self._writer.writing(number, limit_s) as views:
             _copy(list(leaves.values()), views)
         self._version = number
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from geartrain.core.arguments import timeout
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, CorruptStoreError, StoreClosedError, WaitTimeoutError
 from geartrain.weights.format import Head, directory_of
@@ -79,7 +80,7 @@ class Reader:
             name: of the weights.
             node, source: this process's node, and the name of the publisher's (or of a relay's), where that may be on
                 another host. One process per host then fetches new versions for all of them; when it dies, another.
-            timeout_s: default of `latest`.
+            timeout_s: default of `latest`; from 0, which does not wait, to 1e9.
             directory, trust: as for the publisher; its file is not opened where others may write to it than that.
 
         Raises:
@@ -88,7 +89,7 @@ class Reader:
         """
         if (node is None) != (source is None):
             raise ArgumentError("to follow a publisher on another host a reader needs both, node= and source=")
-        self.name, self.timeout_s = name, timeout_s
+        self.name, self.timeout_s = name, timeout(timeout_s)
         self._directory = directory_of(directory)
         self._trust = check_trust(trust)
         self._segment = WeightsSegment.open(name, self._directory, trust=self._trust)
@@ -112,7 +113,7 @@ class Reader:
         Raises:
             WaitTimeoutError: not published in time; says which version is there, and whether a publisher is alive.
         """
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        limit_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         until_s = time.monotonic() + limit_s
         while True:
             with self._lock:

@@ -1,0 +1,123 @@
+"""The storm: twenty seconds of it, and the proof that it would notice what it looks for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import storm.proof as proof
+from deadlines import patience
+from storm.journal import COMMITTED, DELETED, DELIVERED, Journal
+from storm.rows import FIELDS, STEPS, length_of, rows_of, versions_of
+
+import geartrain as gt
+
+SUPPORT = Path(__file__).parent / "support"
+
+
+def storm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "storm", *arguments],
+        env={**os.environ, "PYTHONPATH": str(SUPPORT)},
+        capture_output=True,
+        text=True,
+        timeout=patience(110),
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_twenty_seconds_of_storm_find_nothing():
+    done = storm("--seconds", "20", "--seed", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.rsplit(None, 1) for line in done.stdout.split("storm:")[-1].splitlines() if line.startswith("  ")]
+    figures = {name.strip(): int(count.replace(",", "")) for name, count in lines}
+    assert figures["kills"] > 0
+    assert figures["rows proven"] > 0
+    assert figures["defects"] == 0
+
+
+@pytest.fixture
+def small(name):
+    with gt.Store.create(name, FIELDS, max_length=STEPS, capacity=20) as store:
+        yield store
+
+
+def put(store: gt.Store, journal: Journal, n: int) -> gt.Keys:
+    entries, tags = journal.intend(n)
+    keys = store.insert(rows_of(tags), lengths=length_of(tags), versions=versions_of(tags), threads=1)
+    journal.set(entries, COMMITTED)
+    return keys
+
+
+def found(store: gt.Store, kind: str, *journals: Journal) -> str:
+    return "\n".join(proof.rows(store, kind, [journal.path for journal in journals])[0])
+
+
+def test_a_sound_store_is_found_sound(small, tmp_path):
+    one, two = Journal(tmp_path / "one", 1), Journal(tmp_path / "two", 2)
+    keys = put(small, one, 5)
+    put(small, two, 6)
+    small.delete(keys[:2])
+    one.set(slice(0, 2), DELETED)
+    assert found(small, "roomy", one, two) == ""
+    assert proof.audit(small) == []
+    assert proof.drawn(small, "roomy") == []
+    small.save(tmp_path / "saved")
+    written = proof.written([one.path, two.path])
+    assert proof.checkpoint(tmp_path / "saved", f"{small.name}-again", written) == ([], 9)
+
+
+def test_a_lost_row_is_found(small, tmp_path):
+    one = Journal(tmp_path / "one", 1)
+    keys = put(small, one, 5)
+    small.delete(keys[2:3])
+    assert "are lost, 1 in all" in found(small, "roomy", one)
+    assert "went before older ones: ++-++" in found(small, "small", one)
+
+
+def test_a_torn_row_is_found(small, tmp_path):
+    one = Journal(tmp_path / "one", 1)
+    keys = put(small, one, 5)
+    small.column("steps")[int(keys.row[3]), 1, 2] ^= np.uint64(1)
+    assert f"torn rows [{(1 << 24) + 3}]" in found(small, "roomy", one)
+
+
+def test_a_row_that_is_there_twice_or_that_nobody_wrote_is_found(small, tmp_path):
+    one = Journal(tmp_path / "one", 1)
+    put(small, one, 5)
+    tags = np.array([(1 << 24) + 2, 77], np.uint64)
+    small.insert(rows_of(tags), lengths=length_of(tags), versions=versions_of(tags), threads=1)
+    said = found(small, "roomy", one)
+    assert f"rows [{(1 << 24) + 2}] are there more than once" in said
+    assert "rows [77] are there that nobody wrote" in said
+
+
+def test_a_row_sampled_twice_is_found(small, tmp_path):
+    one, two = Journal(tmp_path / "one", 1), Journal(tmp_path / "two", 2)
+    put(small, one, 5)
+    tags = np.array([(1 << 24) + 1], np.uint64)
+    one.note(tags, DELIVERED)
+    two.note(tags, DELIVERED)
+    said = found(small, "sampled once", one, two)
+    assert "were sampled more than once" in said
+    assert "are there to be sampled again" in said
+
+
+def test_priorities_that_do_not_add_up_are_found(small, tmp_path, monkeypatch):
+    one = Journal(tmp_path / "one", 1)
+    put(small, one, 5)
+    status = small.status()
+    monkeypatch.setattr(type(small), "status", lambda self: {**status, "priority": status["priority"] * 2})
+    assert "the priorities add up to" in "\n".join(proof.drawn(small, "roomy"))
+
+
+def test_wrong_arguments_are_refused_before_anything_starts():
+    done = storm("--seconds", "0")
+    assert done.returncode == 2
+    assert "above zero" in done.stderr
