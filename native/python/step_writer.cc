@@ -83,8 +83,7 @@ class Recorder {
 
   void abandon() {
     const Use use(*this);
-    const Unlocked unlocked;
-    writer_->abandon();
+    released(store_, [&] { writer_->abandon(); });
   }
 
   uint64_t rows() const { return writer_->rows(); }
@@ -234,10 +233,7 @@ class Recorder {
     completed_.rows.clear();
     completed_.generations.clear();
     size_t to_admit = 0;
-    {
-      const Unlocked unlocked;
-      to_admit = call();
-    }
+    released(store_, [&] { to_admit = call(); });
     if (to_admit != 0) return nb::int_(to_admit);
     const size_t n = completed_.rows.size();
     if (n == 0) return nb::none();

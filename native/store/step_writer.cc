@@ -37,6 +37,7 @@ void StepWriter::Group::clear() {
 
 StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
     : store_(store), mapping_(store.mapping()), options_(options), fork_count_(forks_so_far()) {
+  store.check_usable();
   const Header& header = store.header();
   if (options.roles.size() != header.field_count) fail(ErrorKind::schema, "every field needs a role");
   if (options.environments < 1) fail(ErrorKind::schema, "a recorder needs an environment at least");
@@ -78,7 +79,7 @@ void StepWriter::check_usable() const {
   if (times_forked.load(kRelaxed) != fork_count_) {
     fail(ErrorKind::closed, "this recorder was made before a fork, and its rows are the parent's; make another one");
   }
-  if (store_.is_closed()) fail(ErrorKind::closed, "the store ", mapping_->path(), " was closed");
+  store_.check_open();
 }
 
 // --- writing steps ---------------------------------------------------------------------------------------------

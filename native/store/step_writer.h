@@ -20,8 +20,9 @@
 // Errors. Everything is checked before anything is written. Blocks for rows that begin are allocated first, so a full
 // store leaves the writer as it was and the step can be given again; so does a rate limiter that does not admit a row.
 //
-// One thread at a time. After a fork the rows stay the parent's: a call in the child throws closed. When its process is
-// killed, published rows stay with their published steps and the others are reclaimed.
+// One thread at a time, within a Store::Call where others may close the store. After a fork the rows stay the parent's:
+// a call in the child throws closed. When its process is killed, published rows stay with their published steps and the
+// others are reclaimed.
 #pragma once
 
 #include <cstdint>

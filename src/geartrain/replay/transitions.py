@@ -34,6 +34,7 @@ from geartrain.errors import ArgumentError, FieldError
 from geartrain.replay.batch import Batch
 from geartrain.replay.fetch import FetchPlan
 from geartrain.replay.native_batch import NativeBatch
+from geartrain.selection.arguments import check_number
 from geartrain.store.recorder import OBSERVATIONS
 from geartrain.store.store import Store
 
@@ -90,10 +91,15 @@ class Transitions:
         for what, value in (("n_step", self.n_step), ("frame_stack", self.frame_stack)):
             if check_whole(what, value) < 1:
                 raise ArgumentError(f"{what} must be at least 1, found {value}")
-        if not 0 <= self.gamma <= 1:
+        check_number("gamma", self.gamma, "from 0 to 1", least=0)
+        if not self.gamma <= 1:
             raise ArgumentError(f"gamma must be from 0 to 1, found {self.gamma}")
         if isinstance(self.observations, str):
             object.__setattr__(self, "observations", (self.observations,))
+        elif self.observations is not None:
+            names = self.observations
+            if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
+                raise ArgumentError(f"observations is a list of names of fields, found {names!r}")
 
     @property
     def window(self) -> int:
@@ -154,6 +160,7 @@ class Transitions:
         whole = bool((count == self.n_step).all())
         at = self.window - 1 - count  # of the transition's step in the window
         every = np.arange(len(step))
+        frames = None if whole else at[:, None] + np.arange(1 - self.frame_stack, 1)
 
         def of_step(array: NDArray[Any]) -> NDArray[Any]:
             return array[:, self.frame_stack - 1] if whole else array[every, at]
@@ -161,14 +168,13 @@ class Transitions:
         made: dict[str, Any] = {}
         for name in plan.names:
             array = rows.field(plan.places[name])
-            if name in observations:
-                stack = array[:, : self.frame_stack]
-                if not whole:
-                    stack = array[every[:, None], at[:, None] + np.arange(1 - self.frame_stack, 1)]
-                following = array[:, -self.frame_stack :]
-                alone = self.frame_stack == 1
-                made[name] = plan.as_field(name, stack[:, 0] if alone else stack)
-                made["next_" + name] = plan.as_field(name, following[:, 0] if alone else following)
+            if name in observations and self.frame_stack == 1:
+                made[name] = plan.as_field(name, of_step(array))
+                made["next_" + name] = plan.as_field(name, array[:, -1])
+            elif name in observations:
+                stack = array[:, : self.frame_stack] if whole else array[every[:, None], frames]
+                made[name] = plan.as_field(name, stack)
+                made["next_" + name] = plan.as_field(name, array[:, -self.frame_stack :])
             elif name in (_REWARD, _TERMINATED, _TRUNCATED, _LAST):
                 continue
             else:
@@ -184,11 +190,7 @@ class Transitions:
         made["discount"] = np.where(terminated, np.float32(0), powers[count])
         made[_TERMINATED], made[_TRUNCATED] = terminated, truncated
         mask = rows.mask()
-        mask = (
-            mask[:, : self.frame_stack]
-            if whole
-            else mask[every[:, None], at[:, None] + np.arange(1 - self.frame_stack, 1)]
-        )
+        mask = mask[:, : self.frame_stack] if whole else mask[every[:, None], frames]
         for name in (_REWARD, "discount", _TERMINATED, _TRUNCATED):
             made[name] = plan.as_output(made[name])
         return Batch(

@@ -113,6 +113,9 @@ class StepRecorder:
         self.n_envs = check_whole("n_envs", n_envs)
         if self.n_envs < 1:
             raise ArgumentError(f"n_envs must be at least 1, found {n_envs}")
+        real = isinstance(priority, int | float | np.integer | np.floating) and not isinstance(priority, bool)
+        if not real or not 0 <= priority < float("inf"):
+            raise ArgumentError(f"the priority of rows is a finite number >= 0, found {priority!r}")
         if publish_every is not None and check_whole("publish_every", publish_every) < 1:
             raise ArgumentError(f"publish_every must be at least 1, found {publish_every}")
         if not 0 <= check_whole("overlap", overlap) < max(1, columns.max_length - 1):
@@ -157,6 +160,7 @@ class StepRecorder:
         Returns:
             Keys of the rows that this completes; None if there are none.
         """
+        version = _check_version(version)
         arguments = {"observation": observation, "mask": mask}
         return self._finish(
             lambda given, admitted: self._native.begin(given["observation"], given["mask"], version, admitted),
@@ -199,6 +203,8 @@ class StepRecorder:
             StoreFullError: there is no room for the row that begins.
             WaitTimeoutError: the store's rate limiter did not admit a row. CallCancelledError: the process is stopping.
         """
+        if version.__class__ is not int or not -1 <= version < 2**62:
+            version = _check_version(version)
         if final_observation is not None and not self._same_step:
             raise ArgumentError("final_observation is for autoreset='same_step'; elsewhere it is the observation")
         answer = self._native.step(observation, values, terminated, truncated, final_observation, mask, version, False)
@@ -244,6 +250,8 @@ class StepRecorder:
 
     def in_episode(self, environment: int) -> bool:
         """Whether an environment is in an episode."""
+        if not 0 <= check_whole("environment", environment) < self.n_envs:
+            raise ArgumentError(f"environments are numbered from 0 to {self.n_envs - 1}, found {environment}")
         return self._native.in_episode(environment)
 
     def __enter__(self) -> Self:
@@ -309,7 +317,7 @@ class StepRecorder:
             given["values"] = {**given["values"], name: self._array(name, given["values"][name])}
 
     def _flags(self, name: str, value: Any) -> NDArray[np.bool_]:
-        array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+        array = _as_array(name, value.detach().cpu() if hasattr(value, "detach") else value)
         if array.dtype != np.bool_ or array.shape not in ((self.n_envs,), () if self.n_envs == 1 else (self.n_envs,)):
             raise SchemaError(f"`{name}` must be bool ({self.n_envs},), found {array.dtype} {array.shape}")
         return np.ascontiguousarray(array)
@@ -320,7 +328,7 @@ class StepRecorder:
         if hasattr(value, "detach"):
             value = value.detach().cpu()
             value = value.numpy() if DTYPES[field.dtype].numpy_name is not None else as_raw(value, DTYPES[field.dtype])
-        array = np.asarray(value)
+        array = _as_array(name, value)
         shape = (self.n_envs, *field.shape)
         if array.shape != shape and not (self.n_envs == 1 and array.shape == field.shape):
             raise SchemaError(
@@ -374,7 +382,7 @@ class StepRecorder:
             if len(final) != self.n_envs or final[number] is None:
                 raise SchemaError(f"the episode of environment {number} has ended, and it has no final observation")
             for name, value in self._flat(final[number]).items():
-                one = np.asarray(value)
+                one = _as_array(name, value)
                 if one.shape != fields[name].shape:
                     raise SchemaError(
                         f"the final {name!r} of environment {number} has shape {one.shape}; the store takes "
@@ -405,9 +413,10 @@ def _observations_of(fields: Mapping[str, Field], given: Sequence[str] | None) -
                 f"(observations=[...]); the store has {', '.join(fields)}"
             )
     else:
-        found = (given,) if isinstance(given, str) else tuple(given)
-        if not found:
-            raise ArgumentError("observations= names no field")
+        given = [given] if isinstance(given, str) else given
+        if not isinstance(given, Sequence) or not given or not all(isinstance(name, str) for name in given):
+            raise ArgumentError(f"observations is a list of names of fields, found {given!r}")
+        found = tuple(given)
     for name in found:
         if name not in fields:
             raise FieldError(f"the store has no field {name!r}; it has {', '.join(fields)}")
@@ -425,6 +434,21 @@ def _check_automatic(fields: Mapping[str, Field]) -> None:
         wanted = Field((), dtype, per_row=name == "episode_return")
         if name in fields and fields[name] != wanted:
             raise FieldError(f"a recorder fills {name!r}, which must be {wanted}; the store has {fields[name]}")
+
+
+def _check_version(version: Any) -> int:
+    """The version; raises `ArgumentError` unless it is a whole number of 64 bits."""
+    number = check_whole("version", version)
+    if not -(2**63) <= number < 2**63:
+        raise ArgumentError(f"a version is a whole number of 64 bits, found {version}")
+    return number
+
+
+def _as_array(name: str, value: Any) -> NDArray[Any]:
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise SchemaError(f"{name!r} is no array: {error}") from None
 
 
 def _leaves(observation: Any, prefix: str = "") -> dict[str, Any]:
