@@ -83,7 +83,7 @@ class Recorder {
 
   void abandon() {
     const Use use(*this);
-    nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     writer_->abandon();
   }
 
@@ -235,7 +235,7 @@ class Recorder {
     completed_.generations.clear();
     size_t to_admit = 0;
     {
-      nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       to_admit = call();
     }
     if (to_admit != 0) return nb::int_(to_admit);

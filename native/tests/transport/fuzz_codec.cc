@@ -42,9 +42,6 @@ struct Consumer {
         static_cast<void>(in.number<double>());
         static_cast<void>(in.number<double>());
         return;
-      case 'x':
-        static_cast<void>(in.kind());
-        return value(depth + 1);
       case 'I':
         return touch(in.digits());
       case 's':

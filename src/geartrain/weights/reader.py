@@ -236,7 +236,8 @@ class _Hold:
     def __init__(self, segment: WeightsSegment, mapped: mmap.mmap) -> None:
         address = np.frombuffer(mapped, np.uint8).ctypes.data
         self.__array_interface__ = {"data": (address, False), "shape": (len(mapped),), "typestr": "|u1", "version": 3}
-        weakref.finalize(self, _release, mapped, segment)
+        release = weakref.finalize(self, _release, mapped, segment)
+        release.atexit = False  # a daemon thread may be reading it then; the kernel releases it with the process
 
 
 def _release(mapped: mmap.mmap, segment: WeightsSegment) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,7 +14,7 @@ import geartrain.transport as transport
 import geartrain.weights as weights
 from geartrain.collectives import Group, Reducer, Work
 from geartrain.integrations.di_engine import Bus, Queue
-from hostile.subject import Subject, Tools, factory
+from hostile.subject import Subject, Tools, factory, order_lock
 
 # --- transport --------------------------------------------------------------------------------------------------------
 
@@ -172,7 +171,7 @@ def node(tools: Tools) -> Subject:
             "repr": lambda: repr(one),
         },
         close=one.close,
-        survives=frozenset({"connected", "figures", "on_peer_lost", "repr", "wait_for"}),
+        survives=frozenset({"connected", "figures", "on_peer_lost", "repr"}),
         blocked={"call": lambda: one.call("peer", "hostile.wait", 60.0)},
         work=lambda: one.call_async("peer", "hostile.wait", 0.2),
         owned=[peer, news],
@@ -289,13 +288,10 @@ def groups(tools: Tools, **options: Any) -> list[Group]:
 
 
 def reduce_on_both(one: Group, other: Group) -> Callable[[], object]:
-    lock = threading.Lock()  # calls are made in the same order on all ranks
-    parent = os.getpid()
+    lock = order_lock()  # calls are made in the same order on all ranks
 
     def reduce() -> None:
         arrays = [np.ones(1000, np.float32) for _ in range(2)]
-        if os.getpid() != parent:  # where the lock above may be held for ever
-            one.all_reduce_async(arrays[0])
         with lock:
             works = [one.all_reduce_async(arrays[0]), other.all_reduce_async(arrays[1])]
         for work in works:
@@ -406,7 +402,7 @@ def publisher(tools: Tools) -> Subject:
     one = weights.Publisher(tools.name(), timeout_s=60)
     one.publish(0, WEIGHTS)
     versions = iter(range(1, 1_000_000_000))
-    lock = threading.Lock()
+    lock = order_lock()
 
     def publish() -> None:
         with lock:
