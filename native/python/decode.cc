@@ -173,8 +173,7 @@ struct MessageReader {
       if (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt) && !is_unsigned(code)) {
         ValueReader::refuse("an array has a dtype that NumPy does not know");
       }
-      nb::object made =
-          nb::cast(nb::ndarray<nb::numpy>(elements, shape.size(), shape.data(), keep, nullptr, dtype));
+      nb::object made = nb::cast(nb::ndarray<nb::numpy>(elements, shape.size(), shape.data(), keep, nullptr, dtype));
       return which == 'g' ? nb::object(made[nb::tuple()]) : made;
     }
     // By way of NumPy: several times as fast as torch's own DLPack import.
