@@ -2,8 +2,8 @@
 // file.
 //
 // An open file's lock (F_OFD_SETLK) is released with its last descriptor and its last mapping, hence when the process
-// ends, however it ends. Unlike a pid it cannot be mistaken for another process's: pids are reused, and two containers that share a
-// file can both run as pid 1. A second open of the file owns none of the first open file's locks.
+// ends, however it ends. Unlike a pid it cannot be mistaken for another process's: pids are reused, and two containers
+// that share a file can both run as pid 1. A second open of the file owns none of the first open file's locks.
 //
 // A forked child shares its parent's open file, and so its locks: they are held until both have closed it, and unmapped
 // what they mapped from it. A child that wants locks of its own opens the file again, and maps it again from there

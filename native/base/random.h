@@ -21,6 +21,7 @@ struct DrawKey {
 constexpr uint32_t kRowStream = 0;
 constexpr uint32_t kWindowStream = 1;
 constexpr uint32_t kDistinctStream = 2;
+constexpr uint32_t kStepStream = 3;
 
 // 128 random bits, most significant first.
 struct Random128 {

@@ -120,6 +120,10 @@ uint64_t BatchSampler::draw_round(const BatchArrays& out, const Step& step, uint
     return 0;
   }
   if (settings_.stratified) plan.strata = static_cast<uint32_t>(out.rows.size());
+  if (settings_.over_steps) {
+    plan.max_steps = store_.header().max_length;
+    plan.need = settings_.ahead != 0 ? 1 : 0;
+  }
   uint64_t failed = draw(from_, plan, numbers, draws);
   if (failed == 0) return 0;
   store_.reap();  // sums at odds with their leaves: somebody died in the middle of an update
@@ -136,14 +140,24 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
   const bool whole = drawn.rows.data() == out.rows.data();  // of all the batch's rows, whose arrays lie in `out`
   std::vector<uint8_t> taken(n);
   store_.count_samples(drawn.rows, drawn.generations, taken);
-  std::vector<int32_t> ends;
+  std::vector<int32_t> ends, known;
+  const bool around = settings_.ahead != 0 && settings_.window != 0;
   if (settings_.window != 0) {
     ends.resize(n);
     for (size_t i = 0; i < n; ++i) {
-      ends[i] = static_cast<int32_t>(std::min(
-          store_.status()[drawn.rows[i]].length.load(std::memory_order_relaxed), store_.header().max_length));
+      ends[i] = static_cast<int32_t>(
+          std::min(store_.status()[drawn.rows[i]].length.load(std::memory_order_relaxed), store_.header().max_length));
+    }
+    if (around) {
+      known = ends;
+      for (int32_t& length : ends) --length;  // the last step has none after it
     }
     draw_window_ends({settings_.seed, step, kWindowStream}, round, drawn.numbers, ends, ends);
+  }
+  const std::vector<int32_t> centres = around ? ends : std::vector<int32_t>{};
+  for (size_t i = 0; i < centres.size(); ++i) {
+    const auto last = static_cast<int64_t>(known[i]) - 1;
+    ends[i] = static_cast<int32_t>(std::min<int64_t>(ends[i] + int64_t{settings_.ahead}, last));
   }
   FetchRequest request;
   request.rows = drawn.rows;
@@ -172,6 +186,10 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
     request.versions = versions;
   }
   fetch(store_, request);
+  if (around) {
+    std::copy(centres.begin(), centres.end(), request.starts.begin());
+    std::copy(known.begin(), known.end(), request.lengths.begin());
+  }
   if (store_.header().max_times_sampled != 0) {
     store_.release_exhausted(drawn.rows, drawn.generations);
     for (size_t i = 0; i < n; ++i) {

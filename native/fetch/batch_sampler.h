@@ -49,6 +49,11 @@ class BatchSampler {
     By by = By::priority;     // random
     bool replacement = true;  // random
     bool stratified = false;  // random
+    bool over_steps = false;  // random, by row, with replacement: rows in proportion to their steps
+    // Transitions: a window is placed around a step t that has a later one, every such step of a row alike. It ends
+    // `ahead` steps after t, or with the row. Its `start` is t, and its `length` the one that it was placed by. 0:
+    // windows end at any step.
+    uint32_t ahead = 0;
     Order order = Order::oldest;
     bool cursor = false;  // ordered: rows up to the cursor are passed over, and it moves on
     uint64_t min_rows = 1;

@@ -248,7 +248,7 @@ void bind_batch(nb::module_& module) {
           "__init__",
           [](Sampler* self, Store& store, const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
              unsigned threads, uint64_t seed, bool by_priority, bool replacement, bool stratified,
-             std::optional<int> order, bool cursor, uint64_t min_rows) {
+             std::optional<int> order, bool cursor, uint64_t min_rows, bool over_steps, uint32_t ahead) {
             BatchSampler::Settings settings{.window = window,
                                             .pad_left = pad_left,
                                             .threads = threads,
@@ -256,6 +256,8 @@ void bind_batch(nb::module_& module) {
                                             .by = by_priority ? By::priority : By::row,
                                             .replacement = replacement,
                                             .stratified = stratified,
+                                            .over_steps = over_steps,
+                                            .ahead = ahead,
                                             .cursor = cursor,
                                             .min_rows = min_rows};
             if (order) {
@@ -266,7 +268,8 @@ void bind_batch(nb::module_& module) {
           },
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("fields"), nb::arg("window"), nb::arg("pad_left"),
           nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("replacement"), nb::arg("stratified"),
-          nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"))
+          nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"), nb::arg("over_steps") = false,
+          nb::arg("ahead") = 0)
       .def("sample_into", &Sampler::sample_into, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("step"),
            nb::arg("limits").none(), nb::arg("cursor"), nb::arg("admitted"), nb::arg("beta").none())
       .def("gather", &Sampler::gather);

@@ -1,5 +1,5 @@
-// Bindings of groups and reducers. Arrays are passed as addresses, with the object that owns the memory: the group keeps
-// it until the work is done or the group's thread has ended, in whatever order Python drops the rest. Every wait
+// Bindings of groups and reducers. Arrays are passed as addresses, with the object that owns the memory: the group
+// keeps it until the work is done or the group's thread has ended, in whatever order Python drops the rest. Every wait
 // releases the GIL and checks for signals now and then.
 
 #include <nanobind/stl/optional.h>

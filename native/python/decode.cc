@@ -140,7 +140,7 @@ struct MessageReader {
       case 'p':
         return pickled();
       case 'x': {
-        const auto kind = get<uint8_t>();
+        const uint8_t kind = in.kind();
         const nb::object parts = value(depth + 1);
         codec.need_torch();
         return codec.names.from_parts(kind, parts);

@@ -67,6 +67,7 @@ NB_MODULE(_native, module) {
   bind_fetch(module);
   bind_batch(module);
   bind_inserter(module);
+  bind_step_writer(module);
   bind_selection(module);
   bind_codec(module);
   bind_planner(module);

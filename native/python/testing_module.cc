@@ -18,7 +18,7 @@ void gather_floor(const nb::ndarray<nb::ro, nb::device::cpu>& source, const nb::
                   const In<uint32_t>& rows, uint64_t row_bytes, uint64_t stride, bool stream) {
   const auto* from = static_cast<const std::byte*>(source.data());
   auto* to = static_cast<std::byte*>(destination.data());
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   for (size_t i = 0; i < rows.size(); ++i) {
     copy_block(to + i * row_bytes, from + rows.data()[i] * stride, row_bytes, stream);
   }
@@ -28,7 +28,7 @@ void gather_floor(const nb::ndarray<nb::ro, nb::device::cpu>& source, const nb::
 // Nanoseconds per row of allocate and commit from C++, one row at a time, nothing written in between. It joins the
 // store of that name as a client of its own.
 double time_single_inserts(const std::string& name, uint64_t n) {
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   const std::unique_ptr<Store> joined = Store::attach(name, {});
   Store& store = *joined;
   const uint64_t began = monotonic_ns();
@@ -44,7 +44,7 @@ double time_single_inserts(const std::string& name, uint64_t n) {
 void forward(const std::vector<int>& ports, const std::vector<double>& rates, const std::vector<uint32_t>& sites,
              double delay_s, double loss, double queue_s, uint64_t burst_bytes, uint64_t seed, int control,
              int answers) {
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   run_switch({ports, rates, sites, delay_s, loss, queue_s, burst_bytes, seed, control, answers});
 }
 

@@ -78,12 +78,12 @@ std::unique_ptr<Listener> listen(const nb::dict& options, const std::string& hos
 
 std::shared_ptr<Connection> connect_to(const std::string& address, const nb::dict& given, double timeout_s) {
   const Options options = options_from(given);
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   return connect(address, options, Deadline::after(timeout_s));
 }
 
 void send(Connection& connection, uint64_t tag, uint32_t kind, const Payload& payload, double timeout_s) {
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   connection.send({tag, kind, payload.header, payload.buffers()}, Deadline::after(timeout_s));
 }
 
@@ -123,7 +123,7 @@ class Exposed {
   }
   void close() {
     {
-      nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       region_->close();
     }
     held_.reset();
@@ -142,13 +142,13 @@ Bytes bytes_of(const nb::bytes& given) {
 
 void read_region(Connection& connection, const nb::bytes& handle, nb::handle into, uint64_t offset, double timeout_s) {
   const Held held(into, true);
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   connection.read(bytes_of(handle), held.bytes(), offset, Deadline::after(timeout_s));
 }
 
 void write_region(Connection& connection, const nb::bytes& handle, nb::handle from, uint64_t offset, double timeout_s) {
   const Held held(from, false);
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   connection.write(bytes_of(handle), held.bytes(), offset, Deadline::after(timeout_s));
 }
 
@@ -205,7 +205,7 @@ void bind_transport(nb::module_& module) {
   nb::class_<Connection>(module, "Connection")
       .def("send", &send)
       .def("receive", &receive)
-      .def("close", &Connection::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &Connection::close, nb::call_guard<Unlocked>())
       .def("expose", [](Connection& connection, nb::handle array,
                         bool writable) { return std::make_unique<Exposed>(connection, array, writable); })
       .def("read", &read_region)
@@ -238,23 +238,23 @@ void bind_transport(nb::module_& module) {
       .def_prop_ro("address", &Listener::address)
       .def_prop_ro("refused", &Listener::refused)
       .def_prop_ro("refusal", &Listener::refusal)
-      .def("close", &Listener::close, nb::call_guard<nb::gil_scoped_release>());
+      .def("close", &Listener::close, nb::call_guard<Unlocked>());
 
   nb::class_<Inbox>(module, "Inbox")
       .def(nb::init<double, uint32_t>())
       .def("yield_slot", &Inbox::yield_slot)
-      .def("add", &Inbox::add, nb::call_guard<nb::gil_scoped_release>())
-      .def("watch", &Inbox::watch, nb::call_guard<nb::gil_scoped_release>())
-      .def("remove", &Inbox::remove, nb::call_guard<nb::gil_scoped_release>())
+      .def("add", &Inbox::add, nb::call_guard<Unlocked>())
+      .def("watch", &Inbox::watch, nb::call_guard<Unlocked>())
+      .def("remove", &Inbox::remove, nb::call_guard<Unlocked>())
       .def("resume", &Inbox::resume)
       .def("receive", &next_event)
-      .def("close", &Inbox::close, nb::call_guard<nb::gil_scoped_release>());
+      .def("close", &Inbox::close, nb::call_guard<Unlocked>());
 
   nb::class_<PendingCalls>(module, "Calls")
       .def(nb::init<std::shared_ptr<Connection>, size_t>())
       .def("start",
            [](PendingCalls& calls, uint32_t kind, const Payload& payload, bool detached, double timeout_s) {
-             nb::gil_scoped_release unlocked;
+             const Unlocked unlocked;
              return calls.start(kind, payload.header, payload.buffers(), detached, Deadline::after(timeout_s));
            })
       .def("wait", &wait_for_answer)
@@ -270,7 +270,7 @@ void bind_transport(nb::module_& module) {
            })
       .def("notify",
            [](PendingCalls& calls, uint64_t tag, uint32_t kind, const Payload& payload, double timeout_s) {
-             nb::gil_scoped_release unlocked;
+             const Unlocked unlocked;
              calls.notify(tag, kind, payload.header, Deadline::after(timeout_s));
            })
       .def_prop_ro("open", &PendingCalls::open)

@@ -14,7 +14,10 @@ namespace geartrain {
 // The allowed rows of a population, with sums of their own, from which rows can be removed.
 class Allowed {
  public:
-  Allowed(const Population& from, By by, const Limits& limits, std::span<const uint32_t> excluded);
+  // Of the plan, what is drawn and the limits count.
+  Allowed(const Population& from, const DrawPlan& plan, std::span<const uint32_t> excluded);
+  Allowed(const Population& from, By by, const Limits& limits, std::span<const uint32_t> excluded)
+      : Allowed(from, DrawPlan{.key = {}, .by = by, .limits = limits}, excluded) {}
 
   uint64_t total() const { return tree_.total(); }
   uint64_t rows() const { return rows_; }

@@ -88,14 +88,16 @@ constexpr uint64_t kOrderRows = uint64_t{1} << 25;
 template <typename Kind>
 uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out) {
   const Population& from = kind.from;
-  const bool limited = !plan.limits.none();
+  const bool over_steps = plan.max_steps != 0;
+  const bool limited = !plan.limits.none() || over_steps;
+  const DrawKey step_key{plan.key.seed, plan.key.step, kStepStream};
   Search found[kInFlight];
   uint64_t targets[kInFlight];
   uint32_t index[kInFlight], rows[kInFlight];
   std::fill(out.rows.begin(), out.rows.end(), kNoRow);
 
   // Searches targets[0..n) for index[0..n); those refused come first in index afterwards. Returns how many.
-  const auto look = [&](size_t n, uint64_t total) {
+  const auto look = [&](size_t n, uint64_t total, uint32_t attempt) {
     kind.tree.find(targets, n, found);
     for (size_t i = 0; i < n; ++i) {
       rows[i] = kind.tree.inside(found[i]) ? kind.row_of(found[i]) : kNoRow;
@@ -105,13 +107,19 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
     for (size_t i = 0; i < n; ++i) {
       const uint32_t row = rows[i];
       const uint64_t word = row == kNoRow ? 0 : from.words[row].load(std::memory_order_acquire);
-      if (!kind.has(word) || (limited && !plan.limits.allow(from.status[row]))) {
+      bool allowed = kind.has(word) && (!limited || plan.limits.allow(from.status[row]));
+      if (allowed && over_steps) {
+        const Random128 bits = random_bits(step_key, numbers[index[i]], plan.round * kAttemptsPerRound + attempt);
+        allowed = below(bits, plan.max_steps - plan.need) < plan.steps_of(from.status[row]);
+      }
+      if (!allowed) {
         index[again++] = index[i];
         continue;
       }
       out.rows[index[i]] = row;
       out.generations[index[i]] = generation_of(word);
-      out.probability[index[i]] = kind.share(word) / static_cast<double>(total);
+      out.probability[index[i]] =
+          over_steps ? std::numeric_limits<double>::quiet_NaN() : kind.share(word) / static_cast<double>(total);
     }
     return again;
   };
@@ -139,11 +147,11 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
       index[i] = aims.empty() ? static_cast<uint32_t>(first + i) : aims[first + i].index;
       targets[i] = aims.empty() ? target_of(plan, numbers[index[i]], 0, first_total) : aims[first + i].target;
     }
-    n = look(n, first_total);
+    n = look(n, first_total, 0);
     for (uint32_t attempt = 1; n > 0 && attempt < kRefusals; ++attempt) {
       const uint64_t total = total_now();
       for (size_t i = 0; i < n; ++i) targets[i] = target_of(plan, numbers[index[i]], attempt, total);
-      n = look(n, total);
+      n = look(n, total, attempt);
     }
     failed += n;
   }
@@ -155,9 +163,9 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
 uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out) {
   const uint64_t failed = plan.by == By::priority ? draw_by(ByPriority{from}, plan, numbers, out)
                                                   : draw_by(ByRow{from}, plan, numbers, out);
-  if (failed == 0 || plan.limits.none()) return failed;
+  if (failed == 0 || (plan.limits.none() && plan.max_steps == 0)) return failed;
   // Limits that allow few rows: the remaining draws are made from a copy of just these rows.
-  const Allowed allowed(from, plan.by, plan.limits, {});
+  const Allowed allowed(from, plan, {});
   const uint64_t total = allowed.total();
   if (total == 0) fail_empty(plan);
   for (size_t i = 0; i < numbers.size(); ++i) {

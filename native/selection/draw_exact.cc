@@ -29,19 +29,27 @@ void for_each_row(const Population& from, const Limits& limits, Visit visit) {
 }  // namespace
 
 void fail_empty(const DrawPlan& plan) {
+  if (plan.max_steps != 0 && plan.need != 0) {
+    fail(ErrorKind::empty, "no selectable row that the limits allow has more than ", plan.need, " step",
+         plan.need == 1 ? "" : "s");
+  }
   if (!plan.limits.none()) fail(ErrorKind::empty, "no selectable row meets the limits on version, age and length");
   fail(ErrorKind::empty,
        plan.by == By::priority ? "no selectable row has a priority above zero" : "the store has no selectable row");
 }
 
-Allowed::Allowed(const Population& from, By by, const Limits& limits, std::span<const uint32_t> excluded)
+Allowed::Allowed(const Population& from, const DrawPlan& plan, std::span<const uint32_t> excluded)
     : from_(from),
-      whole_(static_cast<double>(by == By::priority ? from.priorities.total() : from.bits.total())),
+      whole_(plan.max_steps != 0
+                 ? std::numeric_limits<double>::quiet_NaN()
+                 : static_cast<double>(plan.by == By::priority ? from.priorities.total() : from.bits.total())),
       words_(padded_leaves(from.rows())),
       nodes_(TreeShape::of(from.rows()).nodes) {
   tree_ = PriorityTree(words_.get(), nodes_.get(), from.rows());
-  for_each_row(from, limits, [&](uint32_t row, uint64_t word) {
-    const uint32_t priority = by == By::priority ? priority_of(word) : 1;
+  for_each_row(from, plan.limits, [&](uint32_t row, uint64_t word) {
+    const uint32_t priority = plan.max_steps != 0       ? plan.steps_of(from.status[row])
+                              : plan.by == By::priority ? priority_of(word)
+                                                        : 1;
     words_.get()[row].store(make_word(generation_of(word), priority), std::memory_order_relaxed);
     rows_ += priority != 0;
   });
@@ -123,7 +131,7 @@ void draw_distinct(const Population& from, const DrawPlan& plan, std::span<const
   if (chosen == wanted) return;
   std::vector<uint32_t> gone(excluded.begin(), excluded.end());
   gone.insert(gone.end(), out.rows.begin(), out.rows.begin() + static_cast<ptrdiff_t>(chosen));
-  Allowed allowed(from, plan.by, plan.limits, gone);
+  Allowed allowed(from, plan, gone);
   if (allowed.rows() < wanted - chosen) fail_not_enough(chosen + allowed.rows());
   for (; chosen < wanted; ++chosen) {
     const Random128 bits = random_bits(plain.key, next++, plan.round * kAttemptsPerRound + kRefusals);

@@ -20,9 +20,15 @@
 // Limits refuse rows after they are drawn; a refused draw is made again with the next attempt. When kRefusals
 // attempts were refused, it is made from a copy of the allowed rows.
 //
+// Over steps: rows in proportion to length - need. Draw i, which has found a row, is refused unless below(x) < length -
+// need, where below(x) is a number up to max_length - need from bits of kStepStream under the same draw and attempt; a
+// refused draw is made again like one that limits refuse, in the end from a copy in which rows weigh length - need. No
+// sum of lengths is kept, so the probability of a draw is not known.
+//
 // Cost: one cache miss per level of the tree, 64 draws in flight; no locks. The copies cost a pass over the population.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -74,6 +80,14 @@ struct DrawPlan {
   uint32_t round = 0;   // 0, and one more each time the caller draws again for the same numbers (a torn row)
   uint32_t strata = 0;  // 0: plain draws; n: the n draws of the batch share the total
   Limits limits;
+  uint32_t max_steps = 0;  // over steps: of a row, at most; 0: over rows. With By::row and a population with status
+  uint32_t need = 0;       // over steps: steps at a row's end that do not count
+
+  // How many of a row's steps count.
+  uint32_t steps_of(const RowStatus& status) const {
+    const uint32_t length = std::min(status.length.load(std::memory_order_relaxed), max_steps);
+    return length > need ? length - need : 0;
+  }
 };
 
 // Attempts that belong to one round. The last is the one made from a copy.

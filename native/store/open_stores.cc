@@ -7,14 +7,12 @@
 #include <mutex>
 #include <vector>
 
-#include "store/store.h"
-
 namespace geartrain {
 namespace {
 
 struct OpenStores {
   std::mutex mutex;
-  std::vector<Store*> stores;
+  std::vector<OpenStore*> stores;
 };
 
 OpenStores& open_stores() {
@@ -24,20 +22,20 @@ OpenStores& open_stores() {
 
 void before_fork() {
   open_stores().mutex.lock();
-  for (Store* store : open_stores().stores) store->before_fork();
+  for (OpenStore* store : open_stores().stores) store->before_fork();
 }
 void after_fork_in_parent() {
-  for (Store* store : open_stores().stores) store->after_fork_in_parent();
+  for (OpenStore* store : open_stores().stores) store->after_fork_in_parent();
   open_stores().mutex.unlock();
 }
 void after_fork_in_child() {
-  for (Store* store : open_stores().stores) store->after_fork_in_child();
+  for (OpenStore* store : open_stores().stores) store->after_fork_in_child();
   open_stores().mutex.unlock();
 }
 
 void close_all() {
   for (;;) {
-    Store* store = nullptr;
+    OpenStore* store = nullptr;
     {
       std::lock_guard lock(open_stores().mutex);
       if (open_stores().stores.empty()) return;
@@ -50,7 +48,7 @@ void close_all() {
 
 }  // namespace
 
-void register_store(Store* store) {
+void register_store(OpenStore* store) {
   static std::once_flag once;
   std::call_once(once, [] {
     ::pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
@@ -60,7 +58,7 @@ void register_store(Store* store) {
   open_stores().stores.push_back(store);
 }
 
-void unregister_store(Store* store) {
+void unregister_store(OpenStore* store) {
   std::lock_guard lock(open_stores().mutex);
   auto& stores = open_stores().stores;
   stores.erase(std::remove(stores.begin(), stores.end(), store), stores.end());

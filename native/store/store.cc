@@ -18,7 +18,6 @@
 
 #include "base/clock.h"
 #include "base/errors.h"
-#include "store/open_stores.h"
 
 namespace geartrain {
 namespace {

@@ -52,6 +52,7 @@
 #include "segment/sum_tree.h"
 #include "segment/validate.h"
 #include "store/calls.h"
+#include "store/open_stores.h"
 
 namespace geartrain {
 
@@ -124,7 +125,7 @@ struct StoreCounts {
   uint64_t free, writing, exhausted, open, committed;  // committed: without the open ones
 };
 
-class Store {
+class Store final : public OpenStore {
  public:
   static std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldSpec>& fields,
                                        const StoreOptions& options);
@@ -182,7 +183,9 @@ class Store {
   void publish(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
   // Sets the row's length; the steps are in its blocks already. Throws schema (shorter than it was, or too long),
   // stale_key (not a row that this process extends).
-  void extend(uint32_t row, uint32_t length);
+  void extend(uint32_t row, uint32_t length) { extend({&row, 1}, {&length, 1}); }
+  // Of several rows, under one lock; all are checked before any is changed.
+  void extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths);
   // Completes the rows: they take their place as the newest.
   void seal(std::span<const uint32_t> rows);
 
@@ -292,10 +295,10 @@ class Store {
 
   // --- what concerns all stores of a process: open_stores.cc ------------------------------------------------------
 
-  void before_fork() { given_up_mutex_.lock(); }
-  void after_fork_in_parent() { given_up_mutex_.unlock(); }
-  void after_fork_in_child();
-  void close_at_exit() noexcept;
+  void before_fork() override { given_up_mutex_.lock(); }
+  void after_fork_in_parent() override { given_up_mutex_.unlock(); }
+  void after_fork_in_child() override;
+  void close_at_exit() noexcept override;
 
  private:
   Store(Mapping mapping, Geometry geometry);

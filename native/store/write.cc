@@ -113,16 +113,20 @@ void Store::publish(std::span<const uint32_t> rows, const CommitValues& values, 
   announce(c.limiter);
 }
 
-void Store::extend(uint32_t row, uint32_t length) {
+void Store::extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths) {
   ensure_client();
   Guard guard(*this);
-  check_held({&row, 1}, RowState::open);
-  std::atomic<uint32_t>& known = status()[row].length;
-  if (length < known.load(kRelaxed) || length > header().max_length) {
-    fail(ErrorKind::schema, "row ", row, " has ", known.load(kRelaxed), " steps and a block holds ",
-         header().max_length, ": it cannot be extended to ", length);
+  check_held(rows, RowState::open);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const uint32_t known = status()[rows[i]].length.load(kRelaxed);
+    if (lengths[i] < known || lengths[i] > header().max_length) {
+      fail(ErrorKind::schema, "row ", rows[i], " has ", known, " steps and a block holds ", header().max_length,
+           ": it cannot be extended to ", lengths[i]);
+    }
   }
-  known.store(length, std::memory_order_release);  // after the steps
+  for (size_t i = 0; i < rows.size(); ++i) {
+    status()[rows[i]].length.store(lengths[i], std::memory_order_release);  // after the steps
+  }
 }
 
 void Store::seal(std::span<const uint32_t> rows) {

@@ -69,11 +69,10 @@ bool Admission::take_from(const Descriptor& listening, bool local) {
 }
 
 void Admission::add(Descriptor socket, bool local) {
-  make_room();
   const bool tls = !local && options_.options.tls != nullptr;
   const Deadline deadline = Deadline::after(options_.options.limits.handshake_timeout_s);
   const uint64_t event = next_event_++;
-  silent_.push_back({event, std::move(socket), local, deadline, tls ? State::tls : State::hello, &silent_});
+  silent_.push_back({event, std::move(socket), local, deadline, patience(), tls ? State::tls : State::hello, &silent_});
   const Place place = std::prev(silent_.end());
   try {
     by_event_.emplace(event, place);
@@ -88,15 +87,16 @@ void Admission::add(Descriptor socket, bool local) {
   if (::epoll_ctl(epoll_, EPOLL_CTL_ADD, place->socket.get(), &watched) != 0) {
     return refuse(place, std::string("it cannot be waited for: ") + std::strerror(errno));
   }
+  if (silent_.size() + greeting_.size() > most_places_) make_room(place);
   advance(event);  // its hello is often there, and then it is not taken for a silent one
 }
 
-void Admission::make_room() {
-  while (silent_.size() + greeting_.size() >= most_places_) {
-    Places& larger = greeting_.size() > silent_.size() ? greeting_ : silent_;
-    tell_busy(larger.front());
-    refuse(larger.begin(), "too many unauthenticated connections");
-  }
+// For the newcomer: one that has said nothing for long, or else none.
+void Admission::make_room(Place newcomer) {
+  Place oldest = greeting_.size() > silent_.size() ? greeting_.begin() : silent_.begin();
+  if (!oldest->patience.passed()) oldest = newcomer;
+  tell_busy(*oldest);
+  refuse(oldest, "too many unauthenticated connections");
 }
 
 // So that its dialer knows why, if it reads that before the end.
@@ -129,6 +129,10 @@ void Admission::forget(Place place) {
   by_session_.erase(place->session.id);
   by_event_.erase(place->event);
   place->in->erase(place);
+}
+
+Deadline Admission::patience() const {
+  return Deadline::after(options_.options.limits.handshake_timeout_s / 10);
 }
 
 void Admission::clear() {
@@ -199,6 +203,8 @@ void Admission::advance(uint64_t event) {
   Place place;
   if (!find(event, &place)) return;
   try {
+    place->patience = patience();
+    move(place, *place->in);  // behind those that have been silent for longer
     while (step(place)) continue;
   } catch (const std::exception& error) {
     // Of no memory as well: this connection is given up, and the listener goes on.

@@ -2,11 +2,12 @@
 // (security/handshake.h), advanced by incoming data. None of them can block another.
 //
 // Places. A socket that has proved nothing has a place among the silent (it has sent no hello) or among the greeting
-// (it has yet to prove). Each of the two may fill what both have together, MessageLimits::max_pending; then the oldest
-// of the larger one makes room. So silence does not keep out those who speak, nor hellos those who have yet to speak,
-// and a dialer is in danger only while as many others come as there are places. A stream that has proved itself is
-// counted apart, with all the sockets of its connection, and never makes room: beyond as many connections, or half of
-// the sockets that the process may have, dialers are told to come again, and do (until_admitted).
+// (it has yet to prove); both kinds together have MessageLimits::max_pending. Beyond, one of the larger kind makes
+// room: the one that has been silent for longest, if that is a tenth of the handshake's timeout, and else the newcomer.
+// So silence does not keep out those who speak, nor hellos those who have yet to speak, and a crowd does not push
+// itself out in turns. A stream that has proved itself is counted apart, with all the sockets of its connection, and
+// never makes room: beyond as many connections, or half of the sockets that the process may have, dialers are told to
+// come again, and do (until_admitted).
 //
 // All on the listener's thread, except refused(), refusal() and refused_so_far(). An exception of any kind that one
 // connection causes ends that connection, and no more.
@@ -70,6 +71,7 @@ class Admission {
     Stream socket;
     bool local;  // through the Unix socket
     Deadline deadline;
+    Deadline patience;  // from then on it may have to make room
     State state;
     Places* in;  // silent_, greeting_ or proved_
     Hello hello{};
@@ -83,7 +85,8 @@ class Admission {
   };
 
   void add(Descriptor socket, bool local);
-  void make_room();
+  void make_room(Place newcomer);
+  Deadline patience() const;
   void move(Place place, Places& to);
   void forget(Place place);
   void refuse(Place place, const std::string& why);

@@ -52,6 +52,12 @@ class ValueReader {
     if (owed_ > left()) refuse("it ends too early");
     return n;
   }
+  // x: which of torch's values its one value, which follows, is made into.
+  uint8_t kind() {
+    const auto which = number<uint8_t>();
+    if (++owed_ > left()) refuse("it ends too early");
+    return which;
+  }
   // I s b y: their bytes.
   Bytes text() { return take(number<uint32_t>()); }
   Bytes digits() {

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from geartrain.replay.fetch import fetch
     from geartrain.replay.iterable_dataset import ReplayDataset
     from geartrain.replay.replay import Replay
+    from geartrain.replay.transitions import Transitions
     from geartrain.store.rate_limiter import RateLimiter
     from geartrain.store.row import Row, Rows
     from geartrain.store.store import Store
@@ -51,6 +52,7 @@ _NAMES = {
     "Row": ("geartrain.store.row", "Row"),
     "Rows": ("geartrain.store.row", "Rows"),
     "Store": ("geartrain.store.store", "Store"),
+    "Transitions": ("geartrain.replay.transitions", "Transitions"),
     "actors": ("geartrain.actors", ""),
     "collectives": ("geartrain.collectives", ""),
     "errors": ("geartrain.errors", ""),
@@ -77,6 +79,7 @@ __all__ = [
     "Row",
     "Rows",
     "Store",
+    "Transitions",
     "actors",
     "collectives",
     "errors",

@@ -92,6 +92,8 @@ class BatchSampler:
         order: int | None,
         cursor: bool,
         min_rows: int,
+        over_steps: bool = False,
+        ahead: int = 0,
     ) -> None: ...
     def sample_into(
         self,
@@ -129,6 +131,38 @@ def empty_batch(store: Store, n: int, fields: Sequence[int], window: int, /) -> 
 class Inserter:
     def __init__(self, store: Store, names: list[str], /) -> None: ...
     def insert(self, fields: Any, threads: int, /) -> bytes | None: ...
+
+class StepWriter:
+    def __init__(
+        self,
+        store: Store,
+        environments: int,
+        publish_every: int,
+        overlap: int,
+        priority: float,
+        autoreset: int,
+        roles: list[int],
+        names: list[str],
+        parts: list[str],
+        /,
+    ) -> None: ...
+    def step(
+        self,
+        observation: Any,
+        values: dict[str, Any],
+        terminated: Any,
+        truncated: Any,
+        final: Any,
+        mask: Any,
+        version: int,
+        admitted: bool,
+    ) -> bytes | int | str | None: ...
+    def begin(self, observation: Any, mask: Any, version: int, admitted: bool) -> bytes | int | str | None: ...
+    def cut(self, mask: Any, admitted: bool) -> bytes | int | str | None: ...
+    def abandon(self) -> None: ...
+    def in_episode(self, environment: int, /) -> bool: ...
+    @property
+    def rows(self) -> int: ...
 
 class Store:
     @staticmethod

@@ -161,6 +161,7 @@ def test_what_torch_makes_of_values_goes_without_pickle(pair: tuple[rpc.Node, rp
         found = client.call("server", "edge-same", {"a": [value]})["a"][0]
         assert type(found) is type(value)
         assert found == value
+        assert decode(pack(encode([value, (), {}]))) == [value, (), {}]  # what follows them is counted as theirs
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")

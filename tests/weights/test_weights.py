@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import preloaded
@@ -29,6 +31,7 @@ from geartrain.errors import (
     StoreClosedError,
     WaitTimeoutError,
 )
+from geartrain.rpc.registry import functions, with_caller_functions
 from geartrain.weights import reader as readers
 from geartrain.weights import segment as segments
 from geartrain.weights.segment import WeightsSegment
@@ -413,6 +416,54 @@ def test_closing_wakes_who_waits(host: Path) -> None:
     assert errors == [StoreClosedError]
 
 
+@pytest.mark.parametrize("again", [1, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_closing_a_publisher_ends_a_publish_that_waits_for_a_buffer(
+    host: Path, monkeypatch: pytest.MonkeyPatch, again: int
+) -> None:
+    from geartrain.weights import writer
+
+    monkeypatch.setattr(writer, "_CHECK_EVERY_S", 60.0)  # so that only being woken helps
+    random_ = random.Random(1)
+    for round_ in range(again):
+        publisher, errors = weights.Publisher("p", directory=host, buffers=2), []
+        with weights.Reader("p", directory=host) as reader:
+            publisher.publish(1, filled(1))
+            held = reader.latest()
+            publisher.publish(2, filled(2))
+            waits, real = threading.Event(), WeightsSegment.wait_released
+
+            def wait_released(self: WeightsSegment, *args: Any, real: Any = real, waits: Any = waits) -> None:
+                waits.set()
+                real(self, *args)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(WeightsSegment, "wait_released", wait_released)
+
+                def publish(publisher: weights.Publisher = publisher, errors: list[type] = errors) -> None:
+                    try:
+                        publisher.publish(3, filled(3), timeout_s=patience(60))
+                    except GeartrainError as error:
+                        errors.append(type(error))
+
+                threads = [threading.Thread(target=publish)]
+                threads[0].start()
+                if round_ == 0:
+                    assert waits.wait(patience(10))
+                else:
+                    time.sleep(random_.random() * 2e-3)
+                began_s = time.monotonic()
+                threads += [threading.Thread(target=publisher.close) for _ in range(2)]
+                for thread in threads[1:]:
+                    thread.start()
+                for thread in threads:
+                    thread.join(patience(1))
+                    assert not thread.is_alive()
+                assert time.monotonic() - began_s < patience(1)
+            assert errors == [StoreClosedError]
+            assert (held["a"] == 1).all()
+            del held
+
+
 # --- processes that come and go -------------------------------------------------------------------------------------
 
 
@@ -641,6 +692,67 @@ def test_a_relay_that_stops_or_dies_holds_a_version_for_a_while_only(
             found = node.call("trainer", serving.NEWER, "p", b"", 0, 1.0)
             publisher.publish(4, filled(4))
         publisher.publish(5, filled(5), timeout_s=patience(10))  # the node has hung up
+
+
+@pytest.mark.parametrize("where", ["a buffer", "a piece"])
+def test_closing_a_reader_ends_its_relays_wait(host: Path, other_host: Path, trainer: rpc.Node, where: str) -> None:
+    hold, asked = threading.Event(), threading.Event()
+    piece = functions[serving.PIECE]
+
+    def slow(*args: Any) -> Any:
+        asked.set()
+        hold.wait(patience(60))
+        return piece(*args)
+
+    with (
+        weights.Publisher("p", node=trainer, directory=host) as publisher,
+        rpc.Node("actor", peers={"trainer": trainer.address}) as node,
+    ):
+        publisher.publish(1, filled(1))
+        reader = weights.Reader("p", node=node, source="trainer", directory=other_host)
+        held = [reader.latest(timeout_s=patience(20))]
+        try:
+            if where == "a piece":
+                with_caller_functions.add(slow)
+                functions[serving.PIECE] = slow
+                publisher.publish(2, filled(2))
+                assert asked.wait(patience(20))
+            else:
+                for version in (2, 3, 4):  # the relay has three buffers, and needs a fourth
+                    publisher.publish(version, filled(version), timeout_s=patience(20))
+                    if version < 4:
+                        held.append(reader.latest(at_least=version, timeout_s=patience(20)))
+                until_s = time.monotonic() + patience(20)
+                assert reader._follower is not None
+                while not (reader._follower._writer and reader._follower._writer._lock.locked()):
+                    assert time.monotonic() < until_s
+                    time.sleep(0.001)
+            began_s = time.monotonic()
+            reader.close()
+            assert time.monotonic() - began_s < patience(1)
+            assert [snapshot.version for snapshot in held] == ([1] if where == "a piece" else [1, 2, 3])
+        finally:
+            hold.set()
+            functions[serving.PIECE] = piece
+            with_caller_functions.discard(slow)
+
+
+def test_a_forked_child_holds_no_version_that_a_relay_has_pinned(
+    host: Path, trainer: rpc.Node, fork: Callable[..., int]
+) -> None:
+    go = os.pipe()
+    with weights.Publisher("p", node=trainer, directory=host, buffers=2) as publisher:
+        publisher.publish(1, filled(1))
+        with rpc.Node("relay", peers={"trainer": trainer.address}) as node:
+            found = node.call("trainer", serving.NEWER, "p", b"", 0, 1.0)
+            child = fork(lambda: os.read(go[0], 1) == b"")
+            assert node.call("trainer", serving.DONE, "p", found["sequence"]) is True
+            for version in (2, 3):
+                publisher.publish(version, filled(version), timeout_s=patience(5))
+            os.write(go[1], b"x")
+            assert os.waitpid(child, 0)[1] == 0
+    for pipe in go:
+        os.close(pipe)
 
 
 def test_a_relay_is_a_source_for_others(host: Path, other_host: Path, trainer: rpc.Node) -> None:

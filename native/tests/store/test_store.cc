@@ -490,7 +490,7 @@ TEST(a_handle_is_closed_while_threads_use_it_and_everything_they_held_comes_back
     std::thread another([&] { store->close(); });
     store->close();
     CHECK(store->is_closed());
-    CHECK_THROWS(closed, Store::Call(*store));
+    CHECK_THROWS(closed, const Store::Call refused_call(*store));
     another.join();
     for (std::thread& thread : threads) thread.join();
     CHECK_EQ(refused.load(), 3);

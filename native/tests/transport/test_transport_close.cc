@@ -77,7 +77,7 @@ void use(Connection& connection, int how, const RegionHandle& peers, Random& ran
     default:
       return until_the_end("the rest", [&] {
         Message message;
-        connection.poll(&message);
+        if (connection.poll(&message) == Connection::Poll::nothing) connection.arm();
         std::vector<std::byte> memory(64);
         connection.expose(memory, true)->close();
         static_cast<void>(connection.counts());

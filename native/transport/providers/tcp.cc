@@ -406,6 +406,18 @@ Stream connect_stream(const std::string& place, const Options& options, Deadline
   return stream;
 }
 
+// None: the listener does not know the session any more.
+Stream dial_lane(const std::string& place, const Address& address, const Options& options, Deadline deadline,
+                 uint32_t number, const Session& session) {
+  Stream lane = connect_stream(place, options, deadline);
+  try {
+    greet(lane.wire(), Intent::lane, address, options, deadline, number, &session.id);
+  } catch (const SessionGone&) {
+    return {};
+  }
+  return lane;
+}
+
 // All the streams of one connection. An attempt that fails half-way leaves nothing: the next one is another session.
 std::shared_ptr<Connection> dial_place(const std::string& place, const Address& address, const Options& options,
                                        Deadline deadline) {
@@ -414,8 +426,9 @@ std::shared_ptr<Connection> dial_place(const std::string& place, const Address& 
   const Session session = greet(socket.wire(), Intent::stream, address, options, deadline, lanes);
   std::vector<Stream> joined;
   for (uint32_t i = 0; i <= lanes; ++i) {
-    joined.push_back(connect_stream(place, options, deadline));
-    greet(joined.back().wire(), Intent::lane, address, options, deadline, i, &session.id);
+    joined.push_back(
+        until_admitted(deadline, [&] { return dial_lane(place, address, options, deadline, i, session); }));
+    if (!joined.back()) fail(ErrorKind::peer_lost, "the peer has given up the connection of this lane");
   }
   return take_tcp(std::move(socket), std::move(joined), session, options);
 }

@@ -39,6 +39,7 @@ void Inbox::watch(uint64_t id, std::shared_ptr<Connection> connection) {
 }
 
 void Inbox::insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only) {
+  if (forks_ != forks()) fail(ErrorKind::hung_up, "this inbox belongs to the process that this one was forked from");
   std::lock_guard lock(mutex_);
   if (id == kBell || !entries_.try_emplace(id, Entry{connection, watched_only, false, false}).second) {
     fail(ErrorKind::schema, "the inbox has a connection number ", id, " already");
@@ -60,6 +61,7 @@ void Inbox::insert(uint64_t id, std::shared_ptr<Connection> connection, bool wat
 }
 
 void Inbox::remove(uint64_t id) {
+  if (forks_ != forks()) return;
   std::lock_guard lock(mutex_);
   const auto found = entries_.find(id);
   if (found == entries_.end()) return;
@@ -72,6 +74,7 @@ void Inbox::remove(uint64_t id) {
 }
 
 void Inbox::resume(uint64_t id) {
+  if (forks_ != forks()) return;
   std::lock_guard lock(mutex_);
   const auto found = entries_.find(id);
   if (found == entries_.end() || !found->second.paused) return;

@@ -4,8 +4,13 @@
 
 namespace geartrain {
 
+void PendingCalls::check_process() const {
+  if (forked()) fail(ErrorKind::hung_up, "these calls belong to the process that this one was forked from");
+}
+
 uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, bool detached,
                              Deadline deadline) {
+  check_process();
   uint64_t tag = 0;
   {
     std::unique_lock lock(mutex_);
@@ -34,6 +39,7 @@ void PendingCalls::notify(uint64_t tag, uint32_t kind, Bytes header, Deadline de
 }
 
 void PendingCalls::wait(uint64_t tag, Message* answer, Deadline deadline) {
+  check_process();
   std::unique_lock lock(mutex_);
   auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.detached)
@@ -59,6 +65,7 @@ void PendingCalls::wait(uint64_t tag, Message* answer, Deadline deadline) {
 }
 
 void PendingCalls::next_detached(Message* answer, Deadline deadline) {
+  check_process();
   std::unique_lock lock(mutex_);
   while (detached_open_ == 0 && !failed_) {
     const uint64_t left_ns = deadline.left_ns();
@@ -134,12 +141,14 @@ void PendingCalls::wake_another() {
 }
 
 bool PendingCalls::ready(uint64_t tag) const {
+  if (forked()) return true;  // wait() throws at once
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
   return failed_ || (found != questions_.end() && found->second.answered);
 }
 
 void PendingCalls::detach(uint64_t tag) {
+  check_process();
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.waiter != nullptr) {
@@ -153,6 +162,7 @@ void PendingCalls::detach(uint64_t tag) {
 }
 
 void PendingCalls::forget(uint64_t tag) {
+  if (forked()) return;
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.forgotten) return;
@@ -170,6 +180,7 @@ void PendingCalls::forget(uint64_t tag) {
 }
 
 size_t PendingCalls::open() const {
+  if (forked()) return 0;
   std::lock_guard lock(mutex_);
   return questions_.size();
 }

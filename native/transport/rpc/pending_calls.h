@@ -2,6 +2,9 @@
 //
 // A thread that waits for an answer reads the connection itself, and passes on answers of other threads; there is no
 // thread in between. Threads: any number. The other side answers with a message that has the request's tag.
+//
+// Forks: they stay the parent's. In a child whatever could wait throws hung_up, and the rest has no effect: another
+// thread of the parent's may have held the mutex.
 #pragma once
 
 #include <unordered_map>
@@ -14,7 +17,7 @@ class PendingCalls {
  public:
   // At most `max_open` requests wait for answers at a time.
   explicit PendingCalls(std::shared_ptr<Connection> connection, size_t max_open = 1024)
-      : connection_(std::move(connection)), max_open_(max_open) {}
+      : forks_(forks()), connection_(std::move(connection)), max_open_(max_open) {}
 
   // Sends the request, once there is room for it, and returns its tag. The answer to a `detached` one is returned by
   // next_detached().
@@ -48,7 +51,10 @@ class PendingCalls {
   void read_until(std::unique_lock<std::mutex>& lock, std::condition_variable* waiter, Deadline deadline, Done&& done);
   void deliver(Message&& message);
   void wake_another();
+  bool forked() const { return forks_ != forks(); }
+  void check_process() const;
 
+  const uint64_t forks_;
   const std::shared_ptr<Connection> connection_;
   const size_t max_open_;
   mutable std::mutex mutex_;  // of all below

@@ -203,9 +203,9 @@ Session greet(Wire wire, Intent intent, const Address& address, const Options& o
   Verdict verdict{};
   read_exactly(wire, std::as_writable_bytes(std::span(&verdict, 1)), deadline);
   const auto answer = static_cast<Answer>(verdict.answer);
-  // The connection that a lane belongs to was given up meanwhile.
-  if (answer == Answer::busy || answer == Answer::unknown_session) {
-    fail(ErrorKind::peer_lost, "the peer is busy: ", reason(answer));
+  if (answer == Answer::busy) fail(ErrorKind::peer_lost, "the peer is busy: ", reason(answer));
+  if (answer == Answer::unknown_session) {
+    throw SessionGone(ErrorKind::peer_lost, std::string("the peer refuses: ") + reason(answer));
   }
   if (answer != Answer::welcome) fail(ErrorKind::untrusted, "the peer refuses: ", reason(answer));
   Verdict expected = verdict;

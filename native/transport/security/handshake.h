@@ -108,11 +108,16 @@ void seal(const std::string& secret, const Hello& hello, const Challenge& challe
 Session greet(Wire wire, Intent intent, const Address& address, const Options& options, Deadline deadline,
               uint32_t lanes = 0, const SessionId* of = nullptr);
 
+// A lane's connection was given up by the listener: only a new session can succeed.
+struct SessionGone : Error {
+  using Error::Error;
+};
+
 // Pauses between a dialer's attempts: longer each time, and random, so that many dialers do not come together again.
 class RetryPause {
  public:
-  // After an attempt that failed with `error`. Waits if another one may succeed, which is so for peer_lost, and there is
-  // time for it. Else throws: timed_out, with what the listener said last, when only the deadline was in the way.
+  // After an attempt that failed with `error`. Waits if another one may succeed, which is so for peer_lost, and there
+  // is time for it. Else throws: timed_out, with what the listener said last, when only the deadline was in the way.
   void wait(const Error& error, Deadline deadline);
 
  private:

@@ -12,7 +12,6 @@
 #include <thread>
 
 #include "base/clock.h"
-#include "transport/security/handshake.h"
 #include "transport/security/openssl.h"
 
 namespace geartrain {

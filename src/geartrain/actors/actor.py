@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from geartrain.actors.envs.adapters import Arrays, StepResult, VectorEnv, environments_of, named
 from geartrain.actors.policy import Policy
-from geartrain.actors.recorder import EpisodeRecorder, check_fields
+from geartrain.actors.recorder import absent_values, check_fields
 from geartrain.errors import ArgumentError, CallCancelledError
+from geartrain.store.recorder import StepRecorder
 from geartrain.store.store import Store
 
 
@@ -49,7 +50,7 @@ class Actor:
         policy: anything with `act(observation) -> (actions, extras)` and a `version`.
         store: with the fields of the environments (see `recorded_fields`), and one for each extra.
         seed: of the environments' episodes; environment i gets seed + i.
-        publish_every, overlap, priority: as for `EpisodeRecorder`.
+        publish_every, overlap, priority: as for `Store.recorder`.
 
     Example:
         >>> import gymnasium as gym
@@ -81,14 +82,20 @@ class Actor:
         self.store = store
         self.stats = ActorStats()
         self._seed = seed
-        self._recorders = [
-            EpisodeRecorder(store, publish_every=publish_every, overlap=overlap, priority=priority)
-            for _ in range(self.environments.n)
-        ]
+        check_fields(store)
+        self._recorder: StepRecorder = store.recorder(
+            self.environments.n,
+            observations=[name for name in store.fields if name.partition(".")[0] == "observation"],
+            publish_every=publish_every,
+            overlap=overlap,
+            priority=priority,
+            autoreset="disabled",
+        )
         self._returns = np.zeros(self.environments.n)
         self._observation: Arrays | None = None
         self._begins = np.ones(self.environments.n, bool)  # an episode begins with the current observation
         self._checked = False
+        self._absent: dict[str, NDArray[Any]] = {}  # zeros, for fields that nobody gives
 
     def run(
         self,
@@ -129,6 +136,8 @@ class Actor:
         values = {**named("action", actions), **extras}
         if not self._checked:
             check_fields(self.store, values, self.environments.n)
+            given = [*values, "reward", *self._recorder.observations]
+            self._absent = absent_values(self.store, given, self.environments.n)
             self._checked = True
         asked_s = time.perf_counter()
         stepped = self.environments.step(actions)
@@ -138,7 +147,7 @@ class Actor:
         stats = self.stats
         stats.version = self.policy.version
         stats.steps += int(stepped.valid.sum())
-        stats.rows = sum(recorder.rows for recorder in self._recorders)
+        stats.rows = self._recorder.rows
         stats.policy_s += asked_s - began_s
         stats.environment_s += stepped_s - asked_s
         stats.store_s += time.perf_counter() - stepped_s
@@ -148,30 +157,33 @@ class Actor:
 
         A row that the store's rate limiter blocks while `limiter.stopping` is true is abandoned.
         """
-        for recorder in self._recorders:
-            with contextlib.suppress(CallCancelledError):
-                recorder.cut()
-        self.stats.rows = sum(recorder.rows for recorder in self._recorders)
+        with contextlib.suppress(CallCancelledError):
+            self._recorder.cut()
+        self.stats.rows = self._recorder.rows
         self.environments.close()
 
     def _record(self, observation: Arrays, values: dict[str, NDArray[Any]], stepped: StepResult, version: int) -> None:
         before, after = named("observation", observation), named("observation", stepped.observation)
-        values = {**values, "reward": stepped.reward}
+        values = {**self._absent, **values, "reward": stepped.reward}
         rewards = stepped.reward.reshape(self.environments.n, -1).mean(1)
-        for number, recorder in enumerate(self._recorders):
-            if not stepped.valid[number]:
-                continue
-            if self._begins[number]:
-                recorder.begin(before, version, index=number)
-                self._returns[number] = 0.0
-                self._begins[number] = False
-            terminated, truncated = bool(stepped.terminated[number]), bool(stepped.truncated[number])
-            recorder.step(values, after, terminated=terminated, truncated=truncated, version=version, index=number)
-            self._returns[number] += rewards[number]
-            if terminated or truncated:
-                self._begins[number] = True
-                self.stats.episodes += 1
-                self.stats.returns.append(float(self._returns[number]))
+        begins = self._begins & stepped.valid
+        if begins.any():
+            self._recorder.reset(before, mask=begins, version=version)
+            self._returns[begins] = 0.0
+        self._recorder.step(
+            after,
+            terminated=stepped.terminated,
+            truncated=stepped.truncated,
+            mask=None if stepped.valid.all() else stepped.valid,
+            version=version,
+            **values,
+        )
+        self._returns[stepped.valid] += rewards[stepped.valid]
+        ended = stepped.valid & (stepped.terminated | stepped.truncated)
+        self._begins = (self._begins & ~stepped.valid) | ended
+        for number in np.flatnonzero(ended):
+            self.stats.episodes += 1
+            self.stats.returns.append(float(self._returns[number]))
 
 
 __all__ = ["Actor", "ActorStats"]

@@ -258,10 +258,10 @@ class Group:
             lost = current.lost_reducers(fault)
             if not current.config.reissues or not lost:
                 return False
-            self._replace(current, lost)
+            self._replace_session(current, lost)
             return True
 
-    def _replace(self, current: Session, lost: tuple[str, ...]) -> None:
+    def _replace_session(self, current: Session, lost: tuple[str, ...]) -> None:
         """Goes on in the next session. A failure is that of all who wait for operations of this one."""
         try:
             new = next_session(current, lost, time.monotonic() + self.timeout_s, self._stopped)
@@ -290,7 +290,7 @@ class Group:
         with self._lock:
             if self._stopped.is_set():
                 raise CollectiveClosedError(f"group {self.name!r} was closed")
-            self._replace(self._session, tuple(without))
+            self._replace_session(self._session, tuple(without))
 
     def abort(self, reason: str) -> None:
         """Ends the group on all ranks: their operations raise `CollectiveClosedError` with this reason."""

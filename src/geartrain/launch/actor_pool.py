@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from geartrain.actors.policy import Policy
 from geartrain.core.counters import SharedCounters
-from geartrain.errors import ActorDiedError, ArgumentError
+from geartrain.errors import ActorDiedError, ArgumentError, StoreClosedError
 from geartrain.launch.actor_process import ActorTask, task_bytes
 from geartrain.launch.actor_role import ActorContext
 from geartrain.launch.metrics import COLUMNS, METRICS
@@ -41,14 +41,15 @@ class ActorPool:
         make_policy: the same for the policy.
         actors: how many processes.
         seed: actor i uses seed + i * 1,000, and another one after each restart.
-        publish_every, overlap: as for `EpisodeRecorder`.
+        publish_every, overlap: as for `Store.recorder`.
         max_restarts: of all actors together. With 0 the first death is an error.
         threads: that torch may use in each process.
 
     Raises:
         ArgumentError: no actors.
 
-    Use it as a context manager; leaving it stops the actors, which end their episodes where they are.
+    Use it as a context manager; leaving it stops the actors, which end their episodes where they are. Any thread may
+    stop it, more than once. It belongs to the process that made it: in a forked child `stop` does nothing.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class ActorPool:
         self._failed: BaseException | None = None
         self._start_error: BaseException | None = None
         self._stop_at_s: float | None = None
+        self._stopping = threading.Lock()
+        self._pid = os.getpid()
         self._started = threading.Event()
         # One thread starts, watches and reaps all: the kernel kills them when that thread ends.
         self._thread = threading.Thread(target=self._supervise, name="geartrain-actors", daemon=True)
@@ -135,15 +138,19 @@ class ActorPool:
 
         Rows that wait for the store's rate limiter are given back: there may be no learner any more to sample others.
         """
-        if self._stop_at_s is not None:
+        if self._pid != os.getpid():
             return
-        for number in range(self.actors):
-            self.counters.slot(number)["stop"] = 1.0
-        self._stop_at_s = time.monotonic() + timeout_s
-        self._supervisor.wake()
-        self._thread.join(timeout_s + 2 * KILL_S)
-        self.store.reap()
-        self.counters.close()
+        with self._stopping:  # a second caller returns when they have ended
+            if self._stop_at_s is not None:
+                return
+            for number in range(self.actors):
+                self.counters.slot(number)["stop"] = 1.0
+            self._stop_at_s = time.monotonic() + timeout_s
+            self._supervisor.wake()
+            self._thread.join(timeout_s + 2 * KILL_S)
+            with contextlib.suppress(StoreClosedError):  # closed before its pool: whoever has it open does it
+                self.store.reap()
+            self.counters.close()
 
     def __enter__(self) -> ActorPool:
         return self

@@ -123,7 +123,7 @@ def actors(
         processes: how many, on each host.
         name: of the role.
         seed: process i uses seed + i * 1,000, and another one after each restart.
-        publish_every, overlap, priority: as for `EpisodeRecorder`.
+        publish_every, overlap, priority: as for `Store.recorder`.
         steps: of each process, after which it returns; by default it acts until the job ends.
         max_restarts: of all of them together, on each host.
         options: as for `Role`.

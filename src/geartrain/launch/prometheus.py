@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -60,12 +62,22 @@ class PrometheusEndpoint:
         except OSError as error:
             raise GeartrainError(f"cannot serve metrics on {host}:{port}: {error}") from None
         self.port: int = self._server.server_port
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
 
     def close(self) -> None:
-        """Stops the server."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        """Stops the server; any thread may, more than once. In a forked child, which has none, it frees the socket."""
+        if self._pid != os.getpid():
+            self._server.socket.close()
+            return
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
 
 
 __all__ = ["PrometheusEndpoint"]

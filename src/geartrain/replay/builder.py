@@ -16,6 +16,7 @@ from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.native_batch import NativeBatch
 from geartrain.replay.sampler import StoreSampler
+from geartrain.replay.transitions import Transitions
 from geartrain.selection.mixture import Selection, quotas_of
 
 _LARGEST = np.finfo(np.float64).max
@@ -131,17 +132,25 @@ class HostBatchBuilder:
         samplers: of each store.
         selection: the strategy, or the mixture.
         batch_size: rows of a batch.
+        view: what of the rows a batch shows.
     """
 
     overlaps = False
     collective = False
 
-    def __init__(self, samplers: list[StoreSampler], selection: Selection, batch_size: int) -> None:
+    def __init__(
+        self,
+        samplers: list[StoreSampler],
+        selection: Selection,
+        batch_size: int,
+        view: Transitions | None = None,
+    ) -> None:
         self.samplers = samplers
         self.rows = batch_size
         self.mixed = selection is not samplers[0].strategy
         self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self._selection = selection
+        self._view = view
         self._make_s = 0.0
         self._built = 0
 
@@ -152,7 +161,11 @@ class HostBatchBuilder:
         """See `BatchBuilder`. The batch is finished when this returns."""
         began_s = time.perf_counter()
         native, after = self.sample(step, state)
-        batch = NativeBatch(native, self.samplers[0].plan, step, self.store_ids)
+        plan = self.samplers[0].plan
+        batch: Batch = NativeBatch(native, plan, step, self.store_ids)
+        if self._view is not None:
+            assert isinstance(batch, NativeBatch)
+            batch = self._view.batch(batch, plan)
         make_s = time.perf_counter() - began_s
         self._make_s += make_s
         self._built += 1

@@ -12,6 +12,7 @@ from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
 from geartrain.replay.fetch import As, FetchPlan, Pad, check_same_schema
 from geartrain.replay.sampler import StoreSampler
+from geartrain.replay.transitions import Transitions
 from geartrain.selection.arguments import check_number
 from geartrain.selection.declared import MAX_DRAWS
 from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_seeds
@@ -30,6 +31,7 @@ class ReplayConfig:
     Attributes:
         fields: names of the fields wanted; where inputs or targets are given, all of those.
         device: where batches go; None for host memory.
+        view: what of the rows a batch shows; None for the fields as they are.
 
     Raises:
         ArgumentError: values out of range, or some that do not go together.
@@ -50,6 +52,7 @@ class ReplayConfig:
     assignment: Assignment = "local_first"
     device: DeviceOptions | None = None
     seed: int = 0
+    view: Transitions | None = None
 
     def __post_init__(self) -> None:
         for what, value, least, most in (
@@ -80,12 +83,24 @@ class ReplayConfig:
                 f"batches on a device are torch tensors, found output={self.output!r}; they support DLPack"
             )
         check_seed(self.seed)
+        if self.view is not None:
+            self._check_view(self.view)
         if self.inputs is not None or self.targets is not None:
             if self.fields is not None:
                 raise ArgumentError("give fields, or inputs and targets, not both")
             object.__setattr__(self, "inputs", list(self.inputs or ()))
             object.__setattr__(self, "targets", list(self.targets or ()))
             object.__setattr__(self, "fields", list(dict.fromkeys([*(self.inputs or ()), *(self.targets or ())])))
+
+    def _check_view(self, view: Transitions) -> None:
+        if not isinstance(view, Transitions):
+            raise ArgumentError(f"a view is a geartrain.Transitions, found {view!r}")
+        if self.window is not None or self.pad != "left":
+            raise ArgumentError("a view places its own windows: leave out window and pad")
+        if self.device is not None:
+            raise ArgumentError("views are made in host memory: leave out device, and move batches with batch.to()")
+        if self.inputs is not None or self.targets is not None:
+            raise ArgumentError("a view has no inputs and targets of pipeline stages: give fields")
 
 
 def check_names_of(what: str, names: object) -> None:
@@ -154,12 +169,15 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
     """A sampler for each store. Raises `FieldError` or `ArgumentError` where the fields do not fit."""
     samplers: list[StoreSampler] = []
     for store, strategy in zip(stores, strategies_of(selection), strict=True):
-        plan = FetchPlan.make(store, config.fields, config.window, config.pad, config.output, config.threads)
+        view = config.view
+        fields = config.fields if view is None else view.fields_of(store, config.fields)
+        window = config.window if view is None else view.window
+        plan = FetchPlan.make(store, fields, window, config.pad, config.output, config.threads)
         if samplers:
             check_same_schema([samplers[0].plan, plan])
         limited = store.options["max_times_sampled"] is not None
         least = (config.batch_size if limited else 1) if config.min_rows is None else config.min_rows
-        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s))
+        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, ahead=0 if view is None else view.n_step))
     return samplers
 
 

@@ -76,6 +76,11 @@ class NativeBatch(Batch):
         return len(self._rows)
 
     @property
+    def native(self) -> _native.SampledBatch:
+        """The native batch, for views of it."""
+        return self._rows
+
+    @property
     def nbytes(self) -> int:
         """See `Batch`."""
         return self._rows.nbytes

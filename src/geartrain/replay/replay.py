@@ -28,8 +28,9 @@ from geartrain.replay.distributed.rank_group import NOTE_S, RankGroup, as_rank_g
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.fetch import As, Pad
 from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
-from geartrain.selection.mixture import Mixture, Selection
-from geartrain.selection.strategy import Strategy
+from geartrain.replay.transitions import Transitions
+from geartrain.selection.mixture import Mixture, Selection, strategies_of
+from geartrain.selection.strategy import Strategy, traits_of
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class Replay:
             replica i the i-th slice of the global batch.
         seed: for strategies that name none. A strategy alone takes it as it is; in a mixture each store's strategy
             gets one of its own, derived from it and the store's place.
+        view: `geartrain.Transitions`, for batches of transitions instead of windows; in host memory, of this process's
+            stores.
 
     Raises:
         FieldError, ArgumentError: what was asked for does not fit the store.
@@ -126,6 +129,7 @@ class Replay:
         assignment: Assignment = ...,
         device: str | torch.device | DeviceOptions | None = ...,
         seed: int = ...,
+        view: Transitions | None = ...,
     ) -> None: ...
 
     @overload
@@ -151,6 +155,7 @@ class Replay:
         assignment: Assignment = ...,
         device: str | torch.device | DeviceOptions | None = ...,
         seed: int = ...,
+        view: Transitions | None = ...,
     ) -> None: ...
 
     def __init__(
@@ -175,6 +180,7 @@ class Replay:
         assignment: Assignment = "local_first",
         device: str | torch.device | DeviceOptions | None = None,
         seed: int = 0,
+        view: Transitions | None = None,
     ) -> None:
         stores = stores_of(store)
         self.stores = stores
@@ -197,6 +203,7 @@ class Replay:
             assignment=assignment,
             device=device if device is None or isinstance(device, DeviceOptions) else DeviceOptions(device),
             seed=seed,
+            view=view,
         )
         self._builder = self._open_builder(config, group, mesh)
         # Over ranks and on devices batches are always built on the prefetch thread.
@@ -254,10 +261,17 @@ class Replay:
     def _open_builder(
         self, config: ReplayConfig, group: ProcessGroup | RankGroup | None, mesh: Mesh | None
     ) -> BatchBuilder[Any]:
+        alone = group is None and mesh is None
+        over_steps = any(traits_of(each).over_steps for each in strategies_of(self.selection))
+        if (config.view is not None and not alone) or (over_steps and not (alone and config.device is None)):
+            raise ArgumentError(
+                "views and draws over steps are of this process's stores, in host memory: leave out group, mesh and "
+                "device"
+            )
         make = functools.partial(make_samplers, self.stores, self.selection, config)
-        if group is None and mesh is None:
+        if alone:
             if config.device is None:
-                return HostBatchBuilder(make(), self.selection, config.batch_size)
+                return HostBatchBuilder(make(), self.selection, config.batch_size, config.view)
             from geartrain.replay.device.builder import DeviceBatchBuilder
 
             on_device = DeviceBatchBuilder(make(), self.selection, config.batch_size, config.device)

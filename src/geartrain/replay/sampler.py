@@ -24,7 +24,17 @@ from geartrain.replay.fetch import FetchPlan
 from geartrain.selection.declared import DeclaredStrategy
 from geartrain.selection.random import Prioritized, checked_beta
 from geartrain.selection.schedule import at_step
-from geartrain.selection.strategy import ORDERS, Candidates, Draw, Redraw, Strategy, importance_of, seed_of, traits_of
+from geartrain.selection.strategy import (
+    ORDERS,
+    Candidates,
+    Draw,
+    Limits,
+    Redraw,
+    Strategy,
+    importance_of,
+    seed_of,
+    traits_of,
+)
 
 # A draw that loses its row this often in a row is drawing from a store that turns over faster than it can be read.
 MAX_ATTEMPTS = 64
@@ -78,6 +88,7 @@ class StoreSampler:
         min_rows: fewer selectable rows than this are not drawn from.
         timeout_s: longest wait for rows, and for the store's rate limiter.
         stopping: asked while it waits; when it says so, the wait ends with `CallCancelledError`.
+        ahead: steps that a window reaches beyond the transition it is placed around; 0: windows end at any step.
 
     Attributes:
         redrawn: rows that were lost between their draw and their copy.
@@ -94,8 +105,10 @@ class StoreSampler:
         min_rows: int,
         timeout_s: float = 60.0,
         stopping: Callable[[], bool] | None = None,
+        ahead: int = 0,
     ) -> None:
         self.plan = plan
+        self.ahead = ahead
         self.strategy = strategy
         self.traits = traits_of(strategy)
         self.min_rows = min_rows
@@ -111,6 +124,11 @@ class StoreSampler:
             and self.atom == 1
             and getattr(type(strategy), "select", None) is DeclaredStrategy.select
         )
+        if (ahead or self.traits.over_steps) and not self.draws_natively:
+            raise ArgumentError(
+                f"{type(strategy).__name__} chooses rows by code of its own, which knows nothing of transitions; use "
+                f"Uniform, Prioritized or an ordered strategy"
+            )
         weigh = getattr(type(strategy), "importance_weights", None)
         self._beta = (
             strategy.beta if isinstance(strategy, Prioritized) and weigh is Prioritized.importance_weights else None
@@ -133,6 +151,8 @@ class StoreSampler:
         if not self.draws_natively:
             return self._sample_in_python(batch, first, n, step, state)
         limits = None if self.traits.limits is None else self.traits.limits.now()
+        if self.ahead and not self.traits.over_steps:  # a row needs a step behind one
+            limits = (*(limits or Limits().now())[:2], max(2, 0 if limits is None else limits[2]))
         beta = None if self._beta is None else checked_beta(at_step(self._beta, step))
         cursor = int(state.get("after", state.get("after/0", 0))) if self.traits.cursor else 0
         self.stage = "drawing and copying rows"
@@ -173,6 +193,8 @@ class StoreSampler:
             traits.order,
             traits.cursor,
             self.min_rows,
+            traits.over_steps,
+            self.ahead,
         )
 
     def _sample_in_python(

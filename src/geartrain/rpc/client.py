@@ -126,6 +126,11 @@ class Client:
         with self._lock:
             self._in_background.pop(tag, None)
 
+    def after_fork(self) -> None:
+        """In a forked child, whose calls they are not: the locks anew."""
+        self._lock = threading.Lock()
+        self._in_background, self._completing = {}, False
+
     # Futures with callbacks are completed by a thread of the client's, started for the first of them.
 
     def complete_in_background(self, future: Future, tag: int) -> None:

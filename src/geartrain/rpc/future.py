@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 
 import geartrain._native as _native
 from geartrain.core.arguments import timeout
-from geartrain.errors import CallCancelledError, GeartrainError, WaitTimeoutError
+from geartrain.errors import CallCancelledError, ConnectionClosedError, GeartrainError, WaitTimeoutError
 from geartrain.rpc.running import about_to_wait
 
 
@@ -35,7 +36,11 @@ class ReplySource(Protocol):
 
 
 class Future:
-    """The result of a call that was sent. Wait for it with `result`, or `await` it."""
+    """The result of a call that was sent. Wait for it with `result`, or `await` it.
+
+    Any threads may use it. When its node is closed it ends with `ConnectionClosedError`, if it was not done before. In
+    a forked child one that was not done has that error.
+    """
 
     def __init__(self, source: ReplySource, tag: int, until_s: float) -> None:
         self._source = source
@@ -46,6 +51,7 @@ class Future:
         self._value: Any = None
         self._error: BaseException | None = None
         self._finished = False
+        self._pid = os.getpid()
         self._callbacks: list[Callable[[Future], object]] = []
 
     def result(self, *, timeout_s: float | None = None) -> Any:
@@ -70,6 +76,7 @@ class Future:
         """What `result` would raise, or None; waits as it does."""
         if timeout_s is not None:
             timeout(timeout_s)
+        self._check_process()
         left_s = self.until_s - time.monotonic()
         wait_s = left_s if timeout_s is None else min(timeout_s, left_s)
         if not self._finished:
@@ -81,6 +88,16 @@ class Future:
         if event is not None and not event.wait(max(wait_s, 0.0)):
             raise WaitTimeoutError(f"no answer from {self._source.name!r} before the deadline")
         return self._error
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._lock = threading.Lock()  # another thread of the parent's may hold it, while it waits
+            if not self._finished:
+                self._error = ConnectionClosedError("the call belongs to the process that this one was forked from")
+                self._finished = True
+                self._done = None
+                self._callbacks = []
 
     def _wait(self, wait_s: float, cancels: bool) -> None:
         try:
@@ -104,6 +121,7 @@ class Future:
 
     def done(self) -> bool:
         """Whether `result` would not wait."""
+        self._check_process()
         if not self._finished and self._done is None:
             with contextlib.suppress(WaitTimeoutError):
                 self.exception(timeout_s=0.0)
@@ -119,6 +137,7 @@ class Future:
 
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
         """Calls back with this future when it is done: from a thread of geartrain's, or at once."""
+        self._check_process()
         with self._lock:
             if not self._finished:
                 self._callbacks.append(callback)

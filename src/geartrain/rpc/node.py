@@ -10,7 +10,8 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import geartrain._native as _native
 from geartrain.core.arguments import timeout
@@ -41,12 +42,21 @@ from geartrain.transport.connection import Listener, MessageLimits, options_of
 from geartrain.transport.rendezvous import Directory
 from geartrain.transport.tls import TLS
 
+T = TypeVar("T")
+
 #: Longest wait for a sign of the node that has a name already.
 _PROBE_S = 5.0
 
 
 class Node:
-    """This process among its peers. `rpc.init` makes the one that the functions of `geartrain.rpc` use."""
+    """This process among its peers. `rpc.init` makes the one that the functions of `geartrain.rpc` use.
+
+    Any thread may use it and close it, more than once and beside every other call. `close` returns within a second or
+    two; calls that wait end with `ConnectionClosedError`, those of peers to this node with `PeerLostError`, and later
+    ones are refused; properties that only tell, and futures that are done, go on. In a forked child it, its clients,
+    topics and futures are the parent's: what would communicate raises `ConnectionClosedError`, and `close` lets go of
+    the child's copies alone. At the interpreter's end it is closed.
+    """
 
     def __init__(
         self,
@@ -124,6 +134,7 @@ class Node:
         self._watched: dict[int, str] = {}  # number in the server's inbox -> peer
         self._dialling: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
+        self._changed = threading.Condition()  # `_closed`, or what `_unless_closed` waits for
         self._on_lost: list[Callable[[str, str], object]] = []
         self._closed = False
         self._pid = os.getpid()
@@ -217,6 +228,7 @@ class Node:
 
     def topic(self, name: str, *, history: int = 1, timeout_s: float = 5.0) -> Topic:
         """A new topic of this node's; `publish` sends to its subscribers, the newest `history` values to later ones."""
+        self._check_open()
         return self.topics.make(name, history, timeout_s)
 
     def subscribe(self, peer: str, topic: str, callback: Callable[[int, Any], object]) -> None:
@@ -292,7 +304,7 @@ class Node:
         limit_s = self._limit(timeout_s)
         until_s = time.monotonic() + limit_s
         for name in names:
-            self._address(name, until_s)
+            self._unless_closed(partial(self._address, name, until_s))
 
     def close(self) -> None:
         """Closes all connections. Functions that still run are left to end."""
@@ -301,13 +313,15 @@ class Node:
                 return
             self._closed = True
             clients = list(self._clients.values())
+        with self._changed:
+            self._changed.notify_all()
         if self._pid == os.getpid():
             self.directory.remove(self.name, self.address)
         for client in clients:
             client.connection.close()
             client.tensors.close()
         self.server.close()
-        self._threads.join(1.0)
+        self._threads.join(0.5)
         self.devices.close()
         _nodes.discard(self)
 
@@ -323,12 +337,47 @@ class Node:
         return self.timeout_s if timeout_s is None else timeout(timeout_s)
 
     def _client(self, name: str, timeout_s: float) -> Client:
+        if self._pid != os.getpid():
+            self._check_open()
         client = self._clients.get(name)
         if client is not None and not client.connection.lost:
             return client
         with self._lock:
             dialling = self._dialling.setdefault(name, threading.Lock())
         until_s = time.monotonic() + timeout_s
+        return self._unless_closed(partial(self._dial, name, timeout_s, until_s, dialling))
+
+    def _unless_closed(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises; `ConnectionClosedError` once the node is closed.
+
+        A store that is waited for, and a peer that is dialled, know nothing of `close`: a thread of its own waits.
+        """
+        self._check_open()
+        outcome: list[tuple[T | None, BaseException | None]] = []
+
+        def run() -> None:
+            try:
+                outcome.append((work(), None))
+            except BaseException as error:
+                outcome.append((None, error))
+            with self._changed:
+                self._changed.notify_all()
+
+        threading.Thread(target=run, name=f"geartrain finds a peer of {self.name}", daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: outcome or self._closed)
+        if not outcome:
+            self._check_open()
+        value, error = outcome[0]
+        if error is None:
+            return value  # type: ignore[return-value]
+        try:
+            raise error
+        finally:
+            outcome.clear()
+            del error  # the traceback holds this frame
+
+    def _dial(self, name: str, timeout_s: float, until_s: float, dialling: threading.Lock) -> Client:
         with dialling:
             client = self._clients.get(name)
             if client is not None and not client.connection.lost:
@@ -387,12 +436,28 @@ class Node:
                 except Exception:
                     traceback.print_exc()
 
+    def after_fork(self) -> None:
+        """In a forked child: another thread of the parent's may have held any lock."""
+        self._lock, self._changed, self._dialling = threading.Lock(), threading.Condition(), {}
+        self.topics.after_fork()
+        self.server.after_fork()
+        for client in list(self._clients.values()):
+            client.after_fork()
+
     def __repr__(self) -> str:
         return f"<Node {self.name!r} at {self.address}>"
 
 
 # At exit no thread may be in the native layer: Python would end it there, and the process with it.
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for one in list(_nodes):
+        one.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

@@ -43,7 +43,8 @@ class Topic:
 
     The publisher knows its subscribers, and sends to no one else. Later subscribers get the newest `history` values
     first. A value goes to each subscriber as one message, in order. A subscriber that is lost is removed, and one that
-    takes nothing within `timeout_s` as well.
+    takes nothing within `timeout_s` as well. Any thread may publish; on a closed node, or in a forked child, it reaches
+    nobody.
     """
 
     def __init__(self, node: Publishes, name: str, history: int = 1, timeout_s: float = 5.0) -> None:
@@ -88,6 +89,10 @@ class Topic:
             self._subscribers.pop(subscriber, None)
             _log.warning("%r no longer gets topic %r: %s", subscriber, self.name, error)
 
+    def after_fork(self) -> None:
+        """In a forked child: another thread of the parent's may have held the lock."""
+        self._lock = threading.Lock()
+
     def add(self, subscriber: str, token: str) -> None:
         """Subscribes a peer, and sends it the newest values."""
         with self._lock:
@@ -122,6 +127,12 @@ class Topics:
                 raise ArgumentError(f"the node {self._node.name!r} has a topic {name!r} already")
             self._mine[name] = topic
         return topic
+
+    def after_fork(self) -> None:
+        """In a forked child: the locks anew."""
+        self._lock = threading.Lock()
+        for topic in self._mine.values():
+            topic.after_fork()
 
     def subscribe(self, peer: str, name: str, callback: Callable[[int, Any], object]) -> None:
         """Subscribes to a peer's topic; the callback is set before the first value arrives."""

@@ -69,6 +69,10 @@ class Scheduler:
         self._backlog: deque[Worker] = deque()
         self._backlog_bytes = 0
 
+    def after_fork(self) -> None:
+        """In a forked child, which has none of the threads: the lock anew."""
+        self._lock = threading.Lock()
+
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def admit(self, call: Call, ordered: bool) -> Worker | None:

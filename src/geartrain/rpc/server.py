@@ -128,7 +128,13 @@ class Server:
             loop, self._closed = self._loop, True
         self._closing.set()
         if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+            with contextlib.suppress(RuntimeError):  # another thread that closes was first
+                loop.call_soon_threadsafe(loop.stop)
+
+    def after_fork(self) -> None:
+        """In a forked child, which has none of the threads: the locks anew, and the loop is the parent's."""
+        self._lock, self._closing, self._loop = threading.Lock(), threading.Event(), None
+        self.scheduler.after_fork()
 
     # --- messages ---------------------------------------------------------------------------------------------------
 

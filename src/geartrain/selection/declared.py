@@ -141,6 +141,8 @@ def check_groups(n: int, size: int) -> None:
 
 
 def _draw_random(traits: Traits, seed: int, candidates: Candidates, n: int, step: int, redraw: Redraw | None) -> Draw:
+    if traits.over_steps:
+        raise ArgumentError("rows are drawn over steps by a Replay, which knows what of a row its view needs")
     limits = None if traits.limits is None else traits.limits.now()
     attempt = 0 if redraw is None else redraw.attempt
     numbers = np.arange(n, dtype=np.uint32) if redraw is None else redraw.numbers

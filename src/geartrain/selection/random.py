@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,29 +18,50 @@ from geartrain.selection.strategy import Draw, Limits, Traits, check_seed
 
 @dataclass(frozen=True)
 class Uniform(DeclaredStrategy):
-    """Every selectable row with the same probability.
+    """Every selectable row with the same probability, or every step.
+
+    Over steps a row is drawn in proportion to the steps that its view can start from: its length, or with `Transitions`
+    its length less one. So every step of the store is as likely as any other, however long its episode. The number of
+    all steps is not kept, so `batch.probability` is NaN. Batches of one process in host memory only: over ranks and on
+    devices it is refused.
 
     Args:
         seed: of the random numbers, 0 to 2**64 - 1; by default `Replay` derives it from its own.
         replacement: whether a row may be in a batch twice.
         stratified: spread the draws of a batch evenly over the rows: one from each n-th of them.
         limits: rows that may be chosen.
+        over: "rows" or "steps".
 
-    Cost: a cache miss per level of a tree over one bit a row.
+    Raises:
+        ArgumentError: over="steps" without replacement, with strata or limits.
+
+    Cost: a cache miss per level of a tree over one bit a row; over steps as many times that as `max_length` is longer
+    than the rows on average, and a pass over the rows for a batch with a draw that was refused 63 times.
     """
 
     seed: int | None = None
     replacement: bool = True
     stratified: bool = False
     limits: Limits | None = None
+    over: Literal["rows", "steps"] = "rows"
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
+        if self.over not in ("rows", "steps"):
+            raise ArgumentError(f"over is 'rows' or 'steps', found {self.over!r}")
         _ = self.traits  # refuses what does not go together
 
     @cached_property
     def traits(self) -> Traits:
         """See `DeclaredStrategy`."""
+        if self.over == "steps":
+            return Traits(
+                "random",
+                over_steps=True,
+                replacement=self.replacement,
+                stratified=self.stratified,
+                limits=self.limits,
+            )
         return Traits("random", replacement=self.replacement, stratified=self.stratified, limits=self.limits)
 
 

@@ -89,6 +89,7 @@ class Traits:
             be drawn over several ranks, and "random" and ordered ones by a device; "custom" by `select` alone.
         atom: rows that stand or fall together: when one is lost before it was read, all of them are drawn again.
         by_priority: random forms: in proportion to priorities, and not uniformly.
+        over_steps: random rows, with replacement: in proportion to their steps. On one process's stores only.
         replacement: random rows: whether a row may be in a batch twice.
         stratified: random rows with replacement: one draw from each n-th of the total.
         cursor: "oldest": each row once. The last row's sequence number is the strategy's state.
@@ -102,6 +103,7 @@ class Traits:
     form: Form = "custom"
     atom: int = 1
     by_priority: bool = False
+    over_steps: bool = False
     replacement: bool = True
     stratified: bool = False
     cursor: bool = False
@@ -120,6 +122,10 @@ class Traits:
             raise ArgumentError(f"no strategy has the form {self.form!r}; see geartrain.selection.Traits")
         if self.stratified and not self.replacement:
             raise ArgumentError("stratified draws are with replacement; choose one of the two")
+        if self.over_steps and (
+            self.form != "random" or self.by_priority or self.stratified or not self.replacement or self.limits
+        ):
+            raise ArgumentError("draws over steps are plain uniform ones: with replacement, without strata and limits")
         if self.cursor and self.form != "oldest":
             raise ArgumentError(f"a cursor goes from the oldest row on, found form={self.form!r}")
 
@@ -143,6 +149,8 @@ class Traits:
         """What keeps rows of this form from being chosen on a device; None when they can be."""
         if self.form in ("groups", "custom") or self.cursor:
             return "chooses on the host"
+        if self.over_steps:
+            return "draws over steps, whose number is looked up on the host"
         if self.limits is not None:
             return "has limits on version, age or length, which are looked up on the host"
         return None

@@ -1,7 +1,7 @@
 """Bulk insert: checks and conversions of the source arrays, and one native copy of all fields.
 
 Arrays that are what the store holds go to `_native.Inserter`, which checks and copies them in one call. What it does
-not take comes here: tensors, values that a row has once, other dtypes, and everything that is wrong.
+not take comes here: tensors, other dtypes, values given for each row, and everything that is wrong.
 """
 
 from __future__ import annotations

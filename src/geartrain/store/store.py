@@ -7,7 +7,7 @@ fields by name, NumPy and torch views, context managers and named errors.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -32,6 +32,7 @@ from geartrain.errors import (
 from geartrain.store.columns import Columns, as_column
 from geartrain.store.insert import CASTINGS, Casting, insert_rows
 from geartrain.store.rate_limiter import RateLimiter
+from geartrain.store.recorder import StepRecorder
 from geartrain.store.row import Row, Rows
 from geartrain.store.segment import REMOVERS, Remover, check_schema, create_segment, remove_unused, schema_of_segment
 
@@ -163,8 +164,8 @@ class Store:
                 and shorter rows fill a block each.
             capacity_bytes: bytes that the store may take of its file system, `nbytes` at most: as many rows as fit
                 into them. A row takes its fields' blocks, each padded up to 64 bytes, and 57 bytes of metadata (61 with
-                "lowest_priority"); the head and page rounding take about 60 KB. So a row of one float32 takes 121
-                bytes: collect such rows in longer ones, of many steps.
+                "lowest_priority"); the head and page rounding take about 60 KB. So one float32 takes 121 bytes.
+                Collect such rows in longer ones, of many steps.
             max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
                 written. All of the capacity by default.
             remover: which row makes room when none is free: the oldest ("fifo"), the newest ("lifo") or the
@@ -537,6 +538,47 @@ class Store:
             if raw is not None:
                 return Keys.packed(raw, self.id)
         return insert_rows(self._columns, fields, lengths, priorities, versions, default_threads(threads), casting)
+
+    def recorder(
+        self,
+        n_envs: int = 1,
+        *,
+        observations: Sequence[str] | None = None,
+        publish_every: int | None = None,
+        overlap: int = 0,
+        priority: float = 1.0,
+        autoreset: Any = None,
+    ) -> StepRecorder:
+        """A recorder of the steps of `n_envs` environments: one native call a step for all of them.
+
+        The store needs the fields of `geartrain.store.recorder.recorded_fields`, and twice as many rows as there are
+        environments; `truncated`, `step_version` (int64: the model's version at each step) and `episode_return`
+        (float32, per_row: of the steps in this row) are filled where the store has them.
+
+        Args:
+            n_envs: environments that are stepped together; arrays have them as their leading axis.
+            observations: fields that are observations; by default those called "observation" or "obs", alone or before
+                a dot.
+            publish_every: publish an unfinished row every so many steps, so that it can be sampled while its episode
+                goes on. By default only finished rows can be.
+            overlap: steps that the next row of a long episode repeats.
+            priority: of new rows.
+            autoreset: what happens where an episode ends: "next_step" (Gymnasium's default), "same_step" or
+                "disabled", or `envs.metadata["autoreset_mode"]`.
+
+        Raises:
+            FieldError: a field that a recorder needs is missing or is something else; ArgumentError, SchemaError:
+                numbers that do not fit the store.
+        """
+        return StepRecorder(
+            self._columns,
+            n_envs,
+            observations=observations,
+            publish_every=publish_every,
+            overlap=overlap,
+            priority=priority,
+            autoreset=autoreset,
+        )
 
     # --- changing and removing ------------------------------------------------------------------------------
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 class Publisher:
     """Publishes versions of weights under a name, as the only publisher of that name on its host.
 
+    Any thread may close it, more than once and beside `publish`: one that waits for a buffer ends with
+    `StoreClosedError`, one that copies is waited for, later ones are refused. `version` goes on. In a forked child it
+    is the parent's: `publish` raises `StoreClosedError`, `close` has no effect. At the interpreter's end it is closed.
+
     Example:
         >>> with Publisher("doctest-policy") as publisher:
         ...     publisher.publish(1, {"w": np.ones(3, "float32")})

@@ -62,7 +62,12 @@ class Snapshot(Mapping[str, Any]):
 
 
 class Reader:
-    """Reads the newest weights of a name on this host. Thread-safe."""
+    """Reads the newest weights of a name on this host.
+
+    Any thread may use it and close it, more than once and beside `latest`, which then ends with `StoreClosedError`, as
+    later calls do; snapshots stay valid. A forked child has a reader of its own, which relays nothing. At the
+    interpreter's end it is closed.
+    """
 
     def __init__(
         self,
@@ -231,7 +236,8 @@ class _Hold:
     def __init__(self, segment: WeightsSegment, mapped: mmap.mmap) -> None:
         address = np.frombuffer(mapped, np.uint8).ctypes.data
         self.__array_interface__ = {"data": (address, False), "shape": (len(mapped),), "typestr": "|u1", "version": 3}
-        weakref.finalize(self, _release, mapped, segment)
+        release = weakref.finalize(self, _release, mapped, segment)
+        release.atexit = False  # a daemon thread may be reading it then; the kernel releases it with the process
 
 
 def _release(mapped: mmap.mmap, segment: WeightsSegment) -> None:

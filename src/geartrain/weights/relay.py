@@ -28,7 +28,7 @@ from geartrain.weights.server import DONE, NEWER, PIECE, SEGMENT_OF, serve, stop
 from geartrain.weights.writer import Writer
 
 if TYPE_CHECKING:
-    from geartrain.rpc import Node
+    from geartrain.rpc import Future, Node
 
 CHECK_S = 0.5
 PIECE_BYTES = 32 << 20
@@ -60,6 +60,9 @@ class Follower:
         """Requests the end of the thread, without waiting for it."""
         self._stop.set()
         self._wake.set()
+        writer = self._writer
+        if writer is not None:
+            writer.end_waits()
 
     def close(self) -> None:
         """Stops; another process of this host becomes the relay."""
@@ -159,14 +162,16 @@ class Follower:
                 )
                 in_flight.append((offset, ask))
             offset, ask = in_flight.pop(0)
-            piece = ask.result()
+            piece = self._result(ask, 60.0)
             np.copyto(memory[offset : offset + len(piece)], piece)
             if len(piece) != min(PIECE_BYTES, found["nbytes"] - offset):
                 raise PeerLostError(f"{self.source!r} sent {len(piece)} bytes for a piece")
 
     def _call(self, function: str, *args: Any, timeout_s: float) -> Any:
         """As `Node.call`, but `close` cancels it."""
-        future = self._node.call_async(self.source, function, *args, timeout_s=timeout_s)
+        return self._result(self._node.call_async(self.source, function, *args, timeout_s=timeout_s), timeout_s)
+
+    def _result(self, future: Future, timeout_s: float) -> Any:
         self._wake.clear()
         future.add_done_callback(lambda _: self._wake.set())
         if self._stop.is_set() or not self._wake.wait(timeout_s) or self._stop.is_set():

@@ -128,6 +128,15 @@ class _Served:
                 with contextlib.suppress(RuntimeError):  # the loop was closed
                     loop.call_soon_threadsafe(event.set)
 
+    def after_fork(self) -> None:
+        """In a forked child: its copies of the descriptors would hold the buffers for as long as it lives."""
+        self._lock = threading.Lock()  # another thread of the parent's may have held it
+        self._waiting.clear()
+        pins, self._pins = list(self._pins.values()), {}
+        for pin in pins:
+            with contextlib.suppress(OSError):  # a thread of the parent's was closing it
+                os.close(pin.fd)
+
     def close(self) -> None:
         with self._lock:
             for caller in list(self._pins):
@@ -147,6 +156,15 @@ def serve(node: Node, name: str, writer: Writer) -> None:
     known[name] = _Served(writer)
 
 
+def _after_fork() -> None:
+    for known in list(_served.values()):
+        for served in list(known.values()):
+            served.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def _drop_pins(known: dict[str, _Served], peer: str) -> None:
     for served in list(known.values()):
         served.drop(peer)
@@ -154,9 +172,10 @@ def _drop_pins(known: dict[str, _Served], peer: str) -> None:
 
 def stop_serving(node: Node, name: str, writer: Writer) -> None:
     """Stops serving; later calls raise LookupError."""
-    served = _served.get(node, {}).get(name)
+    known = _served.get(node, {})
+    served = known.get(name)
     if served is not None and served.writer is writer:
-        del _served[node][name]
+        known.pop(name, None)  # another thread that closes may have been first
         served.close()
 
 

@@ -52,6 +52,7 @@ class Writer:
         self.on_commit: Callable[[], object] = lambda: None
         self.on_wait: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
+        self._ending = False  # whoever waits for a buffer gives up
         self._pid = os.getpid()
         _writers.add(self)
 
@@ -114,6 +115,8 @@ class Writer:
     def _claim(self, until_s: float, timeout_s: float) -> int:
         while True:
             released = self._segment.released()
+            if self._ending:
+                raise StoreClosedError(f"the publisher of {self.name!r} was closed")
             newest = self._segment.head()
             order = sorted(range(self._buffers), key=lambda i: i not in self._used)  # warm ones first
             for buffer in order:
@@ -161,8 +164,16 @@ class Writer:
         if self._segment.fd < 0:
             raise StoreClosedError(f"the publisher of {self.name!r} was closed")
 
+    def end_waits(self) -> None:
+        """A thread that waits for a buffer gets `StoreClosedError`, and so does whoever would wait for one later."""
+        self._ending = True
+        for segment in (self._segment, self._old):
+            if segment is not None:
+                segment.wake_publisher()
+
     def close(self) -> None:
-        """Detaches. Versions stay readable for attached readers."""
+        """Detaches, once a version that is being written is. Versions stay readable for attached readers."""
+        self.end_waits()
         with self._lock:
             _writers.discard(self)
             if self._old is not None:

@@ -14,7 +14,7 @@ import geartrain.transport as transport
 import geartrain.weights as weights
 from geartrain.collectives import Group, Reducer, Work
 from geartrain.integrations.di_engine import Bus, Queue
-from hostile.subject import Subject, Tools, factory
+from hostile.subject import Subject, Tools, factory, order_lock
 
 # --- transport --------------------------------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ def groups(tools: Tools, **options: Any) -> list[Group]:
 
 
 def reduce_on_both(one: Group, other: Group) -> Callable[[], object]:
-    lock = threading.Lock()  # calls are made in the same order on all ranks
+    lock = order_lock()  # calls are made in the same order on all ranks
 
     def reduce() -> None:
         arrays = [np.ones(1000, np.float32) for _ in range(2)]
@@ -402,7 +402,7 @@ def publisher(tools: Tools) -> Subject:
     one = weights.Publisher(tools.name(), timeout_s=60)
     one.publish(0, WEIGHTS)
     versions = iter(range(1, 1_000_000_000))
-    lock = threading.Lock()
+    lock = order_lock()
 
     def publish() -> None:
         with lock:

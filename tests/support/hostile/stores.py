@@ -110,17 +110,18 @@ def unnamed_store(tools: Tools) -> Subject:
 def read_only_store(tools: Tools) -> Subject:
     there = tools.enter(new_store(tools))
     one = gt.Store.peek(there.name)
-    writes = ("insert", "row", "rows", "update_priorities", "raise_priorities", "delete", "expire", "reap")
+    writes = ("insert", "row", "rows", "update_priorities", "raise_priorities", "delete", "reap")
     calls = store_calls(one)
     refused = [*writes, "limiter.set", "limiter.off", "limiter.give_back"]
     for name in refused:
         calls[name] = _refused(calls[name], f"{name} through a read-only handle")
-    for name in ("fetch", "audit", "limiter.admit_inserts"):  # the first counts what it samples, the others lock
+    # Fetching counts what it samples, the audit locks, and nothing expires or is limited here.
+    for name in ("fetch", "audit", "expire", "limiter.admit_inserts"):
         calls[name] = _allowed(calls[name])
     return Subject(
         calls=calls,
         close=one.close,
-        survives=frozenset({"repr", "about", "column", "fetch", "audit", "limiter.admit_inserts", *refused}),
+        survives=frozenset({"repr", "about", "column", "fetch", "audit", "expire", "limiter.admit_inserts", *refused}),
         owned=[there],
     )
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +94,13 @@ class Factory:
     make: Callable[[Tools], Subject]
     waits: bool = False
     one_thread: str = ""
+
+
+def order_lock() -> threading.Lock:
+    """A lock of a factory's calls, which is free in a forked child: it is the subject's locks that are tried there."""
+    made = threading.Lock()
+    os.register_at_fork(after_in_child=made._at_fork_reinit)  # type: ignore[attr-defined]
+    return made
 
 
 FACTORIES: dict[str, Factory] = {}

@@ -17,6 +17,7 @@ room. Events in flight to a peer that is lost are lost with it; that is logged, 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -44,7 +45,11 @@ Handler = Callable[[str, tuple[Any, ...], dict[str, Any]], Sequence["Work[Any]"]
 
 
 class Bus:
-    """One node of the bus. `connect` joins others; nodes that join this one are accepted at any time."""
+    """One node of the bus. `connect` joins others; nodes that join this one are accepted at any time.
+
+    Any thread may use it and close it. It belongs to the process that made it: in a forked child it is as one that was
+    closed, which emits to nobody.
+    """
 
     def __init__(
         self,
@@ -226,6 +231,14 @@ class Bus:
 # --- functions that peers call --------------------------------------------------------------------------------------
 
 _buses: weakref.WeakKeyDictionary[Node, Bus] = weakref.WeakKeyDictionary()
+
+
+def _after_fork() -> None:
+    for bus in list(_buses.values()):
+        bus.members.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _bus(caller: Caller) -> Bus:

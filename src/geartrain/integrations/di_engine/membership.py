@@ -44,19 +44,28 @@ class Membership:
         self.node, self.name, self.node_id, self.timeout_s = node, node.name, node_id, timeout_s
         self._window = window
         self._on_change = on_change
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._make_locks()
         self._peers: dict[str, PeerQueue] = {}
         self._early: dict[str, tuple[int, frozenset[str]]] = {}  # topics of peers that are about to be added
         self._joining = False  # a contact may send events before this side has added it
         self._lost: set[str] = set()  # peers that are looked for again, without a warning
         self._topics: set[str] = set()
         self._version = 0
-        self._sending_topics = threading.Lock()
-        self._connected = threading.Event()
         self._stopped = False
         self._thread: threading.Thread | None = None
         node.on_peer_lost(self._peer_lost)
+
+    def _make_locks(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._sending_topics = threading.Lock()
+        self._connected = threading.Event()
+
+    def after_fork(self) -> None:
+        """In a forked child, where a thread of the parent may have held any lock: the links are the parent's."""
+        self._make_locks()
+        self._connected.set()
+        self._peers, self._thread, self._stopped = {}, None, True
 
     # --- peers --------------------------------------------------------------------------------------------------
 

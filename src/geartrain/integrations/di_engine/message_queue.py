@@ -83,6 +83,8 @@ class Queue:
         self.listen_to = listen_to
         self._inbox: queue.Queue[tuple[str, Any, Work[None]] | None] = queue.Queue()
         self._stopped = threading.Event()
+        self._stopping = threading.Lock()
+        self._pid = os.getpid()
         self._on_change: Callable[[str, int, str], object] | None = None
         self._publication: Publication | None = None
         wanted = queue_options.check_mq_type(self.options.mq_type)
@@ -138,7 +140,9 @@ class Queue:
         self._bus.unsubscribe(one for one in self._bus.topics if fnmatchcase(one, topic))
 
     def recv(self) -> tuple[str, Any] | None:
-        """The next topic and its bytes; None once stopped. For use without `Parallel`."""
+        """The next topic and its bytes; None once stopped, and in a forked child. For use without `Parallel`."""
+        if self._pid != os.getpid():
+            return None
 
         def keep(topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Work[None]]:
             taken: Work[None] = Work()
@@ -155,14 +159,17 @@ class Queue:
         return found[:2]
 
     def stop(self) -> None:
-        """Leaves its peers. What was emitted is still delivered."""
-        if self._stopped.is_set():
+        """Leaves its peers. What was emitted is still delivered. In a forked child it does nothing."""
+        if self._pid != os.getpid():
             return
-        self._stopped.set()
-        self._inbox.put(None)
-        if self._publication is not None:
-            self._publication.close()
-        self._bus.close()
+        with self._stopping:  # a second caller returns when the first one is done
+            if self._stopped.is_set():
+                return
+            self._stopped.set()
+            self._inbox.put(None)
+            if self._publication is not None:
+                self._publication.close()
+            self._bus.close()
 
     # --- what the replaced methods of Parallel call -------------------------------------------------------------------
 

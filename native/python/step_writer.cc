@@ -1,0 +1,282 @@
+// Binding of StepWriter (store/step_writer.h): a vector environment's arrays, by the buffer protocol, in one call.
+
+#include "store/step_writer.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/errors.h"
+#include "python/bind.h"
+#include "python/host_array.h"
+
+namespace geartrain {
+namespace {
+
+constexpr uint8_t kBool = 1, kUint64 = 8, kInt64 = 9, kFloat64 = 13;
+
+// What a call answers: None when all is done and no row was completed; the keys of completed rows as bytes
+// (rows, then generations, uint32); the number of rows that the rate limiter has to admit first; or the name
+// of an argument that is to be converted first. Nothing was done in the last two cases.
+class Recorder {
+ public:
+  Recorder(Store& store, uint32_t environments, uint32_t publish_every, uint32_t overlap, double priority,
+           uint8_t autoreset, const std::vector<uint8_t>& roles, const nb::list& names, const nb::list& parts)
+      : store_(store), n_(environments) {
+    StepWriterOptions options{environments, publish_every, overlap, priority, static_cast<Autoreset>(autoreset), {}};
+    for (const uint8_t role : roles) options.roles.push_back(static_cast<FieldRole>(role));
+    writer_ = std::make_unique<StepWriter>(store, options);
+    for (size_t f = 0; f < options.roles.size(); ++f) {
+      Named field{static_cast<uint32_t>(f), interned(names[f]), interned(parts[f])};
+      if (options.roles[f] == FieldRole::observation) observations_.push_back(field);
+      if (options.roles[f] == FieldRole::value) values_.push_back(field);
+    }
+    arrays_ = std::make_unique<HostArray[]>(values_.size() + 2 * observations_.size() + 3);
+    scalars_.resize(values_.size() + 2 * observations_.size() + 3);
+  }
+
+  nb::object step(nb::handle observation, nb::handle values, nb::handle terminated, nb::handle truncated,
+                  nb::handle final, nb::handle mask, int64_t version, bool admitted) {
+    const Use use(*this);
+    std::vector<StepColumn>&given = columns_[0], &seen = columns_[1], &ends = columns_[2];
+    StepInput input;
+    nb::object problem;
+    if (!columns(values_, values, false, &given, &problem) ||
+        !columns(observations_, observation, true, &seen, &problem) ||
+        (!final.is_none() && !columns(observations_, final, true, &ends, &problem, "final_observation")) ||
+        !flags(terminated, &input.terminated, "terminated", &problem) ||
+        !flags(truncated, &input.truncated, "truncated", &problem) ||
+        (!mask.is_none() && !flags(mask, &input.mask, "mask", &problem))) {
+      return problem;
+    }
+    input.values = given;
+    input.observations = seen;
+    if (!final.is_none()) input.finals = ends;
+    input.version = version;
+    return answer([&] { return writer_->step(input, admitted, &completed_); });
+  }
+
+  nb::object begin(nb::handle observation, nb::handle mask, int64_t version, bool admitted) {
+    const Use use(*this);
+    std::span<const uint8_t> chosen;
+    nb::object problem;
+    if (!columns(observations_, observation, true, &columns_[1], &problem) ||
+        (!mask.is_none() && !flags(mask, &chosen, "mask", &problem))) {
+      return problem;
+    }
+    return answer([&] { return writer_->begin(columns_[1], chosen, version, admitted, &completed_); });
+  }
+
+  nb::object cut(nb::handle mask, bool admitted) {
+    const Use use(*this);
+    std::span<const uint8_t> chosen;
+    nb::object problem;
+    if (!mask.is_none() && !flags(mask, &chosen, "mask", &problem)) return problem;
+    return answer([&] { return writer_->cut(chosen, admitted, &completed_); });
+  }
+
+  void abandon() {
+    const Use use(*this);
+    nb::gil_scoped_release unlocked;
+    writer_->abandon();
+  }
+
+  uint64_t rows() const { return writer_->rows(); }
+  bool in_episode(uint32_t environment) const {
+    if (environment >= n_) fail(ErrorKind::schema, "there are ", n_, " environments, none has number ", environment);
+    return writer_->in_episode(environment);
+  }
+
+ private:
+  struct Named {
+    uint32_t field;
+    nb::object name, part;  // "observation.pixels" may be called "pixels" as well
+  };
+  // One call at a time.
+  class Use {
+   public:
+    explicit Use(Recorder& recorder) : recorder_(recorder) {
+      if (recorder.busy_.exchange(true)) fail(ErrorKind::schema, "two threads use one recorder at the same time");
+      recorder.used_ = 0;
+    }
+    ~Use() {
+      for (size_t i = 0; i < recorder_.used_; ++i) recorder_.arrays_[i].close();
+      recorder_.busy_.store(false);
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    Recorder& recorder_;
+  };
+
+  static nb::object interned(nb::handle name) {
+    Py_INCREF(name.ptr());
+    PyObject* pointer = name.ptr();
+    PyUnicode_InternInPlace(&pointer);
+    return nb::steal(pointer);
+  }
+
+  // The columns of some fields, from a dict by field or, of a single field, from its array alone.
+  bool columns(const std::vector<Named>& fields, nb::handle given, bool bare, std::vector<StepColumn>* out,
+               nb::object* problem, const char* what = nullptr) {
+    out->clear();
+    const bool dict = PyDict_CheckExact(given.ptr()) != 0;
+    const bool all = dict && static_cast<size_t>(PyDict_GET_SIZE(given.ptr())) == fields.size();
+    if (!all && (dict || !bare || fields.size() != 1)) {
+      *problem = nb::str(what != nullptr ? what : bare ? "observation" : "values");
+      return false;
+    }
+    for (const Named& field : fields) {
+      PyObject* value = dict ? PyDict_GetItemWithError(given.ptr(), field.name.ptr()) : given.ptr();
+      if (value == nullptr) value = PyDict_GetItemWithError(given.ptr(), field.part.ptr());
+      StepColumn column{};
+      if (value == nullptr || !column_of(field.field, value, &column)) {
+        PyErr_Clear();
+        *problem = what != nullptr ? nb::object(nb::str(what)) : field.name;
+        return false;
+      }
+      out->push_back(column);
+    }
+    return true;
+  }
+
+  bool column_of(uint32_t field, PyObject* value, StepColumn* column) {
+    const FieldRecord& record = store_.fields()[field];
+    const uint64_t count = record.block_bytes / record.shape[0] / record.itemsize;
+    uint8_t code = 0;
+    column->field = field;
+    if (n_ == 1 && count == 1 && scalar(value, record, &code, &column->data)) {
+      column->stride = 0;
+    } else {
+      HostArray& array = arrays_[used_];
+      if (!array.open(value)) return false;
+      ++used_;
+      // (n, ...), or (...) of one environment.
+      const auto shape = array.shape();
+      const size_t axes = size_t{record.ndim} - 1;
+      const bool leading = shape.size() == axes + 1 && shape[0] == static_cast<Py_ssize_t>(n_);
+      if (!leading && !(n_ == 1 && shape.size() == axes)) return false;
+      for (size_t axis = 0; axis < axes; ++axis) {
+        if (static_cast<uint64_t>(shape[axis + (leading ? 1 : 0)]) != record.shape[axis + 1]) return false;
+      }
+      code = array.code();
+      column->data = array.data();
+      column->stride = array.bytes() / n_;
+    }
+    column->convert = nullptr;
+    // Of types that NumPy lacks the bytes are given, as unsigned integers.
+    const bool numpy_lacks = record.dtype == 11 || record.dtype == 14 || record.dtype > 16;
+    const uint8_t raw = record.itemsize == 1 ? 2 : record.itemsize == 2 ? 4 : 6;
+    if (code == record.dtype || (numpy_lacks && code == raw)) return true;
+    column->convert = conversion(code, record.dtype);
+    return column->convert != nullptr;
+  }
+
+  // A Python number for the one environment.
+  bool scalar(PyObject* value, const FieldRecord& record, uint8_t* code, const std::byte** data) {
+    uint64_t& place = scalars_[used_];
+    if (PyFloat_CheckExact(value) != 0) {
+      const double number = PyFloat_AS_DOUBLE(value);
+      std::memcpy(&place, &number, sizeof place);
+      *code = kFloat64;
+    } else if (PyBool_Check(value) != 0) {
+      std::memset(&place, 0, sizeof place);
+      *reinterpret_cast<uint8_t*>(&place) = value == Py_True;
+      *code = kBool;
+    } else if (PyLong_CheckExact(value) != 0) {
+      int overflow = 0;
+      const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+      // Whether it is in the range of a smaller type is for the caller to check.
+      const bool any = record.dtype == kInt64 || record.dtype == kFloat64 || record.dtype == 12;
+      if (overflow != 0 || !(any || (number >= 0 && number < 128))) return false;
+      std::memcpy(&place, &number, sizeof place);
+      *code = any ? kInt64 : kUint64;
+    } else {
+      return false;
+    }
+    *data = reinterpret_cast<const std::byte*>(&place);
+    // Numbers may lie in scalars_ and arrays in arrays_ under one index: it is used once.
+    ++used_;
+    return true;
+  }
+
+  bool flags(nb::handle given, std::span<const uint8_t>* out, const char* what, nb::object* problem) {
+    const size_t place = used_;
+    if (n_ == 1 && PyBool_Check(given.ptr()) != 0) {
+      ++used_;
+      auto* flag = reinterpret_cast<uint8_t*>(&scalars_[place]);
+      *flag = given.ptr() == Py_True;
+      *out = {flag, 1};
+      return true;
+    }
+    HostArray& array = arrays_[place];
+    if (array.open(given.ptr())) {
+      ++used_;
+      const auto shape = array.shape();
+      if (array.code() == kBool && array.bytes() == n_ && (shape.size() == 1 || (n_ == 1 && shape.empty()))) {
+        *out = {reinterpret_cast<const uint8_t*>(array.data()), n_};
+        return true;
+      }
+    }
+    *problem = nb::str(what);
+    return false;
+  }
+
+  template <typename Call>
+  nb::object answer(Call&& call) {
+    completed_.rows.clear();
+    completed_.generations.clear();
+    size_t to_admit = 0;
+    {
+      nb::gil_scoped_release unlocked;
+      to_admit = call();
+    }
+    if (to_admit != 0) return nb::int_(to_admit);
+    const size_t n = completed_.rows.size();
+    if (n == 0) return nb::none();
+    nb::object keys = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(8 * n)));
+    if (!keys.is_valid()) throw nb::python_error();
+    auto* out = reinterpret_cast<uint32_t*>(PyBytes_AS_STRING(keys.ptr()));
+    std::copy(completed_.rows.begin(), completed_.rows.end(), out);
+    std::copy(completed_.generations.begin(), completed_.generations.end(), out + n);
+    return keys;
+  }
+
+  Store& store_;
+  const uint32_t n_;
+  std::unique_ptr<StepWriter> writer_;
+  std::vector<Named> observations_, values_;
+  std::unique_ptr<HostArray[]> arrays_;
+  std::vector<uint64_t> scalars_;
+  size_t used_ = 0;
+  std::vector<StepColumn> columns_[3];
+  CompletedRows completed_;
+  std::atomic<bool> busy_{false};
+};
+
+}  // namespace
+
+void bind_step_writer(nb::module_& module) {
+  nb::class_<Recorder>(module, "StepWriter")
+      .def(nb::init<Store&, uint32_t, uint32_t, uint32_t, double, uint8_t, const std::vector<uint8_t>&, const nb::list&,
+                    const nb::list&>(),
+           nb::keep_alive<1, 2>())
+      .def("step", &Recorder::step, nb::arg("observation"), nb::arg("values"), nb::arg("terminated"),
+           nb::arg("truncated"), nb::arg("final").none(), nb::arg("mask").none(), nb::arg("version"),
+           nb::arg("admitted"))
+      .def("begin", &Recorder::begin, nb::arg("observation"), nb::arg("mask").none(), nb::arg("version"),
+           nb::arg("admitted"))
+      .def("cut", &Recorder::cut, nb::arg("mask").none(), nb::arg("admitted"))
+      .def("abandon", &Recorder::abandon)
+      .def("in_episode", &Recorder::in_episode)
+      .def_prop_ro("rows", &Recorder::rows);
+}
+
+}  // namespace geartrain

@@ -1,0 +1,368 @@
+#include "store/step_writer.h"
+
+#include <pthread.h>
+
+#include <cstring>
+#include <mutex>
+#include <string_view>
+
+#include "base/errors.h"
+
+namespace geartrain {
+namespace {
+
+// How often this process has come out of a fork as the child.
+std::atomic<uint64_t> times_forked{0};
+
+uint64_t forks_so_far() {
+  static std::once_flag once;
+  std::call_once(once, [] { ::pthread_atfork(nullptr, nullptr, [] { times_forked.fetch_add(1); }); });
+  return times_forked.load(kRelaxed);
+}
+
+bool in_mask(std::span<const uint8_t> mask, size_t environment) {
+  return mask.empty() || mask[environment] != 0;
+}
+
+}  // namespace
+
+void StepWriter::Group::clear() {
+  environments.clear();
+  rows.clear();
+  lengths.clear();
+  generations.clear();
+  priorities.clear();
+  versions.clear();
+}
+
+StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
+    : store_(store), mapping_(store.mapping()), options_(options), fork_count_(forks_so_far()) {
+  const Header& header = store.header();
+  if (options.roles.size() != header.field_count) fail(ErrorKind::schema, "every field needs a role");
+  if (options.environments < 1) fail(ErrorKind::schema, "a recorder needs an environment at least");
+  if (header.max_length < 2 || options.overlap + 2 > header.max_length) {
+    fail(ErrorKind::schema, "rows of ", header.max_length, " steps hold ", header.max_length - 1,
+         " actions, so overlap must be below that, found ", options.overlap);
+  }
+  if (header.capacity < 2 * uint64_t{options.environments}) {
+    fail(ErrorKind::schema, "the steps of ", options.environments, " environments need at least ",
+         2 * uint64_t{options.environments}, " rows, the store has ", header.capacity);
+  }
+  if (options.publish_every != 0 && header.max_times_sampled != 0) {
+    fail(ErrorKind::schema,
+         "a store with max_times_sampled removes a row with its last sample, so rows cannot be "
+         "published while they grow: leave out publish_every");
+  }
+  place_.assign(header.field_count, 0);
+  for (uint32_t f = 0; f < header.field_count; ++f) {
+    const FieldRecord& record = store.fields()[f];
+    if (options.roles[f] == FieldRole::episode_return) return_field_ = static_cast<int32_t>(f);
+    if (record.timed == 0) {
+      per_row_.push_back(f);
+      continue;
+    }
+    if (std::string_view(record.name) == "reward") reward_field_ = static_cast<int32_t>(f);
+    place_[f] = static_cast<uint32_t>(timed_.size());
+    const uint64_t step_bytes = record.block_bytes / record.shape[0];
+    timed_.push_back({f, options.roles[f], record.dtype, store.block(f, 0), record.stride, step_bytes,
+                      step_bytes / record.itemsize});
+  }
+  if (return_field_ >= 0 && (reward_field_ < 0 || conversion(timed(reward_field_).dtype, 13) == nullptr)) {
+    fail(ErrorKind::schema, "episode_return sums up the field 'reward', which must be of integers, float32 or float64");
+  }
+  environments_.resize(options.environments);
+  reset_next_.assign(options.environments, 0);
+}
+
+void StepWriter::check_usable() const {
+  if (times_forked.load(kRelaxed) != fork_count_) {
+    fail(ErrorKind::closed, "this recorder was made before a fork, and its rows are the parent's; make another one");
+  }
+  if (store_.is_closed()) fail(ErrorKind::closed, "the store ", mapping_->path(), " was closed");
+}
+
+// --- writing steps ---------------------------------------------------------------------------------------------
+
+void StepWriter::write(const StepColumn& column, uint32_t environment, uint32_t row, uint32_t step) const {
+  const TimedField& field = timed(column.field);
+  const std::byte* from = column.data + environment * column.stride;
+  std::byte* to = at(field, row, step);
+  if (column.convert != nullptr) {
+    column.convert(to, from, field.count);
+  } else {
+    std::memcpy(to, from, field.step_bytes);
+  }
+}
+
+void StepWriter::write_first(std::span<const StepColumn> observations, uint32_t environment) const {
+  for (const StepColumn& column : observations) write(column, environment, environments_[environment].row, 0);
+}
+
+void StepWriter::add_reward(Environment& environment, uint32_t step) const {
+  const TimedField& field = timed(static_cast<uint32_t>(reward_field_));
+  const Conversion convert = conversion(field.dtype, 13);
+  const std::byte* from = at(field, environment.row, step);
+  double sum = 0;
+  for (uint64_t i = 0; i < field.count; ++i) {
+    double value = 0;
+    convert(reinterpret_cast<std::byte*>(&value), from + i * (field.step_bytes / field.count), 1);
+    sum += value;
+  }
+  environment.sum += sum / static_cast<double>(field.count);
+}
+
+// The step behind the last action: its observation is there already.
+void StepWriter::end_row(uint32_t environment, uint32_t steps) {
+  Environment& mine = environments_[environment];
+  for (const TimedField& field : timed_) {
+    if (field.role == FieldRole::observation) continue;
+    std::memset(at(field, mine.row, steps), 0, field.step_bytes);
+    if (field.role == FieldRole::last) *at(field, mine.row, steps) = std::byte{1};
+  }
+  if (mine.published != 0) {
+    put(extend_, environment, steps + 1);
+    put(seal_, environment, steps + 1);
+    return;
+  }
+  if (return_field_ >= 0) {
+    const FieldRecord& record = store_.fields()[return_field_];
+    conversion(13, record.dtype)(store_.block(static_cast<uint32_t>(return_field_), mine.row),
+                                 reinterpret_cast<const std::byte*>(&mine.sum), 1);
+  }
+  put(commit_, environment, steps + 1);
+}
+
+// --- rows ------------------------------------------------------------------------------------------------------
+
+void StepWriter::put(Group& group, uint32_t environment, uint32_t length) {
+  const Environment& mine = environments_[environment];
+  group.environments.push_back(environment);
+  group.rows.push_back(mine.row);
+  group.lengths.push_back(length);
+  group.generations.push_back(mine.generation);
+  group.priorities.push_back(options_.priority);
+  group.versions.push_back(mine.version);
+}
+
+void StepWriter::take_fresh(size_t count) {
+  fresh_.resize(count);
+  if (count != 0) store_.allocate(fresh_);
+}
+
+void StepWriter::open_row(uint32_t environment, int64_t version) {
+  Environment& mine = environments_[environment];
+  mine = {.row = fresh_.back(), .version = version};
+  fresh_.pop_back();
+  for (const uint32_t f : per_row_) std::memset(store_.block(f, mine.row), 0, store_.fields()[f].block_bytes);
+}
+
+// The calls to the store. What can be refused comes first.
+void StepWriter::settle(CompletedRows* completed) {
+  const auto complete = [&](const Group& group) {
+    completed->rows.insert(completed->rows.end(), group.rows.begin(), group.rows.end());
+    completed->generations.insert(completed->generations.end(), group.generations.begin(), group.generations.end());
+    for (const uint32_t e : group.environments) environments_[e].row = kNoRow;
+    completed_rows_ += group.rows.size();
+  };
+  if (!publish_.rows.empty()) {
+    store_.publish(publish_.rows, {publish_.lengths, publish_.priorities, publish_.versions}, publish_.generations);
+    for (size_t i = 0; i < publish_.rows.size(); ++i) {
+      Environment& mine = environments_[publish_.environments[i]];
+      mine.published = publish_.lengths[i];
+      mine.generation = publish_.generations[i];
+    }
+  }
+  if (!commit_.rows.empty()) {
+    store_.commit(commit_.rows, {commit_.lengths, commit_.priorities, commit_.versions}, commit_.generations);
+    complete(commit_);
+  }
+  if (!extend_.rows.empty()) {
+    store_.extend(extend_.rows, extend_.lengths);
+    for (size_t i = 0; i < extend_.rows.size(); ++i) {
+      environments_[extend_.environments[i]].published = extend_.lengths[i];
+    }
+  }
+  if (!seal_.rows.empty()) {
+    store_.seal(seal_.rows);
+    complete(seal_);
+  }
+}
+
+size_t StepWriter::begin(std::span<const StepColumn> observations, std::span<const uint8_t> mask, int64_t version,
+                         bool admitted, CompletedRows* completed) {
+  check_usable();
+  for (Group* group : {&publish_, &commit_, &extend_, &seal_}) group->clear();
+  size_t entering = 0, fresh = 0;
+  for (uint32_t e = 0; e < options_.environments; ++e) {
+    const Environment& mine = environments_[e];
+    if (!in_mask(mask, e)) continue;
+    entering += mine.row != kNoRow && mine.steps != 0 && mine.published == 0;
+    fresh += mine.row == kNoRow || mine.steps != 0;
+  }
+  if (entering != 0 && !admitted && store_.control().limiter.enabled.load(kRelaxed) != 0) return entering;
+  take_fresh(fresh);
+  try {
+    for (uint32_t e = 0; e < options_.environments; ++e) {
+      if (in_mask(mask, e) && environments_[e].row != kNoRow && environments_[e].steps != 0) {
+        end_row(e, environments_[e].steps);
+      }
+    }
+    settle(completed);
+  } catch (...) {
+    store_.abandon(fresh_);
+    throw;
+  }
+  for (uint32_t e = 0; e < options_.environments; ++e) {
+    if (!in_mask(mask, e)) continue;
+    if (environments_[e].row == kNoRow) open_row(e, version);
+    environments_[e].version = version;
+    write_first(observations, e);
+    reset_next_[e] = 0;
+  }
+  return 0;
+}
+
+size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* completed) {
+  check_usable();
+  const uint32_t max_length = store_.header().max_length;
+  const bool same_step = options_.autoreset == Autoreset::same_step;
+  ended_.clear();
+  full_.clear();
+  begun_.clear();
+  stepped_.clear();
+  for (Group* group : {&publish_, &commit_, &extend_, &seal_}) group->clear();
+  size_t entering = 0;
+  const auto due = [&](const Environment& mine) {
+    return options_.publish_every != 0 && mine.steps + 1 - mine.published >= options_.publish_every;
+  };
+  for (uint32_t e = 0; e < options_.environments; ++e) {
+    const Environment& mine = environments_[e];
+    if (!in_mask(input.mask, e)) continue;
+    if (reset_next_[e] != 0) {
+      begun_.push_back(e);
+      continue;
+    }
+    if (mine.row == kNoRow) {
+      fail(ErrorKind::schema, "environment ", e, " is in no episode: give its first observation to reset() first",
+           completed_rows_ == 0 ? "" : ", as after every end of an episode without autoreset");
+    }
+    const bool ends = input.terminated[e] != 0 || input.truncated[e] != 0;
+    const bool fills = !ends && mine.steps + 2 == max_length;
+    if (ends) ended_.push_back(e);
+    if (fills) full_.push_back(e);
+    stepped_.push_back(e);
+    entering += mine.published == 0 && (ends || fills || due(mine));
+  }
+  if (same_step && !ended_.empty() && input.finals.empty()) {
+    fail(ErrorKind::schema, "the episode of environment ", ended_.front(),
+         " has ended: with autoreset='same_step' the observation it ended with is needed as well (final_observation)");
+  }
+  if (entering != 0 && !admitted && store_.control().limiter.enabled.load(kRelaxed) != 0) return entering;
+  take_fresh(full_.size() + begun_.size() + (same_step ? ended_.size() : 0));
+  sums_.clear();
+  try {
+    for (const StepColumn& column : input.values) {
+      for (const uint32_t e : stepped_) write(column, e, environments_[e].row, environments_[e].steps);
+    }
+    for (const uint32_t e : stepped_) {
+      const bool final = same_step && (input.terminated[e] != 0 || input.truncated[e] != 0);
+      for (const StepColumn& column : final ? input.finals : input.observations) {
+        write(column, e, environments_[e].row, environments_[e].steps + 1);
+      }
+    }
+    for (const TimedField& field : timed_) {
+      if (field.role == FieldRole::observation || field.role == FieldRole::value) continue;
+      for (const uint32_t e : stepped_) {
+        std::byte* to = at(field, environments_[e].row, environments_[e].steps);
+        if (field.role == FieldRole::terminated) *to = std::byte{input.terminated[e] != 0};
+        if (field.role == FieldRole::truncated) *to = std::byte{input.truncated[e] != 0};
+        if (field.role == FieldRole::last) *to = std::byte{0};
+        if (field.role == FieldRole::step_version) std::memcpy(to, &input.version, sizeof input.version);
+      }
+    }
+    if (return_field_ >= 0) {
+      for (const uint32_t e : stepped_) {
+        sums_.push_back(environments_[e].sum);
+        add_reward(environments_[e], environments_[e].steps);
+      }
+    }
+    size_t next_fresh = fresh_.size();
+    for (const uint32_t e : full_) {  // full_ takes the last of the fresh rows, in this order
+      const Environment& mine = environments_[e];
+      const uint32_t to = fresh_[--next_fresh], first = mine.steps + 1 - options_.overlap;
+      end_row(e, mine.steps + 1);
+      for (const TimedField& field : timed_) {
+        std::memcpy(at(field, to, 0), at(field, mine.row, first), (options_.overlap + 1) * field.step_bytes);
+      }
+    }
+    for (const uint32_t e : ended_) end_row(e, environments_[e].steps + 1);
+    for (const uint32_t e : stepped_) {
+      const Environment& mine = environments_[e];
+      const bool closes = input.terminated[e] != 0 || input.truncated[e] != 0 || mine.steps + 2 == max_length;
+      if (!closes && due(mine)) put(mine.published == 0 ? publish_ : extend_, e, mine.steps + 1);
+    }
+    settle(completed);
+  } catch (...) {
+    for (size_t i = 0; i < sums_.size(); ++i) environments_[stepped_[i]].sum = sums_[i];
+    store_.abandon(fresh_);
+    throw;
+  }
+  for (const uint32_t e : stepped_) ++environments_[e].steps;
+  for (const uint32_t e : full_) {
+    open_row(e, input.version);
+    environments_[e].steps = options_.overlap;
+  }
+  for (const uint32_t e : ended_) {
+    if (same_step) {
+      open_row(e, input.version);
+      write_first(input.observations, e);
+    }
+    reset_next_[e] = options_.autoreset == Autoreset::next_step;
+  }
+  for (const uint32_t e : begun_) {
+    open_row(e, input.version);
+    write_first(input.observations, e);
+    reset_next_[e] = 0;
+  }
+  return 0;
+}
+
+size_t StepWriter::cut(std::span<const uint8_t> mask, bool admitted, CompletedRows* completed) {
+  check_usable();
+  for (Group* group : {&publish_, &commit_, &extend_, &seal_}) group->clear();
+  size_t entering = 0;
+  for (uint32_t e = 0; e < options_.environments; ++e) {
+    const Environment& mine = environments_[e];
+    entering += in_mask(mask, e) && mine.row != kNoRow && mine.steps != 0 && mine.published == 0;
+  }
+  if (entering != 0 && !admitted && store_.control().limiter.enabled.load(kRelaxed) != 0) return entering;
+  fresh_.clear();
+  for (uint32_t e = 0; e < options_.environments; ++e) {
+    Environment& mine = environments_[e];
+    if (!in_mask(mask, e)) continue;
+    reset_next_[e] = 0;
+    if (mine.row == kNoRow) continue;
+    if (mine.steps != 0) {
+      end_row(e, mine.steps);
+    } else {
+      fresh_.push_back(mine.row);  // nothing was done in it
+      mine.row = kNoRow;
+    }
+  }
+  if (!fresh_.empty()) store_.abandon(fresh_);
+  settle(completed);
+  return 0;
+}
+
+void StepWriter::abandon() {
+  if (times_forked.load(kRelaxed) != fork_count_ || store_.is_closed()) return;
+  std::vector<uint32_t> unpublished, published;
+  for (Environment& mine : environments_) {
+    if (mine.row != kNoRow) (mine.published != 0 ? published : unpublished).push_back(mine.row);
+    mine.row = kNoRow;
+  }
+  if (!unpublished.empty()) store_.abandon(unpublished);
+  if (!published.empty()) store_.seal(published);
+}
+
+}  // namespace geartrain

@@ -1,0 +1,159 @@
+// StepWriter: the steps of n environments, recorded into rows of a store, one call a step for all of them.
+//
+//   StepWriter writer(store, options);
+//   writer.begin(observations, mask, version);     // the first observation of each episode
+//   writer.step(input, false, &rows, &generations); // what the actions brought, and the observations they led to
+//
+// A row holds one episode, or a piece of it. Step t of it has the observation that was acted on, the action, what the
+// action brought, and `terminated`; the step after the last action has the observation that it led to, zeros, and is
+// marked `last`. So n actions fill n + 1 steps. An episode that fills its row goes on in a new one, which repeats
+// `overlap` steps. With `publish_every` a row can be sampled before its episode ends.
+//
+//   step      0    1    2    3              the row of an episode of three actions
+//   obs      o0   o1   o2   o3
+//   action   a0   a1   a2    0
+//   last      0    0    0    1
+//
+// Steps are written in place, without the lock. The store is called where rows begin, are published or extended, and
+// end: once for all environments of a step, each in a few hundred nanoseconds a row.
+//
+// Errors. Everything is checked before anything is written. Blocks for rows that begin are allocated first, so a full
+// store leaves the writer as it was and the step can be given again; so does a rate limiter that does not admit a row.
+//
+// One thread at a time. After a fork the rows stay the parent's: a call in the child throws closed. When its process is
+// killed, published rows stay with their published steps and the others are reclaimed.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/convert.h"
+#include "store/store.h"
+
+namespace geartrain {
+
+// What happens where an episode ends, as Gymnasium's vector environments have it.
+enum class Autoreset : uint8_t {
+  next_step,  // the next call brings the first observation of the next episode, and its action is ignored
+  same_step,  // this call brings it; the observation that the action led to is given apart
+  disabled,   // the caller begins the next episode
+};
+
+// What a field of the store is for.
+enum class FieldRole : uint8_t { observation, value, terminated, truncated, last, step_version, episode_return, none };
+
+struct StepWriterOptions {
+  uint32_t environments = 1;
+  uint32_t publish_every = 0;  // steps; 0: rows are committed when they end
+  uint32_t overlap = 0;        // steps
+  double priority = 1.0;
+  Autoreset autoreset = Autoreset::next_step;
+  std::vector<FieldRole> roles;  // of every field
+};
+
+// A field's values for all environments: those of environment e are at data + e * stride.
+struct StepColumn {
+  uint32_t field;
+  const std::byte* data;
+  uint64_t stride;
+  Conversion convert = nullptr;  // nullptr: the field's own dtype
+};
+
+struct StepInput {
+  std::span<const StepColumn> values;
+  std::span<const StepColumn> observations;
+  std::span<const StepColumn> finals;  // same_step: where an episode ends; other environments' are not read
+  std::span<const uint8_t> terminated, truncated;
+  std::span<const uint8_t> mask;  // environments that were stepped; empty: all
+  int64_t version = 0;            // of the model that chose the actions
+};
+
+// Keys of rows that a call completed.
+struct CompletedRows {
+  std::vector<uint32_t> rows, generations;
+};
+
+class StepWriter {
+ public:
+  // Throws schema: roles or numbers that do not fit the store.
+  StepWriter(Store& store, const StepWriterOptions& options);
+  StepWriter(const StepWriter&) = delete;
+  StepWriter& operator=(const StepWriter&) = delete;
+
+  // Begins an episode in each environment of `mask` (empty: all). One that is in progress is kept as it is. Returns how
+  // many rows would have to be admitted by the rate limiter first, with nothing done; 0 when done.
+  size_t begin(std::span<const StepColumn> observations, std::span<const uint8_t> mask, int64_t version, bool admitted,
+               CompletedRows* completed);
+  // Records a step. Returns as `begin`.
+  size_t step(const StepInput& input, bool admitted, CompletedRows* completed);
+  // Ends the episodes of `mask` where they are, and keeps their steps.
+  size_t cut(std::span<const uint8_t> mask, bool admitted, CompletedRows* completed);
+  // Returns the blocks of unpublished rows to the store, and closes published ones with their published steps.
+  void abandon();
+
+  const StepWriterOptions& options() const { return options_; }
+  uint64_t rows() const { return completed_rows_; }
+  bool in_episode(uint32_t environment) const { return environments_[environment].row != kNoRow; }
+
+ private:
+  struct Environment {
+    uint32_t row = kNoRow;
+    uint32_t steps = 0;      // actions in the row
+    uint32_t published = 0;  // steps of it that can be sampled
+    uint32_t generation = 0;
+    int64_t version = 0;
+    double sum = 0;  // of its rewards
+  };
+  struct TimedField {
+    uint32_t field;
+    FieldRole role;
+    uint8_t dtype;
+    std::byte* base;
+    uint64_t stride;  // from row to row
+    uint64_t step_bytes;
+    uint64_t count;  // elements of a step
+  };
+  // Rows of one call to the store.
+  struct Group {
+    std::vector<uint32_t> environments, rows, lengths, generations;
+    std::vector<double> priorities;
+    std::vector<int64_t> versions;
+    void clear();
+  };
+
+  void check_usable() const;
+  std::byte* at(const TimedField& field, uint32_t row, uint32_t step) const {
+    return field.base + row * field.stride + step * field.step_bytes;
+  }
+  const TimedField& timed(uint32_t field) const { return timed_[place_[field]]; }
+  void write(const StepColumn& column, uint32_t environment, uint32_t row, uint32_t step) const;
+  void write_flag(FieldRole role, uint32_t row, uint32_t step, bool value) const;
+  void add_reward(Environment& environment, uint32_t steps) const;
+  void end_row(uint32_t environment, uint32_t steps);
+  void put(Group& group, uint32_t environment, uint32_t length);
+  void take_fresh(size_t count);
+  void open_row(uint32_t environment, int64_t version);
+  void settle(CompletedRows* completed);
+  void write_first(std::span<const StepColumn> observations, uint32_t environment) const;
+
+  Store& store_;
+  const std::shared_ptr<Mapping> mapping_;
+  const StepWriterOptions options_;
+  const uint64_t fork_count_;
+  std::vector<Environment> environments_;
+  std::vector<TimedField> timed_;
+  std::vector<uint32_t> place_;    // of a field in timed_
+  std::vector<uint32_t> per_row_;  // fields without time
+  int32_t return_field_ = -1;
+  int32_t reward_field_ = -1;
+  std::vector<uint8_t> reset_next_;  // next_step: the next call begins an episode here
+  uint64_t completed_rows_ = 0;
+
+  // Of one call, kept for their memory.
+  std::vector<uint32_t> stepped_, ended_, full_, begun_, fresh_;
+  std::vector<double> sums_;
+  Group publish_, commit_, extend_, seal_;
+};
+
+}  // namespace geartrain

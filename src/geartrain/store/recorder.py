@@ -1,0 +1,450 @@
+"""Step recorder: the steps of n environments, written into growing rows by one native call a step.
+
+    recorder = store.recorder(envs.num_envs, autoreset=envs.metadata["autoreset_mode"])
+    observation, _ = envs.reset(seed=0)
+    recorder.reset(observation)
+    while True:
+        action = policy(observation)
+        observation, reward, terminated, truncated, info = envs.step(action)
+        recorder.step(
+            observation, action=action, reward=reward, terminated=terminated, truncated=truncated,
+            final_observation=info.get("final_obs"),
+        )
+
+A row holds one episode, or a piece of it. Step t of it has the observation that was acted on, the action, the reward
+that the action brought, and whether it ended the episode (`terminated`). The step after the last action has the
+observation that it led to and nothing else; it is marked `last`. So a row of n actions has n + 1 steps, an observation
+is stored once however many windows, frame stacks and n-step targets use it, and no window crosses episodes.
+
+An episode that is longer than a row continues in the next one, which repeats `overlap` steps, so that stacks and
+targets across the boundary are not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+import geartrain._native as _native
+from geartrain.core.arguments import check_whole
+from geartrain.core.dtypes import DTYPES, as_raw
+from geartrain.core.keys import Keys
+from geartrain.core.schema import Field
+from geartrain.errors import ArgumentError, FieldError, GeartrainError, SchemaError
+from geartrain.store.columns import Columns
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: What happens where an episode ends. As Gymnasium's vector environments have it, by value or in lower case.
+Autoreset = Literal["next_step", "same_step", "disabled"]
+AUTORESETS = ("next_step", "same_step", "disabled")
+
+#: Fields that a recorder fills by itself and needs; and those that it fills where the store has them.
+REQUIRED_FIELDS = {"terminated": "bool", "last": "bool"}
+OPTIONAL_FIELDS = {"truncated": "bool", "step_version": "int64", "episode_return": "float32"}
+#: Names of observations, alone or before a dot.
+OBSERVATIONS = ("observation", "obs")
+
+# native/store/step_writer.h, FieldRole
+_ROLES = {"terminated": 2, "truncated": 3, "last": 4, "step_version": 5, "episode_return": 6}
+_OBSERVATION, _VALUE, _NONE = 0, 1, 7
+
+
+def recorded_fields(fields: Mapping[str, Field], **extras: Field) -> dict[str, Field]:
+    """The fields of a store that a recorder writes to.
+
+    Args:
+        fields: of the environments: observation, action, reward.
+        extras: what the policy returns with each action, such as log_prob=Field((), "float32"), and what the recorder
+            fills if it is there: truncated=Field((), "bool"), step_version=Field((), "int64"),
+            episode_return=Field((), "float32", per_row=True).
+    """
+    return {
+        **fields,
+        **{name: Field((), dtype) for name, dtype in REQUIRED_FIELDS.items()},
+        **extras,
+    }
+
+
+class StepRecorder:
+    """Records the steps of n environments; made by `Store.recorder`. One thread at a time.
+
+    A context manager: leaving it ends the episodes where they are and keeps their steps. A recorder that is dropped
+    without that gives back rows that were not published. In a forked child it refuses to work: the rows are the
+    parent's.
+
+    Attributes:
+        n_envs: environments.
+        observations: names of the fields that are observations.
+
+    Example:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> from geartrain.store.recorder import recorded_fields
+        >>> fields = recorded_fields({"obs": gt.Field((3,), "float32"), "reward": gt.Field((), "float32")})
+        >>> store = gt.Store.create(fields, max_length=10, capacity=8)
+        >>> with store.recorder(2, autoreset="disabled") as recorder:
+        ...     recorder.reset(np.zeros((2, 3), np.float32))
+        ...     for step in range(1, 5):
+        ...         ends = np.array([step == 4, False])
+        ...         obs = np.full((2, 3), step, np.float32)
+        ...         keys = recorder.step(obs, reward=np.ones(2), terminated=ends, truncated=np.zeros(2, bool))
+        >>> store.status()["length"].tolist()
+        [5, 5]
+        >>> store.close()
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        n_envs: int,
+        *,
+        observations: Sequence[str] | None,
+        publish_every: int | None,
+        overlap: int,
+        priority: float,
+        autoreset: Any,
+    ) -> None:
+        self.n_envs = check_whole("n_envs", n_envs)
+        if self.n_envs < 1:
+            raise ArgumentError(f"n_envs must be at least 1, found {n_envs}")
+        if publish_every is not None and check_whole("publish_every", publish_every) < 1:
+            raise ArgumentError(f"publish_every must be at least 1, found {publish_every}")
+        if not 0 <= check_whole("overlap", overlap) < max(1, columns.max_length - 1):
+            raise ArgumentError(f"overlap must be below the {columns.max_length - 1} actions of a row, found {overlap}")
+        fields = columns.fields
+        self.observations = _observations_of(fields, observations)
+        _check_automatic(fields)
+        mode = autoreset_mode(autoreset)
+        self._same_step = mode == "same_step"
+        self._columns = columns
+        names = list(fields)
+        self._values = [name for name in names if self._role(name) == _VALUE]
+        self._native = _native.StepWriter(
+            columns.native,
+            self.n_envs,
+            publish_every or 0,
+            overlap,
+            float(priority),
+            AUTORESETS.index(mode),
+            [self._role(name) for name in names],
+            names,
+            [name.partition(".")[2] or name for name in names],
+        )
+
+    def _role(self, name: str) -> int:
+        if name in _ROLES:
+            return _ROLES[name]
+        if self._columns.fields[name].per_row:
+            return _NONE
+        return _OBSERVATION if name in self.observations else _VALUE
+
+    # --- recording --------------------------------------------------------------------------------------------
+
+    def reset(self, observation: Any, *, mask: Any = None, version: int = 0) -> Keys | None:
+        """Begins an episode in every environment. One that is in progress is ended where it is and kept.
+
+        Args:
+            observation: the first ones, (n_envs, ...), or a dict of arrays by field; of one environment also (...).
+            mask: (n_envs,) bool: only these environments. The others' observations are ignored.
+            version: of the model that acts.
+
+        Returns:
+            Keys of the rows that this completes; None if there are none.
+        """
+        arguments = {"observation": observation, "mask": mask}
+        return self._finish(
+            lambda given, admitted: self._native.begin(given["observation"], given["mask"], version, admitted),
+            arguments,
+        )
+
+    def step(
+        self,
+        observation: Any,
+        *,
+        terminated: Any,
+        truncated: Any,
+        final_observation: Any = None,
+        mask: Any = None,
+        version: int = 0,
+        **values: Any,
+    ) -> Keys | None:
+        """Records one step of all environments.
+
+        Nothing is recorded when it raises (unless a row's own commit fails): the step can be given again.
+
+        Args:
+            observation: what `envs.step` returned, (n_envs, ...), or a dict of arrays by field. With
+                autoreset="next_step" an environment whose episode ended in the call before begins its next one with
+                it; its action, reward and flags are ignored.
+            terminated, truncated: (n_envs,) bool.
+            final_observation: with autoreset="same_step", and where an episode ended, the observation that it ended
+                with: `info["final_obs"]`, or arrays (n_envs, ...).
+            mask: (n_envs,) bool: only these environments were stepped.
+            version: of the model that chose the actions.
+            values: action, reward and whatever else the store has a field for, by field, (n_envs, ...). Of one
+                environment also (...) and Python numbers. Other dtypes of the same kind are converted.
+
+        Returns:
+            Keys of the rows that this completes; None if there are none.
+
+        Raises:
+            FieldError: a field's values are missing, or there is no such field.
+            SchemaError: shapes or dtypes that do not fit; an environment that is in no episode.
+            StoreFullError: there is no room for the row that begins.
+            WaitTimeoutError: the store's rate limiter did not admit a row. CallCancelledError: the process is stopping.
+        """
+        if final_observation is not None and not self._same_step:
+            raise ArgumentError("final_observation is for autoreset='same_step'; elsewhere it is the observation")
+        answer = self._native.step(observation, values, terminated, truncated, final_observation, mask, version, False)
+        if answer is None:
+            return None
+        arguments = {
+            "observation": observation,
+            "values": values,
+            "terminated": terminated,
+            "truncated": truncated,
+            "final_observation": final_observation,
+            "mask": mask,
+        }
+
+        def record(now: dict[str, Any], admitted: bool) -> bytes | int | str | None:
+            flags = (now["terminated"], now["truncated"])
+            final, mask = now["final_observation"], now["mask"]
+            return self._native.step(now["observation"], now["values"], *flags, final, mask, version, admitted)
+
+        return self._finish(record, arguments, answer)
+
+    def cut(self, mask: Any = None) -> Keys | None:
+        """Ends the episodes (of `mask`) where they are, as when an actor stops; their steps are kept.
+
+        Raises:
+            WaitTimeoutError, CallCancelledError: as for `step`; the rows are given back then.
+        """
+        try:
+            return self._finish(lambda given, admitted: self._native.cut(given["mask"], admitted), {"mask": mask})
+        except GeartrainError:
+            if not self._columns.native.closed:
+                self._native.abandon()
+            raise
+
+    def close(self) -> None:
+        """Ends all episodes where they are and keeps their steps."""
+        self.cut()
+
+    @property
+    def rows(self) -> int:
+        """Rows completed so far."""
+        return self._native.rows
+
+    def in_episode(self, environment: int) -> bool:
+        """Whether an environment is in an episode."""
+        return self._native.in_episode(environment)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if not self._columns.native.closed:
+            self.close()
+
+    def __del__(self) -> None:
+        # Blocks of a dropped recorder must not stay locked for as long as the process lives.
+        if hasattr(self, "_native"):
+            with suppress(GeartrainError):
+                self._native.abandon()
+
+    # --- arguments that need more than the native call does ---------------------------------------------------
+
+    def _finish(
+        self,
+        call: Callable[[dict[str, Any], bool], bytes | int | str | None],
+        given: dict[str, Any],
+        answer: bytes | int | str | None = "",
+    ) -> Keys | None:
+        """Converts what the native call asks for, waits for the rate limiter, and returns completed rows' keys."""
+        if answer == "":
+            answer = call(given, False)
+        converted: set[str] = set()
+        while isinstance(answer, str):
+            if answer in converted:
+                raise SchemaError(f"{answer!r} does not fit the store's fields")
+            converted.add(answer)
+            self._convert(answer, given)
+            answer = call(given, False)
+        if isinstance(answer, int):
+            limiter = self._columns.limiter
+            rows = answer
+            limiter.admit_inserts(rows)
+            try:
+                answer = call(given, True)
+            except BaseException:
+                limiter.give_back(inserts=rows)
+                raise
+        assert not isinstance(answer, int | str)
+        return None if answer is None else Keys.packed(answer, self._columns.store_id)
+
+    def _convert(self, name: str, given: dict[str, Any]) -> None:
+        if name in ("terminated", "truncated", "mask"):
+            given[name] = self._flags(name, given[name])
+        elif name == "observation":
+            given[name] = self._flat(given[name])
+        elif name == "final_observation":
+            given[name] = self._final(given)
+        elif name == "values" or (name in self._values and name not in given["values"]):
+            missing, unknown = set(self._values) - set(given["values"]), set(given["values"]) - set(self._values)
+            raise FieldError(
+                f"a step needs a value for every field: missing {sorted(missing)}, unknown {sorted(unknown)} (the "
+                f"observations are {', '.join(self.observations)})"
+            )
+        elif name in self.observations:
+            flat = self._flat(given["observation"])
+            given["observation"] = {**flat, name: self._array(name, flat[name])}
+        else:
+            given["values"] = {**given["values"], name: self._array(name, given["values"][name])}
+
+    def _flags(self, name: str, value: Any) -> NDArray[np.bool_]:
+        array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+        if array.dtype != np.bool_ or array.shape not in ((self.n_envs,), () if self.n_envs == 1 else (self.n_envs,)):
+            raise SchemaError(f"`{name}` must be bool ({self.n_envs},), found {array.dtype} {array.shape}")
+        return np.ascontiguousarray(array)
+
+    def _array(self, name: str, value: Any) -> Any:
+        """A field's values as the native call takes them. Raises `SchemaError` where they do not fit."""
+        field = self._columns.fields[name]
+        if hasattr(value, "detach"):
+            value = value.detach().cpu()
+            value = value.numpy() if DTYPES[field.dtype].numpy_name is not None else as_raw(value, DTYPES[field.dtype])
+        array = np.asarray(value)
+        shape = (self.n_envs, *field.shape)
+        if array.shape != shape and not (self.n_envs == 1 and array.shape == field.shape):
+            raise SchemaError(
+                f"{name!r} of {self.n_envs} environments has shape {array.shape}; the store takes {shape}"
+            )
+        if DTYPES[field.dtype].numpy_name is None and array.dtype.itemsize == field.itemsize:
+            return np.ascontiguousarray(array).view(f"uint{8 * field.itemsize}")
+        wanted = field.numpy_dtype
+        number = not isinstance(value, np.ndarray | np.generic)  # Python numbers take the field's dtype, if they fit
+        if array.dtype == object or not (number or np.can_cast(array.dtype, wanted, "same_kind")):
+            raise SchemaError(f"{name!r} holds {field.dtype}, found {array.dtype}, which is of another kind")
+        made = np.ascontiguousarray(array, wanted)
+        if number and not np.array_equal(made, array, equal_nan=array.dtype.kind == "f") and wanted.kind != "f":
+            raise SchemaError(f"{name!r} holds {field.dtype}, in which {value!r} has no place")
+        return made if DTYPES[field.dtype].numpy_name is not None else as_raw(made, DTYPES[field.dtype])
+
+    def _flat(self, observation: Any) -> dict[str, Any]:
+        """An observation by field."""
+        if not isinstance(observation, Mapping | tuple):
+            if len(self.observations) != 1:
+                raise FieldError(
+                    f"the observation is {len(self.observations)} fields ({', '.join(self.observations)}): give a "
+                    f"dict, found {type(observation).__name__}"
+                )
+            return {self.observations[0]: observation}
+        flat = _leaves(observation)
+        found: dict[str, Any] = {}
+        for name in self.observations:
+            part = name.partition(".")[2] or name
+            if name not in flat and part not in flat:
+                raise FieldError(f"the observation has no {name!r}; it has {', '.join(flat)}")
+            found[name] = flat[name] if name in flat else flat[part]
+        if len(flat) != len(self.observations):
+            raise FieldError(f"the observation has {', '.join(flat)}; of these the store has {', '.join(found)}")
+        return found
+
+    def _final(self, given: dict[str, Any]) -> dict[str, Any] | None:
+        """The observations that episodes ended with, as arrays of all environments; None where none has ended."""
+        ended = self._flags("terminated", given["terminated"]) | self._flags("truncated", given["truncated"])
+        final = given["final_observation"]
+        if not ended.any():
+            return None
+        several = isinstance(final, list) or (isinstance(final, np.ndarray) and final.dtype == object)
+        if not several:
+            return {name: self._array(name, value) for name, value in self._flat(final).items()}
+        fields = self._columns.fields
+        made = {
+            name: np.zeros((self.n_envs, *fields[name].shape), fields[name].numpy_dtype) for name in self.observations
+        }
+        for number in np.flatnonzero(ended):
+            if len(final) != self.n_envs or final[number] is None:
+                raise SchemaError(f"the episode of environment {number} has ended, and it has no final observation")
+            for name, value in self._flat(final[number]).items():
+                one = np.asarray(value)
+                if one.shape != fields[name].shape:
+                    raise SchemaError(
+                        f"the final {name!r} of environment {number} has shape {one.shape}; the store takes "
+                        f"{fields[name].shape}"
+                    )
+                made[name][number] = one
+        return {name: self._array(name, value) for name, value in made.items()}
+
+
+def autoreset_mode(mode: Any) -> Autoreset:
+    """The autoreset mode by its name here, from Gymnasium's `AutoresetMode`, its value, or None for its default."""
+    text = "next_step" if mode is None else str(getattr(mode, "value", mode))
+    names: dict[str, Autoreset] = {"NextStep": "next_step", "SameStep": "same_step", "Disabled": "disabled"}
+    found = names.get(text, text)
+    if found not in AUTORESETS:
+        raise ArgumentError(
+            f"autoreset is one of {', '.join(AUTORESETS)}, or Gymnasium's AutoresetMode; found {mode!r}"
+        )
+    return found  # type: ignore[return-value]
+
+
+def _observations_of(fields: Mapping[str, Field], given: Sequence[str] | None) -> tuple[str, ...]:
+    if given is None:
+        found = tuple(name for name in fields if name.partition(".")[0] in OBSERVATIONS)
+        if not found:
+            raise FieldError(
+                f"no field is called {' or '.join(OBSERVATIONS)}, alone or before a dot: say which are observations "
+                f"(observations=[...]); the store has {', '.join(fields)}"
+            )
+    else:
+        found = (given,) if isinstance(given, str) else tuple(given)
+        if not found:
+            raise ArgumentError("observations= names no field")
+    for name in found:
+        if name not in fields:
+            raise FieldError(f"the store has no field {name!r}; it has {', '.join(fields)}")
+        if fields[name].per_row or name in _ROLES:
+            raise FieldError(f"{name!r} is no observation of a step")
+    return found
+
+
+def _check_automatic(fields: Mapping[str, Field]) -> None:
+    """Raises `FieldError` unless the fields that a recorder fills are there and are what they have to be."""
+    missing = [name for name in REQUIRED_FIELDS if name not in fields]
+    if missing:
+        raise FieldError(f"the store lacks {', '.join(missing)}: use recorded_fields to make its fields")
+    for name, dtype in {**REQUIRED_FIELDS, **OPTIONAL_FIELDS}.items():
+        wanted = Field((), dtype, per_row=name == "episode_return")
+        if name in fields and fields[name] != wanted:
+            raise FieldError(f"a recorder fills {name!r}, which must be {wanted}; the store has {fields[name]}")
+
+
+def _leaves(observation: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested observation by dotted names."""
+    if not isinstance(observation, Mapping | tuple):
+        return {prefix: observation}
+    items = observation.items() if isinstance(observation, Mapping) else enumerate(observation)
+    flat: dict[str, Any] = {}
+    for name, each in items:
+        flat.update(_leaves(each, f"{prefix}.{name}" if prefix else str(name)))
+    return flat
+
+
+__all__ = [
+    "AUTORESETS",
+    "OBSERVATIONS",
+    "OPTIONAL_FIELDS",
+    "REQUIRED_FIELDS",
+    "Autoreset",
+    "StepRecorder",
+    "autoreset_mode",
+    "recorded_fields",
+]

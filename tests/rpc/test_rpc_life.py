@@ -1,0 +1,236 @@
+"""Nodes and futures that are closed, forked or ended beside calls; test_hostile_callers.py has the generated cases."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from deadlines import patience
+
+from geartrain import rpc
+from geartrain.errors import ConnectionClosedError, GeartrainError, PeerLostError
+from geartrain.rpc.registry import functions
+
+_gate = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def gate() -> Iterator[None]:
+    _gate.clear()
+    rpc.function(name="life-hold", concurrent=True)(lambda: _gate.wait(patience(60)))
+    rpc.function(name="life-same")(lambda value: value)
+    yield
+    _gate.set()
+    del functions["life-hold"], functions["life-same"]
+
+
+@contextlib.contextmanager
+def deaf_address() -> Iterator[str]:
+    """Of a listener that takes connections and says nothing."""
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(8)
+        yield f"id=any;tcp=127.0.0.1:{deaf.getsockname()[1]}"
+
+
+class SlowStore:
+    """A store that never has a name, and does not say so before the deadline."""
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def get(self, key: str) -> str:
+        raise AssertionError("nothing is here")
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+    def wait(self, keys: list[str], timeout: object) -> None:
+        _gate.wait(patience(60))
+        raise RuntimeError("timed out")
+
+
+def ends_when_closed(node: rpc.Node, call: Callable[[], object], waits: Callable[[], bool]) -> None:
+    """The call waits, and `close` returns and ends it within a second (of an idle machine)."""
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            call()
+            ended.append(None)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    until_s = time.monotonic() + patience(10)
+    while not waits():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    assert not ended
+    began_s = time.monotonic()
+    node.close()
+    assert time.monotonic() - began_s < patience(1)
+    thread.join(patience(1))
+    assert not thread.is_alive()
+    assert isinstance(ended[0], ConnectionClosedError)
+    assert str(ended[0])
+
+
+@pytest.mark.parametrize("how", ["call", "call_async", "tell", "client", "remote", "subscribe"])
+def test_close_ends_a_call_that_still_connects(how: str) -> None:
+    with deaf_address() as address:
+        node = rpc.Node("one", peers={"deaf": address}, timeout_s=patience(60), transport="tcp")
+        calls: dict[str, Callable[[], object]] = {
+            "call": lambda: node.call("deaf", "life-same", 1),
+            "call_async": lambda: node.call_async("deaf", "life-same", 1),
+            "tell": lambda: node.tell("deaf", "life-same", 1),
+            "client": lambda: node.client("deaf"),
+            "remote": lambda: node.remote("deaf", "Counter"),
+            "subscribe": lambda: node.subscribe("deaf", "news", print),
+        }
+        ends_when_closed(node, calls[how], lambda: "deaf" in node._dialling)
+
+
+@pytest.mark.parametrize("how", ["call", "wait_for"])
+def test_close_ends_a_wait_for_a_name(how: str) -> None:
+    node = rpc.Node("one", store=SlowStore(), timeout_s=patience(60))
+    calls: dict[str, Callable[[], object]] = {
+        "call": lambda: node.call("nobody", "life-same", 1),
+        "wait_for": lambda: node.wait_for("nobody"),
+    }
+    ends_when_closed(node, calls[how], lambda: any("finds a peer" in one.name for one in threading.enumerate()))
+
+
+def test_a_forked_childs_copy_of_a_future_is_refused_while_the_parent_waits_for_it(
+    fork: Callable[[Callable[[], object]], int],
+) -> None:
+    with rpc.Node("server") as server, rpc.Node("one", peers={"server": server.address}) as node:
+        done = node.call_async("server", "life-same", 7)
+        assert done.result() == 7
+        waiting, called = node.call_async("server", "life-hold", timeout_s=patience(60)), threading.Event()
+        thread = threading.Thread(target=lambda: waiting.result() and called.set())
+        thread.start()
+        while not waiting._lock.locked():
+            time.sleep(0.001)
+
+        def child() -> int:
+            assert done.result() == 7
+            assert waiting.done()
+            with pytest.raises(ConnectionClosedError, match="forked"):
+                waiting.result()
+            assert not waiting.cancel()
+            called_back: list[object] = []
+            waiting.add_done_callback(called_back.append)
+            assert called_back == [waiting]
+            with pytest.raises(ConnectionClosedError, match="forked"):
+                node.call_async("server", "life-same", 1)
+            with pytest.raises(ConnectionClosedError, match="forked"):
+                node.topic("news")
+            node.close()
+            node.close()
+            return 0
+
+        assert os.waitstatus_to_exitcode(os.waitpid(fork(child), 0)[1]) == 0
+        _gate.set()
+        thread.join(patience(10))
+        assert called.is_set()
+        assert node.call("server", "life-same", 1) == 1
+
+
+def close_at_random(rounds: int) -> None:
+    """Two threads close one of two nodes at a random instant while three threads call over it."""
+    random_ = random.Random(1)
+    for _ in range(rounds):
+        server = rpc.Node("server", timeout_s=patience(20))
+        node = rpc.Node("one", peers={"server": server.address}, timeout_s=patience(20))
+        odd: list[BaseException] = []
+        closes = node if random_.random() < 0.5 else server
+
+        def ask(node: rpc.Node = node, odd: list[BaseException] = odd) -> None:
+            done = threading.Event()
+            try:
+                while True:
+                    assert node.call("server", "life-same", 1) == 1
+                    future = node.call_async("server", "life-same", 2)
+                    future.add_done_callback(lambda _, done=done: done.set())
+                    assert future.result() == 2
+                    assert done.wait(patience(10))
+                    node.tell("server", "life-same", 3)
+            except (ConnectionClosedError, PeerLostError):
+                pass
+            except BaseException as error:
+                odd.append(error)
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(random_.random() * 0.02)
+        closers = [threading.Thread(target=closes.close, daemon=True) for _ in range(2)]
+        for thread in closers:
+            thread.start()
+        for thread in [*closers, *threads]:
+            thread.join(patience(10))
+            assert not thread.is_alive()
+        assert odd == []
+        node.close()
+        server.close()
+        with pytest.raises(GeartrainError):
+            node.call("server", "life-same", 1)
+
+
+def test_nodes_are_closed_by_two_threads_beside_calls() -> None:
+    close_at_random(5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nodes_are_closed_by_two_threads_beside_calls_a_thousand_times() -> None:
+    close_at_random(1000)
+
+
+AT_EXIT = """
+import random, sys, threading, time
+from geartrain import rpc
+rpc.function(name="same")(lambda value: value)
+rpc.function(name="nap", concurrent=True)(time.sleep)
+server = rpc.Node("server")
+node = rpc.Node("one", peers={"server": server.address})
+node.call("server", "same", 1)
+def ask(*call):
+    try:
+        while True:
+            node.call("server", *call)
+            node.call_async("server", *call).result()
+    except Exception:
+        pass
+for call in [("same", 1)] * 3 + [("nap", 60)] * 3:
+    threading.Thread(target=ask, args=call, daemon=True).start()
+time.sleep(random.random() * 0.05)
+"""
+
+
+def end_beside_calls(times: int) -> None:
+    for _ in range(times):
+        ended = subprocess.run(
+            [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=patience(60), check=False
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_an_interpreter_ends_while_its_daemon_threads_call() -> None:
+    end_beside_calls(2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_interpreter_ends_while_its_daemon_threads_call_many_times() -> None:
+    end_beside_calls(100)
