@@ -251,10 +251,13 @@ void Mapping::publish() {
   temporary_.clear();
 }
 
-bool Mapping::unlink() {
+bool Mapping::is_named() const {
   struct stat named{};
-  if (::lstat(path_.c_str(), &named) != 0 || named.st_ino != inode_ || named.st_dev != device_) return false;
-  return ::unlink(path_.c_str()) == 0;
+  return ::lstat(path_.c_str(), &named) == 0 && named.st_ino == inode_ && named.st_dev == device_;
+}
+
+bool Mapping::unlink() {
+  return is_named() && ::unlink(path_.c_str()) == 0;
 }
 
 void Mapping::flush(uint64_t offset, uint64_t bytes) const {

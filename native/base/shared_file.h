@@ -70,8 +70,11 @@ class Mapping {
   // Gives the file its name. Throws exists when the name is taken.
   void publish();
 
-  // Removes the name if it still refers to this file; false when it does not (any more).
+  // Removes the name if it still refers to this file; false when it does not (any more), or is not ours to remove.
   bool unlink();
+
+  // Whether the name refers to this file.
+  bool is_named() const;
 
   // Writes what changed in a part of the file to its disk; nothing to do in memory. Throws os.
   void flush(uint64_t offset, uint64_t bytes) const;

@@ -209,6 +209,8 @@ void Store::leave(bool keep, double timeout_s) {
   if (last && !persist) {
     control().closed = 1;
     mapping_->unlink();
+    // Another user's file in a directory like /dev/shm is not ours to remove: it stays, to be joined as a clean one.
+    if (mapping_->is_named()) control().closed = 0;
   }
 }
 

@@ -147,6 +147,33 @@ def test_users_share_a_store_when_both_say_so(names, fork):
         assert stat.S_IMODE(store.path.stat().st_mode) == 0o666
 
 
+@needs_root
+def test_what_another_user_cannot_remove_stays_and_can_be_joined(names, fork):
+    name = names(may_stay=True)
+    store = gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=4, trust="any")
+    store.insert({"x": np.arange(2)})
+    (joined, tell_joined), (left, tell_left) = os.pipe(), os.pipe()
+
+    def another_user() -> None:
+        os.setgroups([])
+        os.setgid(ANOTHER)
+        os.setuid(ANOTHER)
+        mine = gt.Store.open(name, trust="any")
+        os.write(tell_joined, b".")
+        assert os.read(left, 1) == b"."
+        mine.close()  # the last one, and not the owner
+
+    child = fork(another_user)
+    assert os.read(joined, 1) == b"."
+    store.close()
+    os.write(tell_left, b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.path.exists(), "or this test says nothing"
+    with gt.Store.open(name, trust="any") as again:
+        assert len(again) == 2 and again.audit() == []
+    assert not store.path.exists(), "its owner removes it"
+
+
 def test_a_store_is_as_open_as_it_was_asked_to_be_whatever_the_umask(names):
     fields = {"x": gt.Field((), "int64", per_row=True)}
     before = os.umask(0o077)
