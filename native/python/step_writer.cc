@@ -83,8 +83,11 @@ class Recorder {
 
   void abandon() {
     const Use use(*this);
-    nb::gil_scoped_release unlocked;
-    writer_->abandon();
+    try {
+      released(store_, [&] { writer_->abandon(); });
+    } catch (const Error& error) {
+      if (error.kind != ErrorKind::closed) throw;  // the close gave the rows back
+    }
   }
 
   uint64_t rows() const { return writer_->rows(); }
@@ -233,11 +236,7 @@ class Recorder {
   nb::object answer(Call&& call) {
     completed_.rows.clear();
     completed_.generations.clear();
-    size_t to_admit = 0;
-    {
-      nb::gil_scoped_release unlocked;
-      to_admit = call();
-    }
+    const size_t to_admit = released(store_, [&]() -> size_t { return call(); });
     if (to_admit != 0) return nb::int_(to_admit);
     const size_t n = completed_.rows.size();
     if (n == 0) return nb::none();
