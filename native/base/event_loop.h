@@ -10,7 +10,7 @@
 //
 // Handlers are destroyed by discard() only, after the round of events that they may still be part of.
 //
-// No exception leaves the thread: what a task, a handler or the timer lets go (memory runs out, usually) is handed to
+// No exception leaves the thread: what a task, a handler or the timer throws (memory runs out, usually) is handed to
 // `failed`, after its stack was unwound, and the loop goes on. After stop(), which any threads may call at once, and
 // in a forked child, tasks are refused.
 #pragma once

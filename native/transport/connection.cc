@@ -258,7 +258,7 @@ void Connection::stop_sideband() {
 }
 
 std::string Connection::one_sided() const {
-  return sideband_ == nullptr ? "" : sideband_->access_path();
+  return sideband_ == nullptr || forked() ? "" : sideband_->access_path();  // it has a lock, perhaps held at the fork
 }
 
 // --- the end ------------------------------------------------------------------------------------------------------

@@ -319,3 +319,48 @@ def test_a_state_of_the_same_stores_in_another_order_is_refused(store: gt.Store,
         with gt.Replay([store, other], mixture, 4, prefetch=0) as replay:
             replay.load_state_dict(state)
             assert replay.step == 1
+
+
+def test_calls_with_nonsense_are_refused_and_change_nothing(store: gt.Store) -> None:
+    keys, x = store.keys(), np.zeros((8, 4), np.int64)
+    numbers = gt.selection.Candidates([1, 2, 3])
+    # Each with what it may take, by which values are left out; all others are refused.
+    version, on_stale = whole(-(2**63), 2**63 - 1, none=True), ("raise", "drop")
+    calls: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool]]] = {
+        "update_priorities": (lambda value: store.update_priorities(keys, value), number(0)),
+        "insert priorities": (lambda value: store.insert({"x": x}, priorities=value), number(0, none=True)),
+        "insert lengths": (lambda value: store.insert({"x": x}, lengths=value), whole(1, 4, none=True)),
+        "insert versions": (lambda value: store.insert({"x": x}, versions=value), version),
+        "raise_priorities": (store.raise_priorities, number(0, above=True)),
+        "rows": (lambda value: store.rows(value).abandon(), whole(1, 8)),
+        "fetch window": (lambda value: gt.fetch(store, keys, window=value), whole(1, 2**20, none=True)),
+        "fetch ends": (lambda value: gt.fetch(store, keys, window=2, ends=value), lambda value: value is None),
+        "fetch fields": (lambda value: gt.fetch(store, keys, fields=value), lambda value: value in (None, ["x"])),
+        "fetch out": (lambda value: gt.fetch(store, keys, out=value), lambda value: value is None),
+        "fetch threads": (lambda value: gt.fetch(store, keys, threads=value), whole(1, 4096, none=True)),
+        "fetch pad": (lambda value: gt.fetch(store, keys, pad=value), lambda value: value in ("left", "right")),
+        "fetch output": (lambda value: gt.fetch(store, keys, output=value), lambda value: value in ("torch", "numpy")),
+        "fetch on_stale": (lambda value: gt.fetch(store, keys, on_stale=value), lambda value: value in on_stale),
+        "samples_per_insert": (
+            lambda value: store.limiter.set(samples_per_insert=value), number(0, above=True, none=True)
+        ),
+        "min_size_to_sample": (lambda value: store.limiter.set(min_size_to_sample=value), whole(1, 2**32)),
+        "select n": (lambda value: Uniform().select(numbers, value, 0), whole(1, 8)),
+        "select step": (lambda value: Uniform().select(numbers, 2, value), whole(0, 2**64 - 1)),
+    }  # fmt: skip
+    for name, (call, allowed) in calls.items():
+        for value in VALUES:
+            try:
+                is_allowed = bool(allowed(value))
+            except ValueError:  # an array, compared with a text
+                is_allowed = False
+            if is_allowed or isinstance(value, Fraction) or (isinstance(value, np.ndarray) and value.ndim == 0):
+                continue
+            if name in ("rows", "select n", "fetch window") and whole(1, 2**31 - 1)(value):
+                continue  # possible, but for what is there, or large
+            with pytest.raises((ArgumentError, gt.errors.StoreFullError)) as refused:
+                call(value)
+                pytest.fail(f"{name} takes {value!r}")
+            assert len(str(refused.value)) < 600, (name, value)
+    assert store.status(keys)["priority"].tolist() == [1.0] * 8 and not store.limiter.state().enabled
+    assert store.keys() == keys

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 import geartrain._native as _native
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
+
+# More threads than any machine has use for: a mistake.
+MAX_THREADS = 4096
 
 
 def default_threads(threads: int | None) -> int:
     """Threads that copy: what was asked for, or up to four of the cores this process may use."""
     if threads is None:
         return min(4, int(_native.available_cores()))
-    if check_whole("threads", threads) < 1:
-        raise ArgumentError(f"at least one thread must copy, found threads={threads}")
-    return threads
+    if not 1 <= check_whole("threads", threads) <= MAX_THREADS:
+        raise ArgumentError(f"at least one thread must copy, and at most {MAX_THREADS}, found threads={threads}")
+    return int(threads)
 
 
 def capacity_of(
@@ -61,11 +67,22 @@ def whole_number(what: str, value: Any, most: int) -> int:
 def check_whole(what: str, value: Any) -> int:
     """The value as an int of any sign; fractions, text and booleans are refused."""
     try:
-        if isinstance(value, bool):
+        if isinstance(value, (bool, np.bool_)):
             raise TypeError
         return int(operator.index(value))
     except TypeError:
         raise ArgumentError(f"{what} must be a whole number, found {value!r}") from None
+
+
+def check_real(what: str, value: Any, wanted: str = "a finite number") -> float:
+    """The value as a finite float; text, booleans and arrays are refused."""
+    number = float("nan")
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, (bool, np.bool_, str, bytes)):
+            number = float(value)
+    if not -float("inf") < number < float("inf"):
+        raise ArgumentError(f"{what} is {wanted}, found {str(value)[:80]}")
+    return number
 
 
 def nanoseconds(what: str, seconds: float) -> int:

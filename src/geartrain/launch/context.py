@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -98,6 +99,11 @@ class Context:
         self._replays: list[Any] = []
         self._node: Node | None = None
         self._signalled = 0
+        self._lock = threading.Lock()
+        _contexts.add(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, whose node is the parent's: the lock anew, which another thread may have held."""
         self._lock = threading.Lock()
 
     @property
@@ -299,6 +305,15 @@ class CoordinatorStore:
 
 
 _context: Context | None = None
+_contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for one in list(_contexts):
+        one.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def context() -> Context:

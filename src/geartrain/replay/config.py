@@ -10,7 +10,7 @@ from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
-from geartrain.replay.fetch import As, FetchPlan, Pad, check_same_schema
+from geartrain.replay.fetch import As, FetchPlan, Pad, check_names_of, check_same_schema
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import Transitions
 from geartrain.selection.arguments import check_number
@@ -19,9 +19,8 @@ from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_
 from geartrain.selection.strategy import Strategy, check_seed
 from geartrain.store.store import Store
 
-# More batches ahead, or threads that copy, than any machine has use for: a mistake.
+# More batches ahead than any machine has use for: a mistake.
 MAX_PREFETCH = 1024
-MAX_THREADS = 4096
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,8 @@ class ReplayConfig:
             ("prefetch", self.prefetch, 0, MAX_PREFETCH),
             ("min_rows", self.min_rows, 1, 2**32),
             ("num_batches", self.num_batches, 0, 2**63 - 1),
-            ("window", self.window, 1, 2**31 - 1),
-            ("threads", self.threads, 1, MAX_THREADS),
         ):
-            if value is None and what in ("min_rows", "num_batches", "window", "threads"):
+            if value is None and what in ("min_rows", "num_batches"):
                 continue
             number = check_whole(what, value)
             if number < least:
@@ -101,15 +98,6 @@ class ReplayConfig:
             raise ArgumentError("views are made in host memory: leave out device, and move batches with batch.to()")
         if self.inputs is not None or self.targets is not None:
             raise ArgumentError("a view has no inputs and targets of pipeline stages: give fields")
-
-
-def check_names_of(what: str, names: object) -> None:
-    """Raises `ArgumentError` unless these are names of fields, several of them."""
-    if not isinstance(names, Sequence) or isinstance(names, (str, bytes)):
-        raise ArgumentError(f"`{what}` is a list of names, found {names!r}")
-    for name in names:
-        if not isinstance(name, str):
-            raise ArgumentError(f"`{what}` is a list of names, found {name!r} in it")
 
 
 def stores_of(store: object) -> list[Store]:

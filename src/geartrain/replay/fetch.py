@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import default_threads
+from geartrain.core.arguments import check_whole, default_threads
 from geartrain.core.dtypes import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
@@ -63,7 +63,7 @@ def fetch(
     Cost: one copy of the bytes wanted; nothing is allocated once the recycled buffers are warm.
     """
     check_keys(keys)
-    if on_stale not in ("raise", "drop"):
+    if not isinstance(on_stale, str) or on_stale not in ("raise", "drop"):
         raise ArgumentError(f"on_stale is 'raise' or 'drop', found {on_stale!r}")
     stores = [store] if isinstance(store, Store) else list(store) if isinstance(store, Sequence) else []
     if not stores or not all(isinstance(each, Store) for each in stores):
@@ -134,6 +134,17 @@ def _fetch_from_several(
             )
             whole.put_metadata(mine, part)
     return whole._replace(torn_count=int(np.count_nonzero(whole.torn)))
+
+
+def check_names_of(what: str, names: object) -> None:
+    """Raises `ArgumentError` unless these are names of fields, several of them."""
+    if isinstance(names, str):
+        raise ArgumentError(f"`{what}` is a list of names, found the single string {names!r}")
+    if not isinstance(names, Sequence) or isinstance(names, bytes):
+        raise ArgumentError(f"`{what}` is a list of names, found {names!r}")
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentError(f"`{what}` is a list of names, found {name!r} in it")
 
 
 def check_same_schema(plans: Sequence[FetchPlan]) -> None:
@@ -213,14 +224,14 @@ class FetchPlan:
     ) -> FetchPlan:
         """A plan, once everything asked for makes sense; raises `FieldError` or `ArgumentError` otherwise."""
         schema = store.fields
-        if isinstance(fields, str):
-            raise ArgumentError(f"`fields` is a list of names, found the single string {fields!r}")
+        if fields is not None:
+            check_names_of("fields", fields)
         names = list(schema) if fields is None else list(fields)
         if not names or len(set(names)) != len(names):
             raise ArgumentError(f"name each field once, and at least one; found {names}")
         for name in names:
             store.field_number(name)
-        if window is not None and not 1 <= window < 2**31:
+        if window is not None and not 1 <= check_whole("window", window) < 2**31:
             raise ArgumentError(f"a window has at least one step, found window={window}")
         if not isinstance(pad, str) or pad not in ("left", "right"):
             raise ArgumentError(f"pad is 'left' or 'right', found {pad!r}")
@@ -323,12 +334,16 @@ class FetchPlan:
 
     def check_out(self, out: Mapping[str, Any], n: int) -> list[Any]:
         """The caller's own arrays in field order, raw, once they have the batch's shapes and dtypes."""
+        if not isinstance(out, Mapping):
+            raise ArgumentError(f"`out` has an array for each field by name, found {type(out).__name__}")
         if set(out) != set(self.names):
             raise ArgumentError(f"`out` needs exactly the fields {self.names}, found {list(out)}")
         outputs = []
         for name in self.names:
             array, shape = out[name], self.shape(name, n)
             dtype = DTYPES[self.store.fields[name].dtype]
+            if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+                raise ArgumentError(f"out[{name!r}] is an array or a tensor, found {type(array).__name__}")
             found = str(array.dtype).removeprefix("torch.")
             if tuple(array.shape) != shape or found != dtype.name:
                 raise ArgumentError(f"out[{name!r}] must be {dtype.name} {shape}, found {found} {tuple(array.shape)}")

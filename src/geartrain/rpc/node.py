@@ -54,7 +54,7 @@ class Node:
     Any thread may use it and close it, more than once and beside every other call. `close` returns within a second or
     two; calls that wait end with `ConnectionClosedError`, those of peers to this node with `PeerLostError`, and later
     ones are refused; properties that only tell, and futures that are done, go on. In a forked child it, its clients,
-    topics and futures are the parent's: what would communicate raises `ConnectionClosedError`, and `close` lets go of
+    topics and futures are the parent's: what would communicate raises `ConnectionClosedError`, and `close` releases
     the child's copies alone. At the interpreter's end it is closed.
     """
 

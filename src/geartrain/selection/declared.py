@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 from geartrain.errors import ArgumentError, NotEnoughRowsError
+from geartrain.selection.arguments import check_whole
 from geartrain.selection.strategy import Candidates, Draw, Limits, Redraw, Traits, seed_of
 
 MAX_DRAWS = 2**31 - 1
@@ -75,6 +77,7 @@ class DeclaredStrategy(ABC):
         """
         traits = self.traits
         check_n(n)
+        check_whole("step", step, 0, 2**64 - 1)
         if traits.form == "random":
             return _draw_random(traits, seed_of(self), candidates, n, step, redraw)
         if traits.order is not None:
@@ -130,8 +133,12 @@ def first_rows(
 
 def check_n(n: int) -> None:
     """Raises `ArgumentError` unless so many rows can be drawn at once."""
-    if not 0 < n <= MAX_DRAWS:
-        raise ArgumentError(f"1 to {MAX_DRAWS} rows can be chosen at once, found {n}")
+    try:
+        is_possible = not isinstance(n, bool) and 0 < operator.index(n) <= MAX_DRAWS
+    except TypeError:
+        is_possible = False
+    if not is_possible:
+        raise ArgumentError(f"1 to {MAX_DRAWS} rows can be chosen at once, found {n!r}")
 
 
 def check_groups(n: int, size: int) -> None:

@@ -115,7 +115,9 @@ class Traits:
     def __post_init__(self) -> None:
         for flag in ("by_priority", "replacement", "stratified", "cursor", "stateless", "importance"):
             check_flag(flag, getattr(self, flag))
-        check_whole("atom", self.atom, 1, 2**31 - 1)
+        check_whole("atom", self.atom, -(2**31), 2**31 - 1)
+        if self.atom < 1:
+            raise ArgumentError(f"at least one row stands or falls alone, found atom={self.atom}")
         check_schedule("alpha", self.alpha, above=True)
         check_limits(self.limits)
         if not isinstance(self.form, str) or self.form not in ("random", *ORDERS, "groups", "custom"):

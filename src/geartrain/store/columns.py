@@ -64,18 +64,22 @@ def as_column(values: Any, n: int, dtype: Any, what: str) -> NDArray[Any] | None
     """Per-row values as a contiguous array (n,), or None. A single number stands for all rows."""
     if values is None:
         return None
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise SchemaError(f"`{what}` must be one number or an array ({n},), found {type(values).__name__}") from None
     if array.ndim == 0:
         array = np.broadcast_to(array, (n,))
     if array.shape != (n,):
         raise SchemaError(f"`{what}` must be one number or have shape ({n},), found {array.shape}")
-    if dtype == np.uint32:
-        if (
-            array.dtype.kind not in "iu"
-            or (array.size and int(array.min()) < 0)
-            or (array.size and int(array.max()) > 0xFFFFFFFF)
-        ):
-            raise SchemaError(f"`{what}` must be whole numbers >= 0, found {array.dtype} from {array.min()}")
-    elif dtype == np.int64 and array.dtype.kind not in "iu":
-        raise SchemaError(f"`{what}` must be whole numbers, found {array.dtype}")
+    if np.issubdtype(dtype, np.integer):
+        if array.dtype.kind not in "iu":
+            raise SchemaError(f"`{what}` must be whole numbers, found {array.dtype}")
+        most = np.iinfo(dtype)
+        if array.size and not most.min <= int(array.min()) <= int(array.max()) <= most.max:
+            raise SchemaError(
+                f"`{what}` must be whole numbers from {most.min} to {most.max}, found {array.min()} to {array.max()}"
+            )
+    elif array.dtype.kind not in "iuf":
+        raise SchemaError(f"`{what}` must be numbers, found {array.dtype}")
     return np.ascontiguousarray(array, dtype=dtype)

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import geartrain._native as _native
+from geartrain.core.arguments import check_real, check_whole
 from geartrain.errors import ArgumentError, CallCancelledError, WaitTimeoutError
 
 #: Interval at which a waiter checks for signals and for `stopping`; a wake-up does not wait for it.
 LOOK_EVERY_S = 0.25
 #: Default timeout of a commit: an actor has nothing else to do.
 INSERT_TIMEOUT_S = 600.0
+_RATIO = "a finite number above zero"
 
 
 @dataclass(frozen=True)
@@ -103,16 +105,16 @@ class RateLimiter:
         Raises:
             ArgumentError: a buffer in which neither side could ever move, or values that mean nothing.
         """
-        ratio = 0.0 if samples_per_insert is None else float(samples_per_insert)
+        ratio = 0.0 if samples_per_insert is None else check_real("samples_per_insert", samples_per_insert, _RATIO)
         if not (0 < ratio < float("inf") or samples_per_insert is None):
             raise ArgumentError(f"samples_per_insert is a finite number above zero, found {samples_per_insert}")
-        if min_size_to_sample < 1:
-            raise ArgumentError(f"min_size_to_sample must be at least 1, found {min_size_to_sample}")
+        if not 1 <= check_whole("min_size_to_sample", min_size_to_sample) <= 2**32:
+            raise ArgumentError(f"min_size_to_sample must be at least 1, and at most 2**32, found {min_size_to_sample}")
         if error_buffer is None:
             error_buffer = max(1.0, ratio) * (min_size_to_sample + 10)
         elif samples_per_insert is None:
             raise ArgumentError("an error_buffer means nothing without samples_per_insert")
-        if not max(1.0, ratio) <= error_buffer < float("inf"):
+        if not max(1.0, ratio) <= check_real("error_buffer", error_buffer):
             raise ArgumentError(
                 f"error_buffer must be at least {max(1.0, ratio):g}, found {error_buffer}: one insert is worth "
                 f"{ratio:g} samples, and either side must be able to move"

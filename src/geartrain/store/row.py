@@ -180,7 +180,14 @@ class Row(_Uncommitted):
             if self._columns.native.limited:
                 limiter.admit_inserts(1)
                 admitted = True
-            generation = call(self._index, length, float(self.priority), int(self.version))
+            try:
+                priority, version = float(self.priority), int(self.version)
+            except (TypeError, ValueError, OverflowError):
+                raise SchemaError(
+                    f"a row's priority is a number and its version a whole one, found {self.priority!r:.80} and "
+                    f"{self.version!r:.80}"
+                ) from None
+            generation = call(self._index, length, priority, version)
         except BaseException:
             if admitted:
                 limiter.give_back(inserts=1)

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
-from geartrain.core.arguments import default_threads, timeout
+from geartrain.core.arguments import check_real, check_whole, default_threads, timeout
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust, check_trust
@@ -164,8 +164,8 @@ class Store:
                 and shorter rows fill a block each.
             capacity_bytes: bytes that the store may take of its file system, `nbytes` at most: as many rows as fit
                 into them. A row takes its fields' blocks, each padded up to 64 bytes, and 57 bytes of metadata (61 with
-                "lowest_priority"); the head and page rounding take about 60 KB. So one float32 takes 121 bytes.
-                Collect such rows in longer ones, of many steps.
+                "lowest_priority"); the head and page rounding take about 60 KB. So a row of one float32 takes 121
+                bytes: collect such rows in longer ones, of many steps.
             max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
                 written. All of the capacity by default.
             remover: which row makes room when none is free: the oldest ("fifo"), the newest ("lifo") or the
@@ -499,8 +499,8 @@ class Store:
 
         All or nothing, unless the process is killed in the middle of the commit: then some may be there, each whole.
         """
-        if n < 1:
-            raise ArgumentError(f"at least one row must be asked for, found {n}")
+        if not 1 <= check_whole("the number of rows", n) < 2**32:
+            raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {n}")
         return Rows(self._columns, self._native.allocate(n), priority, version)
 
     def insert(
@@ -615,7 +615,7 @@ class Store:
 
         Cost: a pass over the priorities, about 20 ns a row.
         """
-        if not 0 < power < float("inf"):
+        if not check_real("power", power) > 0:
             raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
         self._native.raise_priorities(power)
 

@@ -24,6 +24,7 @@ from geartrain.launch import ActorPool, Context
 from geartrain.launch.metrics import COUNTS, ProcessMetrics
 from geartrain.launch.prometheus import PrometheusEndpoint
 from geartrain.rpc import Node, function
+from geartrain.store.recorder import StepRecorder
 from geartrain.tools.testing import Hosts
 from geartrain.weights import Publisher, Reader
 from hostile.subject import NotViableError, Subject, Tools, factory
@@ -128,6 +129,31 @@ def recorder(tools: Tools) -> Subject:
         },
         close=store.close,
         work=begin,
+    )
+
+
+@factory(StepRecorder)
+def step_recorder(tools: Tools) -> Subject:
+    store = episodes(tools)
+    one = store.recorder(2, autoreset="disabled", publish_every=2)
+    observation, no = np.zeros((2, 2), np.float32), np.zeros(2, bool)
+
+    def step() -> None:
+        one.reset(observation)
+        one.step(observation, action=np.zeros(2, np.int64), reward=np.ones(2), terminated=no, truncated=no)
+
+    step()
+    return Subject(
+        calls={
+            "reset": lambda: one.reset(observation),
+            "step": step,
+            "cut": one.cut,
+            "rows": lambda: one.rows,
+            "in_episode": lambda: one.in_episode(1),
+        },
+        close=store.close,
+        survives=frozenset({"rows", "in_episode"}),
+        work=step,
     )
 
 

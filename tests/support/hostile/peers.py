@@ -171,7 +171,7 @@ def node(tools: Tools) -> Subject:
             "repr": lambda: repr(one),
         },
         close=one.close,
-        survives=frozenset({"connected", "figures", "on_peer_lost", "repr", "wait_for"}),
+        survives=frozenset({"connected", "figures", "on_peer_lost", "repr"}),
         blocked={"call": lambda: one.call("peer", "hostile.wait", 60.0)},
         work=lambda: one.call_async("peer", "hostile.wait", 0.2),
         owned=[peer, news],
