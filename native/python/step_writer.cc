@@ -83,7 +83,11 @@ class Recorder {
 
   void abandon() {
     const Use use(*this);
-    released(store_, [&] { writer_->abandon(); });
+    try {
+      released(store_, [&] { writer_->abandon(); });
+    } catch (const Error& error) {
+      if (error.kind != ErrorKind::closed) throw;  // the close gave the rows back
+    }
   }
 
   uint64_t rows() const { return writer_->rows(); }
@@ -232,8 +236,7 @@ class Recorder {
   nb::object answer(Call&& call) {
     completed_.rows.clear();
     completed_.generations.clear();
-    size_t to_admit = 0;
-    released(store_, [&] { to_admit = call(); });
+    const size_t to_admit = released(store_, [&]() -> size_t { return call(); });
     if (to_admit != 0) return nb::int_(to_admit);
     const size_t n = completed_.rows.size();
     if (n == 0) return nb::none();
