@@ -77,7 +77,7 @@ COMMON = {"seed": SEED, "limits": limits}
 RANDOM = {**COMMON, "replacement": flag, "stratified": flag}
 # Of each parameter what is allowed; functions are, where a schedule or a version is.
 ALLOWED: dict[Any, dict[str, Callable[[Any], bool]]] = {
-    Uniform: RANDOM,
+    Uniform: {**RANDOM, "over": lambda value: isinstance(value, str) and value in ("rows", "steps")},
     Prioritized: {
         **RANDOM,
         "alpha": lambda value: callable(value) or number(0, above=True)(value),
@@ -98,7 +98,8 @@ ALLOWED: dict[Any, dict[str, Callable[[Any], bool]]] = {
     Traits: {
         "form": lambda value: value == "custom" if isinstance(value, str) else False,
         "atom": whole(1, 2**31 - 1),
-        **dict.fromkeys(("by_priority", "replacement", "stratified", "cursor", "stateless", "importance"), flag),
+        **dict.fromkeys(("by_priority", "over_steps", "replacement", "stratified"), flag),
+        **dict.fromkeys(("cursor", "stateless", "importance"), flag),
         "alpha": lambda value: callable(value) or number(0, above=True)(value),
         "limits": limits,
     },
@@ -136,7 +137,7 @@ def test_a_strategy_takes_what_is_allowed_and_refuses_the_rest(made: Any, parame
 
 
 def contradictory(made: Any, parameter: str, value: Any) -> bool:
-    return made is Traits and (parameter == "form" or (parameter == "stratified" and bool(value)))
+    return made is Traits and (parameter == "form" or (parameter in ("stratified", "over_steps") and bool(value)))
 
 
 REPLAY: dict[str, Callable[[Any], bool]] = {
@@ -154,6 +155,7 @@ REPLAY: dict[str, Callable[[Any], bool]] = {
     "targets": lambda value: value is None or value == ["x"],
     "assignment": lambda value: isinstance(value, str) and value in ("local_first", "ordered"),
     "seed": whole(0, 2**64 - 1),
+    "view": lambda value: value is None,
 }
 
 

@@ -47,7 +47,7 @@ class Uniform(DeclaredStrategy):
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        if self.over not in ("rows", "steps"):
+        if not isinstance(self.over, str) or self.over not in ("rows", "steps"):
             raise ArgumentError(f"over is 'rows' or 'steps', found {self.over!r}")
         _ = self.traits  # refuses what does not go together
 

@@ -113,7 +113,7 @@ class Traits:
     limits: Limits | None = None
 
     def __post_init__(self) -> None:
-        for flag in ("by_priority", "replacement", "stratified", "cursor", "stateless", "importance"):
+        for flag in ("by_priority", "over_steps", "replacement", "stratified", "cursor", "stateless", "importance"):
             check_flag(flag, getattr(self, flag))
         check_whole("atom", self.atom, -(2**31), 2**31 - 1)
         if self.atom < 1:
