@@ -45,6 +45,7 @@ class SampledBatch {
         arrays_.fields.push_back({fields[i], memory_.take(bytes)});
       }
       fields_.push_back(std::move(field));
+      row_bytes_.push_back(bytes / n);
       nbytes_ += bytes;
     }
     take(arrays_.rows, n);
@@ -62,6 +63,8 @@ class SampledBatch {
   size_t size() const { return n_; }
   uint64_t nbytes() const { return nbytes_; }
   uint32_t window() const { return window_; }
+  size_t steps() const { return steps_; }
+  const std::vector<uint64_t>& row_bytes() const { return row_bytes_; }
   const BatchArrays& arrays() const { return arrays_; }
 
   nb::object field(size_t i) const {
@@ -133,6 +136,7 @@ class SampledBatch {
   PooledMemory memory_;
   std::optional<std::vector<AnyArray>> out_;
   std::vector<Field> fields_;
+  std::vector<uint64_t> row_bytes_;
   BatchArrays arrays_;
   std::span<double> importance_;
   bool weighed_ = false;
@@ -147,7 +151,9 @@ class Sampler {
       : store_(store), fields_(fields), window_(settings.window), sampler_(store, settings) {
     for (uint32_t field : fields) {
       if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+      row_bytes_.push_back(fetched_row_bytes(store, field, window_));
     }
+    steps_ = window_ != 0 ? window_ : store.header().max_length;
   }
 
   // Fills rows [first, first + n) of a batch. Returns (cursor, rows redrawn, rows drawn from), or
@@ -155,7 +161,7 @@ class Sampler {
   nb::object sample_into(SampledBatch& batch, size_t first, size_t n, uint64_t step,
                          const std::optional<LimitTuple>& limits, uint64_t cursor, bool admitted,
                          std::optional<double> beta) {
-    check_fits(batch);
+    const BatchArrays arrays = arrays_of(batch);
     batch.check_part(first, n);
     if (n == 0) fail(ErrorKind::schema, "at least one row is drawn");
     BatchSampler::Step what{.step = step, .limits = {}, .cursor = cursor, .admitted = admitted};
@@ -163,9 +169,9 @@ class Sampler {
     BatchSampler::Result result;
     released(store_, [&] {
       if (first == 0 && n == batch.size()) {
-        result = sampler_.sample(batch.arrays(), what);
+        result = sampler_.sample(arrays, what);
       } else {
-        result = sampler_.sample(batch.arrays().part(store_, window_, first, n), what);
+        result = sampler_.sample(arrays.part(store_, window_, first, n), what);
       }
       if (result.done && beta) {
         importance_weights(batch.arrays().probability.subspan(first, n), result.count, *beta, 0.0,
@@ -179,7 +185,7 @@ class Sampler {
   // Copies rows that Python has drawn to the places `numbers` of a part. Returns how many were lost.
   uint64_t gather(SampledBatch& batch, size_t first, size_t n, const In<uint32_t>& numbers, const In<uint32_t>& rows,
                   const In<uint32_t>& generations, const In<double>& probability, uint64_t step, uint32_t round) {
-    check_fits(batch);
+    const BatchArrays arrays = arrays_of(batch);
     batch.check_part(first, n);
     if (rows.size() != numbers.size() || generations.size() != numbers.size() || probability.size() != numbers.size()) {
       fail(ErrorKind::schema, numbers.size(), " numbers were given with ", rows.size(), " rows, ", generations.size(),
@@ -189,22 +195,26 @@ class Sampler {
       if (number >= n) fail(ErrorKind::schema, "draw ", number, " is none of ", n);
     }
     return released(store_, [&] {
-      return sampler_.gather(batch.arrays().part(store_, window_, first, n),
+      return sampler_.gather(arrays.part(store_, window_, first, n),
                              {view(numbers), view(rows), view(generations), view(probability)}, step, round);
     });
   }
 
  private:
-  void check_fits(const SampledBatch& batch) const {
-    const auto& fields = batch.arrays().fields;
-    const auto same = [](const FetchField& field, uint32_t number) { return field.field == number; };
-    if (batch.window() != window_ || !std::equal(fields.begin(), fields.end(), fields_.begin(), fields_.end(), same)) {
+  // The batch's arrays by this store's field numbers: the stores of a mixture may number the same fields differently.
+  BatchArrays arrays_of(const SampledBatch& batch) const {
+    if (batch.window() != window_ || batch.steps() != steps_ || batch.row_bytes() != row_bytes_) {
       fail(ErrorKind::schema, "the batch was made for other fields or windows");
     }
+    BatchArrays arrays = batch.arrays();
+    for (size_t i = 0; i < fields_.size(); ++i) arrays.fields[i].field = fields_[i];
+    return arrays;
   }
 
   Store& store_;
   std::vector<uint32_t> fields_;
+  std::vector<uint64_t> row_bytes_;
+  size_t steps_ = 0;
   uint32_t window_;
   BatchSampler sampler_;
 };

@@ -11,7 +11,8 @@
 //   m  u32 n, n keys and values   dict
 //   a A g  u8 dtype, u8 axes, u8 inline, axes x u64; then the elements, if inline, else they are the next buffer
 //                                 NumPy array, torch tensor, NumPy scalar (no axes)
-//   x  u8 kind, value             what torch makes of a value: 0 Size of a tuple, 1 dtype of its name, 2 device of its name,
+//   x  u8 kind, value             what torch makes of a value: 0 Size of a tuple, 1 dtype of its name, 2 device of its
+//   name,
 //                                 3 nested tensor of (layout, list of tensors)
 //   p  u32 n, u32 k, n bytes      a pickle of protocol 5 with k out-of-band buffers; only where that is allowed
 //
@@ -36,7 +37,8 @@ class Codec {
  public:
   // `numpy_codes`: dict of numpy dtypes to codes; `itemsizes`: dict of codes to sizes; `torch_part`: called once torch
   // is needed, returns (Tensor, dict of dtypes to codes, dict of codes to dtypes, function to a plain CPU tensor,
-  // from_numpy, function to (kind, value) or None for the format's x, and its inverse). `dumps(value, add_buffer)` and `loads(bytes, buffers)` are for what only pickle can do.
+  // from_numpy, function to (kind, value) or None for the format's x, and its inverse). `dumps(value, add_buffer)` and
+  // `loads(bytes, buffers)` are for what only pickle can do.
   Codec(nb::dict numpy_codes, const nb::dict& itemsizes, nb::object torch_part, nb::object dumps, nb::object loads,
         uint32_t max_depth) {
     const nb::module_ numpy = nb::module_::import_("numpy");

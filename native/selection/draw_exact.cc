@@ -99,9 +99,11 @@ void draw_distinct(const Population& from, const DrawPlan& plan, std::span<const
   constexpr size_t kMost = size_t{1} << 29;  // draw numbers are 32 bits, and there may be four times as many and more
   if (wanted > kMost)
     fail(ErrorKind::schema, "at most ", kMost, " different rows can be drawn at once, found ", wanted);
-  if (from.bits.total() < wanted + excluded.size()) {
-    fail_not_enough(from.bits.total() - std::min<uint64_t>(from.bits.total(), excluded.size()));
-  }
+  // Excluded rows that are no longer selectable (a batch's own last allowed samples) take no place among the others.
+  const auto taken = static_cast<uint64_t>(std::count_if(excluded.begin(), excluded.end(), [&](uint32_t row) {
+    return (from.bits.leaves()[row / 64].load(std::memory_order_relaxed) >> (row % 64) & 1) != 0;
+  }));
+  if (const uint64_t total = from.bits.total(); total < wanted + taken) fail_not_enough(total - std::min(total, taken));
   SeenRows seen(wanted + excluded.size());
   for (uint32_t row : excluded) seen.insert(row);
 

@@ -15,6 +15,7 @@ import tagged
 from deadlines import patience
 
 import geartrain as gt
+import geartrain._native as _native
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
 from geartrain.replay.prefetch import HAND_OVER_S, BuildPlacement
 from geartrain.selection import Candidates, Draw, Fifo, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
@@ -100,6 +101,46 @@ def test_a_mixture_fills_one_batch() -> None:
             np.testing.assert_array_equal(
                 batch["x0"][mine], store.column("x0")[batch.keys.row[mine]] * batch.mask[mine, :, None]
             )
+
+
+@pytest.mark.parametrize("order", [["a", "b"], ["b", "a"], ["c", "b", "a"]])
+def test_stores_of_a_mixture_may_have_their_fields_in_another_order(order: list[str]) -> None:
+    shapes = {"a": (64,), "b": (), "c": (3,)}
+    stores = []
+    for number, names in enumerate((["a", "b"], order)):
+        schema = {name: gt.Field(shapes[name], "int32") for name in names}
+        store = gt.Store.create(schema, max_length=5, capacity=40)
+        values = {name: np.full((40, 5, *shapes[name]), 10 * ord(name) + number, np.int32) for name in names}
+        store.insert(values, lengths=np.arange(40) % 5 + 1)
+        stores.append(store)
+    mixture = Mixture([1, 1], [Uniform(seed=1), Lifo()], seed=0)
+    with gt.Replay(stores, mixture, 16, fields=["a", "b"], prefetch=0, output="numpy") as replay:
+        for batch in (replay.sample(), gt.fetch(stores, replay.sample().keys, fields=["a", "b"], output="numpy")):
+            for name in ("a", "b"):
+                expected = 10 * ord(name) + batch.keys.shard
+                found = batch[name].reshape(16, 5, -1)
+                assert ((found == expected[:, None, None]) == batch.mask[:, :, None]).all()
+
+
+def test_rows_whose_last_samples_a_batch_has_used_take_no_place_among_the_others() -> None:
+    store = gt.Store.create({"id": gt.Field((), "int64")}, max_length=1, capacity=16, max_times_sampled=1)
+    store.insert({"id": np.arange(16)[:, None]})
+
+    def take_before(rows: Any) -> None:  # another consumer, between this batch's draw and its copy
+        store.native.count_samples(rows, np.ones(len(rows), np.uint32))
+        store.native.release_exhausted(rows, np.ones(len(rows), np.uint32))
+
+    drawn = Uniform(seed=1, replacement=False).select(Candidates.of_store(store.native, store.column), 8, 0)
+    sampler = gt.Replay(store, Uniform(seed=1, replacement=False), 8, prefetch=0, output="numpy")._builder.samplers[0]
+    batch = _native.SampledBatch(store.native, 8, [0], 0, False)
+    others = np.setdiff1d(np.arange(16, dtype=np.uint32), drawn.rows)
+    take_before(others[:4])
+    numbers = np.arange(8, dtype=np.uint32)
+    args = (drawn.rows, drawn.generations, drawn.probability)
+    assert sampler._batch_sampler.gather(batch, 0, 8, numbers, *args, 0, 0) == 0
+    assert len(store) == 4
+    again = sampler.candidates.native.draw_distinct(False, 1, 0, 1, 4, drawn.rows, None)
+    assert sorted(again[0].tolist()) == sorted(others[4:].tolist())
 
 
 class Own:

@@ -138,6 +138,27 @@ def test_views_of_one_window_where_no_row_ended_within_it():
             check(batch, rows_of(store), 2, 0.99, 3)
 
 
+def test_rewards_before_a_transition_do_not_reach_it_whatever_they_are():
+    with make_store(12) as store:
+        recorder = store.recorder(1, autoreset="disabled")
+        recorder.reset(np.zeros(2))
+        for t in range(6):
+            recorder.step(
+                np.full(2, t + 1), action=0, reward=np.inf if t == 2 else 1.0, terminated=t == 5, truncated=False
+            )
+        with gt.Replay(
+            store,
+            gt.selection.Uniform(seed=0, over="steps"),
+            256,
+            view=gt.Transitions(n_step=3, gamma=0.5),
+            prefetch=0,
+            output="numpy",
+        ) as replay:
+            batch = replay.sample()
+        expected = np.array([np.inf, np.inf, np.inf, 1.75, 1.5, 1.0])
+        assert (batch["reward"] == expected[batch.start]).all() and set(batch.start) == set(range(6))
+
+
 def test_tensors_and_chosen_fields():
     torch = pytest.importorskip("torch")
     with make_store(20) as store:

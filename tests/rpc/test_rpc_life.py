@@ -191,7 +191,7 @@ def test_nodes_are_closed_by_two_threads_beside_calls() -> None:
     close_at_random(5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_nodes_are_closed_by_two_threads_beside_calls_a_thousand_times() -> None:
     close_at_random(1000)
@@ -230,7 +230,7 @@ def test_an_interpreter_ends_while_its_daemon_threads_call() -> None:
     end_beside_calls(2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_an_interpreter_ends_while_its_daemon_threads_call_many_times() -> None:
     end_beside_calls(100)

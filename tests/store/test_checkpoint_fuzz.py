@@ -117,7 +117,7 @@ def originals(tmp_path_factory) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "runs"), [(1, 400), pytest.param(2, 20_000, marks=pytest.mark.slow)], ids=["few", "many"]
+    ("seed", "runs"), [(1, 400), pytest.param(2, 20_000, marks=pytest.mark.long)], ids=["few", "many"]
 )
 @pytest.mark.timeout(600)
 def test_a_checkpoint_of_any_content_is_an_error_or_a_store(names, originals, tmp_path, seed, runs):

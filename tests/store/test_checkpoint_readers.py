@@ -101,7 +101,7 @@ def test_a_load_beside_saves_to_the_same_path_gets_one_of_them(store_name: Any, 
     loads(store_name, tmp_path, fork, 10)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_thousand_loads_beside_saves_to_the_same_path(store_name: Any, tmp_path: Path, fork: Any) -> None:
     loads(store_name, tmp_path, fork, 1000)
 

@@ -247,6 +247,42 @@ def test_tensors_are_taken():
         assert batch["action"][:, 0].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("given", ["list", "strided", "tensor"])
+@pytest.mark.parametrize("name", ["obs", "observation"])
+def test_observations_are_converted_whatever_their_field_is_called(name, given):
+    fields = recorded_fields({name: gt.Field((3,), "float32"), "reward": gt.Field((), "float32")})
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    observation = values.tolist() if given == "list" else np.repeat(values, 2, 1)[:, ::2]
+    if given == "tensor":
+        observation = pytest.importorskip("torch").tensor(values)
+    with gt.Store.create(fields, max_length=4, capacity=8) as store:
+        recorder = store.recorder(2, autoreset="disabled")
+        recorder.reset(observation)
+        recorder.step(observation, reward=np.ones(2), **flags(2, [0, 1]))
+        assert gt.fetch(store, store.keys(), output="numpy")[name][:, :2].tolist() == [
+            [one] * 2 for one in values.tolist()
+        ]
+
+
+def test_no_final_observation_is_wanted_of_environments_that_took_no_step():
+    with store_of(4) as store:
+        recorder = store.recorder(2, autoreset="same_step")
+        recorder.reset(np.zeros((2, 3)))
+        step = {"action": np.zeros(2, np.int32), "reward": np.ones(2), "mask": np.array([True, False])}
+        keys = recorder.step(np.ones((2, 3)), final_observation=[np.full(3, 7), None], **step, **flags(2, [0, 1]))
+        assert len(keys) == 1 and rows_of(store)[0]["obs"][1].tolist() == [7, 7, 7]
+
+
+def test_a_cut_of_a_wrong_mask_loses_no_episode():
+    with store_of(6) as store:
+        recorder = store.recorder(2, autoreset="disabled")
+        recorder.reset(np.zeros((2, 3)))
+        recorder.step(np.ones((2, 3)), action=np.zeros(2, np.int32), reward=np.ones(2), **flags(2))
+        with pytest.raises(SchemaError, match="mask"):
+            recorder.cut(np.zeros(3, bool))
+        assert len(recorder.cut()) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

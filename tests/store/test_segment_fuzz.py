@@ -33,7 +33,7 @@ WORKER = Path(__file__).parent.parent / "support" / "segment_fuzz_worker.py"
 
 @pytest.mark.parametrize(
     ("seed", "runs"),
-    [(1, 1500), *(pytest.param(seed, 20_000, marks=pytest.mark.slow) for seed in (2, 3, 4))],
+    [(1, 1500), *(pytest.param(seed, 20_000, marks=pytest.mark.long) for seed in (2, 3, 4))],
     ids=["few", "many-2", "many-3", "many-4"],
 )
 @pytest.mark.timeout(300)

@@ -280,7 +280,7 @@ def test_a_close_beside_calls_of_other_threads_ends_them_and_leaves_the_store_so
     assert wait_for(fork(lambda: _race(name, kind, 20, seed=1))) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", CALLS)
 def test_a_thousand_closes_beside_calls_of_other_threads(kind, name, fork):
@@ -436,7 +436,7 @@ def test_a_child_forked_while_other_threads_allocate_uses_the_store(name, fork):
     _fork_beside_allocate(name, fork, 30)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_thousand_children_forked_while_other_threads_allocate_use_the_store(name, fork):
     _fork_beside_allocate(name, fork, 1000)

@@ -21,7 +21,7 @@ WORKER = Path(__file__).parent.parent / "support" / "weights_fuzz_worker.py"
 
 
 @pytest.mark.parametrize(
-    ("seed", "runs"), [(1, 300), pytest.param(2, 10_000, marks=pytest.mark.slow)], ids=["few", "many"]
+    ("seed", "runs"), [(1, 300), pytest.param(2, 10_000, marks=pytest.mark.long)], ids=["few", "many"]
 )
 @pytest.mark.timeout(600)
 def test_weights_of_any_content_never_end_the_process(tmp_path, seed, runs):

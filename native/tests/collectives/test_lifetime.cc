@@ -15,13 +15,18 @@ std::atomic<int64_t> allocations_left{-1};
 // Test threads allocate as they please.
 thread_local bool never_fails = false;
 
+// Only the test sets the count back: a thread that is late must not make the next round's allocations fail.
+bool used_up() {
+  int64_t left = allocations_left.load();
+  while (left > 0 && !allocations_left.compare_exchange_weak(left, left - 1)) {
+  }
+  return left == 0;
+}
+
 }  // namespace
 
 void* operator new(size_t bytes) {
-  if (!never_fails && allocations_left.load(std::memory_order_relaxed) >= 0 && allocations_left.fetch_sub(1) <= 0) {
-    allocations_left = 0;  // and all that follow
-    throw std::bad_alloc();
-  }
+  if (!never_fails && used_up()) throw std::bad_alloc();
   if (void* const found = std::malloc(bytes == 0 ? 1 : bytes)) return found;
   throw std::bad_alloc();
 }

@@ -174,6 +174,8 @@ class Context:
         """
         if fields is not None:
             if self.folder is not None and name in ("", self.job):
+                if options.get("trust", "user") != "user":
+                    raise ArgumentError("the store of a launched job is its user's alone: leave out trust")
                 options.setdefault("persist", True)  # until the launcher removes it, whichever process ends before
             return Store.open(name or self.job, fields, create="missing", adopt=True, timeout_s=timeout_s, **options)
         if options:

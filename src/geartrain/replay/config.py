@@ -163,6 +163,7 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
         plan = FetchPlan.make(store, fields, window, config.pad, config.output, config.threads)
         if samplers:
             check_same_schema([samplers[0].plan, plan])
+            plan = plan.of_fields(samplers[0].plan.names)  # stores may have them in another order
         limited = store.options["max_times_sampled"] is not None
         least = (config.batch_size if limited else 1) if config.min_rows is None else config.min_rows
         samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, ahead=0 if view is None else view.n_step))

@@ -109,6 +109,7 @@ def _fetch_from_several(
 ) -> FetchedRows:
     """Each row from its own store, to its place in one batch."""
     check_same_schema(plans)
+    plans = [plan.of_fields(plans[0].names) for plan in plans]  # stores may have them in another order
     place = keys.places_among(np.array([plan.store.id for plan in plans], np.uint64))
     _check_longest(ends, np.array([plan.store.max_length for plan in plans])[place])
     n, arrays = len(keys), plans[0].empty(len(keys)) if out is None else out

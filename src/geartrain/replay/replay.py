@@ -337,7 +337,9 @@ class Replay:
                 self._restart()  # a forked child has none of its parent's threads
             try:
                 # Over ranks, and of a rate limiter, the thread has an answer in time, if only that there is none.
-                told = self._builder.collective or any(store.native.limited for store in self.stores)
+                told = self._builder.collective or any(
+                    store.native.limited or store.native.live_clients() > 1 for store in self.stores
+                )
                 patience_s = self._config.timeout_s + (2 * NOTE_S if told else 0)
                 ahead = self._ask(self._taken_updates())
                 self._check_open()  # `close` interrupts the thread that it finds, and it may have come before this one
@@ -450,12 +452,11 @@ class Replay:
         if values.shape != (len(rows),):
             raise ArgumentError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
         update = PriorityUpdate(rows, np.array(values))
-        gone = self._builder.submit_updates(update, self._step)
-        if gone is None:
-            with self._updates_lock:
+        with self._updates_lock:  # alpha is followed, and used, by one thread at a time
+            gone = self._builder.submit_updates(update, self._step)
+            if gone is None:
                 self._updates.append(update)
-            return 0
-        return gone
+        return 0 if gone is None else gone
 
     # --- state and figures ----------------------------------------------------------------------------------
 
@@ -610,7 +611,7 @@ class Replay:
     def _give_up(self, reason: str) -> None:
         self._builder.abort(reason)
         if self._ahead is not None:
-            _stop(self._ahead, self._halt, 0.0, False)
+            _stop(self._ahead, self._halt, 0.5, False)  # a wait looks at it every 10 ms
             self._ahead = None
 
     def __enter__(self) -> Replay:

@@ -13,7 +13,8 @@ m = min(n_step, steps that follow in the row):
     next_obs      obs[t + m]
     discount      gamma ** m, or 0 where the episode terminated on the way
     terminated    the last of the m actions ended the episode by its rules
-    truncated     it was cut off there
+    truncated     it was cut off there; in a store without the field `truncated`: its row ends there and the episode
+                  did not terminate, also where it goes on in the next row
 
 An observation is stored once: stacks of frames and the next observation are views of one gathered window, unless a row
 ended within n_step steps somewhere in the batch.
@@ -213,6 +214,8 @@ class Transitions:
             factors[m, n - m :] = powers[:m]
         given = rewards[:, -n - 1 : -1].astype(np.float32, copy=False)
         shape = (*given.shape[:2], *(1 for _ in given.shape[2:]))
+        if (count < n).any():  # rewards of steps before the transition may be anything: inf * 0 is NaN
+            given = np.where((np.arange(n) >= n - count[:, None]).reshape(shape), given, np.float32(0))
         sums: NDArray[np.float32] = (given * factors[count].reshape(shape)).sum(1, dtype=np.float32)
         return sums
 

@@ -174,6 +174,8 @@ class Checkpoint:
                 raise CheckpointError(f"{self.directory / file} does not have the {self.rows} rows of the manifest")
             at = 0
             for piece in self._pieces(file, about):
+                if len(piece) % nbytes:
+                    raise CheckpointError(f"{self.directory / file} is in pieces that are no whole rows")
                 blocks = np.frombuffer(piece, np.uint8).reshape(-1, nbytes)
                 places = np.arange(at, at + len(blocks))
                 at += len(blocks)

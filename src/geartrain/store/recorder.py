@@ -34,7 +34,14 @@ from geartrain.core.arguments import check_whole
 from geartrain.core.dtypes import DTYPES, as_raw
 from geartrain.core.keys import Keys
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError, FieldError, GeartrainError, SchemaError
+from geartrain.errors import (
+    ArgumentError,
+    CallCancelledError,
+    FieldError,
+    GeartrainError,
+    SchemaError,
+    WaitTimeoutError,
+)
 from geartrain.store.columns import Columns
 
 if TYPE_CHECKING:
@@ -234,7 +241,7 @@ class StepRecorder:
         """
         try:
             return self._finish(lambda given, admitted: self._native.cut(given["mask"], admitted), {"mask": mask})
-        except GeartrainError:
+        except (WaitTimeoutError, CallCancelledError):
             if not self._columns.native.closed:
                 self._native.abandon()
             raise
@@ -278,11 +285,12 @@ class StepRecorder:
         """Converts what the native call asks for, waits for the rate limiter, and returns completed rows' keys."""
         if answer == "":
             answer = call(given, False)
-        converted: set[str] = set()
+        converted: set[tuple[str, bool]] = set()
         while isinstance(answer, str):
-            if answer in converted:
+            what = (answer, type(given.get("observation")) is dict)  # a field may be called "observation" as well
+            if what in converted:
                 raise SchemaError(f"{answer!r} does not fit the store's fields")
-            converted.add(answer)
+            converted.add(what)
             self._convert(answer, given)
             answer = call(given, False)
         if isinstance(answer, int):
@@ -300,7 +308,7 @@ class StepRecorder:
     def _convert(self, name: str, given: dict[str, Any]) -> None:
         if name in ("terminated", "truncated", "mask"):
             given[name] = self._flags(name, given[name])
-        elif name == "observation":
+        elif name == "observation" and not (name in self.observations and type(given[name]) is dict):
             given[name] = self._flat(given[name])
         elif name == "final_observation":
             given[name] = self._final(given)
@@ -368,6 +376,8 @@ class StepRecorder:
     def _final(self, given: dict[str, Any]) -> dict[str, Any] | None:
         """The observations that episodes ended with, as arrays of all environments; None where none has ended."""
         ended = self._flags("terminated", given["terminated"]) | self._flags("truncated", given["truncated"])
+        if given["mask"] is not None:
+            ended = ended & self._flags("mask", given["mask"])
         final = given["final_observation"]
         if not ended.any():
             return None

@@ -289,7 +289,7 @@ def hosts(tools: Tools) -> Subject:
         calls={
             "address": lambda: one.address(1),
             "socket": lambda: one.socket(0).close(),
-            "run": lambda: one.hostname(0),
+            "run": lambda: one.run(0, ["true"]),
         },
         close=one.close,
         survives=frozenset({"address", "hostname"}),
