@@ -194,6 +194,28 @@ def test_rows_that_are_overwritten_meanwhile_are_never_returned(strategy: Any) -
     assert store.audit() == []
 
 
+def test_priorities_are_raised_once_to_a_new_alpha_however_many_threads_update() -> None:
+    for _ in range(20):
+        store = gt.Store.create({"x": gt.Field((), "int64")}, max_length=1, capacity=20_000)
+        keys = store.insert({"x": np.zeros((20_000, 1), np.int64)}, priorities=np.full(20_000, 4.0))
+        strategy = Prioritized(alpha=lambda step: 1.0 if step == 0 else 0.5, seed=0)
+        with gt.Replay(store, strategy, 4, prefetch=0, output="numpy") as replay:
+            replay.sample()
+            start = threading.Barrier(2)
+
+            def update(number: int, replay: gt.Replay = replay, start: threading.Barrier = start) -> None:
+                start.wait(patience(20))
+                replay.update_priorities(keys[number : number + 1], np.array([4.0]))  # noqa: B023
+
+            threads = [threading.Thread(target=update, args=(number,)) for number in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            np.testing.assert_allclose(store.status()["priority"], 2.0)
+        store.close()
+
+
 def calls_of(fields: int, output: str) -> int:
     store = filled(fields=fields)
     with gt.Replay(store, Prioritized(seed=0, beta=0.4), B, window=3, prefetch=0, output=output) as replay:
