@@ -14,9 +14,8 @@ import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
-from geartrain.replay.native_batch import NativeBatch
+from geartrain.replay.native_batch import BatchPlan, NativeBatch
 from geartrain.replay.sampler import StoreSampler
-from geartrain.replay.transitions import Transitions
 from geartrain.selection.mixture import Selection, quotas_of
 
 _LARGEST = np.finfo(np.float64).max
@@ -132,25 +131,18 @@ class HostBatchBuilder:
         samplers: of each store.
         selection: the strategy, or the mixture.
         batch_size: rows of a batch.
-        view: what of the rows a batch shows.
     """
 
     overlaps = False
     collective = False
 
-    def __init__(
-        self,
-        samplers: list[StoreSampler],
-        selection: Selection,
-        batch_size: int,
-        view: Transitions | None = None,
-    ) -> None:
+    def __init__(self, samplers: list[StoreSampler], selection: Selection, batch_size: int) -> None:
         self.samplers = samplers
         self.rows = batch_size
         self.mixed = selection is not samplers[0].strategy
         self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self._selection = selection
-        self._view = view
+        self._shown: BatchPlan = samplers[0].transitions or samplers[0].plan
         self._make_s = 0.0
         self._built = 0
 
@@ -161,11 +153,7 @@ class HostBatchBuilder:
         """See `BatchBuilder`. The batch is finished when this returns."""
         began_s = time.perf_counter()
         native, after = self.sample(step, state)
-        plan = self.samplers[0].plan
-        batch: Batch = NativeBatch(native, plan, step, self.store_ids)
-        if self._view is not None:
-            assert isinstance(batch, NativeBatch)
-            batch = self._view.batch(batch, plan)
+        batch = NativeBatch(native, self._shown, step, self.store_ids)
         make_s = time.perf_counter() - began_s
         self._make_s += make_s
         self._built += 1
@@ -183,8 +171,7 @@ class HostBatchBuilder:
         self, step: int, state: State, out: list[NDArray[Any]] | None = None
     ) -> tuple[_native.SampledBatch, State]:
         """The rows of a step, their fields in `out` or in recycled memory, and the strategies' state after it."""
-        plan = self.samplers[0].plan
-        batch = _native.SampledBatch(plan.store.native, self.rows, plan.numbers, plan.window, self.mixed, out)
+        batch = self.samplers[0].empty_batch(self.rows, self.mixed, out)
         if not self.mixed:
             return batch, [self.samplers[0].sample_into(batch, 0, self.rows, step, state[0])]
         state = list(state)

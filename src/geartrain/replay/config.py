@@ -12,7 +12,7 @@ from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
 from geartrain.replay.fetch import As, FetchPlan, Pad, check_names_of, check_same_schema
 from geartrain.replay.sampler import StoreSampler
-from geartrain.replay.transitions import Transitions
+from geartrain.replay.transitions import TransitionPlan, Transitions
 from geartrain.selection.arguments import check_number
 from geartrain.selection.declared import MAX_DRAWS
 from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_seeds
@@ -166,7 +166,8 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
             plan = plan.of_fields(samplers[0].plan.names)  # stores may have them in another order
         limited = store.options["max_times_sampled"] is not None
         least = (config.batch_size if limited else 1) if config.min_rows is None else config.min_rows
-        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, ahead=0 if view is None else view.n_step))
+        transitions = None if view is None else TransitionPlan(view, plan)
+        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions))
     return samplers
 
 

@@ -5,17 +5,44 @@ A consumer that reads two of ten fields pays for two; what a batch costs in Pyth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.replay.batch import Array, Batch
-from geartrain.replay.fetch import FetchPlan
 
 _METADATA = ("mask", "start", "length", "version", "probability", "importance_weights")
+
+
+class BatchPlan(Protocol):
+    """Names and kind of a native batch's arrays: a `FetchPlan`, or a `TransitionPlan`.
+
+    Attributes:
+        names: of the fields.
+        places: of each in the native batch.
+    """
+
+    @property
+    def names(self) -> Sequence[str]:
+        """See above."""
+        ...
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """See above."""
+        ...
+
+    def as_field(self, name: str, array: NDArray[Any]) -> Any:
+        """A field's array as users get it."""
+        ...
+
+    def as_output(self, array: NDArray[Any]) -> Any:
+        """An array of metadata as users get it."""
+        ...
 
 
 class NativeBatch(Batch):
@@ -30,11 +57,11 @@ class NativeBatch(Batch):
 
     __slots__ = ("_plan", "_rows", "_shown", "_store_ids")
     _rows: _native.SampledBatch
-    _plan: FetchPlan
+    _plan: BatchPlan
     _shown: dict[str, Array]
     _store_ids: Sequence[int]
 
-    def __init__(self, rows: _native.SampledBatch, plan: FetchPlan, step: int, store_ids: Sequence[int]) -> None:
+    def __init__(self, rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> None:
         put = object.__setattr__  # the dataclass is frozen; other attributes are set when they are first asked for
         put(self, "_rows", rows)
         put(self, "_plan", plan)
@@ -76,11 +103,6 @@ class NativeBatch(Batch):
         return len(self._rows)
 
     @property
-    def native(self) -> _native.SampledBatch:
-        """The native batch, for views of it."""
-        return self._rows
-
-    @property
     def nbytes(self) -> int:
         """See `Batch`."""
         return self._rows.nbytes
@@ -97,4 +119,4 @@ def keys_of(rows: _native.SampledBatch, store_ids: Sequence[int]) -> Keys:
     return Keys(rows.rows(), rows.generations(), shard, store=store)
 
 
-__all__ = ["NativeBatch", "keys_of"]
+__all__ = ["BatchPlan", "NativeBatch", "keys_of"]

@@ -258,7 +258,7 @@ class Replay:
         make = functools.partial(make_samplers, self.stores, self.selection, config)
         if alone:
             if config.device is None:
-                return HostBatchBuilder(make(), self.selection, config.batch_size, config.view), None
+                return HostBatchBuilder(make(), self.selection, config.batch_size), None
             from geartrain.replay.device.builder import DeviceBatchBuilder
 
             on_device = DeviceBatchBuilder(make(), self.selection, config.batch_size, config.device)
