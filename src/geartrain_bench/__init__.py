@@ -33,6 +33,7 @@ BENCHES = {
     "rpc-rl": Bench("rpc_rl.bench:main", takes_arguments=True),
     "di-engine": Bench("di_engine.bench:main"),
     "online": Bench("online_rl.bench:main"),
+    "transitions": Bench("transitions.bench:main"),
     "allreduce": Bench("allreduce.bench:main", takes_arguments=True),
 }
 
