@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
@@ -29,12 +28,12 @@ from geartrain.errors import (
     StoreExistsError,
     StoreMissingError,
 )
-from geartrain.store.columns import Columns, as_column
+from geartrain.store.columns import as_column
+from geartrain.store.handle import StoreHandle
 from geartrain.store.insert import CASTINGS, Casting, insert_rows
-from geartrain.store.rate_limiter import RateLimiter
 from geartrain.store.recorder import StepRecorder
 from geartrain.store.row import Row, Rows
-from geartrain.store.segment import REMOVERS, Remover, check_schema, create_segment, remove_unused, schema_of_segment
+from geartrain.store.segment import Remover, check_schema, create_segment, remove_unused
 
 if TYPE_CHECKING:
     from geartrain.store.checkpoint_reader import Checkpoint
@@ -42,11 +41,8 @@ if TYPE_CHECKING:
 
 Create = Literal["never", "missing", "replace"]
 
-#: Named states of a row, as `Store.status` reports them.
-ROW_STATES = ("free", "writing", "committed", "exhausted", "open")
 
-
-class Store:
+class Store(StoreHandle):
     """A table of trajectories shared by every process of this host.
 
     Create one with `Store.create`, join one with `Store.open`, restore one with `Store.load`. A store is a
@@ -72,18 +68,6 @@ class Store:
         ...     len(store)
         1
     """
-
-    def __init__(self, native: _native.Store, name: str, trust: Trust = "user") -> None:
-        self._native = native
-        self._name = name
-        self._trust: Trust = trust
-        about = native.describe()
-        self._about: dict[str, Any] = about
-        self._fields, max_length = schema_of_segment(native)
-        self._columns = Columns(native, self._fields, max_length)
-        #: Bounds the ratio of samples to inserts; off until it is set.
-        self.limiter: RateLimiter = self._columns.limiter
-        self._origin: str | None = None
 
     # --- creating and joining ---------------------------------------------------------------------------------
 
@@ -349,7 +333,7 @@ class Store:
             store.unlink()
             store.close()
             raise
-        store._origin = found.id
+        store.note_origin(found.id)
         return store
 
     def save(
@@ -387,8 +371,8 @@ class Store:
         from geartrain.store.checkpoint_writer import save
 
         return save(
-            self._native,
-            self._fields,
+            self.native,
+            self.fields,
             self.max_length,
             self.options,
             directory,
@@ -397,84 +381,6 @@ class Store:
             origin=self.origin,
             progress=progress,
         )
-
-    # --- what it is -----------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """The name it was created or opened with; a random one where none was given."""
-        return self._name
-
-    @property
-    def id(self) -> int:
-        """The segment's id, a random number of 64 bits, which its keys carry: the same for all who have it open."""
-        return self._columns.store_id
-
-    @property
-    def path(self) -> Path:
-        """The file that the segment is."""
-        return Path(self._about["path"])
-
-    @property
-    def trust(self) -> Trust:
-        """Who may write to the segment, as it was created or opened with."""
-        return self._trust
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        """The columns, in the order they were given."""
-        return dict(self._fields)
-
-    @property
-    def capacity(self) -> int:
-        """Rows there is room for."""
-        return int(self._about["capacity"])
-
-    @property
-    def origin(self) -> str | None:
-        """The id of the checkpoint that this handle was loaded from, whose files the next one can link; or None."""
-        return self._origin
-
-    @property
-    def max_length(self) -> int:
-        """The longest row, in steps."""
-        return int(self._about["max_length"])
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole segment in bytes."""
-        return int(self._about["nbytes"])
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The limits it was created with, under the names `create` has for them."""
-        about = self._about
-        return {
-            "capacity": about["capacity"],
-            "max_rows": about["max_rows"],
-            "remover": REMOVERS[about["remover"]],
-            "max_times_sampled": about["max_times_sampled"] or None,
-            "max_age_s": about["max_age_ns"] / 1e9 or None,
-            "priority_fraction_bits": about["priority_fraction_bits"],
-            "persist": about["persist"],
-        }
-
-    def __len__(self) -> int:
-        """Rows that can be selected now."""
-        return int(self._native.committed_count())
-
-    def stats(self) -> dict[str, int]:
-        """How many rows are in which state, and counts of everything that happened since the store was created.
-
-        The counters live in the segment, so they cover all processes: inserted, evicted, expired, exhausted,
-        deleted, abandoned, reclaimed, sampled, torn, stale_keys, priorities_updated, priorities_saturated,
-        priorities_rounded_up, repairs.
-        """
-        return dict(self._native.counters())
-
-    def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{len(self)}/{self.capacity} rows"
-        return f"Store({self._name!r}, {state}, fields={list(self._fields)}, {self.nbytes / 1e6:.1f} MB)"
 
     # --- writing --------------------------------------------------------------------------------------------
 
@@ -492,7 +398,7 @@ class Store:
         Raises:
             StoreFullError: every block is being written.
         """
-        return Row(self._columns, self._native.allocate_one(), priority, version)
+        return Row(self.columns, self.native.allocate_one(), priority, version)
 
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
         """`n` blocks at once, to be written in place and committed together.
@@ -501,7 +407,7 @@ class Store:
         """
         if not 1 <= check_whole("the number of rows", n) < 2**32:
             raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {n}")
-        return Rows(self._columns, self._native.allocate(n), priority, version)
+        return Rows(self.columns, self.native.allocate(n), priority, version)
 
     def insert(
         self,
@@ -534,10 +440,10 @@ class Store:
         half the store's) go in pieces of so many, each all or nothing.
         """
         if lengths is None and priorities is None and versions is None and casting in CASTINGS:
-            raw = self._columns.inserter.insert(fields, 0 if threads is None else default_threads(threads))
+            raw = self.columns.inserter.insert(fields, 0 if threads is None else default_threads(threads))
             if raw is not None:
                 return Keys.packed(raw, self.id)
-        return insert_rows(self._columns, fields, lengths, priorities, versions, default_threads(threads), casting)
+        return insert_rows(self.columns, fields, lengths, priorities, versions, default_threads(threads), casting)
 
     def recorder(
         self,
@@ -571,7 +477,7 @@ class Store:
                 numbers that do not fit the store.
         """
         return StepRecorder(
-            self._columns,
+            self.columns,
             n_envs,
             observations=observations,
             publish_every=publish_every,
@@ -596,13 +502,13 @@ class Store:
 
         Cost: no lock (one with the lowest_priority remover or max_times_sampled); a cache miss per level of the tree.
         """
-        check_keys(keys).check_store(self.id, self._name)
+        check_keys(keys).check_store(self.id, self.name)
         if hasattr(priorities, "detach"):
             priorities = priorities.detach().cpu()
         column = as_column(priorities, len(keys), np.float64, "priorities")
         if column is None:
             raise SchemaError("update_priorities needs priorities, found None")
-        return int(self._native.update_priorities(keys.row, keys.generation, column))
+        return int(self.native.update_priorities(keys.row, keys.generation, column))
 
     def raise_priorities(self, power: float) -> None:
         """Raises the priorities of all rows to a power; zero stays zero.
@@ -617,7 +523,7 @@ class Store:
         """
         if not check_real("power", power) > 0:
             raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
-        self._native.raise_priorities(power)
+        self.native.raise_priorities(power)
 
     def delete(self, keys: Keys) -> int:
         """Removes rows, by key; returns how many were already gone.
@@ -625,12 +531,12 @@ class Store:
         Raises:
             ArgumentError: keys of another store. No row is removed.
         """
-        check_keys(keys).check_store(self.id, self._name)
-        return int(self._native.remove(keys.row, keys.generation))
+        check_keys(keys).check_store(self.id, self.name)
+        return int(self.native.remove(keys.row, keys.generation))
 
     def expire(self) -> int:
         """Removes the rows older than `max_age_s`; returns how many. Sampling and inserting do it as well."""
-        return int(self._native.expire())
+        return int(self.native.expire())
 
     def reap(self) -> int:
         """Reclaims the blocks of dead processes; returns how many processes were found dead.
@@ -638,92 +544,19 @@ class Store:
         Also done when a process joins, when free rows run out, and, where sums of priorities are concerned, by whoever
         draws.
         """
-        return int(self._native.reap())
+        return int(self.native.reap())
 
     def audit(self) -> list[str]:
         """Everything in the store's metadata that is inconsistent, a sentence each; empty for a sound store."""
-        return list(self._native.audit())
+        return list(self.native.audit())
 
-    # --- reading --------------------------------------------------------------------------------------------
-
-    def keys(self) -> Keys:
-        """The keys of all selectable rows, oldest first."""
-        rows, generations = self._native.keys()
-        return Keys.of_rows(rows, generations, self.id)
-
-    def status(self, keys: Keys | None = None) -> dict[str, NDArray[Any]]:
-        """Metadata of some rows (of all selectable ones by default), an array (n,) each.
-
-        sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
-        (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES). A key is
-        stale where `generation` is not the key's.
-
-        Raises:
-            ArgumentError: keys of another store.
-        """
-        keys = self.keys() if keys is None else check_keys(keys)
-        keys.check_store(self.id, self._name)
-        infos = dict(self._native.infos(keys.row))
-        infos["priority"] = infos["priority"] / 2.0 ** self._about["priority_fraction_bits"]
-        return infos
-
-    def column(self, name: str) -> NDArray[Any]:
-        """All blocks of a field, (capacity, max_length, *shape) or (capacity, *shape), a view of the shared memory.
-
-        Free and half-written blocks are in it as well; to read rows safely use `geartrain.replay.fetch`.
-        The types NumPy lacks are shown as unsigned integers of their size.
-        """
-        return self._columns.raw(name)
-
-    def field_number(self, name: str) -> int:
-        """A field's place among the fields. Raises `FieldError` for an unknown one."""
-        return self._columns.number(name)
-
-    @property
-    def native(self) -> _native.Store:
-        """The native store, for the layers above."""
-        return self._native
-
-    # --- leaving --------------------------------------------------------------------------------------------
-
-    @property
-    def closed(self) -> bool:
-        """Whether this handle was closed."""
-        return bool(self._native.closed)
-
-    def close(self, *, keep: bool = False) -> None:
-        """Closes the handle: rows it is writing are abandoned.
-
-        Calls of other threads are waited for; those that wait for the rate limiter or for another process end with
-        `StoreClosedError`. A store in a file is written to its disk by the last process to leave.
-
-        The last process to leave removes the segment, unless it persists. With `keep=True` it stays, and a later
-        process joins it with `Store.open(name, adopt=True)`. Views already taken stay readable.
-
-        Raises:
-            ArgumentError: `keep=True` for a store without a name, which nobody could adopt.
-            LockTimeoutError: another process that holds the store's lock is stopped. The handle is closed, and others
-                take this process for dead.
-        """
-        if keep and anonymous.is_anonymous(self._name):
-            raise ArgumentError("keep=True needs a name: a store without one is removed with its last process")
-        self._native.close(keep)
-
-    def unlink(self) -> bool:
-        """Removes the segment's name; the memory is freed when the last process unmaps it. False if already gone."""
-        return bool(self._native.unlink())
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    # --- pickling -------------------------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        if anonymous.is_anonymous(self._name):
+        if anonymous.is_anonymous(self.name):
             anonymous.check_may_pickle()
-            return _open_anonymous, (self._name, self._trust)
-        return _open_named, (self._name, self._trust)
+            return _open_anonymous, (self.name, self.trust)
+        return _open_named, (self.name, self.trust)
 
 
 def _open_named(name: str, trust: Trust) -> Store:
@@ -746,4 +579,4 @@ def _open_anonymous(name: str, trust: Trust) -> Store:
         ) from None
 
 
-__all__ = ["ROW_STATES", "Store"]
+__all__ = ["Store"]
