@@ -32,11 +32,10 @@ void Store::allocate(std::span<uint32_t> rows) {
          " are being written, ", c.open_count, " extended and ", c.exhausted_count,
          " read for the last time; commit, seal or abandon some, or create the store with more capacity");
   }
-  for (uint32_t& row : rows) {
-    if (c.free_count == 0) evict_one(sums);
-    row = take_free_row();
-    hold(row, client_slot_, RowState::writing);
-  }
+  const size_t free_rows = std::min<uint64_t>(c.free_count, rows.size());
+  take_free_rows(rows.first(free_rows));
+  for (size_t taken = free_rows; taken < rows.size();) taken += take_victims(sums, rows.subspan(taken));
+  hold(rows, client_slot_);
   // A reader that still copies an evicted row must see its new generation before any of the bytes that the
   // caller writes next.
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -149,16 +148,24 @@ void Store::enter(Sums& sums, const RowChanges::Entering& publish, const RowChan
     ++c.open_count;
     status()[row].state = RowState::open;  // it stays on this client's held list
     publish.generations[i] = make_selectable(sums, row);
+    c.committed_count.store(committed_count() + 1, kRelaxed);
   }
   const bool ordered = header().remover == static_cast<uint32_t>(Remover::lowest_priority);
-  for (size_t i = 0; i < commit.rows.size(); ++i) {
-    const uint32_t row = commit.rows[i];
-    make_room_at_the_cap(sums);
-    unhold(row);
-    status()[row].state = RowState::committed;
-    commit.generations[i] = make_selectable(sums, row);
-    link_order(row);
-    if (ordered) Heap(*this).push(row);
+  // Where others have to make room, row by row: the first ones of a call may have to go for the last ones.
+  const bool crowded = committed_count() + commit.rows.size() > header().max_rows;
+  for (size_t at = 0, n; at < commit.rows.size(); at += n) {
+    n = crowded ? 1 : commit.rows.size();
+    const std::span<const uint32_t> together = commit.rows.subspan(at, n);
+    if (crowded) make_room_at_the_cap(sums);
+    unhold(together);
+    for (size_t i = at; i < at + n; ++i) {
+      status()[commit.rows[i]].state = RowState::committed;
+      commit.generations[i] = make_selectable(sums, commit.rows[i]);
+    }
+    c.committed_count.store(committed_count() + n, kRelaxed);
+    link_order(together);
+    if (!ordered) continue;
+    for (const uint32_t row : together) Heap(*this).push(row);
   }
   if (rows > 1) pending.first.store(0, std::memory_order_release);
   count(c.counters.inserted, rows);
@@ -200,7 +207,6 @@ uint32_t Store::make_selectable(Sums& sums, uint32_t row) {
   words()[row].store(make_word(generation, priority), std::memory_order_release);  // the commit takes effect here
   sums.priorities.add(row, priority);
   set_bit(sums, row, true);
-  control().committed_count.store(committed_count() + 1, kRelaxed);
   return generation;
 }
 
@@ -227,7 +233,7 @@ void Store::seal_locked(uint32_t row, uint64_t now_ns) {
   s.sequence.store(control().next_sequence++, kRelaxed);
   s.inserted_at_ns.store(now_ns, kRelaxed);
   s.state = RowState::committed;
-  link_order(row);
+  link_order({&row, 1});
   if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(row);
 }
 
