@@ -184,9 +184,7 @@ class Store final : public OpenStore {
   void publish(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
   // Sets the row's length; the steps are in its blocks already. Throws schema (shorter than it was, or too long),
   // stale_key (not a row that this process extends).
-  void extend(uint32_t row, uint32_t length, double priority = 1.0) {
-    extend({&row, 1}, {&length, 1}, {&priority, 1});
-  }
+  void extend(uint32_t row, uint32_t length, double priority = 1.0) { extend({&row, 1}, {&length, 1}, {&priority, 1}); }
   // Of several rows, under one lock; all are checked before any is changed. `priorities` are those of the steps that
   // are new, where the store keeps any; empty: 1.
   void extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths,
@@ -205,8 +203,9 @@ class Store final : public OpenStore {
   uint64_t update_priorities(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                              std::span<const double> priorities);
 
-  // Of stores with priorities of steps, which update_priorities refuses: sets those of steps, by key. Throws schema also
-  // for a step that no row can have, and where the store keeps priorities of rows. One thread of a process at a time.
+  // Of stores with priorities of steps, which update_priorities refuses: sets those of steps, by key. Throws schema
+  // also for a step that no row can have, and where the store keeps priorities of rows. One thread of a process at a
+  // time.
   uint64_t update_step_priorities(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                                   std::span<const uint32_t> steps, std::span<const double> priorities);
 
