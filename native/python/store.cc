@@ -466,11 +466,12 @@ void bind_store(nb::module_& module) {
                                double timeout_s) { return released(s, [&] { return s.admit_samples(n, timeout_s); }); })
       .def("give_back",
            [](Store& s, uint64_t inserts, uint64_t samples) { entered(s, [&] { s.give_back(inserts, samples); }); })
-      .def("extend",
-           [](Store& s, uint32_t row, uint32_t length, double priority) {
-             return released(s, [&] { return s.extend(row, length, priority); });
-           },
-           nb::arg("row"), nb::arg("length"), nb::arg("priority") = 1.0)
+      .def(
+          "extend",
+          [](Store& s, uint32_t row, uint32_t length, double priority) {
+            return released(s, [&] { return s.extend(row, length, priority); });
+          },
+          nb::arg("row"), nb::arg("length"), nb::arg("priority") = 1.0)
       .def("seal_one", [](Store& s, uint32_t row) { return released(s, [&] { return s.seal({&row, 1}); }); })
       .def("abandon",
            [](Store& s, const In<uint32_t>& rows) { return released(s, [&] { return s.abandon(view(rows)); }); })

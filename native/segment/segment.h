@@ -82,7 +82,7 @@ constexpr uint64_t kMaxRows = 0xfffffff0u;  // rows are 32-bit numbers
 constexpr uint32_t kNoRow = 0xffffffffu;
 constexpr uint32_t kNoClient = 0xffffffffu;
 constexpr uint64_t kBlockAlignment = 64;
-constexpr uint64_t kStepPriorities = 1;  // required_features: every step has a priority of its own
+constexpr uint64_t kStepPriorities = 1;               // required_features: every step has a priority of its own
 constexpr uint64_t kKnownFeatures = kStepPriorities;  // bits of required_features this build understands
 
 enum class Remover : uint32_t { fifo = 0, lifo = 1, lowest_priority = 2 };

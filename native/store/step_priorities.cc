@@ -110,7 +110,8 @@ uint64_t Store::update_step_priorities(std::span<const uint32_t> rows, std::span
     in_order();
     {
       PriorityTree::Adder sums(step_tree_);
-      for (size_t i = first; i < std::min(last, first + kStepsAhead); ++i) step_tree_.prefetch(leaf_of(rows[i], steps[i]));
+      for (size_t i = first; i < std::min(last, first + kStepsAhead); ++i)
+        step_tree_.prefetch(leaf_of(rows[i], steps[i]));
       for (size_t i = first; i < last; ++i) {
         if (i + kStepsAhead < last) step_tree_.prefetch(leaf_of(rows[i + kStepsAhead], steps[i + kStepsAhead]));
         const uint64_t leaf = leaf_of(rows[i], steps[i]);

@@ -288,9 +288,8 @@ std::vector<Scenario> scenarios() {
     steps.clear();
     for (size_t i = 0; i < 3; ++i) steps.push_back(store.status()[keys.rows[i]].length.load() - 1);
     const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
-    return [=, &store] {
-      store.update_step_priorities(some_rows.first(3), some_generations.first(3), steps, priorities);
-    };
+    return
+        [=, &store] { store.update_step_priorities(some_rows.first(3), some_generations.first(3), steps, priorities); };
   };
   const auto extend = [](Store& store, const Keys&) -> std::function<void()> {
     static const std::vector<uint64_t> tags{kOpenTag | 500, kOpenTag | 501, kOpenTag | 502};
