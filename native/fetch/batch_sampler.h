@@ -26,7 +26,7 @@ struct BatchArrays {
   std::vector<TransitionField> transitions;
   std::span<float> discount;
   std::span<uint8_t> terminated, truncated;
-  std::span<uint32_t> rows, generations;
+  std::span<uint32_t> rows, generations, steps;  // steps: those that were drawn, or that windows were placed by
   std::span<double> probability;
   std::span<uint8_t> torn, mask;
   std::span<int32_t> starts, lengths;
@@ -54,7 +54,7 @@ class BatchSampler {
     unsigned threads = 1;
     uint64_t seed = 0;
     Form form = Form::random;
-    By by = By::priority;     // random
+    By by = By::priority;     // random; in a store with priorities of steps these are drawn, with replacement
     bool replacement = true;  // random
     bool stratified = false;  // random
     bool over_steps = false;  // random, by row, with replacement: rows in proportion to their steps
@@ -85,6 +85,9 @@ class BatchSampler {
   static constexpr uint32_t kMaxRounds = 64;
 
   BatchSampler(Store& store, const Settings& settings);
+
+  // Whether steps are drawn and not rows: windows then end at them, or are placed around them.
+  bool draws_steps() const { return from_.row_steps != 0; }
 
   // Draws and copies out.rows.size() rows. Throws what draws throw, turnover, and corrupt where sums stay at odds with
   // rows after a repair. Where it throws, rows that the rate limiter admitted in here are given back to it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import geartrain_bench.transitions.bench as transitions
 import geartrain_bench.transitions.worker as worker
 from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
 
-TINY = transitions.Plan(3000, 1100, 6000, repeats=3, case_s=0.05, calls=2)
+TINY = transitions.Plan(3000, 1000, 6000, repeats=3, case_s=0.02, calls=1)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,12 @@ def test_a_request_that_fails_is_an_error_and_the_worker_goes_on() -> None:
         for _ in range(2):
             with pytest.raises(BaselineError, match="nothing was set up"):
                 peer.ask({"do": "sample", "batch": 1, "calls": 1}, 60)
+
+
+def test_the_plot_is_an_image(tiny: bench.BenchResult, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    transitions.plot(tiny, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_result_is_json(tiny: bench.BenchResult) -> None:

@@ -99,6 +99,7 @@ struct Transitions {
         probability(n),
         rows(n),
         generations(n),
+        steps(n),
         starts(n),
         lengths(n),
         versions(n),
@@ -115,6 +116,7 @@ struct Transitions {
     if (has_truncated) arrays.transitions.push_back({4});
     arrays.rows = rows;
     arrays.generations = generations;
+    arrays.steps = steps;
     arrays.probability = probability;
     arrays.torn = torn;
     arrays.mask = mask;
@@ -131,6 +133,7 @@ struct Transitions {
     const uint32_t length = length_of(tag), t = static_cast<uint32_t>(starts[i]);
     CHECK_EQ(static_cast<uint64_t>(versions[i]), tag);
     CHECK_EQ(static_cast<uint32_t>(lengths[i]), length);
+    CHECK_EQ(steps[i], t);
     CHECK(length >= 2 && t < length - 1);
     const uint32_t m = std::min(view.n_step, length - 1 - t);
     double sum = 0;
@@ -159,7 +162,7 @@ struct Transitions {
   std::vector<uint64_t> window, next, tags;
   std::vector<float> rewards, discount;
   std::vector<double> probability;
-  std::vector<uint32_t> rows, generations;
+  std::vector<uint32_t> rows, generations, steps;
   std::vector<int32_t> starts, lengths;
   std::vector<int64_t> versions;
   std::vector<uint8_t> torn, mask, terminated, truncated;

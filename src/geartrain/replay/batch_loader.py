@@ -7,16 +7,38 @@ from which thread builds, nor when.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from geartrain.errors import StoreClosedError, WaitTimeoutError
+from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.rank_group import NOTE_S
 from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
 from geartrain.store.store import Store
+
+
+class _Flag:
+    """A bool that is looked at time and again. Without a lock, which a signal's handler could find taken."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        """True from now on."""
+        self._set = True
+
+    def clear(self) -> None:
+        """False from now on."""
+        self._set = False
+
+    def is_set(self) -> bool:
+        """What it is."""
+        return self._set
 
 
 class BatchLoader:
@@ -36,6 +58,7 @@ class BatchLoader:
         self._builder = builder
         self._stores = stores
         self._prefetch = config.prefetch
+        self._finish = _finish_with(builder, config.transform)
         self._timeout_s = config.timeout_s
         # Over ranks and on devices batches are always built on the prefetch thread.
         local = config.prefetch > 0 and isinstance(builder, HostBatchBuilder)
@@ -48,9 +71,9 @@ class BatchLoader:
         self._make_locks()
 
     def _make_locks(self) -> None:
-        self._updates_lock = threading.Lock()
-        self._halt = halt = threading.Event()  # ends a wait for rows and for the stores' rate limiters
-        self._shut = shut = threading.Event()  # the same, for good
+        self._updates_lock = threading.RLock()
+        self._halt = halt = _Flag()  # ends a wait for rows and for the stores' rate limiters
+        self._shut = shut = _Flag()  # the same, for good
         if not self._builder.collective:  # other ranks need what was asked for
             for sampler in self._builder.samplers:
                 sampler.stopping = lambda: halt.is_set() or shut.is_set()
@@ -79,7 +102,7 @@ class BatchLoader:
             StoreClosedError: `shut` was called. And what the builder raises.
         """
         if self._builds_here():
-            built = self._builder.finish(self._builder.start(self.step, self.state, []))
+            built = self._finish(self._builder.start(self.step, self.state, []))
         else:
             built = self._next_ahead()
         if self._placement is not None:
@@ -109,7 +132,8 @@ class BatchLoader:
             self._give_up("interrupted")
             raise
         except BaseException:
-            if not self._shut.is_set():  # else whoever shuts does
+            # Over ranks whoever shuts does it, after it has told the others.
+            if not (self._shut.is_set() and self._builder.collective):
                 self.restart()
             raise
 
@@ -131,7 +155,8 @@ class BatchLoader:
             last = self.step  # those that are ready already are used up
         if self._stop is not None and self.step < self._stop:
             last = min(last, self._stop - 1)  # nobody will ask for more
-        if self._ahead is None:
+        ahead = self._ahead  # a signal's handler may close the replay in here
+        if ahead is None:
             step, state, builder = self.step, self.state, self._builder
 
             def start_next(updates: list[PriorityUpdate]) -> Any:
@@ -140,19 +165,19 @@ class BatchLoader:
                 step, state = step + 1, started.state
                 return started
 
-            self._ahead = Prefetcher(
-                start_next, "geartrain-prefetch", builder.finish, builder.enter, overlaps=builder.overlaps
+            ahead = self._ahead = Prefetcher(
+                start_next, "geartrain-prefetch", self._finish, builder.enter, overlaps=builder.overlaps
             )
             self._finalizer = weakref.finalize(
-                self, _stop, self._ahead, self._halt, self._timeout_s, self._builder.collective
+                self, _stop, ahead, self._halt, self._timeout_s, self._builder.collective
             )
             self._asked = self.step - 1
         while self._asked < last:
             self._asked += 1
-            self._ahead.ask(updates)
+            ahead.ask(updates)
             updates = []
         self._return_updates(updates)  # with the next request, when this one asked for nothing
-        return self._ahead
+        return ahead
 
     # --- priority updates -----------------------------------------------------------------------------------
 
@@ -182,13 +207,14 @@ class BatchLoader:
 
     def restart(self) -> None:
         """Ends the prefetch thread. Batches that it has built are dropped, and built again when they are asked for."""
-        if self._ahead is not None:
+        ahead, finalizer = self._ahead, self._finalizer
+        if ahead is not None:
             # Other ranks make what was asked for as well, and need this one for it.
-            left = _stop(self._ahead, self._halt, self._timeout_s, self._builder.collective)
+            left = _stop(ahead, self._halt, self._timeout_s, self._builder.collective)
             self._return_updates([update for updates in left for update in updates])
             self._ahead = None
-        if self._finalizer is not None:
-            self._finalizer.detach()  # or it would keep every prefetcher there ever was
+        if finalizer is not None:
+            finalizer.detach()  # or it would keep every prefetcher there ever was
             self._finalizer = None
 
     def _give_up(self, reason: str) -> None:
@@ -203,13 +229,28 @@ class BatchLoader:
 
     def interrupt(self, error: BaseException) -> None:
         """Has a `next` that waits for the prefetch thread raise this."""
-        if self._ahead is not None:
-            self._ahead.interrupt(error)
+        ahead = self._ahead  # its thread may drop it meanwhile
+        if ahead is not None:
+            ahead.interrupt(error)
 
 
-def _stop(ahead: Prefetcher[Any], halt: threading.Event, timeout_s: float, finish: bool) -> list[Any]:
+def _finish_with(builder: BatchBuilder[Any], transform: Callable[[Batch], Any] | None) -> Callable[[Any], BuiltBatch]:
+    """The builder's `finish`, and then the transform. Knows no loader, which the thread would keep alive."""
+    if transform is None:
+        return builder.finish
+
+    def finish(started: Any) -> BuiltBatch:
+        built = builder.finish(started)
+        began_s = time.perf_counter()
+        made = transform(built.batch)
+        return replace(built, make_s=built.make_s + time.perf_counter() - began_s, transformed=(made,))
+
+    return finish
+
+
+def _stop(ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, finish: bool) -> list[Any]:
     if not ahead.is_mine():
-        return []  # in a forked child, where a thread of the parent may hold the event's lock for ever
+        return []
     halt.set()
     try:
         return ahead.stop(timeout_s, finish=finish)

@@ -17,6 +17,7 @@ from geartrain.replay.batch import Batch
 from geartrain.replay.native_batch import BatchPlan, NativeBatch
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection, quotas_of
+from geartrain.store.priorities import set_priorities
 
 _LARGEST = np.finfo(np.float64).max
 # What every strategy has to know at its next step.
@@ -39,12 +40,15 @@ def nothing() -> None:
 class BuiltBatch:
     """A batch, the strategies' state after it, what the consumer's thread calls when it takes the batch, and how long
     it took to make where that is all there is to it (inf: there is more, such as other ranks or a device).
+
+    `transformed` is what a transform made of the batch, in a tuple; None where there is no transform.
     """
 
     batch: Batch
     state: State
     deliver: Callable[[], None] = nothing
     make_s: float = float("inf")
+    transformed: tuple[Any] | None = None
 
 
 class StartedBatch(Protocol):
@@ -226,9 +230,8 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
         sampler.follow_alpha(step)
         mine = slice(None) if len(samplers) == 1 else np.flatnonzero(place == number)
         if len(priorities[mine]):
-            gone += sampler.plan.store.native.update_priorities(
-                keys.row[mine], keys.generation[mine], raised(priorities[mine], sampler.alpha)
-            )
+            these = keys if len(samplers) == 1 else keys[mine]
+            gone += set_priorities(sampler.plan.store, these, raised(priorities[mine], sampler.alpha))
     return gone
 
 

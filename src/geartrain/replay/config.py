@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
+from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
 from geartrain.replay.fetch import As, FetchPlan, Pad, check_names_of, check_same_schema
@@ -31,6 +32,7 @@ class ReplayConfig:
         fields: names of the fields wanted; where inputs or targets are given, all of those.
         device: where batches go; None for host memory.
         view: what of the rows a batch shows; None for the fields as they are.
+        transform: makes of a batch what the replay gives; None for the batch itself.
 
     Raises:
         ArgumentError: values out of range, or some that do not go together.
@@ -52,6 +54,7 @@ class ReplayConfig:
     device: DeviceOptions | None = None
     seed: int = 0
     view: Transitions | None = None
+    transform: Callable[[Batch], Any] | None = None
 
     def __post_init__(self) -> None:
         for what, value, least, most in (
@@ -82,6 +85,8 @@ class ReplayConfig:
         check_seed(self.seed)
         if self.view is not None:
             self._check_view(self.view)
+        if self.transform is not None and not callable(self.transform):
+            raise ArgumentError(f"transform is a function of a batch, found {self.transform!r}")
         if self.inputs is not None or self.targets is not None:
             if self.fields is not None:
                 raise ArgumentError("give fields, or inputs and targets, not both")

@@ -28,6 +28,7 @@ from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import RankGroup, as_rank_group, run_on_all_ranks
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.fetch import As, Pad
+from geartrain.replay.step_priorities import check_step_priorities
 from geartrain.replay.transitions import Transitions
 from geartrain.selection.mixture import Mixture, Selection, strategies_of
 from geartrain.selection.strategy import Strategy, traits_of
@@ -88,6 +89,9 @@ class Replay:
             gets one of its own, derived from it and the store's place.
         view: `geartrain.Transitions`, for batches of transitions instead of windows; in host memory, of this process's
             stores.
+        transform: called with each batch where it is built, on the prefetch thread while there is one; the replay gives
+            what it returns. What it raises is raised by `sample`, which draws the same batch again when it is called
+            the next time. It counts to the time that decides on the thread. In host memory, of this process's stores.
 
     Raises:
         FieldError, ArgumentError: what was asked for does not fit the store.
@@ -130,6 +134,7 @@ class Replay:
         device: str | torch.device | DeviceOptions | None = ...,
         seed: int = ...,
         view: Transitions | None = ...,
+        transform: Callable[[Batch], Any] | None = ...,
     ) -> None: ...
 
     @overload
@@ -156,6 +161,7 @@ class Replay:
         device: str | torch.device | DeviceOptions | None = ...,
         seed: int = ...,
         view: Transitions | None = ...,
+        transform: Callable[[Batch], Any] | None = ...,
     ) -> None: ...
 
     def __init__(
@@ -181,6 +187,7 @@ class Replay:
         device: str | torch.device | DeviceOptions | None = None,
         seed: int = 0,
         view: Transitions | None = None,
+        transform: Callable[[Batch], Any] | None = None,
     ) -> None:
         stores = stores_of(store)
         self.stores = stores
@@ -204,6 +211,7 @@ class Replay:
             device=device if device is None or isinstance(device, DeviceOptions) else DeviceOptions(device),
             seed=seed,
             view=view,
+            transform=transform,
         )
         self._builder, release = self._open_builder(config, group, mesh)
         self._loader = BatchLoader(self._builder, config, self.stores)
@@ -223,7 +231,7 @@ class Replay:
 
     def _make_locks(self) -> None:
         self._turn = threading.RLock()  # of whoever uses the loader; held while a batch is waited for
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal's handler may close while its thread does
 
     def after_fork(self) -> None:
         """In a forked child: locks that threads of the parent held are free; those threads are not here."""
@@ -250,11 +258,21 @@ class Replay:
         """The builder, and what releases what it holds besides memory."""
         alone = group is None and mesh is None
         over_steps = any(traits_of(each).over_steps for each in strategies_of(self.selection))
+        if config.transform is not None and not (alone and config.device is None):
+            raise ArgumentError(
+                "transforms are of batches of this process's stores, in host memory: leave out group, mesh and device"
+            )
         if (config.view is not None and not alone) or (over_steps and not (alone and config.device is None)):
             raise ArgumentError(
                 "views and draws over steps are of this process's stores, in host memory: leave out group, mesh and "
                 "device"
             )
+        check_step_priorities(
+            self.stores,
+            self.selection,
+            local=alone and config.device is None,
+            windows=config.view is not None or config.window is not None,
+        )
         make = functools.partial(make_samplers, self.stores, self.selection, config)
         if alone:
             if config.device is None:
@@ -294,7 +312,7 @@ class Replay:
             yield self.sample()
 
     def sample(self) -> Batch:
-        """The next batch.
+        """The next batch, or what `transform` made of it.
 
         Raises:
             EmptyStoreError, NotEnoughRowsError: too few rows are selectable.
@@ -319,6 +337,9 @@ class Replay:
         self._wait_s += self._last_s - asked_s
         self._batches += 1
         self._bytes += batch.nbytes
+        if built.transformed is not None:
+            made: Batch = built.transformed[0]
+            return made
         return batch
 
     def __len__(self) -> int:
@@ -482,8 +503,9 @@ class Replay:
                 return
             self._closed = True
             self._loader.shut()
+            # Also where this is the thread that waits, in a signal's handler.
+            self._loader.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
             if not self._turn.acquire(blocking=False):
-                self._loader.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
                 if self._builder.collective and not self._turn.acquire(timeout=LEAVE_S):
                     self._builder.abort("closed while a batch was waited for")
                     self._turn.acquire()
@@ -491,8 +513,8 @@ class Replay:
                     self._turn.acquire()
             try:
                 self._loader.restart()
-                self._released = True
-                if not self._foreign:
+                released, self._released = self._released, True
+                if not released and not self._foreign:
                     self._builder.close()
             finally:
                 self._turn.release()

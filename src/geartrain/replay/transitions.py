@@ -186,6 +186,7 @@ class TransitionPlan:
         self.names = list(shown)
         self.places = {name: place for place, name in enumerate(self.names)}
         self._dtypes: dict[str, Dtype] = {name: DTYPES[dtype] for name, dtype in shown.items()}
+        self.per_step = plan.per_step
         self._plan = plan
 
     def as_output(self, array: NDArray[Any]) -> Any:

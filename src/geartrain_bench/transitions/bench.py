@@ -32,11 +32,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain._native_testing as _native_testing
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
-from geartrain import _native_testing
 from geartrain.core.schema import Field
-from geartrain.errors import ReplayError
+from geartrain.errors import MissingDependencyError, ReplayError
 from geartrain.replay.replay import Replay
 from geartrain.replay.transitions import Transitions
 from geartrain.selection import Uniform
@@ -123,8 +123,35 @@ def main(
     GEARTRAIN_BASELINE_PYTHON_SB3 and the like do the same.
     """
     result = run(QUICK if quick else FULL, {**report.parse_baselines([]), **(baselines or {})}, quick=quick)
-    report.report(result, json_path, plot_path)
+    report.report(result, json_path)
+    if plot_path is not None:
+        plot(result, plot_path)
     return result
+
+
+def plot(result: BenchResult, path: Path) -> None:
+    """CPU time per call of each case, as bars of the systems. Needs matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    cases = list(dict.fromkeys(row.case for row in result.rows))
+    figure, axes = pyplot.subplots(1, len(cases), figsize=(3.2 * len(cases), 4.8), layout="constrained")
+    for axis, case in zip(axes, cases, strict=True):
+        rows = [row for row in result.rows if row.case == case]
+        colors = ["tab:gray" if row.system == "floor" else f"C{place}" for place, row in enumerate(rows)]
+        bars = axis.bar([row.system for row in rows], [row.p50 for row in rows], color=colors)
+        axis.bar_label(bars, fmt="%.3g", fontsize=8)
+        axis.set_title(case, fontsize=9)
+        axis.set_ylabel(f"{rows[0].metric}, {rows[0].unit} (median)")
+        axis.tick_params(axis="x", rotation=60)
+    figure.suptitle(f"{result.command}\n{result.machine['cpu']}, {result.machine['cores']} cores", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchResult:
@@ -374,7 +401,7 @@ def _bytes_per_step(plan: Plan, baselines: dict[str, float], result: BenchResult
         result.rows.append(Row("SAC, bytes a step", system, metric, "bytes", found, found, found, found, data / found))
 
 
-__all__ = ["CASES", "FULL", "QUICK", "Case", "Plan", "main", "run", "setup_of"]
+__all__ = ["CASES", "FULL", "QUICK", "Case", "Plan", "main", "plot", "run", "setup_of"]
 
 if __name__ == "__main__":
     report.main_of("transitions", main)
