@@ -20,7 +20,7 @@ void Store::allocate(std::span<uint32_t> rows) {
   Sums sums(*this);
   Control& c = control();
   release_abandoned_locked();
-  if (header().max_age_ns != 0) expire_locked(wall_ns());
+  if (header().max_age_ns != 0) expire_locked(sums, wall_ns());
   if (c.free_count < rows.size()) {
     // Dead writers' rows are reclaimed before living ones' are evicted. Querying the kernel for liveness costs a system
     // call per client, so it is not done for every row of a full store.
@@ -65,8 +65,9 @@ void Store::publish(std::span<const uint32_t> rows, const CommitValues& values, 
   apply({.publish = {rows, values, generations}});
 }
 
-void Store::extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths) {
-  apply({.extend = rows, .lengths = lengths});
+void Store::extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths,
+                   std::span<const double> priorities) {
+  apply({.extend = rows, .lengths = lengths, .extend_priorities = priorities});
 }
 
 void Store::seal(std::span<const uint32_t> rows) {
@@ -75,9 +76,13 @@ void Store::seal(std::span<const uint32_t> rows) {
 
 void Store::apply(const RowChanges& changes) {
   ensure_client();
-  const auto& [publish, commit, extend, lengths, seal, abandon] = changes;
+  const auto& [publish, commit, extend, lengths, seal, abandon, extend_priorities] = changes;
   check_values(publish.rows.size(), publish.values);
   check_values(commit.rows.size(), commit.values);
+  if (!extend_priorities.empty() && extend_priorities.size() != extend.size()) {
+    fail(ErrorKind::schema, extend.size(), " rows were given with ", extend_priorities.size(), " priorities");
+  }
+  validate_priorities(extend_priorities);
   if (!publish.rows.empty() && header().max_times_sampled != 0) {
     fail(ErrorKind::schema,
          "a store with max_times_sampled removes a row with its last sample, so none can be "
@@ -98,7 +103,13 @@ void Store::apply(const RowChanges& changes) {
 
   if (least_room != 0) enter(sums, publish, commit);
   for (size_t i = 0; i < extend.size(); ++i) {
-    status()[extend[i]].length.store(lengths[i], std::memory_order_release);  // after the steps
+    RowStatus& s = status()[extend[i]];
+    if (per_step()) {
+      const uint32_t priority = fixed_point(extend_priorities.empty() ? 1.0 : extend_priorities[i]);
+      add_steps(sums, extend[i], generation_of(words()[extend[i]].load(kRelaxed)), s.length.load(kRelaxed), lengths[i],
+                priority);
+    }
+    s.length.store(lengths[i], std::memory_order_release);  // after the steps
   }
   const uint64_t now_ns = seal.empty() ? 0 : wall_ns();
   for (const uint32_t row : seal) seal_locked(row, now_ns);
@@ -204,8 +215,10 @@ void Store::write_values(uint32_t row, size_t i, const CommitValues& values, uin
 uint32_t Store::make_selectable(Sums& sums, uint32_t row) {
   const uint32_t priority = status()[row].heap_slot;
   const uint32_t generation = generation_of(words()[row].load(kRelaxed)) + 1;
-  words()[row].store(make_word(generation, priority), std::memory_order_release);  // the commit takes effect here
-  sums.priorities.add(row, priority);
+  if (per_step()) add_steps(sums, row, generation, 0, status()[row].length.load(kRelaxed), priority);
+  const uint32_t of_row = per_step() ? 0 : priority;
+  words()[row].store(make_word(generation, of_row), std::memory_order_release);  // the commit takes effect here
+  sums.priorities.add(row, of_row);
   set_bit(sums, row, true);
   return generation;
 }
@@ -222,7 +235,13 @@ bool Store::finish_pending(uint32_t row, RowStatus& s) {
     return false;
   }
   s.state = place < pending.open_rows ? RowState::open : RowState::committed;
-  words()[row].store(make_word(generation_of(word) + 1, s.heap_slot), std::memory_order_release);
+  const uint32_t generation = generation_of(word) + 1;
+  if (per_step()) {
+    for (uint32_t step = 0; step < length; ++step) {
+      step_tree_.leaves()[leaf_of(row, step)].store(make_word(generation, s.heap_slot), kRelaxed);
+    }
+  }
+  words()[row].store(make_word(generation, per_step() ? 0 : s.heap_slot), std::memory_order_release);
   return true;
 }
 
