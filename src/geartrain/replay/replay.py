@@ -18,16 +18,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from geartrain.core.keys import Keys, check_keys
-from geartrain.errors import ArgumentError, CallCancelledError, ReplayError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import ArgumentError, CallCancelledError, ReplayError, StoreClosedError
 from geartrain.replay.batch import Batch
-from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State
+from geartrain.replay.batch_loader import BatchLoader
+from geartrain.replay.builder import BatchBuilder, HostBatchBuilder, PriorityUpdate
 from geartrain.replay.config import ReplayConfig, checked_state, make_samplers, seeded_selection, stores_of
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
-from geartrain.replay.distributed.rank_group import NOTE_S, RankGroup, as_rank_group, run_on_all_ranks
+from geartrain.replay.distributed.rank_group import RankGroup, as_rank_group, run_on_all_ranks
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.fetch import As, Pad
-from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
+from geartrain.replay.step_priorities import check_step_priorities
 from geartrain.replay.transitions import Transitions
 from geartrain.selection.mixture import Mixture, Selection, strategies_of
 from geartrain.selection.strategy import Strategy, traits_of
@@ -205,20 +206,13 @@ class Replay:
             seed=seed,
             view=view,
         )
-        self._builder = self._open_builder(config, group, mesh)
-        # Over ranks and on devices batches are always built on the prefetch thread.
-        local = config.prefetch > 0 and isinstance(self._builder, HostBatchBuilder)
-        self._placement = BuildPlacement() if local else None
+        self._builder, release = self._open_builder(config, group, mesh)
+        self._loader = BatchLoader(self._builder, config, self.stores)
+        if release is not None:  # one that is dropped unpins its memory, leaves its group; its thread ends before that
+            weakref.finalize(self._loader, _close_here, os.getpid(), release)
         self._pid = os.getpid()
         self._make_locks()
-        self._state: State = [{} for _ in stores]
-        self._updates: list[PriorityUpdate] = []
-        self._step = 0
-        self._asked = -1  # the last step that the thread has leave to build
         self._iteration = 0
-        self._stop: int | None = None
-        self._ahead: Prefetcher[BuiltBatch] | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
         self._closed = False  # from the beginning of `close` on
         self._released = False  # at its end
         self._batches = 0
@@ -229,20 +223,13 @@ class Replay:
         _replays.add(self)
 
     def _make_locks(self) -> None:
-        self._turn = threading.RLock()  # of whoever uses the thread that makes batches; held while it is waited for
-        self._updates_lock = threading.Lock()
-        self._closing = threading.Lock()
-        self._halt = halt = threading.Event()  # ends a wait for rows and for the stores' rate limiters
-        self._shut = shut = threading.Event()  # the same, for good
-        if not self._builder.collective:  # other ranks need what was asked for
-            for sampler in self._builder.samplers:
-                sampler.stopping = lambda: halt.is_set() or shut.is_set()
+        self._turn = threading.RLock()  # of whoever uses the loader; held while a batch is waited for
+        self._closing = threading.RLock()  # a signal's handler may close while its thread does
 
     def after_fork(self) -> None:
         """In a forked child: locks that threads of the parent held are free; those threads are not here."""
         self._make_locks()
-        if self._closed:
-            self._shut.set()
+        self._loader.after_fork()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -260,7 +247,8 @@ class Replay:
 
     def _open_builder(
         self, config: ReplayConfig, group: ProcessGroup | RankGroup | None, mesh: Mesh | None
-    ) -> BatchBuilder[Any]:
+    ) -> tuple[BatchBuilder[Any], Callable[[], object] | None]:
+        """The builder, and what releases what it holds besides memory."""
         alone = group is None and mesh is None
         over_steps = any(traits_of(each).over_steps for each in strategies_of(self.selection))
         if (config.view is not None and not alone) or (over_steps and not (alone and config.device is None)):
@@ -268,15 +256,20 @@ class Replay:
                 "views and draws over steps are of this process's stores, in host memory: leave out group, mesh and "
                 "device"
             )
+        check_step_priorities(
+            self.stores,
+            self.selection,
+            local=alone and config.device is None,
+            windows=config.view is not None or config.window is not None,
+        )
         make = functools.partial(make_samplers, self.stores, self.selection, config)
         if alone:
             if config.device is None:
-                return HostBatchBuilder(make(), self.selection, config.batch_size, config.view)
+                return HostBatchBuilder(make(), self.selection, config.batch_size, config.view), None
             from geartrain.replay.device.builder import DeviceBatchBuilder
 
             on_device = DeviceBatchBuilder(make(), self.selection, config.batch_size, config.device)
-            weakref.finalize(self, _close_here, os.getpid(), on_device.close)  # one that is dropped unpins its memory
-            return on_device
+            return on_device, on_device.close
         from geartrain.replay.distributed.builder import DistributedBatchBuilder
 
         topology = topology_of(group, mesh)
@@ -289,8 +282,7 @@ class Replay:
             if ranks is not group:
                 ranks.close()
             raise
-        weakref.finalize(self, _close_here, os.getpid(), builder.assembler.close)
-        return builder
+        return builder, builder.assembler.close
 
     # --- batches --------------------------------------------------------------------------------------------
 
@@ -298,16 +290,14 @@ class Replay:
         """Batches from the current step on. One iteration at a time: a new one ends the one before."""
         with self._turn:
             self._check_open()
-            self._restart()
+            self._loader.restart()
             self._iteration += 1
-            self._stop = None if self.num_batches is None else self._step + self.num_batches
-            if self._builder.collective and self._config.prefetch and self._stop != self._step:
-                # All ranks have to ask before any of them gets a batch, and engines may ask one after the other.
-                self._ask(self._taken_updates())
-            return self._iterate(self._iteration, self._stop)
+            stop = None if self.num_batches is None else self.step + self.num_batches
+            self._loader.begin(stop)
+            return self._iterate(self._iteration, stop)
 
     def _iterate(self, iteration: int, stop: int | None) -> Iterator[Batch]:
-        while iteration == self._iteration and (stop is None or self._step < stop):
+        while iteration == self._iteration and (stop is None or self.step < stop):
             yield self.sample()
 
     def sample(self) -> Batch:
@@ -330,91 +320,13 @@ class Replay:
         asked_s = time.perf_counter()
         if self._started_s is None:
             self._started_s = asked_s
-        if self._builds_here():
-            built = self._builder.finish(self._builder.start(self._step, self._state, []))
-        else:
-            if self._ahead is not None and not self._ahead.is_mine():
-                self._restart()  # a forked child has none of its parent's threads
-            try:
-                # Over ranks, and of a rate limiter, the thread has an answer in time, if only that there is none.
-                told = self._builder.collective or any(
-                    store.native.limited or store.native.live_clients() > 1 for store in self.stores
-                )
-                patience_s = self._config.timeout_s + (2 * NOTE_S if told else 0)
-                ahead = self._ask(self._taken_updates())
-                self._check_open()  # `close` interrupts the thread that it finds, and it may have come before this one
-                built = ahead.get(patience_s)
-            except StillBuildingError:  # the next call may have it
-                waits = "; ".join(sampler.describe_wait() for sampler in self._builder.samplers)
-                raise WaitTimeoutError(f"no batch was ready within {patience_s:g} s: {waits}") from None
-            except KeyboardInterrupt:
-                self._give_up("interrupted")
-                raise
-            except BaseException:
-                if not self._closed:  # else `close` does
-                    self._restart()
-                raise
-        if self._placement is not None:
-            self._placement.note(built.make_s)
-        built.deliver()
+        built = self._loader.next()
         batch = built.batch
         self._last_s = time.perf_counter()
         self._wait_s += self._last_s - asked_s
         self._batches += 1
         self._bytes += batch.nbytes
-        self._step += 1
-        self._state = built.state
         return batch
-
-    def _builds_here(self) -> bool:
-        """Whether this thread builds the next batch; the prefetch thread is ended once its batches are used up."""
-        if self._placement is None:
-            return self._config.prefetch == 0 and not self._builder.collective
-        if not self._placement.here:
-            return False
-        if self._ahead is not None and self._ahead.is_mine() and self._asked >= self._step:
-            return False
-        self._restart()
-        return True
-
-    def _ask(self, updates: list[PriorityUpdate]) -> Prefetcher[BuiltBatch]:
-        """The thread that makes batches, with leave to make the one that is `prefetch` ahead of the next."""
-        last = self._step + self._config.prefetch
-        if self._placement is not None and self._placement.here:
-            last = self._step  # those that are ready already are used up
-        if self._stop is not None and self._step < self._stop:
-            last = min(last, self._stop - 1)  # nobody will ask for more
-        if self._ahead is None:
-            step, state, builder = self._step, self._state, self._builder
-
-            def start_next(updates: list[PriorityUpdate]) -> Any:
-                nonlocal step, state
-                started = builder.start(step, state, updates)
-                step, state = step + 1, started.state
-                return started
-
-            self._ahead = Prefetcher(
-                start_next, "geartrain-prefetch", builder.finish, builder.enter, overlaps=builder.overlaps
-            )
-            self._finalizer = weakref.finalize(
-                self, _stop, self._ahead, self._halt, self._config.timeout_s, self._builder.collective
-            )
-            self._asked = self._step - 1
-        while self._asked < last:
-            self._asked += 1
-            self._ahead.ask(updates)
-            updates = []
-        self._return_updates(updates)  # with the next request, when this one asked for nothing
-        return self._ahead
-
-    def _taken_updates(self) -> list[PriorityUpdate]:
-        with self._updates_lock:
-            updates, self._updates = self._updates, []
-        return updates
-
-    def _return_updates(self, updates: list[PriorityUpdate]) -> None:
-        with self._updates_lock:
-            self._updates = [*updates, *self._updates]
 
     def __len__(self) -> int:
         """Batches per iteration. Raises TypeError for an endless replay."""
@@ -451,12 +363,7 @@ class Replay:
         values = np.broadcast_to(array, (len(rows),)) if array.ndim == 0 else array
         if values.shape != (len(rows),):
             raise ArgumentError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
-        update = PriorityUpdate(rows, np.array(values))
-        with self._updates_lock:  # alpha is followed, and used, by one thread at a time
-            gone = self._builder.submit_updates(update, self._step)
-            if gone is None:
-                self._updates.append(update)
-        return 0 if gone is None else gone
+        return self._loader.submit_updates(PriorityUpdate(rows, np.array(values)))
 
     # --- state and figures ----------------------------------------------------------------------------------
 
@@ -471,8 +378,8 @@ class Replay:
         """
         with self._turn:
             self._check_open()
-            self._restart()
-            self._builder.settle(self._step, self._taken_updates())
+            self._loader.restart()
+            self._builder.settle(self.step, self._loader.take_updates())
 
     @property
     def field_names(self) -> list[str]:
@@ -482,7 +389,7 @@ class Replay:
     @property
     def step(self) -> int:
         """The number of the next batch."""
-        return self._step
+        return self._loader.step
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on with the same batches, given the same rows, as a few numbers for JSON.
@@ -491,8 +398,8 @@ class Replay:
         """
         return {
             "seed": self.selection.seed,
-            "step": self._step,
-            "state": [dict(state) for state in self._state],
+            "step": self.step,
+            "state": [dict(state) for state in self._loader.state],
             "exponents": [sampler.alpha for sampler in self._builder.samplers],
             **self._identities(),
         }
@@ -522,10 +429,10 @@ class Replay:
                 raise ArgumentError(f"the state was taken with the same stores in another order: {then}, found {now}")
         with self._turn:
             self._check_open()
-            self._restart()
-            self._taken_updates()  # and dropped
-            self._step = int(state["step"])
-            self._state = [{name: int(value) for name, value in each.items()} for each in state["state"]]
+            self._loader.restart()
+            self._loader.take_updates()  # and dropped
+            self._loader.step = int(state["step"])
+            self._loader.state = [{name: int(value) for name, value in each.items()} for each in state["state"]]
             for sampler, alpha in zip(self._builder.samplers, state["exponents"], strict=True):
                 sampler.alpha = float(alpha)
             self._builder.rewind()
@@ -581,38 +488,22 @@ class Replay:
             if self._released:
                 return
             self._closed = True
-            self._shut.set()
+            self._loader.shut()
+            # Also where this is the thread that waits, in a signal's handler.
+            self._loader.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
             if not self._turn.acquire(blocking=False):
-                if self._ahead is not None:
-                    self._ahead.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
                 if self._builder.collective and not self._turn.acquire(timeout=LEAVE_S):
                     self._builder.abort("closed while a batch was waited for")
                     self._turn.acquire()
                 elif not self._builder.collective:
                     self._turn.acquire()
             try:
-                self._restart()
-                self._released = True
-                if not self._foreign:
+                self._loader.restart()
+                released, self._released = self._released, True
+                if not released and not self._foreign:
                     self._builder.close()
             finally:
                 self._turn.release()
-
-    def _restart(self) -> None:
-        if self._ahead is not None:
-            # Other ranks make what was asked for as well, and need this one for it.
-            left = _stop(self._ahead, self._halt, self._config.timeout_s, self._builder.collective)
-            self._return_updates([update for updates in left for update in updates])
-            self._ahead = None
-        if self._finalizer is not None:
-            self._finalizer.detach()  # or it would keep every prefetcher there ever was
-            self._finalizer = None
-
-    def _give_up(self, reason: str) -> None:
-        self._builder.abort(reason)
-        if self._ahead is not None:
-            _stop(self._ahead, self._halt, 0.5, False)  # a wait looks at it every 10 ms
-            self._ahead = None
 
     def __enter__(self) -> Replay:
         return self
@@ -622,7 +513,7 @@ class Replay:
 
     def __repr__(self) -> str:
         stores = self.stores[0] if len(self.stores) == 1 else self.stores
-        return f"Replay({stores!r}, {self.selection!r}, batch_size={self.batch_size}, step={self._step})"
+        return f"Replay({stores!r}, {self.selection!r}, batch_size={self.batch_size}, step={self.step})"
 
 
 _replays: weakref.WeakSet[Replay] = weakref.WeakSet()
@@ -640,13 +531,3 @@ def _close_here(pid: int, close: Callable[[], object]) -> None:
     """Closes what belongs to a process, unless this is one that was forked from it."""
     if pid == os.getpid():
         close()
-
-
-def _stop(ahead: Prefetcher[Any], halt: threading.Event, timeout_s: float, finish: bool) -> list[Any]:
-    if not ahead.is_mine():
-        return []  # in a forked child, where a thread of the parent may hold the event's lock for ever
-    halt.set()
-    try:
-        return ahead.stop(timeout_s, finish=finish)
-    finally:
-        halt.clear()

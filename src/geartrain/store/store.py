@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
@@ -29,12 +28,13 @@ from geartrain.errors import (
     StoreExistsError,
     StoreMissingError,
 )
-from geartrain.store.columns import Columns, as_column
+from geartrain.store.columns import as_column
+from geartrain.store.handle import StoreHandle
 from geartrain.store.insert import CASTINGS, Casting, insert_rows
-from geartrain.store.rate_limiter import RateLimiter
+from geartrain.store.priorities import set_priorities
 from geartrain.store.recorder import StepRecorder
 from geartrain.store.row import Row, Rows
-from geartrain.store.segment import REMOVERS, Remover, check_schema, create_segment, remove_unused, schema_of_segment
+from geartrain.store.segment import PriorityPer, Remover, check_schema, create_segment, remove_unused
 
 if TYPE_CHECKING:
     from geartrain.store.checkpoint_reader import Checkpoint
@@ -42,11 +42,8 @@ if TYPE_CHECKING:
 
 Create = Literal["never", "missing", "replace"]
 
-#: Named states of a row, as `Store.status` reports them.
-ROW_STATES = ("free", "writing", "committed", "exhausted", "open")
 
-
-class Store:
+class Store(StoreHandle):
     """A table of trajectories shared by every process of this host.
 
     Create one with `Store.create`, join one with `Store.open`, restore one with `Store.load`. A store is a
@@ -73,18 +70,6 @@ class Store:
         1
     """
 
-    def __init__(self, native: _native.Store, name: str, trust: Trust = "user") -> None:
-        self._native = native
-        self._name = name
-        self._trust: Trust = trust
-        about = native.describe()
-        self._about: dict[str, Any] = about
-        self._fields, max_length = schema_of_segment(native)
-        self._columns = Columns(native, self._fields, max_length)
-        #: Bounds the ratio of samples to inserts; off until it is set.
-        self.limiter: RateLimiter = self._columns.limiter
-        self._origin: str | None = None
-
     # --- creating and joining ---------------------------------------------------------------------------------
 
     @overload
@@ -103,6 +88,7 @@ class Store:
         max_times_sampled: int | None = None,
         max_age_s: float | None = None,
         priority_fraction_bits: int = 16,
+        priority_per: PriorityPer = "row",
         persist: bool | None = None,
         reserve: bool = True,
         trust: Trust = "user",
@@ -125,6 +111,7 @@ class Store:
         max_times_sampled: int | None = None,
         max_age_s: float | None = None,
         priority_fraction_bits: int = 16,
+        priority_per: PriorityPer = "row",
         persist: bool | None = None,
         reserve: bool = True,
         trust: Trust = "user",
@@ -146,6 +133,7 @@ class Store:
         max_times_sampled: int | None = None,
         max_age_s: float | None = None,
         priority_fraction_bits: int = 16,
+        priority_per: PriorityPer = "row",
         persist: bool | None = None,
         reserve: bool = True,
         trust: Trust = "user",
@@ -174,6 +162,9 @@ class Store:
             max_age_s: a row is removed once it is older, in seconds since its commit. No limit by default.
             priority_fraction_bits: priorities are kept as round(priority * 2**bits) in 32 bits. The default of 16
                 holds 1.5e-5 to 65535; larger priorities saturate, smaller ones become the smallest, both counted.
+            priority_per: "row", or "step": every step has a priority of its own, and `Prioritized` draws steps in
+                proportion to theirs (docs/selection.md). New steps get the priority that their row is inserted with. It
+                takes 8.6 bytes for each of `capacity * max_length` steps, of which there may be 2**32 - 16.
             persist: keep the segment after the last process has closed it. By default for paths only.
             reserve: allocate the memory or disk space now, so that a lack of it is an error here. With False it is
                 allocated when it is first written to, and once the file system is full the writer dies of SIGBUS.
@@ -216,6 +207,7 @@ class Store:
             max_times_sampled=max_times_sampled,
             max_age_s=max_age_s,
             priority_fraction_bits=priority_fraction_bits,
+            priority_per=priority_per,
             persist=persist,
             reserve=reserve,
             trust=check_trust(trust),
@@ -349,7 +341,7 @@ class Store:
             store.unlink()
             store.close()
             raise
-        store._origin = found.id
+        store.note_origin(found.id)
         return store
 
     def save(
@@ -387,8 +379,8 @@ class Store:
         from geartrain.store.checkpoint_writer import save
 
         return save(
-            self._native,
-            self._fields,
+            self.native,
+            self.fields,
             self.max_length,
             self.options,
             directory,
@@ -397,84 +389,6 @@ class Store:
             origin=self.origin,
             progress=progress,
         )
-
-    # --- what it is -----------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """The name it was created or opened with; a random one where none was given."""
-        return self._name
-
-    @property
-    def id(self) -> int:
-        """The segment's id, a random number of 64 bits, which its keys carry: the same for all who have it open."""
-        return self._columns.store_id
-
-    @property
-    def path(self) -> Path:
-        """The file that the segment is."""
-        return Path(self._about["path"])
-
-    @property
-    def trust(self) -> Trust:
-        """Who may write to the segment, as it was created or opened with."""
-        return self._trust
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        """The columns, in the order they were given."""
-        return dict(self._fields)
-
-    @property
-    def capacity(self) -> int:
-        """Rows there is room for."""
-        return int(self._about["capacity"])
-
-    @property
-    def origin(self) -> str | None:
-        """The id of the checkpoint that this handle was loaded from, whose files the next one can link; or None."""
-        return self._origin
-
-    @property
-    def max_length(self) -> int:
-        """The longest row, in steps."""
-        return int(self._about["max_length"])
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole segment in bytes."""
-        return int(self._about["nbytes"])
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The limits it was created with, under the names `create` has for them."""
-        about = self._about
-        return {
-            "capacity": about["capacity"],
-            "max_rows": about["max_rows"],
-            "remover": REMOVERS[about["remover"]],
-            "max_times_sampled": about["max_times_sampled"] or None,
-            "max_age_s": about["max_age_ns"] / 1e9 or None,
-            "priority_fraction_bits": about["priority_fraction_bits"],
-            "persist": about["persist"],
-        }
-
-    def __len__(self) -> int:
-        """Rows that can be selected now."""
-        return int(self._native.committed_count())
-
-    def stats(self) -> dict[str, int]:
-        """How many rows are in which state, and counts of everything that happened since the store was created.
-
-        The counters live in the segment, so they cover all processes: inserted, evicted, expired, exhausted,
-        deleted, abandoned, reclaimed, sampled, torn, stale_keys, priorities_updated, priorities_saturated,
-        priorities_rounded_up, repairs.
-        """
-        return dict(self._native.counters())
-
-    def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{len(self)}/{self.capacity} rows"
-        return f"Store({self._name!r}, {state}, fields={list(self._fields)}, {self.nbytes / 1e6:.1f} MB)"
 
     # --- writing --------------------------------------------------------------------------------------------
 
@@ -492,16 +406,16 @@ class Store:
         Raises:
             StoreFullError: every block is being written.
         """
-        return Row(self._columns, self._native.allocate_one(), priority, version)
+        return Row(self.columns, self.native.allocate_one(), priority, version)
 
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
         """`n` blocks at once, to be written in place and committed together.
 
-        All or nothing, unless the process is killed in the middle of the commit: then some may be there, each whole.
+        All or nothing, also when the process is killed in the middle of the commit.
         """
         if not 1 <= check_whole("the number of rows", n) < 2**32:
             raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {n}")
-        return Rows(self._columns, self._native.allocate(n), priority, version)
+        return Rows(self.columns, self.native.allocate(n), priority, version)
 
     def insert(
         self,
@@ -534,10 +448,10 @@ class Store:
         half the store's) go in pieces of so many, each all or nothing.
         """
         if lengths is None and priorities is None and versions is None and casting in CASTINGS:
-            raw = self._columns.inserter.insert(fields, 0 if threads is None else default_threads(threads))
+            raw = self.columns.inserter.insert(fields, 0 if threads is None else default_threads(threads))
             if raw is not None:
                 return Keys.packed(raw, self.id)
-        return insert_rows(self._columns, fields, lengths, priorities, versions, default_threads(threads), casting)
+        return insert_rows(self.columns, fields, lengths, priorities, versions, default_threads(threads), casting)
 
     def recorder(
         self,
@@ -571,7 +485,7 @@ class Store:
                 numbers that do not fit the store.
         """
         return StepRecorder(
-            self._columns,
+            self.columns,
             n_envs,
             observations=observations,
             publish_every=publish_every,
@@ -583,29 +497,30 @@ class Store:
     # --- changing and removing ------------------------------------------------------------------------------
 
     def update_priorities(self, keys: Keys, priorities: ArrayLike) -> int:
-        """Sets the priorities of rows, by key; returns how many keys were stale and skipped.
+        """Sets the priorities of rows, or of steps, by key; returns how many keys were stale and skipped.
 
         Args:
-            keys: of committed rows; a key given twice gets the last of its priorities.
+            keys: of committed rows; with `priority_per="step"` those of steps, as batches have them. A key given twice
+                gets the last of its priorities.
             priorities: (n,) finite and >= 0. All are checked before any is set.
 
         Raises:
-            ArgumentError: keys of another store (`geartrain.Replay.update_priorities` takes those of several). None of
-                the priorities is set.
-            SchemaError: a priority that is none.
+            ArgumentError: keys of another store (`geartrain.Replay.update_priorities` takes those of several), or of
+                rows where priorities are of steps, or the other way round. None of the priorities is set.
+            SchemaError: a priority that is none, or a step that no row can have.
 
         Cost: no lock (one with the lowest_priority remover or max_times_sampled); a cache miss per level of the tree.
         """
-        check_keys(keys).check_store(self.id, self._name)
+        check_keys(keys).check_store(self.id, self.name)
         if hasattr(priorities, "detach"):
             priorities = priorities.detach().cpu()
         column = as_column(priorities, len(keys), np.float64, "priorities")
         if column is None:
             raise SchemaError("update_priorities needs priorities, found None")
-        return int(self._native.update_priorities(keys.row, keys.generation, column))
+        return set_priorities(self, keys, column)
 
     def raise_priorities(self, power: float) -> None:
-        """Raises the priorities of all rows to a power; zero stays zero.
+        """Raises the priorities of all rows, or steps, to a power; zero stays zero.
 
         For prioritized replay whose alpha changes: the power is the new alpha divided by the old one. Priorities
         that other processes set meanwhile are raised or not.
@@ -613,11 +528,11 @@ class Store:
         Raises:
             ArgumentError: the power is not above zero and finite.
 
-        Cost: a pass over the priorities, about 20 ns a row.
+        Cost: a pass over the priorities, about 20 ns each.
         """
         if not check_real("power", power) > 0:
             raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
-        self._native.raise_priorities(power)
+        self.native.raise_priorities(power)
 
     def delete(self, keys: Keys) -> int:
         """Removes rows, by key; returns how many were already gone.
@@ -625,12 +540,12 @@ class Store:
         Raises:
             ArgumentError: keys of another store. No row is removed.
         """
-        check_keys(keys).check_store(self.id, self._name)
-        return int(self._native.remove(keys.row, keys.generation))
+        check_keys(keys).check_store(self.id, self.name)
+        return int(self.native.remove(keys.row, keys.generation))
 
     def expire(self) -> int:
         """Removes the rows older than `max_age_s`; returns how many. Sampling and inserting do it as well."""
-        return int(self._native.expire())
+        return int(self.native.expire())
 
     def reap(self) -> int:
         """Reclaims the blocks of dead processes; returns how many processes were found dead.
@@ -638,92 +553,19 @@ class Store:
         Also done when a process joins, when free rows run out, and, where sums of priorities are concerned, by whoever
         draws.
         """
-        return int(self._native.reap())
+        return int(self.native.reap())
 
     def audit(self) -> list[str]:
         """Everything in the store's metadata that is inconsistent, a sentence each; empty for a sound store."""
-        return list(self._native.audit())
+        return list(self.native.audit())
 
-    # --- reading --------------------------------------------------------------------------------------------
-
-    def keys(self) -> Keys:
-        """The keys of all selectable rows, oldest first."""
-        rows, generations = self._native.keys()
-        return Keys.of_rows(rows, generations, self.id)
-
-    def status(self, keys: Keys | None = None) -> dict[str, NDArray[Any]]:
-        """Metadata of some rows (of all selectable ones by default), an array (n,) each.
-
-        sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
-        (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES). A key is
-        stale where `generation` is not the key's.
-
-        Raises:
-            ArgumentError: keys of another store.
-        """
-        keys = self.keys() if keys is None else check_keys(keys)
-        keys.check_store(self.id, self._name)
-        infos = dict(self._native.infos(keys.row))
-        infos["priority"] = infos["priority"] / 2.0 ** self._about["priority_fraction_bits"]
-        return infos
-
-    def column(self, name: str) -> NDArray[Any]:
-        """All blocks of a field, (capacity, max_length, *shape) or (capacity, *shape), a view of the shared memory.
-
-        Free and half-written blocks are in it as well; to read rows safely use `geartrain.replay.fetch`.
-        The types NumPy lacks are shown as unsigned integers of their size.
-        """
-        return self._columns.raw(name)
-
-    def field_number(self, name: str) -> int:
-        """A field's place among the fields. Raises `FieldError` for an unknown one."""
-        return self._columns.number(name)
-
-    @property
-    def native(self) -> _native.Store:
-        """The native store, for the layers above."""
-        return self._native
-
-    # --- leaving --------------------------------------------------------------------------------------------
-
-    @property
-    def closed(self) -> bool:
-        """Whether this handle was closed."""
-        return bool(self._native.closed)
-
-    def close(self, *, keep: bool = False) -> None:
-        """Closes the handle: rows it is writing are abandoned.
-
-        Calls of other threads are waited for; those that wait for the rate limiter or for another process end with
-        `StoreClosedError`. A store in a file is written to its disk by the last process to leave.
-
-        The last process to leave removes the segment, unless it persists. With `keep=True` it stays, and a later
-        process joins it with `Store.open(name, adopt=True)`. Views already taken stay readable.
-
-        Raises:
-            ArgumentError: `keep=True` for a store without a name, which nobody could adopt.
-            LockTimeoutError: another process that holds the store's lock is stopped. The handle is closed, and others
-                take this process for dead.
-        """
-        if keep and anonymous.is_anonymous(self._name):
-            raise ArgumentError("keep=True needs a name: a store without one is removed with its last process")
-        self._native.close(keep)
-
-    def unlink(self) -> bool:
-        """Removes the segment's name; the memory is freed when the last process unmaps it. False if already gone."""
-        return bool(self._native.unlink())
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    # --- pickling -------------------------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        if anonymous.is_anonymous(self._name):
+        if anonymous.is_anonymous(self.name):
             anonymous.check_may_pickle()
-            return _open_anonymous, (self._name, self._trust)
-        return _open_named, (self._name, self._trust)
+            return _open_anonymous, (self.name, self.trust)
+        return _open_named, (self.name, self.trust)
 
 
 def _open_named(name: str, trust: Trust) -> Store:
@@ -746,4 +588,4 @@ def _open_anonymous(name: str, trust: Trust) -> Store:
         ) from None
 
 
-__all__ = ["ROW_STATES", "Store"]
+__all__ = ["Store"]

@@ -1,0 +1,240 @@
+"""Batch loader: the batches of consecutive steps, built on a prefetch thread or on the consumer's own.
+
+What is drawn follows from the step, the strategies' state and the priority updates that came before each request, not
+from which thread builds, nor when.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from geartrain.errors import StoreClosedError, WaitTimeoutError
+from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State
+from geartrain.replay.config import ReplayConfig
+from geartrain.replay.distributed.rank_group import NOTE_S
+from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
+from geartrain.store.store import Store
+
+
+class _Flag:
+    """A bool that is looked at time and again. Without a lock, which a signal's handler could find taken."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        """True from now on."""
+        self._set = True
+
+    def clear(self) -> None:
+        """False from now on."""
+        self._set = False
+
+    def is_set(self) -> bool:
+        """What it is."""
+        return self._set
+
+
+class BatchLoader:
+    """Builds the batch of each step, up to `prefetch` of them ahead.
+
+    One thread at a time calls it, apart from `submit_updates`, `take_updates`, `shut` and `interrupt`, which any thread
+    may call meanwhile.
+
+    Attributes:
+        step: the number of the next batch.
+        state: the strategies' state before it.
+    """
+
+    def __init__(self, builder: BatchBuilder[Any], config: ReplayConfig, stores: Sequence[Store]) -> None:
+        self.step = 0
+        self.state: State = [{} for _ in stores]
+        self._builder = builder
+        self._stores = stores
+        self._prefetch = config.prefetch
+        self._timeout_s = config.timeout_s
+        # Over ranks and on devices batches are always built on the prefetch thread.
+        local = config.prefetch > 0 and isinstance(builder, HostBatchBuilder)
+        self._placement = BuildPlacement() if local else None
+        self._updates: list[PriorityUpdate] = []
+        self._stop: int | None = None  # the step after the last one that is wanted
+        self._asked = -1  # the last step that the thread has leave to build
+        self._ahead: Prefetcher[BuiltBatch] | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._make_locks()
+
+    def _make_locks(self) -> None:
+        self._updates_lock = threading.RLock()
+        self._halt = halt = _Flag()  # ends a wait for rows and for the stores' rate limiters
+        self._shut = shut = _Flag()  # the same, for good
+        if not self._builder.collective:  # other ranks need what was asked for
+            for sampler in self._builder.samplers:
+                sampler.stopping = lambda: halt.is_set() or shut.is_set()
+
+    def after_fork(self) -> None:
+        """In a forked child: locks that threads of the parent held are free; those threads are not here."""
+        was_shut = self._shut.is_set()
+        self._make_locks()
+        if was_shut:
+            self._shut.set()
+
+    # --- batches --------------------------------------------------------------------------------------------
+
+    def begin(self, stop: int | None) -> None:
+        """Begins an iteration that ends before step `stop` (None: it has no end)."""
+        self._stop = stop
+        if self._builder.collective and self._prefetch and stop != self.step:
+            # All ranks have to ask before any of them gets a batch, and engines may ask one after the other.
+            self._ask(self.take_updates())
+
+    def next(self) -> BuiltBatch:
+        """The batch of `step`, which moves on by one.
+
+        Raises:
+            WaitTimeoutError: not within the time; the next call may have it.
+            StoreClosedError: `shut` was called. And what the builder raises.
+        """
+        if self._builds_here():
+            built = self._builder.finish(self._builder.start(self.step, self.state, []))
+        else:
+            built = self._next_ahead()
+        if self._placement is not None:
+            self._placement.note(built.make_s)
+        built.deliver()
+        self.step += 1
+        self.state = built.state
+        return built
+
+    def _next_ahead(self) -> BuiltBatch:
+        if self._ahead is not None and not self._ahead.is_mine():
+            self.restart()  # a forked child has none of its parent's threads
+        try:
+            # Over ranks, and of a rate limiter, the thread has an answer in time, if only that there is none.
+            told = self._builder.collective or any(
+                store.native.limited or store.native.live_clients() > 1 for store in self._stores
+            )
+            patience_s = self._timeout_s + (2 * NOTE_S if told else 0)
+            ahead = self._ask(self.take_updates())
+            if self._shut.is_set():  # `interrupt` is for the thread that it finds, and may have come before this one
+                raise StoreClosedError("this replay was closed")
+            return ahead.get(patience_s)
+        except StillBuildingError:  # the next call may have it
+            waits = "; ".join(sampler.describe_wait() for sampler in self._builder.samplers)
+            raise WaitTimeoutError(f"no batch was ready within {patience_s:g} s: {waits}") from None
+        except KeyboardInterrupt:
+            self._give_up("interrupted")
+            raise
+        except BaseException:
+            # Over ranks whoever shuts does it, after it has told the others.
+            if not (self._shut.is_set() and self._builder.collective):
+                self.restart()
+            raise
+
+    def _builds_here(self) -> bool:
+        """Whether this thread builds the next batch; the prefetch thread is ended once its batches are used up."""
+        if self._placement is None:
+            return self._prefetch == 0 and not self._builder.collective
+        if not self._placement.here:
+            return False
+        if self._ahead is not None and self._ahead.is_mine() and self._asked >= self.step:
+            return False
+        self.restart()
+        return True
+
+    def _ask(self, updates: list[PriorityUpdate]) -> Prefetcher[BuiltBatch]:
+        """The thread that makes batches, with leave to make the one that is `prefetch` ahead of the next."""
+        last = self.step + self._prefetch
+        if self._placement is not None and self._placement.here:
+            last = self.step  # those that are ready already are used up
+        if self._stop is not None and self.step < self._stop:
+            last = min(last, self._stop - 1)  # nobody will ask for more
+        ahead = self._ahead  # a signal's handler may close the replay in here
+        if ahead is None:
+            step, state, builder = self.step, self.state, self._builder
+
+            def start_next(updates: list[PriorityUpdate]) -> Any:
+                nonlocal step, state
+                started = builder.start(step, state, updates)
+                step, state = step + 1, started.state
+                return started
+
+            ahead = self._ahead = Prefetcher(
+                start_next, "geartrain-prefetch", builder.finish, builder.enter, overlaps=builder.overlaps
+            )
+            self._finalizer = weakref.finalize(
+                self, _stop, ahead, self._halt, self._timeout_s, self._builder.collective
+            )
+            self._asked = self.step - 1
+        while self._asked < last:
+            self._asked += 1
+            ahead.ask(updates)
+            updates = []
+        self._return_updates(updates)  # with the next request, when this one asked for nothing
+        return ahead
+
+    # --- priority updates -----------------------------------------------------------------------------------
+
+    def submit_updates(self, update: PriorityUpdate) -> int:
+        """Applies priorities, or keeps them for the next request; returns how many rows are known to be gone.
+
+        Raises:
+            ArgumentError: a priority that is not finite, or keys of other stores.
+        """
+        with self._updates_lock:  # alpha is followed, and used, by one thread at a time
+            gone = self._builder.submit_updates(update, self.step)
+            if gone is None:
+                self._updates.append(update)
+        return 0 if gone is None else gone
+
+    def take_updates(self) -> list[PriorityUpdate]:
+        """The updates that were kept; they are the caller's now."""
+        with self._updates_lock:
+            updates, self._updates = self._updates, []
+        return updates
+
+    def _return_updates(self, updates: list[PriorityUpdate]) -> None:
+        with self._updates_lock:
+            self._updates = [*updates, *self._updates]
+
+    # --- leaving --------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Ends the prefetch thread. Batches that it has built are dropped, and built again when they are asked for."""
+        ahead, finalizer = self._ahead, self._finalizer
+        if ahead is not None:
+            # Other ranks make what was asked for as well, and need this one for it.
+            left = _stop(ahead, self._halt, self._timeout_s, self._builder.collective)
+            self._return_updates([update for updates in left for update in updates])
+            self._ahead = None
+        if finalizer is not None:
+            finalizer.detach()  # or it would keep every prefetcher there ever was
+            self._finalizer = None
+
+    def _give_up(self, reason: str) -> None:
+        self._builder.abort(reason)
+        if self._ahead is not None:
+            _stop(self._ahead, self._halt, 0.5, False)  # a wait looks at it every 10 ms
+            self._ahead = None
+
+    def shut(self) -> None:
+        """Ends waits for rows and limiters, for good."""
+        self._shut.set()
+
+    def interrupt(self, error: BaseException) -> None:
+        """Has a `next` that waits for the prefetch thread raise this."""
+        ahead = self._ahead  # its thread may drop it meanwhile
+        if ahead is not None:
+            ahead.interrupt(error)
+
+
+def _stop(ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, finish: bool) -> list[Any]:
+    if not ahead.is_mine():
+        return []
+    halt.set()
+    try:
+        return ahead.stop(timeout_s, finish=finish)
+    finally:
+        halt.clear()
