@@ -166,7 +166,7 @@ def test_a_callback_that_came_beside_a_wait_that_gave_up_is_called(nodes) -> Non
     assert called_back.wait(patience(10))
 
 
-class Interruption(Exception):
+class InterruptionError(Exception):
     pass
 
 
@@ -174,12 +174,12 @@ def test_a_call_that_a_signal_interrupts_is_cancelled_at_the_peer(nodes) -> None
     client, _ = nodes
 
     def interrupt(*_: Any) -> None:
-        raise Interruption
+        raise InterruptionError
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(Interruption):
+        with pytest.raises(InterruptionError):
             client.call("server", "hostile-nodes.wait", 60.0)
     finally:
         signal.signal(signal.SIGALRM, before)

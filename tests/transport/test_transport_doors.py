@@ -87,12 +87,12 @@ def test_memory_of_python_objects_is_neither_sent_nor_exposed_nor_written(ends) 
     assert type(objects[0]) is object
 
 
-class Interruption(Exception):
+class InterruptionError(Exception):
     pass
 
 
 def interrupt(*_: Any) -> None:
-    raise Interruption
+    raise InterruptionError
 
 
 @pytest.mark.parametrize("name", ["tcp", "inproc"])
@@ -108,7 +108,7 @@ def test_a_signal_interrupts_connect(name: str) -> None:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             began_s = time.monotonic()
-            with pytest.raises(Interruption):
+            with pytest.raises(InterruptionError):
                 transport.connect(address, transport=name, timeout_s=patience(600))
             assert time.monotonic() - began_s < patience(5)
         finally:

@@ -204,7 +204,7 @@ def close_beside_a_blocked_call(run: Run) -> None:
     run.tools.clean()
 
 
-class _Interruption(Exception):
+class _InterruptionError(Exception):
     """What a signal's handler raises."""
 
 
@@ -213,11 +213,11 @@ def raise_in_a_signal_handler(run: Run) -> None:
     subject = run.make()
 
     def raise_it(*_: object) -> None:
-        raise _Interruption
+        raise _InterruptionError
 
     for name, call in subject.blocked.items():
         ended = _signalled(run, name, call, raise_it)
-        if not isinstance(ended, _Interruption):
+        if not isinstance(ended, _InterruptionError):
             run.found(f"{name} ended with {ended!r} when a signal's handler raised")
     run.must("close", subject.close, "after a signal's handler has raised")
     run.tools.clean()
