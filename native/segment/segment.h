@@ -34,6 +34,12 @@
 // list, the clients' held lists, the heap, both trees, the bits, the counts. A commit takes effect with the one
 // store of its odd word; whatever a killed process had done before that is undone.
 //
+// Content. The bytes of a committed row stay what they are while its generation does, unless they are written in place
+// (Store::rewrite): the row's `content` number is odd meanwhile, and another even one afterwards. It is the time of the
+// commit, whose lowest bit is given up for it: one write in place moves it by two nanoseconds, and the row counts as
+// changed for whoever compares. Readers take it before and after a copy. Written under the lock; a row whose number is
+// found odd by a rebuild was lost with its writer, and is freed. Only in segments with kContentNumbers.
+//
 // Writers. Everything but the words' priorities and the priority nodes: the holder of Control::mutex (robust:
 // the kernel passes it on when its holder dies). Priorities: any attached process, by compare-and-swap, registered in
 // its Client::priority_writers meanwhile, so that a rebuild can wait until no update is in progress. Readers take no
@@ -66,9 +72,26 @@ constexpr uint64_t kMaxRows = 0xfffffff0u;  // rows are 32-bit numbers
 constexpr uint32_t kNoRow = 0xffffffffu;
 constexpr uint32_t kNoClient = 0xffffffffu;
 constexpr uint64_t kBlockAlignment = 64;
-constexpr uint64_t kKnownFeatures = 0;  // bits of required_features this build understands
+constexpr uint64_t kContentNumbers = 2;  // required_features: a reader has to look at the rows' content numbers
+constexpr uint64_t kKnownFeatures = kContentNumbers;  // bits of required_features this build understands
 
-enum class Remover : uint32_t { fifo = 0, lifo = 1, lowest_priority = 2 };
+// The remover is the low byte of Header::remover; above it, for those that go by a field, the field's number.
+enum class Remover : uint32_t {
+  fifo = 0,
+  lifo = 1,
+  lowest_priority = 2,
+  least_recently_sampled = 3,
+  most_sampled = 4,
+  lowest_value = 5,   // of a field that a row has once
+  highest_value = 6,  // likewise
+};
+constexpr uint32_t kRemovers = 7;
+constexpr Remover remover_of(uint32_t stored) {
+  return static_cast<Remover>(stored & 0xff);
+}
+constexpr uint32_t remover_field_of(uint32_t stored) {
+  return stored >> 8;
+}
 enum class RowState : uint8_t { free = 0, writing = 1, committed = 2, exhausted = 3, open = 4 };
 
 enum RegionId : uint32_t {
@@ -179,12 +202,12 @@ static_assert(sizeof(Control) <= 4096);
 struct RowStatus {
   std::atomic<uint64_t> sequence;  // 1, 2, 3, ... in the order of commits
   std::atomic<int64_t> version;
-  std::atomic<uint64_t> inserted_at_ns;  // wall clock
+  std::atomic<uint64_t> inserted_at_ns;  // wall clock; its lowest bits are the content number
   std::atomic<uint32_t> length;
   std::atomic<uint32_t> times_sampled;
   uint32_t previous, next;  // in the one list the row is on: free queue, order list or a client's held list
-  uint32_t heap_slot;
-  uint16_t owner;  // client slot, while writing, open or exhausted
+  uint32_t heap_slot;       // with least_recently_sampled: when it was sampled last
+  uint16_t owner;           // client slot, while writing, open or exhausted
   RowState state;
   uint8_t mark;  // scratch of the lock's holder
 };
@@ -228,6 +251,8 @@ struct StoreOptions {
   uint32_t max_times_sampled = 0;
   uint32_t priority_fraction_bits = 16;
   Remover remover = Remover::fifo;
+  uint32_t remover_field = 0;
+  bool content_numbers = true;
   bool persist = false;
   bool reserve = true;
   Trust trust = Trust::user;

@@ -67,7 +67,7 @@ void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, s
   check_held(rows);
   Control& c = control();
   check_the_cap(1);  // the others of one call can make room for each other
-  const uint64_t now_ns = wall_ns();
+  const uint64_t now_ns = commit_time();
   const bool ordered = header().remover == static_cast<uint32_t>(Remover::lowest_priority);
   // Where others have to make room, row by row: the first ones of a call may have to go for the last ones.
   const bool crowded = committed_count() + rows.size() > header().max_rows;
@@ -106,7 +106,7 @@ void Store::publish(std::span<const uint32_t> rows, const CommitValues& values, 
   check_held(rows);
   Control& c = control();
   check_the_cap(rows.size());
-  const uint64_t now_ns = wall_ns();
+  const uint64_t now_ns = commit_time();
   for (size_t i = 0; i < rows.size(); ++i) {
     const uint32_t row = rows[i];
     make_room_at_the_cap(sums);
@@ -142,7 +142,7 @@ void Store::seal(std::span<const uint32_t> rows) {
   ensure_client();
   Guard guard(*this);
   check_held(rows, RowState::open);
-  const uint64_t now_ns = wall_ns();
+  const uint64_t now_ns = commit_time();
   for (const uint32_t row : rows) seal_locked(row, now_ns);
 }
 
@@ -165,6 +165,10 @@ void Store::abandon(std::span<const uint32_t> rows) {
   }
 }
 
+uint64_t Store::commit_time() const {
+  return wall_ns() & ~(content_mask_ & 1);  // an even content number
+}
+
 uint64_t Store::write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t now_ns) {
   RowStatus& s = status()[row];
   s.sequence.store(control().next_sequence++, kRelaxed);
@@ -172,6 +176,7 @@ uint64_t Store::write_values(uint32_t row, size_t i, const CommitValues& values,
   s.length.store(values.lengths.empty() ? header().max_length : values.lengths[i], kRelaxed);
   s.version.store(values.versions.empty() ? 0 : values.versions[i], kRelaxed);
   s.times_sampled.store(0, kRelaxed);
+  note_sampled(row, samples_so_far());
   return make_word(generation_of(words()[row].load(kRelaxed)) + 1,
                    fixed_point(values.priorities.empty() ? 1.0 : values.priorities[i]));
 }
