@@ -11,6 +11,11 @@
 //     bits         u64 [capacity / 64, padded]    one bit a row: selectable
 //     bit_nodes    u64 [...]                      inner nodes of the tree that counts the bits
 //     heap         u32 [capacity]                 lowest priority first; only with that remover
+//     step_words   u64 [capacity * max_length, padded]  generation << 32 | priority of a step; only with
+//                                                 priorities of steps, as the two below
+//     step_nodes   u64 [...]                      inner nodes of the sum tree over the step words' priorities
+//     journals     StepJournal [257]              whose sums are in doubt should a process die: one a client, and one
+//                                                 of the lock's holder
 //     columns                                     one array per field, a block per row, blocks 64-byte aligned
 //
 // A row's life, and its generation g (32 bits, wraps):
@@ -29,6 +34,11 @@
 // One 64-bit word carries both generation and priority, so "change the priority if the key still holds" is one
 // compare-and-swap and a stale key cannot touch a new row. A key is (row, odd generation).
 //
+// Priorities of steps (required_features, kStepPriorities). Leaf row * max_length + step of a second sum tree is the
+// word of a step: its row's generation while the row is committed and has that step, and an even one with priority 0
+// otherwise. So a key (row, generation, step) is checked by one compare-and-swap, as a row's is. The rows' own words
+// have priority 0 in such a segment. The step words are authoritative, the nodes above them derived.
+//
 // Authoritative and derived state. Authoritative: the words; in the status table state, owner, sequence and the user's
 // numbers. Derived, and rebuilt from those whenever a process died inside the lock: the free queue, the order
 // list, the clients' held lists, the heap, both trees, the bits, the counts. A commit takes effect with the one
@@ -39,6 +49,10 @@
 // commit, whose lowest bit is given up for it: one write in place moves it by two nanoseconds, and the row counts as
 // changed for whoever compares. Readers take it before and after a copy. Written under the lock; a row whose number is
 // found odd by a rebuild was lost with its writer, and is freed. Only in segments with kContentNumbers.
+//
+// Journals. Before a client changes step words without the lock it notes their leaves, and the lock's holder the rows
+// whose step words it is about to change; both are struck out when the sums above them are right again. So after a
+// death only what the dead had noted is set right, however many steps there are.
 //
 // Writers. Everything but the words' priorities and the priority nodes: the holder of Control::mutex (robust:
 // the kernel passes it on when its holder dies). Priorities: any attached process, by compare-and-swap, registered in
@@ -72,8 +86,9 @@ constexpr uint64_t kMaxRows = 0xfffffff0u;  // rows are 32-bit numbers
 constexpr uint32_t kNoRow = 0xffffffffu;
 constexpr uint32_t kNoClient = 0xffffffffu;
 constexpr uint64_t kBlockAlignment = 64;
+constexpr uint64_t kStepPriorities = 1;  // required_features: every step has a priority of its own
 constexpr uint64_t kContentNumbers = 2;  // required_features: a reader has to look at the rows' content numbers
-constexpr uint64_t kKnownFeatures = kContentNumbers;  // bits of required_features this build understands
+constexpr uint64_t kKnownFeatures = kStepPriorities | kContentNumbers;  // bits this build understands
 
 // The remover is the low byte of Header::remover; above it, for those that go by a field, the field's number.
 enum class Remover : uint32_t {
@@ -102,6 +117,9 @@ enum RegionId : uint32_t {
   kBitNodesRegion,
   kHeapRegion,
   kColumnsRegion,
+  kStepWordsRegion,
+  kStepNodesRegion,
+  kStepJournalsRegion,
   kRegionCount = 16,  // the rest is zero, for later formats
 };
 
@@ -159,6 +177,18 @@ struct alignas(64) Client {
   std::atomic<uint32_t> priority_writers;  // threads in the middle of an update of priorities
 };
 static_assert(sizeof(Client) == 64);
+
+// What one client is changing among step words, or the lock's holder. `count` entries are in doubt while it is above 0;
+// kEverything: all of the tree.
+constexpr uint32_t kJournalEntries = 256;
+constexpr uint32_t kEverything = 0xffffffffu;
+struct alignas(64) StepJournal {
+  std::atomic<uint32_t> count;
+  uint32_t reserved[15];
+  std::atomic<uint32_t> entries[kJournalEntries];  // leaves; of the lock's holder: rows
+};
+static_assert(sizeof(StepJournal) == 64 + 4 * kJournalEntries);
+constexpr uint32_t kJournals = kMaxClients + 1;  // the last is the lock holder's
 
 // Events since the store was made. Relaxed atomics: exact when no process is active.
 struct Counters {
@@ -250,6 +280,7 @@ struct StoreOptions {
   uint64_t max_age_ns = 0;
   uint32_t max_times_sampled = 0;
   uint32_t priority_fraction_bits = 16;
+  bool step_priorities = false;
   Remover remover = Remover::fifo;
   uint32_t remover_field = 0;
   bool content_numbers = true;

@@ -109,6 +109,7 @@ Geometry checked_geometry(const std::byte* base, uint64_t bytes, const std::stri
   options.remover_field = remover_field_of(header.remover);
   options.content_numbers = (header.required_features & kContentNumbers) != 0;
   options.persist = header.persist != 0;
+  options.step_priorities = (header.required_features & kStepPriorities) != 0;
   std::vector<FieldRecord> records;
   Header planned{};
   try {

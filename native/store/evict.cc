@@ -39,14 +39,14 @@ uint64_t Store::expire() {
   if (header().max_age_ns == 0) return 0;
   ensure_client();
   Guard guard(*this);
-  return expire_locked(wall_ns());
+  Sums sums(*this);
+  return expire_locked(sums, wall_ns());
 }
 
-uint64_t Store::expire_locked(uint64_t now_ns) {
+uint64_t Store::expire_locked(Sums& sums, uint64_t now_ns) {
   const Control& c = control();
   const uint64_t limit = header().max_age_ns;
   uint64_t expired = 0;
-  Sums sums(*this);
   // The order list is by commit, so the oldest come first.
   while (limit != 0 && c.order_head != kNoRow && status()[c.order_head].inserted_at_ns + limit < now_ns) {
     const uint32_t row = c.order_head;
@@ -183,10 +183,12 @@ void Store::retire(Sums& sums, uint32_t row) {
 }
 
 void Store::make_unselectable(Sums& sums, uint32_t row) {
+  if (per_step()) sums.begin(row);
   // One exchange clears the priority and makes every key of the row stale; later updates fail.
   const uint32_t generation = generation_of(words()[row].load(kRelaxed));
   const uint64_t old = words()[row].exchange(make_word(generation + 1, 0), std::memory_order_acq_rel);
   sums.priorities.add(row, uint64_t{0} - priority_of(old));
+  if (per_step()) clear_steps(sums, row, generation + 1);
   set_bit(sums, row, false);
 }
 

@@ -65,6 +65,7 @@ uint64_t Store::rewrite(std::span<const uint32_t> rows, std::span<const uint32_t
         ++skipped;
         continue;
       }
+      if (per_step()) sums.begin(row);  // should this process die, the row's steps go with it
       const uint64_t number = s.inserted_at_ns.load(kRelaxed) | 1;
       s.inserted_at_ns.store(number, kRelaxed);
       std::atomic_thread_fence(std::memory_order_seq_cst);  // readers see it before any of the new bytes

@@ -178,7 +178,7 @@ void StepWriter::settle(CompletedRows* completed) {
     complete(commit_);
   }
   if (!extend_.rows.empty()) {
-    store_.extend(extend_.rows, extend_.lengths);
+    store_.extend(extend_.rows, extend_.lengths, extend_.priorities);
     for (size_t i = 0; i < extend_.rows.size(); ++i) {
       environments_[extend_.environments[i]].published = extend_.lengths[i];
     }

@@ -127,6 +127,10 @@ void Store::bind_trees() {
   bit_tree_ = BitTree(region<std::atomic<uint64_t>>(kBitsRegion), region<std::atomic<uint64_t>>(kBitNodesRegion),
                       (rows + 63) / 64);
   content_mask_ = (header().required_features & kContentNumbers) != 0 ? ~uint64_t{0} : 0;
+  if (per_step()) {
+    step_tree_ = PriorityTree(region<std::atomic<uint64_t>>(kStepWordsRegion),
+                              region<std::atomic<uint64_t>>(kStepNodesRegion), rows * header().max_length);
+  }
   priority_scale_ = std::ldexp(1.0, static_cast<int>(header().priority_fraction_bits));
 }
 
@@ -241,6 +245,7 @@ void Store::after_fork_in_child() {
   given_up_mutex_.unlock();
   // A thread of the parent may have been joining, for as long as others made it wait.
   new (&joining_mutex_) std::mutex;
+  new (&journal_mutex_) std::mutex;
 }
 
 uint32_t Store::live_clients() const {
@@ -308,9 +313,9 @@ Store::Guard::Guard(const Store& store, double timeout_s) : store_(store) {
   pthread_mutex_t* mutex = &store.control().mutex;
   int error = ::pthread_mutex_trylock(mutex);
   if (error == EBUSY) error = store.wait_for_lock(timeout_s);
-  const auto repair_or_unlock = [&] {
+  const auto repair_or_unlock = [&](Steps steps) {
     try {
-      const_cast<Store&>(store).rebuild_locked();
+      const_cast<Store&>(store).rebuild_locked(steps);
     } catch (...) {
       // The next holder of the lock must try again, so it has to look unfinished to it as well.
       store.control().rebuilding.store(1);
@@ -320,7 +325,8 @@ Store::Guard::Guard(const Store& store, double timeout_s) : store_(store) {
   };
   if (error == EOWNERDEAD) {
     ::pthread_mutex_consistent(mutex);
-    repair_or_unlock();
+    // Unless it died in a rebuild, or found damage, its journal and those of the dead name all that is in doubt.
+    repair_or_unlock(store.control().rebuilding.load() != 0 ? Steps::all : Steps::noted);
     store.control().counters.repairs.fetch_add(1, std::memory_order_relaxed);
   } else if (error == ETIMEDOUT) {
     fail(ErrorKind::lock_timeout, "the lock of ", store.mapping_->path(), " could not be acquired for ", timeout_s,
@@ -328,7 +334,7 @@ Store::Guard::Guard(const Store& store, double timeout_s) : store_(store) {
   } else if (error != 0) {
     fail(ErrorKind::corrupt, "the lock of ", store.mapping_->path(), " is unusable: ", std::strerror(error));
   }
-  if (error == 0 && store.control().rebuilding.load() != 0) repair_or_unlock();
+  if (error == 0 && store.control().rebuilding.load() != 0) repair_or_unlock(Steps::all);
 }
 
 Store::Guard::~Guard() {

@@ -20,7 +20,7 @@ void Store::allocate(std::span<uint32_t> rows) {
   Sums sums(*this);
   Control& c = control();
   release_abandoned_locked();
-  if (header().max_age_ns != 0) expire_locked(wall_ns());
+  if (header().max_age_ns != 0) expire_locked(sums, wall_ns());
   if (c.free_count < rows.size()) {
     // Dead writers' rows are reclaimed before living ones' are evicted. Querying the kernel for liveness costs a system
     // call per client, so it is not done for every row of a full store.
@@ -78,7 +78,7 @@ void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, s
     unhold(together);
     for (size_t i = first; i < first + count; ++i) {
       const uint32_t row = rows[i];
-      const uint64_t word = write_values(row, i, values, now_ns);
+      const uint64_t word = write_values(sums, row, i, values, now_ns);
       status()[row].state = RowState::committed;
       make_selectable(sums, row, word);
       generations[i] = generation_of(word);
@@ -110,7 +110,7 @@ void Store::publish(std::span<const uint32_t> rows, const CommitValues& values, 
   for (size_t i = 0; i < rows.size(); ++i) {
     const uint32_t row = rows[i];
     make_room_at_the_cap(sums);
-    const uint64_t word = write_values(row, i, values, now_ns);
+    const uint64_t word = write_values(sums, row, i, values, now_ns);
     --c.writing_count;
     ++c.open_count;
     status()[row].state = RowState::open;  // it stays on this client's held list
@@ -122,9 +122,15 @@ void Store::publish(std::span<const uint32_t> rows, const CommitValues& values, 
   announce(c.limiter);
 }
 
-void Store::extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths) {
+void Store::extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths,
+                   std::span<const double> priorities) {
   ensure_client();
+  if (!priorities.empty() && priorities.size() != rows.size()) {
+    fail(ErrorKind::schema, rows.size(), " rows were given with ", priorities.size(), " priorities");
+  }
+  validate_priorities(priorities);
   Guard guard(*this);
+  Sums sums(*this);
   check_held(rows, RowState::open);
   for (size_t i = 0; i < rows.size(); ++i) {
     const uint32_t known = status()[rows[i]].length.load(kRelaxed);
@@ -134,7 +140,13 @@ void Store::extend(std::span<const uint32_t> rows, std::span<const uint32_t> len
     }
   }
   for (size_t i = 0; i < rows.size(); ++i) {
-    status()[rows[i]].length.store(lengths[i], std::memory_order_release);  // after the steps
+    RowStatus& s = status()[rows[i]];
+    if (per_step()) {
+      const uint32_t priority = fixed_point(priorities.empty() ? 1.0 : priorities[i]);
+      add_steps(sums, rows[i], generation_of(words()[rows[i]].load(kRelaxed)), s.length.load(kRelaxed), lengths[i],
+                priority);
+    }
+    s.length.store(lengths[i], std::memory_order_release);  // after the steps
   }
 }
 
@@ -169,7 +181,7 @@ uint64_t Store::commit_time() const {
   return wall_ns() & ~(content_mask_ & 1);  // an even content number
 }
 
-uint64_t Store::write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t now_ns) {
+uint64_t Store::write_values(Sums& sums, uint32_t row, size_t i, const CommitValues& values, uint64_t now_ns) {
   RowStatus& s = status()[row];
   s.sequence.store(control().next_sequence++, kRelaxed);
   s.inserted_at_ns.store(now_ns, kRelaxed);
@@ -177,8 +189,11 @@ uint64_t Store::write_values(uint32_t row, size_t i, const CommitValues& values,
   s.version.store(values.versions.empty() ? 0 : values.versions[i], kRelaxed);
   s.times_sampled.store(0, kRelaxed);
   note_sampled(row, samples_so_far());
-  return make_word(generation_of(words()[row].load(kRelaxed)) + 1,
-                   fixed_point(values.priorities.empty() ? 1.0 : values.priorities[i]));
+  const uint32_t generation = generation_of(words()[row].load(kRelaxed)) + 1;
+  const uint32_t priority = fixed_point(values.priorities.empty() ? 1.0 : values.priorities[i]);
+  if (!per_step()) return make_word(generation, priority);
+  add_steps(sums, row, generation, 0, s.length.load(kRelaxed), priority);
+  return make_word(generation, 0);
 }
 
 void Store::make_selectable(Sums& sums, uint32_t row, uint64_t word) {

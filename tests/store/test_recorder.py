@@ -465,7 +465,7 @@ def test_two_threads_at_once_are_refused_or_one_after_the_other():
 
 
 def test_rows_of_64_steps_take_at_most_1_1_times_the_data(store_name):
-    """Episodes of 1 to 1,000 steps alike, SAC's shapes, metadata and all: a full store's bytes by those it was given."""
+    """Episodes of 1 to 1,000 steps alike, SAC's shapes, metadata and all: a full store's bytes by its data."""
     fields = recorded_fields(
         {"obs": gt.Field((17,), "float32"), "action": gt.Field((6,), "float32"), "reward": gt.Field((), "float32")},
         truncated=gt.Field((), "bool"),

@@ -122,7 +122,8 @@ void check_survivor(Store& store, const Scenario& scenario, size_t instruction) 
 }
 
 // A step is a switch to another process and back. All states of all calls take minutes, so by default each call is
-// killed in evenly spaced ones; with GEARTRAIN_EVERY_STATE=1 in all of them.
+// killed in evenly spaced ones; with GEARTRAIN_EVERY_STATE=1 in all of them. GEARTRAIN_KILLED_CALLS=steps: only of
+// calls with that in their names.
 void thin_out(std::vector<size_t>& states) {
   const size_t keep = kAddressSanitizer ? 4 : 24;
   if (std::getenv("GEARTRAIN_EVERY_STATE") != nullptr || states.size() <= keep) return;
@@ -265,6 +266,48 @@ std::vector<Scenario> scenarios() {
     ::waitpid(dying, nullptr, 0);
     return [&store] { store.reap(); };
   };
+  const auto update_steps = [](Store& store, const Keys& keys) -> std::function<void()> {
+    static std::vector<uint32_t> steps;
+    steps.clear();
+    for (size_t i = 0; i < 3; ++i) steps.push_back(store.status()[keys.rows[i]].length.load() - 1);
+    const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
+    return
+        [=, &store] { store.update_step_priorities(some_rows.first(3), some_generations.first(3), steps, priorities); };
+  };
+  const auto extend = [](Store& store, const Keys&) -> std::function<void()> {
+    static const std::vector<uint64_t> tags{kOpenTag | 500, kOpenTag | 501, kOpenTag | 502};
+    static const std::vector<int64_t> versions(tags.begin(), tags.end());
+    static std::vector<uint32_t> lengths;
+    static const std::vector<uint32_t> one(3, 1);
+    store.allocate(rows);
+    lengths = fill_tagged(store, rows, tags);
+    store.publish(rows, {one, priorities, versions}, generations);
+    return [&store] { store.extend(rows, lengths, priorities); };
+  };
+  // A process died in the middle of an update of steps: its successor dies while it sets their sums right.
+  const auto reap_steps = [](Store& store, const Keys& keys) -> std::function<void()> {
+    const pid_t dying = ::fork();
+    if (dying == 0) {
+      store.reap();
+      for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+        if (store.client(slot).in_use == 0 || store.client(slot).pid != ::getpid()) continue;
+        store.client(slot).priority_writers = 1;
+        auto* journals = store.mapping()->data() + store.header().regions[kStepJournalsRegion].offset;
+        StepJournal& journal = reinterpret_cast<StepJournal*>(journals)[slot];
+        const uint64_t leaf = store.leaf_of(keys.rows[1], 0);
+        journal.entries[0] = static_cast<uint32_t>(leaf);
+        journal.count = 1;
+        store.step_tree().leaves()[leaf] = make_word(keys.generations[1], 77);  // and the sums do not follow
+      }
+      ::_exit(0);
+    }
+    ::waitpid(dying, nullptr, 0);
+    return [&store] { store.reap(); };
+  };
+  const auto by_step = [](StoreOptions options) {
+    options.step_priorities = true;
+    return options;
+  };
   StoreOptions aging = options_of();
   aging.max_age_ns = 1'000'000;
   const std::vector<uint64_t> oldest{1, 2, 3}, newest{18, 19, 20};
@@ -298,12 +341,24 @@ std::vector<Scenario> scenarios() {
       {"rebuild", options_of(Remover::lowest_priority), 5, {}, rebuild},
       {"join and leave", options_of(), 4, {}, join_and_leave},
       {"reap", options_of(), 4, {}, reap},
+      {"allocate, with priorities of steps", by_step(options_of()), 20, oldest, allocate},
+      {"commit, with priorities of steps", by_step(options_of()), 4, {}, commit},
+      {"commit at the cap, with priorities of steps", by_step(options_of(Remover::fifo, 0, 10)), 10, oldest, commit},
+      {"publish, with priorities of steps", by_step(options_of()), 4, {}, publish},
+      {"extend, with priorities of steps", by_step(options_of()), 4, {}, extend},
+      {"update priorities of steps", by_step(options_of()), 18, {}, update_steps},
+      {"delete, with priorities of steps", by_step(options_of()), 18, {1, 2}, remove},
+      {"count last samples, with priorities of steps", by_step(options_of(Remover::fifo, 1)), 18, oldest, sample},
+      {"rebuild, with priorities of steps", by_step(options_of()), 5, {}, rebuild},
+      {"reap, with priorities of steps", by_step(options_of()), 4, {}, reap_steps},
   };
 }
 
 TEST(a_process_killed_after_any_instruction_loses_nothing_and_blocks_no_one) {
   if (kThreadSanitizer) return;
+  const char* wanted = std::getenv("GEARTRAIN_KILLED_CALLS");  // a part of their names
   for (const Scenario& scenario : scenarios()) {
+    if (wanted != nullptr && std::strstr(scenario.name, wanted) == nullptr) continue;
     if (!run(scenario)) {
       std::printf("     skipped: this machine does not let a process trace its child\n");
       return;

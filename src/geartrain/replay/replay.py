@@ -28,6 +28,7 @@ from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import RankGroup, as_rank_group, run_on_all_ranks
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.fetch import As, Pad
+from geartrain.replay.step_priorities import check_step_priorities
 from geartrain.replay.transitions import Transitions
 from geartrain.selection.mixture import Mixture, Selection, strategies_of
 from geartrain.selection.strategy import Strategy, traits_of
@@ -255,6 +256,12 @@ class Replay:
                 "views and draws over steps are of this process's stores, in host memory: leave out group, mesh and "
                 "device"
             )
+        check_step_priorities(
+            self.stores,
+            self.selection,
+            local=alone and config.device is None,
+            windows=config.view is not None or config.window is not None,
+        )
         make = functools.partial(make_samplers, self.stores, self.selection, config)
         if alone:
             if config.device is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import geartrain._native as _native
 from geartrain.core.arguments import capacity_of, nanoseconds, schema_difference, timeout, whole_number
@@ -14,6 +15,8 @@ from geartrain.errors import ArgumentError, FieldError, IncompatibleStoreError, 
 
 #: One of REMOVERS, or "lowest:FIELD" or "highest:FIELD" of a field that is one number a row.
 Remover = str
+#: What a store keeps a priority for.
+PriorityPer = Literal["row", "step"]
 REMOVERS = ("fifo", "lifo", "lowest_priority", "least_recently_sampled", "most_sampled")
 _NUMBERS = (
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64",
@@ -54,6 +57,10 @@ def remover_of(number: int, names: Sequence[str]) -> Remover:
     return REMOVERS[number]
 
 
+#: Steps of a store with priority_per="step", at most.
+MAX_STEPS = 2**32 - 16
+
+
 def create_segment(
     name: str,
     fields: Mapping[str, Field],
@@ -67,6 +74,7 @@ def create_segment(
     max_times_sampled: int | None,
     max_age_s: float | None,
     priority_fraction_bits: int,
+    priority_per: PriorityPer,
     persist: bool | None,
     reserve: bool,
     trust: Trust,
@@ -76,19 +84,29 @@ def create_segment(
     fields = check_fields(fields)
     max_length = check_max_length(fields, max_length)
     number = remover_number(remover, fields)
+    if not isinstance(priority_per, str) or priority_per not in ("row", "step"):
+        raise ArgumentError(f"priority_per is 'row' or 'step', found {priority_per!r}")
+    per_step = priority_per == "step"
+    if per_step and remover == "lowest_priority":
+        raise ArgumentError("priority_per='step' leaves rows without priorities; remover='lowest_priority' needs them")
     specs = [
         (field, dtype.code, dtype.itemsize, timed, shape)
         for field, dtype, timed, shape in stored_schema(fields, max_length)
     ]
 
     def rows_within(nbytes: int) -> int:
-        rows = _native.rows_within(specs, nbytes, number)
+        rows = _native.rows_within(specs, nbytes, number, per_step)
         if rows == 0:
-            one = _native.segment_bytes(specs, 1, number)
+            one = _native.segment_bytes(specs, 1, number, per_step)
             raise ArgumentError(f"capacity_bytes is {nbytes}, and a store of one row alone takes {one}")
         return rows
 
     rows = capacity_of(max_length, capacity, capacity_steps, capacity_bytes, rows_within)
+    if per_step and rows * max_length > MAX_STEPS:
+        raise ArgumentError(
+            f"priority_per='step' has room for {MAX_STEPS} steps, so that their priorities of 32 bits have an exact sum "
+            f"in 64; {rows} rows of {max_length} are {rows * max_length}"
+        )
     for what, limit in (
         ("max_times_sampled", max_times_sampled),
         ("max_age_s", max_age_s),
@@ -111,6 +129,7 @@ def create_segment(
             reserve,
             timeout(timeout_s),
             trust,
+            per_step,
         )
     except StoreExistsError:
         raise StoreExistsError(_describe_existing(name)) from None
