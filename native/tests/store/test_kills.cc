@@ -198,6 +198,20 @@ std::vector<Scenario> scenarios() {
     const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
     return [=, &store] { store.update_priorities(some_rows.first(3), some_generations.first(3), priorities); };
   };
+  // The same contents once more: whoever dies inside costs its row all the same, for nobody can tell.
+  const auto rewrite = [](Store& store, const Keys& keys) -> std::function<void()> {
+    static std::vector<uint64_t> late;
+    late.clear();
+    for (const uint32_t row : keys.rows) {
+      const auto* from = reinterpret_cast<const uint64_t*>(store.block(2, row));
+      late.insert(late.end(), from, from + 3);
+    }
+    const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
+    return [=, &store] {
+      const FieldSource source{2, reinterpret_cast<const std::byte*>(late.data()), 24};
+      store.rewrite(some_rows.first(2), some_generations.first(2), {&source, 1}, {}, {});
+    };
+  };
   const auto remove = [](Store& store, const Keys& keys) -> std::function<void()> {
     const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
     return [=, &store] { store.remove(some_rows.first(2), some_generations.first(2)); };
@@ -360,6 +374,8 @@ std::vector<Scenario> scenarios() {
       {"update priorities without the lock", options_of(), 18, {}, update},
       {"update priorities in a heap", options_of(Remover::lowest_priority), 18, {}, update},
       {"update priorities of rows sampled a few times", options_of(Remover::fifo, 2), 18, {}, update},
+      {"write in place", options_of(), 18, {1, 2}, rewrite},
+      {"allocate, evicting the most sampled", options_of(Remover::most_sampled), 20, oldest, allocate},
       {"delete", options_of(), 18, {1, 2}, remove},
       {"delete from a heap", options_of(Remover::lowest_priority), 18, {1, 2}, remove},
       {"count last samples", options_of(Remover::fifo, 1), 18, oldest, sample},
