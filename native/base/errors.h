@@ -42,6 +42,12 @@ class Error : public std::runtime_error {
   const ErrorKind kind;
 };
 
+// Nobody listens at an address: its host has said so. Else a peer that cannot be reached may well be alive.
+class NobodyListens final : public Error {
+ public:
+  explicit NobodyListens(const std::string& message) : Error(ErrorKind::not_viable, message) {}
+};
+
 // Throws Error(kind) with the parts written one after the other: fail(k, "asked for ", n, " rows").
 template <typename... Parts>
 [[noreturn]] void fail(ErrorKind kind, const Parts&... parts) {

@@ -11,6 +11,7 @@
 #include "base/errors.h"
 #include "fetch/pieces.h"
 #include "selection/selection.h"
+#include "store/row_copy.h"
 
 namespace geartrain {
 namespace {
@@ -145,7 +146,7 @@ class TransitionGather {
       }
       for (size_t i = 0; i < n; ++i) {
         const size_t to = request_.places[at + i];
-        request_.torn[to] = !(placed[i].found && copy(placed[i], to, rewards));
+        request_.torn[to] = !(placed[i].found && copy_row(placed[i], to, rewards));
       }
     }
     if (stream_) stream_fence();
@@ -212,8 +213,17 @@ class TransitionGather {
     }
   }
 
-  // False: the row changed meanwhile.
-  bool copy(const Placed& placed, size_t to, std::vector<double>& rewards) const {
+  // False: the row is another by now.
+  bool copy_row(const Placed& placed, size_t to, std::vector<double>& rewards) const {
+    RowCopy one(store_, placed.row, placed.generation);
+    while (one.begin()) {
+      copy_steps(placed, to, rewards);
+      if (one.whole()) return true;
+    }
+    return false;
+  }
+
+  void copy_steps(const Placed& placed, size_t to, std::vector<double>& rewards) const {
     const uint64_t last_action = placed.step + placed.count - 1;
     uint8_t terminated = 0, truncated = 0, ends = placed.step + placed.count == placed.length - 1;
     bool has_truncated = false;
@@ -259,9 +269,6 @@ class TransitionGather {
     request_.starts[to] = static_cast<int32_t>(placed.step);
     request_.lengths[to] = static_cast<int32_t>(placed.length);
     request_.versions[to] = store_.status()[placed.row].version.load(std::memory_order_relaxed);
-    // Everything above was read before the word is read again; a writer changes the word first.
-    std::atomic_thread_fence(std::memory_order_acquire);
-    return generation_of(store_.words()[placed.row].load(std::memory_order_relaxed)) == placed.generation;
   }
 
   void copy(std::byte* to, const std::byte* from, uint64_t bytes) const {

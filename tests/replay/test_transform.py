@@ -47,8 +47,8 @@ def test_a_transform_that_takes_long_runs_on_the_prefetch_thread() -> None:
         waits.wait(2e-3)  # far more than it costs to change the thread
         return batch
 
-    with make_store() as store, gt.Replay(store, Uniform(seed=0), 2, transform=slow, num_batches=30) as replay:
-        assert len(list(replay)) == 30
+    with make_store() as store, gt.Replay(store, Uniform(seed=0), 2, transform=slow, num_batches=12) as replay:
+        assert len(list(replay)) == 12
         assert {thread.name for thread in seen} == {"geartrain-prefetch"}
     with make_store() as store, gt.Replay(store, Uniform(seed=0), 2, transform=slow, prefetch=0) as replay:
         seen.clear()

@@ -248,6 +248,54 @@ TEST(given_steps_are_those_gathered_and_one_without_a_successor_is_lost) {
   }
 }
 
+TEST(transitions_of_rows_that_are_written_in_place_are_of_one_state_of_the_row) {
+  auto store = make_store(2, false);
+  const auto same = [&](std::span<const uint32_t> rows, std::span<const uint32_t> generations, uint64_t value) {
+    const size_t n = rows.size();
+    const std::vector<uint64_t> frames(n * kSteps * kWidth, value), tags(n, value);
+    const std::vector<int32_t> rewards(n * kSteps, static_cast<int32_t>(value));
+    const FieldSource sources[3] = {
+        {0, reinterpret_cast<const std::byte*>(frames.data()), uint64_t{kSteps} * kWidth * 8},
+        {1, reinterpret_cast<const std::byte*>(rewards.data()), uint64_t{kSteps} * 4},
+        {3, reinterpret_cast<const std::byte*>(tags.data()), 8}};
+    CHECK_EQ(store->rewrite(rows, generations, sources, {}, {}), uint64_t{0});
+  };
+  const std::vector<uint32_t> full(2, kSteps);
+  std::vector<uint32_t> rows(2), generations(2);
+  store->allocate(rows);
+  for (uint32_t row : rows) std::memset(store->block(2, row), 0, kSteps);
+  store->commit(rows, {full, {}, {}}, generations);
+  same(rows, generations, 1);
+  std::atomic<bool> stop{false};
+  std::thread writer([&] {
+    for (uint64_t value = 2; !stop; value = value % 1'000'000 + 1) same(rows, generations, value);
+  });
+  BatchSampler::Settings settings;
+  settings.by = By::row;
+  settings.over_steps = true;
+  settings.transitions = make_view(2, 1, false);
+  const BatchSampler sampler(*store, settings);
+  const Transitions batch(8, *settings.transitions, false);
+  std::vector<uint64_t> values;
+  for (uint64_t step = 0; step < 300'000 && (step < 300 || values.size() < 20); ++step) {
+    const auto result = sampler.sample(batch.arrays, {.step = step, .limits = {}, .cursor = 0, .admitted = false});
+    CHECK_EQ(result.redrawn, uint64_t{0});
+    for (size_t i = 0; i < batch.n; ++i) {
+      const uint64_t value = batch.tags[i];
+      for (uint32_t k = 0; k < kWidth; ++k) {
+        CHECK_EQ(batch.window[i * kWidth + k], value);
+        CHECK_EQ(batch.next[i * kWidth + k], value);
+      }
+      const double short_of_two = batch.starts[i] == static_cast<int32_t>(kSteps) - 2 ? 1.0 : 1.5;
+      CHECK_EQ(batch.rewards[i], static_cast<float>(static_cast<double>(value) * short_of_two));
+      if (values.empty() || values.back() != value) values.push_back(value);
+    }
+  }
+  stop = true;
+  writer.join();
+  CHECK(values.size() >= 20);
+}
+
 TEST(what_cannot_be_a_transition_is_refused) {
   auto store = make_store(2, true);
   const std::vector<uint32_t> numbers{0, 1, 2, 3, 4};
