@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -18,13 +17,6 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kLastSequence = uint64_t{1} << 63;  // leaves room for commits for ever
-
-template <typename... Parts>
-std::string sentence(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
-}
 
 // Whether a process died in the lock and nobody has taken it since: the kernel marks the word.
 bool lock_owner_died(const pthread_mutex_t& mutex) {
@@ -259,7 +251,7 @@ std::vector<std::string> Store::audit() {
   Control& c = control();
   std::vector<std::string> problems;
   const auto wrong = [&](const auto&... parts) {
-    if (problems.size() < 20) problems.push_back(sentence(parts...));
+    if (problems.size() < 20) problems.push_back(message_of({parts...}));
   };
   // Priority writers stay out while their sums are compared. Nothing is changed, so that an audit that cannot be
   // finished owes nobody a rebuild; a mark that somebody else leaves meanwhile (fail_damaged) stays.
