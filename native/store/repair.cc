@@ -215,7 +215,7 @@ void Store::rebuild_locked(Steps steps) {
     }
   }
   for (const auto& [sequence, row] : committed) {
-    link_order(row);
+    link_order({&row, 1});
     c.next_sequence = std::max(c.next_sequence, sequence + 1);
   }
   c.committed_count.store(committed.size() + open_rows, kRelaxed);
@@ -378,7 +378,7 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence, s
     words()[from.row].store(make_word(from.generation, priority), std::memory_order_release);
     sums.priorities.add(from.row, priority);
     set_bit(sums, from.row, true);
-    link_order(from.row);
+    link_order({&from.row, 1});
     if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(from.row);
     c.committed_count.fetch_add(1, kRelaxed);
   }

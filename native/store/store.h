@@ -370,17 +370,23 @@ class Store final : public OpenStore {
   void repair_steps_locked(const StepsInDoubt& doubt);  // writers of priorities are out
   uint64_t audit_steps(const std::function<void(const std::string&)>& wrong) const;
   void release_abandoned_locked();  // rows whose abandon timed out
-  uint32_t take_free_row();
+  void take_free_rows(std::span<uint32_t> rows);
   void put_free_row(uint32_t row);
   void hold(uint32_t row, uint32_t slot, RowState state);
   uint64_t& held_count(RowState state) const;
+  void hold(std::span<const uint32_t> rows, uint32_t slot);  // to be written
   void unhold(uint32_t row);
-  void link_order(uint32_t row);
+  void unhold(std::span<const uint32_t> rows);  // of one client, in one state
+  void link_order(std::span<const uint32_t> rows);
   void unlink_order(uint32_t row);
   void set_bit(Sums& sums, uint32_t row, bool selectable);
+  uint32_t victim() const;
   bool evict_one(Sums& sums);
+  // Evicts one row or more for a caller who holds them next; returns how many. There have to be as many.
+  size_t take_victims(Sums& sums, std::span<uint32_t> rows);
   void retire(Sums& sums, uint32_t row);  // a committed row: no longer selectable, on no list
-  void free_spent(uint32_t row);          // an exhausted row: its last key is stale from here on
+  void make_unselectable(Sums& sums, uint32_t row);
+  void free_spent(uint32_t row);  // an exhausted row: its last key is stale from here on
   uint64_t expire_locked(Sums& sums, uint64_t now_ns);
   void check_held(std::span<const uint32_t> rows, RowState state = RowState::writing) const;
   uint64_t write_values(Sums& sums, uint32_t row, size_t i, const CommitValues& values, uint64_t now_ns);

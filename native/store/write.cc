@@ -32,11 +32,10 @@ void Store::allocate(std::span<uint32_t> rows) {
          " are being written, ", c.open_count, " extended and ", c.exhausted_count,
          " read for the last time; commit, seal or abandon some, or create the store with more capacity");
   }
-  for (uint32_t& row : rows) {
-    if (c.free_count == 0) evict_one(sums);
-    row = take_free_row();
-    hold(row, client_slot_, RowState::writing);
-  }
+  const size_t free_rows = std::min<uint64_t>(c.free_count, rows.size());
+  take_free_rows(rows.first(free_rows));
+  for (size_t taken = free_rows; taken < rows.size();) taken += take_victims(sums, rows.subspan(taken));
+  hold(rows, client_slot_);
   // A reader that still copies an evicted row must see its new generation before any of the bytes that the
   // caller writes next.
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -69,16 +68,25 @@ void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, s
   Control& c = control();
   check_the_cap(1);  // the others of one call can make room for each other
   const uint64_t now_ns = wall_ns();
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const uint32_t row = rows[i];
-    make_room_at_the_cap(sums);
-    unhold(row);
-    const uint64_t word = write_values(sums, row, i, values, now_ns);
-    status()[row].state = RowState::committed;
-    make_selectable(sums, row, word);
-    link_order(row);
-    if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(row);
-    generations[i] = generation_of(word);
+  const bool ordered = header().remover == static_cast<uint32_t>(Remover::lowest_priority);
+  // Where others have to make room, row by row: the first ones of a call may have to go for the last ones.
+  const bool crowded = committed_count() + rows.size() > header().max_rows;
+  for (size_t first = 0, count; first < rows.size(); first += count) {
+    count = crowded ? 1 : rows.size();
+    const std::span<const uint32_t> together = rows.subspan(first, count);
+    if (crowded) make_room_at_the_cap(sums);
+    unhold(together);
+    for (size_t i = first; i < first + count; ++i) {
+      const uint32_t row = rows[i];
+      const uint64_t word = write_values(sums, row, i, values, now_ns);
+      status()[row].state = RowState::committed;
+      make_selectable(sums, row, word);
+      generations[i] = generation_of(word);
+    }
+    c.committed_count.store(committed_count() + count, kRelaxed);
+    link_order(together);
+    if (!ordered) continue;
+    for (const uint32_t row : together) Heap(*this).push(row);
   }
   count(c.counters.inserted, rows.size());
   announce(c.limiter);
@@ -107,6 +115,7 @@ void Store::publish(std::span<const uint32_t> rows, const CommitValues& values, 
     ++c.open_count;
     status()[row].state = RowState::open;  // it stays on this client's held list
     make_selectable(sums, row, word);
+    c.committed_count.store(committed_count() + 1, kRelaxed);
     generations[i] = generation_of(word);
   }
   count(c.counters.inserted, rows.size());
@@ -186,7 +195,6 @@ void Store::make_selectable(Sums& sums, uint32_t row, uint64_t word) {
   words()[row].store(word, std::memory_order_release);  // the commit takes effect here
   sums.priorities.add(row, priority_of(word));
   set_bit(sums, row, true);
-  control().committed_count.store(committed_count() + 1, kRelaxed);
 }
 
 void Store::seal_locked(uint32_t row, uint64_t now_ns) {
@@ -196,7 +204,7 @@ void Store::seal_locked(uint32_t row, uint64_t now_ns) {
   s.sequence.store(control().next_sequence++, kRelaxed);
   s.inserted_at_ns.store(now_ns, kRelaxed);
   s.state = RowState::committed;
-  link_order(row);
+  link_order({&row, 1});
   if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(row);
 }
 
