@@ -411,7 +411,7 @@ class Store(StoreHandle):
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
         """`n` blocks at once, to be written in place and committed together.
 
-        All or nothing, unless the process is killed in the middle of the commit: then some may be there, each whole.
+        All or nothing, also when the process is killed in the middle of the commit.
         """
         if not 1 <= check_whole("the number of rows", n) < 2**32:
             raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {n}")
