@@ -39,6 +39,7 @@ BatchArrays BatchArrays::part(const Store& store, uint32_t window, size_t first,
   const size_t steps = window != 0 ? window : store.header().max_length;
   out.rows = rows.subspan(first, n);
   out.generations = generations.subspan(first, n);
+  out.steps = this->steps.subspan(first, n);
   out.probability = probability.subspan(first, n);
   out.torn = torn.subspan(first, n);
   out.mask = mask.subspan(first * steps, n * steps);
@@ -51,7 +52,14 @@ BatchArrays BatchArrays::part(const Store& store, uint32_t window, size_t first,
 BatchSampler::BatchSampler(Store& store, const Settings& settings)
     : store_(store),
       settings_(settings),
-      from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {}
+      from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {
+  if (!store.per_step() || settings.form != Form::random || settings.by != By::priority) return;
+  if (!settings.replacement || settings.window == 0) {
+    fail(ErrorKind::schema, "the store has priorities of steps: draws by priority need replacement, and a window");
+  }
+  from_ = {store.step_tree(), store.bit_tree(), store.step_tree().leaves(), store.status().data(),
+           store.header().max_length};
+}
 
 BatchSampler::Result BatchSampler::sample(const BatchArrays& out, const Step& step) const {
   store_.repair_dead_updates();
@@ -78,8 +86,8 @@ BatchSampler::Result BatchSampler::draw_and_gather(const BatchArrays& out, const
   Result result{.done = true, .count = store_.committed_count(), .cursor = step.cursor, .redrawn = 0};
   std::vector<uint32_t> numbers(n);
   std::iota(numbers.begin(), numbers.end(), 0);
-  result.cursor = draw_round(out, step, 0, numbers, {out.rows, out.generations, out.probability});
-  uint64_t torn = gather(out, {numbers, out.rows, out.generations, out.probability}, step.step, 0);
+  result.cursor = draw_round(out, step, 0, numbers, {out.rows, out.generations, out.probability, out.steps});
+  uint64_t torn = gather(out, {numbers, out.rows, out.generations, out.probability, out.steps}, step.step, 0);
   for (uint32_t round = 1; torn != 0; ++round) {
     if (round == kMaxRounds) {
       fail(ErrorKind::turnover, torn, " rows were overwritten before they could be copied, ", kMaxRounds,
@@ -88,12 +96,12 @@ BatchSampler::Result BatchSampler::draw_and_gather(const BatchArrays& out, const
     const Lost lost(out);
     const size_t count = lost.numbers.size();
     result.redrawn += count;
-    std::vector<uint32_t> rows(count), generations(count);
+    std::vector<uint32_t> rows(count), generations(count), steps(count);
     std::vector<double> probability(count);
     Step again = step;
     again.cursor = result.cursor;
-    result.cursor = draw_round(out, again, round, lost.numbers, {rows, generations, probability});
-    torn = gather(out, {lost.numbers, rows, generations, probability}, step.step, round);
+    result.cursor = draw_round(out, again, round, lost.numbers, {rows, generations, probability, steps});
+    torn = gather(out, {lost.numbers, rows, generations, probability, steps}, step.step, round);
   }
   return result;
 }
@@ -120,10 +128,8 @@ uint64_t BatchSampler::draw_round(const BatchArrays& out, const Step& step, uint
     return 0;
   }
   if (settings_.stratified) plan.strata = static_cast<uint32_t>(out.rows.size());
-  if (settings_.over_steps) {
-    plan.max_steps = store_.header().max_length;
-    plan.need = settings_.ahead != 0 ? 1 : 0;
-  }
+  if (settings_.over_steps) plan.max_steps = store_.header().max_length;
+  if (settings_.over_steps || draws_steps()) plan.need = settings_.ahead != 0 ? 1 : 0;
   uint64_t failed = draw(from_, plan, numbers, draws);
   if (failed == 0) return 0;
   store_.reap();  // sums at odds with their leaves: somebody died in the middle of an update
@@ -152,7 +158,13 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
       known = ends;
       for (int32_t& length : ends) --length;  // the last step has none after it
     }
-    draw_window_ends({settings_.seed, step, kWindowStream}, round, drawn.numbers, ends, ends);
+    if (draws_steps()) {
+      // A length only grows, so that the step is there unless the row is another by now, and torn.
+      for (size_t i = 0; i < n; ++i)
+        ends[i] = std::clamp(static_cast<int32_t>(drawn.steps[i]), 0, std::max(ends[i], 0));
+    } else {
+      draw_window_ends({settings_.seed, step, kWindowStream}, round, drawn.numbers, ends, ends);
+    }
   }
   const std::vector<int32_t> centres = around ? ends : std::vector<int32_t>{};
   for (size_t i = 0; i < centres.size(); ++i) {
@@ -185,6 +197,8 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
     request.lengths = lengths;
     request.versions = versions;
   }
+  std::vector<uint32_t> placed(ends.begin(), ends.end());
+  if (around) placed.assign(centres.begin(), centres.end());
   fetch(store_, request);
   if (around) {
     std::copy(centres.begin(), centres.end(), request.starts.begin());
@@ -196,7 +210,11 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
       if (taken[i] == 0) request.torn[i] = 1;  // somebody else drew the row's last allowed sample first
     }
   }
-  if (!whole) {
+  if (placed.empty()) placed.assign(n, 0);
+  if (whole) {
+    std::copy(placed.begin(), placed.end(), out.steps.begin());
+  } else {
+    scatter<uint32_t>(placed, drawn.numbers, out.steps);
     scatter<uint32_t>(drawn.rows, drawn.numbers, out.rows);
     scatter<uint32_t>(drawn.generations, drawn.numbers, out.generations);
     scatter<double>(drawn.probability, drawn.numbers, out.probability);

@@ -20,7 +20,7 @@ namespace geartrain {
 // Where a batch goes. Arrays of one entry a row; `mask` has steps entries a row.
 struct BatchArrays {
   std::vector<FetchField> fields;
-  std::span<uint32_t> rows, generations;
+  std::span<uint32_t> rows, generations, steps;  // steps: those that were drawn, or that windows were placed by
   std::span<double> probability;
   std::span<uint8_t> torn, mask;
   std::span<int32_t> starts, lengths;
@@ -34,6 +34,7 @@ struct BatchArrays {
 struct DrawnRows {
   std::span<const uint32_t> numbers, rows, generations;
   std::span<const double> probability;
+  std::span<const uint32_t> steps = {};  // of the rows, where steps were drawn
 };
 
 class BatchSampler {
@@ -46,7 +47,7 @@ class BatchSampler {
     unsigned threads = 1;
     uint64_t seed = 0;
     Form form = Form::random;
-    By by = By::priority;     // random
+    By by = By::priority;     // random; in a store with priorities of steps these are drawn, with replacement
     bool replacement = true;  // random
     bool stratified = false;  // random
     bool over_steps = false;  // random, by row, with replacement: rows in proportion to their steps
@@ -78,6 +79,9 @@ class BatchSampler {
   static constexpr uint32_t kMaxRounds = 64;
 
   BatchSampler(Store& store, const Settings& settings);
+
+  // Whether steps are drawn and not rows: windows then end at them, or are placed around them.
+  bool draws_steps() const { return from_.row_steps != 0; }
 
   // Draws and copies out.rows.size() rows. Throws what draws throw, turnover, and corrupt where sums stay at odds with
   // rows after a repair. Where it throws, rows that the rate limiter admitted in here are given back to it.

@@ -50,6 +50,7 @@ class SampledBatch {
     }
     take(arrays_.rows, n);
     take(arrays_.generations, n);
+    take(arrays_.steps, n);
     take(arrays_.probability, n);
     take(arrays_.torn, n);
     take(arrays_.mask, n * steps_);
@@ -120,7 +121,7 @@ class SampledBatch {
       const size_t size = bytes_of(batch_shape(record, n, window), record.itemsize);
       if (with_fields) bytes += PooledMemory::padded(size);
     }
-    bytes += 4 * PooledMemory::padded(4 * n) + 3 * PooledMemory::padded(8 * n) + PooledMemory::padded(n) +
+    bytes += 5 * PooledMemory::padded(4 * n) + 3 * PooledMemory::padded(8 * n) + PooledMemory::padded(n) +
              PooledMemory::padded(bytes_of({n, steps}, 1));
     if (shards) bytes += PooledMemory::padded(2 * n);
     return bytes;
@@ -194,6 +195,9 @@ class Sampler {
     for (uint32_t number : view(numbers)) {
       if (number >= n) fail(ErrorKind::schema, "draw ", number, " is none of ", n);
     }
+    if (sampler_.draws_steps()) {
+      fail(ErrorKind::schema, "the store has priorities of steps, and rows were drawn by code that knows none");
+    }
     return released(store_, [&] {
       return sampler_.gather(arrays.part(store_, window_, first, n),
                              {view(numbers), view(rows), view(generations), view(probability)}, step, round);
@@ -243,6 +247,7 @@ void bind_batch(nb::module_& module) {
       .def("field", &SampledBatch::field)
       .def("rows", [](const SampledBatch& b) { return b.array(b.arrays().rows); })
       .def("generations", [](const SampledBatch& b) { return b.array(b.arrays().generations); })
+      .def("steps", [](const SampledBatch& b) { return b.array(b.arrays().steps); })
       .def("probability", [](const SampledBatch& b) { return b.array(b.arrays().probability); })
       .def("torn", [](const SampledBatch& b) { return b.array(b.arrays().torn); })
       .def("mask", &SampledBatch::mask)

@@ -49,6 +49,15 @@ class Candidates {
   bool is_array() const { return store_ == nullptr; }
 
   // work() without the GIL, while the store is open and its sums are right.
+  // A store with priorities of steps has none of rows.
+  void check_by(bool by_priority) const {
+    if (by_priority && store_ != nullptr && store_->per_step()) {
+      fail(ErrorKind::schema,
+           "the store keeps priorities of steps and none of rows, so rows cannot be chosen by priority; "
+           "geartrain.Replay with Prioritized draws its steps");
+    }
+  }
+
   template <typename Work>
   auto at_work(Work&& work) const {
     const Unlocked unlocked;
@@ -98,6 +107,7 @@ nb::tuple chosen(const Candidates& from, size_t n, Choose choose) {
 // Returns (rows, generations, probability, number of draws that failed).
 nb::tuple draw_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round,
                     const In<uint32_t>& numbers, uint32_t strata, const std::optional<LimitTuple>& limits) {
+  from.check_by(by_priority);
   const DrawPlan plan{
       {seed, step, kRowStream}, by_priority ? By::priority : By::row, round, strata, limits_of(from, limits)};
   if (strata != 0) {
@@ -111,6 +121,7 @@ nb::tuple draw_rows(const Candidates& from, bool by_priority, uint64_t seed, uin
 
 nb::tuple distinct_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round,
                         size_t n, const In<uint32_t>& excluded, const std::optional<LimitTuple>& limits) {
+  from.check_by(by_priority);
   check_known(from, view(excluded));
   const DrawPlan plan{
       {seed, step, kDistinctStream}, by_priority ? By::priority : By::row, round, 0, limits_of(from, limits)};
@@ -123,6 +134,7 @@ nb::tuple distinct_rows(const Candidates& from, bool by_priority, uint64_t seed,
 // Returns (rows, generations, probability, number found); entries beyond that number are undefined.
 nb::tuple first(const Candidates& from, int order, size_t n, uint64_t after, const In<uint32_t>& excluded,
                 const std::optional<LimitTuple>& limits) {
+  from.check_by(static_cast<Order>(order) == Order::heaviest);
   check_known(from, view(excluded));
   const Limits limit = limits_of(from, limits);
   return chosen(from, n, [&](const Draws& out) {
@@ -133,6 +145,7 @@ nb::tuple first(const Candidates& from, int order, size_t n, uint64_t after, con
 // The same as (rows, generations, sequences, priorities), of those that were found: the numbers they were ranked by.
 nb::tuple first_ranked(const Candidates& from, int order, size_t n, uint64_t after, const In<uint32_t>& excluded,
                        const std::optional<LimitTuple>& limits) {
+  from.check_by(static_cast<Order>(order) == Order::heaviest);
   check_known(from, view(excluded));
   const Limits limit = limits_of(from, limits);
   std::vector<uint32_t> rows(n), generations(n), priorities(n);

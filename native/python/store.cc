@@ -28,24 +28,26 @@ std::vector<FieldSpec> specs_of(const std::vector<FieldTuple>& fields) {
 }
 
 // Bytes that a store of `capacity` rows takes, and the rows of one that takes at most `bytes`.
-uint64_t segment_bytes(const std::vector<FieldTuple>& fields, uint64_t capacity, int remover) {
+uint64_t segment_bytes(const std::vector<FieldTuple>& fields, uint64_t capacity, int remover, bool step_priorities) {
   StoreOptions options;
   options.capacity = capacity;
   options.remover = static_cast<Remover>(remover);
+  options.step_priorities = step_priorities;
   std::vector<FieldRecord> records;
   return plan_segment(specs_of(fields), options, &records).segment_bytes;
 }
 
-uint64_t rows_of_bytes(const std::vector<FieldTuple>& fields, uint64_t bytes, int remover) {
+uint64_t rows_of_bytes(const std::vector<FieldTuple>& fields, uint64_t bytes, int remover, bool step_priorities) {
   StoreOptions options;
   options.remover = static_cast<Remover>(remover);
+  options.step_priorities = step_priorities;
   return rows_within(specs_of(fields), options, bytes);
 }
 
 std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTuple>& fields, uint64_t capacity,
                               uint64_t max_rows, int remover, uint32_t max_times_sampled, uint64_t max_age_ns,
                               uint32_t priority_fraction_bits, bool persist, bool reserve, double timeout_s,
-                              const std::string& trust) {
+                              const std::string& trust, bool step_priorities) {
   const std::vector<FieldSpec> specs = specs_of(fields);
   StoreOptions options;
   options.capacity = capacity;
@@ -55,6 +57,7 @@ std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTu
   options.max_age_ns = max_age_ns;
   options.priority_fraction_bits = priority_fraction_bits;
   options.persist = persist;
+  options.step_priorities = step_priorities;
   options.reserve = reserve;
   options.lock_timeout_s = timeout_s;
   options.trust = trust_of(trust);
@@ -80,6 +83,7 @@ nb::dict describe(const Store& store) {
   out["priority_fraction_bits"] = h.priority_fraction_bits;
   out["remover"] = h.remover;
   out["persist"] = h.persist != 0;
+  out["step_priorities"] = store.per_step();
   out["nbytes"] = h.segment_bytes;
   out["column_bytes"] = h.regions[kColumnsRegion].bytes;
   out["created_ns"] = h.created_ns;
@@ -272,6 +276,68 @@ uint64_t update_priorities(Store& store, const In<uint32_t>& rows, const In<uint
   return released(store, [&] { return store.update_priorities(view(rows), view(generations), view(priorities)); });
 }
 
+uint64_t update_step_priorities(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                                const In<uint32_t>& steps, const In<double>& priorities) {
+  return released(store, [&] {
+    return store.update_step_priorities(view(rows), view(generations), view(steps), view(priorities));
+  });
+}
+
+void check_rows(const Store& store, const In<uint32_t>& rows) {
+  for (uint32_t row : view(rows)) {
+    if (row >= store.header().capacity) {
+      fail(ErrorKind::schema, "row ", row, " is beyond the store's capacity of ", store.header().capacity);
+    }
+  }
+}
+
+// The fixed-point priorities of steps, 0 for stale keys; and the sums of rows'.
+nb::object step_priorities(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                           const In<uint32_t>& steps) {
+  check_rows(store, rows);
+  if (generations.size() != rows.size() || steps.size() != rows.size()) {
+    fail(ErrorKind::schema, "as many generations and steps as rows are needed");
+  }
+  std::vector<uint32_t> out(rows.size());
+  entered(store, [&] {
+    for (size_t i = 0; i < out.size(); ++i) {
+      out[i] = store.step_priority(rows.data()[i], generations.data()[i], steps.data()[i]);
+    }
+  });
+  return to_numpy(std::move(out));
+}
+
+nb::object sums_of_steps(const Store& store, const In<uint32_t>& rows) {
+  check_rows(store, rows);
+  std::vector<uint64_t> out(rows.size());
+  released(store, [&] {
+    for (size_t i = 0; i < out.size(); ++i) out[i] = store.sum_of_steps(rows.data()[i]);
+  });
+  return to_numpy(std::move(out));
+}
+
+// The fixed-point priorities of rows' first `lengths` steps, one row after the other, and whether each row has them.
+nb::tuple copy_step_priorities(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                               const In<uint32_t>& lengths) {
+  check_rows(store, rows);
+  if (generations.size() != rows.size() || lengths.size() != rows.size()) {
+    fail(ErrorKind::schema, "as many generations and lengths as rows are needed");
+  }
+  size_t total = 0;
+  for (uint32_t length : view(lengths)) total += std::min(length, store.header().max_length);
+  std::vector<uint32_t> out(total);
+  std::vector<uint8_t> whole(rows.size());
+  released(store, [&] {
+    std::span<uint32_t> rest(out);
+    for (size_t i = 0; i < whole.size(); ++i) {
+      const uint32_t length = std::min(lengths.data()[i], store.header().max_length);
+      whole[i] = store.copy_step_priorities(rows.data()[i], generations.data()[i], rest.first(length));
+      rest = rest.subspan(length);
+    }
+  });
+  return nb::make_tuple(to_numpy(std::move(out)), to_numpy(std::move(whole)));
+}
+
 uint64_t remove(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
   check_pairs(rows, generations);
   return released(store, [&] { return store.remove(view(rows), view(generations)); });
@@ -341,7 +407,8 @@ nb::object lengths(const Store& store, const In<uint32_t>& rows) {
 
 void restore(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations, const In<uint32_t>& priorities,
              const In<uint32_t>& lengths, const In<uint32_t>& times_sampled, const In<uint64_t>& sequences,
-             const In<uint64_t>& inserted_at_ns, const In<int64_t>& versions, uint64_t next_sequence) {
+             const In<uint64_t>& inserted_at_ns, const In<int64_t>& versions, uint64_t next_sequence,
+             const std::optional<In<uint32_t>>& steps) {
   const size_t n = rows.size();
   for (size_t size : {generations.size(), priorities.size(), lengths.size(), times_sampled.size(), sequences.size(),
                       inserted_at_ns.size(), versions.size()}) {
@@ -352,7 +419,7 @@ void restore(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generat
     restored[i] = {rows.data()[i],          generations.data()[i], priorities.data()[i],     lengths.data()[i],
                    times_sampled.data()[i], sequences.data()[i],   inserted_at_ns.data()[i], versions.data()[i]};
   }
-  released(store, [&] { store.restore(restored, next_sequence); });
+  released(store, [&] { store.restore(restored, next_sequence, view(steps)); });
 }
 
 }  // namespace
@@ -366,10 +433,15 @@ void bind_store(nb::module_& module) {
   nb::list names;
   for (const char* name : kCounterNames) names.append(name);
   module.attr("COUNTERS") = names;
-  module.def("segment_bytes", &segment_bytes);
-  module.def("rows_within", &rows_of_bytes);
+  module.def("segment_bytes", &segment_bytes, nb::arg("fields"), nb::arg("capacity"), nb::arg("remover"),
+             nb::arg("step_priorities") = false);
+  module.def("rows_within", &rows_of_bytes, nb::arg("fields"), nb::arg("nbytes"), nb::arg("remover"),
+             nb::arg("step_priorities") = false);
   nb::class_<Store>(module, "Store")
-      .def_static("create", &create)
+      .def_static("create", &create, nb::arg("name"), nb::arg("fields"), nb::arg("capacity"), nb::arg("max_rows"),
+                  nb::arg("remover"), nb::arg("max_times_sampled"), nb::arg("max_age_ns"),
+                  nb::arg("priority_fraction_bits"), nb::arg("persist"), nb::arg("reserve"), nb::arg("timeout_s"),
+                  nb::arg("trust"), nb::arg("step_priorities") = false)
       .def_static("attach", &attach, nb::arg("name"), nb::arg("adopt"), nb::arg("read_only"), nb::arg("timeout_s"),
                   nb::arg("trust") = "user")
       .def("describe", &describe)
@@ -394,8 +466,12 @@ void bind_store(nb::module_& module) {
                                double timeout_s) { return released(s, [&] { return s.admit_samples(n, timeout_s); }); })
       .def("give_back",
            [](Store& s, uint64_t inserts, uint64_t samples) { entered(s, [&] { s.give_back(inserts, samples); }); })
-      .def("extend",
-           [](Store& s, uint32_t row, uint32_t length) { return released(s, [&] { return s.extend(row, length); }); })
+      .def(
+          "extend",
+          [](Store& s, uint32_t row, uint32_t length, double priority) {
+            return released(s, [&] { return s.extend(row, length, priority); });
+          },
+          nb::arg("row"), nb::arg("length"), nb::arg("priority") = 1.0)
       .def("seal_one", [](Store& s, uint32_t row) { return released(s, [&] { return s.seal({&row, 1}); }); })
       .def("abandon",
            [](Store& s, const In<uint32_t>& rows) { return released(s, [&] { return s.abandon(view(rows)); }); })
@@ -403,6 +479,10 @@ void bind_store(nb::module_& module) {
       .def("insert", &insert_sources, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(),
            nb::arg("priorities").none(), nb::arg("versions").none(), nb::arg("threads"))
       .def("update_priorities", &update_priorities)
+      .def("update_step_priorities", &update_step_priorities)
+      .def("step_priorities", &step_priorities)
+      .def("sums_of_steps", &sums_of_steps)
+      .def("copy_step_priorities", &copy_step_priorities)
       .def("raise_priorities",
            [](Store& s, double power) { return released(s, [&] { return s.raise_priorities(power); }); })
       .def("keep_segment", [](Store& s) { entered(s, [&] { s.keep_segment(); }); })
@@ -419,7 +499,9 @@ void bind_store(nb::module_& module) {
       .def("keys", &keys)
       .def("free_rows", [](Store& s) { return to_numpy(released(s, [&] { return s.free_rows(); })); })
       .def("infos", &infos)
-      .def("restore", &restore)
+      .def("restore", &restore, nb::arg("rows"), nb::arg("generations"), nb::arg("priorities"), nb::arg("lengths"),
+           nb::arg("times_sampled"), nb::arg("sequences"), nb::arg("inserted_at_ns"), nb::arg("versions"),
+           nb::arg("next_sequence"), nb::arg("steps").none() = nb::none())
       .def("lengths", &lengths)
       .def("live_clients", [](const Store& s) { return released(s, [&] { return s.live_clients(); }); })
       .def("committed_count", [](const Store& s) { return entered(s, [&] { return s.committed_count(); }); })
@@ -427,7 +509,7 @@ void bind_store(nb::module_& module) {
            [](Store& s) {
              return released(s, [&] {
                s.repair_dead_updates();
-               return s.priority_tree().total();
+               return s.per_step() ? s.step_tree().total() : s.priority_tree().total();
              });
            })
       .def("next_sequence", [](const Store& s) { return entered(s, [&] { return s.control().next_sequence; }); })

@@ -88,7 +88,6 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
   header.max_clients = kMaxClients;
   header.fanout = kFanout;
   header.field_count = static_cast<uint32_t>(fields.size());
-  header.max_length = 1;
 
   uint64_t end = kRegionsOffset;
   const auto place = [&](RegionId id, uint64_t bytes) {
@@ -96,6 +95,10 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
     end = round_up(end + bytes, 4096);
   };
   const uint64_t rows = options.capacity;
+  header.max_length = 1;
+  for (const FieldSpec& field : fields) {
+    if (field.timed && !field.shape.empty()) header.max_length = std::max(field.shape[0], 1u);
+  }
   const uint64_t bit_words = (rows + 63) / 64;
   place(kStatusRegion, rows * sizeof(RowStatus));
   place(kWordsRegion, padded_leaves(rows) * 8);
@@ -103,6 +106,21 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
   place(kBitsRegion, padded_leaves(bit_words) * 8);
   place(kBitNodesRegion, TreeShape::of(bit_words).nodes * 8);
   place(kHeapRegion, options.remover == Remover::lowest_priority ? rows * 4 : 0);
+  if (options.step_priorities) {
+    // So many that their numbers have 32 bits, and the sum of all priorities 64.
+    const uint64_t steps = rows * header.max_length;
+    if (steps > kMaxRows) {
+      fail(ErrorKind::schema, "a shard with priorities of steps has at most ", kMaxRows, " of them, ", rows,
+           " rows of ", header.max_length, " steps have ", steps);
+    }
+    if (options.remover == Remover::lowest_priority) {
+      fail(ErrorKind::schema, "with priorities of steps no row has one that the remover could go by");
+    }
+    header.required_features |= kStepPriorities;
+    place(kStepWordsRegion, padded_leaves(steps) * 8);
+    place(kStepNodesRegion, TreeShape::of(steps).nodes * 8);
+    place(kStepJournalsRegion, kJournals * sizeof(StepJournal));
+  }
 
   const uint64_t columns_start = end;
   records->clear();

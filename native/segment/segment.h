@@ -2,6 +2,7 @@
 //
 //   offset 0       Header         identity and layout; written once, before the segment has a name
 //          4096    Control        the lock, the lists' ends, the counters; changes all the time
+//          6144    PendingCommit  rows that the lock's holder is making selectable together
 //          8192    FieldRecord    [64]  the schema
 //          16384   Client         [256] the attached processes
 //   regions[...]   (64-byte aligned, offsets in the header)
@@ -11,6 +12,11 @@
 //     bits         u64 [capacity / 64, padded]    one bit a row: selectable
 //     bit_nodes    u64 [...]                      inner nodes of the tree that counts the bits
 //     heap         u32 [capacity]                 lowest priority first; only with that remover
+//     step_words   u64 [capacity * max_length, padded]  generation << 32 | priority of a step; only with
+//                                                 priorities of steps, as the two below
+//     step_nodes   u64 [...]                      inner nodes of the sum tree over the step words' priorities
+//     journals     StepJournal [257]              whose sums are in doubt should a process die: one a client, and one
+//                                                 of the lock's holder
 //     columns                                     one array per field, a block per row, blocks 64-byte aligned
 //
 // A row's life, and its generation g (32 bits, wraps):
@@ -29,10 +35,20 @@
 // One 64-bit word carries both generation and priority, so "change the priority if the key still holds" is one
 // compare-and-swap and a stale key cannot touch a new row. A key is (row, odd generation).
 //
+// Priorities of steps (required_features, kStepPriorities). Leaf row * max_length + step of a second sum tree is the
+// word of a step: its row's generation while the row is committed and has that step, and an even one with priority 0
+// otherwise. So a key (row, generation, step) is checked by one compare-and-swap, as a row's is. The rows' own words
+// have priority 0 in such a segment. The step words are authoritative, the nodes above them derived.
+//
 // Authoritative and derived state. Authoritative: the words; in the status table state, owner, sequence and the user's
 // numbers. Derived, and rebuilt from those whenever a process died inside the lock: the free queue, the order
 // list, the clients' held lists, the heap, both trees, the bits, the counts. A commit takes effect with the one
-// store of its odd word; whatever a killed process had done before that is undone.
+// store of its odd word; whatever a killed process had done before that is undone. A commit of several rows takes
+// effect with the one store of PendingCommit::first, and is completed by whoever rebuilds: all of them or none.
+//
+// Journals. Before a client changes step words without the lock it notes their leaves, and the lock's holder the rows
+// whose step words it is about to change; both are struck out when the sums above them are right again. So after a
+// death only what the dead had noted is set right, however many steps there are.
 //
 // Writers. Everything but the words' priorities and the priority nodes: the holder of Control::mutex (robust:
 // the kernel passes it on when its holder dies). Priorities: any attached process, by compare-and-swap, registered in
@@ -66,7 +82,8 @@ constexpr uint64_t kMaxRows = 0xfffffff0u;  // rows are 32-bit numbers
 constexpr uint32_t kNoRow = 0xffffffffu;
 constexpr uint32_t kNoClient = 0xffffffffu;
 constexpr uint64_t kBlockAlignment = 64;
-constexpr uint64_t kKnownFeatures = 0;  // bits of required_features this build understands
+constexpr uint64_t kStepPriorities = 1;               // required_features: every step has a priority of its own
+constexpr uint64_t kKnownFeatures = kStepPriorities;  // bits of required_features this build understands
 
 enum class Remover : uint32_t { fifo = 0, lifo = 1, lowest_priority = 2 };
 enum class RowState : uint8_t { free = 0, writing = 1, committed = 2, exhausted = 3, open = 4 };
@@ -79,6 +96,9 @@ enum RegionId : uint32_t {
   kBitNodesRegion,
   kHeapRegion,
   kColumnsRegion,
+  kStepWordsRegion,
+  kStepNodesRegion,
+  kStepJournalsRegion,
   kRegionCount = 16,  // the rest is zero, for later formats
 };
 
@@ -137,6 +157,18 @@ struct alignas(64) Client {
 };
 static_assert(sizeof(Client) == 64);
 
+// What one client is changing among step words, or the lock's holder. `count` entries are in doubt while it is above 0;
+// kEverything: all of the tree.
+constexpr uint32_t kJournalEntries = 256;
+constexpr uint32_t kEverything = 0xffffffffu;
+struct alignas(64) StepJournal {
+  std::atomic<uint32_t> count;
+  uint32_t reserved[15];
+  std::atomic<uint32_t> entries[kJournalEntries];  // leaves; of the lock's holder: rows
+};
+static_assert(sizeof(StepJournal) == 64 + 4 * kJournalEntries);
+constexpr uint32_t kJournals = kMaxClients + 1;  // the last is the lock holder's
+
 // Events since the store was made. Relaxed atomics: exact when no process is active.
 struct Counters {
   std::atomic<uint64_t> inserted;    // rows committed
@@ -160,7 +192,7 @@ struct Control {
   pthread_mutex_t mutex;  // robust, process-shared
   char mutex_padding[60 - sizeof(pthread_mutex_t)];
   std::atomic<uint32_t> client_slots;  // all clients' slots are below; 0: not known, as an earlier build left it
-  std::atomic<uint32_t> rebuilding;    // priority writers stay out
+  std::atomic<uint32_t> rebuilding;    // priority writers stay out; 1: until the lists are rebuilt, 2: an audit
   uint32_t closed;                     // the name is removed; no process may join
   uint32_t clean;                      // the last process left in an orderly way
   uint32_t free_head, free_tail;       // the free-index queue, linked by RowStatus::next
@@ -174,7 +206,15 @@ struct Control {
   RateLimiter limiter;
 };
 static_assert(sizeof(pthread_mutex_t) < 60 && offsetof(Control, rebuilding) == 64);
-static_assert(sizeof(Control) <= 4096);
+static_assert(sizeof(Control) <= 2048);
+
+// Before that: written by the lock's holder, read by a rebuild. Bytes that earlier builds left zero.
+struct PendingCommit {
+  std::atomic<uint64_t> first;  // sequence of the first of the rows; 0: there are none
+  uint32_t rows;                // their sequences follow each other
+  uint32_t open_rows;           // the first so many are published, the others committed
+};
+static_assert(sizeof(PendingCommit) == 16);
 
 struct RowStatus {
   std::atomic<uint64_t> sequence;  // 1, 2, 3, ... in the order of commits
@@ -183,8 +223,8 @@ struct RowStatus {
   std::atomic<uint32_t> length;
   std::atomic<uint32_t> times_sampled;
   uint32_t previous, next;  // in the one list the row is on: free queue, order list or a client's held list
-  uint32_t heap_slot;
-  uint16_t owner;  // client slot, while writing, open or exhausted
+  uint32_t heap_slot;       // before the row is in the heap: the priority that it gets (PendingCommit)
+  uint16_t owner;           // client slot, while writing, open or exhausted
   RowState state;
   uint8_t mark;  // scratch of the lock's holder
 };
@@ -193,6 +233,7 @@ static_assert(offsetof(RowStatus, length) == 24);
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
 constexpr uint64_t kControlOffset = 4096;
+constexpr uint64_t kPendingOffset = 6144;
 constexpr uint64_t kFieldsOffset = 8192;
 constexpr uint64_t kClientsOffset = kFieldsOffset + kMaxFields * sizeof(FieldRecord);
 constexpr uint64_t kRegionsOffset = kClientsOffset + kMaxClients * sizeof(Client);
@@ -227,6 +268,7 @@ struct StoreOptions {
   uint64_t max_age_ns = 0;
   uint32_t max_times_sampled = 0;
   uint32_t priority_fraction_bits = 16;
+  bool step_priorities = false;
   Remover remover = Remover::fifo;
   bool persist = false;
   bool reserve = true;

@@ -190,6 +190,19 @@ class SumTree {
     }
   }
 
+  // Makes the nodes above leaves [first, last] from what is below them.
+  void rebuild_over(uint64_t first, uint64_t last) const {
+    uint64_t below = shape_.leaves;
+    for (int level = 0; level < shape_.levels; ++level) {
+      first /= kFanout;
+      last /= kFanout;
+      for (uint64_t node = first; node <= last; ++node) {
+        nodes_[shape_.offset[level] + node].store(sum_of_children(level, node, below), std::memory_order_relaxed);
+      }
+      below = shape_.width[level];
+    }
+  }
+
   // The number of nodes that differ from the sum of their children.
   uint64_t audit() const {
     uint64_t wrong = 0;

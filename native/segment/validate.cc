@@ -107,6 +107,7 @@ Geometry checked_geometry(const std::byte* base, uint64_t bytes, const std::stri
   options.priority_fraction_bits = header.priority_fraction_bits;
   options.remover = static_cast<Remover>(header.remover);
   options.persist = header.persist != 0;
+  options.step_priorities = (header.required_features & kStepPriorities) != 0;
   std::vector<FieldRecord> records;
   Header planned{};
   try {

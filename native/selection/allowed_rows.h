@@ -1,6 +1,7 @@
 // Internal to selection: a copy of the rows that may be chosen, for when rejection sampling would take too long.
 #pragma once
 
+#include <bit>
 #include <memory>
 #include <span>
 #include <vector>
@@ -10,6 +11,23 @@
 namespace geartrain {
 
 [[noreturn]] void fail_empty(const DrawPlan& plan);
+
+// Where steps are the unit: draws the numbers whose row is kNoRow from the steps that count of the rows that the limits
+// allow. Returns how many failed for good, because the steps changed meanwhile.
+uint64_t draw_from_allowed_steps(const Population& from, const DrawPlan& plan, std::span<const uint32_t> numbers,
+                                 const Draws& out);
+
+// Calls visit(row) for every selectable row that the limits allow.
+template <typename Visit>
+void for_each_selectable(const Population& from, const Limits& limits, Visit visit) {
+  const uint64_t words = from.bits.shape().leaves;
+  for (uint64_t at = 0; at < words; ++at) {
+    for (uint64_t bits = from.bits.leaves()[at].load(std::memory_order_relaxed); bits != 0; bits &= bits - 1) {
+      const auto row = static_cast<uint32_t>(at * 64 + static_cast<uint64_t>(std::countr_zero(bits)));
+      if (limits.none() || limits.allow(from.status[row])) visit(row);
+    }
+  }
+}
 
 // The allowed rows of a population, with sums of their own, from which rows can be removed.
 class Allowed {

@@ -48,6 +48,10 @@ uint64_t target_of(const DrawKey& key, uint32_t strata, uint32_t draw, uint32_t 
   return std::min(first + below(bits, std::max<uint64_t>(last - first, 1)), total - 1);
 }
 
+uint64_t length_of(const Population& from, uint32_t row) {
+  return std::min(from.status[row].length.load(std::memory_order_relaxed), from.row_steps);
+}
+
 uint64_t target_of(const DrawPlan& plan, uint32_t draw, uint32_t attempt, uint64_t total) {
   return target_of(plan.key, plan.strata, draw, plan.round * kAttemptsPerRound + attempt, total);
 }
@@ -89,7 +93,8 @@ template <typename Kind>
 uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out) {
   const Population& from = kind.from;
   const bool over_steps = plan.max_steps != 0;
-  const bool limited = !plan.limits.none() || over_steps;
+  const uint32_t per_row = from.row_steps;
+  const bool limited = !plan.limits.none() || over_steps || (per_row != 0 && plan.need != 0);
   const DrawKey step_key{plan.key.seed, plan.key.step, kStepStream};
   Search found[kInFlight];
   uint64_t targets[kInFlight];
@@ -101,13 +106,18 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
     kind.tree.find(targets, n, found);
     for (size_t i = 0; i < n; ++i) {
       rows[i] = kind.tree.inside(found[i]) ? kind.row_of(found[i]) : kNoRow;
-      if (limited && rows[i] != kNoRow) __builtin_prefetch(&from.status[rows[i]]);
+      if (limited && rows[i] != kNoRow) {
+        __builtin_prefetch(&from.status[per_row != 0 ? rows[i] / per_row : rows[i]]);
+      }
     }
     size_t again = 0;
     for (size_t i = 0; i < n; ++i) {
-      const uint32_t row = rows[i];
-      const uint64_t word = row == kNoRow ? 0 : from.words[row].load(std::memory_order_acquire);
+      const uint32_t leaf = rows[i];
+      const uint64_t word = leaf == kNoRow ? 0 : from.words[leaf].load(std::memory_order_acquire);
+      const uint32_t row = per_row != 0 ? leaf / per_row : leaf;
+      const uint32_t row_step = per_row != 0 ? leaf % per_row : 0;
       bool allowed = kind.has(word) && (!limited || plan.limits.allow(from.status[row]));
+      if (allowed && limited && per_row != 0) allowed = row_step + uint64_t{plan.need} < length_of(from, row);
       if (allowed && over_steps) {
         const Random128 bits = random_bits(step_key, numbers[index[i]], plan.round * kAttemptsPerRound + attempt);
         allowed = below(bits, plan.max_steps - plan.need) < plan.steps_of(from.status[row]);
@@ -117,6 +127,7 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
         continue;
       }
       out.rows[index[i]] = row;
+      if (per_row != 0) out.steps[index[i]] = row_step;
       out.generations[index[i]] = generation_of(word);
       out.probability[index[i]] =
           over_steps ? std::numeric_limits<double>::quiet_NaN() : kind.share(word) / static_cast<double>(total);
@@ -163,7 +174,11 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
 uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out) {
   const uint64_t failed = plan.by == By::priority ? draw_by(ByPriority{from}, plan, numbers, out)
                                                   : draw_by(ByRow{from}, plan, numbers, out);
-  if (failed == 0 || (plan.limits.none() && plan.max_steps == 0)) return failed;
+  if (failed == 0) return 0;
+  if (from.row_steps != 0) {
+    return plan.limits.none() && plan.need == 0 ? failed : draw_from_allowed_steps(from, plan, numbers, out);
+  }
+  if (plan.limits.none() && plan.max_steps == 0) return failed;
   // Limits that allow few rows: the remaining draws are made from a copy of just these rows.
   const Allowed allowed(from, plan, {});
   const uint64_t total = allowed.total();

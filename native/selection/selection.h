@@ -20,6 +20,11 @@
 // Limits refuse rows after they are drawn; a refused draw is made again with the next attempt. When kRefusals
 // attempts were refused, it is made from a copy of the allowed rows.
 //
+// By step priorities: the population is the steps of rows, its words and sums those of (row, step), in the order of row
+// * row_steps + step. A draw is one by priority among them. It is refused like one that limits refuse where the row
+// does not have `need` steps after the one drawn, or the limits do not allow the row. So steps that can be used are
+// drawn in proportion to their priorities.
+//
 // Over steps: rows in proportion to length - need. Draw i, which has found a row, is refused unless below(x) < length -
 // need, where below(x) is a number up to max_length - need from bits of kStepStream under the same draw and attempt; a
 // refused draw is made again like one that limits refuse, in the end from a copy in which rows weigh length - need. No
@@ -46,6 +51,9 @@ struct Population {
   BitTree bits;
   const std::atomic<uint64_t>* words = nullptr;
   const RowStatus* status = nullptr;
+  // Steps as the unit: leaves of `priorities`, with `words` of their own, that belong to a row; 0: rows are. `bits` and
+  // `status` are of the rows.
+  uint32_t row_steps = 0;
 
   uint64_t rows() const { return priorities.shape().leaves; }
 };
@@ -71,7 +79,8 @@ enum class By : uint8_t { priority, row };
 struct Draws {
   std::span<uint32_t> rows;
   std::span<uint32_t> generations;
-  std::span<double> probability;  // of this row in one plain draw, regardless of limits
+  std::span<double> probability;   // of this row or step in one plain draw, regardless of limits
+  std::span<uint32_t> steps = {};  // where steps are the unit
 };
 
 struct DrawPlan {
@@ -81,7 +90,7 @@ struct DrawPlan {
   uint32_t strata = 0;  // 0: plain draws; n: the n draws of the batch share the total
   Limits limits;
   uint32_t max_steps = 0;  // over steps: of a row, at most; 0: over rows. With By::row and a population with status
-  uint32_t need = 0;       // over steps: steps at a row's end that do not count
+  uint32_t need = 0;       // over steps, or where they are the unit: steps at a row's end that do not count
 
   // How many of a row's steps count.
   uint32_t steps_of(const RowStatus& status) const {

@@ -107,15 +107,21 @@ void Store::check_held(std::span<const uint32_t> rows, RowState state) const {
   clear_marks();
 }
 
-uint32_t Store::take_free_row() {
+void Store::take_free_rows(std::span<uint32_t> rows) {
+  if (rows.empty()) return;
   Control& c = control();
-  const uint32_t row = c.free_head;
-  // A row that is not free would be handed out with a trajectory in it.
-  if (status()[row].state != RowState::free) fail_damaged("the free queue leads to row", row);
-  c.free_head = status()[row].next;
-  (c.free_head == kNoRow ? c.free_tail : status()[c.free_head].previous) = kNoRow;
-  --c.free_count;
-  return row;
+  uint32_t row = c.free_head;
+  for (uint32_t& taken : rows) {
+    // A row that is not free would be handed out with a trajectory in it.
+    RowStatus& s = status()[row];
+    if (s.state != RowState::free || s.mark != 0) fail_damaged("the free queue leads to row", row);
+    s.mark = 1;  // until it is held: a list may run in a circle
+    taken = row;
+    row = s.next;
+  }
+  c.free_head = row;
+  (row == kNoRow ? c.free_tail : status()[row].previous) = kNoRow;
+  c.free_count -= rows.size();
 }
 
 void Store::put_free_row(uint32_t row) {
@@ -144,6 +150,26 @@ void Store::hold(uint32_t row, uint32_t slot, RowState state) {
   ++held_count(state);
 }
 
+void Store::hold(std::span<const uint32_t> rows, uint32_t slot) {
+  if (rows.empty()) return;
+  Client& mine = client(slot);
+  uint32_t previous = kNoRow;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    RowStatus& s = status()[rows[i]];
+    s.mark = 0;
+    s.owner = static_cast<uint16_t>(slot);
+    std::atomic_signal_fence(std::memory_order_release);  // as above
+    s.state = RowState::writing;
+    s.previous = previous;
+    s.next = i + 1 < rows.size() ? rows[i + 1] : mine.held;
+    previous = rows[i];
+  }
+  if (mine.held != kNoRow) status()[mine.held].previous = previous;
+  mine.held = rows[0];
+  mine.held_count += static_cast<uint32_t>(rows.size());
+  held_count(RowState::writing) += rows.size();
+}
+
 uint64_t& Store::held_count(RowState state) const {
   Control& c = control();
   return state == RowState::writing ? c.writing_count : state == RowState::open ? c.open_count : c.exhausted_count;
@@ -158,13 +184,35 @@ void Store::unhold(uint32_t row) {
   --held_count(s.state);
 }
 
-void Store::link_order(uint32_t row) {
+void Store::unhold(std::span<const uint32_t> rows) {
+  if (rows.empty()) return;
+  // Rows that were allocated together lie on the list one after the other, and leave it together.
+  bool chained = true;
+  for (size_t i = 0; i + 1 < rows.size() && chained; ++i) chained = status()[rows[i]].next == rows[i + 1];
+  if (!chained) {
+    for (const uint32_t row : rows) unhold(row);
+    return;
+  }
+  const RowStatus &first = status()[rows.front()], &last = status()[rows.back()];
+  Client& owner = client(first.owner);
+  (first.previous == kNoRow ? owner.held : status()[first.previous].next) = last.next;
+  if (last.next != kNoRow) status()[last.next].previous = first.previous;
+  owner.held_count -= static_cast<uint32_t>(rows.size());
+  held_count(first.state) -= rows.size();
+}
+
+void Store::link_order(std::span<const uint32_t> rows) {
   Control& c = control();
-  RowStatus& s = status()[row];
-  s.previous = c.order_tail;
-  s.next = kNoRow;
-  (c.order_tail == kNoRow ? c.order_head : status()[c.order_tail].next) = row;
-  c.order_tail = row;
+  uint32_t previous = c.order_tail;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    RowStatus& s = status()[rows[i]];
+    s.previous = previous;
+    s.next = i + 1 < rows.size() ? rows[i + 1] : kNoRow;
+    previous = rows[i];
+  }
+  if (rows.empty()) return;
+  (c.order_tail == kNoRow ? c.order_head : status()[c.order_tail].next) = rows.front();
+  c.order_tail = previous;
 }
 
 void Store::unlink_order(uint32_t row) {

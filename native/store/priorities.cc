@@ -5,6 +5,7 @@
 
 #include "base/errors.h"
 #include "segment/bucket_order.h"
+#include "store/priority_writer.h"
 #include "store/remover_heap.h"
 #include "store/store.h"
 
@@ -14,28 +15,6 @@ namespace {
 constexpr size_t kAhead = 12;  // rows whose words are fetched ahead of their update
 
 }  // namespace
-
-// Registers that this process is changing priorities without the lock, so that a rebuild waits for it, and a
-// rebuild after its death knows that sums may be half updated.
-class PriorityWriter {
- public:
-  explicit PriorityWriter(Store& store) : writers_(store.client(store.client_slot_).priority_writers) {
-    writers_.fetch_add(1, std::memory_order_seq_cst);
-    while (store.control().rebuilding.load(std::memory_order_seq_cst) != 0) {
-      writers_.fetch_sub(1, std::memory_order_seq_cst);
-      {
-        Store::Guard wait_for_the_rebuild(store);
-      }
-      writers_.fetch_add(1, std::memory_order_seq_cst);
-    }
-  }
-  ~PriorityWriter() { writers_.fetch_sub(1, std::memory_order_seq_cst); }
-  PriorityWriter(const PriorityWriter&) = delete;
-  PriorityWriter& operator=(const PriorityWriter&) = delete;
-
- private:
-  std::atomic<uint32_t>& writers_;
-};
 
 // --- the calls ------------------------------------------------------------------------------------------------
 
@@ -47,6 +26,10 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
   }
   check_rows(rows);
   validate_priorities(priorities);
+  if (per_step()) {
+    fail(ErrorKind::schema, "the store ", mapping_->path(),
+         " keeps a priority for every step, and these keys name rows; those of batches drawn from it name steps");
+  }
   uint64_t stale = 0;
   const bool ordered = header().remover == static_cast<uint32_t>(Remover::lowest_priority);
   if (ordered || header().max_times_sampled != 0) {
@@ -95,6 +78,10 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
 
 void Store::raise_priorities(double power) {
   ensure_client();
+  if (per_step()) {
+    raise_step_priorities(power);
+    return;
+  }
   const auto raised = [&](uint64_t word) { return fixed_point(std::pow(priority_of(word) / priority_scale_, power)); };
   const uint64_t rows = header().capacity;
   if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) {

@@ -48,7 +48,7 @@ uint32_t Store::reap() {
 void Store::rebuild() {
   ensure_client();
   Guard guard(*this);
-  rebuild_locked();
+  rebuild_locked(Steps::all);
 }
 
 void Store::repair_dead_updates() {
@@ -67,15 +67,21 @@ void Store::repair_dead_updates() {
 uint32_t Store::reap_locked() {
   uint32_t dead = 0;
   bool sums_in_doubt = false;
+  StepsInDoubt doubt;
   const int fd = mapping_->fd();
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
     if (client(slot).in_use == 0 || slot == client_slot_ || client_lives(fd, slot)) continue;
     sums_in_doubt |= client(slot).priority_writers.load() != 0;
+    if (per_step()) {
+      doubt.add(journals()[slot], false);
+      doubt.clients.push_back(slot);
+    }
     reclaim(slot);
     ++dead;
   }
   control().last_reap_ns = monotonic_ns();
-  if (sums_in_doubt) rebuild_trees_locked();
+  // The journals are struck out last: whoever dies in here leaves the work to the next.
+  if (sums_in_doubt) rebuild_trees_locked(doubt);
   return dead;
 }
 
@@ -121,41 +127,62 @@ void Store::wait_for_priority_writers() const {
   }
 }
 
-void Store::rebuild_trees_locked() {
+void Store::rebuild_trees_locked(const StepsInDoubt& doubt) {
   control().rebuilding.store(1, std::memory_order_seq_cst);
   wait_for_priority_writers();
+  repair_steps_locked(doubt);
+  for (const uint32_t slot : doubt.clients) journals()[slot].count.store(0);
   priority_tree_.rebuild();
   bit_tree_.rebuild();
   control().rebuilding.store(0, std::memory_order_seq_cst);
 }
 
-void Store::rebuild_locked() {
+void Store::rebuild_locked(Steps steps) {
   Control& c = control();
   c.rebuilding.store(1, std::memory_order_seq_cst);
   wait_for_priority_writers();
 
   std::array<bool, kMaxClients> alive{};
   const int fd = mapping_->fd();
+  StepsInDoubt doubt;
+  doubt.everything = steps == Steps::all;
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
     Client& some = client(slot);
     alive[slot] = some.in_use != 0 && (slot == client_slot_ || client_lives(fd, slot));
     some.in_use = alive[slot];
     some.held = kNoRow;
     some.held_count = 0;
-    if (!alive[slot]) some.priority_writers.store(0);
+    if (alive[slot]) continue;
+    some.priority_writers.store(0);
+    if (per_step()) {
+      doubt.add(journals()[slot], false);
+      journals()[slot].count.store(0);
+    }
   }
   c.free_head = c.free_tail = c.order_head = c.order_tail = kNoRow;
   c.free_count = c.writing_count = c.exhausted_count = c.open_count = 0;
   c.heap_count = 0;
+  PendingCommit& pending = pending_commit();
+  // Others may have committed since where an earlier build, which does not know of it, repaired the segment.
+  if (pending.first.load(kRelaxed) + pending.rows != c.next_sequence) pending.first.store(0, kRelaxed);
   if (c.next_sequence > kLastSequence) c.next_sequence = 1;
 
   const uint64_t rows = header().capacity;
   std::vector<std::pair<uint64_t, uint32_t>> committed;  // (sequence, row)
-  uint64_t open_rows = 0;
+  uint64_t open_rows = 0, finished = 0;
+  if (per_step()) {
+    doubt.add(journals()[kMaxClients], true);
+    // Whoever dies in here leaves the rows that it finished, which the next does not find pending.
+    if (pending.first.load(kRelaxed) != 0) journals()[kMaxClients].count.store(kEverything);
+  }
   for (uint64_t word = 0; word < bit_tree_.shape().leaves; ++word) bit_tree_.leaves()[word].store(0, kRelaxed);
   for (uint32_t row = 0; row < rows; ++row) {
     RowStatus& s = status()[row];
     s.mark = 0;
+    if (finish_pending(row, s)) {
+      ++finished;
+      if (per_step()) doubt.rows.push_back(row);
+    }
     const uint64_t word = words()[row].load(kRelaxed);
     const bool owner_alive = s.owner < kMaxClients && alive[s.owner];
     if (is_committed(word) && s.state != RowState::exhausted) {
@@ -200,7 +227,7 @@ void Store::rebuild_locked() {
     }
   }
   for (const auto& [sequence, row] : committed) {
-    link_order(row);
+    link_order({&row, 1});
     c.next_sequence = std::max(c.next_sequence, sequence + 1);
   }
   c.committed_count.store(committed.size() + open_rows, kRelaxed);
@@ -209,8 +236,20 @@ void Store::rebuild_locked() {
     heap.clear();
     for (const auto& [sequence, row] : committed) heap.push(row);
   }
+  if (per_step()) {
+    repair_steps_locked(doubt);
+    journals()[kMaxClients].count.store(0);
+  }
   priority_tree_.rebuild();
   bit_tree_.rebuild();
+  if (finished != 0) {
+    // Their writer had not yet made room for them.
+    Sums sums(*this);
+    while (committed_count() > header().max_rows && evict_one(sums)) {
+    }
+    count(c.counters.inserted, finished);
+  }
+  pending.first.store(0, std::memory_order_release);
   c.rebuilding.store(0, std::memory_order_seq_cst);
 }
 
@@ -223,11 +262,15 @@ std::vector<std::string> Store::audit() {
     if (problems.size() < 20) problems.push_back(sentence(parts...));
   };
   // Priority writers stay out while their sums are compared. Nothing is changed, so that an audit that cannot be
-  // finished owes nobody a rebuild.
+  // finished owes nobody a rebuild; a mark that somebody else leaves meanwhile (fail_damaged) stays.
+  constexpr uint32_t kAudit = 2;
   struct WritersOut {
     std::atomic<uint32_t>& rebuilding;
-    explicit WritersOut(std::atomic<uint32_t>& flag) : rebuilding(flag) { rebuilding.store(1); }
-    ~WritersOut() { rebuilding.store(0); }
+    explicit WritersOut(std::atomic<uint32_t>& flag) : rebuilding(flag) { rebuilding.store(kAudit); }
+    ~WritersOut() {
+      uint32_t mine = kAudit;
+      rebuilding.compare_exchange_strong(mine, 0);
+    }
   } writers_out(c.rebuilding);
   wait_for_priority_writers();
 
@@ -296,6 +339,7 @@ std::vector<std::string> Store::audit() {
       wrong("row ", row, " has a priority but cannot be selected");
   }
   if (priority_tree_.audit() != 0) wrong(priority_tree_.audit(), " sums of priorities are off");
+  if (per_step()) audit_steps([&](const std::string& problem) { wrong(problem); });
   if (bit_tree_.audit() != 0) wrong(bit_tree_.audit(), " counts of selectable rows are off");
   if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) {
     const uint64_t misplaced = Heap(*this).audit();
@@ -305,7 +349,7 @@ std::vector<std::string> Store::audit() {
   return problems;
 }
 
-void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence) {
+void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence, std::span<const uint32_t> steps) {
   ensure_client();
   if (rows.size() != header().capacity) {
     fail(ErrorKind::schema, "a restored store needs all of its ", header().capacity, " rows, found ", rows.size());
@@ -315,7 +359,7 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence) {
   if (c.writing_count != rows.size())
     fail(ErrorKind::schema, "only a new store, all its rows allocated, can be restored");
   std::vector<uint8_t> seen(rows.size(), 0);
-  uint64_t last_sequence = 0;
+  uint64_t last_sequence = 0, steps_needed = 0;
   for (const RestoredRow& from : rows) {
     const bool committed = (from.generation & 1) != 0;
     if (from.row >= rows.size() || seen[from.row]++ != 0 || from.length > header().max_length ||
@@ -323,6 +367,11 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence) {
       fail(ErrorKind::schema, "the row table of the checkpoint contradicts itself at row ", from.row);
     }
     if (committed) last_sequence = from.sequence;
+    if (committed && per_step()) steps_needed += from.length;
+  }
+  if (steps.size() != steps_needed) {
+    fail(ErrorKind::schema, "the rows of the checkpoint have ", steps_needed, " priorities of steps, found ",
+         steps.size());
   }
   Sums sums(*this);
   for (const RestoredRow& from : rows) {
@@ -339,10 +388,20 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence) {
     s.length.store(from.length, kRelaxed);
     s.times_sampled.store(from.times_sampled, kRelaxed);
     s.state = RowState::committed;
-    words()[from.row].store(make_word(from.generation, from.priority), std::memory_order_release);
-    sums.priorities.add(from.row, from.priority);
+    if (per_step()) {
+      sums.begin(from.row);
+      for (uint32_t step = 0; step < from.length; ++step) {
+        const uint64_t leaf = leaf_of(from.row, step);
+        step_tree_.leaves()[leaf].store(make_word(from.generation, steps[step]), kRelaxed);
+        sums.steps.add(leaf, steps[step]);
+      }
+      steps = steps.subspan(from.length);
+    }
+    const uint32_t priority = per_step() ? 0 : from.priority;
+    words()[from.row].store(make_word(from.generation, priority), std::memory_order_release);
+    sums.priorities.add(from.row, priority);
     set_bit(sums, from.row, true);
-    link_order(from.row);
+    link_order({&from.row, 1});
     if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(from.row);
     c.committed_count.fetch_add(1, kRelaxed);
   }

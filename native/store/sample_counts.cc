@@ -31,11 +31,13 @@ void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32
       if (s.times_sampled.fetch_add(1, kRelaxed) + 1 < limit) continue;
       // The last sample: no longer selectable, but readable under its generation until release_exhausted.
       if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).erase(row);
+      if (per_step()) sums.begin(row);
       unlink_order(row);
       set_bit(sums, row, false);
       control().committed_count.fetch_sub(1, kRelaxed);
       hold(row, client_slot_, RowState::exhausted);
       set_priority_locked(row, 0);
+      if (per_step()) clear_steps(sums, row, generation_of(word) + 1);
     }
   }
   count(control().counters.sampled, counted);

@@ -126,6 +126,10 @@ void Store::bind_trees() {
   priority_tree_ = PriorityTree(words(), region<std::atomic<uint64_t>>(kPriorityNodesRegion), rows);
   bit_tree_ = BitTree(region<std::atomic<uint64_t>>(kBitsRegion), region<std::atomic<uint64_t>>(kBitNodesRegion),
                       (rows + 63) / 64);
+  if (per_step()) {
+    step_tree_ = PriorityTree(region<std::atomic<uint64_t>>(kStepWordsRegion),
+                              region<std::atomic<uint64_t>>(kStepNodesRegion), rows * header().max_length);
+  }
   priority_scale_ = std::ldexp(1.0, static_cast<int>(header().priority_fraction_bits));
 }
 
@@ -175,6 +179,7 @@ void Store::shut(bool keep, double timeout_s, Deadline calls_end) {
     fail(ErrorKind::lock_timeout, "calls of other threads are still using ", mapping_->path(),
          "; the handle is closed, and leaves the store when the process ends");
   }
+  calls_.drained();
   if (client_slot_ == kNoClient) return;
   try {
     leave(keep, timeout_s);
@@ -233,13 +238,16 @@ void Store::check_usable() const {
 }
 
 void Store::after_fork_in_child() {
-  lost_in_fork_ = !is_closed() && !mapping_->reopen();
+  // Also of a handle that another thread was closing, which had its lease still: the child would keep it alive.
+  const bool reopened = (is_closed() && client_slot_ == kNoClient) || mapping_->reopen();
+  lost_in_fork_ = !is_closed() && !reopened;
   client_slot_ = kNoClient;
   calls_.forget_other_threads(lost_in_fork_);
   given_up_.clear();  // the parent's rows, which keeps its own list
   given_up_mutex_.unlock();
   // A thread of the parent may have been joining, for as long as others made it wait.
   new (&joining_mutex_) std::mutex;
+  new (&journal_mutex_) std::mutex;
 }
 
 uint32_t Store::live_clients() const {
@@ -307,9 +315,9 @@ Store::Guard::Guard(const Store& store, double timeout_s) : store_(store) {
   pthread_mutex_t* mutex = &store.control().mutex;
   int error = ::pthread_mutex_trylock(mutex);
   if (error == EBUSY) error = store.wait_for_lock(timeout_s);
-  const auto repair_or_unlock = [&] {
+  const auto repair_or_unlock = [&](Steps steps) {
     try {
-      const_cast<Store&>(store).rebuild_locked();
+      const_cast<Store&>(store).rebuild_locked(steps);
     } catch (...) {
       // The next holder of the lock must try again, so it has to look unfinished to it as well.
       store.control().rebuilding.store(1);
@@ -319,7 +327,8 @@ Store::Guard::Guard(const Store& store, double timeout_s) : store_(store) {
   };
   if (error == EOWNERDEAD) {
     ::pthread_mutex_consistent(mutex);
-    repair_or_unlock();
+    // Unless it died in a rebuild, or found damage, its journal and those of the dead name all that is in doubt.
+    repair_or_unlock(store.control().rebuilding.load() != 0 ? Steps::all : Steps::noted);
     store.control().counters.repairs.fetch_add(1, std::memory_order_relaxed);
   } else if (error == ETIMEDOUT) {
     fail(ErrorKind::lock_timeout, "the lock of ", store.mapping_->path(), " could not be acquired for ", timeout_s,
@@ -327,7 +336,7 @@ Store::Guard::Guard(const Store& store, double timeout_s) : store_(store) {
   } else if (error != 0) {
     fail(ErrorKind::corrupt, "the lock of ", store.mapping_->path(), " is unusable: ", std::strerror(error));
   }
-  if (error == 0 && store.control().rebuilding.load() != 0) repair_or_unlock();
+  if (error == 0 && store.control().rebuilding.load() != 0) repair_or_unlock(Steps::all);
 }
 
 Store::Guard::~Guard() {

@@ -40,6 +40,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -100,6 +101,18 @@ struct CommitValues {
   std::span<const uint32_t> lengths;
   std::span<const double> priorities;
   std::span<const int64_t> versions;
+};
+
+// Changes of a writer's rows that are made together.
+struct RowChanges {
+  struct Entering {
+    std::span<const uint32_t> rows;
+    CommitValues values;
+    std::span<uint32_t> generations;  // out
+  };
+  Entering publish = {}, commit = {};
+  std::span<const uint32_t> extend = {}, lengths = {}, seal = {}, abandon = {};
+  std::span<const double> extend_priorities = {};  // of the new steps, where steps have priorities
 };
 
 // A copy of one row's metadata.
@@ -173,7 +186,8 @@ class Store final : public OpenStore {
   // many are being written.
   void allocate(std::span<uint32_t> rows);
 
-  // Makes rows that this process allocated selectable. Everything is checked before anything is changed.
+  // Makes rows that this process allocated selectable. Everything is checked before anything is changed, and all of
+  // them are or none is, also where the process is killed meanwhile.
   // Returns their odd generations. Throws schema (length, priority), stale_key (not this process's row).
   void commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
 
@@ -183,11 +197,17 @@ class Store final : public OpenStore {
   void publish(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
   // Sets the row's length; the steps are in its blocks already. Throws schema (shorter than it was, or too long),
   // stale_key (not a row that this process extends).
-  void extend(uint32_t row, uint32_t length) { extend({&row, 1}, {&length, 1}); }
-  // Of several rows, under one lock; all are checked before any is changed.
-  void extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths);
+  void extend(uint32_t row, uint32_t length, double priority = 1.0) { extend({&row, 1}, {&length, 1}, {&priority, 1}); }
+  // Of several rows, under one lock; all are checked before any is changed. `priorities` are those of the steps that
+  // are new, where the store keeps any; empty: 1.
+  void extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths,
+              std::span<const double> priorities = {});
   // Completes the rows: they take their place as the newest.
   void seal(std::span<const uint32_t> rows);
+
+  // Publishes, commits, extends, seals and abandons under one lock: what any of these would refuse is refused before
+  // anything is changed. Rows that are published and committed are so together, as for commit.
+  void apply(const RowChanges& changes);
 
   // Commit's checks of the values for n rows, for callers that validate before they write.
   void check_values(size_t n, const CommitValues& values) const;
@@ -199,6 +219,12 @@ class Store final : public OpenStore {
   // Sets priorities by key; keys whose row no longer exists are counted and skipped. Returns how many were.
   uint64_t update_priorities(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                              std::span<const double> priorities);
+
+  // Of stores with priorities of steps, which update_priorities refuses: sets those of steps, by key. Throws schema
+  // also for a step that no row can have, and where the store keeps priorities of rows. One thread of a process at a
+  // time.
+  uint64_t update_step_priorities(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                                  std::span<const uint32_t> steps, std::span<const double> priorities);
 
   // Raises all priorities to a power; a pass over the words, without the lock except with the lowest_priority remover.
   void raise_priorities(double power);
@@ -244,6 +270,7 @@ class Store final : public OpenStore {
   // Identity and layout, as they were checked when the segment was opened: a copy that no other process can change.
   const Header& header() const { return geometry_.header; }
   Control& control() const { return *reinterpret_cast<Control*>(base() + kControlOffset); }
+  PendingCommit& pending_commit() const { return *reinterpret_cast<PendingCommit*>(base() + kPendingOffset); }
   const FieldRecord* fields() const { return geometry_.fields.data(); }
   std::byte* block(uint32_t field, uint64_t row) const {
     return base() + fields()[field].offset + row * fields()[field].stride;
@@ -253,6 +280,15 @@ class Store final : public OpenStore {
   uint32_t* heap_rows() const { return region<uint32_t>(kHeapRegion); }
   const PriorityTree& priority_tree() const { return priority_tree_; }
   const BitTree& bit_tree() const { return bit_tree_; }
+  // Of stores with priorities of steps: the tree over leaves row * max_length + step.
+  bool per_step() const { return (header().required_features & kStepPriorities) != 0; }
+  const PriorityTree& step_tree() const { return step_tree_; }
+  uint64_t leaf_of(uint64_t row, uint64_t step) const { return row * header().max_length + step; }
+  // The fixed-point priority of a step, 0 for a stale key; the sum of a row's; and those of a row's first steps, false
+  // where it does not have them (any more). Without the lock.
+  uint32_t step_priority(uint32_t row, uint32_t generation, uint32_t step) const;
+  uint64_t sum_of_steps(uint32_t row) const;
+  bool copy_step_priorities(uint32_t row, uint32_t generation, std::span<uint32_t> out) const;
   Client& client(uint32_t slot) const {
     if (slot >= kMaxClients) [[unlikely]]
       fail_damaged("a row is owned by client", slot);
@@ -278,7 +314,8 @@ class Store final : public OpenStore {
   std::vector<std::string> audit();
   // Restores rows from a checkpoint: committed ones (odd generation) in the order of their sequence, free
   // ones in the order of the queue. The store must be new, with all its rows allocated by this process and filled.
-  void restore(std::span<const RestoredRow> rows, uint64_t next_sequence);
+  // With priorities of steps `steps` are those of the committed rows' steps, one row after the other.
+  void restore(std::span<const RestoredRow> rows, uint64_t next_sequence, std::span<const uint32_t> steps = {});
 
   // Holds the segment's lock for its lifetime. Throws lock_timeout, and closed when another thread closes the handle.
   class Guard {
@@ -323,26 +360,58 @@ class Store final : public OpenStore {
   // Under the lock. Rows' changes reach the trees through Sums, a node at a time; it is made after the Guard, so that
   // the sums are consistent again before the lock is released.
   struct Sums {
-    explicit Sums(const Store& store) : priorities(store.priority_tree_), bits(store.bit_tree_) {}
+    explicit Sums(const Store& store);
+    ~Sums();
+    Sums(const Sums&) = delete;
+    Sums& operator=(const Sums&) = delete;
+    // Before step words of a row are changed, or a word that decides whether they count: notes it in the journal.
+    void begin(uint32_t row);
+    void settle();
+
     PriorityTree::Adder priorities;
     BitTree::Adder bits;
+    PriorityTree::Adder steps;
+    StepJournal* journal;  // nullptr: the store has no priorities of steps
   };
+  StepJournal* journals() const { return region<StepJournal>(kStepJournalsRegion); }
+  void check_per_step() const;
+  void add_steps(Sums& sums, uint32_t row, uint32_t generation, uint32_t from, uint32_t to, uint32_t priority);
+  void clear_steps(Sums& sums, uint32_t row, uint32_t generation);  // after begin(row)
+  void raise_step_priorities(double power);
+  // What dead processes had noted in their journals.
+  struct StepsInDoubt {
+    std::vector<uint32_t> leaves, rows, clients;
+    bool everything = false;
+    void add(const StepJournal& journal, bool of_rows);
+  };
+  void repair_steps_of(uint32_t row);
+  void repair_steps_locked(const StepsInDoubt& doubt);  // writers of priorities are out
+  uint64_t audit_steps(const std::function<void(const std::string&)>& wrong) const;
   void release_abandoned_locked();  // rows whose abandon timed out
-  uint32_t take_free_row();
+  void take_free_rows(std::span<uint32_t> rows);
   void put_free_row(uint32_t row);
   void hold(uint32_t row, uint32_t slot, RowState state);
   uint64_t& held_count(RowState state) const;
+  void hold(std::span<const uint32_t> rows, uint32_t slot);  // to be written
   void unhold(uint32_t row);
-  void link_order(uint32_t row);
+  void unhold(std::span<const uint32_t> rows);  // of one client, in one state
+  void link_order(std::span<const uint32_t> rows);
   void unlink_order(uint32_t row);
   void set_bit(Sums& sums, uint32_t row, bool selectable);
+  uint32_t victim() const;
   bool evict_one(Sums& sums);
+  // Evicts one row or more for a caller who holds them next; returns how many. There have to be as many.
+  size_t take_victims(Sums& sums, std::span<uint32_t> rows);
   void retire(Sums& sums, uint32_t row);  // a committed row: no longer selectable, on no list
-  void free_spent(uint32_t row);          // an exhausted row: its last key is stale from here on
-  uint64_t expire_locked(uint64_t now_ns);
+  void make_unselectable(Sums& sums, uint32_t row);
+  void free_spent(uint32_t row);  // an exhausted row: its last key is stale from here on
+  uint64_t expire_locked(Sums& sums, uint64_t now_ns);
   void check_held(std::span<const uint32_t> rows, RowState state = RowState::writing) const;
-  uint64_t write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t now_ns);
-  void make_selectable(Sums& sums, uint32_t row, uint64_t word);
+  void check_extended(std::span<const uint32_t> rows, std::span<const uint32_t> lengths) const;
+  void enter(Sums& sums, const RowChanges::Entering& publish, const RowChanges::Entering& commit);
+  void write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t sequence, uint64_t now_ns);
+  uint32_t make_selectable(Sums& sums, uint32_t row);
+  bool finish_pending(uint32_t row, RowStatus& status);
   void seal_locked(uint32_t row, uint64_t now_ns);
   void check_the_cap(size_t rows) const;
   void make_room_at_the_cap(Sums& sums);
@@ -350,8 +419,10 @@ class Store final : public OpenStore {
   void set_priority_locked(uint32_t row, uint32_t priority);
   uint32_t reap_locked();
   void reclaim(uint32_t slot);
-  void rebuild_locked();
-  void rebuild_trees_locked();
+  // With priorities of steps: of all steps, or of those alone that the journals of the dead and of the lock name.
+  enum class Steps : uint8_t { all, noted };
+  void rebuild_locked(Steps steps);
+  void rebuild_trees_locked(const StepsInDoubt& doubt);
   void wait_for_priority_writers() const;
   uint32_t fixed_point(double priority);
   void validate_priorities(std::span<const double> priorities) const;
@@ -364,9 +435,11 @@ class Store final : public OpenStore {
   StatusTable status_;
   PriorityTree priority_tree_;
   BitTree bit_tree_;
+  PriorityTree step_tree_;
   mutable CallsInFlight calls_;
   std::atomic<uint32_t> client_slot_{kNoClient};  // none: read-only, or a forked child that has not joined
   std::mutex joining_mutex_;
+  std::mutex journal_mutex_;
   std::mutex given_up_mutex_;
   std::vector<uint32_t> given_up_;
   double lock_timeout_s_ = 10.0;

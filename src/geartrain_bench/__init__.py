@@ -7,6 +7,7 @@ baselines are `*_baseline.py`.
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -16,24 +17,43 @@ from geartrain_bench.harness.timing import BenchResult
 
 
 class Bench(NamedTuple):
-    """Location of a benchmark's functions, as "module:function"; `takes_arguments`: `main` takes a list of words."""
+    """Location of a benchmark's functions, as "module:function"; `takes_arguments`: `main` takes a list of words.
+
+    `result` is the class of what `main` returns, and `plot` draws one into a file.
+    """
 
     cpu: str
     cuda: str | None = None
     takes_arguments: bool = False
+    result: str = "harness.timing:BenchResult"
+    plot: str = "harness.report:plot"
 
 
 #: The benchmarks of `geartrain bench`.
 BENCHES = {
     "store": Bench("store.bench:main"),
-    "selection": Bench("selection.bench:main", cuda="selection.gpu:main"),
-    "ranks": Bench("distributed_replay.bench:main"),
-    "p2p": Bench("messages.bench:main", cuda="messages.gpu:main"),
+    "selection": Bench(
+        "selection.bench:main",
+        cuda="selection.gpu:main",
+        result="selection.bench:SelectionResult",
+        plot="selection.bench:plot",
+    ),
+    "ranks": Bench(
+        "distributed_replay.bench:main",
+        result="distributed_replay.bench:RanksResult",
+        plot="distributed_replay.report:plot_result",
+    ),
+    "p2p": Bench("messages.bench:main", cuda="messages.gpu:main", plot="messages.report:plot"),
     "fetch": Bench("fetch.bench:main_cpu", cuda="fetch.bench:main"),
-    "rpc-rl": Bench("rpc_rl.bench:main", takes_arguments=True),
+    "rpc-rl": Bench("rpc_rl.bench:main", takes_arguments=True, plot="rpc_rl.bench:plot"),
     "di-engine": Bench("di_engine.bench:main"),
-    "online": Bench("online_rl.bench:main"),
-    "allreduce": Bench("allreduce.bench:main", takes_arguments=True),
+    "online": Bench("online_rl.bench:main", plot="online_rl.bench:plot"),
+    "allreduce": Bench(
+        "allreduce.bench:main",
+        takes_arguments=True,
+        result="allreduce.bench:AllReduceResult",
+        plot="allreduce.plot:plot",
+    ),
 }
 
 
@@ -66,8 +86,34 @@ def load(name: str, device: str = "cpu") -> Main:
     if place is None:
         able = ", ".join(known for known, found in here.items() if found is not None)
         raise ArgumentError(f"there is no bench {name!r} on {device}; there are {able}")
-    module, _, function = place.partition(":")
-    return cast(Main, getattr(import_module(f"geartrain_bench.{module}"), function))
+    return cast(Main, _found(place))
 
 
-__all__ = ["BENCHES", "Bench", "BenchResult", "Main", "load"]
+def plot_saved(saved: Path, path: Path) -> None:
+    """Draws a result that was saved with `--json` into a file. Needs matplotlib.
+
+    Raises:
+        ArgumentError: the file is no such result; OSError: it cannot be read.
+    """
+    try:
+        found = json.loads(saved.read_text())
+    except ValueError as error:
+        raise ArgumentError(f"{saved} is no JSON: {error}") from None
+    name = str(found.get("bench", "")).split(" ")[0] if isinstance(found, dict) else ""
+    if name not in BENCHES:
+        raise ArgumentError(f"{saved} is no result of geartrain bench, saved with --json")
+    bench = BENCHES[name]
+    on_gpu = name == "selection" and "--device cuda" in found.get("command", "")
+    try:
+        result = _found(bench.result).of_json(found)
+    except ArgumentError as error:
+        raise ArgumentError(f"{saved}: {error}") from None
+    _found(Bench.plot if on_gpu else bench.plot)(result, path)
+
+
+def _found(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"geartrain_bench.{module}"), name)
+
+
+__all__ = ["BENCHES", "Bench", "BenchResult", "Main", "load", "plot_saved"]

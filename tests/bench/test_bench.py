@@ -174,6 +174,41 @@ def test_a_result_becomes_a_table_and_a_plot(
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_saved_results_are_drawn_again_by_the_command(tiny: BenchResult, tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from geartrain.tools.cli.app import app
+
+    for name in ("one", "two"):
+        report.report(tiny, tmp_path / f"{name}.json", tmp_path / "plot.png")
+    done = CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "one.json"), str(tmp_path / "two.json")])
+    assert done.exit_code == 0, done.output
+    for name in ("one", "two"):
+        assert (tmp_path / f"{name}.png").read_bytes() == (tmp_path / "plot.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "is no result of geartrain bench"),
+        ('{"bench": "pigeons"}', "is no result of geartrain bench"),
+        ('{"bench": "store"}', "no saved result"),
+        ('{"bench": "store", "rows": [{"case": 1}]}', "no saved result"),
+    ],
+    ids=["cut", "a list", "another", "without rows", "rows without figures"],
+)
+def test_what_is_no_saved_result_is_refused_in_one_line(text: str, said: str, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    saved.write_text(text)
+    with pytest.raises(ArgumentError, match=said):
+        bench.plot_saved(saved, tmp_path / "plot.png")
+    assert not (tmp_path / "plot.png").exists()
+
+
 # --- peers ------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ pytest.importorskip("torch")
 import geartrain_bench.allreduce.bench as allreduce
 import geartrain_bench.allreduce.plot as allreduce_plot
 import geartrain_bench.allreduce.report as allreduce_report
+import geartrain_bench.harness.report as report
 from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
+from geartrain_bench import plot_saved
 from geartrain_bench.allreduce.mpi_jobs import run as run_mpi
 from geartrain_bench.allreduce.rounds import RoundBarrier, contribution, timed_rounds, total
 from geartrain_bench.allreduce.testbed import AllReduceTestbed, Configuration, dedicated, gloo, hybrid, ring, workers
@@ -154,9 +155,12 @@ def test_loopback_measures_every_arm_beside_a_memcpy(tmp_path: Path) -> None:
     assert {"gloo", "geartrain workers", "geartrain workers, tcp", "geartrain ring", "geartrain dedicated"} <= arms
     assert all(case["p50_s"] > 0 and case["floor_s"] > 0 for case in result.cases)
     assert set(result.baselines_missing) == {"mpich", "openmpi", "other"}
-    json.dumps(result.as_json())
+    report.write_json(result, tmp_path / "bench.json")
     allreduce_plot.plot(result, tmp_path / "bench.png")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "bench.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    plot_saved(tmp_path / "bench.json", tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes() == drawn
 
 
 @needs_hosts

@@ -94,7 +94,10 @@ def test_the_result_can_be_shown_kept_and_drawn(
     assert written["bench"] == "ranks" and len(written["cases"]) == len(result.cases)
     ranks_report.plot(result, result.cases, tmp_path / "ranks.png")
     for name in ("ranks.png", "ranks-batch.png", "ranks-scale.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        drawn = (tmp_path / name).read_bytes()
+        assert drawn.startswith(b"\x89PNG")
+        bench.plot_saved(tmp_path / "ranks.json", tmp_path / "ranks.png")
+        assert (tmp_path / name).read_bytes() == drawn
 
 
 def test_nothing_stays_behind(result: ranks.RanksResult) -> None:

@@ -16,9 +16,9 @@ from p2p_gpu_worker import NoGpus
 import geartrain_bench.messages.gpu as p2p_gpu
 import geartrain_bench.messages.report as p2p_report
 from geartrain.errors import GeartrainError
-from geartrain_bench import load
+from geartrain_bench import load, plot_saved
 from geartrain_bench.harness.child_process import BaselineError
-from geartrain_bench.harness.report import parse_baselines
+from geartrain_bench.harness.report import parse_baselines, write_json
 from geartrain_bench.messages.baseline_client import SYSTEMS, Foreign
 from geartrain_bench.messages.bench import Plan, run
 
@@ -48,7 +48,11 @@ def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pyt
     assert systems | {"memcpy"} <= shown.keys()
     pytest.importorskip("matplotlib")
     p2p_report.plot(result, tmp_path / "p2p.png")
-    assert (tmp_path / "p2p.png").stat().st_size > 20_000
+    drawn = (tmp_path / "p2p.png").read_bytes()
+    assert len(drawn) > 20_000
+    write_json(result, tmp_path / "p2p.json")
+    plot_saved(tmp_path / "p2p.json", tmp_path / "p2p.png")
+    assert (tmp_path / "p2p.png").read_bytes() == drawn
 
 
 def test_the_columns_of_gpus_have_both_systems_and_their_floor(tmp_path: Path) -> None:

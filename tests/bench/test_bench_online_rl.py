@@ -14,6 +14,8 @@ pytest.importorskip("rich")
 import geartrain_bench.online_rl.bench as online
 import geartrain_bench.online_rl.worker as online_worker
 from geartrain.errors import ArgumentError
+from geartrain_bench import plot_saved
+from geartrain_bench.harness.report import write_json
 from geartrain_bench.harness.timing import new_result
 
 #: On the clock of `time.monotonic`: far away.
@@ -58,8 +60,12 @@ def test_every_observer_tells_how_long_its_actions_took(tmp_path):
     result = new_result("online", quick=True, baselines=(), packages=())
     result.rows.append(online.time_row("2 observers", "geartrain", online.ACTION, "us", took_s, alone_s[0]))
     pytest.importorskip("matplotlib")
-    online._plot(result, tmp_path / "online.png")
-    assert (tmp_path / "online.png").stat().st_size > 1000
+    online.plot(result, tmp_path / "online.png")
+    drawn = (tmp_path / "online.png").read_bytes()
+    assert len(drawn) > 1000
+    write_json(result, tmp_path / "online.json")
+    plot_saved(tmp_path / "online.json", tmp_path / "online.png")
+    assert (tmp_path / "online.png").read_bytes() == drawn
 
 
 def test_a_peer_that_cannot_run_is_named_with_its_reason(tmp_path):

@@ -178,6 +178,8 @@ def test_the_command_prints_a_table_and_writes_a_report_for_each_backend_and_a_p
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads((tmp_path / "all.json").read_text())["rows"]
     assert {row["system"] for row in rows} == {"floor", "geartrain", "torch"}
+    bench.plot_saved(tmp_path / "all.json", tmp_path / "again.png")
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "a.png").read_bytes()
 
 
 def test_a_second_list_and_arguments_of_others_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import geartrain_bench as bench
 import geartrain_bench.harness.baseline_worker as peer_worker
 import geartrain_bench.selection.bench as selection
+from geartrain_bench import plot_saved
 from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.selection.bench import SelectionResult
 
@@ -136,6 +137,8 @@ def test_a_result_becomes_tables_json_and_a_plot(
     written = json.loads((tmp_path / "result.json").read_text())
     assert list(written)[:5] == ["bench", "command", "machine", "versions", "rows"]
     assert len(written["counts"]["geartrain"]) == 8
+    plot_saved(tmp_path / "result.json", tmp_path / "again.png")
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "plot.png").read_bytes()
 
 
 def test_the_plot_has_a_line_per_system_over_all_sizes(tiny: SelectionResult) -> None:

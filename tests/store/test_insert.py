@@ -175,8 +175,8 @@ def test_keys_of_an_insert_are_keys(store):
     assert pickle.loads(pickle.dumps(untouched)) == untouched == store.keys()[3:]
     assert len(untouched) == 3
     assert untouched.shard is None
-    with pytest.raises(AttributeError, match="no attribute 'rows'"):
-        _ = untouched.rows
+    with pytest.raises(AttributeError, match="no attribute 'weights'"):
+        _ = untouched.weights
     with store.row() as row:
         row.length = 2
     assert row.key == store.keys()[6:]

@@ -141,7 +141,7 @@ def damage(path: Path, offset: int, data: bytes) -> None:
     [
         (0, b"GEARBOX\n", "not a geartrain segment"),
         (FORMAT_VERSION, struct.pack("<I", 3), "format version 3, this build reads version 2"),
-        (REQUIRED_FEATURES, struct.pack("<Q", 1), r"features this build does not have \(bits 1\)"),
+        (REQUIRED_FEATURES, struct.pack("<Q", 2), r"features this build does not have \(bits 2\)"),
         (SEGMENT_BYTES, struct.pack("<Q", 1 << 40), "was cut: .* bytes on disk, 1099511627776 in the header"),
         (FINGERPRINT, b"\0", "fingerprint"),
         (REGIONS + 3, b"\1", "fingerprint"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from geartrain.errors import ArgumentError
 
@@ -25,6 +25,10 @@ class Keys:
     is loaded from a checkpoint, is another (`of_store` says on purpose that the rows are the same). Keys made by hand
     have None, and are of the store that they are given to.
 
+    `step` (n,) uint32 is the step of its row that a key names, where a store keeps priorities of steps
+    (`priority_per="step"`): batches have it; `Store.insert` and `Store.keys` return keys of rows, with None. It goes
+    stale with its row.
+
     `shard` (n,) uint16 is the number of each row's store or shard in its replay, of several; None when there is only
     one. `draw` (n,) int64 is the row's number in a global batch, where it is part of one.
 
@@ -40,6 +44,7 @@ class Keys:
     shard: NDArray[np.uint16] | None = None
     draw: NDArray[np.int64] | None = None
     store: int | NDArray[np.uint64] | None = None
+    step: NDArray[np.uint32] | None = None
 
     def __post_init__(self) -> None:
         row = _whole("rows", self.row, np.uint32)
@@ -50,7 +55,7 @@ class Keys:
             )
         object.__setattr__(self, "row", row)
         object.__setattr__(self, "generation", generation)
-        for name, dtype in (("shard", np.uint16), ("draw", np.int64)):
+        for name, dtype in (("shard", np.uint16), ("draw", np.int64), ("step", np.uint32)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, self._column(name, dtype))
         store = self.store
@@ -95,7 +100,8 @@ class Keys:
         shard = None if self.shard is None else np.atleast_1d(self.shard[index])
         draw = None if self.draw is None else np.atleast_1d(self.draw[index])
         store = np.atleast_1d(self.store[index]) if isinstance(self.store, np.ndarray) else self.store
-        return Keys(np.atleast_1d(self.row[index]), np.atleast_1d(self.generation[index]), shard, draw, store)
+        step = None if self.step is None else np.atleast_1d(self.step[index])
+        return Keys(np.atleast_1d(self.row[index]), np.atleast_1d(self.generation[index]), shard, draw, store, step)
 
     def __iter__(self) -> Iterator[Keys]:
         return (self[i] for i in range(len(self)))
@@ -108,16 +114,27 @@ class Keys:
             return NotImplemented
         if (self.shard is None) != (other.shard is None):
             return False
+        if (self.step is None) != (other.step is None):
+            return False
         same_shard = self.shard is None or other.shard is None or np.array_equal(self.shard, other.shard)
-        return same_shard and np.array_equal(self.row, other.row) and np.array_equal(self.generation, other.generation)
+        same_step = self.step is None or other.step is None or np.array_equal(self.step, other.step)
+        return (
+            same_shard
+            and same_step
+            and np.array_equal(self.row, other.row)
+            and np.array_equal(self.generation, other.generation)
+        )
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{r}@{g}" for r, g in zip(self.row[:4], self.generation[:4], strict=True))
+        if self.step is not None:
+            named = zip(self.row[:4], self.generation[:4], self.step[:4], strict=True)
+            shown = ", ".join(f"{r}@{g}[{s}]" for r, g, s in named)
         return f"Keys({len(self)}: {shown}{', ...' if len(self) > 4 else ''})"
 
     def of_shard(self, number: int) -> Keys:
         """The same keys with `number` as their shard."""
-        return Keys(self.row, self.generation, np.full(len(self), number), self.draw, self.store)
+        return Keys(self.row, self.generation, np.full(len(self), number), self.draw, self.store, self.step)
 
     def of_store(self, store: int | None) -> Keys:
         """The same rows and generations in another store, by its id; None for any store.
@@ -125,7 +142,7 @@ class Keys:
         For a store that was loaded from a checkpoint, in which the rows have their places and generations: keys made
         before the checkpoint was saved name the same trajectories there. Those made later may name others.
         """
-        return Keys(self.row, self.generation, None, self.draw, store)
+        return Keys(self.row, self.generation, None, self.draw, store, self.step)
 
     @classmethod
     def of_rows(cls, row: NDArray[np.uint32], generation: NDArray[np.uint32], store: int) -> Keys:
@@ -134,12 +151,21 @@ class Keys:
         made.__dict__.update(row=row, generation=generation, shard=None, draw=None, store=store)
         return made
 
+    def of_steps(self, step: ArrayLike) -> Keys:
+        """The keys of steps (n,) of these rows; one number is the step of each."""
+        steps = np.broadcast_to(_whole("steps", step, np.uint32), self.row.shape) if np.ndim(step) == 0 else step
+        return Keys(self.row, self.generation, self.shard, self.draw, self.store, np.array(steps))
+
+    def without_steps(self) -> Keys:
+        """The same keys without steps: of the rows."""
+        return Keys(self.row, self.generation, self.shard, self.draw, self.store)
+
     @staticmethod
     def join(parts: Sequence[Keys]) -> Keys:
         """The keys of all parts.
 
         Raises:
-            ArgumentError: only some of the parts have a shard, or a store.
+            ArgumentError: only some of the parts have a shard, a store or steps.
         """
         parts = [part for part in parts if len(part)]
         if len(parts) <= 1:
@@ -147,6 +173,9 @@ class Keys:
         shards = [part.shard for part in parts if part.shard is not None]
         if shards and len(shards) != len(parts):
             raise ArgumentError("keys with a shard cannot be joined with keys without one")
+        steps = [part.step for part in parts if part.step is not None]
+        if steps and len(steps) != len(parts):
+            raise ArgumentError("keys of steps cannot be joined with keys of rows; see `without_steps`")
         draws = [part.draw for part in parts if part.draw is not None]
         return Keys(
             np.concatenate([part.row for part in parts]),
@@ -154,6 +183,7 @@ class Keys:
             np.concatenate(shards) if shards else None,
             np.concatenate(draws) if draws and len(draws) == len(parts) else None,
             _joined_stores(parts),
+            np.concatenate(steps) if steps else None,
         )
 
     @staticmethod

@@ -18,6 +18,7 @@ from geartrain.replay.native_batch import NativeBatch
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import Transitions
 from geartrain.selection.mixture import Selection, quotas_of
+from geartrain.store.priorities import set_priorities
 
 _LARGEST = np.finfo(np.float64).max
 # What every strategy has to know at its next step.
@@ -239,9 +240,8 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
         sampler.follow_alpha(step)
         mine = slice(None) if len(samplers) == 1 else np.flatnonzero(place == number)
         if len(priorities[mine]):
-            gone += sampler.plan.store.native.update_priorities(
-                keys.row[mine], keys.generation[mine], raised(priorities[mine], sampler.alpha)
-            )
+            these = keys if len(samplers) == 1 else keys[mine]
+            gone += set_priorities(sampler.plan.store, these, raised(priorities[mine], sampler.alpha))
     return gone
 
 

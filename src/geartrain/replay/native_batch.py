@@ -34,6 +34,10 @@ class NativeBatch(Batch):
     _shown: dict[str, Array]
     _store_ids: Sequence[int]
 
+    def __new__(cls, *args: Any, **values: Any) -> Any:
+        """Made of a batch's own attributes, as `dataclasses.replace` does, it is a plain batch."""
+        return Batch(**values) if values else super().__new__(cls)
+
     def __init__(self, rows: _native.SampledBatch, plan: FetchPlan, step: int, store_ids: Sequence[int]) -> None:
         put = object.__setattr__  # the dataclass is frozen; other attributes are set when they are first asked for
         put(self, "_rows", rows)
@@ -51,7 +55,7 @@ class NativeBatch(Batch):
             if value is not None:
                 value = self._plan.as_output(value)
         elif name == "keys":
-            value = keys_of(self._rows, self._store_ids)
+            value = keys_of(self._rows, self._store_ids, self._plan.store.per_step)
         elif name == "fields":
             value = {each: self[each] for each in self._plan.names}
         else:
@@ -90,11 +94,11 @@ class NativeBatch(Batch):
         return Batch, (self.fields, self.keys, *metadata, self.step)
 
 
-def keys_of(rows: _native.SampledBatch, store_ids: Sequence[int]) -> Keys:
-    """The keys of a batch's rows."""
+def keys_of(rows: _native.SampledBatch, store_ids: Sequence[int], per_step: bool = False) -> Keys:
+    """The keys of a batch's rows, or of the steps that its windows were placed by."""
     shard = rows.shard()
     store = store_ids[0] if shard is None else np.array(store_ids, np.uint64)[shard]
-    return Keys(rows.rows(), rows.generations(), shard, store=store)
+    return Keys(rows.rows(), rows.generations(), shard, store=store, step=rows.steps() if per_step else None)
 
 
 __all__ = ["NativeBatch", "keys_of"]

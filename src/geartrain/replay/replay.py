@@ -28,6 +28,7 @@ from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import RankGroup, as_rank_group, run_on_all_ranks
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.fetch import As, Pad
+from geartrain.replay.step_priorities import check_step_priorities
 from geartrain.replay.transitions import Transitions
 from geartrain.selection.mixture import Mixture, Selection, strategies_of
 from geartrain.selection.strategy import Strategy, traits_of
@@ -223,7 +224,7 @@ class Replay:
 
     def _make_locks(self) -> None:
         self._turn = threading.RLock()  # of whoever uses the loader; held while a batch is waited for
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal's handler may close while its thread does
 
     def after_fork(self) -> None:
         """In a forked child: locks that threads of the parent held are free; those threads are not here."""
@@ -255,6 +256,12 @@ class Replay:
                 "views and draws over steps are of this process's stores, in host memory: leave out group, mesh and "
                 "device"
             )
+        check_step_priorities(
+            self.stores,
+            self.selection,
+            local=alone and config.device is None,
+            windows=config.view is not None or config.window is not None,
+        )
         make = functools.partial(make_samplers, self.stores, self.selection, config)
         if alone:
             if config.device is None:
@@ -482,8 +489,9 @@ class Replay:
                 return
             self._closed = True
             self._loader.shut()
+            # Also where this is the thread that waits, in a signal's handler.
+            self._loader.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
             if not self._turn.acquire(blocking=False):
-                self._loader.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
                 if self._builder.collective and not self._turn.acquire(timeout=LEAVE_S):
                     self._builder.abort("closed while a batch was waited for")
                     self._turn.acquire()
@@ -491,8 +499,8 @@ class Replay:
                     self._turn.acquire()
             try:
                 self._loader.restart()
-                self._released = True
-                if not self._foreign:
+                released, self._released = self._released, True
+                if not released and not self._foreign:
                     self._builder.close()
             finally:
                 self._turn.release()

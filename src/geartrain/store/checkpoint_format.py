@@ -1,6 +1,6 @@
 """Checkpoint format: manifest, checksums, row table, and files that appear complete or not at all.
 
-Version 2. A directory with
+Version 2, or 3 for a store with priorities of steps. A directory with
 
     manifest.json     what is here: schema, options, counts, and for every other file its size and checksums;
                       itself checksummed ("checksum": crc32 of the JSON without that entry, sorted keys, no spaces)
@@ -8,6 +8,8 @@ Version 2. A directory with
                       then free rows in the order they will be reused. Every row of the store is in it once.
     chunk-*.bin       blocks of rows, about 64 MB a file: for each field in the order of the schema, the blocks of
                       the chunk's rows, unpadded. A committed row says in rows.bin which chunk it is in, and where.
+    steps.bin         version 3: priorities of steps, u32 fixed point: of each committed row's `length` steps, one row
+                      after the other in the order of rows.bin, where priorities are 0
 
 Checksums are crc32 over pieces of 16 MiB, so that damage is reported by file and place.
 
@@ -45,6 +47,8 @@ from geartrain.store.checkpoint_manifest import check_manifest
 
 FORMAT = "geartrain-checkpoint"
 VERSION = 2
+#: With priorities of steps.
+VERSION_STEPS = 3
 
 #: Columns of the row table that a store keeps for every row.
 METADATA = ("row", "generation", "priority", "length", "times_sampled", "sequence", "inserted_at_ns", "version")
@@ -109,9 +113,10 @@ def manifest_of(held: HeldDirectory) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: it is not the JSON that was written") from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a geartrain checkpoint's manifest")
-    if manifest.get("version") not in (1, VERSION):
+    if manifest.get("version") not in (1, VERSION, VERSION_STEPS):
         raise CheckpointError(
-            f"{directory} has checkpoint version {manifest.get('version')}, this build reads versions 1 to {VERSION}"
+            f"{directory} has checkpoint version {manifest.get('version')}, this build reads versions 1 to "
+            f"{VERSION_STEPS}"
         )
     if checksum != json_checksum(manifest):
         raise CheckpointError(f"{path} is damaged: its checksum does not match")

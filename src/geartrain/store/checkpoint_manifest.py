@@ -22,7 +22,7 @@ class _WrongError(ValueError):
 
 
 def check_manifest(manifest: Mapping[str, Any], path: Path) -> None:
-    """Checks a manifest of version 1 or 2, checksum aside.
+    """Checks a manifest of version 1 to 3, checksum aside.
 
     Raises:
         CheckpointError: naming the file and the entry.
@@ -48,7 +48,10 @@ def _check(manifest: Mapping[str, Any]) -> None:
     if age_s is not None and not (type(age_s) in (int, float) and 0 < age_s <= 1e9):
         raise _WrongError(f"max_age_s is {age_s!r}")
     known = {"capacity", "max_rows", "remover", "max_times_sampled", "max_age_s", "weight_fraction_bits", "persist"}
-    if unknown := set(options) - known:
+    per_step = manifest["version"] == 3
+    if per_step and options.get("priority_per") != "step":
+        raise _WrongError(f"priority_per is {options.get('priority_per')!r}, and version 3 has priorities of steps")
+    if unknown := set(options) - known - ({"priority_per"} if per_step else set()):
         raise _WrongError(f"options has {sorted(unknown)[0]!r}, which no store has")
     rows = _number(manifest, "rows", 0, capacity)
     _number(manifest, "next_sequence", 1, 2**64 - 1)
@@ -65,6 +68,8 @@ def _check(manifest: Mapping[str, Any]) -> None:
             _bytes_of(files, f"field-{number:02d}.bin", rows * nbytes)
         return
     _check_identity(manifest)
+    if per_step and ("steps.bin" not in files or files["steps.bin"]["bytes"] % 4):
+        raise _WrongError("the priorities of steps are not in 'steps.bin'")
     for chunk in _entry(manifest, "chunks", list):
         if not isinstance(chunk, dict):
             raise _WrongError("chunks has an entry that is no object")

@@ -203,6 +203,27 @@ class Checkpoint:
                 out[mine] = blocks[committed["slot"][mine]]
         return out
 
+    @property
+    def per_step(self) -> bool:
+        """Whether the store kept a priority for every step."""
+        return "priority_per" in self.options
+
+    def step_priorities(self, records: NDArray[Any]) -> NDArray[np.uint32] | None:
+        """The fixed-point priorities of all committed rows' steps, row after row; None in a store without.
+
+        Raises:
+            CheckpointError: damage; names the file and its first bad block.
+        """
+        if not self.per_step:
+            return None
+        about = self._manifest["files"]["steps.bin"]
+        priorities = np.empty(int(records["length"][: self.rows].sum(dtype=np.uint64)), "<u4")
+        if about["bytes"] != priorities.nbytes:
+            raise CheckpointError(f"{self.directory / 'steps.bin'} does not have the steps that rows.bin promises")
+        if priorities.size:
+            self._read_file("steps.bin", about, memoryview(priorities.view(np.uint8).data))
+        return priorities
+
     def fill(self, store: _native.Store, *, progress: bool = False) -> None:
         """Puts every row back in its place, into a new store of the same schema and capacity.
 
@@ -217,7 +238,7 @@ class Checkpoint:
             for number, places, blocks in self.blocks(records):
                 put_blocks(columns[number], committed["row"][places], blocks)
                 bar.advance(blocks.size, len(blocks) if number == 0 else 0)
-        restore(store, records, self.next_sequence)
+        restore(store, records, self.next_sequence, self.step_priorities(records))
         store.set_counters(self.counters)
 
     def _pieces(self, name: str, about: dict[str, Any], memory: memoryview | None = None) -> Iterator[memoryview]:
@@ -268,10 +289,12 @@ def put_blocks(column: NDArray[Any], rows: NDArray[Any], blocks: NDArray[np.uint
     column[rows] = blocks.reshape(-1).view(column.dtype).reshape(-1, *column.shape[1:])
 
 
-def restore(store: _native.Store, records: NDArray[Any], next_sequence: int) -> None:
+def restore(
+    store: _native.Store, records: NDArray[Any], next_sequence: int, steps: NDArray[np.uint32] | None = None
+) -> None:
     """Makes the rows of a new store, all of them allocated and filled, what a row table says they are."""
     columns = [np.ascontiguousarray(records[column]) for column in METADATA]
-    store.restore(*columns, next_sequence)  # type: ignore[call-arg, arg-type]
+    store.restore(*columns, next_sequence, steps)  # type: ignore[call-arg, arg-type]
 
 
 __all__ = ["Checkpoint", "put_blocks", "read_newest", "restore"]

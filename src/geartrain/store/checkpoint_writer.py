@@ -38,6 +38,7 @@ from geartrain.store.checkpoint_format import (
     ROW_RECORD,
     STORED_NAMES,
     VERSION,
+    VERSION_STEPS,
     make_directory,
     renamed,
     schema_of,
@@ -202,7 +203,7 @@ def _find_base(
     with ExitStack() as unless_found:
         try:
             found = unless_found.enter_context(Checkpoint(place))
-            if found.manifest["version"] != VERSION:
+            if found.manifest["version"] not in (VERSION, VERSION_STEPS):
                 return None, f"{place} has format version {found.manifest['version']}"
             if found.manifest["store"] != _identity(store) and found.id != origin:
                 return None, f"{place} is not of this store"
@@ -252,6 +253,7 @@ class _Saving:
         self._fields = fields
         self._max_length = max_length
         self._options = options
+        self._per_step = options["priority_per"] == "step"
         self._directory = directory
         self._base = base
         self._progress = progress
@@ -270,6 +272,10 @@ class _Saving:
         next_sequence = store.next_sequence()
         # A row whose generation moved between the two looks is another trajectory by now.
         usable = metadata["generation"] == generations
+        step_priorities = None
+        if self._per_step:
+            step_priorities, whole = store.copy_step_priorities(rows, generations, metadata["length"])
+            usable &= whole != 0
         chunk = np.full(len(rows), -1, np.int64)
         slot = np.zeros(len(rows), np.uint32)
         with Progress(f"saving {target.name}", int(usable.sum()), unit="rows", enabled=self._progress) as bar:
@@ -286,14 +292,19 @@ class _Saving:
         written = _Writer(self._directory / "rows.bin", PIECE_BYTES)
         written.write(records)
         self._files["rows.bin"] = written.finish()
+        if step_priorities is not None:
+            written = _Writer(self._directory / "steps.bin", PIECE_BYTES)
+            written.write(step_priorities[np.repeat(chunk >= 0, metadata["length"])].astype("<u4", copy=False))
+            self._files["steps.bin"] = written.finish()
+        options = {name: value for name, value in self._options.items() if name != "priority_per" or self._per_step}
         manifest = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION_STEPS if self._per_step else VERSION,
             "id": self._id,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "store": _identity(store),
             "fields": schema_of(self._fields, self._max_length),
-            "options": renamed(self._options, STORED_NAMES),
+            "options": renamed(options, STORED_NAMES),
             "rows": len(order),
             "rows_left_out": len(rows) - len(order),
             "next_sequence": next_sequence,

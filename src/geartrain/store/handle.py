@@ -108,8 +108,14 @@ class StoreHandle:
             "max_times_sampled": about["max_times_sampled"] or None,
             "max_age_s": about["max_age_ns"] / 1e9 or None,
             "priority_fraction_bits": about["priority_fraction_bits"],
+            "priority_per": "step" if about["step_priorities"] else "row",
             "persist": about["persist"],
         }
+
+    @property
+    def per_step(self) -> bool:
+        """Whether it keeps a priority for every step (`priority_per="step"`)."""
+        return bool(self._about["step_priorities"])
 
     def __len__(self) -> int:
         """Rows that can be selected now."""
@@ -141,7 +147,8 @@ class StoreHandle:
 
         sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
         (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES). A key is
-        stale where `generation` is not the key's.
+        stale where `generation` is not the key's. With `priority_per="step"` a priority is that of the step that a key
+        names, 0 for a stale key, or the sum of the row's for a key without a step.
 
         Raises:
             ArgumentError: keys of another store.
@@ -149,6 +156,10 @@ class StoreHandle:
         keys = self.keys() if keys is None else check_keys(keys)
         keys.check_store(self.id, self._name)
         infos = dict(self.native.infos(keys.row))
+        if self.per_step and keys.step is not None:
+            infos["priority"] = self.native.step_priorities(keys.row, keys.generation, keys.step)
+        elif self.per_step:
+            infos["priority"] = self.native.sums_of_steps(keys.row)
         infos["priority"] = infos["priority"] / 2.0 ** self._about["priority_fraction_bits"]
         return infos
 

@@ -163,11 +163,14 @@ class Row(_Uncommitted):
         return key
 
     def extend(self, length: int) -> None:
-        """Publishes the steps up to `length`. Cost: about a microsecond."""
+        """Publishes the steps up to `length`. In a store with priorities of steps the new ones get `priority`.
+
+        Cost: about a microsecond.
+        """
         self._check_open()
         if not self._open:
             raise SchemaError("this row was not published yet: publish(length=...) comes first")
-        self._columns.native.extend(self._index, length)
+        self._columns.native.extend(self._index, length, self.priority)
         self.length = length
 
     def _enter(self, call: Callable[[int, int, float, int], int], length: int) -> Keys:

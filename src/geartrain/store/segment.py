@@ -14,7 +14,13 @@ from geartrain.core.shared_files import Trust
 from geartrain.errors import ArgumentError, IncompatibleStoreError, StoreExistsError
 
 Remover = Literal["fifo", "lifo", "lowest_priority"]
+#: What a store keeps a priority for.
+PriorityPer = Literal["row", "step"]
 REMOVERS: tuple[Remover, ...] = ("fifo", "lifo", "lowest_priority")
+
+
+#: Steps of a store with priority_per="step", at most.
+MAX_STEPS = 2**32 - 16
 
 
 def create_segment(
@@ -30,6 +36,7 @@ def create_segment(
     max_times_sampled: int | None,
     max_age_s: float | None,
     priority_fraction_bits: int,
+    priority_per: PriorityPer,
     persist: bool | None,
     reserve: bool,
     trust: Trust,
@@ -40,19 +47,29 @@ def create_segment(
     max_length = check_max_length(fields, max_length)
     if remover not in REMOVERS:
         raise ArgumentError(f"remover is one of {', '.join(REMOVERS)}, found {remover!r}")
+    if not isinstance(priority_per, str) or priority_per not in ("row", "step"):
+        raise ArgumentError(f"priority_per is 'row' or 'step', found {priority_per!r}")
+    per_step = priority_per == "step"
+    if per_step and remover == "lowest_priority":
+        raise ArgumentError("with priority_per='step' rows have no priorities; remover='lowest_priority' needs them")
     specs = [
         (field, dtype.code, dtype.itemsize, timed, shape)
         for field, dtype, timed, shape in stored_schema(fields, max_length)
     ]
 
     def rows_within(nbytes: int) -> int:
-        rows = _native.rows_within(specs, nbytes, REMOVERS.index(remover))
+        rows = _native.rows_within(specs, nbytes, REMOVERS.index(remover), per_step)
         if rows == 0:
-            one = _native.segment_bytes(specs, 1, REMOVERS.index(remover))
+            one = _native.segment_bytes(specs, 1, REMOVERS.index(remover), per_step)
             raise ArgumentError(f"capacity_bytes is {nbytes}, and a store of one row alone takes {one}")
         return rows
 
     rows = capacity_of(max_length, capacity, capacity_steps, capacity_bytes, rows_within)
+    if per_step and rows * max_length > MAX_STEPS:
+        raise ArgumentError(
+            f"priority_per='step' has room for {MAX_STEPS} steps, so that the sum of their 32-bit priorities is exact "
+            f"in 64; {rows} rows of {max_length} are {rows * max_length}"
+        )
     for what, limit in (
         ("max_times_sampled", max_times_sampled),
         ("max_age_s", max_age_s),
@@ -75,6 +92,7 @@ def create_segment(
             reserve,
             timeout(timeout_s),
             trust,
+            per_step,
         )
     except StoreExistsError:
         raise StoreExistsError(_describe_existing(name)) from None

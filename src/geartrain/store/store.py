@@ -31,9 +31,10 @@ from geartrain.errors import (
 from geartrain.store.columns import as_column
 from geartrain.store.handle import StoreHandle
 from geartrain.store.insert import CASTINGS, Casting, insert_rows
+from geartrain.store.priorities import set_priorities
 from geartrain.store.recorder import StepRecorder
 from geartrain.store.row import Row, Rows
-from geartrain.store.segment import Remover, check_schema, create_segment, remove_unused
+from geartrain.store.segment import PriorityPer, Remover, check_schema, create_segment, remove_unused
 
 if TYPE_CHECKING:
     from geartrain.store.checkpoint_reader import Checkpoint
@@ -87,6 +88,7 @@ class Store(StoreHandle):
         max_times_sampled: int | None = None,
         max_age_s: float | None = None,
         priority_fraction_bits: int = 16,
+        priority_per: PriorityPer = "row",
         persist: bool | None = None,
         reserve: bool = True,
         trust: Trust = "user",
@@ -109,6 +111,7 @@ class Store(StoreHandle):
         max_times_sampled: int | None = None,
         max_age_s: float | None = None,
         priority_fraction_bits: int = 16,
+        priority_per: PriorityPer = "row",
         persist: bool | None = None,
         reserve: bool = True,
         trust: Trust = "user",
@@ -130,6 +133,7 @@ class Store(StoreHandle):
         max_times_sampled: int | None = None,
         max_age_s: float | None = None,
         priority_fraction_bits: int = 16,
+        priority_per: PriorityPer = "row",
         persist: bool | None = None,
         reserve: bool = True,
         trust: Trust = "user",
@@ -158,6 +162,9 @@ class Store(StoreHandle):
             max_age_s: a row is removed once it is older, in seconds since its commit. No limit by default.
             priority_fraction_bits: priorities are kept as round(priority * 2**bits) in 32 bits. The default of 16
                 holds 1.5e-5 to 65535; larger priorities saturate, smaller ones become the smallest, both counted.
+            priority_per: "row", or "step": every step has a priority of its own, and `Prioritized` draws steps in
+                proportion to theirs (docs/selection.md). New steps get the priority that their row is inserted with. It
+                takes 8.6 bytes for each of `capacity * max_length` steps, of which there may be 2**32 - 16.
             persist: keep the segment after the last process has closed it. By default for paths only.
             reserve: allocate the memory or disk space now, so that a lack of it is an error here. With False it is
                 allocated when it is first written to, and once the file system is full the writer dies of SIGBUS.
@@ -200,6 +207,7 @@ class Store(StoreHandle):
             max_times_sampled=max_times_sampled,
             max_age_s=max_age_s,
             priority_fraction_bits=priority_fraction_bits,
+            priority_per=priority_per,
             persist=persist,
             reserve=reserve,
             trust=check_trust(trust),
@@ -403,7 +411,7 @@ class Store(StoreHandle):
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
         """`n` blocks at once, to be written in place and committed together.
 
-        All or nothing, unless the process is killed in the middle of the commit: then some may be there, each whole.
+        All or nothing, also when the process is killed in the middle of the commit.
         """
         if not 1 <= check_whole("the number of rows", n) < 2**32:
             raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {n}")
@@ -489,16 +497,17 @@ class Store(StoreHandle):
     # --- changing and removing ------------------------------------------------------------------------------
 
     def update_priorities(self, keys: Keys, priorities: ArrayLike) -> int:
-        """Sets the priorities of rows, by key; returns how many keys were stale and skipped.
+        """Sets the priorities of rows, or of steps, by key; returns how many keys were stale and skipped.
 
         Args:
-            keys: of committed rows; a key given twice gets the last of its priorities.
+            keys: of committed rows; with `priority_per="step"` those of steps, as batches have them. A key given twice
+                gets the last of its priorities.
             priorities: (n,) finite and >= 0. All are checked before any is set.
 
         Raises:
-            ArgumentError: keys of another store (`geartrain.Replay.update_priorities` takes those of several). None of
-                the priorities is set.
-            SchemaError: a priority that is none.
+            ArgumentError: keys of another store (`geartrain.Replay.update_priorities` takes those of several), or of
+                rows where priorities are of steps, or the other way round. None of the priorities is set.
+            SchemaError: a priority that is none, or a step that no row can have.
 
         Cost: no lock (one with the lowest_priority remover or max_times_sampled); a cache miss per level of the tree.
         """
@@ -508,10 +517,10 @@ class Store(StoreHandle):
         column = as_column(priorities, len(keys), np.float64, "priorities")
         if column is None:
             raise SchemaError("update_priorities needs priorities, found None")
-        return int(self.native.update_priorities(keys.row, keys.generation, column))
+        return set_priorities(self, keys, column)
 
     def raise_priorities(self, power: float) -> None:
-        """Raises the priorities of all rows to a power; zero stays zero.
+        """Raises the priorities of all rows, or steps, to a power; zero stays zero.
 
         For prioritized replay whose alpha changes: the power is the new alpha divided by the old one. Priorities
         that other processes set meanwhile are raised or not.
@@ -519,7 +528,7 @@ class Store(StoreHandle):
         Raises:
             ArgumentError: the power is not above zero and finite.
 
-        Cost: a pass over the priorities, about 20 ns a row.
+        Cost: a pass over the priorities, about 20 ns each.
         """
         if not check_real("power", power) > 0:
             raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")

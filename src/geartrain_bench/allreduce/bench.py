@@ -60,8 +60,8 @@ KB, MB = 1 << 10, 1 << 20
 PARTS = ("shaped", "slow-link", "delay", "loopback", "ddp", "throughput")
 #: Only these need no hosts.
 ON_LOOPBACK = ("loopback",)
-#: Time of each case of a part: the longer a call takes, the fewer rounds.
-CASE_S = 3.5
+#: What `--quick` measures where no part is named: the others take minutes.
+QUICK_PARTS = ("shaped", "loopback")
 QUEUE_MS = 50.0
 
 
@@ -91,13 +91,15 @@ class Plan:
     ddp_steps: int = 5
     least_rounds: int = 4
     most_rounds: int = 15
+    #: Time of each case of a part: the longer a call takes, the fewer rounds.
+    case_s: float = 3.5
 
 
 DEFAULT = Plan()
 QUICK = Plan(
     workers=(2, 4), sizes=(64 * KB, 4 * MB), hybrids=(1,), hybrid_size=4 * MB, slow_sizes=(4 * MB,), rtts_ms=(10.0,),
     delay_workers=(2, 4), loopback_sizes=(4 * KB, MB, 16 * MB), ranks=(2,), throughput_workers=(1, 4), ddp_steps=2,
-    least_rounds=3, most_rounds=5,
+    least_rounds=3, most_rounds=5, case_s=1.0,
 )  # fmt: skip
 FULL = Plan(
     sizes=(4 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB), least_rounds=5,
@@ -127,10 +129,11 @@ def main(
     `plot_path` FILE.png makes a plot for each part: FILE.png of the first, FILE-PART.png of the others. `arguments` are
     `--part` and `--baidu` as in the module's docstring.
     """
-    parts, baidu = read(arguments)
+    parts, baidu = read(arguments, quick=quick)
     plan = FULL if full else QUICK if quick else DEFAULT
     result = run(plan, parts, {**report.parse_baselines([]), **(baselines or {})}, baidu, quick=quick)
-    result.command += " --full" * full + "".join(f" --part {part}" for part in parts) * (parts != PARTS)
+    said = "".join(f" --part {part}" for part in parts) * (parts != (QUICK_PARTS if quick else PARTS))
+    result.command += " --full" * full + said
     result.command += "".join(f" --baidu {mpi}=/path/to/library" for mpi in baidu)
     report.print_table(result)
     allreduce_report.print_cases(result)
@@ -141,17 +144,22 @@ def main(
     return result
 
 
-def read(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+def read(arguments: Sequence[str], *, quick: bool = False) -> tuple[tuple[str, ...], dict[str, str]]:
     """The parts, and libraries of baidu-allreduce by the MPI that they need. Raises `ArgumentError`."""
     parser = argparse.ArgumentParser(
         prog="geartrain bench allreduce",
         description="All-reduce over shaped networks and loopback. Further options: --quick, --full, --json FILE, "
         "--plot FILE, --baseline-python mpich=PYTHON, --baseline-python openmpi=PYTHON.",
     )
-    parser.add_argument("--part", action="append", help=f"{', '.join(PARTS)} or all; repeat for several")
+    parser.add_argument(
+        "--part",
+        action="append",
+        help=f"{', '.join(PARTS)} or all; repeat for several. By default all, with --quick {' and '.join(QUICK_PARTS)}",
+    )
     parser.add_argument("--baidu", action="append", default=[], metavar="MPI=LIBRARY", help="mpich=/path/to/it.so")
     given = parser.parse_args(list(arguments))
-    parts = tuple(dict.fromkeys(part for word in given.part or ["all"] for part in word.split(",")))
+    default = list(QUICK_PARTS) if quick else ["all"]
+    parts = tuple(dict.fromkeys(part for word in given.part or default for part in word.split(",")))
     if "all" in parts:
         parts = PARTS
     for part in parts:
@@ -189,6 +197,9 @@ def run(
             bench.on_loopback(baselines, baidu)
     for name in set(baselines) - {"mpich", "openmpi"}:
         result.baselines_missing[name] = "unknown to this benchmark, which has mpich and openmpi"
+    left_out = [part for part in PARTS if part not in parts and reason is None]
+    if quick and left_out:
+        result.notes.append(f"{', '.join(left_out)}: not measured; --part all takes minutes, --quick or not")
     result.targets = allreduce_report.targets(result.cases)
     result.notes.append("all hosts and processes share this machine's cores")
     harness.finish(result, began_s)
@@ -397,7 +408,7 @@ class _Bench:
     def _amount(self, guess_s: float) -> tuple[int, int]:
         """Calls of a round, and rounds, for a call of about `guess_s`."""
         calls = int(np.clip(0.01 / guess_s, 1, 64))
-        return calls, int(np.clip(CASE_S / (calls * guess_s), self.plan.least_rounds, self.plan.most_rounds))
+        return calls, int(np.clip(self.plan.case_s / (calls * guess_s), self.plan.least_rounds, self.plan.most_rounds))
 
     def _about(
         self, part: str, configuration: Configuration, n: int, nbytes: int, rates: tuple[float, ...], rtt_ms: float

@@ -97,6 +97,11 @@ def plot(result: BenchResult, cases: Sequence[Case], path: Path) -> None:
         _plot_stages(pyplot, result, scaling, path.with_stem(path.stem + "-scale"))
 
 
+def plot_result(result: BenchResult, path: Path) -> None:
+    """Plots of a result with its cases."""
+    plot(result, result.cases, path)  # type: ignore[attr-defined]
+
+
 def _plot_links(pyplot: Any, result: BenchResult, links: Sequence[Case], path: Path) -> None:
     """Left: samples a second of a host. Right: bytes that crossed the interfaces. A row for each consumer."""
     consumers = list(dict.fromkeys(case["train_ms"] for case in links))

@@ -23,13 +23,18 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from geartrain.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Undisturbed laps that a system needs before the disturbed ones are left out.
 MIN_QUIET = 7
@@ -75,6 +80,18 @@ class BenchResult:
     def as_json(self) -> dict[str, Any]:
         """The result as plain JSON types."""
         return asdict(self)
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> Self:
+        """The result that `as_json` was made of.
+
+        Raises:
+            ArgumentError: entries that such a result does not have, or lacks.
+        """
+        try:
+            return cls(**{**found, "rows": [Row(**row) for row in found["rows"]]})
+        except (KeyError, TypeError) as error:
+            raise ArgumentError(f"this is no saved result of a benchmark: {error}") from None
 
 
 @dataclass

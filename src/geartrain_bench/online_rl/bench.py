@@ -110,7 +110,7 @@ def main(
     if json_path is not None:
         report.write_json(result, json_path)
     if plot_path is not None:
-        _plot(result, plot_path)
+        plot(result, plot_path)
     return result
 
 
@@ -301,7 +301,7 @@ def _await_session(pid: int, timeout_s: float = 5.0) -> None:
 # --- the plot ---------------------------------------------------------------------------------------------------------
 
 
-def _plot(result: BenchResult, path: Path) -> None:
+def plot(result: BenchResult, path: Path) -> None:
     """Steps a second, the learner's waits, and the time to an action, each as bars of the systems."""
     try:
         import matplotlib

@@ -90,7 +90,7 @@ def main(
     if json_path is not None:
         report.write_json(result, json_path)
     if plot_path is not None:
-        plot(settings, runs, result, plot_path)
+        plot(result, plot_path)
     return result
 
 
@@ -478,7 +478,7 @@ def show(written: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def plot(settings: Settings, runs: Runs, result: BenchResult, path: Path) -> None:
+def plot(result: BenchResult, path: Path) -> None:
     """The four metrics over the x axis: p50 as lines, p95 dashed. Needs matplotlib."""
     try:
         import matplotlib
@@ -487,20 +487,19 @@ def plot(settings: Settings, runs: Runs, result: BenchResult, path: Path) -> Non
         from matplotlib import pyplot
     except ImportError:
         raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
-    points = settings.points()
-    name = settings.x_axis_name or "world_size"
-    labels = [str(point[name]) for point in points]
+    cases = list(dict.fromkeys(row.case for row in result.rows))
+    backends = [name for name in dict.fromkeys(row.system for row in result.rows) if name != "floor"]
+    found = {(row.metric, row.system, row.case): row for row in result.rows}
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 7.4), layout="constrained")
-    for axis, metric in zip(
-        axes.flat, ("agent_latency_us", METRICS[1], "observer_latency_us", METRICS[3]), strict=True
-    ):
-        for color, backend in zip(("tab:blue", "tab:orange"), BACKENDS[settings.backend], strict=False):
-            found = [samples[backend].metrics()[metric] for samples in runs]
-            for percentile, style in (("p50", "o-"), ("p95", ".--")):
-                heights = [one[percentile] for one in found]
-                axis.plot(labels, heights, style, color=color, label=f"{backend} {percentile}")
-        axis.set_title(metric.replace("_us", " (us)").replace("_", " "), loc="left", fontsize=10)
-        axis.set_xlabel(name)
+    metrics = ("agent latency", "agent throughput", "observer latency", "observer throughput")
+    labels = [case.replace(", ", "\n") for case in cases]
+    for axis, metric in zip(axes.flat, metrics, strict=True):
+        for color, backend in zip(("tab:blue", "tab:orange"), backends, strict=False):
+            rows = [found[metric, backend, case] for case in cases]
+            axis.plot(labels, [row.p50 for row in rows], "o-", color=color, label=f"{backend} p50")
+            axis.plot(labels, [row.p95 for row in rows], ".--", color=color, label=f"{backend} p95")
+        axis.set_title(f"{metric} ({rows[0].unit})", loc="left", fontsize=10)
+        axis.tick_params(axis="x", labelsize=8)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.25, linewidth=0.4)
     axes[0, 0].legend(fontsize=8)

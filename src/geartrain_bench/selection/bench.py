@@ -27,9 +27,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,15 @@ def show(plan: Plan, result: SelectionResult, json_path: Path | None, plot_path:
         {name: [*map(str, counts), f"{chances[name]:.2g}"] for name, counts in result.counts.items()},
     )
     if plot_path is not None:
-        report.plot_lines(
-            result, plot_path, panels(plan, result), "rows N", "CPU ns per row drawn or changed", len(plan.batches)
-        )
+        plot(result, plot_path)
+
+
+def plot(result: BenchResult, path: Path) -> None:
+    """CPU time per row over N, a panel for each kind of call and batch. Needs matplotlib."""
+    cases = [re.fullmatch(r"N (\S+), B (\S+)", row.case) for row in result.rows]
+    sizes, batches = (tuple(sorted({int(float(case[n])) for case in cases if case})) for n in (1, 2))
+    lines = panels(replace(FULL, sizes=sizes, batches=batches), result)
+    report.plot_lines(result, path, lines, "rows N", "CPU ns per row drawn or changed", len(batches))
 
 
 def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> SelectionResult:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from geartrain.errors import ArgumentError
 from geartrain.tools.cli.app import app, out
-from geartrain.tools.cli.checks import output_file, plot_file
+from geartrain.tools.cli.checks import input_file, output_file, plot_file
 from geartrain_bench import BENCHES
 
 
@@ -103,7 +104,9 @@ def _print_report(found: Any) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Which: " + ", ".join(BENCHES) + ".")],
+    name: Annotated[
+        str, typer.Argument(help="Which: " + ", ".join(BENCHES) + "; or plot, to draw saved results again.")
+    ],
     quick: Annotated[bool, typer.Option(help="Fewer cases and repeats; ends within 60 s on 2 cores.")] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", callback=output_file, help="Write the figures to this file.")
@@ -128,12 +131,19 @@ def bench(
 ) -> None:
     """Run a benchmark, with this machine's floor (lower bound) and the installed baselines.
 
+    `bench plot FILE.json…` draws results saved with --json: FILE.png beside each, or --plot for one.
+
     rpc-rl and allreduce take further arguments: python -m geartrain_bench.rpc_rl.bench --help, and so on.
 
     Example: geartrain bench store --quick --json store.json --plot store.png
     """
-    from geartrain_bench import load
+    from geartrain_bench import load, plot_saved
 
+    if name == "plot":
+        if quick or full or json_path or baseline_python or train_ms or device != "cpu":
+            raise ArgumentError("bench plot takes saved results, and --plot FILE where there is one")
+        _plot_saved([Path(one) for one in context.args], plot_path, plot_saved)
+        return
     main = load(name, device)
     takes_arguments = BENCHES[name].takes_arguments
     if context.args and not takes_arguments:
@@ -146,6 +156,21 @@ def bench(
     for key in more.keys() - inspect_module.signature(main).parameters.keys():
         raise ArgumentError(f"the benchmark {name!r} has no --{key.replace('_', '-')}")
     main(quick=quick, json_path=json_path, plot_path=plot_path, baselines=baselines or None, **more, **further)
+
+
+def _plot_saved(saved: list[Path], plot_path: Path | None, plot: Callable[[Path, Path], None]) -> None:
+    if not saved:
+        raise ArgumentError("bench plot takes files that were saved with --json")
+    if plot_path is not None and len(saved) > 1:
+        raise ArgumentError("--plot names one picture; without it each file gets its own, FILE.png")
+    for one in saved:
+        input_file(one)
+    pictures = [plot_path] if plot_path is not None else [one.with_suffix(".png") for one in saved]
+    for picture in pictures:
+        plot_file(picture)
+    for one, picture in zip(saved, pictures, strict=True):
+        plot(one, picture)
+        out.print(f"{picture}", highlight=False, markup=False)
 
 
 def _baseline(given: str) -> tuple[str, str]:

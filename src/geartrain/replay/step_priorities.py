@@ -1,0 +1,47 @@
+"""Stores with priorities of steps: what a replay over them can do, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from geartrain.errors import ArgumentError
+from geartrain.selection.mixture import Selection, strategies_of
+from geartrain.selection.strategy import traits_of
+from geartrain.store.store import Store
+
+
+def check_step_priorities(stores: Sequence[Store], selection: Selection, *, local: bool, windows: bool) -> None:
+    """Raises `ArgumentError` where a store keeps priorities of steps and a replay could not follow them.
+
+    Args:
+        local: batches are made by one process, in host memory.
+        windows: of some steps, and not of whole rows.
+    """
+    if not any(store.per_step for store in stores):
+        return
+    if not local:
+        raise ArgumentError(
+            "stores with priority_per='step' are drawn from by one process, in host memory: leave out group, mesh and "
+            "device (batch.to() moves a batch)"
+        )
+    if not all(store.per_step for store in stores):
+        raise ArgumentError("the stores of one mixture all keep priorities of steps, or all of rows")
+    for strategy in strategies_of(selection):
+        traits, name = traits_of(strategy), type(strategy).__name__
+        if not traits.by_priority and traits.form != "highest_priority":
+            continue
+        if traits.form != "random":
+            raise ArgumentError(
+                f"{name} goes by the priorities of rows, and a store with priority_per='step' has those of steps; use "
+                f"Prioritized"
+            )
+        if not traits.replacement:
+            raise ArgumentError("steps are drawn by priority with replacement: leave out replacement=False")
+        if not windows:
+            raise ArgumentError(
+                "steps are drawn from a store with priority_per='step', and whole rows were asked for: give window= or "
+                "view=geartrain.Transitions(...)"
+            )
+
+
+__all__ = ["check_step_priorities"]

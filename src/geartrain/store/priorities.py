@@ -1,0 +1,35 @@
+"""Priorities by key: of rows, or of steps where a store keeps those."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.keys import Keys
+from geartrain.errors import ArgumentError
+from geartrain.store.handle import StoreHandle
+
+
+def set_priorities(store: StoreHandle, keys: Keys, priorities: NDArray[np.float64]) -> int:
+    """Sets the priorities (n,) of rows or steps of a store, by keys of it; returns how many keys were stale.
+
+    Raises:
+        ArgumentError: the keys name steps and the store keeps priorities of rows, or the other way round.
+        SchemaError: a priority that is none. None is set.
+    """
+    if store.per_step:
+        if keys.step is None:
+            raise ArgumentError(
+                f"the store {store.name!r} keeps a priority for every step, and these keys name rows; those of its "
+                f"batches name steps, and `keys.of_steps(step)` makes such keys of others"
+            )
+        return store.native.update_step_priorities(keys.row, keys.generation, keys.step, priorities)
+    if keys.step is not None:
+        raise ArgumentError(
+            f"these keys name steps, and the store {store.name!r} keeps priorities of rows (priority_per='row'); "
+            f"`keys.without_steps()` are those of their rows"
+        )
+    return store.native.update_priorities(keys.row, keys.generation, priorities)
+
+
+__all__ = ["set_priorities"]
