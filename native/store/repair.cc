@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -18,13 +17,6 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kLastSequence = uint64_t{1} << 63;  // leaves room for commits for ever
-
-template <typename... Parts>
-std::string sentence(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
-}
 
 }  // namespace
 
@@ -255,7 +247,7 @@ std::vector<std::string> Store::audit() {
   Control& c = control();
   std::vector<std::string> problems;
   const auto wrong = [&](const auto&... parts) {
-    if (problems.size() < 20) problems.push_back(sentence(parts...));
+    if (problems.size() < 20) problems.push_back(message_of({parts...}));
   };
   // Priority writers stay out while their sums are compared. Nothing is changed, so that an audit that cannot be
   // finished owes nobody a rebuild; a mark that somebody else leaves meanwhile (fail_damaged) stays.
