@@ -160,7 +160,8 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
     }
     if (draws_steps()) {
       // A length only grows, so that the step is there unless the row is another by now, and torn.
-      for (size_t i = 0; i < n; ++i) ends[i] = std::clamp(static_cast<int32_t>(drawn.steps[i]), 0, std::max(ends[i], 0));
+      for (size_t i = 0; i < n; ++i)
+        ends[i] = std::clamp(static_cast<int32_t>(drawn.steps[i]), 0, std::max(ends[i], 0));
     } else {
       draw_window_ends({settings_.seed, step, kWindowStream}, round, drawn.numbers, ends, ends);
     }

@@ -26,7 +26,11 @@ void insert_piece(Store& store, std::span<const InsertField> fields, const Commi
     fill(store, rows, fields, values.lengths, threads);
     store.commit(rows, values, generations);
   } catch (...) {
-    store.abandon(rows);
+    try {
+      store.abandon(rows);
+    } catch (const Error&) {
+      // The first error is the cause. Where the lock was not to be had, the rows are freed by the next allocate.
+    }
     throw;
   }
 }

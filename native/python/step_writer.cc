@@ -82,6 +82,7 @@ class Recorder {
   }
 
   void abandon() {
+    if (writer_->is_foreign()) return;  // its rows are the parent's
     const Use use(*this);
     try {
       released(store_, [&] { writer_->abandon(); });
@@ -105,6 +106,8 @@ class Recorder {
   class Use {
    public:
     explicit Use(Recorder& recorder) : recorder_(recorder) {
+      // A forked child finds it busy for ever where another thread of its parent was in a call.
+      if (recorder.writer_->is_foreign()) recorder.writer_->check_usable();
       if (recorder.busy_.exchange(true)) fail(ErrorKind::schema, "two threads use one recorder at the same time");
       recorder.used_ = 0;
     }

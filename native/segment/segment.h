@@ -2,6 +2,7 @@
 //
 //   offset 0       Header         identity and layout; written once, before the segment has a name
 //          4096    Control        the lock, the lists' ends, the counters; changes all the time
+//          6144    PendingCommit  rows that the lock's holder is making selectable together
 //          8192    FieldRecord    [64]  the schema
 //          16384   Client         [256] the attached processes
 //   regions[...]   (64-byte aligned, offsets in the header)
@@ -42,7 +43,8 @@
 // Authoritative and derived state. Authoritative: the words; in the status table state, owner, sequence and the user's
 // numbers. Derived, and rebuilt from those whenever a process died inside the lock: the free queue, the order
 // list, the clients' held lists, the heap, both trees, the bits, the counts. A commit takes effect with the one
-// store of its odd word; whatever a killed process had done before that is undone.
+// store of its odd word; whatever a killed process had done before that is undone. A commit of several rows takes
+// effect with the one store of PendingCommit::first, and is completed by whoever rebuilds: all of them or none.
 //
 // Content. The bytes of a committed row stay what they are while its generation does, unless they are written in place
 // (Store::rewrite): the row's `content` number is odd meanwhile, and another even one afterwards. It is the time of the
@@ -213,7 +215,7 @@ struct Control {
   pthread_mutex_t mutex;  // robust, process-shared
   char mutex_padding[60 - sizeof(pthread_mutex_t)];
   std::atomic<uint32_t> client_slots;  // all clients' slots are below; 0: not known, as an earlier build left it
-  std::atomic<uint32_t> rebuilding;    // priority writers stay out
+  std::atomic<uint32_t> rebuilding;    // priority writers stay out; 1: until the lists are rebuilt, 2: an audit
   uint32_t closed;                     // the name is removed; no process may join
   uint32_t clean;                      // the last process left in an orderly way
   uint32_t free_head, free_tail;       // the free-index queue, linked by RowStatus::next
@@ -227,7 +229,15 @@ struct Control {
   RateLimiter limiter;
 };
 static_assert(sizeof(pthread_mutex_t) < 60 && offsetof(Control, rebuilding) == 64);
-static_assert(sizeof(Control) <= 4096);
+static_assert(sizeof(Control) <= 2048);
+
+// Before that: written by the lock's holder, read by a rebuild. Bytes that earlier builds left zero.
+struct PendingCommit {
+  std::atomic<uint64_t> first;  // sequence of the first of the rows; 0: there are none
+  uint32_t rows;                // their sequences follow each other
+  uint32_t open_rows;           // the first so many are published, the others committed
+};
+static_assert(sizeof(PendingCommit) == 16);
 
 struct RowStatus {
   std::atomic<uint64_t> sequence;  // 1, 2, 3, ... in the order of commits
@@ -236,7 +246,8 @@ struct RowStatus {
   std::atomic<uint32_t> length;
   std::atomic<uint32_t> times_sampled;
   uint32_t previous, next;  // in the one list the row is on: free queue, order list or a client's held list
-  uint32_t heap_slot;       // with least_recently_sampled: when it was sampled last
+  uint32_t heap_slot;       // before the row is committed: the priority that it gets (PendingCommit); afterwards, with
+                            // least_recently_sampled, when it was sampled last
   uint16_t owner;           // client slot, while writing, open or exhausted
   RowState state;
   uint8_t mark;  // scratch of the lock's holder
@@ -246,6 +257,7 @@ static_assert(offsetof(RowStatus, length) == 24);
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
 constexpr uint64_t kControlOffset = 4096;
+constexpr uint64_t kPendingOffset = 6144;
 constexpr uint64_t kFieldsOffset = 8192;
 constexpr uint64_t kClientsOffset = kFieldsOffset + kMaxFields * sizeof(FieldRecord);
 constexpr uint64_t kRegionsOffset = kClientsOffset + kMaxClients * sizeof(Client);

@@ -20,10 +20,10 @@
 // Limits refuse rows after they are drawn; a refused draw is made again with the next attempt. When kRefusals
 // attempts were refused, it is made from a copy of the allowed rows.
 //
-// By step priorities: the population is the steps of rows, its words and sums those of (row, step), in the order of row *
-// row_steps + step. A draw is one by priority among them. It is refused like one that limits refuse where the row does
-// not have `need` steps after the one drawn, or the limits do not allow the row. So steps that can be used are drawn in
-// proportion to their priorities.
+// By step priorities: the population is the steps of rows, its words and sums those of (row, step), in the order of row
+// * row_steps + step. A draw is one by priority among them. It is refused like one that limits refuse where the row
+// does not have `need` steps after the one drawn, or the limits do not allow the row. So steps that can be used are
+// drawn in proportion to their priorities.
 //
 // Over steps: rows in proportion to length - need. Draw i, which has found a row, is refused unless below(x) < length -
 // need, where below(x) is a number up to max_length - need from bits of kStepStream under the same draw and attempt; a
@@ -79,7 +79,7 @@ enum class By : uint8_t { priority, row };
 struct Draws {
   std::span<uint32_t> rows;
   std::span<uint32_t> generations;
-  std::span<double> probability;  // of this row or step in one plain draw, regardless of limits
+  std::span<double> probability;   // of this row or step in one plain draw, regardless of limits
   std::span<uint32_t> steps = {};  // where steps are the unit
 };
 

@@ -2,7 +2,8 @@
 //
 //   bit 31       closed: no call begins any more, and those in flight end their waits
 //   bit 30       left: whoever closed the handle has left the segment
-//   bits 0..29   calls in flight
+//   bit 29       drained: whoever closed the handle is alone with it
+//   bits 0..28   calls in flight
 //
 // A call is one atomic addition at its beginning and one at its end. Whoever closes sets the bit, waits until the
 // count is zero, and is then alone with the handle. Any thread; nothing here is in shared memory.
@@ -20,7 +21,8 @@ class CallsInFlight {
  public:
   // False when the handle is closed; otherwise leave() ends the call.
   bool enter() {
-    // Refused calls do not count, so that a thread that goes on trying cannot keep the count above zero.
+    // Refused calls do not count, so that a thread that goes on trying cannot keep the count above zero. One that comes
+    // between this look and the addition is counted for a moment, which nobody takes for a call once drained() is said.
     if (closed()) return false;
     if ((word_.fetch_add(1) & kClosed) == 0) return true;
     leave();
@@ -36,7 +38,7 @@ class CallsInFlight {
   // which waits for other things once no call is in flight.
   bool must_end() const {
     const uint32_t word = word_.load(std::memory_order_acquire);
-    return (word & kClosed) != 0 && (word & kCount) != 0;
+    return (word & (kClosed | kDrained)) == kClosed && (word & kCount) != 0;
   }
 
   // True for the one caller that closes the handle.
@@ -45,6 +47,8 @@ class CallsInFlight {
   bool drain(Deadline deadline) const {
     return wait_until(deadline, [](uint32_t word) { return (word & kCount) == 0; });
   }
+  // After drain(), by the same thread: its own waits are not to end because of calls.
+  void drained() { word_.fetch_or(kDrained); }
   void left() {
     word_.fetch_or(kLeft);
     futex_wake(word_);
@@ -58,7 +62,7 @@ class CallsInFlight {
   void forget_other_threads(bool close) { word_.store(close || closed() ? kClosed | kLeft : 0); }
 
  private:
-  static constexpr uint32_t kClosed = 1u << 31, kLeft = 1u << 30, kCount = kLeft - 1;
+  static constexpr uint32_t kClosed = 1u << 31, kLeft = 1u << 30, kDrained = 1u << 29, kCount = kDrained - 1;
 
   template <typename Done>
   bool wait_until(Deadline deadline, Done done) const {

@@ -3,8 +3,10 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 namespace geartrain {
@@ -13,6 +15,7 @@ namespace {
 struct OpenStores {
   std::mutex mutex;
   std::vector<OpenStore*> stores;
+  OpenStore* closing = nullptr;  // by close_all: it is not destroyed meanwhile
 };
 
 OpenStores& open_stores() {
@@ -30,7 +33,13 @@ void after_fork_in_parent() {
 }
 void after_fork_in_child() {
   for (OpenStore* store : open_stores().stores) store->after_fork_in_child();
+  open_stores().closing = nullptr;
   open_stores().mutex.unlock();
+}
+
+void remove(OpenStore* store) {
+  auto& stores = open_stores().stores;
+  stores.erase(std::remove(stores.begin(), stores.end(), store), stores.end());
 }
 
 void close_all() {
@@ -39,10 +48,12 @@ void close_all() {
     {
       std::lock_guard lock(open_stores().mutex);
       if (open_stores().stores.empty()) return;
-      store = open_stores().stores.back();
-      open_stores().stores.pop_back();
+      open_stores().closing = store = open_stores().stores.back();
     }
     store->close_at_exit();
+    std::lock_guard lock(open_stores().mutex);
+    open_stores().closing = nullptr;
+    remove(store);
   }
 }
 
@@ -59,9 +70,14 @@ void register_store(OpenStore* store) {
 }
 
 void unregister_store(OpenStore* store) {
-  std::lock_guard lock(open_stores().mutex);
-  auto& stores = open_stores().stores;
-  stores.erase(std::remove(stores.begin(), stores.end(), store), stores.end());
+  std::unique_lock lock(open_stores().mutex);
+  // Where another thread called exit(): it has closed the handle before long, or given up.
+  while (open_stores().closing == store) {
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    lock.lock();
+  }
+  remove(store);
 }
 
 }  // namespace geartrain

@@ -24,6 +24,7 @@ class OpenStore {
 };
 
 void register_store(OpenStore* store);
+// Waits, for a second or two, where exit() is closing it in another thread.
 void unregister_store(OpenStore* store);
 
 }  // namespace geartrain

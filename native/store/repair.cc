@@ -77,7 +77,7 @@ uint32_t Store::reap_locked() {
 void Store::reclaim(uint32_t slot) {
   Client& gone = client(slot);
   Counters& counters = control().counters;
-  const uint64_t now_ns = commit_time();
+  const uint64_t now_ns = wall_ns();
   for (uint64_t held = 0; gone.held != kNoRow; ++held) {
     const uint32_t row = gone.held;
     if (held == header().capacity || status()[row].owner != slot) fail_damaged("a client is said to hold row", row);
@@ -151,15 +151,27 @@ void Store::rebuild_locked(Steps steps) {
   c.free_head = c.free_tail = c.order_head = c.order_tail = kNoRow;
   c.free_count = c.writing_count = c.exhausted_count = c.open_count = 0;
   c.heap_count = 0;
+  PendingCommit& pending = pending_commit();
+  // Others may have committed since where an earlier build, which does not know of it, repaired the segment.
+  if (pending.first.load(kRelaxed) + pending.rows != c.next_sequence) pending.first.store(0, kRelaxed);
   if (c.next_sequence > kLastSequence) c.next_sequence = 1;
 
   const uint64_t rows = header().capacity;
   std::vector<std::pair<uint64_t, uint32_t>> committed;  // (sequence, row)
-  uint64_t open_rows = 0;
+  uint64_t open_rows = 0, finished = 0;
+  if (per_step()) {
+    doubt.add(journals()[kMaxClients], true);
+    // Whoever dies in here leaves the rows that it finished, which the next does not find pending.
+    if (pending.first.load(kRelaxed) != 0) journals()[kMaxClients].count.store(kEverything);
+  }
   for (uint64_t word = 0; word < bit_tree_.shape().leaves; ++word) bit_tree_.leaves()[word].store(0, kRelaxed);
   for (uint32_t row = 0; row < rows; ++row) {
     RowStatus& s = status()[row];
     s.mark = 0;
+    if (finish_pending(row, s)) {
+      ++finished;
+      if (per_step()) doubt.rows.push_back(row);
+    }
     uint64_t word = words()[row].load(kRelaxed);
     const bool owner_alive = s.owner < kMaxClients && alive[s.owner];
     if ((content_number(row) & 1) != 0) {  // its writer died while it wrote in place
@@ -221,12 +233,19 @@ void Store::rebuild_locked(Steps steps) {
     for (const auto& [sequence, row] : committed) heap.push(row);
   }
   if (per_step()) {
-    doubt.add(journals()[kMaxClients], true);
     repair_steps_locked(doubt);
     journals()[kMaxClients].count.store(0);
   }
   priority_tree_.rebuild();
   bit_tree_.rebuild();
+  if (finished != 0) {
+    // Their writer had not yet made room for them.
+    Sums sums(*this);
+    while (committed_count() > header().max_rows && evict_one(sums)) {
+    }
+    count(c.counters.inserted, finished);
+  }
+  pending.first.store(0, std::memory_order_release);
   c.rebuilding.store(0, std::memory_order_seq_cst);
 }
 
@@ -239,11 +258,15 @@ std::vector<std::string> Store::audit() {
     if (problems.size() < 20) problems.push_back(sentence(parts...));
   };
   // Priority writers stay out while their sums are compared. Nothing is changed, so that an audit that cannot be
-  // finished owes nobody a rebuild.
+  // finished owes nobody a rebuild; a mark that somebody else leaves meanwhile (fail_damaged) stays.
+  constexpr uint32_t kAudit = 2;
   struct WritersOut {
     std::atomic<uint32_t>& rebuilding;
-    explicit WritersOut(std::atomic<uint32_t>& flag) : rebuilding(flag) { rebuilding.store(1); }
-    ~WritersOut() { rebuilding.store(0); }
+    explicit WritersOut(std::atomic<uint32_t>& flag) : rebuilding(flag) { rebuilding.store(kAudit); }
+    ~WritersOut() {
+      uint32_t mine = kAudit;
+      rebuilding.compare_exchange_strong(mine, 0);
+    }
   } writers_out(c.rebuilding);
   wait_for_priority_writers();
 
@@ -356,7 +379,7 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence, s
       continue;
     }
     s.sequence.store(from.sequence, kRelaxed);
-    s.inserted_at_ns.store(from.inserted_at_ns & ~(content_mask_ & 1), kRelaxed);
+    s.inserted_at_ns.store(even(from.inserted_at_ns), kRelaxed);
     s.version.store(from.version, kRelaxed);
     s.length.store(from.length, kRelaxed);
     s.times_sampled.store(from.times_sampled, kRelaxed);

@@ -75,8 +75,12 @@ StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
   reset_next_.assign(options.environments, 0);
 }
 
+bool StepWriter::is_foreign() const {
+  return times_forked.load(kRelaxed) != fork_count_;
+}
+
 void StepWriter::check_usable() const {
-  if (times_forked.load(kRelaxed) != fork_count_) {
+  if (is_foreign()) {
     fail(ErrorKind::closed, "this recorder was made before a fork, and its rows are the parent's; make another one");
   }
   store_.check_open();
@@ -150,6 +154,14 @@ void StepWriter::take_fresh(size_t count) {
   if (count != 0) store_.allocate(fresh_);
 }
 
+void StepWriter::give_back_fresh() {
+  try {
+    if (!fresh_.empty()) store_.abandon(fresh_);
+  } catch (const Error&) {
+    // The error that made them useless is the cause. Where the lock was not to be had, the next allocate frees them.
+  }
+}
+
 void StepWriter::open_row(uint32_t environment, int64_t version) {
   Environment& mine = environments_[environment];
   mine = {.row = fresh_.back(), .version = version};
@@ -157,42 +169,47 @@ void StepWriter::open_row(uint32_t environment, int64_t version) {
   for (const uint32_t f : per_row_) std::memset(store_.block(f, mine.row), 0, store_.fields()[f].block_bytes);
 }
 
-// The calls to the store. What can be refused comes first.
+// The call to the store, one for all groups: it is made whole or, where it throws, not at all. What it takes to know of
+// it afterwards is allocated before.
 void StepWriter::settle(CompletedRows* completed) {
-  const auto complete = [&](const Group& group) {
-    completed->rows.insert(completed->rows.end(), group.rows.begin(), group.rows.end());
-    completed->generations.insert(completed->generations.end(), group.generations.begin(), group.generations.end());
-    for (const uint32_t e : group.environments) environments_[e].row = kNoRow;
-    completed_rows_ += group.rows.size();
-  };
-  if (!publish_.rows.empty()) {
-    store_.publish(publish_.rows, {publish_.lengths, publish_.priorities, publish_.versions}, publish_.generations);
-    for (size_t i = 0; i < publish_.rows.size(); ++i) {
-      Environment& mine = environments_[publish_.environments[i]];
-      mine.published = publish_.lengths[i];
-      mine.generation = publish_.generations[i];
-    }
+  const size_t ending = completed->rows.size() + commit_.rows.size() + seal_.rows.size();
+  completed->rows.reserve(ending);
+  completed->generations.reserve(ending);
+  const size_t changes =
+      publish_.rows.size() + commit_.rows.size() + extend_.rows.size() + seal_.rows.size() + unused_.size();
+  if (changes == 0) return;
+  store_.apply(
+      {.publish = {publish_.rows, {publish_.lengths, publish_.priorities, publish_.versions}, publish_.generations},
+       .commit = {commit_.rows, {commit_.lengths, commit_.priorities, commit_.versions}, commit_.generations},
+       .extend = extend_.rows,
+       .lengths = extend_.lengths,
+       .seal = seal_.rows,
+       .abandon = unused_});
+  for (size_t i = 0; i < publish_.rows.size(); ++i) {
+    Environment& mine = environments_[publish_.environments[i]];
+    mine.published = publish_.lengths[i];
+    mine.generation = publish_.generations[i];
   }
-  if (!commit_.rows.empty()) {
-    store_.commit(commit_.rows, {commit_.lengths, commit_.priorities, commit_.versions}, commit_.generations);
-    complete(commit_);
+  for (size_t i = 0; i < extend_.rows.size(); ++i) {
+    environments_[extend_.environments[i]].published = extend_.lengths[i];
   }
-  if (!extend_.rows.empty()) {
-    store_.extend(extend_.rows, extend_.lengths, extend_.priorities);
-    for (size_t i = 0; i < extend_.rows.size(); ++i) {
-      environments_[extend_.environments[i]].published = extend_.lengths[i];
-    }
+  for (const Group* group : {&commit_, &seal_}) {
+    completed->rows.insert(completed->rows.end(), group->rows.begin(), group->rows.end());
+    completed->generations.insert(completed->generations.end(), group->generations.begin(), group->generations.end());
+    for (const uint32_t e : group->environments) environments_[e].row = kNoRow;
+    completed_rows_ += group->rows.size();
   }
-  if (!seal_.rows.empty()) {
-    store_.seal(seal_.rows);
-    complete(seal_);
-  }
+}
+
+void StepWriter::clear_groups() {
+  for (Group* group : {&publish_, &commit_, &extend_, &seal_}) group->clear();
+  unused_.clear();
 }
 
 size_t StepWriter::begin(std::span<const StepColumn> observations, std::span<const uint8_t> mask, int64_t version,
                          bool admitted, CompletedRows* completed) {
   check_usable();
-  for (Group* group : {&publish_, &commit_, &extend_, &seal_}) group->clear();
+  clear_groups();
   size_t entering = 0, fresh = 0;
   for (uint32_t e = 0; e < options_.environments; ++e) {
     const Environment& mine = environments_[e];
@@ -210,7 +227,7 @@ size_t StepWriter::begin(std::span<const StepColumn> observations, std::span<con
     }
     settle(completed);
   } catch (...) {
-    store_.abandon(fresh_);
+    give_back_fresh();
     throw;
   }
   for (uint32_t e = 0; e < options_.environments; ++e) {
@@ -231,7 +248,7 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
   full_.clear();
   begun_.clear();
   stepped_.clear();
-  for (Group* group : {&publish_, &commit_, &extend_, &seal_}) group->clear();
+  clear_groups();
   size_t entering = 0;
   const auto due = [&](const Environment& mine) {
     return options_.publish_every != 0 && mine.steps + 1 - mine.published >= options_.publish_every;
@@ -305,7 +322,7 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
     settle(completed);
   } catch (...) {
     for (size_t i = 0; i < sums_.size(); ++i) environments_[stepped_[i]].sum = sums_[i];
-    store_.abandon(fresh_);
+    give_back_fresh();
     throw;
   }
   for (const uint32_t e : stepped_) ++environments_[e].steps;
@@ -330,33 +347,33 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
 
 size_t StepWriter::cut(std::span<const uint8_t> mask, bool admitted, CompletedRows* completed) {
   check_usable();
-  for (Group* group : {&publish_, &commit_, &extend_, &seal_}) group->clear();
+  clear_groups();
   size_t entering = 0;
   for (uint32_t e = 0; e < options_.environments; ++e) {
     const Environment& mine = environments_[e];
     entering += in_mask(mask, e) && mine.row != kNoRow && mine.steps != 0 && mine.published == 0;
   }
   if (entering != 0 && !admitted && store_.control().limiter.enabled.load(kRelaxed) != 0) return entering;
-  fresh_.clear();
   for (uint32_t e = 0; e < options_.environments; ++e) {
-    Environment& mine = environments_[e];
-    if (!in_mask(mask, e)) continue;
-    reset_next_[e] = 0;
-    if (mine.row == kNoRow) continue;
+    const Environment& mine = environments_[e];
+    if (!in_mask(mask, e) || mine.row == kNoRow) continue;
     if (mine.steps != 0) {
       end_row(e, mine.steps);
     } else {
-      fresh_.push_back(mine.row);  // nothing was done in it
-      mine.row = kNoRow;
+      unused_.push_back(mine.row);  // nothing was done in it
     }
   }
-  if (!fresh_.empty()) store_.abandon(fresh_);
   settle(completed);
+  for (uint32_t e = 0; e < options_.environments; ++e) {
+    if (!in_mask(mask, e)) continue;
+    reset_next_[e] = 0;
+    environments_[e].row = kNoRow;
+  }
   return 0;
 }
 
 void StepWriter::abandon() {
-  if (times_forked.load(kRelaxed) != fork_count_ || store_.is_closed()) return;
+  if (is_foreign() || store_.is_closed()) return;
   std::vector<uint32_t> unpublished, published;
   for (Environment& mine : environments_) {
     if (mine.row != kNoRow) (mine.published != 0 ? published : unpublished).push_back(mine.row);

@@ -17,8 +17,10 @@
 // Steps are written in place, without the lock. The store is called where rows begin, are published or extended, and
 // end: once for all environments of a step, each in a few hundred nanoseconds a row.
 //
-// Errors. Everything is checked before anything is written. Blocks for rows that begin are allocated first, so a full
-// store leaves the writer as it was and the step can be given again; so does a rate limiter that does not admit a row.
+// Errors. Everything is checked before anything is written. Blocks for rows that begin are allocated first, and what
+// rows become is one call to the store (Store::apply), so that whatever it refuses, a full store or a lock that is not
+// to be had, leaves the writer as it was and the step can be given again; so does a rate limiter that does not admit a
+// row.
 //
 // One thread at a time, within a Store::Call where others may close the store. After a fork the rows stay the parent's:
 // a call in the child throws closed. When its process is killed, published rows stay with their published steps and the
@@ -93,6 +95,10 @@ class StepWriter {
   // Returns the blocks of unpublished rows to the store, and closes published ones with their published steps.
   void abandon();
 
+  // Throws closed: the store is closed, or this is a forked child.
+  void check_usable() const;
+  // Whether this process is a child of the one that made the writer.
+  bool is_foreign() const;
   const StepWriterOptions& options() const { return options_; }
   uint64_t rows() const { return completed_rows_; }
   bool in_episode(uint32_t environment) const { return environments_[environment].row != kNoRow; }
@@ -123,7 +129,6 @@ class StepWriter {
     void clear();
   };
 
-  void check_usable() const;
   std::byte* at(const TimedField& field, uint32_t row, uint32_t step) const {
     return field.base + row * field.stride + step * field.step_bytes;
   }
@@ -134,8 +139,10 @@ class StepWriter {
   void end_row(uint32_t environment, uint32_t steps);
   void put(Group& group, uint32_t environment, uint32_t length);
   void take_fresh(size_t count);
+  void give_back_fresh();
   void open_row(uint32_t environment, int64_t version);
   void settle(CompletedRows* completed);
+  void clear_groups();
   void write_first(std::span<const StepColumn> observations, uint32_t environment) const;
 
   Store& store_;
@@ -152,7 +159,7 @@ class StepWriter {
   uint64_t completed_rows_ = 0;
 
   // Of one call, kept for their memory.
-  std::vector<uint32_t> stepped_, ended_, full_, begun_, fresh_;
+  std::vector<uint32_t> stepped_, ended_, full_, begun_, fresh_, unused_;
   std::vector<double> sums_;
   Group publish_, commit_, extend_, seal_;
 };

@@ -180,6 +180,7 @@ void Store::shut(bool keep, double timeout_s, Deadline calls_end) {
     fail(ErrorKind::lock_timeout, "calls of other threads are still using ", mapping_->path(),
          "; the handle is closed, and leaves the store when the process ends");
   }
+  calls_.drained();
   if (client_slot_ == kNoClient) return;
   try {
     leave(keep, timeout_s);
@@ -238,7 +239,9 @@ void Store::check_usable() const {
 }
 
 void Store::after_fork_in_child() {
-  lost_in_fork_ = !is_closed() && !mapping_->reopen();
+  // Also of a handle that another thread was closing, which had its lease still: the child would keep it alive.
+  const bool reopened = (is_closed() && client_slot_ == kNoClient) || mapping_->reopen();
+  lost_in_fork_ = !is_closed() && !reopened;
   client_slot_ = kNoClient;
   calls_.forget_other_threads(lost_in_fork_);
   given_up_.clear();  // the parent's rows, which keeps its own list

@@ -110,6 +110,18 @@ struct FieldSource {
   uint64_t row_bytes;
 };
 
+// Changes of a writer's rows that are made together.
+struct RowChanges {
+  struct Entering {
+    std::span<const uint32_t> rows;
+    CommitValues values;
+    std::span<uint32_t> generations;  // out
+  };
+  Entering publish = {}, commit = {};
+  std::span<const uint32_t> extend = {}, lengths = {}, seal = {}, abandon = {};
+  std::span<const double> extend_priorities = {};  // of the new steps, where steps have priorities
+};
+
 // A copy of one row's metadata.
 struct RowInfo {
   uint64_t sequence;
@@ -181,7 +193,8 @@ class Store final : public OpenStore {
   // many are being written.
   void allocate(std::span<uint32_t> rows);
 
-  // Makes rows that this process allocated selectable. Everything is checked before anything is changed.
+  // Makes rows that this process allocated selectable. Everything is checked before anything is changed, and all of
+  // them are or none is, also where the process is killed meanwhile.
   // Returns their odd generations. Throws schema (length, priority), stale_key (not this process's row).
   void commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
 
@@ -208,6 +221,10 @@ class Store final : public OpenStore {
   uint64_t rewrite(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                    std::span<const FieldSource> fields, std::span<const uint32_t> starts,
                    std::span<const uint32_t> lengths);
+
+  // Publishes, commits, extends, seals and abandons under one lock: what any of these would refuse is refused before
+  // anything is changed. Rows that are published and committed are so together, as for commit.
+  void apply(const RowChanges& changes);
 
   // Commit's checks of the values for n rows, for callers that validate before they write.
   void check_values(size_t n, const CommitValues& values) const;
@@ -278,6 +295,7 @@ class Store final : public OpenStore {
   // Identity and layout, as they were checked when the segment was opened: a copy that no other process can change.
   const Header& header() const { return geometry_.header; }
   Control& control() const { return *reinterpret_cast<Control*>(base() + kControlOffset); }
+  PendingCommit& pending_commit() const { return *reinterpret_cast<PendingCommit*>(base() + kPendingOffset); }
   const FieldRecord* fields() const { return geometry_.fields.data(); }
   std::byte* block(uint32_t field, uint64_t row) const {
     return base() + fields()[field].offset + row * fields()[field].stride;
@@ -418,9 +436,12 @@ class Store final : public OpenStore {
   void free_spent(uint32_t row);  // an exhausted row: its last key is stale from here on
   uint64_t expire_locked(Sums& sums, uint64_t now_ns);
   void check_held(std::span<const uint32_t> rows, RowState state = RowState::writing) const;
-  uint64_t commit_time() const;
-  uint64_t write_values(Sums& sums, uint32_t row, size_t i, const CommitValues& values, uint64_t now_ns);
-  void make_selectable(Sums& sums, uint32_t row, uint64_t word);
+  uint64_t even(uint64_t now_ns) const { return now_ns & ~(content_mask_ & 1); }  // a content number of a whole row
+  void check_extended(std::span<const uint32_t> rows, std::span<const uint32_t> lengths) const;
+  void enter(Sums& sums, const RowChanges::Entering& publish, const RowChanges::Entering& commit);
+  void write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t sequence, uint64_t now_ns);
+  uint32_t make_selectable(Sums& sums, uint32_t row);
+  bool finish_pending(uint32_t row, RowStatus& status);
   void seal_locked(uint32_t row, uint64_t now_ns);
   void check_the_cap(size_t rows) const;
   void make_room_at_the_cap(Sums& sums);

@@ -58,79 +58,69 @@ void Store::check_values(size_t n, const CommitValues& values) const {
 }
 
 void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations) {
-  ensure_client();
-  check_values(rows.size(), values);
-  // Streaming stores by the thread that filled the blocks must not overtake the words that publish them.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  Guard guard(*this);
-  Sums sums(*this);
-  check_held(rows);
-  Control& c = control();
-  check_the_cap(1);  // the others of one call can make room for each other
-  const uint64_t now_ns = commit_time();
-  const bool ordered = header().remover == static_cast<uint32_t>(Remover::lowest_priority);
-  // Where others have to make room, row by row: the first ones of a call may have to go for the last ones.
-  const bool crowded = committed_count() + rows.size() > header().max_rows;
-  for (size_t first = 0, count; first < rows.size(); first += count) {
-    count = crowded ? 1 : rows.size();
-    const std::span<const uint32_t> together = rows.subspan(first, count);
-    if (crowded) make_room_at_the_cap(sums);
-    unhold(together);
-    for (size_t i = first; i < first + count; ++i) {
-      const uint32_t row = rows[i];
-      const uint64_t word = write_values(sums, row, i, values, now_ns);
-      status()[row].state = RowState::committed;
-      make_selectable(sums, row, word);
-      generations[i] = generation_of(word);
-    }
-    c.committed_count.store(committed_count() + count, kRelaxed);
-    link_order(together);
-    if (!ordered) continue;
-    for (const uint32_t row : together) Heap(*this).push(row);
-  }
-  count(c.counters.inserted, rows.size());
-  announce(c.limiter);
+  apply({.commit = {rows, values, generations}});
 }
 
 void Store::publish(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations) {
-  ensure_client();
-  check_values(rows.size(), values);
-  if (header().max_times_sampled != 0) {
-    fail(ErrorKind::schema,
-         "a store with max_times_sampled removes a row with its last sample, so none can be "
-         "published while it is still being extended; commit it when it is complete");
-  }
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // as in commit
-  Guard guard(*this);
-  Sums sums(*this);
-  check_held(rows);
-  Control& c = control();
-  check_the_cap(rows.size());
-  const uint64_t now_ns = commit_time();
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const uint32_t row = rows[i];
-    make_room_at_the_cap(sums);
-    const uint64_t word = write_values(sums, row, i, values, now_ns);
-    --c.writing_count;
-    ++c.open_count;
-    status()[row].state = RowState::open;  // it stays on this client's held list
-    make_selectable(sums, row, word);
-    c.committed_count.store(committed_count() + 1, kRelaxed);
-    generations[i] = generation_of(word);
-  }
-  count(c.counters.inserted, rows.size());
-  announce(c.limiter);
+  apply({.publish = {rows, values, generations}});
 }
 
 void Store::extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths,
                    std::span<const double> priorities) {
+  apply({.extend = rows, .lengths = lengths, .extend_priorities = priorities});
+}
+
+void Store::seal(std::span<const uint32_t> rows) {
+  apply({.seal = rows});
+}
+
+void Store::apply(const RowChanges& changes) {
   ensure_client();
-  if (!priorities.empty() && priorities.size() != rows.size()) {
-    fail(ErrorKind::schema, rows.size(), " rows were given with ", priorities.size(), " priorities");
+  const auto& [publish, commit, extend, lengths, seal, abandon, extend_priorities] = changes;
+  check_values(publish.rows.size(), publish.values);
+  check_values(commit.rows.size(), commit.values);
+  if (!extend_priorities.empty() && extend_priorities.size() != extend.size()) {
+    fail(ErrorKind::schema, extend.size(), " rows were given with ", extend_priorities.size(), " priorities");
   }
-  validate_priorities(priorities);
+  validate_priorities(extend_priorities);
+  if (!publish.rows.empty() && header().max_times_sampled != 0) {
+    fail(ErrorKind::schema,
+         "a store with max_times_sampled removes a row with its last sample, so none can be "
+         "published while it is still being extended; commit it when it is complete");
+  }
+  // Streaming stores by the thread that filled the blocks must not overtake the words that publish them.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   Guard guard(*this);
   Sums sums(*this);
+  check_held(publish.rows);
+  check_held(commit.rows);
+  check_held(abandon);
+  check_extended(extend, lengths);
+  check_held(seal, RowState::open);
+  // Committed rows of one call can make room for each other.
+  const size_t least_room = publish.rows.size() + !commit.rows.empty();
+  if (least_room != 0) check_the_cap(least_room);
+
+  if (least_room != 0) enter(sums, publish, commit);
+  for (size_t i = 0; i < extend.size(); ++i) {
+    RowStatus& s = status()[extend[i]];
+    if (per_step()) {
+      const uint32_t priority = fixed_point(extend_priorities.empty() ? 1.0 : extend_priorities[i]);
+      add_steps(sums, extend[i], generation_of(words()[extend[i]].load(kRelaxed)), s.length.load(kRelaxed), lengths[i],
+                priority);
+    }
+    s.length.store(lengths[i], std::memory_order_release);  // after the steps
+  }
+  const uint64_t now_ns = seal.empty() ? 0 : wall_ns();
+  for (const uint32_t row : seal) seal_locked(row, now_ns);
+  for (const uint32_t row : abandon) {
+    unhold(row);
+    put_free_row(row);
+  }
+  count(control().counters.abandoned, abandon.size());
+}
+
+void Store::check_extended(std::span<const uint32_t> rows, std::span<const uint32_t> lengths) const {
   check_held(rows, RowState::open);
   for (size_t i = 0; i < rows.size(); ++i) {
     const uint32_t known = status()[rows[i]].length.load(kRelaxed);
@@ -139,23 +129,58 @@ void Store::extend(std::span<const uint32_t> rows, std::span<const uint32_t> len
            ": it cannot be extended to ", lengths[i]);
     }
   }
-  for (size_t i = 0; i < rows.size(); ++i) {
-    RowStatus& s = status()[rows[i]];
-    if (per_step()) {
-      const uint32_t priority = fixed_point(priorities.empty() ? 1.0 : priorities[i]);
-      add_steps(sums, rows[i], generation_of(words()[rows[i]].load(kRelaxed)), s.length.load(kRelaxed), lengths[i],
-                priority);
-    }
-    s.length.store(lengths[i], std::memory_order_release);  // after the steps
-  }
 }
 
-void Store::seal(std::span<const uint32_t> rows) {
-  ensure_client();
-  Guard guard(*this);
-  check_held(rows, RowState::open);
-  const uint64_t now_ns = commit_time();
-  for (const uint32_t row : rows) seal_locked(row, now_ns);
+// Rows become selectable. Their values are written first, then that they are to be, then their words: a rebuild after a
+// death in between goes on with them (finish_pending).
+void Store::enter(Sums& sums, const RowChanges::Entering& publish, const RowChanges::Entering& commit) {
+  Control& c = control();
+  PendingCommit& pending = pending_commit();
+  const size_t rows = publish.rows.size() + commit.rows.size();
+  const uint64_t first = c.next_sequence, now_ns = wall_ns();
+  // Advanced before any row has such a number, which no other row may ever get.
+  c.next_sequence = first + rows;
+  std::atomic_signal_fence(std::memory_order_release);
+  uint64_t sequence = first;
+  for (const RowChanges::Entering* part : {&publish, &commit}) {
+    for (size_t i = 0; i < part->rows.size(); ++i) {
+      write_values(part->rows[i], i, part->values, sequence++, now_ns);
+    }
+  }
+  if (rows > 1) {  // one word takes effect by itself
+    pending.rows = static_cast<uint32_t>(rows);
+    pending.open_rows = static_cast<uint32_t>(publish.rows.size());
+    pending.first.store(first, std::memory_order_release);
+  }
+  for (size_t i = 0; i < publish.rows.size(); ++i) {
+    const uint32_t row = publish.rows[i];
+    make_room_at_the_cap(sums);
+    --c.writing_count;
+    ++c.open_count;
+    status()[row].state = RowState::open;  // it stays on this client's held list
+    publish.generations[i] = make_selectable(sums, row);
+    c.committed_count.store(committed_count() + 1, kRelaxed);
+  }
+  const bool ordered = header().remover == static_cast<uint32_t>(Remover::lowest_priority);
+  // Where others have to make room, row by row: the first ones of a call may have to go for the last ones.
+  const bool crowded = committed_count() + commit.rows.size() > header().max_rows;
+  for (size_t at = 0, n; at < commit.rows.size(); at += n) {
+    n = crowded ? 1 : commit.rows.size();
+    const std::span<const uint32_t> together = commit.rows.subspan(at, n);
+    if (crowded) make_room_at_the_cap(sums);
+    unhold(together);
+    for (size_t i = at; i < at + n; ++i) {
+      status()[commit.rows[i]].state = RowState::committed;
+      commit.generations[i] = make_selectable(sums, commit.rows[i]);
+    }
+    c.committed_count.store(committed_count() + n, kRelaxed);
+    link_order(together);
+    if (!ordered) continue;
+    for (const uint32_t row : together) Heap(*this).push(row);
+  }
+  if (rows > 1) pending.first.store(0, std::memory_order_release);
+  count(c.counters.inserted, rows);
+  announce(c.limiter);
 }
 
 void Store::abandon(std::span<const uint32_t> rows) {
@@ -177,29 +202,49 @@ void Store::abandon(std::span<const uint32_t> rows) {
   }
 }
 
-uint64_t Store::commit_time() const {
-  return wall_ns() & ~(content_mask_ & 1);  // an even content number
-}
-
-uint64_t Store::write_values(Sums& sums, uint32_t row, size_t i, const CommitValues& values, uint64_t now_ns) {
+void Store::write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t sequence, uint64_t now_ns) {
   RowStatus& s = status()[row];
-  s.sequence.store(control().next_sequence++, kRelaxed);
-  s.inserted_at_ns.store(now_ns, kRelaxed);
+  s.sequence.store(sequence, kRelaxed);
+  s.inserted_at_ns.store(even(now_ns), kRelaxed);
   s.length.store(values.lengths.empty() ? header().max_length : values.lengths[i], kRelaxed);
   s.version.store(values.versions.empty() ? 0 : values.versions[i], kRelaxed);
   s.times_sampled.store(0, kRelaxed);
-  note_sampled(row, samples_so_far());
-  const uint32_t generation = generation_of(words()[row].load(kRelaxed)) + 1;
-  const uint32_t priority = fixed_point(values.priorities.empty() ? 1.0 : values.priorities[i]);
-  if (!per_step()) return make_word(generation, priority);
-  add_steps(sums, row, generation, 0, s.length.load(kRelaxed), priority);
-  return make_word(generation, 0);
+  s.heap_slot = fixed_point(values.priorities.empty() ? 1.0 : values.priorities[i]);
 }
 
-void Store::make_selectable(Sums& sums, uint32_t row, uint64_t word) {
-  words()[row].store(word, std::memory_order_release);  // the commit takes effect here
-  sums.priorities.add(row, priority_of(word));
+uint32_t Store::make_selectable(Sums& sums, uint32_t row) {
+  const uint32_t priority = status()[row].heap_slot;
+  const uint32_t generation = generation_of(words()[row].load(kRelaxed)) + 1;
+  if (per_step()) add_steps(sums, row, generation, 0, status()[row].length.load(kRelaxed), priority);
+  const uint32_t of_row = per_step() ? 0 : priority;
+  words()[row].store(make_word(generation, of_row), std::memory_order_release);  // the commit takes effect here
+  sums.priorities.add(row, of_row);
   set_bit(sums, row, true);
+  note_sampled(row, samples_so_far());
+  return generation;
+}
+
+// In a rebuild: a row whose commit had begun and whose word was not yet stored. False when it is none.
+bool Store::finish_pending(uint32_t row, RowStatus& s) {
+  const PendingCommit& pending = pending_commit();
+  const uint64_t first = pending.first.load(kRelaxed), place = s.sequence.load(kRelaxed) - first;
+  const uint64_t word = words()[row].load(kRelaxed);
+  const uint32_t length = s.length.load(kRelaxed);
+  const bool writing = s.state == RowState::writing || s.state == RowState::open || s.state == RowState::committed;
+  if (first == 0 || place >= pending.rows || is_committed(word) || !writing || length == 0 ||
+      length > header().max_length) {
+    return false;
+  }
+  s.state = place < pending.open_rows ? RowState::open : RowState::committed;
+  const uint32_t generation = generation_of(word) + 1;
+  if (per_step()) {
+    for (uint32_t step = 0; step < length; ++step) {
+      step_tree_.leaves()[leaf_of(row, step)].store(make_word(generation, s.heap_slot), kRelaxed);
+    }
+  }
+  words()[row].store(make_word(generation, per_step() ? 0 : s.heap_slot), std::memory_order_release);
+  note_sampled(row, samples_so_far());
+  return true;
 }
 
 void Store::seal_locked(uint32_t row, uint64_t now_ns) {
@@ -207,7 +252,7 @@ void Store::seal_locked(uint32_t row, uint64_t now_ns) {
   unhold(row);
   // Its number and age are those of its end: it is the newest, and the order list stays sorted.
   s.sequence.store(control().next_sequence++, kRelaxed);
-  s.inserted_at_ns.store(now_ns, kRelaxed);
+  s.inserted_at_ns.store(even(now_ns), kRelaxed);
   s.state = RowState::committed;
   link_order({&row, 1});
   if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(row);

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import urllib.request
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from deadlines import patience
 
 import geartrain as gt
 import geartrain.core.counters as counters
+import geartrain.weights as weights
 from geartrain import launch
 from geartrain.errors import (
     ArgumentError,
@@ -29,6 +31,7 @@ from geartrain.errors import (
     ProcessDiedError,
     StoreExistsError,
     StoreMissingError,
+    UntrustedStoreError,
 )
 from geartrain.launch.hosts import host_position
 
@@ -198,6 +201,54 @@ def test_a_store_whose_processes_have_all_ended_at_once_stays_until_the_launcher
 def insert_and_return(context):
     with context.store({"x": gt.Field((), "float32")}, max_length=1, capacity=100) as store:
         store.insert({"x": np.zeros((5, 1), np.float32)})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_programs_of_other_users_join_the_store_and_weights_of_a_job_that_trusts_them(job, tmp_path):
+    made = job(launch.Role("trainer", join_by_another_user), launch.Role("opener", open_store), trust="any")
+    assert run(made, tmp_path).store["inserted"] == 6
+    assert run(dataclasses.replace(made, keep_store="always"), tmp_path / "kept").outcome == "finished"
+    with pytest.raises(UntrustedStoreError, match="every user may write to it"):
+        gt.Store.open(made.name, adopt=True)
+    with pytest.raises(UntrustedStoreError):  # it may hold what anybody wrote
+        run(dataclasses.replace(made, trust="user"), tmp_path / "user")
+    with gt.Store.open(made.name, adopt=True, trust="any") as store:
+        assert (len(store), store.audit()) == (6, [])
+        store.unlink()
+
+
+def join_by_another_user(context):
+    with context.store({"x": gt.Field((), "float32", per_row=True)}, capacity=100) as store:
+        store.insert({"x": np.zeros(1, np.float32)})
+        with context.publisher() as publisher:
+            publisher.publish(1, {"w": np.full(3, 2.0, np.float32)})
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    os.setgroups([])
+                    os.setgid(65534)
+                    os.setuid(65534)
+                    with gt.Store.open(context.job, trust="any") as mine:
+                        mine.insert({"x": np.ones(3, np.float32)})
+                    with weights.Reader(context.job, trust="any") as reader:
+                        assert reader.latest(timeout_s=60).version == 1
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            with context.reader() as reader:
+                assert reader.latest(timeout_s=60).version == 1
+        with pytest.raises(ArgumentError, match=r"Job\.trust"):
+            context.store({"x": gt.Field((), "float32", per_row=True)}, capacity=100, trust="group")
+        launched.wait_for_rows(context, store, 6)
+
+
+def open_store(context):
+    with context.store() as store:
+        store.insert({"x": np.zeros(2, np.float32)})
 
 
 # --- a job that does not ----------------------------------------------------------------------------------------------

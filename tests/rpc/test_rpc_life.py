@@ -107,7 +107,15 @@ def test_close_ends_a_wait_for_a_name(how: str) -> None:
         "call": lambda: node.call("nobody", "life-same", 1),
         "wait_for": lambda: node.wait_for("nobody"),
     }
-    ends_when_closed(node, calls[how], lambda: any("finds a peer" in one.name for one in threading.enumerate()))
+
+    def searches() -> list[threading.Thread]:
+        return [one for one in threading.enumerate() if one.name == "geartrain finds a peer of one"]
+
+    ends_when_closed(node, calls[how], lambda: bool(searches()))
+    _gate.set()  # the store's answer to a wait that nobody needs any more: it is the last
+    for one in searches():
+        one.join(patience(10))
+        assert not one.is_alive()
 
 
 def test_a_forked_childs_copy_of_a_future_is_refused_while_the_parent_waits_for_it(

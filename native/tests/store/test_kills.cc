@@ -40,7 +40,9 @@ struct Scenario {
   size_t rows_before;                // committed by the survivor, tags 1, 2, 3, ...
   std::vector<uint64_t> may_vanish;  // tags that the call may remove
   std::function<std::function<void()>(Store&, const Keys&)> prepare;
+  bool together = false;  // the rows with kTogether come all or not at all
 };
+const std::vector<uint64_t> kTogether{500, 501, 502};
 
 uint64_t hash_of(const Store& store) {
   // Everything but the columns: the store's own state.
@@ -116,6 +118,12 @@ void check_survivor(Store& store, const Scenario& scenario, size_t instruction) 
     const bool may = std::count(scenario.may_vanish.begin(), scenario.may_vanish.end(), tag) != 0;
     if (tags.count(tag) == 0 && !may) complain("the row with tag ", tag, " is lost");
   }
+  const auto there = [&](uint64_t tag) { return tags.count(tag) != 0; };
+  const auto come = std::count_if(kTogether.begin(), kTogether.end(), there);
+  if (scenario.together && come != 0 && static_cast<size_t>(come) != kTogether.size()) {
+    complain(come, " rows are there of ", kTogether.size(), " that were to come together");
+  }
+  if (store.committed_count() > store.header().max_rows) complain(store.committed_count(), " rows are kept");
   const Keys more = insert_many(store, kCapacity / 2, 900);
   if (fetch_tagged(store, more.rows, more.generations).whole == 0) complain("nothing can be inserted any more");
   for (const std::string& problem : store.audit()) complain("afterwards: ", problem);
@@ -181,10 +189,9 @@ std::vector<Scenario> scenarios() {
     return [&store] { store.allocate(rows); };
   };
   const auto commit = [](Store& store, const Keys&) -> std::function<void()> {
-    static const std::vector<uint64_t> tags{500, 501, 502};
     static std::vector<uint32_t> lengths;
     store.allocate(rows);
-    lengths = fill_tagged(store, rows, tags);
+    lengths = fill_tagged(store, rows, kTogether);
     return [&store] { store.commit(rows, {lengths, priorities, versions_of_tags}, generations); };
   };
   const auto update = [](Store& store, const Keys& keys) -> std::function<void()> {
@@ -223,11 +230,35 @@ std::vector<Scenario> scenarios() {
     return [&store] { store.abandon(rows); };
   };
   const auto publish = [](Store& store, const Keys&) -> std::function<void()> {
-    static const std::vector<uint64_t> tags{500, 501, 502};
     static std::vector<uint32_t> lengths;
     store.allocate(rows);
-    lengths = fill_tagged(store, rows, tags);
+    lengths = fill_tagged(store, rows, kTogether);
     return [&store] { store.publish(rows, {lengths, priorities, versions_of_tags}, generations); };
+  };
+  // What a recorder does in one step: one row is published, two are committed, one is extended, sealed and one given
+  // up.
+  const auto record = [](Store& store, const Keys&) -> std::function<void()> {
+    static std::vector<uint32_t> open(1), spare(1), lengths;
+    static const int64_t tag = static_cast<int64_t>(kOpenTag | 400);
+    static const uint32_t one = 1, whole = tagged_length(static_cast<uint64_t>(tag));
+    store.allocate(rows);
+    lengths = fill_tagged(store, rows, kTogether);
+    store.allocate(spare);
+    store.allocate(open);
+    begin_tagged(store, open[0], static_cast<uint64_t>(tag));
+    grow_tagged(store, open[0], static_cast<uint64_t>(tag), 0, whole);
+    store.publish(open, {{&one, 1}, {}, {&tag, 1}}, std::span(generations).first(1));
+    return [&store] {
+      const std::span<const uint32_t> all(rows), of_all(lengths);
+      const std::span<uint32_t> keys(generations);
+      const std::span<const int64_t> versions(versions_of_tags);
+      store.apply({.publish = {all.first(1), {of_all.first(1), {}, versions.first(1)}, keys.first(1)},
+                   .commit = {all.last(2), {of_all.last(2), {}, versions.last(2)}, keys.last(2)},
+                   .extend = open,
+                   .lengths = {&whole, 1},
+                   .seal = open,
+                   .abandon = spare});
+    };
   };
   const auto seal = [publish](Store& store, const Keys& keys) -> std::function<void()> {
     publish(store, keys)();
@@ -318,11 +349,13 @@ std::vector<Scenario> scenarios() {
       {"allocate, evicting the oldest", options_of(), 20, oldest, allocate},
       {"allocate, evicting the newest", options_of(Remover::lifo), 20, newest, allocate},
       {"allocate, evicting the lowest priority", options_of(Remover::lowest_priority), 20, oldest, allocate},
-      {"commit", options_of(), 4, {}, commit},
-      {"commit at the cap", options_of(Remover::fifo, 0, 10), 10, oldest, commit},
+      {"commit", options_of(), 4, {}, commit, true},
+      {"commit at the cap", options_of(Remover::fifo, 0, 10), 10, oldest, commit, true},
+      {"commit into a heap", options_of(Remover::lowest_priority), 4, {}, commit, true},
       {"commit at the cap, evicting the lowest priority", options_of(Remover::lowest_priority, 0, 10), 10, oldest,
        commit},
-      {"publish", options_of(), 4, {}, publish},
+      {"publish", options_of(), 4, {}, publish, true},
+      {"record", options_of(), 4, {}, record, true},
       {"publish at the cap", options_of(Remover::lifo, 0, 10), 10, {8, 9, 10}, publish},
       {"seal", options_of(), 4, {}, seal},
       {"seal into a heap", options_of(Remover::lowest_priority), 4, {}, seal},

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "store/step_writer.h"
 #include "tests/support/check.h"
 #include "tests/support/tagged_rows.h"
 
@@ -498,6 +499,104 @@ TEST(a_handle_is_closed_while_threads_use_it_and_everything_they_held_comes_back
     CHECK_EQ(living->counts().writing, 0u);
   }
   check_sound(*living);
+}
+
+TEST(a_call_that_begins_beside_a_close_ends_none_of_the_closers_own_waits) {
+  const int rounds = kThreadSanitizer || kAddressSanitizer ? 2'000 : 20'000;
+  for (int round = 0; round < rounds; ++round) {
+    CallsInFlight calls;
+    std::atomic<int> began{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 2; ++i) {
+      threads.emplace_back([&] {
+        ++began;
+        while (calls.enter()) calls.leave();
+      });
+    }
+    while (began < 2) std::this_thread::yield();
+    calls.close();
+    CHECK(calls.drain(Deadline::after(60)));
+    calls.drained();
+    bool ends = false;
+    for (int look = 0; look < 200; ++look) ends |= calls.must_end();
+    CHECK(!ends);
+    for (std::thread& thread : threads) thread.join();
+    if (ends) return;
+  }
+}
+
+TEST(stores_are_dropped_by_one_thread_while_another_ends_the_process) {
+  if (kThreadSanitizer) return;
+  for (int round = 0; round < 30; ++round) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(static_cast<unsigned>(30 * testing::patience()));
+      std::vector<std::unique_ptr<Store>> stores;
+      for (int i = 0; i < 20; ++i)
+        stores.push_back(Store::create(testing::unique_name(), tagged_fields(), options_of(8)));
+      std::atomic<bool> go{false};
+      std::thread dropping([&] {
+        while (!go) {
+        }
+        while (!stores.empty()) stores.pop_back();
+        for (;;) ::pause();
+      });
+      go = true;
+      std::exit(0);
+    }
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+      testing::failed(__FILE__, __LINE__, "child ", round, " ended with status ", status);
+      return;
+    }
+  }
+}
+
+TEST(what_is_refused_in_the_middle_of_a_recorders_step_changes_nothing) {
+  StoreOptions options = options_of(16);
+  const std::vector<FieldSpec> fields{
+      {"obs", 12, 4, true, {10, 1}}, {"terminated", 1, 1, true, {10}}, {"last", 1, 1, true, {10}}};
+  auto store = Store::create(testing::unique_name(), fields, options);
+  StepWriterOptions writing;
+  writing.environments = 2;
+  writing.publish_every = 2;
+  writing.autoreset = Autoreset::disabled;
+  writing.roles = {FieldRole::observation, FieldRole::terminated, FieldRole::last};
+  StepWriter writer(*store, writing);
+  const float values[2] = {1, 2};
+  const StepColumn column{0, reinterpret_cast<const std::byte*>(values), sizeof(float)};
+  const uint8_t none[2] = {0, 0}, second[2] = {0, 1};
+  CompletedRows completed;
+  writer.begin({&column, 1}, {}, 0, false, &completed);
+  const auto step = [&](const uint8_t* terminated, const uint8_t* mask) {
+    StepInput input;
+    input.observations = {&column, 1};
+    input.terminated = {terminated, 2};
+    input.truncated = none;
+    if (mask != nullptr) input.mask = {mask, 2};
+    writer.step(input, false, &completed);
+  };
+  const uint8_t first[2] = {1, 0};
+  step(none, first);
+  step(none, first);  // the first environment's row is published with two steps, the second one's has none
+  std::vector<uint32_t> rows, generations;
+  store->keys(&rows, &generations);
+  CHECK_EQ(rows.size(), size_t{1});
+  step(none, first);
+  store->extend(rows[0], 10);  // nobody else may: what is due next, four steps, is refused
+  CHECK_THROWS(schema, step(second, nullptr));
+  CHECK_EQ(store->committed_count(), uint64_t{1});  // the second environment's row, which has ended, is not committed
+  CHECK_EQ(completed.rows.size(), size_t{0});
+  CHECK(writer.in_episode(1));
+  store->status()[rows[0]].length = 2;
+  step(second, nullptr);
+  CHECK_EQ(completed.rows.size(), size_t{1});
+  CHECK_EQ(store->committed_count(), uint64_t{2});
+  CHECK_EQ(store->counts().writing, uint64_t{0});
+  CHECK_EQ(store->info(rows[0]).length, 4u);
+  writer.cut({}, false, &completed);
+  check_sound(*store);
 }
 
 TEST(a_child_forked_while_other_threads_allocate_uses_the_store) {

@@ -26,7 +26,7 @@ class Keys:
     have None, and are of the store that they are given to.
 
     `step` (n,) uint32 is the step of its row that a key names, where a store keeps priorities of steps
-    (`priority_per="step"`): batches have it, `Store.insert` and `Store.keys` return keys of whole rows, with None. It goes
+    (`priority_per="step"`): batches have it; `Store.insert` and `Store.keys` return keys of rows, with None. It goes
     stale with its row.
 
     `shard` (n,) uint16 is the number of each row's store or shard in its replay, of several; None when there is only
@@ -118,7 +118,12 @@ class Keys:
             return False
         same_shard = self.shard is None or other.shard is None or np.array_equal(self.shard, other.shard)
         same_step = self.step is None or other.step is None or np.array_equal(self.step, other.step)
-        return same_shard and same_step and np.array_equal(self.row, other.row) and np.array_equal(self.generation, other.generation)
+        return (
+            same_shard
+            and same_step
+            and np.array_equal(self.row, other.row)
+            and np.array_equal(self.generation, other.generation)
+        )
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{r}@{g}" for r, g in zip(self.row[:4], self.generation[:4], strict=True))
@@ -151,8 +156,7 @@ class Keys:
         steps = np.broadcast_to(_whole("steps", step, np.uint32), self.row.shape) if np.ndim(step) == 0 else step
         return Keys(self.row, self.generation, self.shard, self.draw, self.store, np.array(steps))
 
-    @property
-    def rows(self) -> Keys:
+    def without_steps(self) -> Keys:
         """The same keys without steps: of the rows."""
         return Keys(self.row, self.generation, self.shard, self.draw, self.store)
 
@@ -171,7 +175,7 @@ class Keys:
             raise ArgumentError("keys with a shard cannot be joined with keys without one")
         steps = [part.step for part in parts if part.step is not None]
         if steps and len(steps) != len(parts):
-            raise ArgumentError("keys of steps cannot be joined with keys of rows; `rows` gives keys without steps")
+            raise ArgumentError("keys of steps cannot be joined with keys of rows; see `without_steps`")
         draws = [part.draw for part in parts if part.draw is not None]
         return Keys(
             np.concatenate([part.row for part in parts]),

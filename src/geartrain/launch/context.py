@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain.core.counters import SharedCounters
 from geartrain.core.schema import Field
+from geartrain.core.shared_files import Trust
 from geartrain.errors import (
     ArgumentError,
     GeartrainError,
@@ -62,6 +63,7 @@ class ProcessSpec:
     slot: int = 0
     folder: str = ""
     launcher: str = ""  # address of the coordinator's node
+    trust: Trust = "user"
     parent: int = 0
     path: list[str] = field(default_factory=list)
 
@@ -166,24 +168,32 @@ class Context:
                 it. Without them this waits for another process to create it.
             name: of another store; the job's name by default.
             timeout_s: how long to wait for it.
-            options: for `Store.create`.
+            options: for `Store.create`. In a launched job `trust` is what `Job.trust` says, for this process and all
+                others; only stores of other names may have another one.
 
         Raises:
+            ArgumentError: the job's store, with another `trust` than the job has.
             WaitTimeoutError: no process created it in time.
             IncompatibleStoreError: a store of that name has other fields; `geartrain remove NAME`, or --fresh.
         """
+        of_job = self.folder is not None and name in ("", self.job)
+        trust: Trust = options.pop("trust", self._spec.trust)
+        if of_job and trust != self._spec.trust:
+            raise ArgumentError(
+                f"every process of a job opens its store alike: trust={trust!r} is to be said in the job's description "
+                f"(Job.trust), which has {self._spec.trust!r}"
+            )
         if fields is not None:
-            if self.folder is not None and name in ("", self.job):
-                if options.get("trust", "user") != "user":
-                    raise ArgumentError("the store of a launched job is its user's alone: leave out trust")
+            if of_job:
                 options.setdefault("persist", True)  # until the launcher removes it, whichever process ends before
+            options["trust"] = trust
             return Store.open(name or self.job, fields, create="missing", adopt=True, timeout_s=timeout_s, **options)
         if options:
             raise ArgumentError(f"{', '.join(options)}: options of a store go together with fields, which create it")
         until_s = time.monotonic() + timeout_s
         while True:
             try:
-                return Store.open(name or self.job)
+                return Store.open(name or self.job, trust=trust)
             except (StoreMissingError, StaleStoreError) as error:
                 if time.monotonic() > until_s:
                     raise WaitTimeoutError(
@@ -200,6 +210,7 @@ class Context:
 
         if self.hosts > 1:
             options.setdefault("node", self.node())
+        options.setdefault("trust", self._spec.trust)
         return weights.Publisher(self.job, **options)
 
     def reader(self, source: str = "learner-0", **options: Any) -> weights.Reader:
@@ -208,6 +219,7 @@ class Context:
 
         if self.hosts > 1:
             options.update(node=self.node(), source=source)
+        options.setdefault("trust", self._spec.trust)
         return weights.Reader(self.job, **options)
 
     def node(self, **options: Any) -> Node:

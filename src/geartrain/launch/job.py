@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 
 #: What a process runs: "module:function", "file.py:function", the function itself, or a command as a list of words.
@@ -155,6 +156,8 @@ class Job:
         keep_store: whether the store's segment stays when the job is over, for the next start to adopt its rows:
             "never", "on_failure" (a death or the time limit, not Ctrl-C) or "always".
         directory: where processes run and modules are found; the current one by default.
+        trust: who may write to the job's store and weights besides this process's user, as for `Store.create`: programs
+            of other users join them so. The processes of the job, and its launcher, open them with it.
 
     Example:
         >>> from geartrain import launch
@@ -177,6 +180,7 @@ class Job:
     stop_s: float = 10.0
     keep_store: Keep = "on_failure"
     directory: str = ""
+    trust: Trust = "user"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
@@ -198,6 +202,7 @@ class Job:
             raise ArgumentError(
                 f"job {self.name!r}: keep_store is one of {', '.join(get_args(Keep))}, found {self.keep_store!r}"
             )
+        check_trust(self.trust)
         object.__setattr__(self, "directory", str(Path(self.directory or ".").resolve()))
 
     @property

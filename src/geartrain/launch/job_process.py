@@ -92,6 +92,7 @@ class JobProcess(ChildProcess):
                 slot=self.slot,
                 folder=str(self.folder),
                 launcher=launcher,
+                trust=self.job.trust,
                 parent=os.getpid(),
                 path=[str(Path(entry or ".").resolve()) for entry in sys.path],
             )

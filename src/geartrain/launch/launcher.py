@@ -283,7 +283,7 @@ class Launcher:
         """Removes what an earlier run has left, if the start is to be fresh."""
         name = self.job.name
         with contextlib.suppress(StoreMissingError):
-            left = Store.peek(name)
+            left = Store.peek(name, trust=self.job.trust)
             users = left.native.live_clients()
             if self._fresh and users:
                 raise StoreExistsError(f"{users} living processes use the store {name!r}; --fresh cannot remove it")
@@ -292,14 +292,14 @@ class Launcher:
             elif not users:
                 self._old_store = True
                 self._display.say(f"the store {name!r} was left with {len(left):,} rows, which are adopted")
-        if self._fresh and name in weights.names() and not weights.describe(name).in_use:
+        if self._fresh and name in weights.names() and not weights.describe(name, trust=self.job.trust).in_use:
             weights.unlink(name)
 
     def _attach_store(self, *, adopt: bool = False) -> None:
         """Attaches to the store once it exists, for its figures; it may have been made without `persist`, too."""
         if self._store is None:
             with contextlib.suppress(GeartrainError, OSError):
-                self._store = Store.open(self.job.name, adopt=adopt, timeout_s=1.0)
+                self._store = Store.open(self.job.name, adopt=adopt, timeout_s=1.0, trust=self.job.trust)
 
     def _leave_store(self, outcome: str) -> None:
         failed = outcome in ("failed", "timed out")
@@ -320,7 +320,7 @@ class Launcher:
             self._store = None
         if not keep and self.job.name in weights.names():
             with contextlib.suppress(GeartrainError, OSError):
-                if not weights.describe(self.job.name).in_use:  # its processes were killed
+                if not weights.describe(self.job.name, trust=self.job.trust).in_use:  # its processes were killed
                     weights.unlink(self.job.name)
 
     def _serve_metrics(self, port: int, names: list[Path], stack: contextlib.ExitStack) -> None:

@@ -19,6 +19,25 @@ from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingE
 from geartrain.store.store import Store
 
 
+class _Flag:
+    """A bool that is looked at time and again. Without a lock, which a signal's handler could find taken."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        """True from now on."""
+        self._set = True
+
+    def clear(self) -> None:
+        """False from now on."""
+        self._set = False
+
+    def is_set(self) -> bool:
+        """What it is."""
+        return self._set
+
+
 class BatchLoader:
     """Builds the batch of each step, up to `prefetch` of them ahead.
 
@@ -48,9 +67,9 @@ class BatchLoader:
         self._make_locks()
 
     def _make_locks(self) -> None:
-        self._updates_lock = threading.Lock()
-        self._halt = halt = threading.Event()  # ends a wait for rows and for the stores' rate limiters
-        self._shut = shut = threading.Event()  # the same, for good
+        self._updates_lock = threading.RLock()
+        self._halt = halt = _Flag()  # ends a wait for rows and for the stores' rate limiters
+        self._shut = shut = _Flag()  # the same, for good
         if not self._builder.collective:  # other ranks need what was asked for
             for sampler in self._builder.samplers:
                 sampler.stopping = lambda: halt.is_set() or shut.is_set()
@@ -109,7 +128,8 @@ class BatchLoader:
             self._give_up("interrupted")
             raise
         except BaseException:
-            if not self._shut.is_set():  # else whoever shuts does
+            # Over ranks whoever shuts does it, after it has told the others.
+            if not (self._shut.is_set() and self._builder.collective):
                 self.restart()
             raise
 
@@ -131,7 +151,8 @@ class BatchLoader:
             last = self.step  # those that are ready already are used up
         if self._stop is not None and self.step < self._stop:
             last = min(last, self._stop - 1)  # nobody will ask for more
-        if self._ahead is None:
+        ahead = self._ahead  # a signal's handler may close the replay in here
+        if ahead is None:
             step, state, builder = self.step, self.state, self._builder
 
             def start_next(updates: list[PriorityUpdate]) -> Any:
@@ -140,19 +161,19 @@ class BatchLoader:
                 step, state = step + 1, started.state
                 return started
 
-            self._ahead = Prefetcher(
+            ahead = self._ahead = Prefetcher(
                 start_next, "geartrain-prefetch", builder.finish, builder.enter, overlaps=builder.overlaps
             )
             self._finalizer = weakref.finalize(
-                self, _stop, self._ahead, self._halt, self._timeout_s, self._builder.collective
+                self, _stop, ahead, self._halt, self._timeout_s, self._builder.collective
             )
             self._asked = self.step - 1
         while self._asked < last:
             self._asked += 1
-            self._ahead.ask(updates)
+            ahead.ask(updates)
             updates = []
         self._return_updates(updates)  # with the next request, when this one asked for nothing
-        return self._ahead
+        return ahead
 
     # --- priority updates -----------------------------------------------------------------------------------
 
@@ -182,13 +203,14 @@ class BatchLoader:
 
     def restart(self) -> None:
         """Ends the prefetch thread. Batches that it has built are dropped, and built again when they are asked for."""
-        if self._ahead is not None:
+        ahead, finalizer = self._ahead, self._finalizer
+        if ahead is not None:
             # Other ranks make what was asked for as well, and need this one for it.
-            left = _stop(self._ahead, self._halt, self._timeout_s, self._builder.collective)
+            left = _stop(ahead, self._halt, self._timeout_s, self._builder.collective)
             self._return_updates([update for updates in left for update in updates])
             self._ahead = None
-        if self._finalizer is not None:
-            self._finalizer.detach()  # or it would keep every prefetcher there ever was
+        if finalizer is not None:
+            finalizer.detach()  # or it would keep every prefetcher there ever was
             self._finalizer = None
 
     def _give_up(self, reason: str) -> None:
@@ -203,13 +225,14 @@ class BatchLoader:
 
     def interrupt(self, error: BaseException) -> None:
         """Has a `next` that waits for the prefetch thread raise this."""
-        if self._ahead is not None:
-            self._ahead.interrupt(error)
+        ahead = self._ahead  # its thread may drop it meanwhile
+        if ahead is not None:
+            ahead.interrupt(error)
 
 
-def _stop(ahead: Prefetcher[Any], halt: threading.Event, timeout_s: float, finish: bool) -> list[Any]:
+def _stop(ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, finish: bool) -> list[Any]:
     if not ahead.is_mine():
-        return []  # in a forked child, where a thread of the parent may hold the event's lock for ever
+        return []
     halt.set()
     try:
         return ahead.stop(timeout_s, finish=finish)

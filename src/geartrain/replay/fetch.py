@@ -46,8 +46,9 @@ def fetch(
         keys: which rows; duplicates are fine.
         fields: names of the fields wanted; all by default.
         window: steps per row; whole rows by default.
-        ends: (n,) last step of each window; the step that its key names, or else the row's last step, by default. A window holds the `window` steps
-            up to and including that step, fewer at the start of the row, and nothing later.
+        ends: (n,) last step of each window; by default the step that its key names, or else the row's last one.
+            A window holds the `window` steps up to and including that step, fewer at the start of the row, and nothing
+            later.
         pad: where missing steps go: "left" (before the real ones) or "right". They are zero, and False in
             the batch's mask.
         output: "torch" tensors or "numpy" arrays. Both support DLPack.

@@ -34,6 +34,10 @@ class NativeBatch(Batch):
     _shown: dict[str, Array]
     _store_ids: Sequence[int]
 
+    def __new__(cls, *args: Any, **values: Any) -> Any:
+        """Made of a batch's own attributes, as `dataclasses.replace` does, it is a plain batch."""
+        return Batch(**values) if values else super().__new__(cls)
+
     def __init__(self, rows: _native.SampledBatch, plan: FetchPlan, step: int, store_ids: Sequence[int]) -> None:
         put = object.__setattr__  # the dataclass is frozen; other attributes are set when they are first asked for
         put(self, "_rows", rows)

@@ -224,7 +224,7 @@ class Replay:
 
     def _make_locks(self) -> None:
         self._turn = threading.RLock()  # of whoever uses the loader; held while a batch is waited for
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal's handler may close while its thread does
 
     def after_fork(self) -> None:
         """In a forked child: locks that threads of the parent held are free; those threads are not here."""
@@ -489,8 +489,9 @@ class Replay:
                 return
             self._closed = True
             self._loader.shut()
+            # Also where this is the thread that waits, in a signal's handler.
+            self._loader.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
             if not self._turn.acquire(blocking=False):
-                self._loader.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
                 if self._builder.collective and not self._turn.acquire(timeout=LEAVE_S):
                     self._builder.abort("closed while a batch was waited for")
                     self._turn.acquire()
@@ -498,8 +499,8 @@ class Replay:
                     self._turn.acquire()
             try:
                 self._loader.restart()
-                self._released = True
-                if not self._foreign:
+                released, self._released = self._released, True
+                if not released and not self._foreign:
                     self._builder.close()
             finally:
                 self._turn.release()

@@ -39,7 +39,7 @@ def check_step_priorities(stores: Sequence[Store], selection: Selection, *, loca
             raise ArgumentError("steps are drawn by priority with replacement: leave out replacement=False")
         if not windows:
             raise ArgumentError(
-                "steps are drawn from a store with priority_per='step', and whole rows were asked for: give window=, or "
+                "steps are drawn from a store with priority_per='step', and whole rows were asked for: give window= or "
                 "view=geartrain.Transitions(...)"
             )
 

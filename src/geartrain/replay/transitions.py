@@ -137,6 +137,9 @@ class Transitions:
                 raise FieldError(f"{name!r} of the store {store.name!r} is per_row; transitions need it at every step")
         if fields[_TERMINATED] != Field((), "bool"):
             raise FieldError(f"'terminated' must be a bool a step, the store {store.name!r} has {fields[_TERMINATED]}")
+        for name in (_TRUNCATED, _LAST):
+            if name in fields and fields[name] != Field((), "bool"):
+                raise FieldError(f"{name!r} must be a bool a step, the store {store.name!r} has {fields[name]}")
         if fields[_REWARD].dtype not in ("float16", "float32", "float64") and "int" not in fields[_REWARD].dtype:
             raise FieldError(f"rewards are real numbers that NumPy has, found {fields[_REWARD].dtype}")
         if self.n_step >= store.max_length:

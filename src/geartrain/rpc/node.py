@@ -315,6 +315,7 @@ class Node:
             clients = list(self._clients.values())
         with self._changed:
             self._changed.notify_all()
+        self.directory.close()
         if self._pid == os.getpid():
             self.directory.remove(self.name, self.address)
         for client in clients:

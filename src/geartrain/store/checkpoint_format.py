@@ -115,7 +115,8 @@ def manifest_of(held: HeldDirectory) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a geartrain checkpoint's manifest")
     if manifest.get("version") not in (1, VERSION, VERSION_STEPS):
         raise CheckpointError(
-            f"{directory} has checkpoint version {manifest.get('version')}, this build reads versions 1 to {VERSION_STEPS}"
+            f"{directory} has checkpoint version {manifest.get('version')}, this build reads versions 1 to "
+            f"{VERSION_STEPS}"
         )
     if checksum != json_checksum(manifest):
         raise CheckpointError(f"{path} is damaged: its checksum does not match")

@@ -178,9 +178,9 @@ class StoreHandle:
         """Metadata of some rows (of all selectable ones by default), an array (n,) each.
 
         sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
-        (uint32), priority (float64; with `priority_per="step"` that of the step that a key names, 0 where it is stale, or
-        the sum of the row's, for keys without steps), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES). A key is
-        stale where `generation` is not the key's.
+        (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES). A key is
+        stale where `generation` is not the key's. With `priority_per="step"` a priority is that of the step that a key
+        names, 0 for a stale key, or the sum of the row's for a key without a step.
 
         Raises:
             ArgumentError: keys of another store.

@@ -27,7 +27,7 @@ def set_priorities(store: StoreHandle, keys: Keys, priorities: NDArray[np.float6
     if keys.step is not None:
         raise ArgumentError(
             f"these keys name steps, and the store {store.name!r} keeps priorities of rows (priority_per='row'); "
-            f"`keys.rows` are the keys of their rows"
+            f"`keys.without_steps()` are those of their rows"
         )
     return store.native.update_priorities(keys.row, keys.generation, priorities)
 

@@ -54,6 +54,8 @@ AUTORESETS = ("next_step", "same_step", "disabled")
 #: Fields that a recorder fills by itself and needs; and those that it fills where the store has them.
 REQUIRED_FIELDS = {"terminated": "bool", "last": "bool"}
 OPTIONAL_FIELDS = {"truncated": "bool", "step_version": "int64", "episode_return": "float32"}
+#: What `StepRecorder.step` calls its own arguments; a field of such a name could not be given.
+_TAKEN = ("final_observation", "mask", "version")
 #: Names of observations, alone or before a dot.
 OBSERVATIONS = ("observation", "obs")
 
@@ -69,7 +71,8 @@ def recorded_fields(fields: Mapping[str, Field], **extras: Field) -> dict[str, F
         fields: of the environments: observation, action, reward.
         extras: what the policy returns with each action, such as log_prob=Field((), "float32"), and what the recorder
             fills if it is there: truncated=Field((), "bool"), step_version=Field((), "int64"),
-            episode_return=Field((), "float32", per_row=True).
+            episode_return=Field((), "float32", per_row=True), which is written when the row ends, and stays 0 in rows
+            that are published before (`publish_every`): they may be read already.
     """
     return {
         **fields,
@@ -129,7 +132,7 @@ class StepRecorder:
             raise ArgumentError(f"overlap must be below the {columns.max_length - 1} actions of a row, found {overlap}")
         fields = columns.fields
         self.observations = _observations_of(fields, observations)
-        _check_automatic(fields)
+        _check_automatic(fields, self.observations)
         mode = autoreset_mode(autoreset)
         self._same_step = mode == "same_step"
         self._columns = columns
@@ -187,7 +190,7 @@ class StepRecorder:
     ) -> Keys | None:
         """Records one step of all environments.
 
-        Nothing is recorded when it raises (unless a row's own commit fails): the step can be given again.
+        Nothing is recorded when it raises: the step can be given again.
 
         Args:
             observation: what `envs.step` returned, (n_envs, ...), or a dict of arrays by field. With
@@ -435,11 +438,17 @@ def _observations_of(fields: Mapping[str, Field], given: Sequence[str] | None) -
     return found
 
 
-def _check_automatic(fields: Mapping[str, Field]) -> None:
+def _check_automatic(fields: Mapping[str, Field], observations: Sequence[str]) -> None:
     """Raises `FieldError` unless the fields that a recorder fills are there and are what they have to be."""
     missing = [name for name in REQUIRED_FIELDS if name not in fields]
     if missing:
         raise FieldError(f"the store lacks {', '.join(missing)}: use recorded_fields to make its fields")
+    taken = [name for name in (*_TAKEN, "observation") if name in fields and name not in observations]
+    if taken:
+        raise FieldError(
+            f"a step's values are given by name, and {', '.join(map(repr, taken))} means something else there: call "
+            f"the field something else, such as action_mask or policy_version"
+        )
     for name, dtype in {**REQUIRED_FIELDS, **OPTIONAL_FIELDS}.items():
         wanted = Field((), dtype, per_row=name == "episode_return")
         if name in fields and fields[name] != wanted:

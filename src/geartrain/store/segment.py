@@ -88,7 +88,7 @@ def create_segment(
         raise ArgumentError(f"priority_per is 'row' or 'step', found {priority_per!r}")
     per_step = priority_per == "step"
     if per_step and remover == "lowest_priority":
-        raise ArgumentError("priority_per='step' leaves rows without priorities; remover='lowest_priority' needs them")
+        raise ArgumentError("with priority_per='step' rows have no priorities; remover='lowest_priority' needs them")
     specs = [
         (field, dtype.code, dtype.itemsize, timed, shape)
         for field, dtype, timed, shape in stored_schema(fields, max_length)
@@ -104,7 +104,7 @@ def create_segment(
     rows = capacity_of(max_length, capacity, capacity_steps, capacity_bytes, rows_within)
     if per_step and rows * max_length > MAX_STEPS:
         raise ArgumentError(
-            f"priority_per='step' has room for {MAX_STEPS} steps, so that their priorities of 32 bits have an exact sum "
+            f"priority_per='step' has room for {MAX_STEPS} steps, so that the sum of their 32-bit priorities is exact "
             f"in 64; {rows} rows of {max_length} are {rows * max_length}"
         )
     for what, limit in (

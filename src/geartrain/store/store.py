@@ -31,10 +31,10 @@ from geartrain.errors import (
 from geartrain.store.columns import as_column
 from geartrain.store.handle import OPEN, StoreHandle
 from geartrain.store.insert import CASTINGS, Casting, insert_rows
+from geartrain.store.priorities import set_priorities
 from geartrain.store.recorder import StepRecorder
 from geartrain.store.rewrite import rewrite_rows
 from geartrain.store.row import Row, Rows
-from geartrain.store.priorities import set_priorities
 from geartrain.store.segment import PriorityPer, Remover, check_schema, create_segment, remove_unused
 
 if TYPE_CHECKING:
@@ -167,8 +167,8 @@ class Store(StoreHandle):
             priority_fraction_bits: priorities are kept as round(priority * 2**bits) in 32 bits. The default of 16
                 holds 1.5e-5 to 65535; larger priorities saturate, smaller ones become the smallest, both counted.
             priority_per: "row", or "step": every step has a priority of its own, and `Prioritized` draws steps in
-                proportion to them (docs/selection.md). New steps get the priority that their row is inserted with. Takes
-                8.5 bytes for each of `capacity * max_length` steps, of which there may be 2**32 - 16.
+                proportion to theirs (docs/selection.md). New steps get the priority that their row is inserted with. It
+                takes 8.6 bytes for each of `capacity * max_length` steps, of which there may be 2**32 - 16.
             persist: keep the segment after the last process has closed it. By default for paths only.
             reserve: allocate the memory or disk space now, so that a lack of it is an error here. With False it is
                 allocated when it is first written to, and once the file system is full the writer dies of SIGBUS.
@@ -415,7 +415,7 @@ class Store(StoreHandle):
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
         """`n` blocks at once, to be written in place and committed together.
 
-        All or nothing, unless the process is killed in the middle of the commit: then some may be there, each whole.
+        All or nothing, also when the process is killed in the middle of the commit.
         """
         if not 1 <= check_whole("the number of rows", n) < 2**32:
             raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {n}")

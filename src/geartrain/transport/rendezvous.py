@@ -11,7 +11,14 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
 
-from geartrain.errors import GeartrainError, NameTakenError, PeerLostError, UnknownPeerError, WaitTimeoutError
+from geartrain.errors import (
+    ConnectionClosedError,
+    GeartrainError,
+    NameTakenError,
+    PeerLostError,
+    UnknownPeerError,
+    WaitTimeoutError,
+)
 
 #: Longest single wait for a name: the store's own threads print a line about each that times out.
 _SLICE_S = 10.0
@@ -25,6 +32,7 @@ class Directory:
         self.known = known
         self._waiters: list[Any] = []  # copies of the store that are not waiting now
         self.prefix = prefix
+        self._closed = False
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
@@ -77,6 +85,8 @@ class Directory:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     raise UnknownPeerError(f"no peer {name!r} has joined before the deadline")
+                if self._closed:
+                    raise ConnectionClosedError(f"closed while it waited for a peer {name!r}")
                 self._wait(name, min(max(left_s, 0.01), _SLICE_S))  # 0 would be for ever
             return self._get(name)
 
@@ -102,6 +112,10 @@ class Directory:
     def has(self, name: str) -> bool:
         """Whether a name is known, or in the store."""
         return name in self.known or bool(self.store.check([self._key(name)]))
+
+    def close(self) -> None:
+        """Ends every `find` that waits, with `ConnectionClosedError`: once its wait on the store returns."""
+        self._closed = True
 
     def remove(self, name: str, value: str) -> None:
         """Deletes a name if it still has this address, from a store that can delete and still runs."""

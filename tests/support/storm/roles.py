@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import deadlines
 import numpy as np
 
 import geartrain as gt
@@ -25,12 +26,15 @@ from geartrain.errors import (
     StoreClosedError,
     StoreFullError,
     TurnoverError,
+    WaitTimeoutError,
 )
 from storm.journal import COMMITTED, DELETED, DELETING, DELIVERED, OPEN, Journal
 from storm.rows import FIELDS, STEPS, length_of, rows_of, torn, versions_of
 
 #: What a call may raise where rows come and go, and processes die with blocks in their hands.
 EXPECTED = (StoreFullError, EmptyStoreError, TurnoverError, StaleKeyError)
+#: How long a learner waits for rows: less than a process that makes no calls may take (rounds.py).
+ROWS_S = 10.0
 
 
 @dataclass
@@ -300,12 +304,19 @@ def learn(part: Part) -> None:
         if replay is None:
             selection = gt.selection.Uniform(seed=part.seed) if once else gt.selection.Prioritized(seed=part.seed)
             ahead = 0 if once else choose.choice([0, 1, 3])
-            replay = gt.Replay(store, selection, 2 if once else 6, prefetch=ahead, output="numpy", threads=1)
+            rows = 2 if once else 6
+            replay = gt.Replay(
+                store, selection, rows, prefetch=ahead, output="numpy", threads=1, timeout_s=deadlines.patience(ROWS_S)
+            )
         try:
             batch = replay.sample()
         except EXPECTED:
             time.sleep(2e-3)
             continue
+        except WaitTimeoutError:
+            if not ending.come:
+                raise
+            continue  # the writers heard it first, and only other learners have the store open
         check(batch)
         if once:
             journal.note(batch["tag"], DELIVERED)

@@ -1,0 +1,24 @@
+"""Stable-Baselines3: replay buffers for `replay_buffer_class=`, over a store in shared memory.
+
+    from geartrain.integrations.sb3 import ReplayBuffer
+
+    model = SAC("MlpPolicy", "Pendulum-v1", replay_buffer_class=ReplayBuffer)
+
+Observations are stored once, other processes of the host can add to the buffer and sample from it, and transitions are
+what was added: an episode that was cut off never leads into the next one.
+"""
+
+from geartrain.errors import MissingDependencyError
+
+try:
+    import stable_baselines3 as _stable_baselines3  # noqa: F401
+except ImportError as error:
+    raise MissingDependencyError(
+        f"the replay buffers need Stable-Baselines3: pip install 'geartrain[sb3]' ({error})"
+    ) from None
+
+from geartrain.integrations.sb3.her import HerReplayBuffer
+from geartrain.integrations.sb3.n_step import NStepReplayBuffer
+from geartrain.integrations.sb3.replay_buffer import DictReplayBuffer, ReplayBuffer
+
+__all__ = ["DictReplayBuffer", "HerReplayBuffer", "NStepReplayBuffer", "ReplayBuffer"]

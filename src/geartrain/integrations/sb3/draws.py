@@ -1,0 +1,118 @@
+"""Uniform draws of transitions: windows of a store's steps, in one native call a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.integrations.sb3.layout import FLAGS, TRANSITION
+from geartrain.replay.replay import Replay
+from geartrain.selection.random import Uniform
+from geartrain.selection.strategy import Strategy
+from geartrain.store.store import Store
+
+_LAST = "last"
+# A batch is drawn with a sixteenth more windows, for those that begin an episode or reach beyond their row.
+_SPARE = 16
+# So many further batches are drawn for one; then there are too few whole windows.
+_TRIES = 8
+
+
+class Windows(NamedTuple):
+    """Steps of transitions: their observations at step 0, and what their actions brought at step 1; steps after that
+    are of the same environment, and a step without TRANSITION ends what belongs to the transition."""
+
+    fields: dict[str, NDArray[Any]]  # (B, reach + 1, ...)
+
+    @staticmethod
+    def aligned(fields: dict[str, NDArray[Any]], missing: NDArray[np.int64]) -> Windows:
+        """Windows that end `missing` steps before theirs, moved to their first step; what follows is no transition."""
+        if not missing.any():
+            return Windows(fields)
+        steps = fields[FLAGS].shape[1]
+        source = np.arange(steps) + missing[:, None]
+        beyond = source >= steps
+        every = np.arange(len(missing))[:, None]
+        moved = {name: array[every, np.minimum(source, steps - 1)] for name, array in fields.items()}
+        moved[FLAGS][beyond] = 0
+        return Windows(moved)
+
+    @staticmethod
+    def zeros(store: Store, fields: Sequence[str], n: int, reach: int) -> Windows:
+        """Windows of nothing."""
+        schema = store.fields
+        return Windows(
+            {name: np.zeros((n, reach + 1, *schema[name].shape), schema[name].numpy_dtype) for name in fields}
+        )
+
+
+class TransitionDraws:
+    """Draws batches from a store; seeded from NumPy's global generator with the first.
+
+    Args:
+        store: with the fields of `layout.fields_of`.
+        fields: that are gathered, FLAGS among them.
+        reach: steps behind the first of a window.
+    """
+
+    def __init__(self, store: Store, fields: Sequence[str], reach: int) -> None:
+        self._store = store
+        self._fields = list(fields)
+        self._reach = reach
+        self._replays: dict[int, Replay] = {}
+
+    def sample(self, n: int) -> Windows | None:
+        """n windows whose first transition is drawn uniformly; None where there are hardly any whole ones."""
+        if not len(self._store):
+            return None
+        replay = self._replays.get(n)
+        if replay is None:
+            replay = self._replays[n] = self._made(n)
+        arrays, real = self._batch(replay)
+        flaws = [] if real[:n].all() else np.flatnonzero(~real[:n]).tolist()
+        if flaws:
+            spare, source, tries = (np.flatnonzero(real[n:]) + n).tolist(), arrays, 0
+            while True:
+                for place, other in zip(flaws, spare, strict=False):
+                    for name, array in arrays.items():
+                        array[place] = source[name][other]
+                flaws = flaws[len(spare) :]
+                if not flaws:
+                    break
+                if tries == _TRIES:
+                    return None
+                tries += 1
+                source, real = self._batch(replay)
+                spare = np.flatnonzero(real).tolist()
+        return Windows({name: array[:n] for name, array in arrays.items()})
+
+    def _batch(self, replay: Replay) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
+        """Windows as drawn, and which begin with a transition."""
+        batch: Any = replay.sample()
+        arrays: dict[str, NDArray[Any]] = {name: batch[name] for name in self._fields}
+        # Whole: begins within its row, with a transition, and does not end with the zeros of a full row, whose last
+        # steps the next row repeats.
+        real = np.asarray(batch.mask)[:, 0] & ((arrays[FLAGS][:, 1] & TRANSITION) != 0)
+        if self._reach > 1:
+            real &= ~batch[_LAST][:, -1]
+        return arrays, real
+
+    def _made(self, n: int) -> Replay:
+        return Replay(
+            self._store,
+            self._strategy(),
+            n + max(4, n // _SPARE),
+            fields=[*self._fields, _LAST] if self._reach > 1 else self._fields,
+            window=self._reach + 1,
+            prefetch=0,
+            output="numpy",
+        )
+
+    def _strategy(self) -> Strategy:
+        return Uniform(seed=int(np.random.randint(0, 2**31)), over="steps")
+
+
+__all__ = ["TransitionDraws", "Windows"]

@@ -1,0 +1,119 @@
+"""Layout of a replay buffer's store: the fields of a step, their flags, and numbers of transitions.
+
+A row is a piece of one environment's stream of steps. Step s of it holds an observation and the transition that led to
+it: the action, the reward and the flags. So a transition is a window of two steps, an observation is stored once, and
+the newest transition is there as soon as it was added:
+
+    step      0       1        2        3        4       5        6
+    obs      o0      o1       o2       o3       o0'     o1'      o2'       o3 ended an episode, o0' begins the next one
+    action    -      a0       a1       a2        -      a0'      a1'
+    flags     0      TRANSITION ...    | DONE    0      TRANSITION ...
+
+A step without TRANSITION holds an observation alone: the first one of an episode, or of whatever does not continue what
+was added before. A full row ends with a step of zeros, and the next one repeats its last steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.schema import Field
+from geartrain.errors import ArgumentError
+from geartrain.store.recorder import recorded_fields
+
+#: Bits of the field `flags`: the step is a transition's; its episode is over; and not by the rules of the environment.
+TRANSITION, DONE, TIMEOUT = 1, 2, 4
+
+#: Names of the fields beside observations and infos.
+ACTION, REWARD, FLAGS, NUMBER, INFO = "action", "reward", "flags", "number", "info"
+OBSERVATION = "obs"
+
+# A transition's number: whose it is (20 bits), its environment (12), and how many that environment had before (31).
+_COUNT_BITS, _ENVIRONMENT_BITS, _WRITER_BITS = 31, 12, 20
+MOST_ENVIRONMENTS = 2**_ENVIRONMENT_BITS
+MOST_WRITERS = 2**_WRITER_BITS
+
+
+def fields_of(
+    observations: Mapping[str, tuple[tuple[int, ...], Any]],
+    action: tuple[tuple[int, ...], Any],
+    info_bytes: int,
+) -> dict[str, Field]:
+    """The fields of a store, from shapes and dtypes; with `info_bytes` also those of pickled infos."""
+    fields = {name: Field(shape, np.dtype(dtype).name) for name, (shape, dtype) in observations.items()}
+    fields[ACTION] = Field(action[0], np.dtype(action[1]).name)
+    fields[REWARD] = Field((), "float32")
+    fields[FLAGS] = Field((), "uint8")
+    fields[NUMBER] = Field((), "int64")
+    if info_bytes:
+        fields[INFO] = Field((info_bytes,), "uint8")
+    return recorded_fields(fields)
+
+
+def observation_field(key: str | None) -> str:
+    """The field of an observation, or of an entry of a dict observation."""
+    return OBSERVATION if key is None else f"{OBSERVATION}.{key}"
+
+
+def row_steps(buffer_size: int, overlap: int) -> int:
+    """Steps of a row, for `buffer_size` transitions of each environment: a sixteenth of them, from 16 to 512."""
+    return max(16, min(512, buffer_size // 16)) + overlap + 1
+
+
+def rows_needed(buffer_size: int, n_envs: int, steps: int, overlap: int, writers: int) -> int:
+    """Rows for `buffer_size` transitions of each environment, an eighth of other steps, and rows that are written."""
+    fresh = steps - 1 - overlap
+    whole = -(-(buffer_size * 9 // 8 + 1) // fresh)
+    return (whole + 2 * max(1, writers)) * n_envs
+
+
+def numbers(writer: int, n_envs: int, count: int) -> NDArray[np.int64]:
+    """Numbers of the transitions that a writer's environments have next, (n_envs,)."""
+    if not 0 <= writer < MOST_WRITERS or not 1 <= n_envs <= MOST_ENVIRONMENTS:
+        raise ArgumentError(f"a replay buffer records 1 to {MOST_ENVIRONMENTS} environments, found {n_envs}")
+    streams = (writer << _ENVIRONMENT_BITS) + np.arange(n_envs, dtype=np.int64)
+    return (streams << _COUNT_BITS) + count
+
+
+def count_of(number: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many transitions of its environment came before."""
+    count: NDArray[np.int64] = number & (2**_COUNT_BITS - 1)
+    return count
+
+
+def environment_of(number: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A transition's environment."""
+    environment: NDArray[np.int64] = (number >> _COUNT_BITS) & (MOST_ENVIRONMENTS - 1)
+    return environment
+
+
+def writer_of(number: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A transition's writer."""
+    return number >> (_COUNT_BITS + _ENVIRONMENT_BITS)
+
+
+__all__ = [
+    "ACTION",
+    "DONE",
+    "FLAGS",
+    "INFO",
+    "MOST_ENVIRONMENTS",
+    "MOST_WRITERS",
+    "NUMBER",
+    "OBSERVATION",
+    "REWARD",
+    "TIMEOUT",
+    "TRANSITION",
+    "count_of",
+    "environment_of",
+    "fields_of",
+    "numbers",
+    "observation_field",
+    "row_steps",
+    "rows_needed",
+    "writer_of",
+]

@@ -1,0 +1,69 @@
+"""n-step returns over a store: `NStepReplayBuffer` of Stable-Baselines3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from stable_baselines3.common import buffers as stock
+from stable_baselines3.common.type_aliases import ReplayBufferSamples
+
+from geartrain.core.arguments import check_whole
+from geartrain.errors import ArgumentError
+from geartrain.integrations.sb3.draws import Windows
+from geartrain.integrations.sb3.layout import DONE, FLAGS, REWARD, TIMEOUT, TRANSITION
+from geartrain.integrations.sb3.replay_buffer import ReplayBuffer
+from geartrain.selection.arguments import check_number
+
+
+class NStepReplayBuffer(ReplayBuffer, stock.NStepReplayBuffer):
+    """`stable_baselines3.common.buffers.NStepReplayBuffer` over a store; see `ReplayBuffer`.
+
+    Rewards are summed up to the end of the episode at most, and never across what was not added as one episode. The
+    newest n_steps - 1 transitions of an environment are drawn once n_steps have been added from there.
+
+    Args:
+        n_steps: rewards that are summed up.
+        gamma: discount of a step, from 0 to 1.
+    """
+
+    def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any) -> None:
+        if check_whole("n_steps", n_steps) < 1:
+            raise ArgumentError(f"n_steps must be at least 1, found {n_steps}")
+        check_number("gamma", gamma, "from 0 to 1", least=0)
+        if gamma > 1:
+            raise ArgumentError(f"gamma must be from 0 to 1, found {gamma}")
+        self.n_steps = n_steps
+        self.gamma = gamma
+        self._reach = n_steps
+        super().__init__(*args, **kwargs)
+
+    def _samples(self, windows: Windows, env: Any) -> ReplayBufferSamples:
+        flags = windows.fields[FLAGS][:, 1:]
+        count = summed_steps(flags)
+        every = np.arange(len(count))
+        last = flags[every, count - 1]
+        rewards = self._normalize_reward(windows.fields[REWARD][:, 1:], env)
+        powers = float(self.gamma) ** np.arange(self.n_steps + 1, dtype=np.float32)
+        summed = np.where(np.arange(self.n_steps) < count[:, None], rewards, 0) * powers[:-1]
+        return self._made(
+            windows,
+            self._observed(windows, 0, env),
+            self._observed(windows, count, env),
+            (last & (DONE | TIMEOUT)) == DONE,
+            summed.sum(1, keepdims=True, dtype=np.float32),
+            powers[count].astype(np.float32).reshape(-1, 1),
+        )
+
+
+def summed_steps(flags: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Transitions of each window up to the first that ends its episode or that nothing continues; flags are (B, n)."""
+    stops = (flags & (DONE | TIMEOUT)) != 0
+    stops[:, :-1] |= (flags[:, 1:] & TRANSITION) == 0
+    stops[:, -1] = True
+    count: NDArray[np.int64] = stops.argmax(1) + 1
+    return count
+
+
+__all__ = ["NStepReplayBuffer"]

@@ -1,0 +1,420 @@
+"""Replay buffers of Stable-Baselines3 whose transitions are in a store: `ReplayBuffer` and `DictReplayBuffer`."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common import buffers as stock
+from stable_baselines3.common.preprocessing import get_obs_shape
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+
+from geartrain.core.arguments import check_whole
+from geartrain.core.keys import Keys
+from geartrain.errors import ArgumentError, NotEnoughRowsError
+from geartrain.integrations.sb3.contents import Contents, FlagArray, Positions
+from geartrain.integrations.sb3.draws import TransitionDraws, Windows
+from geartrain.integrations.sb3.index import TransitionIndex
+from geartrain.integrations.sb3.layout import (
+    ACTION,
+    DONE,
+    FLAGS,
+    INFO,
+    REWARD,
+    TIMEOUT,
+    TRANSITION,
+    fields_of,
+    numbers,
+    observation_field,
+    row_steps,
+    rows_needed,
+)
+from geartrain.integrations.sb3.writer import TransitionWriter, packed_infos
+from geartrain.replay.fetch import fetch
+from geartrain.store.store import Store
+
+_forks = 0  # how often this process is a forked child
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class ReplayBuffer(stock.ReplayBuffer):
+    """`stable_baselines3.common.buffers.ReplayBuffer` over a store in shared memory.
+
+    Passed as `replay_buffer_class=`. Observations are stored once, with `optimize_memory_usage` or without, and what an
+    episode ended with is never taken for the beginning of another. Batches are drawn by geartrain: every transition is
+    equally likely, and what draws them is seeded from NumPy's global generator with the first batch.
+
+    Args:
+        buffer_size, observation_space, action_space, device, n_envs, optimize_memory_usage,
+            handle_timeout_termination: as in Stable-Baselines3. `optimize_memory_usage` changes nothing, and may be
+            combined with the others.
+        store: the name of a store that several processes share, which the first of them creates; or an open
+            `geartrain.Store` of another buffer (`buffer.store`). Without it the buffer has a store of its own.
+        writers: processes that add to it, for which there is room.
+        info_bytes: bytes in which each transition's info is kept, pickled; 0: infos are not kept.
+        reserve: allocate the memory now, so that a lack of it is an error here. With False it is when it is first
+            written to, and the process dies of SIGBUS once /dev/shm is full.
+
+    Attributes:
+        pos, full: of what this process has added, as in Stable-Baselines3.
+        store: the store. Its fields are those of `geartrain.integrations.sb3.layout`.
+        observations, next_observations, actions, rewards: what this process has added, by position and environment:
+            copies, made when they are asked for, of the whole buffer's size.
+        dones, timeouts: the same; they can be set, `buffer.dones[position] = True`, which writes rows anew.
+
+    Raises:
+        NoSpaceError: /dev/shm is too small. IncompatibleStoreError: the store of that name has other fields.
+    """
+
+    pos: int
+    full: bool
+    #: Steps behind the first that a batch needs.
+    _reach = 1
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
+        store: str | Store | None = None,
+        writers: int = 1,
+        info_bytes: int = 0,
+        reserve: bool = True,
+    ) -> None:
+        stock.BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        for what, value, least in (
+            ("buffer_size", buffer_size, 1),
+            ("writers", writers, 1),
+            ("info_bytes", info_bytes, 0),
+        ):
+            if check_whole(what, value) < least:
+                raise ArgumentError(f"{what} must be at least {least}, found {value}")
+        self.buffer_size = max(buffer_size // n_envs, 1)
+        self.optimize_memory_usage = optimize_memory_usage
+        self.handle_timeout_termination = handle_timeout_termination
+        self._writers, self._info_bytes, self._reserve = writers, info_bytes, reserve
+        numbers(0, n_envs, 0)  # raises where there are too many environments
+        self._describe()
+        self._open(store)
+
+    def _describe(self) -> None:
+        """Shapes and dtypes of observations and actions."""
+        space = self.observation_space
+        self._is_dict = isinstance(space, spaces.Dict)
+        entries = space.spaces.items() if isinstance(space, spaces.Dict) else [(None, space)]
+        self._shapes = {observation_field(key): (get_obs_shape(each), np.dtype(each.dtype)) for key, each in entries}
+        #: Key of an observation, or None, to its field, shape and dtype, of all environments.
+        self._observations = {
+            key: (name, (self.n_envs, *self._shapes[name][0]), self._shapes[name][1])
+            for key, name in ((key, observation_field(key)) for key, _ in entries)
+        }
+        self._action_dtype = np.dtype(self._maybe_cast_dtype(self.action_space.dtype))
+        self._action_shape = (self.n_envs, self.action_dim)
+
+    def _open(self, store: str | Store | None) -> None:
+        """Opens or makes the store, and what reads and writes it."""
+        fields = fields_of(self._shapes, ((self.action_dim,), self._action_dtype), self._info_bytes)
+        overlap = self._reach
+        steps = row_steps(self.buffer_size, overlap)
+        rows = rows_needed(self.buffer_size, self.n_envs, steps, overlap, self._writers)
+        if isinstance(store, Store):
+            if store.fields != fields:
+                raise ArgumentError(f"the store {store.name!r} has other fields than this buffer: {list(store.fields)}")
+            self.store = store
+        elif store is not None:
+            self.store = Store.open(
+                store, fields, max_length=steps, create="missing", capacity=rows, reserve=self._reserve
+            )
+        else:
+            self.store = Store.create(fields, max_length=steps, capacity=rows, reserve=self._reserve)
+        self._owned = not isinstance(store, Store)
+        if self._owned:
+            weakref.finalize(self, self.store.close).atexit = False
+        self._attach(None, 0)
+
+    def _attach(self, writer: int | None, count: int) -> None:
+        self._forks = _forks
+        self._writer = TransitionWriter(
+            self.store, list(self._shapes), self.n_envs, self._reach, writer=writer, count=count
+        )
+        self._draws = TransitionDraws(self.store, self._drawn_fields(), self._reach)
+        self._index = TransitionIndex(self.store)
+        self._positions = Positions(self.store, self._index, self._writer, self.n_envs, self.buffer_size)
+        self._no_flags = np.full(self.n_envs, TRANSITION, np.uint8)
+
+    def _drawn_fields(self) -> list[str]:
+        return [*self._shapes, ACTION, REWARD, FLAGS]
+
+    # --- adding -----------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        obs: Any,
+        next_obs: Any,
+        action: NDArray[Any],
+        reward: NDArray[Any],
+        done: NDArray[Any],
+        infos: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Appends one transition of every environment; `next_obs` is what its action led to, also at an end.
+
+        Raises:
+            ArgumentError: an info takes more than `info_bytes`. SchemaError: shapes that do not fit the spaces.
+        """
+        if self._forks != _forks:
+            self._join_after_fork()
+        step = self._arrays(next_obs)
+        action = np.asarray(action, self._action_dtype)
+        step[ACTION] = action if action.shape == self._action_shape else action.reshape(self._action_shape)
+        reward = np.asarray(reward, np.float32)
+        step[REWARD] = reward if reward.ndim == 1 else reward.reshape(self.n_envs)
+        step[FLAGS] = self._flags(done, infos)
+        if self._info_bytes:
+            step[INFO] = packed_infos(infos, self._info_bytes)
+        self._writer.add(self._arrays(obs), step)
+        self.pos += 1
+        if self.pos == self.buffer_size:
+            self.full = True
+            self.pos = 0
+
+    def _arrays(self, observation: Any) -> dict[str, NDArray[Any]]:
+        """An observation of all environments, by field, of the spaces' dtypes and shapes."""
+        found = {}
+        for key, (field, shape, dtype) in self._observations.items():
+            array = np.asarray(observation if key is None else observation[key], dtype)
+            found[field] = array if array.shape == shape else array.reshape(shape)
+        return found
+
+    def _flags(self, done: NDArray[Any], infos: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
+        cut = False
+        if self.handle_timeout_termination:
+            for info in infos:
+                if info.get("TimeLimit.truncated", False):
+                    cut = True
+        if not cut and not any(np.asarray(done).reshape(self.n_envs).tolist()):
+            return self._no_flags
+        flags = self._no_flags | np.where(np.asarray(done).reshape(self.n_envs) != 0, DONE, 0).astype(np.uint8)
+        if cut:
+            late = [bool(info.get("TimeLimit.truncated", False)) for info in infos]
+            flags |= np.where(late, TIMEOUT, 0).astype(np.uint8)
+        return flags
+
+    def _join_after_fork(self) -> None:
+        """In a forked child: what it adds is its own, and positions are of that."""
+        self._attach(None, 0)
+        self.pos, self.full = 0, False
+
+    def reset(self) -> None:
+        """Removes everything, also what other processes have added."""
+        self.pos, self.full = 0, False
+        self._writer.cut()
+        self.store.delete(self.store.keys())
+        self._attach(None, 0)
+
+    # --- sampling ---------------------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int, env: Any = None) -> ReplayBufferSamples:
+        """A batch of transitions drawn uniformly, as tensors on `device`.
+
+        Args:
+            batch_size: transitions.
+            env: the `VecNormalize` by which observations and rewards are normalized.
+
+        Raises:
+            NotEnoughRowsError: there are none. (Where `full` was set all the same, they are zeros.)
+        """
+        if check_whole("batch_size", batch_size) < 1:
+            raise ArgumentError(f"batch_size must be at least 1, found {batch_size}")
+        if self._forks != _forks:
+            self._join_after_fork()
+        windows = self._draws.sample(batch_size)
+        if windows is None:  # few transitions, or none
+            windows = self._drawn_by_number(batch_size)
+        return self._samples(windows, env)
+
+    def _drawn_by_number(self, batch_size: int) -> Windows:
+        """A batch where there may be too few transitions to draw whole windows."""
+        runs = self._index.refresh()
+        total = np.cumsum(runs.length)
+        if not len(total):
+            if self.full:
+                return Windows.zeros(self.store, self._drawn_fields(), batch_size, self._reach)
+            raise NotEnoughRowsError("the replay buffer is empty: nothing was added yet")
+        drawn = np.random.randint(0, total[-1], size=batch_size)
+        place = np.searchsorted(total, drawn, "right")
+        number = runs.number[place] + drawn - (total[place] - runs.length[place])
+        return self._windows(number)
+
+    def _get_samples(self, batch_inds: NDArray[Any], env: Any = None) -> ReplayBufferSamples:
+        """The transitions at positions of this process, each of an environment drawn for it."""
+        self._index.refresh()
+        environments = np.random.randint(0, self.n_envs, size=len(batch_inds))
+        return self._samples(self._windows(self._positions.numbers_at(np.asarray(batch_inds), environments)), env)
+
+    def _windows(self, number: NDArray[np.int64]) -> Windows:
+        """The windows of transitions by number."""
+        keys, step, _ = self._index.find(number)
+        return self._windows_at(keys, step, self._drawn_fields())
+
+    def _windows_at(self, keys: Keys, step: NDArray[np.int64], fields: Sequence[str]) -> Windows:
+        lengths = self.store.status(keys)["length"].astype(np.int64)
+        ends = np.minimum(step + self._reach - 1, lengths - 1)
+        batch: Any = fetch(self.store, keys, fields=fields, window=self._reach + 1, ends=ends, output="numpy")
+        missing = step + self._reach - 1 - ends
+        return Windows.aligned({name: batch[name] for name in fields}, missing)
+
+    def _samples(self, windows: Windows, env: Any) -> ReplayBufferSamples:
+        """What Stable-Baselines3 trains on."""
+        fields = windows.fields
+        flags = fields[FLAGS][:, 1]
+        return self._made(
+            windows,
+            self._observed(windows, 0, env),
+            self._observed(windows, 1, env),
+            (flags & (DONE | TIMEOUT)) == DONE,
+            self._normalize_reward(fields[REWARD][:, 1:2], env),
+        )
+
+    def _observed(self, windows: Windows, step: int | NDArray[Any], env: Any) -> Any:
+        """The observations at a step of each window, normalized."""
+        every: Any = slice(None) if isinstance(step, int) else np.arange(len(step))
+        found = {key: windows.fields[field][every, step] for key, (field, _, _) in self._observations.items()}
+        return self._normalize_obs(found if self._is_dict else found[None], env)
+
+    def _made(
+        self,
+        windows: Windows,
+        obs: Any,
+        next_obs: Any,
+        over: NDArray[np.bool_],
+        reward: NDArray[Any],
+        discounts: NDArray[Any] | None = None,
+    ) -> ReplayBufferSamples:
+        made = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
+        return made(
+            observations=self._tensors(obs),
+            actions=self._tensor(windows.fields[ACTION][:, 1]),
+            next_observations=self._tensors(next_obs),
+            dones=self._tensor(over.astype(np.float32).reshape(-1, 1)),
+            rewards=self._tensor(reward),
+            discounts=None if discounts is None else self._tensor(discounts),
+        )
+
+    def _tensors(self, observation: Any) -> Any:
+        if isinstance(observation, dict):
+            return {key: self._tensor(each) for key, each in observation.items()}
+        return self._tensor(observation)
+
+    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
+        """A tensor over a batch's memory, which is the batch's alone; a copy on other devices."""
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+    def close(self) -> None:
+        """Closes the buffer's store, unless it was given an open one; what is called then raises `StoreClosedError`."""
+        if self._owned:
+            self.store.close()
+
+    # --- by position, for inspection --------------------------------------------------------------------------
+
+    @property
+    def observations(self) -> Any:
+        """Observations by position and environment, (buffer_size, n_envs, ...), or a dict of them: copies."""
+        return self._observed_arrays(-1)
+
+    @property
+    def next_observations(self) -> Any:
+        """What the actions led to, as `observations`."""
+        return self._observed_arrays(0)
+
+    def _observed_arrays(self, step: int) -> Any:
+        found = {key: self._positions.read(field, step) for key, (field, _, _) in self._observations.items()}
+        return found if self._is_dict else found[None]
+
+    @property
+    def actions(self) -> NDArray[Any]:
+        """Actions, (buffer_size, n_envs, action_dim): a copy."""
+        return self._positions.read(ACTION)
+
+    @property
+    def rewards(self) -> NDArray[Any]:
+        """Rewards, (buffer_size, n_envs): a copy."""
+        return self._positions.read(REWARD)
+
+    @property
+    def dones(self) -> FlagArray:
+        """Whether episodes ended, float32 (buffer_size, n_envs); can be set."""
+        return FlagArray(self._positions, DONE)
+
+    @property
+    def timeouts(self) -> FlagArray:
+        """Whether they were truncated, as `dones`."""
+        return FlagArray(self._positions, TIMEOUT)
+
+    # --- pickling ---------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything in the store, as `model.save_replay_buffer` writes it: a copy, of which each frame is once."""
+        left = ("store", "_writer", "_draws", "_index", "_positions", "_forks")
+        state = {name: value for name, value in self.__dict__.items() if name not in left}
+        state["_contents"] = Contents.of(self.store)
+        state["_written"] = (self._writer.writer, self._writer.count)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A buffer with a store of its own, which holds what was saved."""
+        state = dict(state)
+        contents, written = state.pop("_contents"), state.pop("_written")
+        self.__dict__.update(state)
+        self._open(None)
+        contents.put(self.store)
+        self._attach(*written)
+
+
+class DictReplayBuffer(ReplayBuffer, stock.DictReplayBuffer):
+    """`stable_baselines3.common.buffers.DictReplayBuffer` over a store; see `ReplayBuffer`."""
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Dict,
+        action_space: spaces.Space[Any],
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        **options: Any,
+    ) -> None:
+        if not isinstance(observation_space, spaces.Dict):
+            raise ArgumentError(f"DictReplayBuffer must be used with Dict obs space only, found {observation_space}")
+        super().__init__(
+            buffer_size,
+            observation_space,
+            action_space,
+            device,
+            n_envs,
+            optimize_memory_usage,
+            handle_timeout_termination,
+            **options,
+        )
+
+
+__all__ = ["DictReplayBuffer", "ReplayBuffer"]
