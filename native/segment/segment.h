@@ -246,9 +246,10 @@ struct RowStatus {
   std::atomic<uint32_t> length;
   std::atomic<uint32_t> times_sampled;
   uint32_t previous, next;  // in the one list the row is on: free queue, order list or a client's held list
-  uint32_t heap_slot;       // before the row is committed: the priority that it gets (PendingCommit); afterwards, with
-                            // least_recently_sampled, when it was sampled last
-  uint16_t owner;           // client slot, while writing, open or exhausted
+  // Before the row is in the heap: the priority that it gets (PendingCommit); with least_recently_sampled, afterwards:
+  // when it was sampled last.
+  uint32_t heap_slot;
+  uint16_t owner;  // client slot, while writing, open or exhausted
   RowState state;
   uint8_t mark;  // scratch of the lock's holder
 };

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -18,13 +17,6 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kLastSequence = uint64_t{1} << 63;  // leaves room for commits for ever
-
-template <typename... Parts>
-std::string sentence(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
-}
 
 }  // namespace
 
@@ -77,7 +69,7 @@ uint32_t Store::reap_locked() {
 void Store::reclaim(uint32_t slot) {
   Client& gone = client(slot);
   Counters& counters = control().counters;
-  const uint64_t now_ns = wall_ns();
+  const uint64_t now_ns = commit_time();
   for (uint64_t held = 0; gone.held != kNoRow; ++held) {
     const uint32_t row = gone.held;
     if (held == header().capacity || status()[row].owner != slot) fail_damaged("a client is said to hold row", row);
@@ -255,7 +247,7 @@ std::vector<std::string> Store::audit() {
   Control& c = control();
   std::vector<std::string> problems;
   const auto wrong = [&](const auto&... parts) {
-    if (problems.size() < 20) problems.push_back(sentence(parts...));
+    if (problems.size() < 20) problems.push_back(message_of({parts...}));
   };
   // Priority writers stay out while their sums are compared. Nothing is changed, so that an audit that cannot be
   // finished owes nobody a rebuild; a mark that somebody else leaves meanwhile (fail_damaged) stays.
@@ -379,7 +371,7 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence, s
       continue;
     }
     s.sequence.store(from.sequence, kRelaxed);
-    s.inserted_at_ns.store(even(from.inserted_at_ns), kRelaxed);
+    s.inserted_at_ns.store(from.inserted_at_ns & ~(content_mask_ & 1), kRelaxed);
     s.version.store(from.version, kRelaxed);
     s.length.store(from.length, kRelaxed);
     s.times_sampled.store(from.times_sampled, kRelaxed);

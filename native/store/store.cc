@@ -18,6 +18,7 @@
 
 #include "base/clock.h"
 #include "base/errors.h"
+#include "base/timed_lock.h"
 
 namespace geartrain {
 namespace {
@@ -28,22 +29,6 @@ constexpr double kCallsEndS = 60;
 constexpr double kExitTimeoutS = 1;
 
 std::atomic<void (*)(Store&)> the_closer{nullptr};
-
-int lock_within(pthread_mutex_t* mutex, double timeout_s) {
-#if defined(__SANITIZE_THREAD__)
-  constexpr clockid_t kClock = CLOCK_REALTIME;  // ThreadSanitizer only knows the call that waits by this clock
-#else
-  constexpr clockid_t kClock = CLOCK_MONOTONIC;
-#endif
-  const uint64_t deadline = clock_ns(kClock) + static_cast<uint64_t>(timeout_s * 1e9);
-  const struct timespec until{static_cast<time_t>(deadline / 1'000'000'000u),
-                              static_cast<long>(deadline % 1'000'000'000u)};
-#if defined(__SANITIZE_THREAD__)
-  return ::pthread_mutex_timedlock(mutex, &until);
-#else
-  return ::pthread_mutex_clocklock(mutex, kClock, &until);
-#endif
-}
 
 }  // namespace
 

@@ -103,13 +103,6 @@ struct CommitValues {
   std::span<const int64_t> versions;
 };
 
-// Steps of one field for several rows: row i's are at data + i * row_bytes.
-struct FieldSource {
-  uint32_t field;
-  const std::byte* data;
-  uint64_t row_bytes;
-};
-
 // Changes of a writer's rows that are made together.
 struct RowChanges {
   struct Entering {
@@ -120,6 +113,13 @@ struct RowChanges {
   Entering publish = {}, commit = {};
   std::span<const uint32_t> extend = {}, lengths = {}, seal = {}, abandon = {};
   std::span<const double> extend_priorities = {};  // of the new steps, where steps have priorities
+};
+
+// Steps of one field for several rows: row i's are at data + i * row_bytes.
+struct FieldSource {
+  uint32_t field;
+  const std::byte* data;
+  uint64_t row_bytes;
 };
 
 // A copy of one row's metadata.
@@ -212,6 +212,9 @@ class Store final : public OpenStore {
   // Completes the rows: they take their place as the newest.
   void seal(std::span<const uint32_t> rows);
 
+  // Publishes, commits, extends, seals and abandons under one lock: what any of these would refuse is refused before
+  // anything is changed. Rows that are published and committed are so together, as for commit.
+  void apply(const RowChanges& changes);
   // Writes new contents into committed rows, by key, in place: of each field without time its value, of the others the
   // steps [starts[i], starts[i] + lengths[i]) of the row, as far as it goes. Empty: from the first step on, as many as
   // there are in the source. Keys stay valid; whoever copies such a row meanwhile copies it again. Rows that are stale,
@@ -221,10 +224,6 @@ class Store final : public OpenStore {
   uint64_t rewrite(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                    std::span<const FieldSource> fields, std::span<const uint32_t> starts,
                    std::span<const uint32_t> lengths);
-
-  // Publishes, commits, extends, seals and abandons under one lock: what any of these would refuse is refused before
-  // anything is changed. Rows that are published and committed are so together, as for commit.
-  void apply(const RowChanges& changes);
 
   // Commit's checks of the values for n rows, for callers that validate before they write.
   void check_values(size_t n, const CommitValues& values) const;
@@ -436,7 +435,7 @@ class Store final : public OpenStore {
   void free_spent(uint32_t row);  // an exhausted row: its last key is stale from here on
   uint64_t expire_locked(Sums& sums, uint64_t now_ns);
   void check_held(std::span<const uint32_t> rows, RowState state = RowState::writing) const;
-  uint64_t even(uint64_t now_ns) const { return now_ns & ~(content_mask_ & 1); }  // a content number of a whole row
+  uint64_t commit_time() const;
   void check_extended(std::span<const uint32_t> rows, std::span<const uint32_t> lengths) const;
   void enter(Sums& sums, const RowChanges::Entering& publish, const RowChanges::Entering& commit);
   void write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t sequence, uint64_t now_ns);

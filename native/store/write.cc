@@ -111,7 +111,7 @@ void Store::apply(const RowChanges& changes) {
     }
     s.length.store(lengths[i], std::memory_order_release);  // after the steps
   }
-  const uint64_t now_ns = seal.empty() ? 0 : wall_ns();
+  const uint64_t now_ns = seal.empty() ? 0 : commit_time();
   for (const uint32_t row : seal) seal_locked(row, now_ns);
   for (const uint32_t row : abandon) {
     unhold(row);
@@ -137,7 +137,7 @@ void Store::enter(Sums& sums, const RowChanges::Entering& publish, const RowChan
   Control& c = control();
   PendingCommit& pending = pending_commit();
   const size_t rows = publish.rows.size() + commit.rows.size();
-  const uint64_t first = c.next_sequence, now_ns = wall_ns();
+  const uint64_t first = c.next_sequence, now_ns = commit_time();
   // Advanced before any row has such a number, which no other row may ever get.
   c.next_sequence = first + rows;
   std::atomic_signal_fence(std::memory_order_release);
@@ -202,10 +202,14 @@ void Store::abandon(std::span<const uint32_t> rows) {
   }
 }
 
+uint64_t Store::commit_time() const {
+  return wall_ns() & ~(content_mask_ & 1);  // an even content number
+}
+
 void Store::write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t sequence, uint64_t now_ns) {
   RowStatus& s = status()[row];
   s.sequence.store(sequence, kRelaxed);
-  s.inserted_at_ns.store(even(now_ns), kRelaxed);
+  s.inserted_at_ns.store(now_ns, kRelaxed);
   s.length.store(values.lengths.empty() ? header().max_length : values.lengths[i], kRelaxed);
   s.version.store(values.versions.empty() ? 0 : values.versions[i], kRelaxed);
   s.times_sampled.store(0, kRelaxed);
@@ -252,7 +256,7 @@ void Store::seal_locked(uint32_t row, uint64_t now_ns) {
   unhold(row);
   // Its number and age are those of its end: it is the newest, and the order list stays sorted.
   s.sequence.store(control().next_sequence++, kRelaxed);
-  s.inserted_at_ns.store(even(now_ns), kRelaxed);
+  s.inserted_at_ns.store(now_ns, kRelaxed);
   s.state = RowState::committed;
   link_order({&row, 1});
   if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(row);

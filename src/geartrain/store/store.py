@@ -631,12 +631,22 @@ class Store(StoreHandle):
         if anonymous.is_anonymous(self.name):
             anonymous.check_may_pickle()
             return _open_anonymous, (self.name, self.trust)
-        return _open_named, (self.name, self.trust)
+        return _open_named, (self.name, self.trust, self.id)
 
 
-def _open_named(name: str, trust: Trust) -> Store:
-    """Joins a store from its pickle."""
-    return Store.open(name, trust=trust)
+def _open_named(name: str, trust: Trust, store_id: int | None = None) -> Store:
+    """Joins a store from its pickle.
+
+    Raises:
+        StoreMissingError: it is gone, also where another store has its name now.
+    """
+    store = Store.open(name, trust=trust)
+    if store_id is not None and store.id != store_id:
+        store.close()
+        raise StoreMissingError(
+            f"the store {name!r} that was pickled is gone, and another one has its name: Store.open joins that one"
+        )
+    return store
 
 
 def _open_anonymous(name: str, trust: Trust) -> Store:
