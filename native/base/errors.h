@@ -46,6 +46,12 @@ class Error : public std::runtime_error {
   const ErrorKind kind;
 };
 
+// Nobody listens at an address: its host has said so. Else a peer that cannot be reached may well be alive.
+class NobodyListens final : public Error {
+ public:
+  explicit NobodyListens(const std::string& message) : Error(ErrorKind::not_viable, message) {}
+};
+
 // One part of a message: text, a number or a character, seen and not copied. Without a stream, whose code would stand
 // at every place that can fail.
 class MessagePart {

@@ -90,14 +90,16 @@ Geometry checked_geometry(const std::byte* base, uint64_t bytes, const std::stri
     specs.push_back(spec_of(record));
     if (specs.back().name.empty()) refuse("field ", specs.size() - 1, " of its schema is none (name, dtype or shape)");
   }
-  if (header.remover > static_cast<uint32_t>(Remover::lowest_priority)) refuse("its remover is none");
+  if ((header.remover & 0xff) >= kRemovers) refuse("its remover is none");
   StoreOptions options;
   options.capacity = header.capacity;
   options.max_rows = header.max_rows;
   options.max_age_ns = header.max_age_ns;
   options.max_times_sampled = header.max_times_sampled;
   options.priority_fraction_bits = header.priority_fraction_bits;
-  options.remover = static_cast<Remover>(header.remover);
+  options.remover = remover_of(header.remover);
+  options.remover_field = remover_field_of(header.remover);
+  options.content_numbers = (header.required_features & kContentNumbers) != 0;
   options.persist = header.persist != 0;
   options.step_priorities = (header.required_features & kStepPriorities) != 0;
   std::vector<FieldRecord> records;
@@ -174,6 +176,16 @@ bool is_robust_mutex(const pthread_mutex_t& mutex) {
   return mutex.__data.__kind == expected;
 #else
   return true;
+#endif
+}
+
+bool lock_owner_died(const pthread_mutex_t& mutex) {
+#if defined(__GLIBC__)
+  constexpr unsigned kOwnerDied = 0x40000000;  // FUTEX_OWNER_DIED of <linux/futex.h>
+  return (static_cast<unsigned>(__atomic_load_n(&mutex.__data.__lock, __ATOMIC_RELAXED)) & kOwnerDied) != 0;
+#else
+  static_cast<void>(mutex);  // found when somebody takes the lock
+  return false;
 #endif
 }
 

@@ -111,6 +111,7 @@ void Store::bind_trees() {
   priority_tree_ = PriorityTree(words(), region<std::atomic<uint64_t>>(kPriorityNodesRegion), rows);
   bit_tree_ = BitTree(region<std::atomic<uint64_t>>(kBitsRegion), region<std::atomic<uint64_t>>(kBitNodesRegion),
                       (rows + 63) / 64);
+  content_mask_ = (header().required_features & kContentNumbers) != 0 ? ~uint64_t{0} : 0;
   if (per_step()) {
     step_tree_ = PriorityTree(region<std::atomic<uint64_t>>(kStepWordsRegion),
                               region<std::atomic<uint64_t>>(kStepNodesRegion), rows * header().max_length);
@@ -365,7 +366,7 @@ RowInfo Store::info(uint32_t row) const {
   const uint64_t word = words()[row].load(std::memory_order_acquire);
   return {s.sequence,
           s.version.load(std::memory_order_relaxed),
-          s.inserted_at_ns,
+          s.inserted_at_ns.load(std::memory_order_relaxed) & ~(content_mask_ & 1),
           generation_of(word),
           priority_of(word),
           s.length.load(std::memory_order_relaxed),

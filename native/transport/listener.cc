@@ -24,6 +24,7 @@
 #include <thread>
 
 #include "base/condition_variable.h"
+#include "base/interruption.h"
 #include "transport/admission.h"
 #include "transport/providers/provider.h"
 
@@ -114,7 +115,10 @@ class Listener::Body {
         fail(ErrorKind::timed_out, "the listener's program accepted none of ", kMostAccepted,
              " connections before the deadline");
       }
-      accepted_.wait_for(lock, std::chrono::nanoseconds(deadline.left_ns()));
+      accepted_.wait_for(lock, std::chrono::nanoseconds(deadline.sooner(kInterruptionEveryS).left_ns()));
+      lock.unlock();
+      Interruption::check();
+      lock.lock();
     }
     if (closed_) fail(ErrorKind::peer_lost, why_closed_);
     ready_.push_back(std::move(theirs));

@@ -127,6 +127,10 @@ void PendingCalls::deliver(Message&& message) {
   Question& question = found->second;
   question.answered = true;
   --unanswered_;
+  if (question.dropped) {
+    questions_.erase(found);
+    return;
+  }
   question.answer = std::move(message);
   if (question.detached) {
     detached_answered_.push_back(found->first);
@@ -177,6 +181,20 @@ void PendingCalls::forget(uint64_t tag) {
     std::erase(detached_answered_, tag);
   }
   questions_.erase(found);
+}
+
+void PendingCalls::drop(uint64_t tag) {
+  if (forked()) return;
+  std::lock_guard lock(mutex_);
+  const auto found = questions_.find(tag);
+  if (found == questions_.end()) return;
+  Question& question = found->second;
+  if (question.waiter != nullptr || question.detached) return;
+  if (question.answered) {
+    questions_.erase(found);
+  } else {
+    question.dropped = true;
+  }
 }
 
 size_t PendingCalls::open() const {

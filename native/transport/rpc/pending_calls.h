@@ -31,6 +31,9 @@ class PendingCalls {
   void detach(uint64_t tag);
   // Abandons the call: its answer is dropped when it comes. A thread that waits for it gets hung_up.
   void forget(uint64_t tag);
+  // Nobody wants the answer, but the call goes on, and counts among the open ones until it is answered. Nothing where a
+  // thread waits for it, or where it is detached.
+  void drop(uint64_t tag);
   // Any answer to a detached request; its tag is the message's. Throws timed_out, peer_lost (for all of them).
   void next_detached(Message* answer, Deadline deadline);
 
@@ -45,6 +48,7 @@ class PendingCalls {
     bool detached = false;
     bool answered = false;
     bool forgotten = false;
+    bool dropped = false;
     Message answer;
     ConditionVariable* waiter = nullptr;
   };
