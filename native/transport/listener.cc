@@ -23,6 +23,7 @@
 #include <system_error>
 #include <thread>
 
+#include "base/condition_variable.h"
 #include "base/interruption.h"
 #include "transport/admission.h"
 #include "transport/providers/provider.h"
@@ -319,7 +320,7 @@ class Listener::Body {
   bool paused_ = false;  // the thread's
   Deadline pause_ = Deadline::after(0);
   std::mutex mutex_;
-  std::condition_variable arrived_, accepted_;
+  ConditionVariable arrived_, accepted_;
   std::deque<std::shared_ptr<Connection>> ready_;
   bool closed_ = false, gone_ = false;  // gone: the sockets are closed
   std::string why_closed_ = "the listener was closed";

@@ -218,6 +218,14 @@ class Store:
     def give_back(self, inserts: int, samples: int, /) -> None: ...
     def abandon(self, rows: _U32, /) -> None: ...
     def abandon_one(self, row: int, /) -> None: ...
+    def rewrite(
+        self,
+        rows: _U32,
+        generations: _U32,
+        sources: Sequence[tuple[int, Any]],
+        starts: _U32 | None,
+        lengths: _U32 | None,
+    ) -> int: ...
     def insert(
         self,
         n: int,

@@ -9,6 +9,7 @@
 
 #include <unordered_map>
 
+#include "base/condition_variable.h"
 #include "transport/connection.h"
 
 namespace geartrain {
@@ -49,10 +50,10 @@ class PendingCalls {
     bool forgotten = false;
     bool dropped = false;
     Message answer;
-    std::condition_variable* waiter = nullptr;
+    ConditionVariable* waiter = nullptr;
   };
   template <typename Done>
-  void read_until(std::unique_lock<std::mutex>& lock, std::condition_variable* waiter, Deadline deadline, Done&& done);
+  void read_until(std::unique_lock<std::mutex>& lock, ConditionVariable* waiter, Deadline deadline, Done&& done);
   void deliver(Message&& message);
   void wake_another();
   bool forked() const { return forks_ != forks(); }
@@ -64,9 +65,8 @@ class PendingCalls {
   mutable std::mutex mutex_;  // of all below
   std::unordered_map<uint64_t, Question> questions_;
   std::deque<uint64_t> detached_answered_;
-  std::deque<std::condition_variable*> waiters_;
-  std::condition_variable
-      detached_;  // of threads in next_detached, which need not read while no detached request is open
+  std::deque<ConditionVariable*> waiters_;
+  ConditionVariable detached_;  // of threads in next_detached, which need not read while no detached request is open
   size_t detached_open_ = 0;
   size_t unanswered_ = 0;
   uint64_t next_tag_ = 1;
