@@ -506,4 +506,5 @@ def test_what_was_overwritten_is_no_longer_found():
     buffer = ReplayBuffer(16, OBS, ACT)
     Stream(1, lengths=(5,)).add(buffer, 200)
     with pytest.raises(StaleKeyError):
-        buffer._index.find(np.array([buffer._index.refresh().number[0] - 1]))
+        buffer._index.refresh()
+        buffer._index.find(np.array([buffer._index.runs().number[0] - 1]))

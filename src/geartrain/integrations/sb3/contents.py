@@ -79,7 +79,8 @@ class Positions:
         schema = self._store.fields[field]
         size, count = self._size, self._writer.count
         found = np.zeros((size, self._n_envs, *schema.shape), schema.numpy_dtype)
-        runs = self._index.refresh()
+        self._index.refresh()
+        runs = self._index.runs()
         mine = (writer_of(runs.number) == self._writer.writer) & (count_of(runs.number) + runs.length > count - size)
         which = np.flatnonzero(mine)
         for begin in range(0, len(which), _ROWS_AT_ONCE):
@@ -100,7 +101,8 @@ class Positions:
         if not changed:
             return
         self._writer.cut()
-        runs = self._index.refresh()
+        self._index.refresh()
+        runs = self._index.runs()
         places: dict[tuple[int, int], list[tuple[int, bool]]] = {}  # several rows may hold one: n-step repeats steps
         for number, value in changed.items():
             for run in np.flatnonzero((runs.number <= number) & (number < runs.number + runs.length)):

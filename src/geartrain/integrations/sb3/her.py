@@ -114,22 +114,20 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
         """
         if check_whole("batch_size", batch_size) < 1:
             raise ArgumentError(f"batch_size must be at least 1, found {batch_size}")
-        runs = self._index.refresh()
+        self._index.refresh()
         episodes = self._index.episodes()
-        if not len(episodes.runs):
+        if not len(episodes):
             raise RuntimeError(
                 "Unable to sample before the end of the first episode. We recommend choosing a value for "
                 "learning_starts that is greater than the maximum number of timesteps in the environment."
             )
-        drawn = np.random.randint(0, episodes.ends[-1], size=batch_size)
-        place = np.searchsorted(episodes.ends, drawn, "right")
-        run = episodes.runs[place]
-        number = runs.number[run] + drawn - (episodes.ends[place] - runs.length[run])
-        relabelled = int(self.her_ratio * batch_size)  # the last ones, as in Stable-Baselines3
-        real = batch_size - relabelled
+        # In the order in which Stable-Baselines3 draws and hands out, so that seeds mean the same.
+        relabelled = int(self.her_ratio * batch_size)
+        drawn = np.roll(np.random.randint(0, len(episodes), size=batch_size), -relabelled)
+        number, first, length = episodes.at(drawn)
         windows = self._windows(number)
         if relabelled:
-            self._relabel(windows, slice(real, batch_size), number, episodes.first[place], episodes.length[place])
+            self._relabel(windows, slice(batch_size - relabelled, batch_size), number, first, length)
         return self._samples(windows, env)
 
     def _relabel(
@@ -148,7 +146,7 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
             chosen = np.random.randint(number - first, length)
         else:
             chosen = np.random.randint(0, length)
-        keys, step, _ = self._index.find(first + chosen)
+        keys, step = self._index.find(first + chosen)
         field = self._observations[_ACHIEVED][0]
         goals = fetch(self.store, keys, fields=[field], window=1, ends=step, output="numpy")[field][:, 0]
         fields = windows.fields
@@ -156,7 +154,7 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
         if self.env is None:
             raise ArgumentError("HerReplayBuffer needs an environment for the rewards of other goals: set_env(env)")
         if self.copy_info_dict:
-            keys, step, _ = self._index.find(number)
+            keys, step = self._index.find(number)
             packed: Any = fetch(self.store, keys, fields=[INFO], window=1, ends=step, output="numpy")[INFO]
             infos = unpacked_infos(packed[:, 0])
         else:
@@ -194,9 +192,10 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
 
     def _of_episodes(self, value: Any) -> NDArray[np.int64]:
         found = np.zeros((self.buffer_size, self.n_envs), np.int64)
-        runs = self._index.refresh()
+        self._index.refresh()
         episodes = self._index.episodes()
-        for run, first, length in zip(episodes.runs, count_of(episodes.first), episodes.length, strict=True):
+        runs = episodes.runs
+        for run, (first, length) in enumerate(zip(count_of(episodes.first), episodes.length, strict=True)):
             if writer_of(runs.number[run]) == self._writer.writer:
                 counts = count_of(runs.number[run]) + np.arange(runs.length[run])
                 kept = counts >= self._writer.count - self.buffer_size

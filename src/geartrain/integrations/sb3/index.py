@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.errors import StaleKeyError
-from geartrain.integrations.sb3.layout import DONE, FLAGS, NUMBER, TIMEOUT, TRANSITION
+from geartrain.integrations.sb3.layout import DONE, FLAGS, NUMBER, TIMEOUT, TRANSITION, count_of
 from geartrain.replay.fetch import fetch
 from geartrain.store.handle import ROW_STATES
 from geartrain.store.store import Store
@@ -44,39 +44,90 @@ class Runs(NamedTuple):
         return Runs(*(column[order] for column in whole))  # type: ignore[arg-type]
 
 
-class Episodes(NamedTuple):
-    """Completed episodes, or what is left of them."""
+class Episodes:
+    """Completed episodes, or what is left of them.
 
-    runs: NDArray[np.int64]  # runs that belong to completed episodes
-    ends: NDArray[np.int64]  # sums of their transitions, up to and including each
-    first: NDArray[np.int64]  # number of the first transition of each run's episode
-    length: NDArray[np.int64]  # of each run's episode
+    Their transitions are numbered by when they were added, those of one call by environment, as Stable-Baselines3
+    numbers them in a buffer that is not full yet.
+
+    Args:
+        runs: of a whole store.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        count = len(runs.number)
+        begins = np.ones(count, np.bool_)
+        begins[1:] = runs.ended[:-1] | (runs.number[1:] != runs.number[:-1] + runs.length[:-1])
+        episode = np.cumsum(begins) - 1
+        last = np.append(np.flatnonzero(begins)[1:], count) - 1
+        whole = np.flatnonzero(runs.ended[last][episode]) if count else np.empty(0, np.int64)
+        self.runs = Runs(*(column[whole] for column in runs))
+        lengths = np.bincount(episode, weights=runs.length).astype(np.int64) if count else whole
+        #: Number of the first transition, and length, of each run's episode.
+        self.first = runs.number[begins][episode[whole]]
+        self.length = lengths[episode[whole]]
+        at = count_of(self.runs.number)
+        self._streams = np.unique(self.runs.number - at)
+        # Between two instants the same episodes are in progress.
+        instants = np.concatenate([at, at + self.runs.length])
+        order = np.argsort(instants, kind="stable")
+        self._instants = instants[order]
+        self._active = np.cumsum(np.where(order < len(at), 1, -1))[:-1]
+        self._sums = np.cumsum(self._active * np.diff(self._instants))
+
+    def __len__(self) -> int:
+        """Transitions of completed episodes."""
+        return int(self._sums[-1]) if len(self._sums) else 0
+
+    def at(self, place: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Transitions by place, from 0 to len - 1: their numbers, and the first number and length of their episodes."""
+        span = np.searchsorted(self._sums, place, "right")
+        active = self._active[span]
+        within = place - (self._sums[span] - active * (self._instants[span + 1] - self._instants[span]))
+        time, which = self._instants[span] + within // active, within % active
+        numbers = self._streams + time[:, None]
+        run = np.searchsorted(self.runs.number, numbers, "right") - 1
+        there = (run >= 0) & (numbers < self.runs.number[run] + self.runs.length[run])
+        chosen = (there & (np.cumsum(there, 1) == which[:, None] + 1)).argmax(1)
+        every = np.arange(len(place))
+        run = run[every, chosen]
+        return numbers[every, chosen], self.first[run], self.length[run]
 
 
 class TransitionIndex:
-    """Runs and episodes of a store; `refresh` brings them up to date."""
+    """Runs and episodes of a store; `refresh` brings them up to date.
+
+    Rows that are being written are read again when they have grown; the others once.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._complete: dict[tuple[int, int], Runs] = {}
-        self._complete_runs = Runs.joined([])
-        self._seen: tuple[bytes, bytes, bytes] | None = None
-        self._runs = self._complete_runs
+        self._complete_runs = self._growing_runs = Runs.joined([])
+        self._rows = b""  # the rows that are there, and which of them are being written
+        self._lengths = b""
+        self._whole: Runs | None = None
         self._episodes: Episodes | None = None
+        self._ended = b""
 
-    def refresh(self) -> Runs:
-        """The runs of all rows that are there now."""
+    def refresh(self) -> None:
+        """Takes in what has changed."""
         store = self._store
         keys = store.keys()
         status = store.status(keys)
-        now = (keys.row.tobytes(), keys.generation.tobytes(), status["length"].tobytes())
-        if now == self._seen:
-            return self._runs
         is_open = status["state"] == ROW_STATES.index("open")
-        known, complete = self._complete, {}
-        unread = []
-        for place in np.flatnonzero(~is_open).tolist():
-            name = (int(keys.row[place]), int(keys.generation[place]))
+        rows, lengths = keys.row.tobytes() + keys.generation.tobytes() + is_open.tobytes(), status["length"].tobytes()
+        if rows == self._rows and lengths == self._lengths:
+            return
+        if rows != self._rows:
+            self._take_complete(keys[np.flatnonzero(~is_open)])
+            self._episodes = None
+        self._growing_runs = Runs.joined(list(self._read(keys[np.flatnonzero(is_open)]).values()))
+        self._rows, self._lengths, self._whole = rows, lengths, None
+
+    def _take_complete(self, keys: Keys) -> None:
+        known, complete, unread = self._complete, {}, []
+        for place, name in enumerate(zip(keys.row.tolist(), keys.generation.tolist(), strict=True)):
             if name in known:
                 complete[name] = known[name]
             else:
@@ -86,11 +137,6 @@ class TransitionIndex:
         if unread or len(complete) != len(known):
             self._complete_runs = Runs.joined(list(complete.values()))
         self._complete = complete
-        growing = self._read(keys[np.flatnonzero(is_open)])
-        self._runs = Runs.joined([self._complete_runs, *growing.values()]) if growing else self._complete_runs
-        self._episodes = None
-        self._seen = now
-        return self._runs
 
     def _read(self, keys: Keys) -> dict[tuple[int, int], Runs]:
         """The runs of some rows; those that were removed meanwhile are left out."""
@@ -106,24 +152,38 @@ class TransitionIndex:
             )
         return found
 
-    def find(self, number: NDArray[np.int64]) -> tuple[Keys, NDArray[np.int64], NDArray[np.int64]]:
-        """Row and step of transitions, and how many follow without a gap in the same row and episode.
+    def runs(self) -> Runs:
+        """All runs."""
+        if self._whole is None:
+            self._whole = Runs.joined([self._complete_runs, self._growing_runs])
+        return self._whole
+
+    def find(self, number: NDArray[np.int64]) -> tuple[Keys, NDArray[np.int64]]:
+        """Row and step of transitions; of those that several rows hold, where most follow.
 
         Raises:
             StaleKeyError: one is not there, or not any more.
         """
-        runs = self._runs
-        place = np.searchsorted(runs.number, number, "right") - 1
-        beyond = number - runs.number[place] if len(runs.number) else np.full(len(number), 1)
-        if not len(runs.number) or (place < 0).any() or (beyond >= runs.length[place]).any():
+        row, generation = np.empty(len(number), np.uint32), np.empty(len(number), np.uint32)
+        step, missing = np.empty(len(number), np.int64), np.ones(len(number), np.bool_)
+        for runs in (self._complete_runs, self._growing_runs):
+            if len(runs.number):
+                place = np.searchsorted(runs.number, number, "right") - 1
+                beyond = number - runs.number[place]
+                there = np.flatnonzero((place >= 0) & (beyond < runs.length[place]))
+                place = place[there]
+                row[there], generation[there] = runs.row[place], runs.generation[place]
+                step[there] = runs.step[place] + beyond[there]
+                missing[there] = False
+        if missing.any():
             raise StaleKeyError("transitions were asked for that the buffer does not hold, or no longer")
-        keys = Keys.of_rows(runs.row[place], runs.generation[place], self._store.id)
-        return keys, runs.step[place] + beyond, runs.length[place] - beyond - 1
+        return Keys.of_rows(row, generation, self._store.id), step
 
     def episodes(self) -> Episodes:
-        """The completed episodes among the runs."""
-        if self._episodes is None:
-            self._episodes = _episodes_of(self._runs)
+        """The completed episodes, as of the last `refresh`."""
+        ended = self._growing_runs.number[self._growing_runs.ended].tobytes()
+        if self._episodes is None or ended != self._ended:
+            self._episodes, self._ended = Episodes(self.runs()), ended
         return self._episodes
 
 
@@ -146,21 +206,6 @@ def _runs_of(flags: NDArray[np.uint8], number: NDArray[np.int64], row: np.uint32
         steps[first].astype(np.int64),
         over[last],
     )
-
-
-def _episodes_of(runs: Runs) -> Episodes:
-    count = len(runs.number)
-    if not count:
-        empty = np.empty(0, np.int64)
-        return Episodes(empty, empty, empty, empty)
-    begins = np.ones(count, np.bool_)
-    begins[1:] = runs.ended[:-1] | (runs.number[1:] != runs.number[:-1] + runs.length[:-1])
-    episode = np.cumsum(begins) - 1
-    first = runs.number[begins]
-    length = np.bincount(episode, weights=runs.length).astype(np.int64)
-    last = np.append(np.flatnonzero(begins)[1:], count) - 1
-    whole = np.flatnonzero(runs.ended[last][episode])
-    return Episodes(whole, np.cumsum(runs.length[whole]), first[episode[whole]], length[episode[whole]])
 
 
 __all__ = ["Episodes", "Runs", "TransitionIndex"]

@@ -252,7 +252,8 @@ class ReplayBuffer(stock.ReplayBuffer):
 
     def _drawn_by_number(self, batch_size: int) -> Windows:
         """A batch where there may be too few transitions to draw whole windows."""
-        runs = self._index.refresh()
+        self._index.refresh()
+        runs = self._index.runs()
         total = np.cumsum(runs.length)
         if not len(total):
             if self.full:
@@ -271,7 +272,7 @@ class ReplayBuffer(stock.ReplayBuffer):
 
     def _windows(self, number: NDArray[np.int64]) -> Windows:
         """The windows of transitions by number."""
-        keys, step, _ = self._index.find(number)
+        keys, step = self._index.find(number)
         return self._windows_at(keys, step, self._drawn_fields())
 
     def _windows_at(self, keys: Keys, step: NDArray[np.int64], fields: Sequence[str]) -> Windows:
