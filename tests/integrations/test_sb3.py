@@ -62,6 +62,12 @@ def as_dict(obs: np.ndarray) -> dict[str, np.ndarray]:
     return {"position": obs, "picture": np.repeat(obs[:, :1], 16, 1).reshape(-1, 4, 4).astype(np.uint8)}
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Draws are seeded from NumPy's global generator."""
+    np.random.seed(0)
+
+
 @pytest.fixture
 def no_stock_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the stock classes make arrays, add and sample with raises."""
@@ -226,8 +232,9 @@ import numpy as np
 from gymnasium import spaces
 from geartrain.integrations.sb3 import ReplayBuffer
 OBS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+np.random.seed(0)
 buffer = ReplayBuffer(500, OBS, spaces.Box(-1, 1, (2,), np.float32), store=sys.argv[1], writers=2)
-batch = buffer.sample(1000)
+batch = buffer.sample(3000)
 assert (batch.next_observations == batch.observations + 1).all()
 assert sorted(set(batch.observations[:, 0].tolist())) == list(range(100)), "not what the other process added"
 assert (batch.dones[:, 0] == 1).sum() == (batch.observations[:, 0] == 99).sum()
@@ -506,5 +513,5 @@ def test_what_was_overwritten_is_no_longer_found():
     buffer = ReplayBuffer(16, OBS, ACT)
     Stream(1, lengths=(5,)).add(buffer, 200)
     with pytest.raises(StaleKeyError):
-        buffer._index.refresh()
-        buffer._index.find(np.array([buffer._index.runs().number[0] - 1]))
+        buffer.index.refresh()
+        buffer.index.find(np.array([buffer.index.runs().number[0] - 1]))
