@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -295,6 +296,14 @@ def test_a_model_saves_and_loads_its_buffer(tmp_path, no_stock_code):
     assert np.array_equal(model.replay_buffer.observations, kept)
     model.learn(10)
     assert model.replay_buffer.pos == 50
+
+
+@pytest.mark.slow
+def test_the_example_runs():
+    script = Path(__file__).parents[2] / "examples" / "sb3_sac.py"
+    done = preloaded.run([sys.executable, str(script), "--steps", "110"], timeout=patience(100))
+    assert done.returncode == 0, done.stderr
+    assert "mean return -" in done.stdout
 
 
 @pytest.mark.slow
