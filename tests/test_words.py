@@ -44,10 +44,15 @@ BANNED = {
     "falls? short": "misses the target",
     "update_weights|importance_weight": "update_priorities, importance_weights",
 }
-WORDS = [
-    (re.compile(rf"(?:(?<![^\W_])|(?<=[a-z])(?=[A-Z]))(?i:{pattern})(?![a-z])"), term)
-    for pattern, term in BANNED.items()
-]
+
+
+def whole(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:(?<![^\W_])|(?<=[a-z])(?=[A-Z]))(?i:{pattern})(?![a-z])")
+
+
+WORDS = [(whole(pattern), term) for pattern, term in BANNED.items()]
+ANY = whole("|".join(f"(?:{pattern})" for pattern in BANNED))
+GAP = r"\s*\n\s*(?://+|#:?)?\s*| +"
 
 
 def text_of(path: Path) -> str:
@@ -60,8 +65,10 @@ def text_of(path: Path) -> str:
 
 def found_in(text: str) -> list[tuple[int, str, str]]:
     """Line, words and the better term of each banned phrase; a phrase may continue in the next line of a comment."""
+    if not ANY.search(re.sub(GAP, " ", text)):  # as in most files, of which no place need be known
+        return []
     flat, places = [], []
-    for match in re.finditer(r"\s*\n\s*(?://+|#:?)?\s*| +|[^\s]", text):
+    for match in re.finditer(rf"{GAP}|\S", text):
         flat.append(match.group() if match.group().strip(" \n\t/#:") else " ")
         places.append(match.start())
     line = "".join(one if len(one) == 1 else " " for one in flat)

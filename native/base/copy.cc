@@ -85,20 +85,20 @@ constexpr Named kKernels[] = {{"memcpy", plain, [] { return true; }}};
 
 #endif
 
-const Named* widest() {
+const Named* widest_copy() {
   for (const Named& named : kKernels) {
     if (named.viable()) return &named;
   }
   return nullptr;  // not reached: the last is always viable
 }
 
-std::atomic<const Named*> chosen{nullptr};
+std::atomic<const Named*> chosen_copy{nullptr};
 
 const Named& kernel() {
-  const Named* current = chosen.load(std::memory_order_relaxed);
+  const Named* current = chosen_copy.load(std::memory_order_relaxed);
   if (current == nullptr) {
-    current = widest();
-    chosen.store(current, std::memory_order_relaxed);
+    current = widest_copy();
+    chosen_copy.store(current, std::memory_order_relaxed);
   }
   return *current;
 }
@@ -149,7 +149,7 @@ const char* copy_kernel() {
 bool set_copy_kernel(const char* name) {
   for (const Named& named : kKernels) {
     if (std::strcmp(named.name, name) == 0 && named.viable()) {
-      chosen.store(&named, std::memory_order_relaxed);
+      chosen_copy.store(&named, std::memory_order_relaxed);
       return true;
     }
   }

@@ -2,9 +2,13 @@
 // Any thread may throw; nothing here allocates beyond the message.
 #pragma once
 
-#include <sstream>
+#include <atomic>
+#include <concepts>
+#include <cstdint>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace geartrain {
 
@@ -42,12 +46,48 @@ class Error : public std::runtime_error {
   const ErrorKind kind;
 };
 
+// Nobody listens at an address: its host has said so. Else a peer that cannot be reached may well be alive.
+class NobodyListens final : public Error {
+ public:
+  explicit NobodyListens(const std::string& message) : Error(ErrorKind::not_viable, message) {}
+};
+
+// One part of a message: text, a number or a character, seen and not copied. Without a stream, whose code would stand
+// at every place that can fail.
+class MessagePart {
+ public:
+  MessagePart(std::string_view text) : kind_(Kind::text), text_(text) {}
+  MessagePart(const std::string& text) : MessagePart(std::string_view(text)) {}
+  MessagePart(const char* text) : MessagePart(std::string_view(text)) {}
+  MessagePart(char character) : kind_(Kind::character), character_(character) {}
+  MessagePart(std::floating_point auto number) : kind_(Kind::real), real_(static_cast<double>(number)) {}
+  MessagePart(std::signed_integral auto number) : kind_(Kind::whole), whole_(number) {}
+  MessagePart(std::unsigned_integral auto number) : kind_(Kind::natural), natural_(number) {}
+  template <typename T>
+  MessagePart(const std::atomic<T>& number) : MessagePart(number.load(std::memory_order_relaxed)) {}
+
+  void append_to(std::string& message) const;
+
+ private:
+  enum class Kind { text, character, real, whole, natural };
+  Kind kind_;
+  union {
+    std::string_view text_;
+    char character_;
+    double real_;
+    int64_t whole_;
+    uint64_t natural_;
+  };
+};
+
+// The parts one after the other, numbers as streams write them (6 digits of a double).
+std::string message_of(std::initializer_list<MessagePart> parts);
+[[noreturn]] void fail_with(ErrorKind kind, std::initializer_list<MessagePart> parts);
+
 // Throws Error(kind) with the parts written one after the other: fail(k, "asked for ", n, " rows").
 template <typename... Parts>
 [[noreturn]] void fail(ErrorKind kind, const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw Error(kind, message.str());
+  fail_with(kind, {MessagePart(parts)...});
 }
 
 }  // namespace geartrain

@@ -6,10 +6,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <condition_variable>
 #include <cstring>
 #include <system_error>
 
+#include "base/condition_variable.h"
 #include "base/errors.h"
 
 namespace geartrain {
@@ -58,7 +58,7 @@ bool EventLoop::post(std::function<void()> task) {
 
 bool EventLoop::call(const std::function<void()>& what) {
   std::mutex mutex;
-  std::condition_variable over;
+  ConditionVariable over;
   bool done = false;
   std::exception_ptr error;
   const bool posted = post([&] {

@@ -5,12 +5,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include "base/condition_variable.h"
 
 namespace geartrain {
 namespace {
@@ -72,7 +73,7 @@ class ThreadPool {
   }
 
   std::mutex mutex_;
-  std::condition_variable work_ready_, done_;
+  ConditionVariable work_ready_, done_;
   std::deque<Job*> jobs_;
   unsigned workers_ = 0;
 };

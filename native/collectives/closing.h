@@ -7,10 +7,10 @@
 // The first caller does the work, the others wait for it. The nearest deadline of all callers counts.
 #pragma once
 
-#include <condition_variable>
 #include <mutex>
 #include <optional>
 
+#include "base/condition_variable.h"
 #include "base/deadline.h"
 
 namespace geartrain {
@@ -41,7 +41,7 @@ class Closing {
 
  private:
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  ConditionVariable changed_;
   std::optional<Deadline> deadline_;
   bool over_ = false;
 };

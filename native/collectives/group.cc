@@ -64,6 +64,8 @@ class Group::Body final : public Peer::Side {
   ~Body() override {
     members_.close();
     loop_.stop();
+    // A forked child has none of the threads, and any lock may have been held by one of them.
+    if (loop_.forked()) return;
     members_.drop_peers();
     members_.end({FaultKind::closed, "the group was closed", {}}, false);
     operations_.finish_all();

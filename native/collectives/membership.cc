@@ -5,6 +5,7 @@
 #include <cstring>
 #include <thread>
 
+#include "base/interruption.h"
 #include "base/sha256.h"
 #include "transport/security/handshake.h"
 
@@ -150,6 +151,7 @@ void Membership::dial_member(uint32_t member, const Join& join, const std::vecto
         throw Error(error.kind, "cannot reach " + name_of(member) + ": " + error.what());
       }
       check();
+      Interruption::check();
       std::this_thread::sleep_for(std::chrono::duration<double>(kDialPauseS));
     }
   }
@@ -169,6 +171,9 @@ void Membership::wait_for_all(Deadline deadline) {
            "' in time");
     }
     met_changed_.wait_for(lock, std::chrono::nanoseconds(std::min<uint64_t>(deadline.left_ns(), 100'000'000)));
+    lock.unlock();
+    Interruption::check();
+    lock.lock();
   }
 }
 

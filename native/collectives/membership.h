@@ -6,7 +6,6 @@
 // On the loop, unless stated otherwise.
 #pragma once
 
-#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -15,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "base/condition_variable.h"
 #include "collectives/acceptor.h"
 #include "collectives/group_options.h"
 #include "collectives/peer.h"
@@ -108,7 +108,7 @@ class Membership final : public Acceptor::Host {
   std::string address_;
 
   mutable std::mutex mutex_;  // of the fault, which only the loop changes, and of the members that were reached
-  std::condition_variable met_changed_;
+  ConditionVariable met_changed_;
   std::set<uint32_t> met_;
   std::shared_ptr<const Fault> fault_;
   const std::shared_ptr<const Fault> out_of_memory_;  // made while there is some

@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <memory>
 #include <mutex>
 
+#include "base/condition_variable.h"
 #include "collectives/protocol.h"
 #include "transport/transport.h"
 
@@ -54,7 +54,7 @@ class Work {
 
  private:
   std::mutex mutex_;
-  std::condition_variable over_;
+  ConditionVariable over_;
   std::atomic<bool> done_{false};
   std::shared_ptr<const Fault> fault_;
 };

@@ -7,6 +7,7 @@
 #include "base/copy.h"
 #include "base/errors.h"
 #include "base/threads.h"
+#include "store/row_copy.h"
 
 namespace geartrain {
 namespace {
@@ -69,12 +70,20 @@ class Gather {
   }
 
   bool row(size_t i) const {
-    const uint32_t row = request_.rows[i];
-    const std::atomic<uint64_t>& word = store_.words()[row];
-    const RowStatus& status = store_.status()[row];
-    const uint32_t generation = generation_of(word.load(std::memory_order_acquire));
+    RowCopy one(store_, request_.rows[i], request_.generations[i]);
+    while (one.begin()) {
+      copy(i);
+      if (!one.whole()) continue;
+      request_.torn[i] = 0;
+      return true;
+    }
     request_.torn[i] = 1;
-    if (generation != request_.generations[i] || (generation & 1) == 0) return false;  // stale: nothing to copy
+    return false;
+  }
+
+  void copy(size_t i) const {
+    const uint32_t row = request_.rows[i];
+    const RowStatus& status = store_.status()[row];
     // Acquire: an open row's steps are written before they are counted.
     const uint32_t length = std::min(status.length.load(std::memory_order_acquire), store_.header().max_length);
     // The steps [start, start + count) of the row go to [at, at + count) of the batch.
@@ -108,11 +117,6 @@ class Gather {
     if (!request_.starts.empty()) request_.starts[i] = static_cast<int32_t>(start);
     if (!request_.lengths.empty()) request_.lengths[i] = static_cast<int32_t>(length);
     if (!request_.versions.empty()) request_.versions[i] = status.version.load(std::memory_order_relaxed);
-    // Everything above was read before the word is read again; a writer changes the word first.
-    std::atomic_thread_fence(std::memory_order_acquire);
-    const bool whole = generation_of(word.load(std::memory_order_relaxed)) == generation;
-    request_.torn[i] = !whole;
-    return whole;
   }
 
   const Store& store_;

@@ -49,12 +49,8 @@ uint64_t batch_bytes(const Store& store, const FetchRequest& request);
 // Bytes of one row of a field in a batch of such windows (0: whole rows).
 uint64_t fetched_row_bytes(const Store& store, uint32_t field, uint32_t window);
 
-// One field of rows to be written: row i's steps start at data + i * row_bytes.
-struct InsertField {
-  uint32_t field;
-  const std::byte* data;
-  uint64_t row_bytes;
-};
+// One field of rows to be written.
+using InsertField = FieldSource;
 
 // Copies into blocks this process has allocated. `lengths` in steps, empty: whole blocks. `threads` 0: the default.
 void fill(const Store& store, std::span<const uint32_t> rows, std::span<const InsertField> fields,

@@ -15,6 +15,8 @@
 
 #include "base/buffer_pool.h"
 #include "base/deadline.h"
+#include "base/errors.h"
+#include "base/interruption.h"
 #include "store/store.h"
 
 namespace geartrain {
@@ -53,7 +55,24 @@ nb::object to_numpy(std::vector<T>&& values) {
 class Unlocked {
  public:
   Unlocked() : interpreter_lived_(Py_IsInitialized() != 0), state_(PyEval_SaveThread()) {}
-  ~Unlocked() {
+  ~Unlocked() { lock(); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+  // act() with the GIL, which must not throw.
+  template <typename Act>
+  decltype(auto) locked(Act&& act) const {
+    struct Locked {
+      const Unlocked& unlocked;
+      explicit Locked(const Unlocked& of) : unlocked(of) { unlocked.lock(); }
+      ~Locked() { PyEval_SaveThread(); }
+    };
+    const Locked lock(*this);
+    return std::forward<Act>(act)();
+  }
+
+ private:
+  void lock() const {
     // Where the interpreter was ending already, this is the thread that ends it.
     if (interpreter_lived_ && Py_IsInitialized() == 0) sleep_for_ever();
     try {
@@ -62,10 +81,6 @@ class Unlocked {
       sleep_for_ever();  // never left, for the exception cannot be swallowed
     }
   }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-
- private:
   [[noreturn]] static void sleep_for_ever() {
     for (;;) ::pause();
   }
@@ -109,10 +124,32 @@ bool patiently(double timeout_s, Wait&& wait) {
   }
 }
 
-// An entry of a dict of options, or the default.
+// work() without the GIL, whose waits are Interruption's: Python's signals are checked meanwhile.
+template <typename Work>
+decltype(auto) interruptibly(Work&& work) {
+  struct Interrupted {};  // the error is Python's, of this thread
+  try {
+    const Unlocked unlocked;
+    const Interruption interruption([&unlocked] {
+      if (unlocked.locked([] { return PyErr_CheckSignals(); }) != 0) throw Interrupted();
+    });
+    return std::forward<Work>(work)();
+  } catch (const Interrupted&) {
+    throw nb::python_error();
+  }
+}
+
+// An entry of a dict of options, or the default. Throws schema for a value that is not one.
 template <typename T>
 T item(const nb::dict& options, const char* name, T otherwise) {
-  return options.contains(name) ? nb::cast<T>(options[name]) : otherwise;
+  if (!options.contains(name)) return otherwise;
+  const nb::object given = options[name];
+  try {
+    return nb::cast<T>(given);
+  } catch (const nb::cast_error&) {
+    const std::string found = nb::repr(given).c_str();
+    fail(ErrorKind::schema, name, " cannot be ", found.substr(0, 100));
+  }
 }
 
 // One pooled buffer that several arrays share, 64-byte aligned each; it returns to the pool with the last of them.

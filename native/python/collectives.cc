@@ -200,8 +200,7 @@ void bind_collectives(nb::module_& module) {
       .def_prop_ro("address", [](const PythonGroup& group) { return group.group().address(); })
       .def("connect",
            [](PythonGroup& group, const std::vector<std::string>& addresses, double timeout_s) {
-             const Unlocked unlocked;
-             group.group().connect(addresses, Deadline::after(timeout_s));
+             interruptibly([&] { group.group().connect(addresses, Deadline::after(timeout_s)); });
            })
       .def("all_reduce", &all_reduce, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg("keep").none())

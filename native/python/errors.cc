@@ -64,7 +64,9 @@ void translate(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
   } catch (const Error& error) {
-    const nb::object type = nb::module_::import_("geartrain.errors").attr(error_class(error.kind));
+    const bool nobody = dynamic_cast<const NobodyListens*>(&error) != nullptr;
+    const char* const name = nobody ? "ListenerGoneError" : error_class(error.kind);
+    const nb::object type = nb::module_::import_("geartrain.errors").attr(name);
     PyErr_SetString(type.ptr(), error.what());
   }
 }

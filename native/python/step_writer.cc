@@ -41,6 +41,18 @@ class Recorder {
     scalars_.resize(values_.size() + 2 * observations_.size() + 3);
   }
 
+  // Rows that are not published go back, whatever has kept Python from saying so: a signal's handler may raise
+  // anywhere.
+  ~Recorder() {
+    try {
+      abandon();
+    } catch (...) {
+      // The lock was not to be had, or the interpreter is ending: they come back with the process.
+    }
+  }
+  Recorder(const Recorder&) = delete;
+  Recorder& operator=(const Recorder&) = delete;
+
   nb::object step(nb::handle observation, nb::handle values, nb::handle terminated, nb::handle truncated,
                   nb::handle final, nb::handle mask, int64_t version, bool admitted) {
     const Use use(*this);

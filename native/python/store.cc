@@ -31,7 +31,8 @@ std::vector<FieldSpec> specs_of(const std::vector<FieldTuple>& fields) {
 uint64_t segment_bytes(const std::vector<FieldTuple>& fields, uint64_t capacity, int remover, bool step_priorities) {
   StoreOptions options;
   options.capacity = capacity;
-  options.remover = static_cast<Remover>(remover);
+  options.remover = remover_of(static_cast<uint32_t>(remover));
+  options.remover_field = remover_field_of(static_cast<uint32_t>(remover));
   options.step_priorities = step_priorities;
   std::vector<FieldRecord> records;
   return plan_segment(specs_of(fields), options, &records).segment_bytes;
@@ -39,7 +40,8 @@ uint64_t segment_bytes(const std::vector<FieldTuple>& fields, uint64_t capacity,
 
 uint64_t rows_of_bytes(const std::vector<FieldTuple>& fields, uint64_t bytes, int remover, bool step_priorities) {
   StoreOptions options;
-  options.remover = static_cast<Remover>(remover);
+  options.remover = remover_of(static_cast<uint32_t>(remover));
+  options.remover_field = remover_field_of(static_cast<uint32_t>(remover));
   options.step_priorities = step_priorities;
   return rows_within(specs_of(fields), options, bytes);
 }
@@ -52,7 +54,8 @@ std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTu
   StoreOptions options;
   options.capacity = capacity;
   options.max_rows = max_rows;
-  options.remover = static_cast<Remover>(remover);
+  options.remover = remover_of(static_cast<uint32_t>(remover));
+  options.remover_field = remover_field_of(static_cast<uint32_t>(remover));
   options.max_times_sampled = max_times_sampled;
   options.max_age_ns = max_age_ns;
   options.priority_fraction_bits = priority_fraction_bits;
@@ -192,6 +195,8 @@ nb::dict layout(const Store& store) {
   out["sequence"] = offsetof(RowStatus, sequence);
   out["version"] = offsetof(RowStatus, version);
   out["length"] = offsetof(RowStatus, length);
+  out["inserted_at_ns"] = offsetof(RowStatus, inserted_at_ns);
+  out["content_numbers"] = (h.required_features & kContentNumbers) != 0;
   nb::list columns;
   for (uint32_t i = 0; i < h.field_count; ++i) {
     columns.append(nb::make_tuple(store.fields()[i].offset, store.fields()[i].stride));
@@ -263,6 +268,20 @@ nb::tuple insert_sources(Store& store, size_t n, const std::vector<std::pair<uin
     insert(store, fields, {view(lengths), view(priorities), view(versions)}, threads, rows, generations);
   });
   return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
+}
+
+// Writes fields of rows in place; arrays as those of an insert.
+uint64_t rewrite(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                 const std::vector<std::pair<uint32_t, AnyConstArray>>& sources,
+                 const std::optional<In<uint32_t>>& starts, const std::optional<In<uint32_t>>& lengths) {
+  const size_t n = rows.size();
+  std::vector<FieldSource> fields;
+  for (const auto& [field, array] : sources) {
+    fields.push_back({field, static_cast<const std::byte*>(array.data()), n == 0 ? 0 : array.nbytes() / n});
+  }
+  if (n == 0) return 0;
+  return released(store,
+                  [&] { return store.rewrite(view(rows), view(generations), fields, view(starts), view(lengths)); });
 }
 
 void check_pairs(const In<uint32_t>& rows, const In<uint32_t>& generations) {
@@ -478,6 +497,8 @@ void bind_store(nb::module_& module) {
       .def("abandon_one", [](Store& s, uint32_t row) { return released(s, [&] { return s.abandon({&row, 1}); }); })
       .def("insert", &insert_sources, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(),
            nb::arg("priorities").none(), nb::arg("versions").none(), nb::arg("threads"))
+      .def("rewrite", &rewrite, nb::arg("rows"), nb::arg("generations"), nb::arg("sources"), nb::arg("starts").none(),
+           nb::arg("lengths").none())
       .def("update_priorities", &update_priorities)
       .def("update_step_priorities", &update_step_priorities)
       .def("step_priorities", &step_priorities)

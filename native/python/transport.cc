@@ -22,6 +22,8 @@
 namespace geartrain {
 namespace {
 
+constexpr double kCancelTimeoutS = 0.1;  // for a peer to take a cancellation
+
 // The same for waits that throw timed_out.
 template <typename Wait>
 void patiently_or_throw(double timeout_s, Wait&& wait) {
@@ -78,8 +80,7 @@ std::unique_ptr<Listener> listen(const nb::dict& options, const std::string& hos
 
 std::shared_ptr<Connection> connect_to(const std::string& address, const nb::dict& given, double timeout_s) {
   const Options options = options_from(given);
-  const Unlocked unlocked;
-  return connect(address, options, Deadline::after(timeout_s));
+  return interruptibly([&] { return connect(address, options, Deadline::after(timeout_s)); });
 }
 
 void send(Connection& connection, uint64_t tag, uint32_t kind, const Payload& payload, double timeout_s) {
@@ -181,7 +182,9 @@ Arrived* wait_for_answer(PendingCalls& calls, uint64_t tag, double timeout_s) {
   return arrived.release();
 }
 
-Arrived* call(PendingCalls& calls, uint32_t kind, const Payload& payload, double timeout_s) {
+// A call whose caller does not wait for it any more, for a signal's handler has raised, is cancelled by a message of
+// the kind `cancel`.
+Arrived* call(PendingCalls& calls, uint32_t kind, const Payload& payload, double timeout_s, uint32_t cancel) {
   auto arrived = std::make_unique<Arrived>();
   const Deadline deadline = Deadline::after(timeout_s);
   uint64_t tag = 0;
@@ -192,6 +195,17 @@ Arrived* call(PendingCalls& calls, uint32_t kind, const Payload& payload, double
       sent = true;
       calls.wait(tag, &arrived->message, slice);
     });
+  } catch (const nb::python_error&) {
+    if (tag != 0) {
+      const Unlocked unlocked;
+      calls.forget(tag);
+      try {
+        calls.notify(tag, cancel, {}, Deadline::after(kCancelTimeoutS));
+      } catch (const Error&) {
+        // It is lost, or takes nothing: then it ends the call at its deadline.
+      }
+    }
+    throw;
   } catch (...) {
     if (tag != 0) calls.forget(tag);
     throw;
@@ -262,6 +276,7 @@ void bind_transport(nb::module_& module) {
       .def("ready", &PendingCalls::ready)
       .def("detach", &PendingCalls::detach)
       .def("forget", &PendingCalls::forget)
+      .def("drop", &PendingCalls::drop)
       .def("next_detached",
            [](PendingCalls& calls, double timeout_s) {
              auto arrived = std::make_unique<Arrived>();

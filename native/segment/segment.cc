@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/convert.h"
 #include "base/errors.h"
 #include "segment/sum_tree.h"
 
@@ -74,6 +75,16 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
   if (fields.empty() || fields.size() > kMaxFields) {
     fail(ErrorKind::schema, "a store has 1 to ", kMaxFields, " fields, found ", fields.size());
   }
+  if (options.remover == Remover::lowest_value || options.remover == Remover::highest_value) {
+    if (options.remover_field >= fields.size()) fail(ErrorKind::schema, "the remover goes by a field that is none");
+    const FieldSpec& field = fields[options.remover_field];
+    if (field.timed || !field.shape.empty() || conversion(field.dtype, 13) == nullptr) {
+      fail(ErrorKind::schema, "the remover goes by one number a row, of integers, float32 or float64; '", field.name,
+           "' is something else");
+    }
+  } else if (options.remover_field != 0) {
+    fail(ErrorKind::schema, "this remover goes by no field");
+  }
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
   header.format_version = kFormatVersion;
@@ -83,7 +94,8 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
   header.max_age_ns = options.max_age_ns;
   header.max_times_sampled = options.max_times_sampled;
   header.priority_fraction_bits = options.priority_fraction_bits;
-  header.remover = static_cast<uint32_t>(options.remover);
+  header.remover = static_cast<uint32_t>(options.remover) | options.remover_field << 8;
+  if (options.content_numbers) header.required_features |= kContentNumbers;
   header.persist = options.persist;
   header.max_clients = kMaxClients;
   header.fanout = kFanout;

@@ -46,6 +46,12 @@
 // store of its odd word; whatever a killed process had done before that is undone. A commit of several rows takes
 // effect with the one store of PendingCommit::first, and is completed by whoever rebuilds: all of them or none.
 //
+// Content. The bytes of a committed row stay what they are while its generation does, unless they are written in place
+// (Store::rewrite): the row's `content` number is odd meanwhile, and another even one afterwards. It is the time of the
+// commit, whose lowest bit is given up for it: one write in place moves it by two nanoseconds, and the row counts as
+// changed for whoever compares. Readers take it before and after a copy. Written under the lock; a row whose number is
+// found odd by a rebuild was lost with its writer, and is freed. Only in segments with kContentNumbers.
+//
 // Journals. Before a client changes step words without the lock it notes their leaves, and the lock's holder the rows
 // whose step words it is about to change; both are struck out when the sums above them are right again. So after a
 // death only what the dead had noted is set right, however many steps there are.
@@ -82,10 +88,27 @@ constexpr uint64_t kMaxRows = 0xfffffff0u;  // rows are 32-bit numbers
 constexpr uint32_t kNoRow = 0xffffffffu;
 constexpr uint32_t kNoClient = 0xffffffffu;
 constexpr uint64_t kBlockAlignment = 64;
-constexpr uint64_t kStepPriorities = 1;               // required_features: every step has a priority of its own
-constexpr uint64_t kKnownFeatures = kStepPriorities;  // bits of required_features this build understands
+constexpr uint64_t kStepPriorities = 1;  // required_features: every step has a priority of its own
+constexpr uint64_t kContentNumbers = 2;  // required_features: a reader has to look at the rows' content numbers
+constexpr uint64_t kKnownFeatures = kStepPriorities | kContentNumbers;  // bits this build understands
 
-enum class Remover : uint32_t { fifo = 0, lifo = 1, lowest_priority = 2 };
+// The remover is the low byte of Header::remover; above it, for those that go by a field, the field's number.
+enum class Remover : uint32_t {
+  fifo = 0,
+  lifo = 1,
+  lowest_priority = 2,
+  least_recently_sampled = 3,
+  most_sampled = 4,
+  lowest_value = 5,   // of a field that a row has once
+  highest_value = 6,  // likewise
+};
+constexpr uint32_t kRemovers = 7;
+constexpr Remover remover_of(uint32_t stored) {
+  return static_cast<Remover>(stored & 0xff);
+}
+constexpr uint32_t remover_field_of(uint32_t stored) {
+  return stored >> 8;
+}
 enum class RowState : uint8_t { free = 0, writing = 1, committed = 2, exhausted = 3, open = 4 };
 
 enum RegionId : uint32_t {
@@ -219,12 +242,14 @@ static_assert(sizeof(PendingCommit) == 16);
 struct RowStatus {
   std::atomic<uint64_t> sequence;  // 1, 2, 3, ... in the order of commits
   std::atomic<int64_t> version;
-  std::atomic<uint64_t> inserted_at_ns;  // wall clock
+  std::atomic<uint64_t> inserted_at_ns;  // wall clock; its lowest bits are the content number
   std::atomic<uint32_t> length;
   std::atomic<uint32_t> times_sampled;
   uint32_t previous, next;  // in the one list the row is on: free queue, order list or a client's held list
-  uint32_t heap_slot;       // before the row is in the heap: the priority that it gets (PendingCommit)
-  uint16_t owner;           // client slot, while writing, open or exhausted
+  // Before the row is in the heap: the priority that it gets (PendingCommit); with least_recently_sampled, afterwards:
+  // when it was sampled last.
+  uint32_t heap_slot;
+  uint16_t owner;  // client slot, while writing, open or exhausted
   RowState state;
   uint8_t mark;  // scratch of the lock's holder
 };
@@ -270,6 +295,8 @@ struct StoreOptions {
   uint32_t priority_fraction_bits = 16;
   bool step_priorities = false;
   Remover remover = Remover::fifo;
+  uint32_t remover_field = 0;
+  bool content_numbers = true;
   bool persist = false;
   bool reserve = true;
   Trust trust = Trust::user;

@@ -1,7 +1,6 @@
 #include "segment/validate.h"
 
 #include <cstring>
-#include <sstream>
 #include <string_view>
 
 #include "base/errors.h"
@@ -12,13 +11,6 @@ namespace {
 // Bytes of an element by dtype code, schema.py's DTYPES; 0: no such type.
 constexpr uint8_t kItemBytes[] = {0, 1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1, 1};
 constexpr uint32_t kMaxAxis = 0x7fffffffu;
-
-template <typename... Parts>
-std::string joined(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
-}
 
 // Whether the bytes are text that Python can show: UTF-8 without surrogates or overlong forms.
 bool is_utf8(std::string_view text) {
@@ -98,14 +90,16 @@ Geometry checked_geometry(const std::byte* base, uint64_t bytes, const std::stri
     specs.push_back(spec_of(record));
     if (specs.back().name.empty()) refuse("field ", specs.size() - 1, " of its schema is none (name, dtype or shape)");
   }
-  if (header.remover > static_cast<uint32_t>(Remover::lowest_priority)) refuse("its remover is none");
+  if ((header.remover & 0xff) >= kRemovers) refuse("its remover is none");
   StoreOptions options;
   options.capacity = header.capacity;
   options.max_rows = header.max_rows;
   options.max_age_ns = header.max_age_ns;
   options.max_times_sampled = header.max_times_sampled;
   options.priority_fraction_bits = header.priority_fraction_bits;
-  options.remover = static_cast<Remover>(header.remover);
+  options.remover = remover_of(header.remover);
+  options.remover_field = remover_field_of(header.remover);
+  options.content_numbers = (header.required_features & kContentNumbers) != 0;
   options.persist = header.persist != 0;
   options.step_priorities = (header.required_features & kStepPriorities) != 0;
   std::vector<FieldRecord> records;
@@ -130,15 +124,15 @@ std::string damaged_ends(const Control& control, const Client* clients, uint64_t
                                    {control.free_tail, "free queue"},
                                    {control.order_head, "order list"},
                                    {control.order_tail, "order list"}}) {
-    if (!is_end(row, capacity)) return joined("its ", which, " ends in row ", row, " of ", capacity);
+    if (!is_end(row, capacity)) return message_of({"its ", which, " ends in row ", row, " of ", capacity});
   }
   for (const uint64_t count : {control.free_count, control.writing_count, control.exhausted_count, control.open_count,
                                control.committed_count.load(), uint64_t{control.heap_count}}) {
-    if (count > capacity) return joined("it counts ", count, " rows of ", capacity);
+    if (count > capacity) return message_of({"it counts ", count, " rows of ", capacity});
   }
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
     if (clients[slot].in_use != 0 && !is_end(clients[slot].held, capacity)) {
-      return joined("client ", slot, " holds row ", clients[slot].held, " of ", capacity);
+      return message_of({"client ", slot, " holds row ", clients[slot].held, " of ", capacity});
     }
   }
   return {};
@@ -152,7 +146,7 @@ std::string damaged_lists(const Control& control, const Client* clients, const R
     uint32_t previous = kNoRow;
     for (uint32_t row = clients[slot].held; row != kNoRow; row = rows[row].next) {
       if (row >= capacity || ++held > capacity || rows[row].owner != slot || rows[row].previous != previous) {
-        return joined("the rows that client ", slot, " holds are no list");
+        return message_of({"the rows that client ", slot, " holds are no list"});
       }
       previous = row;
     }
@@ -182,6 +176,16 @@ bool is_robust_mutex(const pthread_mutex_t& mutex) {
   return mutex.__data.__kind == expected;
 #else
   return true;
+#endif
+}
+
+bool lock_owner_died(const pthread_mutex_t& mutex) {
+#if defined(__GLIBC__)
+  constexpr unsigned kOwnerDied = 0x40000000;  // FUTEX_OWNER_DIED of <linux/futex.h>
+  return (static_cast<unsigned>(__atomic_load_n(&mutex.__data.__lock, __ATOMIC_RELAXED)) & kOwnerDied) != 0;
+#else
+  static_cast<void>(mutex);  // found when somebody takes the lock
+  return false;
 #endif
 }
 

@@ -36,6 +36,8 @@ std::string damaged_lists(const Control& control, const Client* clients, const R
 
 // Whether the lock is one that processes share and that survives their deaths, as a new segment's is.
 bool is_robust_mutex(const pthread_mutex_t& mutex);
+// Whether a process died in the lock and nobody has taken it since: the kernel marks the word.
+bool lock_owner_died(const pthread_mutex_t& mutex);
 // Makes it one. Nobody may hold it.
 void init_robust_mutex(pthread_mutex_t* mutex);
 

@@ -1,6 +1,13 @@
 // Removal of rows: by key, by age, or by the remover to make room.
 
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <vector>
+
 #include "base/clock.h"
+#include "base/convert.h"
 #include "base/errors.h"
 #include "store/remover_heap.h"
 #include "store/store.h"
@@ -54,24 +61,29 @@ uint64_t Store::expire_locked(Sums& sums, uint64_t now_ns) {
 
 // --- priorities and checks ---------------------------------------------------------------------------------------
 
+namespace {
+
+// A 64th of the rows is ranked away at a time, so that an insert pays for looking at 64 rows.
+constexpr uint64_t kRankedShare = 64;
+
+bool ranks(Remover remover) {
+  return remover != Remover::fifo && remover != Remover::lifo && remover != Remover::lowest_priority;
+}
+
+}  // namespace
+
 uint32_t Store::victim() const {
   const Control& c = control();
-  uint32_t victim = kNoRow;
-  switch (static_cast<Remover>(header().remover)) {
-    case Remover::fifo:
-      victim = c.order_head;
-      break;
-    case Remover::lifo:
-      victim = c.order_tail;
-      break;
-    case Remover::lowest_priority:
-      victim = Heap(*this).top();
-      break;
-  }
-  return victim;
+  const Remover remover = remover_of(header().remover);
+  return remover == Remover::fifo ? c.order_head : remover == Remover::lifo ? c.order_tail : Heap(*this).top();
 }
 
 bool Store::evict_one(Sums& sums) {
+  if (ranks(remover_of(header().remover))) {
+    if (control().order_head == kNoRow) return false;
+    evict_worst(sums, 1);
+    return true;
+  }
   const uint32_t row = victim();
   if (row == kNoRow) return false;
   if (status()[row].state != RowState::committed) fail_damaged("the remover was led to row", row);
@@ -82,7 +94,12 @@ bool Store::evict_one(Sums& sums) {
 }
 
 size_t Store::take_victims(Sums& sums, std::span<uint32_t> rows) {
-  const auto remover = static_cast<Remover>(header().remover);
+  const Remover remover = remover_of(header().remover);
+  if (ranks(remover)) {
+    evict_worst(sums, rows.size());
+    take_free_rows(rows);
+    return rows.size();
+  }
   if (remover != Remover::fifo) {
     rows[0] = victim();
     if (rows[0] == kNoRow || status()[rows[0]].state != RowState::committed) {
@@ -108,6 +125,54 @@ size_t Store::take_victims(Sums& sums, std::span<uint32_t> rows) {
   c.committed_count.store(committed_count() - rows.size(), kRelaxed);
   count(c.counters.evicted, rows.size());
   return rows.size();
+}
+
+void Store::evict_worst(Sums& sums, size_t needed) {
+  struct Candidate {
+    double score;
+    uint64_t sequence;
+    uint32_t row;
+    bool operator<(const Candidate& other) const {
+      return score != other.score ? score < other.score : sequence < other.sequence;
+    }
+  };
+  const Remover remover = remover_of(header().remover);
+  const uint32_t field = remover_field_of(header().remover);
+  const auto now = static_cast<uint32_t>(samples_so_far());
+  const Conversion as_double = remover == Remover::lowest_value || remover == Remover::highest_value
+                                   ? conversion(fields()[field].dtype, 13)
+                                   : nullptr;
+  const auto score = [&](uint32_t row) -> double {
+    RowStatus& s = status()[row];
+    if (remover == Remover::least_recently_sampled) {
+      // Modulo 2^32, as the time is kept: no row waits for four billion samples.
+      return -static_cast<double>(now - std::atomic_ref<uint32_t>(s.heap_slot).load(kRelaxed));
+    }
+    if (remover == Remover::most_sampled) return -static_cast<double>(s.times_sampled.load(kRelaxed));
+    double value = 0;
+    as_double(reinterpret_cast<std::byte*>(&value), block(field, row), 1);
+    if (std::isnan(value)) return -std::numeric_limits<double>::infinity();
+    return remover == Remover::lowest_value ? value : -value;
+  };
+  std::vector<Candidate> candidates;
+  candidates.reserve(removable_count());
+  for (uint32_t row = 0; row < header().capacity; ++row) {
+    const RowStatus& s = status()[row];
+    if (s.state == RowState::committed) candidates.push_back({score(row), s.sequence.load(kRelaxed), row});
+  }
+  if (candidates.size() < needed) fail_damaged("fewer rows are committed than the count says:", candidates.size());
+  const size_t n = std::min<size_t>(candidates.size(), std::max<size_t>(needed, candidates.size() / kRankedShare));
+  std::partial_sort(candidates.begin(), candidates.begin() + static_cast<ptrdiff_t>(n), candidates.end());
+  for (size_t i = 0; i < n; ++i) {
+    retire(sums, candidates[i].row);
+    put_free_row(candidates[i].row);
+  }
+  count(control().counters.evicted, n);
+}
+
+void Store::note_sampled(uint32_t row, uint64_t samples) const {
+  if (remover_of(header().remover) != Remover::least_recently_sampled) return;
+  std::atomic_ref<uint32_t>(status()[row].heap_slot).store(static_cast<uint32_t>(samples), kRelaxed);
 }
 
 void Store::retire(Sums& sums, uint32_t row) {

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -18,24 +17,6 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kLastSequence = uint64_t{1} << 63;  // leaves room for commits for ever
-
-template <typename... Parts>
-std::string sentence(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
-}
-
-// Whether a process died in the lock and nobody has taken it since: the kernel marks the word.
-bool lock_owner_died(const pthread_mutex_t& mutex) {
-#if defined(__GLIBC__)
-  constexpr unsigned kOwnerDied = 0x40000000;  // FUTEX_OWNER_DIED of <linux/futex.h>
-  return (static_cast<unsigned>(__atomic_load_n(&mutex.__data.__lock, __ATOMIC_RELAXED)) & kOwnerDied) != 0;
-#else
-  static_cast<void>(mutex);  // found when somebody takes the lock
-  return false;
-#endif
-}
 
 }  // namespace
 
@@ -88,7 +69,7 @@ uint32_t Store::reap_locked() {
 void Store::reclaim(uint32_t slot) {
   Client& gone = client(slot);
   Counters& counters = control().counters;
-  const uint64_t now_ns = wall_ns();
+  const uint64_t now_ns = commit_time();
   for (uint64_t held = 0; gone.held != kNoRow; ++held) {
     const uint32_t row = gone.held;
     if (held == header().capacity || status()[row].owner != slot) fail_damaged("a client is said to hold row", row);
@@ -183,8 +164,15 @@ void Store::rebuild_locked(Steps steps) {
       ++finished;
       if (per_step()) doubt.rows.push_back(row);
     }
-    const uint64_t word = words()[row].load(kRelaxed);
+    uint64_t word = words()[row].load(kRelaxed);
     const bool owner_alive = s.owner < kMaxClients && alive[s.owner];
+    if ((content_number(row) & 1) != 0) {  // its writer died while it wrote in place
+      s.inserted_at_ns.fetch_add(1, kRelaxed);
+      if (is_committed(word) && s.state == RowState::committed) {
+        word = make_word(generation_of(word) + 1, 0);
+        words()[row].store(word, kRelaxed);  // its state makes it one that was reclaimed, below
+      }
+    }
     if (is_committed(word) && s.state != RowState::exhausted) {
       if (s.state == RowState::open && owner_alive) {
         hold(row, s.owner, RowState::open);
@@ -259,7 +247,7 @@ std::vector<std::string> Store::audit() {
   Control& c = control();
   std::vector<std::string> problems;
   const auto wrong = [&](const auto&... parts) {
-    if (problems.size() < 20) problems.push_back(sentence(parts...));
+    if (problems.size() < 20) problems.push_back(message_of({parts...}));
   };
   // Priority writers stay out while their sums are compared. Nothing is changed, so that an audit that cannot be
   // finished owes nobody a rebuild; a mark that somebody else leaves meanwhile (fail_damaged) stays.
@@ -383,10 +371,11 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence, s
       continue;
     }
     s.sequence.store(from.sequence, kRelaxed);
-    s.inserted_at_ns.store(from.inserted_at_ns, kRelaxed);
+    s.inserted_at_ns.store(from.inserted_at_ns & ~(content_mask_ & 1), kRelaxed);
     s.version.store(from.version, kRelaxed);
     s.length.store(from.length, kRelaxed);
     s.times_sampled.store(from.times_sampled, kRelaxed);
+    note_sampled(from.row, samples_so_far());
     s.state = RowState::committed;
     if (per_step()) {
       sums.begin(from.row);

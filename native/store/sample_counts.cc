@@ -11,11 +11,15 @@ void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32
   ensure_client();
   check_rows(rows);
   uint64_t counted = 0;
+  const uint64_t now = samples_so_far() + rows.size();
   const uint32_t limit = header().max_times_sampled;
   if (limit == 0) {
     for (size_t i = 0; i < rows.size(); ++i) {
       taken[i] = generation_of(words()[rows[i]].load(kRelaxed)) == generations[i];
-      if (taken[i] != 0) status()[rows[i]].times_sampled.fetch_add(1, kRelaxed);
+      if (taken[i] != 0) {
+        status()[rows[i]].times_sampled.fetch_add(1, kRelaxed);
+        note_sampled(rows[i], now);
+      }
       counted += taken[i];
     }
   } else {
@@ -28,6 +32,7 @@ void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32
       taken[i] = generation_of(word) == generations[i] && is_committed(word) && s.state == RowState::committed;
       if (taken[i] == 0) continue;
       ++counted;
+      note_sampled(row, now);
       if (s.times_sampled.fetch_add(1, kRelaxed) + 1 < limit) continue;
       // The last sample: no longer selectable, but readable under its generation until release_exhausted.
       if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).erase(row);

@@ -18,6 +18,7 @@
 
 #include "base/clock.h"
 #include "base/errors.h"
+#include "base/timed_lock.h"
 
 namespace geartrain {
 namespace {
@@ -28,22 +29,6 @@ constexpr double kCallsEndS = 60;
 constexpr double kExitTimeoutS = 1;
 
 std::atomic<void (*)(Store&)> the_closer{nullptr};
-
-int lock_within(pthread_mutex_t* mutex, double timeout_s) {
-#if defined(__SANITIZE_THREAD__)
-  constexpr clockid_t kClock = CLOCK_REALTIME;  // ThreadSanitizer only knows the call that waits by this clock
-#else
-  constexpr clockid_t kClock = CLOCK_MONOTONIC;
-#endif
-  const uint64_t deadline = clock_ns(kClock) + static_cast<uint64_t>(timeout_s * 1e9);
-  const struct timespec until{static_cast<time_t>(deadline / 1'000'000'000u),
-                              static_cast<long>(deadline % 1'000'000'000u)};
-#if defined(__SANITIZE_THREAD__)
-  return ::pthread_mutex_timedlock(mutex, &until);
-#else
-  return ::pthread_mutex_clocklock(mutex, kClock, &until);
-#endif
-}
 
 }  // namespace
 
@@ -126,6 +111,7 @@ void Store::bind_trees() {
   priority_tree_ = PriorityTree(words(), region<std::atomic<uint64_t>>(kPriorityNodesRegion), rows);
   bit_tree_ = BitTree(region<std::atomic<uint64_t>>(kBitsRegion), region<std::atomic<uint64_t>>(kBitNodesRegion),
                       (rows + 63) / 64);
+  content_mask_ = (header().required_features & kContentNumbers) != 0 ? ~uint64_t{0} : 0;
   if (per_step()) {
     step_tree_ = PriorityTree(region<std::atomic<uint64_t>>(kStepWordsRegion),
                               region<std::atomic<uint64_t>>(kStepNodesRegion), rows * header().max_length);
@@ -380,7 +366,7 @@ RowInfo Store::info(uint32_t row) const {
   const uint64_t word = words()[row].load(std::memory_order_acquire);
   return {s.sequence,
           s.version.load(std::memory_order_relaxed),
-          s.inserted_at_ns,
+          s.inserted_at_ns.load(std::memory_order_relaxed) & ~(content_mask_ & 1),
           generation_of(word),
           priority_of(word),
           s.length.load(std::memory_order_relaxed),

@@ -115,6 +115,13 @@ struct RowChanges {
   std::span<const double> extend_priorities = {};  // of the new steps, where steps have priorities
 };
 
+// Steps of one field for several rows: row i's are at data + i * row_bytes.
+struct FieldSource {
+  uint32_t field;
+  const std::byte* data;
+  uint64_t row_bytes;
+};
+
 // A copy of one row's metadata.
 struct RowInfo {
   uint64_t sequence;
@@ -208,6 +215,15 @@ class Store final : public OpenStore {
   // Publishes, commits, extends, seals and abandons under one lock: what any of these would refuse is refused before
   // anything is changed. Rows that are published and committed are so together, as for commit.
   void apply(const RowChanges& changes);
+  // Writes new contents into committed rows, by key, in place: of each field without time its value, of the others the
+  // steps [starts[i], starts[i] + lengths[i]) of the row, as far as it goes. Empty: from the first step on, as many as
+  // there are in the source. Keys stay valid; whoever copies such a row meanwhile copies it again. Rows that are stale,
+  // or that their writer still extends, are skipped; returns how many. The lock is held for kRewritePiece bytes or one
+  // row at a time; a process killed inside costs the row it was at. Throws schema (fields, sizes, a start behind the
+  // longest row; a segment without content numbers).
+  uint64_t rewrite(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                   std::span<const FieldSource> fields, std::span<const uint32_t> starts,
+                   std::span<const uint32_t> lengths);
 
   // Commit's checks of the values for n rows, for callers that validate before they write.
   void check_values(size_t n, const CommitValues& values) const;
@@ -235,6 +251,14 @@ class Store final : public OpenStore {
   // The next commit gets this sequence number, or the one after the last commit's where that is larger: shards of one
   // population keep their commits in one order this way.
   void advance_sequence(uint64_t next);
+
+  // A row's content number, to be compared before and after a copy of it (segment.h); 0 where there is none.
+  uint64_t content_number(uint32_t row) const {
+    return status_.data()[row].inserted_at_ns.load(std::memory_order_relaxed) & content_mask_;
+  }
+  // Waits until it is even, for as long as for the lock; a writer that died is repaired after. False where it stays
+  // odd: its writer is stopped, or died and the segment is read-only, or the handle is being closed.
+  bool await_content(uint32_t row) const noexcept;
 
   // Deletes rows by key. Returns how many no longer existed.
   uint64_t remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
@@ -402,11 +426,16 @@ class Store final : public OpenStore {
   bool evict_one(Sums& sums);
   // Evicts one row or more for a caller who holds them next; returns how many. There have to be as many.
   size_t take_victims(Sums& sums, std::span<uint32_t> rows);
+  // For removers that order rows by what changes without the lock: ranks all of them, and evicts `needed` or a 64th.
+  void evict_worst(Sums& sums, size_t needed);
+  void note_sampled(uint32_t row, uint64_t samples) const;
+  uint64_t samples_so_far() const { return control().counters.sampled.load(kRelaxed); }
   void retire(Sums& sums, uint32_t row);  // a committed row: no longer selectable, on no list
   void make_unselectable(Sums& sums, uint32_t row);
   void free_spent(uint32_t row);  // an exhausted row: its last key is stale from here on
   uint64_t expire_locked(Sums& sums, uint64_t now_ns);
   void check_held(std::span<const uint32_t> rows, RowState state = RowState::writing) const;
+  uint64_t commit_time() const;
   void check_extended(std::span<const uint32_t> rows, std::span<const uint32_t> lengths) const;
   void enter(Sums& sums, const RowChanges::Entering& publish, const RowChanges::Entering& commit);
   void write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t sequence, uint64_t now_ns);
@@ -443,6 +472,7 @@ class Store final : public OpenStore {
   std::mutex given_up_mutex_;
   std::vector<uint32_t> given_up_;
   double lock_timeout_s_ = 10.0;
+  uint64_t content_mask_ = 0;  // all ones in segments with content numbers
   bool read_only_ = false;
   bool lost_in_fork_ = false;
   std::atomic<bool> keep_{false};

@@ -111,7 +111,7 @@ void Store::apply(const RowChanges& changes) {
     }
     s.length.store(lengths[i], std::memory_order_release);  // after the steps
   }
-  const uint64_t now_ns = seal.empty() ? 0 : wall_ns();
+  const uint64_t now_ns = seal.empty() ? 0 : commit_time();
   for (const uint32_t row : seal) seal_locked(row, now_ns);
   for (const uint32_t row : abandon) {
     unhold(row);
@@ -137,7 +137,7 @@ void Store::enter(Sums& sums, const RowChanges::Entering& publish, const RowChan
   Control& c = control();
   PendingCommit& pending = pending_commit();
   const size_t rows = publish.rows.size() + commit.rows.size();
-  const uint64_t first = c.next_sequence, now_ns = wall_ns();
+  const uint64_t first = c.next_sequence, now_ns = commit_time();
   // Advanced before any row has such a number, which no other row may ever get.
   c.next_sequence = first + rows;
   std::atomic_signal_fence(std::memory_order_release);
@@ -202,6 +202,10 @@ void Store::abandon(std::span<const uint32_t> rows) {
   }
 }
 
+uint64_t Store::commit_time() const {
+  return wall_ns() & ~(content_mask_ & 1);  // an even content number
+}
+
 void Store::write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t sequence, uint64_t now_ns) {
   RowStatus& s = status()[row];
   s.sequence.store(sequence, kRelaxed);
@@ -220,6 +224,7 @@ uint32_t Store::make_selectable(Sums& sums, uint32_t row) {
   words()[row].store(make_word(generation, of_row), std::memory_order_release);  // the commit takes effect here
   sums.priorities.add(row, of_row);
   set_bit(sums, row, true);
+  note_sampled(row, samples_so_far());
   return generation;
 }
 
@@ -242,6 +247,7 @@ bool Store::finish_pending(uint32_t row, RowStatus& s) {
     }
   }
   words()[row].store(make_word(generation, per_step() ? 0 : s.heap_slot), std::memory_order_release);
+  note_sampled(row, samples_so_far());
   return true;
 }
 

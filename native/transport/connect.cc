@@ -1,5 +1,7 @@
 // connect(): the providers in their order, until one works.
 
+#include <string_view>
+
 #include "base/errors.h"
 #include "transport/providers/provider.h"
 #include "transport/sideband/sideband.h"
@@ -42,6 +44,10 @@ std::shared_ptr<Connection> connect(const std::string& text, const Options& opti
   using Dial = std::shared_ptr<Connection> (*)(const Address&, const Options&, Deadline);
   constexpr Dial kDials[] = {dial_inproc, dial_shm, dial_tcp};
   std::vector<std::pair<std::string, std::string>> considered;
+  // Only TCP proves that nobody listens: names of Unix sockets are those of one network namespace. A listener that has
+  // no other address is taken to be of this one.
+  const char* const proves = address.tcp.empty() ? "shm" : "tcp";
+  bool nobody = false;
   for (size_t i = 0; i < kProviders.size(); ++i) {
     if (!options.transport.empty() && options.transport != kProviders[i].name) continue;
     try {
@@ -51,14 +57,15 @@ std::shared_ptr<Connection> connect(const std::string& text, const Options& opti
     } catch (const Error& error) {
       if (error.kind == ErrorKind::untrusted || error.kind == ErrorKind::timed_out) throw;
       considered.emplace_back(kProviders[i].name, error.what());
+      nobody |= std::string_view(kProviders[i].name) == proves && dynamic_cast<const NobodyListens*>(&error) != nullptr;
     }
   }
   std::string reasons;
   for (const auto& [name, reason] : considered) reasons += (reasons.empty() ? "" : "; ") + name + ": " + reason;
-  fail(ErrorKind::not_viable,
-       options.transport.empty() ? "no transport reaches the peer. "
-                                 : "the transport asked for does not reach the peer. ",
-       reasons);
+  const std::string what = options.transport.empty() ? "no transport reaches the peer. "
+                                                     : "the transport asked for does not reach the peer. ";
+  if (nobody) throw NobodyListens(what + reasons);
+  fail(ErrorKind::not_viable, what, reasons);
 }
 
 }  // namespace geartrain

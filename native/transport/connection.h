@@ -3,7 +3,6 @@
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -14,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/condition_variable.h"
 #include "base/deadline.h"
 #include "base/descriptor.h"
 #include "base/errors.h"
@@ -43,7 +43,7 @@ class Turn {
 
  private:
   std::mutex mutex_;
-  std::condition_variable free_;
+  ConditionVariable free_;
   bool taken_ = false;
   uint32_t waiting_ = 0;
 };

@@ -23,6 +23,8 @@
 #include <system_error>
 #include <thread>
 
+#include "base/condition_variable.h"
+#include "base/interruption.h"
 #include "transport/admission.h"
 #include "transport/providers/provider.h"
 
@@ -113,7 +115,10 @@ class Listener::Body {
         fail(ErrorKind::timed_out, "the listener's program accepted none of ", kMostAccepted,
              " connections before the deadline");
       }
-      accepted_.wait_for(lock, std::chrono::nanoseconds(deadline.left_ns()));
+      accepted_.wait_for(lock, std::chrono::nanoseconds(deadline.sooner(kInterruptionEveryS).left_ns()));
+      lock.unlock();
+      Interruption::check();
+      lock.lock();
     }
     if (closed_) fail(ErrorKind::peer_lost, why_closed_);
     ready_.push_back(std::move(theirs));
@@ -315,7 +320,7 @@ class Listener::Body {
   bool paused_ = false;  // the thread's
   Deadline pause_ = Deadline::after(0);
   std::mutex mutex_;
-  std::condition_variable arrived_, accepted_;
+  ConditionVariable arrived_, accepted_;
   std::deque<std::shared_ptr<Connection>> ready_;
   bool closed_ = false, gone_ = false;  // gone: the sockets are closed
   std::string why_closed_ = "the listener was closed";

@@ -11,7 +11,13 @@ The public names are these; each is documented where it is defined, and imported
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux" or sys.maxsize < 2**32:
+    raise ImportError(
+        f"geartrain needs 64-bit Linux; this is {sys.platform} with {sys.maxsize.bit_length() + 1}-bit Python"
+    )
 
 if TYPE_CHECKING:
     import geartrain.actors as actors

@@ -147,6 +147,10 @@ class PeerUnreachableError(PeerLostError, TransportError):
     """Nobody answers where a peer was: it died, or was never there; the message has every transport's reason."""
 
 
+class ListenerGoneError(TransportError):
+    """Nobody listens at the address: its host has refused the connection."""
+
+
 class UntrustedPeerError(PeerError, PermissionError):
     """The other side did not prove that it knows the secret, or something is only done between those who do."""
 

@@ -44,6 +44,57 @@ def all_fine(results: list[Any]) -> list[Any]:
     return results
 
 
+# --- what is refused at the door --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">i2", ">i8"])
+def test_an_array_of_the_other_byte_order_is_refused_not_summed_as_if_it_were_of_this_one(dtype: str) -> None:
+    with Group(0, 1) as group:
+        with pytest.raises(ArgumentError, match="byte order"):
+            group.all_reduce(np.ones(4, dtype))
+        with pytest.raises(ArgumentError):
+            group.all_reduce(memoryview(np.ones(4, dtype)))
+        assert group.all_reduce(np.ones(4, np.dtype(dtype).newbyteorder("="))).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank": -1},
+        {"rank": "a"},
+        {"rank": 1},
+        {"world_size": 0},
+        {"world_size": 1.5},
+        {"timeout_s": float("nan")},
+        {"timeout_s": -1},
+        {"epoch": -1},
+        {"reducers": [5]},
+        {"reducers": "127.0.0.1:1"},
+        {"window_bytes": -1},
+        {"window_bytes": float("nan")},
+    ],
+    ids=lambda options: "-".join(f"{name}-{value}" for name, value in options.items()),
+)
+def test_arguments_of_a_group_that_are_none_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError):
+        Group(**{"rank": 0, "world_size": 1, **options})
+
+
+def test_timeouts_of_a_group_and_a_reducer_are_numbers_of_seconds() -> None:
+    with Group(0, 1) as group, Reducer() as reducer:
+        work = group.all_reduce_async(np.ones(4, np.float32))
+        for timeout_s in (float("nan"), -1.0, "1", float("inf")):
+            for call in (work.wait, group.close, reducer.close):
+                with pytest.raises(ArgumentError, match="timeout_s"):
+                    call(timeout_s)  # type: ignore[operator]
+            with pytest.raises(ArgumentError, match="timeout_s"):
+                group.all_reduce(np.ones(4, np.float32), timeout_s=timeout_s)  # type: ignore[arg-type]
+        assert group.all_reduce(np.ones(4, np.float32)).tolist() == [1.0] * 4
+    for options in ({"max_groups": -1}, {"max_window_bytes": float("nan")}):
+        with pytest.raises(ArgumentError):
+            Reducer(**options)  # type: ignore[arg-type]
+
+
 # --- what is reduced --------------------------------------------------------------------------------------------------
 
 

@@ -125,6 +125,36 @@ def test_the_owner_must_be_one_who_is_trusted(file, user, group, mode, trusted):
                 open_shared(file, trust=trust)
 
 
+def _become_another_user() -> None:
+    os.setgroups([])
+    os.setgid(ANOTHER)
+    os.setuid(ANOTHER)
+
+
+@needs_root
+def test_a_store_of_another_user_is_refused_unless_all_are_trusted(names, fork):
+    fields = {"x": gt.Field((), "int64", per_row=True)}
+    theirs, mine = names(may_stay=True), names()
+
+    def another_user() -> None:
+        _become_another_user()
+        gt.Store.create(theirs, fields, capacity=4, persist=True).close()
+        for join in (gt.Store.open, gt.Store.peek):
+            with pytest.raises(UntrustedStoreError, match="belongs to user|Permission denied"):
+                join(mine)
+
+    with gt.Store.create(mine, fields, capacity=4):
+        assert os.waitstatus_to_exitcode(os.waitpid(fork(another_user), 0)[1]) == 0
+    for trust in ("user", "group"):
+        for join in (gt.Store.open, gt.Store.peek):
+            with pytest.raises(UntrustedStoreError, match=f"it belongs to user {ANOTHER}"):
+                join(theirs, trust=trust)
+    with gt.Store.open(theirs, trust="any") as store:
+        store.insert({"x": np.arange(2)})
+        assert store.audit() == []
+        store.unlink()
+
+
 @needs_root
 def test_users_share_a_store_when_both_say_so(names, fork):
     name = names(may_stay=True)

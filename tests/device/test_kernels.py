@@ -209,7 +209,10 @@ FIRST = [("cuda:90", "--gather"), ("cuda:90", "--select"), ("hip:gfx942", "--gat
 CACHE = Path(__file__).parents[2] / "build" / "triton"  # Triton compiles a kernel again when its source changes
 # What is compiled in one go.
 PARTS = {
-    "--gather": {"gather_rows_kernel", "count_steps_kernel", "read_lengths_kernel"},
+    "--gather": {
+        "gather_rows_kernel", "count_steps_kernel", "read_lengths_kernel", "read_contents_kernel",
+        "mark_written_kernel",
+    },
     "--select": {
         "any_row_kernel", "best_keys_kernel", "bid_kernel", "bits_kernel", "find_rows_kernel", "find_tiles_kernel",
         "settle_kernel", "take_kernel", "take_rows_kernel", "tile_keys_kernel", "tile_sums_kernel", "write_kernel",

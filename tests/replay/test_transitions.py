@@ -344,3 +344,11 @@ def test_over_ranks_views_are_refused(store_name):
                     gt.Replay(store, strategy, 2, group=group, **options)
 
         run_ranks(1, one)
+
+
+@pytest.mark.parametrize("name", ["truncated", "last"])
+def test_ends_that_are_no_bools_are_refused(name):
+    fields = recorded_fields({"obs": gt.Field((), "float32"), "reward": gt.Field((), "float32")})
+    with gt.Store.create({**fields, name: gt.Field((), "uint8")}, max_length=4, capacity=8) as store:
+        with pytest.raises(FieldError, match=f"'{name}' must be a bool a step"):
+            gt.Replay(store, Uniform(), 2, view=gt.Transitions())

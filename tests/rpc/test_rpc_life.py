@@ -127,7 +127,7 @@ def test_a_forked_childs_copy_of_a_future_is_refused_while_the_parent_waits_for_
         waiting, called = node.call_async("server", "life-hold", timeout_s=patience(60)), threading.Event()
         thread = threading.Thread(target=lambda: waiting.result() and called.set())
         thread.start()
-        while not waiting._lock.locked():
+        while not waiting._reading.locked():
             time.sleep(0.001)
 
         def child() -> int:

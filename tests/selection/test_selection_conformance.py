@@ -75,12 +75,14 @@ def same(candidates: Any, reference: ReferenceCandidates, method: str, *argument
             getattr(candidates, method)(*arguments)
         return
     found = as_numpy(getattr(candidates, method)(*arguments))
-    what = f"{method}{arguments}"
-    np.testing.assert_array_equal(found[0], expected[0], err_msg=what)
-    assert found[3] == expected[3], what
     meant = expected[3] if method == "first" else len(expected[0])
-    assert found[1].astype(int)[:meant].tolist() == [1] * meant, what
-    np.testing.assert_array_equal(found[2][:meant], expected[2][:meant], err_msg=what)
+    equal = (
+        np.array_equal(found[0], expected[0])
+        and found[3] == expected[3]
+        and found[1].astype(int)[:meant].tolist() == [1] * meant
+        and np.array_equal(found[2][:meant], expected[2][:meant])
+    )
+    assert equal, f"{method}{arguments}: {found}, and not {expected}"
 
 
 def some_priorities(rng: np.random.Generator, most: int) -> np.ndarray:
@@ -136,18 +138,27 @@ def one_case(rng: np.random.Generator, make: Make, most: int, whole: bool) -> No
 @pytest.mark.parametrize("seed", range(4))
 def test_random_populations_draws_and_seeds(make: Make, seed: int) -> None:
     rng = np.random.default_rng([1, seed])
-    for _ in range(400 if make is _native.Candidates else 3):
+    for _ in range(150 if make is _native.Candidates else 2):
         one_case(rng, make, 80, whole=False)
-    for _ in range(20 if make is _native.Candidates else 1):
+    for _ in range(8 if make is _native.Candidates else 1):
         one_case(rng, make, 3000, whole=False)
 
 
+def some_unselectable(make: Make, seed: int, small: int, large: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(small):
+        one_case(rng, make, 80, whole=True)
+    for _ in range(large):
+        one_case(rng, make, 3000, whole=True)
+
+
 def test_random_populations_with_unselectable_rows_and_sequences(make_on_device: Make) -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(8):
-        one_case(rng, make_on_device, 80, whole=True)
-    for _ in range(2):
-        one_case(rng, make_on_device, 3000, whole=True)
+    some_unselectable(make_on_device, 2, small=4, large=1)
+
+
+@pytest.mark.slow
+def test_more_random_populations_with_unselectable_rows_and_sequences(make_on_device: Make) -> None:
+    some_unselectable(make_on_device, 3, small=16, large=4)
 
 
 @pytest.mark.timeout(1800)
@@ -235,7 +246,10 @@ def test_more_draws_than_rows(make: Make) -> None:
     same(make(priorities), ReferenceCandidates(priorities), "draw", True, 1, 1, 0, np.arange(1000, dtype=np.uint32))
 
 
-@pytest.mark.parametrize("positive", [1, 50, 100])
+SLOW = pytest.mark.slow  # with 12 the rows that draws leave over are found one by one as well
+
+
+@pytest.mark.parametrize("positive", [1, 12, pytest.param(50, marks=SLOW), pytest.param(100, marks=SLOW)])
 def test_all_rows_with_priority_without_replacement(make: Make, positive: int) -> None:
     rng = np.random.default_rng(positive)
     priorities = np.zeros(2 * positive + 1, np.uint32)

@@ -462,3 +462,31 @@ def test_two_threads_at_once_are_refused_or_one_after_the_other():
         recorder.close()
         assert not failures
         assert store.audit() == []
+
+
+def test_rows_of_64_steps_take_at_most_1_1_times_the_data(store_name):
+    """Episodes of 1 to 1,000 steps alike, SAC's shapes, metadata and all: a full store's bytes by its data."""
+    fields = recorded_fields(
+        {"obs": gt.Field((17,), "float32"), "action": gt.Field((6,), "float32"), "reward": gt.Field((), "float32")},
+        truncated=gt.Field((), "bool"),
+    )
+    n, rng = 100, np.random.default_rng(0)
+    data = 17 * 4 + 6 * 4 + 4 + 1 + 1
+    with gt.Store.create(store_name(), fields, max_length=64, capacity_steps=320_000) as store:
+        recorder = store.recorder(n, autoreset="same_step")
+        zeros = np.zeros((n, 17), np.float32)
+        recorder.reset(zeros)
+        action, reward, no = np.zeros((n, 6), np.float32), np.zeros(n, np.float32), np.zeros(n, bool)
+        ends = rng.integers(1, 1001, n)
+        for _ in range(5000):
+            ends -= 1
+            over = ends == 0
+            recorder.step(zeros, action=action, reward=reward, terminated=over, truncated=no, final_observation=zeros)
+            ends[over] = rng.integers(1, 1001, int(over.sum()))
+            if store.stats()["evicted"]:
+                break
+        assert store.stats()["evicted"]
+        per_row = store.nbytes / store.capacity  # those being written are not counted
+        steps = store.status()["length"].astype(np.int64) - 1
+        found = per_row * len(steps) / (steps.sum() * data)
+    assert found <= 1.1

@@ -15,7 +15,7 @@ from segments import Pipe, Segment, holding_the_lock, kill, wait_for
 
 import geartrain as gt
 from geartrain.errors import FieldError, LockTimeoutError, SchemaError, StoreClosedError
-from geartrain.store.recorder import recorded_fields
+from geartrain.store.recorder import StepRecorder, recorded_fields
 
 FIELDS = {"batch": gt.Field((), "int64", per_row=True)}
 TOGETHER = 64
@@ -111,6 +111,16 @@ def test_in_a_child_forked_beside_a_recorders_call_the_recorder_says_whose_it_is
         go.say()
         thread.join()
         assert wait_for(holder) == 0
+
+
+def test_a_recorder_whose_finalizer_is_interrupted_gives_its_rows_back(name, monkeypatch):
+    monkeypatch.delattr(StepRecorder, "__del__")  # as where a signal's handler raises in it
+    with gt.Store.create(name, STEPS, max_length=10, capacity=8) as store:
+        recorder = store.recorder(2, autoreset="disabled")
+        recorder.reset(np.zeros(2, np.float32))
+        assert store.stats()["writing"] == 2
+        del recorder
+        assert store.stats()["writing"] == 0
 
 
 @pytest.mark.parametrize("taken", ["mask", "version", "final_observation", "observation"])

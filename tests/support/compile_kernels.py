@@ -56,6 +56,8 @@ SIZES = {
     "gather_rows_kernel": {"STATUS_STRIDE": 48, "CHUNK": 2048, "MASK_BLOCK": 256, "ORDER": 1},
     "count_steps_kernel": {"BLOCK": 128},
     "read_lengths_kernel": {"STATUS_STRIDE": 48, "BLOCK": 128, "ORDER": 1},
+    "read_contents_kernel": {"STATUS_STRIDE": 48, "BLOCK": 128},
+    "mark_written_kernel": {"STATUS_STRIDE": 48, "BLOCK": 128},
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
     "HAS_SELECTABLE": (False, True), "HAS_NUMBERS": (False, True), "STRATIFIED": (False, True),
@@ -141,7 +143,9 @@ def reads_in_order(ptx: str) -> list[str]:
     return [name for i, name in enumerate(names[word] for word in found) if i == 0 or name != names[found[i - 1]]]
 
 
-GATHER = ("gather_rows_kernel", "count_steps_kernel", "read_lengths_kernel")
+GATHER = (
+    "gather_rows_kernel", "count_steps_kernel", "read_lengths_kernel", "read_contents_kernel", "mark_written_kernel",
+)  # fmt: skip
 
 
 def compile_for(target: str, all_of_them: bool, parts: list[str]) -> list[dict[str, Any]]:

@@ -109,12 +109,16 @@ def _compare(
         args["draw"] = drawn
     cu = gather.count_steps(segment, on(row), **args) if packed else None
     arena = torch.full((layout.nbytes,), 77, dtype=torch.uint8, device=device)
+    written = int(row[0]) if len(row) == 5 else -1  # somebody is writing to that row in place
+    content = _content_number(store, written)
+    content += written >= 0
     gather.launch(segment, arena, layout, on(row), on(generation), places=on(places), cu_seqlens=cu, **args)
     arena = arena.cpu()
     slow = torch.full((layout.nbytes,), 77, dtype=torch.uint8)
     listed = {"ends": ends, "draw": args["draw"], "numbers": numbers, "places": places}
     cu_list = None if cu is None else cu.cpu().tolist()
     reference_gather(gather, segment, slow, layout, row.tolist(), generation.tolist(), cu_seqlens=cu_list, **listed)
+    content -= written >= 0
     what = f"{store.fields} {convert} window {plan.window} pad_left {plan.pad_left} packed {packed} n {n}"
     torn = arena[layout.torn :][:room].bool()
     if not torch.equal(torn, slow[layout.torn :][:room].bool()):
@@ -125,7 +129,8 @@ def _compare(
         at = torch.nonzero(arena != slow).flatten()
         return f"{what}: differs from the reference at {at.tolist()[:20]} of {layout}: {arena[at][:20]} {slow[at][:20]}"
     native = _native_batch(plan, gather, row, generation, ends, args["draw"], numbers)
-    if [bool(t) for t in native.torn] != [bool(torn[where[i]]) for i in range(n)]:
+    torn_there = [bool(t) or r == written for t, r in zip(native.torn, row, strict=True)]
+    if torn_there != [bool(torn[where[i]]) for i in range(n)]:
         return f"{what}: torn rows differ from the native ones"
     for number, (field, name) in enumerate(zip(gather.fields, plan.names, strict=True)):
         dtype = DTYPES[store.fields[name].dtype]
@@ -155,6 +160,13 @@ def _compare(
             if not np.array_equal(mask, native.mask[i]):
                 return f"{what}: mask of row {i} differs"
     return None
+
+
+def _content_number(store: gt.Store, row: int) -> Any:
+    """A row's content number, (1,), a view of the segment."""
+    layout = store.native.layout()
+    at = layout["status"] + max(0, row) * layout["status_stride"] + layout["inserted_at_ns"]
+    return store.native.segment()[at : at + 8].view(np.uint64)
 
 
 def _native_batch(plan: FetchPlan, gather: Any, row: Any, generation: Any, ends: Any, draw: Any, numbers: Any) -> Any:

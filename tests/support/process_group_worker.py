@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import json
 import os
 import runpy
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deadlines import patience
 from preloaded import end
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -445,7 +447,6 @@ def compiled() -> None:
 
 def example() -> None:
     """One of examples/, as torchrun would start it, with the variable that makes geartrain its default."""
-    dist.destroy_process_group()
     geartrain_autoload.autoload()
     script, *arguments = json.loads(os.environ["EXAMPLE"])
     sys.argv = [script, *arguments]
@@ -478,6 +479,7 @@ SCENARIOS = (
 
 def launch() -> None:
     """Forks ranks: {"scenarios", "size", "folder", "env"} a line; tells pids, and how each has ended."""
+    importlib.import_module("torch._dynamo")  # an optimizer imports it: more than a second of every rank
     gc.freeze()
     print(json.dumps({"ready": True}), flush=True)
     while True:
@@ -512,9 +514,11 @@ def launch() -> None:
 def main(scenarios: str) -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(seconds=float(os.environ.get("TIMEOUT_S", "60")))
+    timeout = timedelta(seconds=float(os.environ.get("TIMEOUT_S", patience(60))))
     names = scenarios.split(",")
-    if "MEET" in os.environ:
+    if names == ["example"]:
+        pass  # it starts a group of its own
+    elif "MEET" in os.environ:
         store = dist.FileStore(os.environ["MEET"], size)
         dist.init_process_group("geartrain", store=store, rank=rank, world_size=size, timeout=timeout)
     else:

@@ -57,6 +57,7 @@ class ReferenceCandidates:
         self.selectable = np.ones(n, bool) if selectable is None else selectable
         self.by_priority = np.where(self.selectable, priorities, 0).astype(np.uint64)
         self.sequence = np.arange(1, n + 1) if sequence is None else sequence
+        self._running: dict[bool, NDArray[np.uint64]] = {}  # sums of shares, which take the longest
 
     def total_priority(self) -> int:
         return int(self.by_priority.sum())
@@ -77,8 +78,9 @@ class ReferenceCandidates:
         strata: int = 0,
         stream: int = ROW_STREAM,
     ) -> Chosen:
-        shares = self._shares(by_priority)
-        running = np.cumsum(shares, dtype=np.uint64)
+        if by_priority not in self._running:
+            self._running[by_priority] = np.cumsum(self._shares(by_priority), dtype=np.uint64)
+        running = self._running[by_priority]
         total = int(running[-1])
         if len(numbers) and total == 0:
             raise EmptyStoreError
@@ -92,7 +94,8 @@ class ReferenceCandidates:
                 first, last = number * total // strata, (number + 1) * total // strata
                 targets.append(min(first + below(bits, max(last - first, 1)), total - 1))
         rows = np.searchsorted(running, np.array(targets, np.uint64), side="right")
-        return rows, np.ones(len(rows), int), shares[rows].astype(np.float64) / float(total), 0
+        drawn = (self.by_priority if by_priority else self.selectable)[rows]
+        return rows, np.ones(len(rows), int), drawn.astype(np.float64) / float(total), 0
 
     def draw_distinct(
         self, by_priority: bool, seed: int, step: int, round: int, n: int, excluded: NDArray[np.uint32]

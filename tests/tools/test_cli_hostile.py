@@ -270,6 +270,7 @@ def call(place: Path, monkeypatch: pytest.MonkeyPatch, store_name: Any) -> Itera
     store = gt.Store.create(store_name(), {"x": gt.Field((2,), "float32")}, max_length=3, capacity=2, persist=True)
     existing = store.name
     store.close()
+    monkeypatch.setattr(typer.testing, "_get_command", lambda _: COMMAND)  # made once: it takes longer than a call
     runner = typer.testing.CliRunner()
 
     def run(command: str, words: list[str]) -> Any:

@@ -724,7 +724,7 @@ def test_closing_a_reader_ends_its_relays_wait(host: Path, other_host: Path, tra
                         held.append(reader.latest(at_least=version, timeout_s=patience(20)))
                 until_s = time.monotonic() + patience(20)
                 assert reader._follower is not None
-                while not (reader._follower._writer and reader._follower._writer._lock.locked()):
+                while not (reader._follower._writer and reader._follower._writer._in_turn):
                     assert time.monotonic() < until_s
                     time.sleep(0.001)
             began_s = time.monotonic()

@@ -198,6 +198,20 @@ std::vector<Scenario> scenarios() {
     const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
     return [=, &store] { store.update_priorities(some_rows.first(3), some_generations.first(3), priorities); };
   };
+  // The same contents once more: whoever dies inside costs its row all the same, for nobody can tell.
+  const auto rewrite = [](Store& store, const Keys& keys) -> std::function<void()> {
+    static std::vector<uint64_t> late;
+    late.clear();
+    for (const uint32_t row : keys.rows) {
+      const auto* from = reinterpret_cast<const uint64_t*>(store.block(2, row));
+      late.insert(late.end(), from, from + 3);
+    }
+    const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
+    return [=, &store] {
+      const FieldSource source{2, reinterpret_cast<const std::byte*>(late.data()), 24};
+      store.rewrite(some_rows.first(2), some_generations.first(2), {&source, 1}, {}, {});
+    };
+  };
   const auto remove = [](Store& store, const Keys& keys) -> std::function<void()> {
     const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
     return [=, &store] { store.remove(some_rows.first(2), some_generations.first(2)); };
@@ -321,6 +335,17 @@ std::vector<Scenario> scenarios() {
     ::waitpid(dying, nullptr, 0);
     return [&store] { store.reap(); };
   };
+  // A process died in the middle of a commit of several rows: its successor dies while it completes them.
+  const auto reap_commit = [commit](Store& store, const Keys& keys) -> std::function<void()> {
+    const auto* head = reinterpret_cast<const std::byte*>(store.mapping()->data());
+    const auto* pending = reinterpret_cast<const PendingCommit*>(head + kPendingOffset);
+    static const Scenario dying{"commit", {}, 0, {}, commit};
+    Stepped child(store, keys, dying);
+    while (pending->first.load() == 0 && child.step()) {
+    }
+    for (int more = 0; more < 300 && pending->first.load() != 0; ++more) child.step();
+    return [&store] { store.reap(); };
+  };
   const auto by_step = [](StoreOptions options) {
     options.step_priorities = true;
     return options;
@@ -349,6 +374,8 @@ std::vector<Scenario> scenarios() {
       {"update priorities without the lock", options_of(), 18, {}, update},
       {"update priorities in a heap", options_of(Remover::lowest_priority), 18, {}, update},
       {"update priorities of rows sampled a few times", options_of(Remover::fifo, 2), 18, {}, update},
+      {"write in place", options_of(), 18, {1, 2}, rewrite},
+      {"allocate, evicting the most sampled", options_of(Remover::most_sampled), 20, oldest, allocate},
       {"delete", options_of(), 18, {1, 2}, remove},
       {"delete from a heap", options_of(Remover::lowest_priority), 18, {1, 2}, remove},
       {"count last samples", options_of(Remover::fifo, 1), 18, oldest, sample},
@@ -359,14 +386,18 @@ std::vector<Scenario> scenarios() {
       {"join and leave", options_of(), 4, {}, join_and_leave},
       {"reap", options_of(), 4, {}, reap},
       {"allocate, with priorities of steps", by_step(options_of()), 20, oldest, allocate},
-      {"commit, with priorities of steps", by_step(options_of()), 4, {}, commit},
-      {"commit at the cap, with priorities of steps", by_step(options_of(Remover::fifo, 0, 10)), 10, oldest, commit},
-      {"publish, with priorities of steps", by_step(options_of()), 4, {}, publish},
+      {"commit, with priorities of steps", by_step(options_of()), 4, {}, commit, true},
+      {"commit at the cap, with priorities of steps", by_step(options_of(Remover::fifo, 0, 10)), 10, oldest, commit,
+       true},
+      {"publish, with priorities of steps", by_step(options_of()), 4, {}, publish, true},
+      {"record, with priorities of steps", by_step(options_of()), 4, {}, record, true},
       {"extend, with priorities of steps", by_step(options_of()), 4, {}, extend},
       {"update priorities of steps", by_step(options_of()), 18, {}, update_steps},
       {"delete, with priorities of steps", by_step(options_of()), 18, {1, 2}, remove},
       {"count last samples, with priorities of steps", by_step(options_of(Remover::fifo, 1)), 18, oldest, sample},
       {"rebuild, with priorities of steps", by_step(options_of()), 5, {}, rebuild},
+      {"reap a commit", options_of(), 4, {}, reap_commit, true},
+      {"reap a commit, with priorities of steps", by_step(options_of()), 4, {}, reap_commit, true},
       {"reap, with priorities of steps", by_step(options_of()), 4, {}, reap_steps},
   };
 }

@@ -4,9 +4,9 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <condition_variable>
 #include <cstring>
 
+#include "base/condition_variable.h"
 #include "base/copy.h"
 #include "transport/providers/provider.h"
 #include "transport/sideband/memory_region.h"
@@ -17,7 +17,7 @@ namespace {
 // One direction. Either end may hold it last: the two ends close independently.
 struct Pipe {
   std::mutex mutex;
-  std::condition_variable changed;
+  ConditionVariable changed;
   std::deque<Message> queue;
   uint64_t queued_bytes = 0;
   bool closed = false;

@@ -367,7 +367,7 @@ Descriptor connect_unix(const std::string& name, Deadline deadline) {
   const auto size = static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + name.size());
   while (::connect(socket.get(), reinterpret_cast<const struct sockaddr*>(&to), size) != 0) {
     if (errno == ECONNREFUSED || errno == ENOENT) {
-      fail(ErrorKind::not_viable, "its socket is not there: another host, another network namespace, or it is gone");
+      throw NobodyListens("its socket is not there: another host, another network namespace, or it is gone");
     }
     if (errno != EAGAIN && errno != EINTR) {
       fail(ErrorKind::not_viable, "its socket cannot be connected: ", std::strerror(errno));

@@ -448,10 +448,12 @@ Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline) {
   }
   const std::unique_ptr<struct addrinfo, void (*)(struct addrinfo*)> addresses(found, ::freeaddrinfo);
   std::string why = "it has no address";
+  bool nobody = true;  // listens at any of them
   for (const struct addrinfo* one = found; one != nullptr; one = one->ai_next) {
     Descriptor socket(::socket(one->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!socket) {
       why = std::string("no socket can be made: ") + std::strerror(errno);
+      nobody = false;
       continue;
     }
     int error = ::connect(socket.get(), one->ai_addr, one->ai_addrlen) == 0 ? 0 : errno;
@@ -467,13 +469,16 @@ Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline) {
       return socket;
     }
     why = std::strerror(error);
+    nobody &= error == ECONNREFUSED;
   }
+  if (nobody) throw NobodyListens(host_and_port + ": " + why);
   fail(ErrorKind::not_viable, host_and_port, ": ", why);
 }
 
 std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& options, Deadline deadline) {
   if (address.tcp.empty()) fail(ErrorKind::not_viable, "the peer does not listen for it");
   std::string why;
+  bool nobody = true;  // listens at any of them
   for (const std::string& place : address.tcp) {
     try {
       // An address that does not answer must not use up the time of the next one.
@@ -481,7 +486,10 @@ std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& opti
           &place == &address.tcp.back() ? deadline : deadline.sooner(options.limits.handshake_timeout_s);
       return until_admitted(soon, [&] { return dial_place(place, address, options, soon); });
     } catch (const Error& error) {
-      if (error.kind == ErrorKind::untrusted || &place == &address.tcp.back()) throw;
+      const bool last = &place == &address.tcp.back();
+      const bool refused = dynamic_cast<const NobodyListens*>(&error) != nullptr;
+      if (error.kind == ErrorKind::untrusted || (last && (!refused || nobody))) throw;
+      nobody &= refused;
       why = error.what();
     }
   }

@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/condition_variable.h"
 #include "transport/connection.h"
 
 namespace geartrain {
@@ -77,7 +78,7 @@ class Inbox {
   Descriptor epoll_, bell_;
   std::mutex mutex_;  // of all below
   // Of the waiting threads one has a timed wait, to take the leader's place; the others sleep until it has.
-  std::condition_variable deputy_, reserve_;
+  ConditionVariable deputy_, reserve_;
   bool leading_ = false, has_deputy_ = false, sleeping_ = false, dormant_ = false, closed_ = false;
   uint32_t standing_by_ = 0;
   uint64_t left_ns_ = 0;  // when a leader last left with a message

@@ -16,7 +16,7 @@ uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes>
     std::unique_lock lock(mutex_);
     if (failed_) fail(failed_kind_, reason_);
     if (unanswered_ >= max_open_) {
-      std::condition_variable mine;
+      ConditionVariable mine;
       read_until(lock, &mine, deadline, [&] { return unanswered_ < max_open_; });
     }
     tag = next_tag_++;
@@ -45,7 +45,7 @@ void PendingCalls::wait(uint64_t tag, Message* answer, Deadline deadline) {
   if (found == questions_.end() || found->second.detached)
     fail(ErrorKind::schema, "no pending call has the number ", tag);
   Question& question = found->second;  // stays where it is: the map is of nodes
-  std::condition_variable mine;
+  ConditionVariable mine;
   if (!question.answered) {
     question.waiter = &mine;
     try {
@@ -83,7 +83,7 @@ void PendingCalls::next_detached(Message* answer, Deadline deadline) {
 
 // One of the waiting threads reads for all of them; the others sleep until their answer is there, or it is their turn.
 template <typename Done>
-void PendingCalls::read_until(std::unique_lock<std::mutex>& lock, std::condition_variable* waiter, Deadline deadline,
+void PendingCalls::read_until(std::unique_lock<std::mutex>& lock, ConditionVariable* waiter, Deadline deadline,
                               Done&& done) {
   while (!done()) {
     if (failed_) fail(failed_kind_, reason_);
@@ -107,7 +107,7 @@ void PendingCalls::read_until(std::unique_lock<std::mutex>& lock, std::condition
         failed_ = true;
         failed_kind_ = error.kind;
         reason_ = error.what();
-        for (std::condition_variable* other : waiters_) other->notify_all();
+        for (ConditionVariable* other : waiters_) other->notify_all();
         detached_.notify_all();
       } else {
         wake_another();
@@ -127,6 +127,10 @@ void PendingCalls::deliver(Message&& message) {
   Question& question = found->second;
   question.answered = true;
   --unanswered_;
+  if (question.dropped) {
+    questions_.erase(found);
+    return;
+  }
   question.answer = std::move(message);
   if (question.detached) {
     detached_answered_.push_back(found->first);
@@ -177,6 +181,20 @@ void PendingCalls::forget(uint64_t tag) {
     std::erase(detached_answered_, tag);
   }
   questions_.erase(found);
+}
+
+void PendingCalls::drop(uint64_t tag) {
+  if (forked()) return;
+  std::lock_guard lock(mutex_);
+  const auto found = questions_.find(tag);
+  if (found == questions_.end()) return;
+  Question& question = found->second;
+  if (question.waiter != nullptr || question.detached) return;
+  if (question.answered) {
+    questions_.erase(found);
+  } else {
+    question.dropped = true;
+  }
 }
 
 size_t PendingCalls::open() const {

@@ -9,6 +9,7 @@
 
 #include <unordered_map>
 
+#include "base/condition_variable.h"
 #include "transport/connection.h"
 
 namespace geartrain {
@@ -30,6 +31,9 @@ class PendingCalls {
   void detach(uint64_t tag);
   // Abandons the call: its answer is dropped when it comes. A thread that waits for it gets hung_up.
   void forget(uint64_t tag);
+  // Nobody wants the answer, but the call goes on, and counts among the open ones until it is answered. Nothing where a
+  // thread waits for it, or where it is detached.
+  void drop(uint64_t tag);
   // Any answer to a detached request; its tag is the message's. Throws timed_out, peer_lost (for all of them).
   void next_detached(Message* answer, Deadline deadline);
 
@@ -44,11 +48,12 @@ class PendingCalls {
     bool detached = false;
     bool answered = false;
     bool forgotten = false;
+    bool dropped = false;
     Message answer;
-    std::condition_variable* waiter = nullptr;
+    ConditionVariable* waiter = nullptr;
   };
   template <typename Done>
-  void read_until(std::unique_lock<std::mutex>& lock, std::condition_variable* waiter, Deadline deadline, Done&& done);
+  void read_until(std::unique_lock<std::mutex>& lock, ConditionVariable* waiter, Deadline deadline, Done&& done);
   void deliver(Message&& message);
   void wake_another();
   bool forked() const { return forks_ != forks(); }
@@ -60,9 +65,8 @@ class PendingCalls {
   mutable std::mutex mutex_;  // of all below
   std::unordered_map<uint64_t, Question> questions_;
   std::deque<uint64_t> detached_answered_;
-  std::deque<std::condition_variable*> waiters_;
-  std::condition_variable
-      detached_;  // of threads in next_detached, which need not read while no detached request is open
+  std::deque<ConditionVariable*> waiters_;
+  ConditionVariable detached_;  // of threads in next_detached, which need not read while no detached request is open
   size_t detached_open_ = 0;
   size_t unanswered_ = 0;
   uint64_t next_tag_ = 1;

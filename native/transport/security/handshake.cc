@@ -10,6 +10,8 @@
 #include <cstring>
 #include <thread>
 
+#include "base/interruption.h"
+
 namespace geartrain {
 namespace {
 
@@ -97,15 +99,19 @@ void seal(const std::string& secret, const Hello& hello, const Challenge& challe
 bool wait_for(int socket, short events, Deadline deadline) {
   struct pollfd one = {socket, events, 0};
   for (;;) {
-    const int ready = ::poll(&one, 1, deadline.left_ms());
+    const Deadline slice = Interruption::possible() ? deadline.sooner(kInterruptionEveryS) : deadline;
+    const int ready = ::poll(&one, 1, slice.left_ms());
     if (ready > 0) return true;
     if (ready < 0 && errno != EINTR) fail(ErrorKind::os, "cannot wait for a socket: ", std::strerror(errno));
     if (deadline.passed()) return false;
+    Interruption::check();
   }
 }
 
 void RetryPause::wait(const Error& error, Deadline deadline) {
-  if (error.kind != ErrorKind::peer_lost && (error.kind != ErrorKind::timed_out || attempts_ == 0)) throw error;
+  if (error.kind != ErrorKind::peer_lost && (error.kind != ErrorKind::timed_out || attempts_ == 0)) {
+    throw;  // of its own type
+  }
   double pause_s = 0;
   if (error.kind == ErrorKind::peer_lost) {
     ++attempts_;
@@ -120,6 +126,7 @@ void RetryPause::wait(const Error& error, Deadline deadline) {
          " attempts; the last one failed because ", why_);
   }
   std::this_thread::sleep_for(std::chrono::duration<double>(pause_s));
+  Interruption::check();
 }
 
 void write_exactly(Wire wire, Bytes bytes, Deadline deadline) {

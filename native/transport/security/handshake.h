@@ -116,8 +116,9 @@ struct SessionGone : Error {
 // Pauses between a dialer's attempts: longer each time, and random, so that many dialers do not come together again.
 class RetryPause {
  public:
-  // After an attempt that failed with `error`. Waits if another one may succeed, which is so for peer_lost, and there
-  // is time for it. Else throws: timed_out, with what the listener said last, when only the deadline was in the way.
+  // After an attempt that failed with `error`, while that is handled. Waits if another one may succeed, which is so for
+  // peer_lost, and there is time for it. Else throws: timed_out, with what the listener said last, when only the
+  // deadline was in the way.
   void wait(const Error& error, Deadline deadline);
 
  private:

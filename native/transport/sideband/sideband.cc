@@ -398,9 +398,8 @@ void Sideband::tick() {
   received_ = false;
   if (peer_timeout_s_ > 0 && idle_s_ >= peer_timeout_s_) {
     end();
-    std::ostringstream text;
-    text << "has sent no heartbeat for " << idle_s_ << " s: its process is stopped, or the network to it is cut";
-    return report_lost(text.str());
+    return report_lost(
+        message_of({"has sent no heartbeat for ", idle_s_, " s: its process is stopped, or the network to it is cut"}));
   }
   if (notes_.empty()) send_note(NoteKind::beat);
   flush();

@@ -20,12 +20,12 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <string>
 #include <unordered_map>
 
+#include "base/condition_variable.h"
 #include "base/deadline.h"
 #include "transport/message.h"
 #include "transport/security/stream.h"
@@ -86,7 +86,7 @@ class Sideband final : public SidebandLine, public std::enable_shared_from_this<
     bool incoming;
     bool done = false;
     Access access = Access::ok;
-    std::condition_variable changed;
+    ConditionVariable changed;
   };
   struct Transfer {  // outgoing bytes, chunk by chunk
     NoteKind kind;
@@ -138,7 +138,7 @@ class Sideband final : public SidebandLine, public std::enable_shared_from_this<
   std::atomic<bool> has_work_{false}, unread_{false};
 
   mutable std::mutex mutex_;  // of all below; before a region's and lost_mutex_
-  std::condition_variable greeting_;
+  ConditionVariable greeting_;
   bool greeted_ = false, reach_known_ = false, peer_reaches_ = false, ended_ = false;
   std::string out_of_reach_;  // why this side cannot read the peer's memory; empty: it can
   bool received_ = false;

@@ -43,7 +43,8 @@ def buffer_of(array: Any) -> HostBuffer:
     has the buffer protocol or DLPack. Nothing is copied.
 
     Raises:
-        ArgumentError: not contiguous, not writable, not in host memory, or of a dtype that is not reduced.
+        ArgumentError: not contiguous, not writable, not in host memory, or of a dtype or byte order that is
+            not reduced.
     """
     if hasattr(array, "data_ptr") and hasattr(array, "is_contiguous"):
         return _buffer_of_tensor(array)
@@ -55,6 +56,8 @@ def buffer_of(array: Any) -> HostBuffer:
             raise ArgumentError(
                 f"an array to reduce is C-contiguous and writable, found {flags.c_contiguous=} {flags.writeable=}"
             )
+        if not dtype.isnative:  # its name does not say so
+            raise ArgumentError(f"an array to reduce has this machine's byte order, found {dtype.str}")
         return HostBuffer(array.ctypes.data, array.size, _reduced_dtype(name))
     try:
         address, count, code, bits = _native.array_memory(array)

@@ -18,6 +18,7 @@ from geartrain.collectives.faults import Fault
 from geartrain.collectives.session import GroupConfig, Session, next_session
 from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import FaultNaming, Work
+from geartrain.core.arguments import check_whole, timeout, whole_number
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
 
 ALGORITHMS = ("shares", "ring")
@@ -94,12 +95,19 @@ class Group:
             RanksDisagreeError: ranks were given different arguments.
             UntrustedPeerError: a member has another secret.
         """
+        rank, world_size = check_whole("rank", rank), check_whole("world_size", world_size)
+        timeout(timeout_s)
+        whole_number("epoch", epoch, 2**63)
+        if isinstance(reducers, str) or not all(isinstance(each, str) for each in reducers):
+            raise ArgumentError(f"reducers is a sequence of host:port, found {reducers!r}")
         if algorithm not in ALGORITHMS:
             raise ArgumentError(f"algorithm is one of {ALGORITHMS}, found {algorithm!r}")
         if transport not in TRANSPORTS:
             raise ArgumentError(f"transport is one of {TRANSPORTS}, found {transport!r}")
         if store is None and init_method is not None:
             store, rank, world_size = store_from(init_method, rank, world_size, timeout_s)
+        if not 0 <= rank < world_size:
+            raise ArgumentError(f"rank is from 0 to world_size - 1, found rank={rank} of {world_size}")
         if store is None and world_size > 1:
             raise ArgumentError("a group of more than one rank needs a store or an init_method")
         if on_reducer_loss not in ("reform", "raise"):
@@ -198,7 +206,7 @@ class Group:
             if name not in DTYPE_CODES:
                 raise ArgumentError(f"arrays of {name} are not reduced; there are {', '.join(REDUCED_DTYPES)}")
         self._check_process()
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         work = Work(self.name, self._recover, address, count, dtype, wire_dtype or dtype, op, timeout_s, keep)
         try:
             with self._lock:
@@ -303,6 +311,7 @@ class Group:
         Where operations are in progress here, they have a moment to complete and then fail, and this takes less than a
         second.
         """
+        timeout(timeout_s)
         if os.getpid() != self._pid:
             return
         first = not self._stopped.is_set()

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 import geartrain._native as _native
+from geartrain.core.arguments import timeout, whole_number
 from geartrain.errors import ArgumentError
 
 
@@ -50,8 +51,8 @@ class Reducer:
                 "port": int(port),
                 "secret": secret.encode() if isinstance(secret, str) else secret or b"",
                 "shm": transport != "tcp",
-                "max_window_bytes": max_window_bytes,
-                "max_groups": max_groups,
+                "max_window_bytes": whole_number("max_window_bytes", max_window_bytes, 2**63),
+                "max_groups": whole_number("max_groups", max_groups, 2**63),
             }
         )
 
@@ -67,7 +68,7 @@ class Reducer:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Refuses new groups, waits for those in use to leave, then ends the rest with an error."""
-        self._native.close(timeout_s)
+        self._native.close(timeout(timeout_s))
 
     def __enter__(self) -> Reducer:
         return self

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import geartrain._native as _native
 from geartrain.collectives.buffers import ITEM_SIZES
 from geartrain.collectives.faults import Fault
+from geartrain.core.arguments import timeout
 from geartrain.errors import CollectiveClosedError, CollectiveTimeoutError, GeartrainError
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Work:
             CollectiveClosedError: the group was closed or aborted.
         """
         # The operation's own deadline ends it; what is added covers the event loop's time to report that.
-        limit_s = self.timeout_s + 5.0 if timeout_s is None else timeout_s
+        limit_s = self.timeout_s + 5.0 if timeout_s is None else timeout(timeout_s)
         while not self._complete:
             if os.getpid() != self._pid:
                 raise CollectiveClosedError("this operation belongs to the process that this one was forked from")

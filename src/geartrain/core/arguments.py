@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -24,6 +24,11 @@ def default_threads(threads: int | None) -> int:
     if not 1 <= check_whole("threads", threads) <= MAX_THREADS:
         raise ArgumentError(f"at least one thread must copy, and at most {MAX_THREADS}, found threads={threads}")
     return int(threads)
+
+
+def refuse_copies(one: object, instead: str) -> NoReturn:
+    """Raises `ArgumentError`: for `__reduce_ex__` of what stands for something of this process, and is there once."""
+    raise ArgumentError(f"a {type(one).__name__} can be neither copied nor pickled: {instead}")
 
 
 def capacity_of(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.extras import require_torch
 from geartrain.errors import FieldError, SchemaError
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """The torch dtype; torch must be installed."""
+    """The torch dtype; raises `MissingDependencyError` without torch."""
+    require_torch("a tensor", "; output='numpy' and NumPy views do without")
     import torch
 
     found = getattr(torch, dtype.name, None)
@@ -142,6 +144,7 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 
 def as_tensor(array: NDArray[Any], dtype: Dtype) -> torch.Tensor:
     """A tensor of the dtype over the array's memory; the array may hold the bytes as unsigned integers."""
+    require_torch("a tensor", "; NumPy views do without")
     import torch
 
     if dtype.numpy_name is None:
@@ -152,6 +155,7 @@ def as_tensor(array: NDArray[Any], dtype: Dtype) -> torch.Tensor:
 
 def writable_tensor(array: NDArray[Any]) -> torch.Tensor:
     """A tensor over an array that may be read-only; whoever gets it must not write then. torch would warn of it."""
+    require_torch("a tensor", "; NumPy views do without")
     import torch
 
     if array.flags.writeable:

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 import geartrain._native as _native
 from geartrain.core.arguments import check_whole, default_threads
 from geartrain.core.dtypes import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
+from geartrain.core.extras import require_torch
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
@@ -241,6 +242,8 @@ class FetchPlan:
             raise ArgumentError(f"pad is 'left' or 'right', found {pad!r}")
         if not isinstance(output, str) or output not in ("torch", "numpy"):
             raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
+        if output == "torch":
+            require_torch("a batch of tensors", "; output='numpy' makes arrays")
         for name in names:
             (torch_dtype if output == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
         return FetchPlan(store, names, window or 0, pad == "left", output, default_threads(threads))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
+from geartrain.core.extras import require_torch
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import check_names
 from geartrain.replay.replay import Replay
+
+require_torch("ReplayDataset")
+from torch.utils.data import IterableDataset  # noqa: E402
 
 
 class ReplayDataset(IterableDataset[dict[str, Any]]):

@@ -12,11 +12,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from geartrain.core.arguments import refuse_copies
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, CallCancelledError, ReplayError, StoreClosedError
 from geartrain.replay.batch import Batch
@@ -504,6 +505,9 @@ class Replay:
                     self._builder.close()
             finally:
                 self._turn.release()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "its store can be pickled; make a replay there, and give it this one's state_dict()")
 
     def __enter__(self) -> Replay:
         return self

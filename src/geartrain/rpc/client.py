@@ -64,7 +64,7 @@ class Client:
         self._codec = native_codec()
         self._threads = threads
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
         self._in_background: dict[int, Future] = {}
         self._completing = False  # a thread waits for their replies
 
@@ -90,7 +90,7 @@ class Client:
         """The result, waited for by this thread."""
         kind, payload = self.encode_call(function, args, kwargs, timeout_s)
         try:
-            message = self.calls.call(with_timeout(kind, timeout_s), payload, timeout_s)
+            message = self.calls.call(with_timeout(kind, timeout_s), payload, timeout_s, CANCEL)
         except WaitTimeoutError:
             raise WaitTimeoutError(f"no answer from {self.name!r} within {timeout_s} s") from None
         except PeerLostError as error:
@@ -99,7 +99,11 @@ class Client:
 
     def ask(self, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         """The result of one of geartrain.rpc's own functions, whose values are plain."""
-        return self.value_of(self.calls.call(CALL, self._codec.encode((name, args, {})), timeout_s))
+        return self.value_of(self.calls.call(CALL, self._codec.encode((name, args, {})), timeout_s, CANCEL))
+
+    def drop(self, tag: int) -> None:
+        """Drops the reply when it comes; the call goes on."""
+        self.calls.drop(tag)
 
     def value_of(self, message: _native.Message, elsewhere: bool = False) -> Any:
         """The result, or the peer's error, raised. `elsewhere`: another thread than this one will use it."""
@@ -128,7 +132,7 @@ class Client:
 
     def after_fork(self) -> None:
         """In a forked child, whose calls they are not: the locks anew."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._in_background, self._completing = {}, False
 
     # Futures with callbacks are completed by a thread of the client's, started for the first of them.
@@ -138,8 +142,8 @@ class Client:
         with self._lock:
             self._in_background[tag] = future
             if not self._completing:
-                self._completing = True
                 self._threads.start(self._complete, "completes futures of")
+                self._completing = True
         self.calls.detach(tag)
 
     def _complete(self) -> None:

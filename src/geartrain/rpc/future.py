@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
@@ -31,6 +32,9 @@ class ReplySource(Protocol):
     def cancel(self, tag: int) -> None:
         """Drops the reply, and has the peer cancel the call."""
 
+    def drop(self, tag: int) -> None:
+        """Drops the reply when it comes; the call goes on."""
+
     def complete_in_background(self, future: Future, tag: int) -> None:
         """Has a thread of the client's wait for the reply, and call `future.finish`."""
 
@@ -38,21 +42,28 @@ class ReplySource(Protocol):
 class Future:
     """The result of a call that was sent. Wait for it with `result`, or `await` it.
 
-    Any threads may use it. When its node is closed it ends with `ConnectionClosedError`, if it was not done before. In
-    a forked child one that was not done has that error.
+    Any threads may use it, and signal handlers, also while a thread waits. When its node is closed it ends with
+    `ConnectionClosedError`, if it was not done before. In a forked child one that was not done has that error. One that
+    is dropped does not cancel its call.
     """
 
     def __init__(self, source: ReplySource, tag: int, until_s: float) -> None:
         self._source = source
         self._tag = tag
         self.until_s = until_s  # the call's deadline, in `time.monotonic()`
-        self._lock = threading.Lock()
-        self._done: threading.Event | None = None  # made when another thread is to complete it
+        self._pid = os.getpid()
+        self._make_locks()
+        self._done: threading.Event | None = None  # made when a thread of the client's is to complete it
         self._value: Any = None
         self._error: BaseException | None = None
         self._finished = False
-        self._pid = os.getpid()
         self._callbacks: list[Callable[[Future], object]] = []
+
+    def _make_locks(self) -> None:
+        # Of the state, for moments only; a signal's handler may come in between, in the same thread.
+        self._lock = threading.RLock()
+        # Held by the thread that waits for the reply.
+        self._reading = threading.Lock()
 
     def result(self, *, timeout_s: float | None = None) -> Any:
         """The function's result.
@@ -77,22 +88,30 @@ class Future:
         if timeout_s is not None:
             timeout(timeout_s)
         self._check_process()
-        left_s = self.until_s - time.monotonic()
-        wait_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        if not self._finished:
-            about_to_wait()
-        with self._lock:
-            event = self._done
-            if not self._finished and event is None:
-                self._wait(max(wait_s, 0.0), cancels=timeout_s is None or timeout_s >= left_s)
-        if event is not None and not event.wait(max(wait_s, 0.0)):
+        if self._finished:
+            return self._error
+        now = time.monotonic()
+        until_s = self.until_s if timeout_s is None else min(now + timeout_s, self.until_s)
+        about_to_wait()
+        event = self._done
+        if event is None:
+            if not self._reading.acquire(timeout=max(until_s - now, 0.0)):
+                raise WaitTimeoutError(f"no answer from {self._source.name!r} before the deadline")
+            try:
+                event = self._done
+                if event is None and not self._finished:
+                    self._wait(max(until_s - time.monotonic(), 0.0), cancels=until_s == self.until_s)
+            finally:
+                self._reading.release()
+                self._pass_on()
+        if event is not None and not event.wait(max(until_s - time.monotonic(), 0.0)):
             raise WaitTimeoutError(f"no answer from {self._source.name!r} before the deadline")
         return self._error
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             self._pid = os.getpid()
-            self._lock = threading.Lock()  # another thread of the parent's may hold it, while it waits
+            self._make_locks()  # another thread of the parent's may hold them, while it waits
             if not self._finished:
                 self._error = ConnectionClosedError("the call belongs to the process that this one was forked from")
                 self._finished = True
@@ -100,68 +119,92 @@ class Future:
                 self._callbacks = []
 
     def _wait(self, wait_s: float, cancels: bool) -> None:
+        """Waits for the reply in this thread, which holds `_reading`."""
         try:
-            self._settle(self._source.calls.wait(self._tag, wait_s))
+            message = self._source.calls.wait(self._tag, wait_s)
         except WaitTimeoutError:
             if not cancels:
                 raise
             self._source.cancel(self._tag)
-            self._error = WaitTimeoutError(f"no answer from {self._source.name!r} before the call's deadline")
-            self._finished = True
+            self._settle(
+                WaitTimeoutError(f"no answer from {self._source.name!r} before the call's deadline"), elsewhere=False
+            )
         except GeartrainError as error:
-            self._error = self._source.named(error)
-            self._finished = True
+            self._settle(self._source.named(error), elsewhere=False)
+        else:
+            self._settle(message, elsewhere=False)
 
-    def _settle(self, message: _native.Message, elsewhere: bool = False) -> None:
-        try:
-            self._value = self._source.value_of(message, elsewhere)
-        except GeartrainError as error:
-            self._error = error.with_traceback(None)
-        self._finished = True
-
-    def done(self) -> bool:
-        """Whether `result` would not wait."""
-        self._check_process()
-        if not self._finished and self._done is None:
-            with contextlib.suppress(WaitTimeoutError):
-                self.exception(timeout_s=0.0)
-        return self._finished
-
-    def cancel(self) -> bool:
-        """Cancels the call, here and at the peer. False when the reply is already there."""
-        if self.done():
-            return False
-        self._source.cancel(self._tag)
-        self.finish(CallCancelledError("the call was cancelled"))
-        return True
-
-    def add_done_callback(self, callback: Callable[[Future], object]) -> None:
-        """Calls back with this future when it is done: from a thread of geartrain's, or at once."""
-        self._check_process()
+    def _pass_on(self) -> None:
+        """After a wait that did not end with the reply: callbacks that were added meanwhile need a thread."""
         with self._lock:
-            if not self._finished:
-                self._callbacks.append(callback)
-                if self._done is None:
-                    self._done = threading.Event()
-                    self._source.complete_in_background(self, self._tag)
-                return
-        callback(self)
+            if self._callbacks and not self._finished and self._done is None and self._pid == os.getpid():
+                self._done = threading.Event()
+                self._source.complete_in_background(self, self._tag)
 
-    def finish(self, outcome: _native.Message | BaseException) -> None:
-        """For the client: completes it with a reply or an error, from another thread than the one that waits."""
+    def _settle(self, outcome: _native.Message | BaseException, elsewhere: bool) -> bool:
+        """The first outcome counts. Calls back. False when there was one before."""
+        value, error = None, None
+        if isinstance(outcome, BaseException):
+            error = outcome
+        elif not self._finished:
+            try:
+                value = self._source.value_of(outcome, elsewhere)
+            except GeartrainError as failure:
+                error = failure.with_traceback(None)
         with self._lock:
             if self._finished:
-                return
-            if isinstance(outcome, BaseException):
-                self._error = outcome
-                self._finished = True
-            else:
-                self._settle(outcome, elsewhere=True)
+                return False
+            self._value, self._error, self._finished = value, error, True
             callbacks, self._callbacks = self._callbacks, []
             if self._done is not None:
                 self._done.set()
         for callback in callbacks:
-            callback(self)
+            _call_back(callback, self)
+        return True
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        self._check_process()
+        if not self._finished and self._done is None and self._reading.acquire(blocking=False):
+            try:
+                if not self._finished and self._done is None:
+                    with contextlib.suppress(WaitTimeoutError):
+                        self._wait(0.0, cancels=self.until_s <= time.monotonic())
+            finally:
+                self._reading.release()
+                self._pass_on()
+        return self._finished
+
+    def cancel(self) -> bool:
+        """Cancels the call, here and at the peer. False when the reply is already there."""
+        if self.done() or not self._settle(CallCancelledError("the call was cancelled"), elsewhere=True):
+            return False
+        self._source.cancel(self._tag)
+        return True
+
+    def add_done_callback(self, callback: Callable[[Future], object]) -> None:
+        """Calls back with this future when it is done: from a thread of geartrain's, or one that waits for it, or at
+        once. What the callback raises is printed."""
+        self._check_process()
+        with self._lock:
+            if not self._finished:
+                self._callbacks.append(callback)
+                if self._done is None and self._reading.acquire(blocking=False):
+                    try:  # else the thread that waits calls back
+                        self._done = threading.Event()
+                        self._source.complete_in_background(self, self._tag)
+                    finally:
+                        self._reading.release()
+                return
+        _call_back(callback, self)
+
+    def finish(self, outcome: _native.Message | BaseException) -> None:
+        """For the client: completes it with a reply or an error, from another thread than the one that waits."""
+        self._settle(outcome, elsewhere=True)
+
+    def __del__(self) -> None:
+        if not self._finished and self._pid == os.getpid():
+            self._source.drop(self._tag)
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -178,6 +221,14 @@ class Future:
             self.cancel()
             raise
         return self.result()
+
+
+def _call_back(callback: Callable[[Future], object], future: Future) -> None:
+    """What it raises must not end the thread, which other futures wait for."""
+    try:
+        callback(future)
+    except BaseException:
+        traceback.print_exc()
 
 
 def _settle_once(waiting: asyncio.Future[None]) -> None:

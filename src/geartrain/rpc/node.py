@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import geartrain._native as _native
-from geartrain.core.arguments import timeout
+from geartrain.core.arguments import check_whole, timeout, whole_number
 from geartrain.device.device import DeviceRuntime
 from geartrain.errors import (
     ArgumentError,
     ConnectionClosedError,
     GeartrainError,
+    ListenerGoneError,
     MessageError,
     PeerLostError,
     PeerUnreachableError,
@@ -35,10 +36,10 @@ from geartrain.rpc.remote_objects import MAKE, Remote
 from geartrain.rpc.running import about_to_wait
 from geartrain.rpc.server import Server
 from geartrain.rpc.tensors.device_map import DeviceMap, of_peer
-from geartrain.rpc.tensors.endpoint import DeviceTensors
+from geartrain.rpc.tensors.endpoint import CHANNELS, DeviceTensors
 from geartrain.rpc.threads import ThreadGroup
 from geartrain.transport.codec import native_codec
-from geartrain.transport.connection import Listener, MessageLimits, options_of
+from geartrain.transport.connection import TRANSPORTS, Listener, MessageLimits, options_of
 from geartrain.transport.rendezvous import Directory
 from geartrain.transport.tls import TLS
 
@@ -120,11 +121,20 @@ class Node:
             NameTakenError: a node of that name is in the store, and alive or not proven gone.
             ArgumentError: an argument that cannot be used.
         """
-        if max_threads < 1 or max_running < 1 or max_open < 1:
+        numbers = {"max_threads": max_threads, "max_running": max_running, "max_open": max_open}
+        if any(check_whole(what, number) < 1 for what, number in numbers.items()):
             raise ArgumentError(
                 f"a node runs at least one function, and has one call open; found max_threads={max_threads}, "
                 f"max_running={max_running}, max_open={max_open}"
             )
+        if not isinstance(name, str) or not name:
+            raise ArgumentError(f"a node's name is text, and not empty, found {name!r}")
+        if store is not None and not all(hasattr(store, call) for call in ("set", "get", "check")):
+            raise ArgumentError(f"a store has set, get and check, as torch.distributed's have; found {store!r}")
+        for peer, address in (peers or {}).items():
+            if not isinstance(peer, str) or not isinstance(address, str):
+                raise ArgumentError(f"peers are addresses by name, both text; found {peer!r}: {address!r}")
+        whole_number("port", port, 65535)
         self.name, self.pickle, self.timeout_s, self.max_open = name, pickle, timeout(timeout_s), max_open
         self._options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
         self.devices = DeviceTensors(device_map, transport, driver, (limits or MessageLimits()).max_segment_bytes)
@@ -133,15 +143,18 @@ class Node:
         self._clients: dict[str, Client] = {}
         self._watched: dict[int, str] = {}  # number in the server's inbox -> peer
         self._dialling: dict[str, threading.Lock] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
         self._changed = threading.Condition()  # `_closed`, or what `_unless_closed` waits for
         self._on_lost: list[Callable[[str, str], object]] = []
         self._closed = False
         self._pid = os.getpid()
-        native = _native.Listener.make(dict(self._options), host or "", port, list(advertise), True)
-        listener = Listener(native)
+        options = dict(self._options)
         if transport is not None and self.devices.forced is None:
+            if transport not in TRANSPORTS:
+                raise ArgumentError(f"transport is one of {', '.join((*TRANSPORTS, *CHANNELS))}, found {transport!r}")
             self._options["transport"] = transport
+        native = _native.Listener.make(options, host or "", port, list(advertise), True)
+        listener = Listener(native)
         self.address = listener.address
         self.topics = Topics(self)
         self._threads = ThreadGroup(name)
@@ -171,9 +184,9 @@ class Node:
         """Why it is not proven that nobody is at a node's address any more; None where it is."""
         try:
             _native.connect(address, {**self._options, "transport": ""}, min(self.timeout_s, _PROBE_S)).close()
-        except (TransportError, PeerLostError):
+        except (ListenerGoneError, PeerLostError):
             return None
-        except GeartrainError as error:  # it does not answer in time, or has another secret
+        except GeartrainError as error:  # it does not answer in time, or has another secret, or cannot be reached now
             return str(error)
         return "it is alive"
 
@@ -434,12 +447,12 @@ class Node:
             for callback in list(self._on_lost):
                 try:
                     callback(name, reason)
-                except Exception:
+                except BaseException:  # SystemExit would end this thread, which serves others
                     traceback.print_exc()
 
     def after_fork(self) -> None:
         """In a forked child: another thread of the parent's may have held any lock."""
-        self._lock, self._changed, self._dialling = threading.Lock(), threading.Condition(), {}
+        self._lock, self._changed, self._dialling = threading.RLock(), threading.Condition(), {}
         self.topics.after_fork()
         self.server.after_fork()
         for client in list(self._clients.values()):

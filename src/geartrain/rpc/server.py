@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import CoroutineType
-from typing import Any
+from typing import Any, TypeVar
 
 import geartrain._native as _native
 from geartrain.errors import ConnectionClosedError, GeartrainError, MessageError, UntrustedPeerError, WaitTimeoutError
@@ -26,6 +26,8 @@ from geartrain.rpc.tensors.receiver import TensorReceiver
 from geartrain.rpc.threads import ThreadGroup
 from geartrain.transport.codec import native_codec
 from geartrain.transport.connection import Listener
+
+T = TypeVar("T")
 
 #: Characters of an error's text, and of its traceback, that are sent.
 _MOST_TEXT = 64 << 10
@@ -194,7 +196,7 @@ class Server:
             self.scheduler.drop(session)
         try:
             self._on_lost(None if session is None else session.name, number, reason)
-        except Exception:
+        except BaseException:  # of a program's callback: SystemExit would end this thread, which serves others
             traceback.print_exc()
 
     def _cancel(self, session: ServerSession, tag: int) -> None:
@@ -248,26 +250,37 @@ class Server:
         session, kind, tag, function, args, kwargs, _, until_s = call
         try:
             result = function.submit(args, kwargs) if type(function) is Batcher else function(*args, **kwargs)
+            if type(result) is CoroutineType:
+                result = self._begin(result)
         except BaseException as error:
             self._reply(session, kind, tag, error=error)
             return
-        if type(result) is not PendingReply and type(result) is not CoroutineType:
+        if type(result) is not PendingReply:
             self._reply(session, kind, tag, result)
             return
-        if type(result) is PendingReply:
-            pending = result
-        else:
-            task: Any = asyncio.run_coroutine_threadsafe(result, self._event_loop())  # type: ignore[arg-type]
-            pending = PendingReply(task.cancel)
-            task.add_done_callback(pending.take_from)
+        pending = result
         pending.until_s = until_s
         session.pending[tag] = pending
         pending.when_done(lambda: self._finish(session, kind, tag, pending))
 
+    def _begin(self, coroutine: CoroutineType[Any, Any, Any]) -> PendingReply:
+        """Has the event loop run an `async def`."""
+        guarded = _ending_itself_alone(coroutine)
+        try:
+            task: Any = asyncio.run_coroutine_threadsafe(guarded, self._event_loop())
+        except BaseException:
+            guarded.close()
+            coroutine.close()
+            raise
+        pending = PendingReply(task.cancel)
+        task.add_done_callback(pending.take_from)
+        return pending
+
     def _finish(self, session: ServerSession, kind: int, tag: int, pending: PendingReply) -> None:
         session.pending.pop(tag, None)
         if not pending.cancelled:
-            self._reply(session, kind, tag, pending.value, pending.error)
+            error = pending.error.error if isinstance(pending.error, _ExitError) else pending.error
+            self._reply(session, kind, tag, pending.value, error)
 
     def _refuse(self, call: Call, error: BaseException) -> None:
         self._reply(call.session, call.kind, call.tag, error=error)
@@ -303,15 +316,35 @@ class Server:
                 raise ConnectionClosedError(f"the node {self.name!r} was closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._threads.start(partial(_run_loop, self._loop), "loops for")
+                self._threads.start(partial(_run_loop, self._loop, self._closing), "loops for")
             return self._loop
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Until it is stopped: then what still runs in it is cancelled."""
+async def _ending_itself_alone(coroutine: CoroutineType[Any, Any, T]) -> T:
+    """What it returns or raises; as `_ExitError` what asyncio would end its loop with."""
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _ExitError(error) from None
+
+
+class _ExitError(Exception):
+    """A function's SystemExit or KeyboardInterrupt, on its way through asyncio."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop, closing: threading.Event) -> None:
+    """Until the server closes: then what still runs in it is cancelled. Functions cannot end it for others."""
     asyncio.set_event_loop(loop)
     try:
-        loop.run_forever()
+        while not closing.is_set():
+            try:
+                loop.run_forever()
+            except BaseException:  # of a callback of theirs
+                traceback.print_exc()
         tasks = asyncio.all_tasks(loop)
         for task in tasks:
             task.cancel()

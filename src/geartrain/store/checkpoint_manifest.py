@@ -14,7 +14,8 @@ from geartrain.core.schema import MAX_AXIS, check_fields, fields_of_stored
 from geartrain.errors import ArgumentError, CheckpointError
 
 _MOST_ROWS = 2**32 - 16
-_REMOVERS = ("fifo", "lifo", "lowest_weight")
+_REMOVERS = ("fifo", "lifo", "lowest_weight", "least_recently_sampled", "most_sampled")
+_REMOVERS_BY_FIELD = ("lowest:", "highest:")
 
 
 class _WrongError(ValueError):
@@ -40,7 +41,8 @@ def _check(manifest: Mapping[str, Any]) -> None:
     _number(options, "max_rows", 1, capacity)
     _number(options, "weight_fraction_bits", 0, 32)
     _entry(options, "persist", bool)
-    if _entry(options, "remover", str) not in _REMOVERS:
+    remover = _entry(options, "remover", str)
+    if remover not in _REMOVERS and not remover.startswith(_REMOVERS_BY_FIELD):
         raise _WrongError(f"remover is {options['remover']!r}")
     if options.get("max_times_sampled") is not None:
         _number(options, "max_times_sampled", 1, 2**32 - 1)

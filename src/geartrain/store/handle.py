@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
@@ -15,13 +16,15 @@ from geartrain.core.shared_files import Trust
 from geartrain.errors import ArgumentError
 from geartrain.store.columns import Columns
 from geartrain.store.rate_limiter import RateLimiter
-from geartrain.store.segment import REMOVERS, schema_of_segment
+from geartrain.store.segment import remover_of, schema_of_segment
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 #: Named states of a row, as `Store.status` reports them.
 ROW_STATES = ("free", "writing", "committed", "exhausted", "open")
+OPEN = ROW_STATES.index("open")
+_SELECTABLE = (ROW_STATES.index("committed"), OPEN)
 
 
 class StoreHandle:
@@ -104,7 +107,7 @@ class StoreHandle:
         return {
             "capacity": about["capacity"],
             "max_rows": about["max_rows"],
-            "remover": REMOVERS[about["remover"]],
+            "remover": remover_of(about["remover"], list(self._fields)),
             "max_times_sampled": about["max_times_sampled"] or None,
             "max_age_s": about["max_age_ns"] / 1e9 or None,
             "priority_fraction_bits": about["priority_fraction_bits"],
@@ -141,6 +144,35 @@ class StoreHandle:
         """The keys of all selectable rows, oldest first."""
         rows, generations = self.native.keys()
         return Keys.of_rows(rows, generations, self.id)
+
+    def keys_of(self, rows: ArrayLike) -> Keys:
+        """The keys that rows have now, by their numbers: where they were found by looking through `column`.
+
+        Args:
+            rows: (n,) numbers below the capacity, or a mask (capacity,).
+
+        Raises:
+            ArgumentError: numbers of no row, or of rows that hold no trajectory now.
+        """
+        numbers = np.asarray(rows)
+        if numbers.dtype == bool and numbers.shape == (self.capacity,):
+            numbers = np.flatnonzero(numbers)
+        if numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and numbers.size):
+            raise ArgumentError(
+                f"rows are whole numbers (n,) or a mask ({self.capacity},), found {numbers.dtype} {numbers.shape}"
+            )
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.capacity:
+            raise ArgumentError(
+                f"the store has rows 0 to {self.capacity - 1}, found {numbers.min()} to {numbers.max()}"
+            )
+        infos = self.native.infos(np.ascontiguousarray(numbers, np.uint32))
+        selectable = (infos["generation"] & 1 == 1) & np.isin(infos["state"], _SELECTABLE)
+        if not selectable.all():
+            raise ArgumentError(
+                f"row {numbers[~selectable][0]} holds no trajectory ({(~selectable).sum()} of {len(numbers)} rows); "
+                f"store.keys().row are those that do"
+            )
+        return Keys.of_rows(np.ascontiguousarray(numbers, np.uint32), infos["generation"], self.id)
 
     def status(self, keys: Keys | None = None) -> dict[str, NDArray[Any]]:
         """Metadata of some rows (of all selectable ones by default), an array (n,) each.
@@ -211,4 +243,4 @@ class StoreHandle:
         self.close()
 
 
-__all__ = ["ROW_STATES", "StoreHandle"]
+__all__ = ["OPEN", "ROW_STATES", "StoreHandle"]

@@ -40,7 +40,7 @@ def insert_rows(
     sources = []
     n = steps = -1
     for name, data in fields.items():
-        array, data_n, data_steps = _checked_source(columns, name, data, casting)
+        array, data_n, data_steps = checked_source(columns, name, data, casting)
         if n not in (-1, data_n):
             raise SchemaError(f"field {name!r} has {data_n} rows, the fields before it have {n}")
         n = data_n
@@ -67,7 +67,7 @@ def insert_rows(
         raise
 
 
-def _checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> tuple[Any, int, int]:
+def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> tuple[Any, int, int]:
     """The data as a C-contiguous array of the field's bytes, its rows and its steps."""
     field = columns.fields[name]
     if not hasattr(data, "dtype"):

@@ -12,9 +12,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn, SupportsIndex
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_real, check_whole
+from geartrain.core.arguments import check_real, check_whole, refuse_copies
 from geartrain.errors import ArgumentError, CallCancelledError, WaitTimeoutError
 
 #: Interval at which a waiter checks for signals and for `stopping`; a wake-up does not wait for it.
@@ -80,6 +81,9 @@ class RateLimiter:
     """
 
     __slots__ = ("_native", "stopping")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "its store can be pickled, and has it")
 
     def __init__(self, native: _native.Store) -> None:
         self._native = native

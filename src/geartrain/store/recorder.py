@@ -24,13 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_whole
+from geartrain.core.arguments import check_whole, refuse_copies
 from geartrain.core.dtypes import DTYPES, as_raw
 from geartrain.core.keys import Keys
 from geartrain.core.schema import Field
@@ -270,6 +270,9 @@ class StepRecorder:
     def __exit__(self, *exc: object) -> None:
         if not self._columns.native.closed:
             self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "make another one there, with store.recorder(...)")
 
     def __del__(self) -> None:
         # Blocks of a dropped recorder must not stay locked for as long as the process lives.

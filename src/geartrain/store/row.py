@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
+from geartrain.core.arguments import refuse_copies
 from geartrain.core.keys import Keys
 from geartrain.errors import SchemaError, StaleKeyError, StoreClosedError
 from geartrain.store.columns import Columns, as_column
@@ -62,6 +63,9 @@ class _Uncommitted(ABC):
             self.abandon()
         elif not self._done:
             self.commit()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "its blocks are given back when one of two handles is dropped; copy the arrays")
 
     def __del__(self) -> None:
         # Blocks of a dropped handle must not stay locked for as long as the process lives. In a forked child they

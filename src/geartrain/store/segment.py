@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,12 +11,50 @@ from geartrain.core.arguments import capacity_of, nanoseconds, schema_difference
 from geartrain.core.dtypes import dtype_of_code
 from geartrain.core.schema import Field, check_fields, check_max_length, fields_of_stored, stored_schema
 from geartrain.core.shared_files import Trust
-from geartrain.errors import ArgumentError, IncompatibleStoreError, StoreExistsError
+from geartrain.errors import ArgumentError, FieldError, IncompatibleStoreError, StoreExistsError
 
-Remover = Literal["fifo", "lifo", "lowest_priority"]
+#: One of REMOVERS, or "lowest:FIELD" or "highest:FIELD" of a field that is one number a row.
+Remover = str
 #: What a store keeps a priority for.
 PriorityPer = Literal["row", "step"]
-REMOVERS: tuple[Remover, ...] = ("fifo", "lifo", "lowest_priority")
+REMOVERS = ("fifo", "lifo", "lowest_priority", "least_recently_sampled", "most_sampled")
+_NUMBERS = (
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64",
+)  # fmt: skip
+#: Numbers of the segment format, which follow those of REMOVERS.
+_BY_FIELD = {"lowest": 5, "highest": 6}
+
+
+def remover_number(remover: object, fields: Mapping[str, Field]) -> int:
+    """A remover as segments have it.
+
+    Raises:
+        ArgumentError: it is none; FieldError: it goes by a field that the store lacks or that is no number a row.
+    """
+    if isinstance(remover, str) and remover in REMOVERS:
+        return REMOVERS.index(remover)
+    order, colon, name = remover.partition(":") if isinstance(remover, str) else ("", "", "")
+    if not colon or order not in _BY_FIELD:
+        raise ArgumentError(
+            f"remover is one of {', '.join(REMOVERS)}, 'lowest:FIELD' or 'highest:FIELD', found {remover!r}; "
+            f"for any other order see Store.evict"
+        )
+    if name not in fields:
+        raise FieldError(f"the remover {remover!r} needs the field {name!r}; the store has {', '.join(fields)}")
+    if not fields[name].per_row or fields[name].shape or fields[name].dtype not in _NUMBERS:
+        raise FieldError(
+            f"the remover {remover!r} goes by one number a row, Field((), dtype, per_row=True) of integers, bool, "
+            f"float32 or float64; {name!r} is {fields[name]}"
+        )
+    return _BY_FIELD[order] | list(fields).index(name) << 8
+
+
+def remover_of(number: int, names: Sequence[str]) -> Remover:
+    """What `remover_number` made the number of, in a store of these fields."""
+    for order, code in _BY_FIELD.items():
+        if number & 0xFF == code:
+            return f"{order}:{names[number >> 8]}"
+    return REMOVERS[number]
 
 
 #: Steps of a store with priority_per="step", at most.
@@ -45,8 +83,7 @@ def create_segment(
     """Checks what was asked for and creates the segment; see `Store.create`."""
     fields = check_fields(fields)
     max_length = check_max_length(fields, max_length)
-    if remover not in REMOVERS:
-        raise ArgumentError(f"remover is one of {', '.join(REMOVERS)}, found {remover!r}")
+    number = remover_number(remover, fields)
     if not isinstance(priority_per, str) or priority_per not in ("row", "step"):
         raise ArgumentError(f"priority_per is 'row' or 'step', found {priority_per!r}")
     per_step = priority_per == "step"
@@ -58,9 +95,9 @@ def create_segment(
     ]
 
     def rows_within(nbytes: int) -> int:
-        rows = _native.rows_within(specs, nbytes, REMOVERS.index(remover), per_step)
+        rows = _native.rows_within(specs, nbytes, number, per_step)
         if rows == 0:
-            one = _native.segment_bytes(specs, 1, REMOVERS.index(remover), per_step)
+            one = _native.segment_bytes(specs, 1, number, per_step)
             raise ArgumentError(f"capacity_bytes is {nbytes}, and a store of one row alone takes {one}")
         return rows
 
@@ -84,7 +121,7 @@ def create_segment(
             specs,
             rows,
             whole_number("max_rows", max_rows or 0, 2**32 - 1),
-            REMOVERS.index(remover),
+            number,
             whole_number("max_times_sampled", max_times_sampled or 0, 2**32 - 1),
             age_ns,
             whole_number("priority_fraction_bits", priority_fraction_bits, 32),

@@ -7,7 +7,7 @@ fields by name, NumPy and torch views, context managers and named errors.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -29,10 +29,11 @@ from geartrain.errors import (
     StoreMissingError,
 )
 from geartrain.store.columns import as_column
-from geartrain.store.handle import StoreHandle
+from geartrain.store.handle import OPEN, StoreHandle
 from geartrain.store.insert import CASTINGS, Casting, insert_rows
 from geartrain.store.priorities import set_priorities
 from geartrain.store.recorder import StepRecorder
+from geartrain.store.rewrite import rewrite_rows
 from geartrain.store.row import Row, Rows
 from geartrain.store.segment import PriorityPer, Remover, check_schema, create_segment, remove_unused
 
@@ -156,8 +157,11 @@ class Store(StoreHandle):
                 bytes: collect such rows in longer ones, of many steps.
             max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
                 written. All of the capacity by default.
-            remover: which row makes room when none is free: the oldest ("fifo"), the newest ("lifo") or the
-                one with the lowest priority ("lowest_priority", the older of equals).
+            remover: which row makes room when none is free: the oldest ("fifo"), the newest ("lifo"), the one with
+                the lowest priority ("lowest_priority"), the "least_recently_sampled" (a row counts as sampled when it
+                is committed), the "most_sampled", or the one with the lowest or highest value of a field of one number
+                a row ("lowest:NAME", "highest:NAME"; NaN goes first). Of equals the older. The last four rank all rows
+                and evict a 64th of them at a time: about 0.3 us an insert. Other orders: `evict`.
             max_times_sampled: a row is removed once it has been sampled so often. No limit by default.
             max_age_s: a row is removed once it is older, in seconds since its commit. No limit by default.
             priority_fraction_bits: priorities are kept as round(priority * 2**bits) in 32 bits. The default of 16
@@ -534,6 +538,41 @@ class Store(StoreHandle):
             raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
         self.native.raise_priorities(power)
 
+    def write(
+        self,
+        keys: Keys,
+        fields: Mapping[str, Any],
+        *,
+        starts: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+        casting: Casting = "no",
+    ) -> int:
+        """Writes fields of committed rows in place, by key; returns how many rows were skipped.
+
+        For advantages and returns that are computed again, or states of a recurrent network. Keys, priorities, lengths
+        and places stay as they are. Who reads such a row meanwhile (`fetch`, batches, a checkpoint) gets it as it was
+        before or as it is afterwards, never a mix of both. A process that is killed inside costs the row that it was
+        writing: it is reclaimed, and counted in `stats()["reclaimed"]`.
+
+        Args:
+            keys: rows of this store. Those that are stale, or that their writer still extends, are skipped.
+            fields: some of the store's: an array or tensor (n, t, *shape) each, or (n, *shape) of fields without time.
+            starts: (n,) the row's step that the first of the t is written to; by default 0. `batch.start` of a batch
+                of windows that are padded behind.
+            lengths: (n,) how many of the t are written; by default all. What would lie behind a row's last step is
+                padding, and left out.
+            casting: as in `insert`.
+
+        Raises:
+            ArgumentError: keys of another store. SchemaError, FieldError: arrays that do not fit, or steps behind the
+                longest row. Nothing is written.
+            SchemaError: an earlier build made the segment; save it, and load the checkpoint.
+
+        Cost: a copy under the store's lock, which is held for 64 KB or one row at a time.
+        """
+        check_keys(keys).check_store(self.id, self.name)
+        return rewrite_rows(self.columns, keys, fields, starts, lengths, casting)
+
     def delete(self, keys: Keys) -> int:
         """Removes rows, by key; returns how many were already gone.
 
@@ -542,6 +581,33 @@ class Store(StoreHandle):
         """
         check_keys(keys).check_store(self.id, self.name)
         return int(self.native.remove(keys.row, keys.generation))
+
+    def evict(self, n: int, by: Callable[[Keys], ArrayLike]) -> Keys:
+        """Removes the n rows that an order of one's own puts first; returns their keys.
+
+        For orders that no `remover` has. Called before the store is full it makes room for the next n rows in one
+        batch, so that the remover finds nothing to do.
+
+        Args:
+            n: rows to remove; all where there are fewer.
+            by: gets the keys of all rows that can be removed, oldest first, and returns a number for each, (m,). The
+                lowest go; of equals the oldest.
+
+        Raises:
+            ArgumentError: n is no whole number above zero; SchemaError: `by` returned no number for each row, or NaN.
+
+        Cost: that of `by`, and a sort. Rows that others remove or commit meanwhile are not counted.
+        """
+        if check_whole("the number of rows", n) < 1:
+            raise ArgumentError(f"at least one row must be evicted, found {n}")
+        keys = self.keys()
+        keys = keys[self.status(keys)["state"] != OPEN]
+        scores = as_column(by(keys), len(keys), np.float64, "scores of rows")
+        if scores is None or np.isnan(scores).any():
+            raise SchemaError(f"the order must give a number for each of {len(keys)} rows, found {scores}")
+        worst = keys[np.argsort(scores, kind="stable")[:n]]
+        self.delete(worst)
+        return worst
 
     def expire(self) -> int:
         """Removes the rows older than `max_age_s`; returns how many. Sampling and inserting do it as well."""
@@ -565,12 +631,22 @@ class Store(StoreHandle):
         if anonymous.is_anonymous(self.name):
             anonymous.check_may_pickle()
             return _open_anonymous, (self.name, self.trust)
-        return _open_named, (self.name, self.trust)
+        return _open_named, (self.name, self.trust, self.id)
 
 
-def _open_named(name: str, trust: Trust) -> Store:
-    """Joins a store from its pickle."""
-    return Store.open(name, trust=trust)
+def _open_named(name: str, trust: Trust, store_id: int | None = None) -> Store:
+    """Joins a store from its pickle.
+
+    Raises:
+        StoreMissingError: it is gone, also where another store has its name now.
+    """
+    store = Store.open(name, trust=trust)
+    if store_id is not None and store.id != store_id:
+        store.close()
+        raise StoreMissingError(
+            f"the store {name!r} that was pickled is gone, and another one has its name: Store.open joins that one"
+        )
+    return store
 
 
 def _open_anonymous(name: str, trust: Trust) -> Store:

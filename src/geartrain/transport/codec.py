@@ -26,6 +26,7 @@ import numpy as np
 
 import geartrain._native as _native
 from geartrain.core.dtypes import DTYPES, dtype_of_code, numpy_dtype, torch_dtype
+from geartrain.core.extras import require_torch
 from geartrain.errors import MessageError
 
 if TYPE_CHECKING:
@@ -217,6 +218,7 @@ def _with_tensors(pickler: Any) -> Any:
 
 
 def _tensor_of(raw: Any, code: int, shape: tuple[int, ...]) -> torch.Tensor:
+    require_torch("a message that holds a tensor")
     import torch
 
     memory = np.frombuffer(raw, np.uint8)

@@ -22,7 +22,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 import geartrain._native as _native
-from geartrain.errors import TransportError
+from geartrain.core.arguments import check_real, timeout, whole_number
+from geartrain.errors import ArgumentError, TransportError
 from geartrain.transport.tls import TLS
 
 Message = _native.Message
@@ -85,8 +86,8 @@ class Connection:
             WaitTimeoutError: the peer received too slowly. A message sent in part ends the connection.
             PeerLostError, ConnectionClosedError: the connection has ended.
         """
-        payload = header if isinstance(header, Payload) else Payload(header, list(buffers))
-        self.native.send(tag, kind, payload, timeout_s)
+        payload = header if isinstance(header, Payload) else Payload(header, [_plain(each) for each in buffers])
+        self.native.send(tag, kind, payload, timeout(timeout_s))
 
     def receive(self, *, timeout_s: float = 30.0) -> Message:
         """The next message; its buffers are writable NumPy views that keep its memory alive.
@@ -96,7 +97,7 @@ class Connection:
             PeerLostError: the peer is gone, and all that it had sent completely has been received.
             MessageError: malformed data arrived; the connection has ended.
         """
-        return self.native.receive(timeout_s)
+        return self.native.receive(timeout(timeout_s))
 
     def expose(self, array: Any, *, writable: bool = False) -> MemoryRegion:
         """Exposes memory to one-sided reads of the peer's, and to writes; neither involves this side's program.
@@ -123,7 +124,7 @@ class Connection:
             >>> into
             array([2, 3])
         """
-        return MemoryRegion(self.native.expose(array, writable))
+        return MemoryRegion(self.native.expose(_plain(array), writable))
 
     def read(self, handle: bytes, into: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
         """One-sided read: fills `into` from memory that the peer exposed, without involving its program.
@@ -143,7 +144,7 @@ class Connection:
             ArgumentError: this is not a handle.
             WaitTimeoutError, PeerLostError, ConnectionClosedError: the contents of `into` are undefined.
         """
-        self.native.read(handle, into, offset, timeout_s)
+        self.native.read(handle, _plain(into), offset, timeout(timeout_s))
 
     def write(self, handle: bytes, array: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
         """One-sided write into memory that the peer exposed with `writable=True`; complete when this returns.
@@ -151,7 +152,7 @@ class Connection:
         The peer's side-channel thread copies from this process's memory ("cma"), or receives the bytes ("served").
         Arguments and errors as for `read`; after an error the written part of the region is undefined.
         """
-        self.native.write(handle, array, offset, timeout_s)
+        self.native.write(handle, _plain(array), offset, timeout(timeout_s))
 
     @property
     def one_sided(self) -> str:
@@ -256,7 +257,7 @@ class Listener:
 
     def accept(self, *, timeout_s: float = 30.0) -> Connection:
         """The next connection that passed its handshake. Raises `WaitTimeoutError`, `ConnectionClosedError`."""
-        return Connection(self.native.accept(timeout_s))
+        return Connection(self.native.accept(timeout(timeout_s)))
 
     def close(self) -> None:
         """Accepts no more connections; those accepted stay open."""
@@ -308,6 +309,7 @@ def listen(
         GeartrainError: the port is in use, or the host is not this one.
     """
     options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
+    whole_number("port", port, 65535)
     return Listener(_native.Listener.make(options, host or "", port, list(advertise), shm))
 
 
@@ -349,8 +351,8 @@ def connect(
         if transport not in TRANSPORTS:
             raise TransportError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
         options["transport"] = transport
-    options["lanes"] = lanes
-    return Connection(_native.connect(address, options, timeout_s))
+    options["lanes"] = whole_number("lanes", lanes, 2**32 - 1)
+    return Connection(_native.connect(address, options, timeout(timeout_s)))
 
 
 def options_of(
@@ -361,14 +363,31 @@ def options_of(
     peer_timeout_s: float = 30.0,
     tls: TLS | Literal[False] | None = None,
 ) -> dict[str, Any]:
-    """Options of the native layer."""
+    """Options of the native layer. Raises `ArgumentError` for numbers that are none, or too large."""
     options: dict[str, Any] = {} if limits is None else asdict(limits)
+    for name, value in options.items():
+        if name.endswith("_s"):
+            timeout(value, name)
+        else:
+            whole_number(name, value, 2**64 - 1)
     shown = TLS.of_environment() if tls is None else tls
     if shown:
         options |= shown.options()
+    spin_us = check_real("spin_us", spin_us)
+    if spin_us < 0:
+        raise ArgumentError(f"spin_us is 0 or more, found {spin_us}")
     return options | {
         "secret": bytes(secret),
-        "spin_us": float(spin_us),
+        "spin_us": spin_us,
         "views": views,
-        "peer_timeout_s": float(peer_timeout_s),
+        "peer_timeout_s": float(timeout(peer_timeout_s, "peer_timeout_s")),
     }
+
+
+def _plain(memory: Any) -> Any:
+    """The same memory, unless it holds Python's objects: their addresses mean nothing elsewhere, and a peer that writes
+    there would end this process."""
+    dtype = getattr(memory, "dtype", None)
+    if getattr(dtype, "hasobject", False) or (isinstance(memory, memoryview) and "O" in memory.format):
+        raise ArgumentError(f"memory of Python objects is not sent or exposed: found a {type(memory).__name__} of them")
+    return memory

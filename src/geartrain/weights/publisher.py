@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 class Publisher:
     """Publishes versions of weights under a name, as the only publisher of that name on its host.
 
-    Any thread may close it, more than once and beside `publish`: one that waits for a buffer ends with
-    `StoreClosedError`, one that copies is waited for, later ones are refused. `version` goes on. In a forked child it
+    Any thread may publish, one after the other; versions increase, whoever publishes them. Any thread, and a signal's
+    handler, may close it, more than once and beside `publish`: one that waits for a buffer ends with
+    `StoreClosedError`, one that copies is waited for (or, by a handler in the same thread, closes at its end), later
+    ones are refused. `version` goes on. In a forked child it
     is the parent's: `publish` raises `StoreClosedError`, `close` has no effect. At the interpreter's end it is closed.
 
     Example:
@@ -83,28 +86,31 @@ class Publisher:
             version: larger than the one before, and below 2**63: a number that `store.row(version=...)` takes.
             weights: a state_dict, or any nesting of mappings with tensors (of any dtype, on any device) and NumPy
                 arrays. They must not change until this returns.
-            timeout_s: longest wait for a buffer.
+            timeout_s: longest wait for other threads that publish, and for a buffer.
 
         Raises:
             ArgumentError: the version does not increase; or names, dtypes or shapes are not those of the first version.
             BuffersHeldError: readers held all buffers until the deadline. Nothing was published.
+            WaitTimeoutError: another thread published until the deadline. Nothing was published.
             NoSpaceError: /dev/shm, or GEARTRAIN_DIR, is full.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         number = operator.index(version)
         if not 0 <= number < 2**63:
             raise ArgumentError(f"versions are numbers from 0 to 2**63 - 1, found {number}")
-        if self._version is not None and number <= self._version:
-            raise ArgumentError(f"versions must increase: {number} cannot follow {self._version}")
         leaves = leaves_of(weights)
         schema = Schema.of(leaves)
-        if self._version is None:
-            self._writer.lay_out(schema)
-        elif self._writer.schema is not None:
-            self._writer.schema.check(schema)
-        with self._writer.writing(number, limit_s) as views:
-            _copy(list(leaves.values()), views)
-        self._version = number
+        until_s = time.monotonic() + limit_s
+        with self._writer.turn(limit_s):
+            if self._version is not None and number <= self._version:
+                raise ArgumentError(f"versions must increase: {number} cannot follow {self._version}")
+            if self._version is None:
+                self._writer.lay_out(schema)
+            elif self._writer.schema is not None:
+                self._writer.schema.check(schema)
+            with self._writer.writing(number, max(until_s - time.monotonic(), 0.0)) as views:
+                _copy(list(leaves.values()), views)
+            self._version = number
 
     def close(self) -> None:
         """Detaches. Attached readers keep the newest version; the last of them removes the segment."""

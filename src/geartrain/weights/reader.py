@@ -18,7 +18,7 @@ import numpy as np
 
 from geartrain.core.arguments import timeout
 from geartrain.core.shared_files import Trust, check_trust
-from geartrain.errors import ArgumentError, CorruptStoreError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import ArgumentError, CorruptStoreError, GeartrainError, StoreClosedError, WaitTimeoutError
 from geartrain.weights.format import Head, directory_of
 from geartrain.weights.layout import Schema, nested
 from geartrain.weights.relay import Follower
@@ -101,7 +101,7 @@ class Reader:
         self._schema: Schema | None = None
         self._current: weakref.ref[Snapshot] | None = None
         self._current_head: Head | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread, and close
         self._closed = False
         _readers.add(self)
         self._follower = (
@@ -125,7 +125,11 @@ class Reader:
                 self._check_open()
                 segment = self._segment
                 seen = segment.published()
-                snapshot = self._newest(at_least)
+                try:
+                    snapshot = self._newest(at_least)
+                except (GeartrainError, OSError, ValueError):
+                    self._check_open()  # a signal's handler has closed it meanwhile
+                    raise
                 if snapshot is not None:
                     return snapshot
                 if self._segment is not segment:
@@ -224,7 +228,7 @@ class Reader:
 
     def after_fork(self) -> None:
         """In a forked child: attaches it. Snapshots stay, and are held until both processes have released them."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._segment.after_fork()
         if self._follower is not None:
             self._follower.after_fork()

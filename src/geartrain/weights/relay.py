@@ -134,11 +134,8 @@ class Follower:
         found = self._call(NEWER, self.name, *self._newest, _WAIT_S, timeout_s=_WAIT_S + 10.0)
         if found is None:
             return
-        if found["schema"] != self._schema:
-            self._writer.lay_out(Schema.from_json(found["schema"]))
-            self._schema = found["schema"]
         try:
-            with self._writer.writing(found["version"], 30.0):
+            with self._writer.turn(30.0), self._laid_out(found["schema"]).writing(found["version"], 30.0):
                 self._fetch(found, self._writer.memory())
                 if self._call(DONE, self.name, found["sequence"], timeout_s=10.0) is not True:
                     raise PeerLostError(
@@ -150,6 +147,14 @@ class Follower:
             raise
         self._newest = (found["id"], found["sequence"])
         self.state = "this process relays"
+
+    def _laid_out(self, schema: bytes) -> Writer:
+        """The writer, for versions of this schema; within its turn."""
+        assert self._writer is not None
+        if schema != self._schema:
+            self._writer.lay_out(Schema.from_json(schema))
+            self._schema = schema
+        return self._writer
 
     def _fetch(self, found: dict[str, Any], memory: np.ndarray[Any, Any]) -> None:
         offsets = list(range(0, found["nbytes"], PIECE_BYTES))

@@ -58,6 +58,8 @@ _MAP_NORESERVE = 0x4000
 class WeightsSegment:
     """An open file of weights that this process is attached to. Locks are those of this object's open file."""
 
+    fd = -1  # of one that was never made
+
     def __init__(self, fd: int, path: Path, trust: Trust = "user") -> None:
         self.fd, self.path, self.trust = -1, path, trust
         self._control = _map(fd, SCHEMA_AT)

@@ -44,7 +44,7 @@ class _Served:
         self.writer = writer
         self._pins: dict[str, _Pin] = {}
         self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
         writer.on_commit = self.wake
         writer.on_wait = self.drop_idle
 
@@ -130,7 +130,7 @@ class _Served:
 
     def after_fork(self) -> None:
         """In a forked child: its copies of the descriptors would hold the buffers for as long as it lives."""
-        self._lock = threading.Lock()  # another thread of the parent's may have held it
+        self._lock = threading.RLock()  # another thread of the parent's may have held it
         self._waiting.clear()
         pins, self._pins = list(self._pins.values()), {}
         for pin in pins:

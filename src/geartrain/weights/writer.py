@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.shared_files import Trust
-from geartrain.errors import ArgumentError, BuffersHeldError, GeartrainError, StoreClosedError
+from geartrain.errors import ArgumentError, BuffersHeldError, GeartrainError, StoreClosedError, WaitTimeoutError
 from geartrain.weights.format import MAX_BUFFERS
 from geartrain.weights.layout import Schema
 from geartrain.weights.segment import WeightsSegment
@@ -51,7 +51,8 @@ class Writer:
         self.readable = self._segment  # the file that has the name
         self.on_commit: Callable[[], object] = lambda: None
         self.on_wait: Callable[[], object] = lambda: None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of whoever writes; a signal's handler may come in between and close
+        self._in_turn = False
         self._ending = False  # whoever waits for a buffer gives up
         self._pid = os.getpid()
         _writers.add(self)
@@ -61,13 +62,37 @@ class Writer:
         """Schema of the versions; None before the first."""
         return self._schema
 
-    def lay_out(self, schema: Schema) -> None:
-        """Prepares for versions of this schema: in the present file if it is the same, else in one that replaces it."""
-        with self._lock:
-            self._check_open()
-            self._lay_out(schema)
+    @contextlib.contextmanager
+    def turn(self, timeout_s: float) -> Iterator[None]:
+        """One thread's turn to lay out and write; closes at its end if somebody wanted to meanwhile.
 
-    def _lay_out(self, schema: Schema) -> None:
+        Raises `WaitTimeoutError` where another thread has it for so long, and `StoreClosedError`.
+        """
+        if self._pid != os.getpid():
+            self._check_open()
+        if not self._lock.acquire(timeout=timeout_s):
+            raise WaitTimeoutError(f"another thread has published to {self.name!r} for {timeout_s} s, and is not done")
+        try:
+            self._check_open()
+            if self._in_turn:
+                raise GeartrainError(
+                    f"this thread is publishing to {self.name!r} already: a signal's handler cannot do so in between"
+                )
+            self._in_turn = True
+            try:
+                yield
+            finally:
+                self._in_turn = False
+                if self._ending:
+                    self._detach()
+        finally:
+            self._lock.release()
+
+    def lay_out(self, schema: Schema) -> None:
+        """Prepares for versions of this schema: in the present file if it is the same, else in one that replaces it.
+
+        Within `turn`.
+        """
         text = schema.to_json()
         layout = self._segment.layout()
         if layout is not None:
@@ -90,23 +115,21 @@ class Writer:
     def writing(self, version: int, timeout_s: float) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | list[Any]]:
         """A buffer's tensors, to be filled; they become the newest version when the block ends without an error.
 
-        Raises `BuffersHeldError`, `NoSpaceError`.
+        Within `turn`. Raises `BuffersHeldError`, `NoSpaceError`.
         """
-        with self._lock:
-            self._check_open()
-            buffer = self._claim(time.monotonic() + timeout_s, timeout_s)
-            try:
-                yield self._views[buffer]
-            except BaseException:
-                self._segment.unclaim(buffer)
-                raise
-            self._segment.commit(buffer, version)
-            if self._old is not None:
-                self._segment.replace(self._old)
-                self.readable = self._segment
-                self._old.close()
-                self._old = None
-            self.on_commit()
+        buffer = self._claim(time.monotonic() + timeout_s, timeout_s)
+        try:
+            yield self._views[buffer]
+        except BaseException:
+            self._segment.unclaim(buffer)
+            raise
+        self._segment.commit(buffer, version)
+        if self._old is not None:
+            self._segment.replace(self._old)
+            self.readable = self._segment
+            self._old.close()
+            self._old = None
+        self.on_commit()
 
     def memory(self) -> Any:
         """All of the buffer that is being written, as bytes: within `writing`."""
@@ -175,14 +198,18 @@ class Writer:
         """Detaches, once a version that is being written is. Versions stay readable for attached readers."""
         self.end_waits()
         with self._lock:
-            _writers.discard(self)
-            if self._old is not None:
-                self._old.close()
-            self._segment.close()
+            if not self._in_turn:  # else this is a signal's handler, in the thread that has the turn
+                self._detach()
+
+    def _detach(self) -> None:
+        _writers.discard(self)
+        if self._old is not None:
+            self._old.close()
+        self._segment.close()
 
     def after_fork(self) -> None:
         """In a forked child: closes what it inherited, so that it does not hold the publisher's lock."""
-        self._lock = threading.Lock()
+        self._lock, self._in_turn = threading.RLock(), False
         for segment in (self._segment, self._old):
             if segment is not None:
                 segment.abandon()

@@ -204,6 +204,64 @@ def close_beside_a_blocked_call(run: Run) -> None:
     run.tools.clean()
 
 
+class _InterruptionError(Exception):
+    """What a signal's handler raises."""
+
+
+def raise_in_a_signal_handler(run: Run) -> None:
+    """A handler raises while the main thread waits in a call: that ends with it, and `close` works."""
+    subject = run.make()
+
+    def raise_it(*_: object) -> None:
+        raise _InterruptionError
+
+    for name, call in subject.blocked.items():
+        ended = _signalled(run, name, call, raise_it)
+        if not isinstance(ended, _InterruptionError):
+            run.found(f"{name} ended with {ended!r} when a signal's handler raised")
+    run.must("close", subject.close, "after a signal's handler has raised")
+    run.tools.clean()
+
+
+def close_in_a_signal_handler(run: Run) -> None:
+    """A handler closes while the main thread waits in a call: both return, and the call may be refused."""
+    subject = run.make()
+    for name, call in subject.blocked.items():
+        ended = _signalled(run, name, call, lambda *_: run.must("close", subject.close, "in a signal's handler"))
+        if ended is not None and not isinstance(ended, GeartrainError):
+            run.found(f"{name} ended with {ended!r} when a signal's handler closed it")
+        break  # the others find it closed
+    run.must("close", subject.close, "after a signal's handler has closed it")
+    run.tools.clean()
+
+
+def _signalled(run: Run, name: str, call: Callable[[], object], handler: Callable[..., object]) -> BaseException | None:
+    """What a call of this thread raises, in which a signal comes while it waits."""
+    before = signal.signal(signal.SIGUSR2, handler)
+    sent_s: list[float] = []
+    main = threading.get_ident()
+
+    def send() -> None:
+        time.sleep(run.tools.patience(0.1))  # until it waits
+        sent_s.append(time.monotonic())
+        signal.pthread_kill(main, signal.SIGUSR2)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    raised = None
+    try:
+        call()
+    except BaseException as error:
+        raised = error
+    if not sent_s:
+        run.found(f"{name} did not wait, so that this tests nothing")
+    elif time.monotonic() - sent_s[0] > run.tools.patience(CLOSE_S):
+        run.found(f"{name} ended {time.monotonic() - sent_s[0]:.1f} s after a signal")
+    sender.join()
+    signal.signal(signal.SIGUSR2, before)
+    return raised
+
+
 def use_after_fork(run: Run) -> None:
     """A forked child makes all calls and closes; the parent's subject is as before."""
     subject = run.make()
@@ -294,6 +352,8 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
         close_from_two_threads,
         close_beside_calls,
         close_beside_a_blocked_call,
+        raise_in_a_signal_handler,
+        close_in_a_signal_handler,
         use_after_fork,
         fork_beside_calls,
         alive_at_exit,
@@ -305,6 +365,8 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
 RACES = ("close_from_two_threads", "close_beside_calls", "fork_beside_calls")
 #: Scenarios that leave subjects to the interpreter's end.
 AT_EXIT = ("alive_at_exit", "daemon_thread_at_exit", "dropped_with_work")
+#: Scenarios that need a call that waits.
+WAITING = ("close_beside_a_blocked_call", "raise_in_a_signal_handler", "close_in_a_signal_handler")
 #: Scenarios that need more than one thread at the subject.
 THREADED = ("close_from_two_threads", "close_beside_calls", "close_beside_a_blocked_call", "fork_beside_calls")
 
@@ -313,7 +375,7 @@ def applies(scenario: str, factory: Factory) -> bool:
     """Whether a scenario says anything about a subject."""
     if factory.one_thread and scenario in THREADED:
         return False
-    return factory.waits or scenario != "close_beside_a_blocked_call"
+    return factory.waits or scenario not in WAITING
 
 
 def _join(run: Run, threads: list[threading.Thread], what: str, started: bool = False) -> None:

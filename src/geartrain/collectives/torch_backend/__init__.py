@@ -1,1 +1,5 @@
 """`torch.distributed` backend "geartrain": process group, options, GPU staging, recovery from lost reducers."""
+
+from geartrain.core.extras import require_torch
+
+require_torch('the backend "geartrain" of torch.distributed')

@@ -45,6 +45,10 @@ Rows that grow. A row may get longer while its generation stays (Store::publish)
 differ, and pieces of one window would not fit together. A small launch before this one reads each length once, with a
 fence behind it: steps are written before they are counted, so those that were counted are there to be read.
 
+Rows that are written in place (Store::rewrite) keep their generation and change their content number. Slots of one row
+would hold different states of it, so the numbers are read by a launch before all others and compared by one after: a
+row whose number was odd or has changed is torn, and drawn again.
+
 Bytes: the window once over the link, and 128 bytes of words and books a slot. Versions: 1. (this) not timed on a GPU.
 """
 
@@ -56,7 +60,13 @@ import torch
 import triton
 
 from geartrain.device.kernels.checks import on_device_of
-from geartrain.device.kernels.gather_kernels import count_steps_kernel, gather_rows_kernel, read_lengths_kernel
+from geartrain.device.kernels.gather_kernels import (
+    count_steps_kernel,
+    gather_rows_kernel,
+    mark_written_kernel,
+    read_contents_kernel,
+    read_lengths_kernel,
+)
 from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO, Arena, GatherField, SegmentLayout
 from geartrain.device.kernels.gather_order import order_for, warps_of
 from geartrain.device.kernels.philox import WINDOW_STREAM, counter_word
@@ -173,6 +183,7 @@ class GatherPlan:
         if k == 0:
             return
         seed, step, attempt = draw or (0, 0, 0)
+        contents = self._read_contents(segment, rows)
         known, order = segment[:1], order_for(arena)
         items = k * len(self.slots)
         with on_device_of(arena):
@@ -216,6 +227,37 @@ class GatherPlan:
                 num_warps=warps_of(self.chunk, order),
                 enable_fp_fusion=False,
             )
+            if contents is not None:
+                mark_written_kernel[(triton.cdiv(k, 128),)](
+                    segment,
+                    arena,
+                    rows,
+                    known if places is None else places,
+                    contents,
+                    k,
+                    self.segment.status,
+                    layout.torn,
+                    PLACED=places is not None,
+                    STATUS_STRIDE=self.segment.status_stride,
+                    BLOCK=128,
+                )
+
+    def _read_contents(self, segment: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """The rows' content numbers before they are gathered, (k,) int64; None where the segment has none."""
+        if not self.segment.content_numbers:
+            return None
+        contents = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+        with on_device_of(rows):
+            read_contents_kernel[(triton.cdiv(len(rows), 128),)](
+                segment,
+                rows,
+                contents,
+                len(rows),
+                self.segment.status,
+                STATUS_STRIDE=self.segment.status_stride,
+                BLOCK=128,
+            )
+        return contents
 
     def read_lengths(self, segment: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The rows' lengths as they are now, (k,) int32 on the device.

@@ -265,6 +265,48 @@ def read_lengths_kernel(
     tl.store(lengths + i, length.to(tl.int32), mask=inside)
 
 
+@triton.jit(do_not_specialize=["n", "status_at"])
+def read_contents_kernel(
+    segment, rows, contents, n: tl.int64, status_at: tl.int64, STATUS_STRIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """contents[i] = content number of row i (native/segment/segment.h); what later kernels read is at least as new."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    row = tl.load(rows + i, mask=inside, other=0).to(tl.int64)
+    about = segment + (status_at + row * STATUS_STRIDE + 16)
+    tl.store(
+        contents + i, tl.load(about.to(tl.pointer_type(tl.int64)), mask=inside, other=0, volatile=True), mask=inside
+    )
+
+
+@triton.jit(do_not_specialize=["n", "status_at", "torn_at"])
+def mark_written_kernel(
+    segment,
+    arena,
+    rows,
+    places,
+    contents,
+    n: tl.int64,
+    status_at: tl.int64,
+    torn_at: tl.int64,
+    PLACED: tl.constexpr,
+    STATUS_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Marks rows as torn that were being written in place before the gather, or have been since."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    row = tl.load(rows + i, mask=inside, other=0).to(tl.int64)
+    place = i
+    if PLACED:
+        place = tl.load(places + i, mask=inside, other=0).to(tl.int64)
+    before = tl.load(contents + i, mask=inside, other=0)
+    about = segment + (status_at + row * STATUS_STRIDE + 16)
+    after = tl.load(about.to(tl.pointer_type(tl.int64)), mask=inside, other=0, volatile=True)
+    written = inside & ((before != after) | ((before & 1) == 1))
+    tl.store(arena + torn_at + place, tl.full([BLOCK], 1, tl.uint8), mask=written)
+
+
 @triton.jit(do_not_specialize=["n", "window", "seed", "step", "counter"])
 def count_steps_kernel(
     lengths,
@@ -300,4 +342,10 @@ def count_steps_kernel(
     tl.store(counts + i + 1, count.to(tl.int32), mask=inside)
 
 
-__all__ = ["count_steps_kernel", "gather_rows_kernel", "read_lengths_kernel"]
+__all__ = [
+    "count_steps_kernel",
+    "gather_rows_kernel",
+    "mark_written_kernel",
+    "read_contents_kernel",
+    "read_lengths_kernel",
+]

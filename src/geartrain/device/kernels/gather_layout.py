@@ -93,6 +93,7 @@ class SegmentLayout:
     status_stride: int
     rows: int
     max_length: int
+    content_numbers: bool = False
 
 
 @dataclass(frozen=True)

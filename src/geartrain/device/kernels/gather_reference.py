@@ -37,6 +37,7 @@ def reference_gather(
             torn[place] = 1
             continue
         status = about.status + row * about.status_stride
+        content = int(segment[status + 16 : status + 24].view(torch.int64))
         length = min(int(segment[status + 24 : status + 28].view(torch.int32)), about.max_length)
         number = i if numbers is None else int(numbers[i])
         start, count = reference_window(plan, length, None if ends is None else int(ends[i]), draw, number)
@@ -71,7 +72,9 @@ def reference_gather(
             (layout.versions + 8 * place, int(segment[status + 8 : status + 16].view(torch.int64)), torch.int64),
         ):
             arena[offset : offset + dtype.itemsize].view(dtype)[0] = value
-        if not _is_generation(plan, segment, row, generation):
+        same = content == int(segment[status + 16 : status + 24].view(torch.int64))
+        written = about.content_numbers and (content % 2 == 1 or not same)
+        if written or not _is_generation(plan, segment, row, generation):
             torn[place] = 1
 
 

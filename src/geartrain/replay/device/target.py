@@ -51,7 +51,12 @@ def gather_plan_of(plan: FetchPlan, convert: Mapping[str, Convert], packed: bool
             )
         )  # fmt: skip
     segment = SegmentLayout(
-        layout["words"], layout["status"], layout["status_stride"], store.capacity, store.max_length
+        layout["words"],
+        layout["status"],
+        layout["status_stride"],
+        store.capacity,
+        store.max_length,
+        layout["content_numbers"],
     )
     return GatherPlan(segment, fields, plan.window, plan.pad_left, packed)
 

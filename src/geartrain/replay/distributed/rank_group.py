@@ -28,6 +28,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.extras import require_torch
 from geartrain.errors import ArgumentError, PeerLostError, RanksDisagreeError
 
 Bytes = NDArray[np.uint8]
@@ -189,6 +190,7 @@ class TorchRankGroup:
     """
 
     def __init__(self, members: Sequence[int], timeout_s: float = 60.0) -> None:
+        require_torch("a group of ranks")
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
+from geartrain.core.extras import require_torch
 from geartrain.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def topology_of(group: Any, mesh: Any) -> Topology:
 
 def of_group(group: Any) -> Topology:
     """Data parallelism over a `torch.distributed` process group."""
+    require_torch("a group or mesh of ranks")
     import torch.distributed as dist
 
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
@@ -148,6 +150,7 @@ def _of_device_mesh(mesh: Any) -> Topology:
 
 def _of_process_topology(topology: Any) -> Topology:
     """DeepSpeed's `ProcessTopology`, with axes named pipe, data and model."""
+    require_torch("a group or mesh of ranks")
     import torch.distributed as dist
 
     at = topology.get_coord(rank=dist.get_rank())
@@ -184,6 +187,7 @@ def _method(mpu: Any, names: Sequence[str]) -> Any:
 
 
 def _of_mpu(mpu: Any) -> Topology:
+    require_torch("a group or mesh of ranks")
     import torch.distributed as dist
 
     def ask(names: Sequence[str], default: int) -> int:

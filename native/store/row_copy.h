@@ -1,0 +1,55 @@
+// Row copy: a reader's copy of a row without the lock, and whether it holds one state of the row.
+//
+//   RowCopy copy(store, row, generation);
+//   while (copy.begin()) {
+//     ...                       // read length, blocks, metadata
+//     if (copy.whole()) return true;
+//   }
+//   return false;               // the key is stale
+//
+// A row that is overwritten or removed gets another generation: the copy is lost with the row. One that is written in
+// place (Store::rewrite) keeps it and is copied again. A writer that stays inside for longer than the lock's timeout is
+// stopped; its row is then reported as lost, and so is one whose writer died where the segment is read-only.
+//
+// Any thread; no more than loads of the row's word and of its status, which a reader of the length has at hand.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "store/store.h"
+
+namespace geartrain {
+
+class RowCopy {
+ public:
+  RowCopy(const Store& store, uint32_t row, uint32_t generation)
+      : store_(store), word_(store.words()[row]), row_(row), generation_(generation) {}
+
+  bool begin() {
+    if (generation_of(word_.load(std::memory_order_acquire)) != generation_ || (generation_ & 1) == 0) return false;
+    number_ = store_.content_number(row_);
+    // What is read next is at least as new.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return (number_ & 1) == 0 || begin_later();
+  }
+
+  bool whole() const {
+    // Everything was read before these are read again; a writer changes them first.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return generation_of(word_.load(std::memory_order_relaxed)) == generation_ &&
+           store_.content_number(row_) == number_;
+  }
+
+ private:
+  // Waits until nobody writes to the row.
+  __attribute__((cold, noinline)) bool begin_later();
+
+  const Store& store_;
+  const std::atomic<uint64_t>& word_;
+  const uint32_t row_;
+  const uint32_t generation_;
+  uint64_t number_ = 0;
+};
+
+}  // namespace geartrain

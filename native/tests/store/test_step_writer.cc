@@ -1,0 +1,354 @@
+// StepWriter: every step that is given is in the rows afterwards, in its place, whatever environments do, whoever reads
+// meanwhile, and whoever is killed.
+
+#include "store/step_writer.h"
+
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <random>
+#include <thread>
+
+#include "base/clock.h"
+#include "fetch/fetch.h"
+#include "tests/support/check.h"
+#include "tests/support/tagged_rows.h"
+
+namespace geartrain {
+namespace {
+
+constexpr uint8_t kBool = 1, kInt64 = 9;
+constexpr uint32_t kLength = 8;  // steps of a row: seven actions
+
+// An observation is (episode, step within it), an action repeats it: every step can be checked by itself.
+std::vector<FieldSpec> step_fields() {
+  return {{"obs", kInt64, 8, true, {kLength, 2}},    {"action", kInt64, 8, true, {kLength, 2}},
+          {"terminated", kBool, 1, true, {kLength}}, {"truncated", kBool, 1, true, {kLength}},
+          {"last", kBool, 1, true, {kLength}},       {"step_version", kInt64, 8, true, {kLength}}};
+}
+constexpr uint32_t kObs = 0, kAction = 1, kTerminated = 2, kTruncated = 3, kLast = 4, kVersion = 5;
+
+std::unique_ptr<Store> step_store(uint64_t capacity, uint32_t max_times_sampled = 0) {
+  StoreOptions options;
+  options.capacity = capacity;
+  options.max_times_sampled = max_times_sampled;
+  options.lock_timeout_s = 30;
+  return Store::create(testing::unique_name(), step_fields(), options);
+}
+
+StepWriterOptions writer_options(uint32_t environments, Autoreset autoreset, uint32_t publish_every = 0,
+                                 uint32_t overlap = 0) {
+  StepWriterOptions options;
+  options.environments = environments;
+  options.autoreset = autoreset;
+  options.publish_every = publish_every;
+  options.overlap = overlap;
+  options.roles = {FieldRole::observation, FieldRole::value, FieldRole::terminated,
+                   FieldRole::truncated,   FieldRole::last,  FieldRole::step_version};
+  return options;
+}
+
+// Environments whose episodes end at random, and what they give to a writer.
+class Environments {
+ public:
+  Environments(Store& store, const StepWriterOptions& options, uint32_t seed, int64_t first_episode)
+      : n_(options.environments),
+        autoreset_(options.autoreset),
+        writer_(store, options),
+        random_(seed),
+        next_episode_(first_episode),
+        obs_(2 * n_),
+        finals_(2 * n_),
+        actions_(2 * n_),
+        terminated_(n_),
+        truncated_(n_),
+        resetting_(n_) {
+    for (uint32_t e = 0; e < n_; ++e) start(e);
+    const StepColumn columns[1] = {column(kObs, obs_)};
+    writer_.begin(columns, {}, 0, true, &completed);
+  }
+
+  void step() {
+    advance();
+    submit();
+  }
+
+  // Gives the writer the step that the environments are at; once more where it was refused.
+  void submit() {
+    const StepColumn values[1] = {column(kAction, actions_)}, observations[1] = {column(kObs, obs_)},
+                     finals[1] = {column(kObs, finals_)};
+    StepInput input;
+    input.values = values;
+    input.observations = observations;
+    if (autoreset_ == Autoreset::same_step) input.finals = finals;
+    input.terminated = terminated_;
+    input.truncated = truncated_;
+    input.version = version_;
+    CHECK_EQ(writer_.step(input, true, &completed), size_t{0});
+    if (autoreset_ != Autoreset::disabled) return;
+    std::vector<uint8_t> ended(n_);
+    for (uint32_t e = 0; e < n_; ++e) {
+      ended[e] = terminated_[e] | truncated_[e];
+      if (ended[e] != 0) start(e);
+    }
+    writer_.begin(observations, ended, version_, true, &completed);
+  }
+
+  StepWriter& writer() { return writer_; }
+
+  uint64_t actions = 0, episodes = 0;
+  CompletedRows completed;
+
+ private:
+  static StepColumn column(uint32_t field, const std::vector<int64_t>& values) {
+    return {field, reinterpret_cast<const std::byte*>(values.data()), 16, nullptr};
+  }
+  void advance() {
+    ++version_;
+    actions_ = obs_;
+    for (uint32_t e = 0; e < n_; ++e) {
+      terminated_[e] = truncated_[e] = 0;
+      if (resetting_[e] != 0) {  // next_step: this call only brings the first observation
+        start(e);
+        resetting_[e] = 0;
+        continue;
+      }
+      ++obs_[2 * e + 1];
+      ++actions;
+      const uint32_t dice = random_() % 16;
+      (dice == 0 ? terminated_ : truncated_)[e] = dice <= 1;
+      if (dice > 1) continue;
+      ++episodes;
+      finals_[2 * e] = obs_[2 * e];
+      finals_[2 * e + 1] = obs_[2 * e + 1];
+      resetting_[e] = autoreset_ == Autoreset::next_step;
+      if (autoreset_ == Autoreset::same_step) start(e);
+    }
+  }
+  void start(uint32_t e) {
+    obs_[2 * e] = next_episode_++;
+    obs_[2 * e + 1] = 0;
+  }
+
+  const uint32_t n_;
+  const Autoreset autoreset_;
+  StepWriter writer_;
+  std::mt19937 random_;
+  int64_t next_episode_, version_ = 0;
+  std::vector<int64_t> obs_, finals_, actions_;
+  std::vector<uint8_t> terminated_, truncated_, resetting_;
+};
+
+struct Found {
+  uint64_t rows = 0, actions = 0, ends = 0, wrong = 0, lost = 0;
+};
+
+// Checks every step of the rows by itself, and against its neighbours.
+Found check_rows(const Store& store, std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                 uint32_t overlap = 0) {
+  const size_t n = rows.size();
+  std::vector<int64_t> obs(n * kLength * 2), action(n * kLength * 2), version(n * kLength);
+  std::vector<uint8_t> terminated(n * kLength), truncated(n * kLength), last(n * kLength), torn(n);
+  std::vector<int32_t> lengths(n);
+  const auto out = [](auto& values) { return reinterpret_cast<std::byte*>(values.data()); };
+  const FetchField fields[6] = {
+      {kObs, out(obs)},   {kAction, out(action)},  {kTerminated, out(terminated)}, {kTruncated, out(truncated)},
+      {kLast, out(last)}, {kVersion, out(version)}};
+  FetchRequest request;
+  request.rows = rows;
+  request.generations = generations;
+  request.fields = fields;
+  request.torn = torn;
+  request.lengths = lengths;
+  fetch(store, request);
+  Found found;
+  for (size_t i = 0; i < n; ++i) {
+    if (torn[i] != 0) {
+      ++found.lost;
+      continue;
+    }
+    ++found.rows;
+    const size_t first = i * kLength, length = static_cast<size_t>(lengths[i]);
+    const bool closed = last[first + length - 1] != 0;
+    const size_t steps = closed ? length - 1 : length;  // of a row that grows the last one has its action as well
+    found.actions += steps - std::min<size_t>(steps, obs[2 * first + 1] == 0 ? 0 : overlap);
+    bool good = length >= 1;
+    for (size_t t = 0; t < steps; ++t) {
+      const size_t at = first + t;
+      good &= obs[2 * at] == obs[2 * first] && obs[2 * at + 1] == obs[2 * first + 1] + static_cast<int64_t>(t);
+      good &= action[2 * at] == obs[2 * at] && action[2 * at + 1] == obs[2 * at + 1];
+      good &= last[at] == 0 && version[at] > 0 && (t == 0 || version[at] == version[at - 1] + 1);
+      good &= t + 1 == steps || (terminated[at] == 0 && truncated[at] == 0);
+    }
+    if (closed) {
+      const size_t at = first + steps;
+      good &= obs[2 * at] == obs[2 * first] && obs[2 * at + 1] == obs[2 * first + 1] + static_cast<int64_t>(steps);
+      good &= action[2 * at] == 0 && terminated[at] == 0 && truncated[at] == 0;
+      found.ends += terminated[at - 1] + truncated[at - 1];
+    }
+    found.wrong += !good;
+  }
+  return found;
+}
+
+Found check_all(Store& store, uint32_t overlap = 0) {
+  std::vector<uint32_t> rows, generations;
+  store.keys(&rows, &generations);
+  return check_rows(store, rows, generations, overlap);
+}
+
+void check_sound(Store& store) {
+  for (const std::string& problem : store.audit()) testing::failed(__FILE__, __LINE__, problem);
+}
+
+TEST(every_step_is_in_its_row_in_every_autoreset_mode) {
+  for (const Autoreset autoreset : {Autoreset::next_step, Autoreset::same_step, Autoreset::disabled}) {
+    for (const uint32_t publish_every : {0u, 3u}) {
+      for (const uint32_t overlap : {0u, 2u}) {
+        auto store = step_store(600);
+        Environments envs(*store, writer_options(3, autoreset, publish_every, overlap), 7, 1);
+        for (int i = 0; i < 300; ++i) envs.step();
+        CHECK(envs.episodes > 20);
+        CompletedRows cut;
+        envs.writer().cut({}, true, &cut);
+        const Found found = check_all(*store, overlap);
+        CHECK_EQ(found.wrong, uint64_t{0});
+        CHECK_EQ(found.actions, envs.actions);
+        CHECK_EQ(found.ends, envs.episodes);
+        CHECK_EQ(found.rows, envs.completed.rows.size() + cut.rows.size());
+        CHECK_EQ(store->counts().open + store->counts().writing, uint64_t{0});
+        check_sound(*store);
+      }
+    }
+  }
+}
+
+TEST(rows_that_grow_are_read_whole_beside_their_writers_and_eviction) {
+  auto store = step_store(40);
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> writers;
+  for (uint32_t w = 0; w < 2; ++w) {
+    writers.emplace_back([&, w] {
+      Environments envs(*store, writer_options(4, w == 0 ? Autoreset::next_step : Autoreset::same_step, 2, 1), w,
+                        w * 1'000'000);
+      while (!stop) envs.step();
+      envs.writer().abandon();
+    });
+  }
+  Found seen;
+  const uint64_t began = monotonic_ns();
+  for (int round = 0; round < 400 || (seen.rows == 0 && testing::within(began, 20)); ++round) {
+    const Found found = check_all(*store, 1);
+    seen.rows += found.rows;
+    seen.wrong += found.wrong;
+  }
+  stop = true;
+  for (auto& writer : writers) writer.join();
+  CHECK(seen.rows > 0);
+  CHECK_EQ(seen.wrong, uint64_t{0});
+  CHECK_EQ(store->counts().open + store->counts().writing, uint64_t{0});
+  check_sound(*store);
+}
+
+TEST(a_step_that_is_refused_leaves_everything_as_it_was_and_can_be_given_again) {
+  auto store = step_store(4);
+  Environments envs(*store, writer_options(2, Autoreset::same_step, 1), 3, 1);
+  uint32_t taken[2];
+  store->allocate(taken);  // no block is left for the rows of the next episodes
+  int refused = 0;
+  for (int i = 0; i < 100 && refused == 0; ++i) {
+    try {
+      envs.step();
+    } catch (const Error& error) {
+      CHECK(error.kind == ErrorKind::full);
+      ++refused;
+    }
+  }
+  CHECK_EQ(refused, 1);
+  CHECK_EQ(check_all(*store).wrong, uint64_t{0});
+  check_sound(*store);
+  store->abandon(taken);
+  envs.submit();
+  for (int i = 0; i < 5; ++i) envs.step();
+  CHECK_EQ(check_all(*store).wrong, uint64_t{0});
+  check_sound(*store);
+}
+
+TEST(what_no_writer_can_record_is_refused) {
+  auto store = step_store(8);
+  auto options = writer_options(2, Autoreset::same_step);
+  const auto refused = [&](const StepWriterOptions& wrong) { CHECK_THROWS(schema, StepWriter(*store, wrong)); };
+  refused(writer_options(0, Autoreset::same_step));
+  refused(writer_options(5, Autoreset::same_step));
+  refused(writer_options(2, Autoreset::same_step, 0, kLength - 1));
+  options.roles.pop_back();
+  refused(options);
+  auto limited = step_store(8, 1);
+  CHECK_THROWS(schema, StepWriter(*limited, writer_options(2, Autoreset::same_step, 2)));
+  StepWriter writer(*store, writer_options(2, Autoreset::same_step));
+  CompletedRows completed;
+  StepInput input;
+  const std::vector<uint8_t> no(2, 0);
+  input.terminated = input.truncated = no;
+  CHECK_THROWS(schema, writer.step(input, true, &completed));  // no episode has begun
+}
+
+TEST(a_killed_writer_leaves_its_published_steps_and_nothing_else) {
+  if (kThreadSanitizer) return;  // it does not follow a fork
+  for (int round = 0; round < 12; ++round) {
+    auto store = step_store(64);
+    int ready[2];
+    CHECK(::pipe(ready) == 0);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      Environments envs(*store, writer_options(3, Autoreset::next_step, 2, 1), static_cast<uint32_t>(round), 1);
+      for (int i = 0;; ++i) {
+        envs.step();
+        if (i == 4 && ::write(ready[1], "r", 1) != 1) ::_exit(1);
+      }
+    }
+    char byte = 0;
+    CHECK(::read(ready[0], &byte, 1) == 1);
+    ::usleep(static_cast<useconds_t>(round * 37));
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, 0);
+    ::close(ready[0]);
+    ::close(ready[1]);
+    store->reap();
+    const StoreCounts counts = store->counts();
+    CHECK_EQ(counts.open + counts.writing, uint64_t{0});
+    CHECK_EQ(counts.free + counts.committed, uint64_t{64});
+    const Found found = check_all(*store, 1);
+    CHECK(found.rows > 0);
+    CHECK_EQ(found.wrong + found.lost, uint64_t{0});
+    check_sound(*store);
+  }
+}
+
+TEST(a_writer_that_came_through_a_fork_refuses_the_parents_rows) {
+  if (kThreadSanitizer) return;
+  auto store = step_store(16);
+  Environments envs(*store, writer_options(2, Autoreset::next_step), 5, 1);
+  envs.step();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    try {
+      envs.step();
+    } catch (const Error& error) {
+      ::_exit(error.kind == ErrorKind::closed ? 0 : 2);
+    }
+    ::_exit(1);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  for (int i = 0; i < 50; ++i) envs.step();
+  CHECK_EQ(check_all(*store).wrong, uint64_t{0});
+  check_sound(*store);
+}
+
+}  // namespace
+}  // namespace geartrain
+
+RUN_TESTS()

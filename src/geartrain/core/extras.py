@@ -1,0 +1,23 @@
+"""Optional packages, and the extras of geartrain that install them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from geartrain.errors import MissingDependencyError
+
+
+def require_torch(what: str, instead: str = "") -> None:
+    """Raises `MissingDependencyError` where torch is not installed: what needs it, the extra, and what does without.
+
+    Looks for torch without importing it, which takes a second or more.
+    """
+    if sys.modules.get("torch") is not None:
+        return
+    try:
+        found = importlib.util.find_spec("torch") is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        raise MissingDependencyError(f"{what} needs torch: pip install 'geartrain[torch]'{instead}")

@@ -1,0 +1,129 @@
+"""Arguments of listeners and connections that are none, memory that cannot be sent, and waits that signals end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from deadlines import patience
+
+import geartrain.transport.connection as transport
+from geartrain.errors import ArgumentError, ListenerGoneError, TransportError, WaitTimeoutError
+from geartrain.transport.connection import Connection, Listener, MessageLimits
+
+NONE = [float("nan"), float("inf"), -1.0, "1", None]
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Listener, Connection, Connection]]:
+    with transport.listen() as listener:
+        with transport.connect(listener.address, timeout_s=patience(10)) as mine, listener.accept() as theirs:
+            yield listener, mine, theirs
+
+
+@pytest.mark.parametrize("timeout_s", NONE, ids=str)
+def test_a_timeout_is_a_number_of_seconds(ends, timeout_s: Any) -> None:
+    listener, mine, theirs = ends
+    with theirs.expose(np.zeros(4), writable=True) as region:
+        calls: list[Callable[[], object]] = [
+            lambda: listener.accept(timeout_s=timeout_s),
+            lambda: transport.connect(listener.address, timeout_s=timeout_s),
+            lambda: mine.send(b"x", timeout_s=timeout_s),
+            lambda: mine.receive(timeout_s=timeout_s),
+            lambda: mine.read(region.handle, np.zeros(4), timeout_s=timeout_s),
+            lambda: mine.write(region.handle, np.zeros(4), timeout_s=timeout_s),
+        ]
+        for call in calls:
+            with pytest.raises(ArgumentError, match="timeout_s must be from 0 to 1e9 seconds"):
+                call()
+    with pytest.raises(WaitTimeoutError):
+        theirs.receive(timeout_s=0)  # nothing was sent
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"spin_us": float("nan")},
+        {"spin_us": -1},
+        {"peer_timeout_s": float("nan")},
+        {"port": -1},
+        {"port": 65_536},
+        {"limits": MessageLimits(max_pending=-1)},
+        {"limits": MessageLimits(max_header_bytes=1.5)},  # type: ignore[arg-type]
+        {"limits": MessageLimits(handshake_timeout_s=float("nan"))},
+    ],
+    ids=["spin-nan", "spin--1", "peer-nan", "port--1", "port-65536", "pending--1", "header-1.5", "handshake-nan"],
+)
+def test_options_that_are_none_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError):
+        transport.listen(**options)
+
+
+@pytest.mark.parametrize("lanes", [-1, 1.5, 17])
+def test_lanes_are_a_number_of_connections(ends, lanes: Any) -> None:
+    with pytest.raises(ArgumentError):
+        transport.connect(ends[0].address, transport="tcp", lanes=lanes)
+
+
+def test_memory_of_python_objects_is_neither_sent_nor_exposed_nor_written(ends) -> None:
+    _, mine, theirs = ends
+    objects = np.array([object(), object()])
+    with theirs.expose(np.zeros(2), writable=True) as region:
+        for memory in (objects, memoryview(objects), np.zeros(2, [("a", "O"), ("b", "i4")])):
+            calls: list[Callable[[], object]] = [
+                lambda memory=memory: mine.send(b"", [memory]),
+                lambda memory=memory: mine.expose(memory, writable=True),
+                lambda memory=memory: mine.read(region.handle, memory),
+                lambda memory=memory: mine.write(region.handle, memory),
+            ]
+            for call in calls:
+                with pytest.raises(ArgumentError, match="Python objects"):
+                    call()
+    assert type(objects[0]) is object
+
+
+class InterruptionError(Exception):
+    pass
+
+
+def interrupt(*_: Any) -> None:
+    raise InterruptionError
+
+
+@pytest.mark.parametrize("name", ["tcp", "inproc"])
+def test_a_signal_interrupts_connect(name: str) -> None:
+    """A host that takes connections and says nothing; a listener whose program accepts none."""
+    with transport.listen(shm=False) as listener, socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"id=any;tcp=127.0.0.1:{silent.getsockname()[1]}"
+        if name == "inproc":
+            address = listener.address
+            for _ in range(1024):
+                transport.connect(address, transport="inproc").close()
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            began_s = time.monotonic()
+            with pytest.raises(InterruptionError):
+                transport.connect(address, transport=name, timeout_s=patience(600))
+            assert time.monotonic() - began_s < patience(5)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        if name == "tcp":
+            with transport.connect(listener.address, transport="tcp", timeout_s=patience(10)) as connection:
+                assert connection.transport == "tcp"
+
+
+def test_only_a_host_that_refuses_says_that_nobody_listens() -> None:
+    with transport.listen() as listener:
+        address = listener.address
+    with pytest.raises(ListenerGoneError, match="refused"):
+        transport.connect(address, timeout_s=patience(10))
+    for unreachable in ("no-such-host.invalid:1", "255.255.255.255:9"):
+        with pytest.raises(TransportError) as found:
+            transport.connect(f"{address};tcp={unreachable}", timeout_s=patience(10))
+        assert not isinstance(found.value, ListenerGoneError)
