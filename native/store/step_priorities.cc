@@ -162,12 +162,14 @@ void Store::raise_step_priorities(double power) {
 }
 
 uint32_t Store::step_priority(uint32_t row, uint32_t generation, uint32_t step) const {
+  check_per_step();
   if (step >= header().max_length) return 0;
   const uint64_t word = step_tree_.leaves()[leaf_of(row, step)].load(kRelaxed);
   return generation_of(word) == generation && is_committed(word) ? priority_of(word) : 0;
 }
 
 uint64_t Store::sum_of_steps(uint32_t row) const {
+  check_per_step();
   const uint64_t first = leaf_of(row, 0);
   uint64_t sum = 0;
   for (uint64_t leaf = first; leaf < first + header().max_length; ++leaf) {

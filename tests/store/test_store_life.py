@@ -23,7 +23,14 @@ from segments import Pipe, Segment, holding_the_lock, kill, wait_for, words_offs
 import geartrain as gt
 import geartrain._native as _native
 from geartrain.core.keys import Keys
-from geartrain.errors import LockTimeoutError, StaleStoreError, StoreClosedError, StoreError, StoreFullError
+from geartrain.errors import (
+    LockTimeoutError,
+    SchemaError,
+    StaleStoreError,
+    StoreClosedError,
+    StoreError,
+    StoreFullError,
+)
 
 NO_ROWS = np.array([0], np.uint32)
 X = {"x": gt.Field((), "int64", per_row=True)}
@@ -59,8 +66,8 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "abandon": (ONE,),
     "abandon_one": (0,),
     "insert": (1, [(0, np.zeros((1, 8), np.int64)[:, 0])], None, None, None, 1),
-    "update_priorities": (ONE, ONE, DOUBLE),
     "rewrite": (ONE, ONE, [(0, np.zeros((1, 8), np.int64)[:, 0])], None, None),
+    "update_priorities": (ONE, ONE, DOUBLE),
     "update_step_priorities": (ONE, ONE, ONE, DOUBLE),
     "step_priorities": (ONE, ONE, ONE),
     "sums_of_steps": (ONE,),
@@ -94,6 +101,8 @@ READS = {
     "counters", "column", "segment", "layout", "limiter", "limited", "keys", "infos", "lengths", "live_clients",
     "committed_count", "total_priority", "next_sequence", "unlink", "keep_segment",
 }  # fmt: skip
+#: What reads priorities of steps: a store without any says so.
+READS_STEPS = {"step_priorities", "sums_of_steps", "copy_step_priorities"}
 #: No effect on a store without max_age_s or max_times_sampled.
 NOTHING_TO_DO = {"expire", "release_exhausted"}
 
@@ -155,6 +164,10 @@ def test_a_read_only_look_refuses_every_call_that_would_write(name, fork):
             for method in methods():
                 if method in READS | NOTHING_TO_DO:
                     call(look.native, method) if method != "unlink" else None
+                    continue
+                if method in READS_STEPS:
+                    with pytest.raises(SchemaError, match="priorities of rows"):
+                        call(look.native, method)
                     continue
                 with pytest.raises(StoreClosedError, match="read-only"):
                     call(look.native, method)
