@@ -1,10 +1,10 @@
-# make demo | test | test-all | test-failed | test-long | storm | upstream | bench | results | check | docs. Everything is installed into .venv from pyproject.toml and constraints.txt.
+# make demo | test | test-all | test-failed | test-long | storm | upstream | bench | results | check | docs | wheels | sbom | audit. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
 NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
-.PHONY: setup demo test test-all test-failed test-long storm upstream bench results check docs native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test test-all test-failed test-long storm upstream bench results check docs wheels sbom audit native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -64,6 +64,22 @@ native-check: setup
 	@for kind in thread address; do \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/$$kind -G Ninja -DGEARTRAIN_TESTS=ON -DGEARTRAIN_SANITIZE=$$kind > /dev/null && \
 	  $(BIN)/cmake --build build/$$kind && $(BIN)/ctest -j2 --test-dir build/$$kind --output-on-failure || exit 1; done
+
+# For example: make wheels WHEELS="--arch x86_64 --python 3.12"
+wheels:  # cross-compiled, checked, and tested in empty environments; the files are in dist/
+	$(PYTHON) release/wheels.py $(WHEELS)
+
+build/release/bin/pip-audit:
+	$(PYTHON) -m venv build/release && build/release/bin/pip install -q cyclonedx-bom pip-audit
+
+sbom: setup build/release/bin/pip-audit  # CycloneDX, of everything in .venv: the tested versions
+	@mkdir -p dist
+	build/release/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o dist/geartrain.cdx.json $(BIN)/python
+
+# Fails where the index does not answer: an audit that did not happen is no clean one.
+REQUIREMENTS ?= constraints.txt
+audit: build/release/bin/pip-audit
+	build/release/bin/pip-audit --strict --no-deps --disable-pip -r $(REQUIREMENTS)
 
 gpu-bundle: setup  # for a GPU machine without a package index: copy build/gpu-bundle there, then make gpu-check
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/gpu/check.py --bundle

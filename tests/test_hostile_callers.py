@@ -9,6 +9,7 @@ import deadlines
 import hostile.jobs
 import hostile.peers
 import hostile.public as public
+import hostile.sb3
 import hostile.stores  # noqa: F401  # the factories
 import pytest
 from hostile.open_defects import OPEN

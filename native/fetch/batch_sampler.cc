@@ -31,12 +31,25 @@ void scatter(std::span<const T> from, std::span<const uint32_t> numbers, std::sp
 
 }  // namespace
 
-BatchArrays BatchArrays::part(const Store& store, uint32_t window, size_t first, size_t n) const {
+BatchArrays BatchArrays::part(const Store& store, uint32_t window, const TransitionView* view, size_t first,
+                              size_t n) const {
   BatchArrays out;
   for (const FetchField& field : fields) {
     out.fields.push_back({field.field, field.out + first * fetched_row_bytes(store, field.field, window)});
   }
-  const size_t steps = window != 0 ? window : store.header().max_length;
+  for (size_t i = 0; i < transitions.size(); ++i) {
+    TransitionField field = transitions[i];
+    const uint64_t row_bytes = view->row_bytes(store.fields()[field.field], view->roles[i]);
+    if (field.out != nullptr) field.out += first * row_bytes;
+    if (field.next != nullptr) field.next += first * row_bytes;
+    out.transitions.push_back(field);
+  }
+  if (view != nullptr) {
+    out.discount = discount.subspan(first, n);
+    out.terminated = terminated.subspan(first, n);
+    out.truncated = truncated.subspan(first, n);
+  }
+  const size_t steps = view != nullptr ? view->frame_stack : window != 0 ? window : store.header().max_length;
   out.rows = rows.subspan(first, n);
   out.generations = generations.subspan(first, n);
   out.steps = this->steps.subspan(first, n);
@@ -54,7 +67,7 @@ BatchSampler::BatchSampler(Store& store, const Settings& settings)
       settings_(settings),
       from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {
   if (!store.per_step() || settings.form != Form::random || settings.by != By::priority) return;
-  if (!settings.replacement || settings.window == 0) {
+  if (!settings.replacement || (settings.window == 0 && !settings.transitions)) {
     fail(ErrorKind::schema, "the store has priorities of steps: draws by priority need replacement, and a window");
   }
   from_ = {store.step_tree(), store.bit_tree(), store.step_tree().leaves(), store.status().data(),
@@ -87,7 +100,10 @@ BatchSampler::Result BatchSampler::draw_and_gather(const BatchArrays& out, const
   std::vector<uint32_t> numbers(n);
   std::iota(numbers.begin(), numbers.end(), 0);
   result.cursor = draw_round(out, step, 0, numbers, {out.rows, out.generations, out.probability, out.steps});
-  uint64_t torn = gather(out, {numbers, out.rows, out.generations, out.probability, out.steps}, step.step, 0);
+  const auto drawn = [&](std::span<const uint32_t> steps) {
+    return draws_steps() ? steps : std::span<const uint32_t>{};
+  };
+  uint64_t torn = gather(out, {numbers, out.rows, out.generations, out.probability, drawn(out.steps)}, step.step, 0);
   for (uint32_t round = 1; torn != 0; ++round) {
     if (round == kMaxRounds) {
       fail(ErrorKind::turnover, torn, " rows were overwritten before they could be copied, ", kMaxRounds,
@@ -101,7 +117,7 @@ BatchSampler::Result BatchSampler::draw_and_gather(const BatchArrays& out, const
     Step again = step;
     again.cursor = result.cursor;
     result.cursor = draw_round(out, again, round, lost.numbers, {rows, generations, probability, steps});
-    torn = gather(out, {lost.numbers, rows, generations, probability, steps}, step.step, round);
+    torn = gather(out, {lost.numbers, rows, generations, probability, drawn(steps)}, step.step, round);
   }
   return result;
 }
@@ -129,7 +145,8 @@ uint64_t BatchSampler::draw_round(const BatchArrays& out, const Step& step, uint
   }
   if (settings_.stratified) plan.strata = static_cast<uint32_t>(out.rows.size());
   if (settings_.over_steps) plan.max_steps = store_.header().max_length;
-  if (settings_.over_steps || draws_steps()) plan.need = settings_.ahead != 0 ? 1 : 0;
+  // The last step has none after it.
+  if (settings_.over_steps || draws_steps()) plan.need = settings_.transitions ? 1 : 0;
   uint64_t failed = draw(from_, plan, numbers, draws);
   if (failed == 0) return 0;
   store_.reap();  // sums at odds with their leaves: somebody died in the middle of an update
@@ -141,35 +158,68 @@ uint64_t BatchSampler::draw_round(const BatchArrays& out, const Step& step, uint
   return 0;
 }
 
+uint64_t BatchSampler::gather_transitions(const BatchArrays& out, const DrawnRows& drawn, uint64_t step,
+                                          uint32_t round) const {
+  const size_t n = drawn.rows.size();
+  std::vector<uint8_t> taken(n);
+  store_.count_samples(drawn.rows, drawn.generations, taken);
+  TransitionRequest request;
+  request.rows = drawn.rows;
+  request.generations = drawn.generations;
+  request.places = drawn.numbers;
+  request.steps = drawn.steps;
+  request.key = {settings_.seed, step, kWindowStream};
+  request.round = round;
+  request.threads = settings_.threads;
+  request.fields = out.transitions;
+  request.discount = out.discount;
+  request.terminated = out.terminated;
+  request.truncated = out.truncated;
+  request.torn = out.torn;
+  request.mask = out.mask;
+  request.starts = out.starts;
+  request.lengths = out.lengths;
+  request.versions = out.versions;
+  geartrain::gather_transitions(store_, *settings_.transitions, request);
+  if (store_.header().max_times_sampled != 0) {
+    store_.release_exhausted(drawn.rows, drawn.generations);
+    for (size_t i = 0; i < n; ++i) {
+      if (taken[i] == 0) out.torn[drawn.numbers[i]] = 1;  // somebody else drew the row's last allowed sample first
+    }
+  }
+  if (drawn.rows.data() != out.rows.data()) {
+    scatter<uint32_t>(drawn.rows, drawn.numbers, out.rows);
+    scatter<uint32_t>(drawn.generations, drawn.numbers, out.generations);
+    scatter<double>(drawn.probability, drawn.numbers, out.probability);
+  }
+  uint64_t torn = 0;
+  for (uint32_t number : drawn.numbers) {
+    out.steps[number] = static_cast<uint32_t>(out.starts[number]);
+    torn += out.torn[number];
+  }
+  return torn;
+}
+
 uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const {
+  if (settings_.transitions) return gather_transitions(out, drawn, step, round);
   const size_t n = drawn.rows.size();
   const bool whole = drawn.rows.data() == out.rows.data();  // of all the batch's rows, whose arrays lie in `out`
   std::vector<uint8_t> taken(n);
   store_.count_samples(drawn.rows, drawn.generations, taken);
-  std::vector<int32_t> ends, known;
-  const bool around = settings_.ahead != 0 && settings_.window != 0;
+  std::vector<int32_t> ends;
   if (settings_.window != 0) {
     ends.resize(n);
     for (size_t i = 0; i < n; ++i) {
       ends[i] = static_cast<int32_t>(
           std::min(store_.status()[drawn.rows[i]].length.load(std::memory_order_relaxed), store_.header().max_length));
     }
-    if (around) {
-      known = ends;
-      for (int32_t& length : ends) --length;  // the last step has none after it
-    }
-    if (draws_steps()) {
+    if (drawn.steps.empty()) {
+      draw_window_ends({settings_.seed, step, kWindowStream}, round, drawn.numbers, ends, ends);
+    } else {
       // A length only grows, so that the step is there unless the row is another by now, and torn.
       for (size_t i = 0; i < n; ++i)
         ends[i] = std::clamp(static_cast<int32_t>(drawn.steps[i]), 0, std::max(ends[i], 0));
-    } else {
-      draw_window_ends({settings_.seed, step, kWindowStream}, round, drawn.numbers, ends, ends);
     }
-  }
-  const std::vector<int32_t> centres = around ? ends : std::vector<int32_t>{};
-  for (size_t i = 0; i < centres.size(); ++i) {
-    const auto last = static_cast<int64_t>(known[i]) - 1;
-    ends[i] = static_cast<int32_t>(std::min<int64_t>(ends[i] + int64_t{settings_.ahead}, last));
   }
   FetchRequest request;
   request.rows = drawn.rows;
@@ -198,12 +248,7 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
     request.versions = versions;
   }
   std::vector<uint32_t> placed(ends.begin(), ends.end());
-  if (around) placed.assign(centres.begin(), centres.end());
   fetch(store_, request);
-  if (around) {
-    std::copy(centres.begin(), centres.end(), request.starts.begin());
-    std::copy(known.begin(), known.end(), request.lengths.begin());
-  }
   if (store_.header().max_times_sampled != 0) {
     store_.release_exhausted(drawn.rows, drawn.generations);
     for (size_t i = 0; i < n; ++i) {

@@ -9,17 +9,23 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "fetch/fetch.h"
+#include "fetch/transitions.h"
 #include "selection/selection.h"
 
 namespace geartrain {
 
-// Where a batch goes. Arrays of one entry a row; `mask` has steps entries a row.
+// Where a batch goes. Arrays of one entry a row; `mask` has steps entries a row. Of transitions: `transitions` instead
+// of `fields`, and a mask of frame_stack entries a row.
 struct BatchArrays {
   std::vector<FetchField> fields;
+  std::vector<TransitionField> transitions;
+  std::span<float> discount;
+  std::span<uint8_t> terminated, truncated;
   std::span<uint32_t> rows, generations, steps;  // steps: those that were drawn, or that windows were placed by
   std::span<double> probability;
   std::span<uint8_t> torn, mask;
@@ -27,14 +33,15 @@ struct BatchArrays {
   std::span<int64_t> versions;
 
   // The same for rows [first, first + n).
-  BatchArrays part(const Store& store, uint32_t window, size_t first, size_t n) const;
+  BatchArrays part(const Store& store, uint32_t window, const TransitionView* view, size_t first, size_t n) const;
 };
 
-// Rows drawn by somebody else, which a BatchSampler is to copy: `numbers` are their places in the batch's part.
+// Rows drawn by somebody else, which a BatchSampler is to copy: `numbers` are their places in the batch's part. `steps`
+// are the last steps of their windows, or those of their transitions; empty: drawn from kWindowStream.
 struct DrawnRows {
   std::span<const uint32_t> numbers, rows, generations;
   std::span<const double> probability;
-  std::span<const uint32_t> steps = {};  // of the rows, where steps were drawn
+  std::span<const uint32_t> steps = {};
 };
 
 class BatchSampler {
@@ -51,10 +58,9 @@ class BatchSampler {
     bool replacement = true;  // random
     bool stratified = false;  // random
     bool over_steps = false;  // random, by row, with replacement: rows in proportion to their steps
-    // Transitions: a window is placed around a step t that has a later one, every such step of a row alike. It ends
-    // `ahead` steps after t, or with the row. Its `start` is t, and its `length` the one that it was placed by. 0:
-    // windows end at any step.
-    uint32_t ahead = 0;
+    // Transitions instead of windows: of any step that has a later one, every such step of a row alike. `start` is that
+    // step.
+    std::optional<TransitionView> transitions;
     Order order = Order::oldest;
     bool cursor = false;  // ordered: rows up to the cursor are passed over, and it moves on
     uint64_t min_rows = 1;
@@ -91,7 +97,10 @@ class BatchSampler {
   // many were.
   uint64_t gather(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const;
 
+  const TransitionView* view() const { return settings_.transitions ? &*settings_.transitions : nullptr; }
+
  private:
+  uint64_t gather_transitions(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const;
   Result draw_and_gather(const BatchArrays& out, const Step& step) const;
   uint64_t draw_round(const BatchArrays& out, const Step& step, uint32_t round, std::span<const uint32_t> numbers,
                       const Draws& draws) const;

@@ -6,19 +6,11 @@
 
 #include "base/copy.h"
 #include "base/errors.h"
-#include "base/threads.h"
+#include "fetch/pieces.h"
 #include "store/row_copy.h"
 
 namespace geartrain {
 namespace {
-
-// Work is handed to threads in pieces of about this size: small enough to share out evenly, large enough that
-// taking a piece costs nothing.
-constexpr uint64_t kPieceBytes = 256 << 10;
-// Below this a second thread costs more in waking up than it saves in copying.
-constexpr uint64_t kThreadedFrom = 1 << 20;
-// Unless the caller says how many.
-constexpr unsigned kDefaultThreads = 4;
 
 // Columns of this size and more do not stay in a cache between two rounds of inserts: of 4 KB rows, a streamed one
 // costs 185 ns and a plain one 335 with 245 MB of columns and 32 MB of cache.
@@ -30,17 +22,6 @@ uint64_t step_bytes(const FieldRecord& field) {
 
 uint64_t field_bytes(const FieldRecord& field, uint32_t steps) {
   return field.timed != 0 ? step_bytes(field) * steps : field.block_bytes;
-}
-
-void run(uint64_t rows, uint64_t bytes, unsigned threads, auto&& body) {
-  const uint64_t bytes_per_row = std::max<uint64_t>(1, bytes / std::max<uint64_t>(1, rows));
-  const uint64_t grain = std::max<uint64_t>(1, kPieceBytes / bytes_per_row);
-  if (bytes < kThreadedFrom) {
-    threads = 1;
-  } else if (threads == 0) {
-    threads = std::min(kDefaultThreads, available_cores());
-  }
-  parallel_for(rows, grain, threads, body);
 }
 
 class Gather {
@@ -159,8 +140,9 @@ uint64_t fetch(const Store& store, const FetchRequest& request) {
   }
   const Gather gather(store, request);
   std::atomic<uint64_t> torn{0};
-  run(request.rows.size(), batch_bytes(store, request), request.threads,
-      [&](size_t first, size_t last) { torn.fetch_add(gather.rows(first, last), std::memory_order_relaxed); });
+  run_in_pieces(request.rows.size(), batch_bytes(store, request), request.threads, [&](size_t first, size_t last) {
+    torn.fetch_add(gather.rows(first, last), std::memory_order_relaxed);
+  });
   const uint64_t count = torn.load();
   if (count != 0 && !store.read_only()) store.control().counters.torn.fetch_add(count, std::memory_order_relaxed);
   return count;
@@ -174,7 +156,7 @@ void fill(const Store& store, std::span<const uint32_t> rows, std::span<const In
   bytes *= rows.size();
   // A store larger than any cache: the blocks are cold, and their next reader will find them in memory.
   const bool stream = bytes >= stream_from() || store.header().regions[kColumnsRegion].bytes >= kColdFrom;
-  run(rows.size(), bytes, threads, [&](size_t first, size_t last) {
+  run_in_pieces(rows.size(), bytes, threads, [&](size_t first, size_t last) {
     for (size_t i = first; i < last; ++i) {
       for (const InsertField& field : fields) {
         const FieldRecord& record = store.fields()[field.field];

@@ -17,36 +17,24 @@ namespace {
 
 using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
 
-// A batch of n rows: fields in recycled memory, or in arrays of the caller's; metadata in recycled memory.
+// A batch of n rows: fields in recycled memory, or in arrays of the caller's; metadata in recycled memory. Of
+// transitions, its fields are what `transition_outputs` names.
 class SampledBatch {
  public:
   SampledBatch(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window, bool shards,
-               std::optional<std::vector<AnyArray>> out)
+               std::optional<std::vector<AnyArray>> out, const TransitionView* view)
       : n_(n),
         window_(window),
-        steps_(window != 0 ? window : store.header().max_length),
-        memory_(bytes_needed(store, n, fields, window, shards, !out)),
+        steps_(view != nullptr ? view->frame_stack
+               : window != 0   ? window
+                               : store.header().max_length),
+        memory_(bytes_needed(store, n, fields, window, shards, !out, view)),
         out_(std::move(out)) {
-    if (out_ && out_->size() != fields.size()) {
-      fail(ErrorKind::schema, fields.size(), " fields were asked for with ", out_->size(), " output arrays");
-    }
-    for (size_t i = 0; i < fields.size(); ++i) {
-      const FieldRecord& record = store.fields()[fields[i]];
-      Field field{batch_shape(record, n, window), array_dtype(record.dtype, record.itemsize)};
-      const size_t bytes = bytes_of(field.shape, record.itemsize);
-      if (out_) {
-        const AnyArray& given = (*out_)[i];
-        if (given.nbytes() != bytes || given.itemsize() != record.itemsize) {
-          fail(ErrorKind::schema, "the output array of field '", record.name, "' has ", given.nbytes(),
-               " bytes, the batch needs ", bytes);
-        }
-        arrays_.fields.push_back({fields[i], static_cast<std::byte*>(given.data())});
-      } else {
-        arrays_.fields.push_back({fields[i], memory_.take(bytes)});
-      }
-      fields_.push_back(std::move(field));
-      row_bytes_.push_back(bytes / n);
-      nbytes_ += bytes;
+    if (view != nullptr) {
+      view_ = *view;
+      add_transitions(store, fields);
+    } else {
+      add_fields(store, fields);
     }
     take(arrays_.rows, n);
     take(arrays_.generations, n);
@@ -71,8 +59,10 @@ class SampledBatch {
   nb::object field(size_t i) const {
     if (i >= fields_.size()) fail(ErrorKind::schema, "the batch has ", fields_.size(), " fields, not a number ", i);
     if (out_) return nb::cast((*out_)[i]);
-    return memory_.array(arrays_.fields[i].out, fields_[i].shape, fields_[i].dtype);
+    const Field& field = fields_[i];
+    return memory_.array(field.at, field.shape, field.dtype, field.row_elements);
   }
+  const std::optional<TransitionView>& view() const { return view_; }
   template <typename T>
   nb::object array(std::span<T> values) const {
     return memory_.array(values, {n_});
@@ -106,20 +96,108 @@ class SampledBatch {
 
  private:
   struct Field {
+    std::byte* at;
     std::vector<size_t> shape;
     nb::dlpack::dtype dtype;
+    int64_t row_elements = 0;  // from one row to the next; 0: rows lie one after the other
   };
 
+  void add_fields(const Store& store, const std::vector<uint32_t>& fields) {
+    if (out_ && out_->size() != fields.size()) {
+      fail(ErrorKind::schema, fields.size(), " fields were asked for with ", out_->size(), " output arrays");
+    }
+    for (size_t i = 0; i < fields.size(); ++i) {
+      const FieldRecord& record = store.fields()[fields[i]];
+      Field field{nullptr, batch_shape(record, n_, window_), array_dtype(record.dtype, record.itemsize)};
+      const size_t bytes = bytes_of(field.shape, record.itemsize);
+      if (out_) {
+        const AnyArray& given = (*out_)[i];
+        if (given.nbytes() != bytes || given.itemsize() != record.itemsize) {
+          fail(ErrorKind::schema, "the output array of field '", record.name, "' has ", given.nbytes(),
+               " bytes, the batch needs ", bytes);
+        }
+        field.at = static_cast<std::byte*>(given.data());
+      } else {
+        field.at = memory_.take(bytes);
+      }
+      arrays_.fields.push_back({fields[i], field.at});
+      fields_.push_back(std::move(field));
+      row_bytes_.push_back(bytes / n_);
+      nbytes_ += bytes;
+    }
+  }
+
+  // The order of the fields is part of the binding (geartrain/replay/transitions.py): of each field what it gives, an
+  // observation twice; then reward, discount, terminated, truncated.
+  void add_transitions(const Store& store, const std::vector<uint32_t>& fields) {
+    Field reward{};
+    for (size_t i = 0; i < fields.size(); ++i) {
+      const FieldRecord& record = store.fields()[fields[i]];
+      const TransitionRole role = view_->roles[i];
+      TransitionField to{fields[i]};
+      std::vector<size_t> shape = transition_shape(record, role, n_, *view_);
+      const size_t step = bytes_of(shape, record.itemsize) / n_;
+      const nb::dlpack::dtype dtype = array_dtype(record.dtype, record.itemsize);
+      if (role == TransitionRole::observation) {
+        if (view_->shares_window()) {
+          const size_t frame = step / view_->frame_stack, window = frame * view_->window_frames();
+          to.out = memory_.take(window * n_);
+          to.next = to.out + frame;
+        } else {
+          to.out = memory_.take(step * n_);
+          to.next = memory_.take(step * n_);
+        }
+        const auto row_elements =
+            view_->shares_window() ? static_cast<int64_t>(view_->row_bytes(record, role) / record.itemsize) : 0;
+        fields_.push_back({to.out, shape, dtype, row_elements});
+        fields_.push_back({to.next, std::move(shape), dtype, row_elements});
+        nbytes_ += 2 * step * n_;
+      } else if (role == TransitionRole::step) {
+        to.out = memory_.take(step * n_);
+        fields_.push_back({to.out, std::move(shape), dtype});
+        nbytes_ += step * n_;
+      } else if (role == TransitionRole::reward) {
+        const size_t bytes = bytes_of(shape, sizeof(float));
+        to.out = memory_.take(bytes);
+        reward = {to.out, std::move(shape), nb::dtype<float>()};
+        nbytes_ += bytes;
+      }
+      arrays_.transitions.push_back(to);
+      row_bytes_.push_back(view_->row_bytes(record, role));
+    }
+    take(arrays_.discount, n_);
+    take(arrays_.terminated, n_);
+    take(arrays_.truncated, n_);
+    fields_.push_back(std::move(reward));
+    fields_.push_back({reinterpret_cast<std::byte*>(arrays_.discount.data()), {n_}, nb::dtype<float>()});
+    fields_.push_back({reinterpret_cast<std::byte*>(arrays_.terminated.data()), {n_}, nb::dtype<bool>()});
+    fields_.push_back({reinterpret_cast<std::byte*>(arrays_.truncated.data()), {n_}, nb::dtype<bool>()});
+    nbytes_ += (sizeof(float) + 2) * n_;
+  }
+
   static size_t bytes_needed(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
-                             bool shards, bool with_fields) {
+                             bool shards, bool with_fields, const TransitionView* view) {
     if (n == 0) fail(ErrorKind::schema, "a batch has at least one row");
-    const size_t steps = window != 0 ? window : store.header().max_length;
-    size_t bytes = 0;
+    size_t steps = window != 0 ? window : store.header().max_length, bytes = 0;
     for (uint32_t field : fields) {
       if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
-      const FieldRecord& record = store.fields()[field];
-      const size_t size = bytes_of(batch_shape(record, n, window), record.itemsize);
-      if (with_fields) bytes += PooledMemory::padded(size);
+    }
+    if (view != nullptr) {
+      if (!with_fields) fail(ErrorKind::schema, "transitions go to recycled memory, not to arrays of the caller's");
+      view->check(store, fields);
+      steps = view->frame_stack;
+      bytes += PooledMemory::padded(4 * n) + 2 * PooledMemory::padded(n);
+    }
+    for (size_t i = 0; with_fields && i < fields.size(); ++i) {
+      const FieldRecord& record = store.fields()[fields[i]];
+      if (view == nullptr) {
+        bytes += PooledMemory::padded(bytes_of(batch_shape(record, n, window), record.itemsize));
+        continue;
+      }
+      const TransitionRole role = view->roles[i];
+      const size_t itemsize = role == TransitionRole::reward ? sizeof(float) : record.itemsize;
+      const size_t one = PooledMemory::padded(bytes_of(transition_shape(record, role, n, *view), itemsize));
+      bytes += role == TransitionRole::observation ? 2 * one : one;
     }
     bytes += 5 * PooledMemory::padded(4 * n) + 3 * PooledMemory::padded(8 * n) + PooledMemory::padded(n) +
              PooledMemory::padded(bytes_of({n, steps}, 1));
@@ -136,6 +214,7 @@ class SampledBatch {
   size_t steps_;
   PooledMemory memory_;
   std::optional<std::vector<AnyArray>> out_;
+  std::optional<TransitionView> view_;
   std::vector<Field> fields_;
   std::vector<uint64_t> row_bytes_;
   BatchArrays arrays_;
@@ -150,11 +229,14 @@ class Sampler {
  public:
   Sampler(Store& store, const std::vector<uint32_t>& fields, const BatchSampler::Settings& settings)
       : store_(store), fields_(fields), window_(settings.window), sampler_(store, settings) {
-    for (uint32_t field : fields) {
-      if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
-      row_bytes_.push_back(fetched_row_bytes(store, field, window_));
+    const TransitionView* view = sampler_.view();
+    if (view != nullptr) view->check(store, fields);
+    for (size_t i = 0; i < fields.size(); ++i) {
+      if (fields[i] >= store.header().field_count) fail(ErrorKind::schema, "no field number ", fields[i]);
+      row_bytes_.push_back(view != nullptr ? view->row_bytes(store.fields()[fields[i]], view->roles[i])
+                                           : fetched_row_bytes(store, fields[i], window_));
     }
-    steps_ = window_ != 0 ? window_ : store.header().max_length;
+    steps_ = view != nullptr ? view->frame_stack : window_ != 0 ? window_ : store.header().max_length;
   }
 
   // Fills rows [first, first + n) of a batch. Returns (cursor, rows redrawn, rows drawn from), or
@@ -172,7 +254,7 @@ class Sampler {
       if (first == 0 && n == batch.size()) {
         result = sampler_.sample(arrays, what);
       } else {
-        result = sampler_.sample(arrays.part(store_, window_, first, n), what);
+        result = sampler_.sample(arrays.part(store_, window_, sampler_.view(), first, n), what);
       }
       if (result.done && beta) {
         importance_weights(batch.arrays().probability.subspan(first, n), result.count, *beta, 0.0,
@@ -199,7 +281,7 @@ class Sampler {
       fail(ErrorKind::schema, "the store has priorities of steps, and rows were drawn by code that knows none");
     }
     return released(store_, [&] {
-      return sampler_.gather(arrays.part(store_, window_, first, n),
+      return sampler_.gather(arrays.part(store_, window_, sampler_.view(), first, n),
                              {view(numbers), view(rows), view(generations), view(probability)}, step, round);
     });
   }
@@ -207,11 +289,14 @@ class Sampler {
  private:
   // The batch's arrays by this store's field numbers: the stores of a mixture may number the same fields differently.
   BatchArrays arrays_of(const SampledBatch& batch) const {
-    if (batch.window() != window_ || batch.steps() != steps_ || batch.row_bytes() != row_bytes_) {
-      fail(ErrorKind::schema, "the batch was made for other fields or windows");
+    const TransitionView* view = sampler_.view();
+    if (batch.window() != window_ || batch.steps() != steps_ || batch.row_bytes() != row_bytes_ ||
+        batch.view().has_value() != (view != nullptr) || (view != nullptr && *batch.view() != *view)) {
+      fail(ErrorKind::schema, "the batch was made for other fields, windows or transitions");
     }
     BatchArrays arrays = batch.arrays();
-    for (size_t i = 0; i < fields_.size(); ++i) arrays.fields[i].field = fields_[i];
+    for (size_t i = 0; i < arrays.fields.size(); ++i) arrays.fields[i].field = fields_[i];
+    for (size_t i = 0; i < arrays.transitions.size(); ++i) arrays.transitions[i].field = fields_[i];
     return arrays;
   }
 
@@ -232,16 +317,26 @@ nb::object weights_of(const In<double>& probability, uint64_t count, double beta
 }  // namespace
 
 void bind_batch(nb::module_& module) {
+  nb::class_<TransitionView>(module, "TransitionView")
+      .def(
+          "__init__",
+          [](TransitionView* self, uint32_t n_step, uint32_t frame_stack, std::vector<double> powers,
+             const std::vector<uint8_t>& roles) {
+            TransitionView view{n_step, frame_stack, std::move(powers), {}};
+            for (uint8_t role : roles) view.roles.push_back(static_cast<TransitionRole>(role));
+            new (self) TransitionView(std::move(view));
+          },
+          nb::arg("n_step"), nb::arg("frame_stack"), nb::arg("powers"), nb::arg("roles"));
   nb::class_<SampledBatch>(module, "SampledBatch")
       .def(
           "__init__",
           [](SampledBatch* self, const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
-             bool shards, std::optional<std::vector<AnyArray>> out) {
+             bool shards, std::optional<std::vector<AnyArray>> out, const TransitionView* view) {
             store.check_open();
-            new (self) SampledBatch(store, n, fields, window, shards, std::move(out));
+            new (self) SampledBatch(store, n, fields, window, shards, std::move(out), view);
           },
           nb::arg("store"), nb::arg("n"), nb::arg("fields"), nb::arg("window"), nb::arg("shards"),
-          nb::arg("out").none() = nb::none())
+          nb::arg("out").none() = nb::none(), nb::arg("transitions").none() = nb::none())
       .def("__len__", &SampledBatch::size)
       .def_prop_ro("nbytes", &SampledBatch::nbytes)
       .def("field", &SampledBatch::field)
@@ -263,7 +358,7 @@ void bind_batch(nb::module_& module) {
           "__init__",
           [](Sampler* self, Store& store, const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
              unsigned threads, uint64_t seed, bool by_priority, bool replacement, bool stratified,
-             std::optional<int> order, bool cursor, uint64_t min_rows, bool over_steps, uint32_t ahead) {
+             std::optional<int> order, bool cursor, uint64_t min_rows, bool over_steps, const TransitionView* view) {
             BatchSampler::Settings settings{.window = window,
                                             .pad_left = pad_left,
                                             .threads = threads,
@@ -272,9 +367,10 @@ void bind_batch(nb::module_& module) {
                                             .replacement = replacement,
                                             .stratified = stratified,
                                             .over_steps = over_steps,
-                                            .ahead = ahead,
+                                            .transitions = {},
                                             .cursor = cursor,
                                             .min_rows = min_rows};
+            if (view != nullptr) settings.transitions = *view;
             if (order) {
               settings.form = BatchSampler::Form::ordered;
               settings.order = static_cast<Order>(*order);
@@ -284,7 +380,7 @@ void bind_batch(nb::module_& module) {
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("fields"), nb::arg("window"), nb::arg("pad_left"),
           nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("replacement"), nb::arg("stratified"),
           nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"), nb::arg("over_steps") = false,
-          nb::arg("ahead") = 0)
+          nb::arg("transitions").none() = nb::none())
       .def("sample_into", &Sampler::sample_into, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("step"),
            nb::arg("limits").none(), nb::arg("cursor"), nb::arg("admitted"), nb::arg("beta").none())
       .def("gather", &Sampler::gather);

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "fetch/transitions.h"
 #include "python/bind.h"
 
 namespace geartrain {
@@ -12,6 +13,15 @@ inline std::vector<size_t> batch_shape(const FieldRecord& field, size_t rows, ui
   std::vector<size_t> shape{rows};
   shape.insert(shape.end(), field.shape, field.shape + field.ndim);
   if (field.timed != 0 && window != 0) shape[1] = window;
+  return shape;
+}
+
+// Of what a field gives to transitions: (rows, ...), observations above a stack of 1 (rows, frame_stack, ...).
+inline std::vector<size_t> transition_shape(const FieldRecord& field, TransitionRole role, size_t rows,
+                                            const TransitionView& view) {
+  std::vector<size_t> shape{rows};
+  if (role == TransitionRole::observation && view.frame_stack > 1) shape.push_back(view.frame_stack);
+  shape.insert(shape.end(), field.shape + (field.timed != 0 ? 1 : 0), field.shape + field.ndim);
   return shape;
 }
 

@@ -165,8 +165,16 @@ class PooledMemory {
     used_ += padded(bytes);
     return at;
   }
-  nb::object array(std::byte* at, const std::vector<size_t>& shape, nb::dlpack::dtype dtype) const {
-    return nb::cast(nb::ndarray<nb::numpy>(at, shape.size(), shape.data(), owner_, nullptr, dtype));
+  // `row_elements`: from one entry of the first axis to the next, where they do not lie one after the other; or 0.
+  nb::object array(std::byte* at, const std::vector<size_t>& shape, nb::dlpack::dtype dtype,
+                   int64_t row_elements = 0) const {
+    std::vector<int64_t> strides(row_elements != 0 ? shape.size() : 0, 1);
+    for (size_t axis = strides.size(); axis-- > 1;) {
+      strides[axis - 1] = strides[axis] * static_cast<int64_t>(shape[axis]);
+    }
+    if (row_elements != 0) strides[0] = row_elements;
+    const int64_t* given = row_elements != 0 ? strides.data() : nullptr;
+    return nb::cast(nb::ndarray<nb::numpy>(at, shape.size(), shape.data(), owner_, given, dtype));
   }
   template <typename T>
   nb::object array(std::span<T> values, const std::vector<size_t>& shape) const {

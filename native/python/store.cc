@@ -206,8 +206,14 @@ nb::dict layout(const Store& store) {
 }
 
 nb::object allocate(Store& store, size_t n) {
-  std::vector<uint32_t> rows(n);
-  released(store, [&] { store.allocate(rows); });
+  std::vector<uint32_t> rows;
+  released(store, [&] {
+    if (n > store.header().capacity) {  // before their numbers take memory
+      fail(ErrorKind::full, n, " rows were asked for of a store of ", store.header().capacity);
+    }
+    rows.resize(n);
+    store.allocate(rows);
+  });
   return to_numpy(std::move(rows));
 }
 

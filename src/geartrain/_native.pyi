@@ -58,6 +58,9 @@ def fetch(
 ) -> tuple[list[NDArray[Any]], NDArray[np.uint8], NDArray[np.bool_], _I32, _I32, _I64, int]: ...
 def pooled_bytes(nbytes: int, /) -> NDArray[np.uint8]: ...
 
+class TransitionView:
+    def __init__(self, n_step: int, frame_stack: int, powers: Sequence[float], roles: Sequence[int]) -> None: ...
+
 class SampledBatch:
     def __init__(
         self,
@@ -67,6 +70,7 @@ class SampledBatch:
         window: int,
         shards: bool,
         out: Sequence[Any] | None = None,
+        transitions: TransitionView | None = None,
     ) -> None: ...
     def __len__(self) -> int: ...
     @property
@@ -102,7 +106,7 @@ class BatchSampler:
         cursor: bool,
         min_rows: int,
         over_steps: bool = False,
-        ahead: int = 0,
+        transitions: TransitionView | None = None,
     ) -> None: ...
     def sample_into(
         self,

@@ -2,8 +2,9 @@
 
 In a script that is started so, `init_process_group()`, `init_process_group("gloo")` and
 `init_process_group("cpu:gloo")` make a group of the backend "geartrain"
-(geartrain/collectives/torch_backend/process_group.py); every other backend is left as it is. GEARTRAIN_ALLREDUCE=0
-turns it off, so that one command runs with either. Processes that the script starts itself call `autoload()`.
+(geartrain/collectives/torch_backend/process_group.py); every other backend ("nccl", "cpu:gloo,cuda:nccl") is left as it
+is, and rank 0 warns of it in one line. GEARTRAIN_ALLREDUCE=0 turns it off, so that one command runs with either.
+Processes that the script starts itself call `autoload()`.
 
 It is no entry point of torch ("torch.backends"), although torch would call one at the end of every `import torch`:
 where geartrain's metadata is found and its modules are not, as with an editable installation on PYTHONPATH, such an
@@ -72,6 +73,12 @@ def _wrapper(original: Callable[..., None]) -> Callable[..., None]:
         if (backend or "undefined").lower() in (*REPLACED, BACKEND):
             _register()
             backend = BACKEND
+        elif os.environ.get("RANK", "0") == "0":  # one line a job
+            warnings.warn(
+                f"{VARIABLE} is set, and has no effect on init_process_group({backend!r}), another backend: "
+                f'to have geartrain\'s all-reduce, name "{BACKEND}" or none; {VARIABLE}=0 goes on without this line',
+                stacklevel=2,
+            )
         original(backend, *args, **kwargs)
 
     init_process_group._geartrain = True  # type: ignore[attr-defined]

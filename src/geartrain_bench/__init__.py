@@ -48,6 +48,7 @@ BENCHES = {
     "rpc-rl": Bench("rpc_rl.bench:main", takes_arguments=True, plot="rpc_rl.bench:plot"),
     "di-engine": Bench("di_engine.bench:main"),
     "online": Bench("online_rl.bench:main", plot="online_rl.bench:plot"),
+    "transitions": Bench("transitions.bench:main", plot="transitions.bench:plot"),
     "allreduce": Bench(
         "allreduce.bench:main",
         takes_arguments=True,

@@ -140,7 +140,7 @@ def test_a_store_of_another_user_is_refused_unless_all_are_trusted(names, fork):
         _become_another_user()
         gt.Store.create(theirs, fields, capacity=4, persist=True).close()
         for join in (gt.Store.open, gt.Store.peek):
-            with pytest.raises(UntrustedStoreError, match="belongs to user|Permission denied"):
+            with pytest.raises(UntrustedStoreError, match=r"belongs to user|Permission denied"):
                 join(mine)
 
     with gt.Store.create(mine, fields, capacity=4):

@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -60,6 +61,12 @@ class Stream:
 
 def as_dict(obs: np.ndarray) -> dict[str, np.ndarray]:
     return {"position": obs, "picture": np.repeat(obs[:, :1], 16, 1).reshape(-1, 4, 4).astype(np.uint8)}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Draws are seeded from NumPy's global generator."""
+    np.random.seed(0)
 
 
 @pytest.fixture
@@ -226,8 +233,9 @@ import numpy as np
 from gymnasium import spaces
 from geartrain.integrations.sb3 import ReplayBuffer
 OBS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+np.random.seed(0)
 buffer = ReplayBuffer(500, OBS, spaces.Box(-1, 1, (2,), np.float32), store=sys.argv[1], writers=2)
-batch = buffer.sample(1000)
+batch = buffer.sample(3000)
 assert (batch.next_observations == batch.observations + 1).all()
 assert sorted(set(batch.observations[:, 0].tolist())) == list(range(100)), "not what the other process added"
 assert (batch.dones[:, 0] == 1).sum() == (batch.observations[:, 0] == 99).sum()
@@ -288,6 +296,14 @@ def test_a_model_saves_and_loads_its_buffer(tmp_path, no_stock_code):
     assert np.array_equal(model.replay_buffer.observations, kept)
     model.learn(10)
     assert model.replay_buffer.pos == 50
+
+
+@pytest.mark.slow
+def test_the_example_runs():
+    script = Path(__file__).parents[2] / "examples" / "sb3_sac.py"
+    done = preloaded.run([sys.executable, str(script), "--steps", "110"], timeout=patience(100))
+    assert done.returncode == 0, done.stderr
+    assert "mean return -" in done.stdout
 
 
 @pytest.mark.slow
@@ -506,5 +522,5 @@ def test_what_was_overwritten_is_no_longer_found():
     buffer = ReplayBuffer(16, OBS, ACT)
     Stream(1, lengths=(5,)).add(buffer, 200)
     with pytest.raises(StaleKeyError):
-        buffer._index.refresh()
-        buffer._index.find(np.array([buffer._index.runs().number[0] - 1]))
+        buffer.index.refresh()
+        buffer.index.find(np.array([buffer.index.runs().number[0] - 1]))

@@ -85,13 +85,13 @@ def counting_job(name, **options):
     )
 
 
-def tagged_job(name, steps=150, **options):
-    """Two ranks that draw one global batch, and two inserters that die in the middle of rows."""
+def tagged_job(name, steps=150, pause_s=0.0, **options):
+    """Two ranks that draw one global batch, and two inserters that die in the middle of rows unless they pause."""
     return launch.Job(
         name,
         [
             launch.learners(launched.learn_tagged, 2, args={"steps": steps}),
-            launch.Role("inserter", launched.insert, 2, kind="actor", max_restarts=3),
+            launch.Role("inserter", launched.insert, 2, kind="actor", max_restarts=3, args={"pause_s": pause_s}),
         ],
         timeout_s=patience(90),
         stop_s=4,
@@ -117,7 +117,8 @@ def check_going_on(role, seed, name, tmp_path, make):
 
 def check_rank_lost(seed, name, tmp_path):
     """A rank's death is a named error; the store is there for the next start, with the rows it had, all whole."""
-    ended, killed = run_and_kill(tagged_job(name, steps=100_000), "learner", seed, tmp_path / "first")
+    job = tagged_job(name, steps=100_000, pause_s=0.002)
+    ended, killed = run_and_kill(job, "learner", seed, tmp_path / "first")
     assert isinstance(ended, ProcessDiedError), ended
     assert f"{killed} was killed by SIGKILL" in str(ended)
     rows = 0
@@ -126,7 +127,7 @@ def check_rank_lost(seed, name, tmp_path):
         peeked = gt.Store.peek(name)
         rows = len(peeked)
         assert peeked.native.live_clients() == 0
-    summary = launch.run(tagged_job(name, steps=20), folder=tmp_path / "second", live=False)
+    summary = launch.run(tagged_job(name, steps=20, pause_s=0.002), folder=tmp_path / "second", live=False)
     assert summary.outcome == "finished"
     found = int((tmp_path / "second" / "learner-0.log").read_text().split("found ")[1].split(" rows")[0])
     assert found >= rows, "rows that survived were not adopted"
@@ -166,7 +167,7 @@ def check_launcher_killed(seed, name, tmp_path):
         assert tagged.mixed(replay.sample()) == []
         assert replay.stores[0].audit() == []
         replay.stores[0].close(keep=True)
-    summary = launch.run(tagged_job(name, steps=20), folder=tmp_path / "second", live=False)
+    summary = launch.run(tagged_job(name, steps=20, pause_s=0.002), folder=tmp_path / "second", live=False)
     assert summary.outcome == "finished"
     found = int((tmp_path / "second" / "learner-0.log").read_text().split("found ")[1].split(" rows")[0])
     assert found >= rows, "rows that survived were not adopted; inserters may have added some before the learner looked"

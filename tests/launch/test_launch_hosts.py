@@ -24,7 +24,7 @@ pytestmark = [
 
 REMOTE = """
 name = "over-hosts"
-timeout_s = 100
+timeout_s = {limit_s}
 stop_s = 5
 directory = "{tests}"
 [learner]
@@ -40,7 +40,7 @@ policy = "launched:remote_policy"
 
 GROUP = """
 name = "over-hosts"
-timeout_s = 100
+timeout_s = {limit_s}
 stop_s = 5
 directory = "{tests}"
 [learner]
@@ -48,6 +48,7 @@ run = "launched:learn_tagged"
 args = {{ steps = {steps} }}
 [role.inserter]
 run = "launched:insert"
+args = {{ pause_s = 0.002 }}
 """
 
 
@@ -86,7 +87,7 @@ def summary(tmp_path, i):
 
 @pytest.mark.parametrize("agents", ["all", pytest.param("first", marks=pytest.mark.slow)])
 def test_actors_ask_agents_and_weights_follow_over_hosts(hosts, tmp_path, agents):
-    launchers = start(hosts, tmp_path, REMOTE.format(tests=TESTS, agents=agents), plain=True)
+    launchers = start(hosts, tmp_path, REMOTE.format(tests=TESTS, limit_s=patience(100), agents=agents), plain=True)
     codes = [launcher.wait(patience(100)) for launcher in launchers]
     assert codes == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
     found = summary(tmp_path, 0)["processes"] | summary(tmp_path, 1)["processes"]
@@ -99,7 +100,7 @@ def test_actors_ask_agents_and_weights_follow_over_hosts(hosts, tmp_path, agents
 
 def test_under_torchrun_ranks_of_all_hosts_draw_one_batch(hosts, tmp_path):
     pytest.importorskip("torch")
-    launchers = start(hosts, tmp_path, GROUP.format(tests=TESTS, steps=30))
+    launchers = start(hosts, tmp_path, GROUP.format(tests=TESTS, limit_s=patience(100), steps=30))
     codes = [launcher.wait(patience(100)) for launcher in launchers]
     assert codes == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
     for i in range(2):
@@ -110,7 +111,7 @@ def test_under_torchrun_ranks_of_all_hosts_draw_one_batch(hosts, tmp_path):
 
 def test_a_death_on_one_host_ends_the_job_on_both_and_is_named_on_both(hosts, tmp_path):
     pytest.importorskip("torch")
-    launchers = start(hosts, tmp_path, GROUP.format(tests=TESTS, steps=100_000), plain=True)
+    launchers = start(hosts, tmp_path, GROUP.format(tests=TESTS, limit_s=patience(100), steps=100_000), plain=True)
     until_s = time.monotonic() + patience(60)
     while "learner 1/1," not in said(tmp_path, 1) or "samples/s" not in said(tmp_path, 1):
         assert time.monotonic() < until_s, said(tmp_path, 0) + said(tmp_path, 1)
@@ -124,7 +125,7 @@ def test_a_death_on_one_host_ends_the_job_on_both_and_is_named_on_both(hosts, tm
 
 def test_a_host_that_is_gone_ends_the_job_on_the_others(hosts, tmp_path):
     pytest.importorskip("torch")
-    launchers = start(hosts, tmp_path, GROUP.format(tests=TESTS, steps=100_000), plain=True)
+    launchers = start(hosts, tmp_path, GROUP.format(tests=TESTS, limit_s=patience(100), steps=100_000), plain=True)
     until_s = time.monotonic() + patience(60)
     while "samples/s" not in said(tmp_path, 0):
         assert time.monotonic() < until_s, said(tmp_path, 0) + said(tmp_path, 1)

@@ -323,7 +323,6 @@ def test_a_state_of_the_same_stores_in_another_order_is_refused(store: gt.Store,
             assert replay.step == 1
 
 
-@pytest.mark.slow
 def test_calls_with_nonsense_are_refused_and_change_nothing(store: gt.Store) -> None:
     keys, x = store.keys(), np.zeros((8, 4), np.int64)
     numbers = gt.selection.Candidates([1, 2, 3])

@@ -130,12 +130,12 @@ def test_every_transition_is_what_its_episode_says(over, n_step, gamma, frame_st
 def test_views_of_one_window_where_no_row_ended_within_it():
     with make_store(200, 4) as store:
         record_episodes(store, [199])
-        view = gt.Transitions(n_step=2, frame_stack=3)
+        view = gt.Transitions(n_step=1, frame_stack=3)
         with gt.Replay(store, Uniform(seed=0), 4, view=view, output="numpy", prefetch=0) as replay:
             batch = replay.sample()
             assert batch["obs"].shape == batch["next_obs"].shape == (4, 3, 2)
             assert np.shares_memory(batch["obs"], batch["next_obs"])
-            check(batch, rows_of(store), 2, 0.99, 3)
+            check(batch, rows_of(store), 1, 0.99, 3)
 
 
 def test_rewards_before_a_transition_do_not_reach_it_whatever_they_are():

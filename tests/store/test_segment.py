@@ -113,7 +113,7 @@ def test_every_block_of_every_column_is_aligned_and_holds_the_rows_bytes(name):
 
 
 def _bfloat16(array: np.ndarray):
-    import torch
+    torch = pytest.importorskip("torch")
 
     return torch.from_numpy(array).to(torch.bfloat16)
 

@@ -88,7 +88,7 @@ def test_the_images_are_believed_when_nothing_is_wrong(closed, written):
         (68, "<I", 1),  # fields
         (72, "<I", 2**31),  # clients
         (76, "<I", 17),  # children of a node
-        (80, "<I", 3),  # remover
+        (80, "<I", 7),  # remover
         (80, "<I", 2),  # one that needs a heap
         (88, "<I", 63),  # fraction bits
         (92, "<I", 2),  # persistence

@@ -47,7 +47,7 @@ def serve(context):
     """Answers with the step, and the version of the newest weights."""
     reader = context.reader()
 
-    @rpc.batched(max_size=4, max_wait_us=500, stack=True)
+    @rpc.batched(max_size=4, max_wait_us=2000, stack=True)
     def act(observations):
         steps = observations[:, 1].astype(np.int64)
         version = reader.version or 0
@@ -100,8 +100,8 @@ def check(batch):
     assert (episode == np.take_along_axis(episode, first[:, None], 1))[batch.mask].all()
 
 
-def insert(context, rows=None):
-    """An actor that inserts rows which check themselves."""
+def insert(context, rows=None, pause_s=0.0):
+    """An actor that inserts rows which check themselves: where it is not what is tested, with pauses for the others."""
     store = context.store()
     tags = np.random.default_rng([context.number, context.restart])
     done = 0
@@ -109,6 +109,7 @@ def insert(context, rows=None):
         tagged.insert(store, tags.integers(0, 2**62, 4).astype(np.uint64))
         done += 4
         context.report(rows=done, steps=done)
+        time.sleep(pause_s)
 
 
 def learn_tagged(context, steps=200, batch_size=16):

@@ -30,7 +30,7 @@ class NoGpus(p2p_gpu.Gpus):
 
 
 if __name__ == "__main__":
-    result = p2p_gpu.run(Plan((20_480, 1_310_720), 1, 4.0, 1.0), NoGpus())
+    result = p2p_gpu.run(Plan((20_480, 1_310_720), 1, 0.5, 0.3), NoGpus())
     folder = Path(sys.argv[1])
     report.write_json(result, folder / "p2p.json")
     p2p_report.print_overview(result)

@@ -176,7 +176,7 @@ def round_trips_ms(hosts: Hosts, i: int, j: int) -> list[float]:
     with source, sink:
         for end in (source, sink):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(5):
+        for _ in range(20):
             began_s = time.perf_counter()
             source.sendall(b"?")
             sink.sendall(sink.recv(1))
@@ -188,8 +188,9 @@ def round_trips_ms(hosts: Hosts, i: int, j: int) -> list[float]:
 @needs_tap
 def test_a_round_trip_takes_what_was_asked_between_sites_and_nothing_within() -> None:
     with Hosts(3, rate_mbit=200, rtt_ms=30, sites=[0, 0, 1]) as hosts:
-        assert 30 <= min(round_trips_ms(hosts, 0, 2)) < 40
-        assert min(round_trips_ms(hosts, 0, 1)) < 10
+        between, within = min(round_trips_ms(hosts, 0, 2)), min(round_trips_ms(hosts, 0, 1))
+        assert 30 <= between < 30 + patience(10)
+        assert within < min(patience(10), between - 10)  # what the machine adds, it adds to both
         source, sink = connected(hosts, 2, 0)
         with source, sink:
             before = [hosts.bytes(i) for i in range(3)]
@@ -202,7 +203,7 @@ def test_a_round_trip_takes_what_was_asked_between_sites_and_nothing_within() ->
             with pytest.raises(TimeoutError):
                 sink.recv(5)
             hosts.plug(0)
-            sink.settimeout(20)
+            sink.settimeout(patience(20))
             assert sink.recv(5) == b"lost?"
         name = hosts.name
     assert traces(name) == []

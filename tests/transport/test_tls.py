@@ -60,6 +60,14 @@ def test_one_side_without_tls_is_told_so_and_the_other_side_as_well(loopback: TL
             listener.accept(timeout_s=0.1)
 
 
+def test_a_dialer_with_tls_is_told_at_once_by_whatever_uses_none(loopback: TLS) -> None:
+    """Whatever the answer races with; a listener whose places are taken says it as well."""
+    with transport.listen(limits=transport.MessageLimits(max_pending=1)) as listener:
+        for _ in range(30):
+            with pytest.raises(UntrustedPeerError, match="the peer uses no TLS"):
+                transport.connect(listener.address, transport="tcp", tls=loopback, timeout_s=patience(600))
+
+
 def test_another_authority_and_another_name_are_refused(loopback: TLS, tmp_path: Path) -> None:
     stranger = certificates.Authority(tmp_path).sign("stranger", "IP:127.0.0.1")
     strict = TLS(loopback.certificate, loopback.key, loopback.ca, name="learner.cluster")

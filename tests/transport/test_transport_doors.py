@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -127,3 +128,23 @@ def test_only_a_host_that_refuses_says_that_nobody_listens() -> None:
         with pytest.raises(TransportError) as found:
             transport.connect(f"{address};tcp={unreachable}", timeout_s=patience(10))
         assert not isinstance(found.value, ListenerGoneError)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0-x\r\n", b"HTTP/1.0 400\r\n\r\n", bytes(200)], ids=["ssh", "http", "zeros"]
+)
+def test_what_is_not_geartrain_is_told_at_once_however_little_it_says(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        address = f"id=any;tcp=127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(TransportError, match="what answers there is not geartrain"):
+            transport.connect(address, transport="tcp", timeout_s=patience(30))
+        thread.join()

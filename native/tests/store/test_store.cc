@@ -502,7 +502,7 @@ TEST(a_handle_is_closed_while_threads_use_it_and_everything_they_held_comes_back
 }
 
 TEST(a_call_that_begins_beside_a_close_ends_none_of_the_closers_own_waits) {
-  const int rounds = 300;
+  const int rounds = 100;
   for (int round = 0; round < rounds; ++round) {
     CallsInFlight calls;
     std::atomic<int> began{0};

@@ -184,10 +184,13 @@ Session greet(Wire wire, Intent intent, const Address& address, const Options& o
   write_exactly(wire, bytes_of(hello), deadline);
 
   Challenge challenge{};
-  read_exactly(wire, std::as_writable_bytes(std::span(&challenge, 1)), deadline);
+  const auto answer_bytes = std::as_writable_bytes(std::span(&challenge, 1));
+  // Something else may say a few bytes only, and hang up: that is no listener without a place, to be tried again.
+  read_exactly(wire, answer_bytes.first(sizeof challenge.magic), deadline);
   if (std::memcmp(challenge.magic, kHelloMagic, sizeof challenge.magic) != 0) {
     fail(ErrorKind::frame, "what answers there is not geartrain");
   }
+  read_exactly(wire, answer_bytes.subspan(sizeof challenge.magic), deadline);
   if (challenge.version != kProtocolVersion) {
     fail(ErrorKind::frame, "the peer has version ", challenge.version, " of the protocol, this is version ",
          kProtocolVersion);

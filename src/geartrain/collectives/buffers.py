@@ -51,7 +51,7 @@ def buffer_of(array: Any) -> HostBuffer:
     dtype = getattr(array, "dtype", None)
     name = getattr(dtype, "name", None)
     flags = getattr(array, "flags", None)
-    if name is not None and flags is not None and hasattr(array, "ctypes"):
+    if dtype is not None and name is not None and flags is not None and hasattr(array, "ctypes"):
         if not flags.c_contiguous or not flags.writeable:
             raise ArgumentError(
                 f"an array to reduce is C-contiguous and writable, found {flags.c_contiguous=} {flags.writeable=}"

@@ -101,7 +101,20 @@ def as_dtype(dtype: object) -> Dtype:
 
 
 def _unknown_dtype(dtype: object) -> str:
-    return f"dtype {dtype!r} cannot be stored; the store knows {', '.join(DTYPES)}"
+    refused = f"dtype {dtype!r} cannot be stored; the store knows {', '.join(DTYPES)}"
+    try:
+        found = np.dtype(dtype)  # type: ignore[call-overload]
+    except (TypeError, ValueError, SyntaxError):
+        found = None
+    if (isinstance(dtype, str) and dtype in ("bytes", "str", "object")) or (found is not None and found.kind in "SUO"):
+        return (
+            f"{refused}. Text, bytes and objects have no fixed size: keep them as Field((n,), 'uint8', per_row=True), "
+            f"n bytes at most, beside Field((), 'uint32', per_row=True) for how many there are; or, where they are all "
+            f"that a row holds, as Field((), 'uint8') with max_length=n, and the row's length says how many"
+        )
+    if found is not None and found.names:
+        return f"{refused}. A field holds numbers of one type: make a field of each of {', '.join(found.names)}"
+    return refused
 
 
 def dtype_of_code(code: int) -> Dtype:

@@ -7,11 +7,14 @@ from which thread builds, nor when.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from geartrain.errors import StoreClosedError, WaitTimeoutError
+from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.rank_group import NOTE_S
@@ -55,6 +58,7 @@ class BatchLoader:
         self._builder = builder
         self._stores = stores
         self._prefetch = config.prefetch
+        self._finish = _finish_with(builder, config.transform)
         self._timeout_s = config.timeout_s
         # Over ranks and on devices batches are always built on the prefetch thread.
         local = config.prefetch > 0 and isinstance(builder, HostBatchBuilder)
@@ -98,7 +102,7 @@ class BatchLoader:
             StoreClosedError: `shut` was called. And what the builder raises.
         """
         if self._builds_here():
-            built = self._builder.finish(self._builder.start(self.step, self.state, []))
+            built = self._finish(self._builder.start(self.step, self.state, []))
         else:
             built = self._next_ahead()
         if self._placement is not None:
@@ -162,7 +166,7 @@ class BatchLoader:
                 return started
 
             ahead = self._ahead = Prefetcher(
-                start_next, "geartrain-prefetch", builder.finish, builder.enter, overlaps=builder.overlaps
+                start_next, "geartrain-prefetch", self._finish, builder.enter, overlaps=builder.overlaps
             )
             self._finalizer = weakref.finalize(
                 self, _stop, ahead, self._halt, self._timeout_s, self._builder.collective
@@ -228,6 +232,20 @@ class BatchLoader:
         ahead = self._ahead  # its thread may drop it meanwhile
         if ahead is not None:
             ahead.interrupt(error)
+
+
+def _finish_with(builder: BatchBuilder[Any], transform: Callable[[Batch], Any] | None) -> Callable[[Any], BuiltBatch]:
+    """The builder's `finish`, and then the transform. Knows no loader, which the thread would keep alive."""
+    if transform is None:
+        return builder.finish
+
+    def finish(started: Any) -> BuiltBatch:
+        built = builder.finish(started)
+        began_s = time.perf_counter()
+        made = transform(built.batch)
+        return replace(built, make_s=built.make_s + time.perf_counter() - began_s, transformed=(made,))
+
+    return finish
 
 
 def _stop(ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, finish: bool) -> list[Any]:

@@ -14,9 +14,8 @@ import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
-from geartrain.replay.native_batch import NativeBatch
+from geartrain.replay.native_batch import BatchPlan, NativeBatch
 from geartrain.replay.sampler import StoreSampler
-from geartrain.replay.transitions import Transitions
 from geartrain.selection.mixture import Selection, quotas_of
 from geartrain.store.priorities import set_priorities
 
@@ -41,12 +40,15 @@ def nothing() -> None:
 class BuiltBatch:
     """A batch, the strategies' state after it, what the consumer's thread calls when it takes the batch, and how long
     it took to make where that is all there is to it (inf: there is more, such as other ranks or a device).
+
+    `transformed` is what a transform made of the batch, in a tuple; None where there is no transform.
     """
 
     batch: Batch
     state: State
     deliver: Callable[[], None] = nothing
     make_s: float = float("inf")
+    transformed: tuple[Any] | None = None
 
 
 class StartedBatch(Protocol):
@@ -133,25 +135,18 @@ class HostBatchBuilder:
         samplers: of each store.
         selection: the strategy, or the mixture.
         batch_size: rows of a batch.
-        view: what of the rows a batch shows.
     """
 
     overlaps = False
     collective = False
 
-    def __init__(
-        self,
-        samplers: list[StoreSampler],
-        selection: Selection,
-        batch_size: int,
-        view: Transitions | None = None,
-    ) -> None:
+    def __init__(self, samplers: list[StoreSampler], selection: Selection, batch_size: int) -> None:
         self.samplers = samplers
         self.rows = batch_size
         self.mixed = selection is not samplers[0].strategy
         self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self._selection = selection
-        self._view = view
+        self._shown: BatchPlan = samplers[0].transitions or samplers[0].plan
         self._make_s = 0.0
         self._built = 0
 
@@ -162,11 +157,7 @@ class HostBatchBuilder:
         """See `BatchBuilder`. The batch is finished when this returns."""
         began_s = time.perf_counter()
         native, after = self.sample(step, state)
-        plan = self.samplers[0].plan
-        batch: Batch = NativeBatch(native, plan, step, self.store_ids)
-        if self._view is not None:
-            assert isinstance(batch, NativeBatch)
-            batch = self._view.batch(batch, plan)
+        batch = NativeBatch(native, self._shown, step, self.store_ids)
         make_s = time.perf_counter() - began_s
         self._make_s += make_s
         self._built += 1
@@ -184,8 +175,7 @@ class HostBatchBuilder:
         self, step: int, state: State, out: list[NDArray[Any]] | None = None
     ) -> tuple[_native.SampledBatch, State]:
         """The rows of a step, their fields in `out` or in recycled memory, and the strategies' state after it."""
-        plan = self.samplers[0].plan
-        batch = _native.SampledBatch(plan.store.native, self.rows, plan.numbers, plan.window, self.mixed, out)
+        batch = self.samplers[0].empty_batch(self.rows, self.mixed, out)
         if not self.mixed:
             return batch, [self.samplers[0].sample_into(batch, 0, self.rows, step, state[0])]
         state = list(state)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
+from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
 from geartrain.replay.fetch import As, FetchPlan, Pad, check_names_of, check_same_schema
 from geartrain.replay.sampler import StoreSampler
-from geartrain.replay.transitions import Transitions
+from geartrain.replay.transitions import TransitionPlan, Transitions
 from geartrain.selection.arguments import check_number
 from geartrain.selection.declared import MAX_DRAWS
 from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_seeds
@@ -31,6 +32,7 @@ class ReplayConfig:
         fields: names of the fields wanted; where inputs or targets are given, all of those.
         device: where batches go; None for host memory.
         view: what of the rows a batch shows; None for the fields as they are.
+        transform: makes of a batch what the replay gives; None for the batch itself.
 
     Raises:
         ArgumentError: values out of range, or some that do not go together.
@@ -52,6 +54,7 @@ class ReplayConfig:
     device: DeviceOptions | None = None
     seed: int = 0
     view: Transitions | None = None
+    transform: Callable[[Batch], Any] | None = None
 
     def __post_init__(self) -> None:
         for what, value, least, most in (
@@ -82,6 +85,8 @@ class ReplayConfig:
         check_seed(self.seed)
         if self.view is not None:
             self._check_view(self.view)
+        if self.transform is not None and not callable(self.transform):
+            raise ArgumentError(f"transform is a function of a batch, found {self.transform!r}")
         if self.inputs is not None or self.targets is not None:
             if self.fields is not None:
                 raise ArgumentError("give fields, or inputs and targets, not both")
@@ -166,7 +171,8 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
             plan = plan.of_fields(samplers[0].plan.names)  # stores may have them in another order
         limited = store.options["max_times_sampled"] is not None
         least = (config.batch_size if limited else 1) if config.min_rows is None else config.min_rows
-        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, ahead=0 if view is None else view.n_step))
+        transitions = None if view is None else TransitionPlan(view, plan)
+        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions))
     return samplers
 
 

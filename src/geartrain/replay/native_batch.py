@@ -5,17 +5,50 @@ A consumer that reads two of ten fields pays for two; what a batch costs in Pyth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.replay.batch import Array, Batch
-from geartrain.replay.fetch import FetchPlan
 
 _METADATA = ("mask", "start", "length", "version", "probability", "importance_weights")
+
+
+class BatchPlan(Protocol):
+    """Names and kind of a native batch's arrays: a `FetchPlan`, or a `TransitionPlan`.
+
+    Attributes:
+        names: of the fields.
+        places: of each in the native batch.
+        per_step: whether keys name steps.
+    """
+
+    @property
+    def names(self) -> Sequence[str]:
+        """See above."""
+        ...
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """See above."""
+        ...
+
+    @property
+    def per_step(self) -> bool:
+        """See above."""
+        ...
+
+    def as_field(self, name: str, array: NDArray[Any]) -> Any:
+        """A field's array as users get it."""
+        ...
+
+    def as_output(self, array: NDArray[Any]) -> Any:
+        """An array of metadata as users get it."""
+        ...
 
 
 class NativeBatch(Batch):
@@ -30,7 +63,7 @@ class NativeBatch(Batch):
 
     __slots__ = ("_plan", "_rows", "_shown", "_store_ids")
     _rows: _native.SampledBatch
-    _plan: FetchPlan
+    _plan: BatchPlan
     _shown: dict[str, Array]
     _store_ids: Sequence[int]
 
@@ -38,7 +71,7 @@ class NativeBatch(Batch):
         """Made of a batch's own attributes, as `dataclasses.replace` does, it is a plain batch."""
         return Batch(**values) if values else super().__new__(cls)
 
-    def __init__(self, rows: _native.SampledBatch, plan: FetchPlan, step: int, store_ids: Sequence[int]) -> None:
+    def __init__(self, rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> None:
         put = object.__setattr__  # the dataclass is frozen; other attributes are set when they are first asked for
         put(self, "_rows", rows)
         put(self, "_plan", plan)
@@ -55,7 +88,7 @@ class NativeBatch(Batch):
             if value is not None:
                 value = self._plan.as_output(value)
         elif name == "keys":
-            value = keys_of(self._rows, self._store_ids, self._plan.store.per_step)
+            value = keys_of(self._rows, self._store_ids, self._plan.per_step)
         elif name == "fields":
             value = {each: self[each] for each in self._plan.names}
         else:
@@ -80,11 +113,6 @@ class NativeBatch(Batch):
         return len(self._rows)
 
     @property
-    def native(self) -> _native.SampledBatch:
-        """The native batch, for views of it."""
-        return self._rows
-
-    @property
     def nbytes(self) -> int:
         """See `Batch`."""
         return self._rows.nbytes
@@ -101,4 +129,4 @@ def keys_of(rows: _native.SampledBatch, store_ids: Sequence[int], per_step: bool
     return Keys(rows.rows(), rows.generations(), shard, store=store, step=rows.steps() if per_step else None)
 
 
-__all__ = ["NativeBatch", "keys_of"]
+__all__ = ["BatchPlan", "NativeBatch", "keys_of"]

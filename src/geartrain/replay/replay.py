@@ -90,6 +90,9 @@ class Replay:
             gets one of its own, derived from it and the store's place.
         view: `geartrain.Transitions`, for batches of transitions instead of windows; in host memory, of this process's
             stores.
+        transform: called with each batch where it is built, on the prefetch thread while there is one; the replay gives
+            what it returns. What it raises is raised by `sample`, which draws the same batch again when it is called
+            the next time. It counts to the time that decides on the thread. In host memory, of this process's stores.
 
     Raises:
         FieldError, ArgumentError: what was asked for does not fit the store.
@@ -132,6 +135,7 @@ class Replay:
         device: str | torch.device | DeviceOptions | None = ...,
         seed: int = ...,
         view: Transitions | None = ...,
+        transform: Callable[[Batch], Any] | None = ...,
     ) -> None: ...
 
     @overload
@@ -158,6 +162,7 @@ class Replay:
         device: str | torch.device | DeviceOptions | None = ...,
         seed: int = ...,
         view: Transitions | None = ...,
+        transform: Callable[[Batch], Any] | None = ...,
     ) -> None: ...
 
     def __init__(
@@ -183,6 +188,7 @@ class Replay:
         device: str | torch.device | DeviceOptions | None = None,
         seed: int = 0,
         view: Transitions | None = None,
+        transform: Callable[[Batch], Any] | None = None,
     ) -> None:
         stores = stores_of(store)
         self.stores = stores
@@ -206,6 +212,7 @@ class Replay:
             device=device if device is None or isinstance(device, DeviceOptions) else DeviceOptions(device),
             seed=seed,
             view=view,
+            transform=transform,
         )
         self._builder, release = self._open_builder(config, group, mesh)
         self._loader = BatchLoader(self._builder, config, self.stores)
@@ -252,6 +259,10 @@ class Replay:
         """The builder, and what releases what it holds besides memory."""
         alone = group is None and mesh is None
         over_steps = any(traits_of(each).over_steps for each in strategies_of(self.selection))
+        if config.transform is not None and not (alone and config.device is None):
+            raise ArgumentError(
+                "transforms are of batches of this process's stores, in host memory: leave out group, mesh and device"
+            )
         if (config.view is not None and not alone) or (over_steps and not (alone and config.device is None)):
             raise ArgumentError(
                 "views and draws over steps are of this process's stores, in host memory: leave out group, mesh and "
@@ -266,7 +277,7 @@ class Replay:
         make = functools.partial(make_samplers, self.stores, self.selection, config)
         if alone:
             if config.device is None:
-                return HostBatchBuilder(make(), self.selection, config.batch_size, config.view), None
+                return HostBatchBuilder(make(), self.selection, config.batch_size), None
             from geartrain.replay.device.builder import DeviceBatchBuilder
 
             on_device = DeviceBatchBuilder(make(), self.selection, config.batch_size, config.device)
@@ -302,7 +313,7 @@ class Replay:
             yield self.sample()
 
     def sample(self) -> Batch:
-        """The next batch.
+        """The next batch, or what `transform` made of it.
 
         Raises:
             EmptyStoreError, NotEnoughRowsError: too few rows are selectable.
@@ -327,6 +338,9 @@ class Replay:
         self._wait_s += self._last_s - asked_s
         self._batches += 1
         self._bytes += batch.nbytes
+        if built.transformed is not None:
+            made: Batch = built.transformed[0]
+            return made
         return batch
 
     def __len__(self) -> int:

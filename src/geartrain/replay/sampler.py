@@ -21,6 +21,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.transitions import TransitionPlan
 from geartrain.selection.declared import DeclaredStrategy
 from geartrain.selection.random import Prioritized, checked_beta
 from geartrain.selection.schedule import at_step
@@ -88,7 +89,7 @@ class StoreSampler:
         min_rows: fewer selectable rows than this are not drawn from.
         timeout_s: longest wait for rows, and for the store's rate limiter.
         stopping: asked while it waits; when it says so, the wait ends with `CallCancelledError`.
-        ahead: steps that a window reaches beyond the transition it is placed around; 0: windows end at any step.
+        transitions: what of the rows is gathered instead of windows.
 
     Attributes:
         redrawn: rows that were lost between their draw and their copy.
@@ -105,10 +106,10 @@ class StoreSampler:
         min_rows: int,
         timeout_s: float = 60.0,
         stopping: Callable[[], bool] | None = None,
-        ahead: int = 0,
+        transitions: TransitionPlan | None = None,
     ) -> None:
         self.plan = plan
-        self.ahead = ahead
+        self.transitions = transitions
         self.strategy = strategy
         self.traits = traits_of(strategy)
         self.min_rows = min_rows
@@ -124,7 +125,7 @@ class StoreSampler:
             and self.atom == 1
             and getattr(type(strategy), "select", None) is DeclaredStrategy.select
         )
-        if (ahead or self.traits.over_steps) and not self.draws_natively:
+        if (transitions is not None or self.traits.over_steps) and not self.draws_natively:
             raise ArgumentError(
                 f"{type(strategy).__name__} chooses rows by code of its own, which knows nothing of transitions; use "
                 f"Uniform, Prioritized or an ordered strategy"
@@ -151,7 +152,7 @@ class StoreSampler:
         if not self.draws_natively:
             return self._sample_in_python(batch, first, n, step, state)
         limits = None if self.traits.limits is None else self.traits.limits.now()
-        if self.ahead and not self.traits.over_steps:  # a row needs a step behind one
+        if self.transitions is not None and not self.traits.over_steps:  # a row needs a step behind one
             limits = (*(limits or Limits().now())[:2], max(2, 0 if limits is None else limits[2]))
         beta = None if self._beta is None else checked_beta(at_step(self._beta, step))
         cursor = int(state.get("after", state.get("after/0", 0))) if self.traits.cursor else 0
@@ -194,8 +195,14 @@ class StoreSampler:
             traits.cursor,
             self.min_rows,
             traits.over_steps,
-            self.ahead,
+            None if self.transitions is None else self.transitions.native,
         )
+
+    def empty_batch(self, n: int, shards: bool, out: list[NDArray[Any]] | None) -> _native.SampledBatch:
+        """A batch of n rows to be sampled into, its fields in `out` or in recycled memory."""
+        plan, view = self.plan, self.transitions
+        native = None if view is None else view.native
+        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, shards, out, native)
 
     def _sample_in_python(
         self, batch: _native.SampledBatch, first: int, n: int, step: int, state: dict[str, int]

@@ -16,8 +16,9 @@ m = min(n_step, steps that follow in the row):
     truncated     it was cut off there; in a store without the field `truncated`: its row ends there and the episode
                   did not terminate, also where it goes on in the next row
 
-An observation is stored once: stacks of frames and the next observation are views of one gathered window, unless a row
-ended within n_step steps somewhere in the batch.
+An observation is stored once. All of it is gathered by one native call (native/fetch/transitions.h), which reads just
+the steps that are needed. With n_step=1 a stack of frames and the next one are views of one window; else each array is
+contiguous.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain._native as _native
 from geartrain.core.arguments import check_whole
+from geartrain.core.dtypes import DTYPES, Dtype, as_tensor, numpy_dtype
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, FieldError
-from geartrain.replay.batch import Batch
 from geartrain.replay.fetch import FetchPlan
-from geartrain.replay.native_batch import NativeBatch
 from geartrain.selection.arguments import check_number
 from geartrain.store.recorder import OBSERVATIONS
 from geartrain.store.store import Store
 
 #: Fields that a transition is made of, apart from observations; and those that are not handed out.
 _REWARD, _TERMINATED, _TRUNCATED, _LAST = "reward", "terminated", "truncated", "last"
+_DISCOUNT = "discount"
+#: native/fetch/transitions.h, TransitionRole; an observation has 1, any other field 0.
+_ROLES = {_REWARD: 2, _TERMINATED: 3, _TRUNCATED: 4, _LAST: 5}
 
 
 @dataclass(frozen=True)
@@ -135,9 +139,7 @@ class Transitions:
         for name in (_REWARD, _TERMINATED, *observations):
             if fields[name].per_row:
                 raise FieldError(f"{name!r} of the store {store.name!r} is per_row; transitions need it at every step")
-        if fields[_TERMINATED] != Field((), "bool"):
-            raise FieldError(f"'terminated' must be a bool a step, the store {store.name!r} has {fields[_TERMINATED]}")
-        for name in (_TRUNCATED, _LAST):
+        for name in (_TERMINATED, _TRUNCATED, _LAST):
             if name in fields and fields[name] != Field((), "bool"):
                 raise FieldError(f"{name!r} must be a bool a step, the store {store.name!r} has {fields[name]}")
         if fields[_REWARD].dtype not in ("float16", "float32", "float64") and "int" not in fields[_REWARD].dtype:
@@ -147,87 +149,57 @@ class Transitions:
                 f"n_step={self.n_step} needs rows of at least {self.n_step + 1} steps, those of {store.name!r} have "
                 f"{store.max_length} at most"
             )
-        clash = [name for name in (*self._made(observations), "discount") if name in fields]
+        clash = [name for name in (*self._made(observations), _DISCOUNT) if name in fields]
         if clash:
             raise FieldError(f"the store's fields {clash} have the names of what transitions make")
         names = list(asked) if asked is not None else [name for name in fields if name != _LAST]
         ends = [name for name in (_TRUNCATED, _LAST) if name in fields][:1]
         return list(dict.fromkeys([*names, _REWARD, _TERMINATED, *ends]))
 
-    def batch(self, native: NativeBatch, plan: FetchPlan) -> Batch:
-        """The transitions of a batch of windows, which end `n_step` steps after theirs or with the row."""
-        rows = native.native
-        fields = plan.store.fields
-        observations = [name for name in self.observations_in(fields) if name in plan.places]
-        step, length = rows.start(), rows.length()
-        count = np.minimum(self.n_step, length - 1 - step)  # rewards summed up
-        whole = bool((count == self.n_step).all())
-        at = self.window - 1 - count  # of the transition's step in the window
-        every = np.arange(len(step))
-        frames = None if whole else at[:, None] + np.arange(1 - self.frame_stack, 1)
-
-        def of_step(array: NDArray[Any]) -> NDArray[Any]:
-            return array[:, self.frame_stack - 1] if whole else array[every, at]
-
-        made: dict[str, Any] = {}
-        for name in plan.names:
-            array = rows.field(plan.places[name])
-            if name in observations and self.frame_stack == 1:
-                made[name] = plan.as_field(name, of_step(array))
-                made["next_" + name] = plan.as_field(name, array[:, -1])
-            elif name in observations:
-                stack = array[:, : self.frame_stack] if whole else array[every[:, None], frames]
-                made[name] = plan.as_field(name, stack)
-                made["next_" + name] = plan.as_field(name, array[:, -self.frame_stack :])
-            elif name in (_REWARD, _TERMINATED, _TRUNCATED, _LAST):
-                continue
-            else:
-                made[name] = plan.as_field(name, array if fields[name].per_row else of_step(array))
-        terminated = rows.field(plan.places[_TERMINATED])[:, -2].copy()
-        if _TRUNCATED in plan.places:
-            truncated = rows.field(plan.places[_TRUNCATED])[:, -2].copy()
-        else:
-            ends = rows.field(plan.places[_LAST])[:, -1] if _LAST in plan.places else step + count == length - 1
-            truncated = ends & ~terminated
-        powers = self._powers()
-        made[_REWARD] = self._sums(rows.field(plan.places[_REWARD]), count)
-        made["discount"] = np.where(terminated, np.float32(0), powers[count])
-        made[_TERMINATED], made[_TRUNCATED] = terminated, truncated
-        mask = rows.mask()
-        mask = mask[:, : self.frame_stack] if whole else mask[every[:, None], frames]
-        for name in (_REWARD, "discount", _TERMINATED, _TRUNCATED):
-            made[name] = plan.as_output(made[name])
-        return Batch(
-            made,
-            native.keys,
-            plan.as_output(mask),
-            native.start,
-            native.length,
-            native.version,
-            native.probability,
-            native.importance_weights,
-            native.step,
-        )
-
-    def _sums(self, rewards: NDArray[Any], count: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Discounted sums of the `count` rewards before each window's last step."""
-        n, powers = self.n_step, self._powers()
-        factors = np.zeros((n + 1, n), np.float32)
-        for m in range(n + 1):
-            factors[m, n - m :] = powers[:m]
-        given = rewards[:, -n - 1 : -1].astype(np.float32, copy=False)
-        shape = (*given.shape[:2], *(1 for _ in given.shape[2:]))
-        if (count < n).any():  # rewards of steps before the transition may be anything: inf * 0 is NaN
-            given = np.where((np.arange(n) >= n - count[:, None]).reshape(shape), given, np.float32(0))
-        sums: NDArray[np.float32] = (given * factors[count].reshape(shape)).sum(1, dtype=np.float32)
-        return sums
-
-    def _powers(self) -> NDArray[np.float32]:
-        return (float(self.gamma) ** np.arange(self.n_step + 1)).astype(np.float32)
-
     @staticmethod
     def _made(observations: Sequence[str]) -> list[str]:
         return ["next_" + name for name in observations]
 
 
-__all__ = ["Transitions"]
+class TransitionPlan:
+    """What a batch of transitions is made of and what its arrays are called, for the native call and for its batches.
+
+    Args:
+        view: the transitions.
+        plan: the fields that are gathered, and the kind of arrays.
+    """
+
+    def __init__(self, view: Transitions, plan: FetchPlan) -> None:
+        fields = plan.store.fields
+        observations = view.observations_in(fields)
+        roles, shown = [], dict[str, str]()
+        for name in plan.names:
+            role = 1 if name in observations else _ROLES.get(name, 0)
+            roles.append(role)
+            if role <= 1:
+                shown[name] = fields[name].dtype
+            if role == 1:
+                shown["next_" + name] = fields[name].dtype
+        shown |= {_REWARD: "float32", _DISCOUNT: "float32", _TERMINATED: "bool", _TRUNCATED: "bool"}
+        powers = float(view.gamma) ** np.arange(view.n_step + 1)
+        self.native = _native.TransitionView(view.n_step, view.frame_stack, powers.tolist(), roles)
+        self.names = list(shown)
+        self.places = {name: place for place, name in enumerate(self.names)}
+        self._dtypes: dict[str, Dtype] = {name: DTYPES[dtype] for name, dtype in shown.items()}
+        self.per_step = plan.per_step
+        self._plan = plan
+
+    def as_output(self, array: NDArray[Any]) -> Any:
+        """See `FetchPlan`."""
+        return self._plan.as_output(array)
+
+    def as_field(self, name: str, array: NDArray[Any]) -> Any:
+        """See `FetchPlan`."""
+        dtype = self._dtypes[name]
+        if self._plan.output == "torch":
+            return as_tensor(array, dtype)
+        shown = numpy_dtype(dtype)
+        return array if array.dtype == shown else array.view(shown)
+
+
+__all__ = ["TransitionPlan", "Transitions"]

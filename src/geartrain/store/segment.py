@@ -181,7 +181,9 @@ def check_schema(name: str, wanted: Mapping[str, Field], max_length: int | None,
     fields, (found, longest) = check_fields(wanted), schema_of_segment(native)
     if fields != found:  # their order means nothing: fields are found by name
         raise IncompatibleStoreError(
-            f"the store {name!r} has another schema than asked for: {schema_difference(fields, found)}"
+            f"the store {name!r} has another schema than asked for: {schema_difference(fields, found)}. A store's "
+            f"fields are those it was created with: for others create a new one, and insert the rows that `fetch` gets "
+            f"from it"
         )
     if max_length is not None and max_length != longest:
         raise IncompatibleStoreError(

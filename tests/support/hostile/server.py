@@ -72,6 +72,7 @@ def serve() -> dict[str, Any] | None:
     """Forks a process an order; returns the order in that process, and None at the end."""
     import hostile.jobs
     import hostile.peers
+    import hostile.sb3
     import hostile.scenarios
     import hostile.stores  # noqa: F401
 

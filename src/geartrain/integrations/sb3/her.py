@@ -114,8 +114,8 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
         """
         if check_whole("batch_size", batch_size) < 1:
             raise ArgumentError(f"batch_size must be at least 1, found {batch_size}")
-        self._index.refresh()
-        episodes = self._index.episodes()
+        self.index.refresh()
+        episodes = self.index.episodes()
         if not len(episodes):
             raise RuntimeError(
                 "Unable to sample before the end of the first episode. We recommend choosing a value for "
@@ -125,10 +125,10 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
         relabelled = int(self.her_ratio * batch_size)
         drawn = np.roll(np.random.randint(0, len(episodes), size=batch_size), -relabelled)
         number, first, length = episodes.at(drawn)
-        windows = self._windows(number)
+        windows = self.windows_of(number)
         if relabelled:
             self._relabel(windows, slice(batch_size - relabelled, batch_size), number, first, length)
-        return self._samples(windows, env)
+        return self.samples_of(windows, env)
 
     def _relabel(
         self,
@@ -146,15 +146,15 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
             chosen = np.random.randint(number - first, length)
         else:
             chosen = np.random.randint(0, length)
-        keys, step = self._index.find(first + chosen)
-        field = self._observations[_ACHIEVED][0]
+        keys, step = self.index.find(first + chosen)
+        field = self.observation_fields[_ACHIEVED][0]
         goals = fetch(self.store, keys, fields=[field], window=1, ends=step, output="numpy")[field][:, 0]
         fields = windows.fields
-        fields[self._observations[_DESIRED][0]][which, :2] = goals[:, None]
+        fields[self.observation_fields[_DESIRED][0]][which, :2] = goals[:, None]
         if self.env is None:
             raise ArgumentError("HerReplayBuffer needs an environment for the rewards of other goals: set_env(env)")
         if self.copy_info_dict:
-            keys, step = self._index.find(number)
+            keys, step = self.index.find(number)
             packed: Any = fetch(self.store, keys, fields=[INFO], window=1, ends=step, output="numpy")[INFO]
             infos = unpacked_infos(packed[:, 0])
         else:
@@ -192,13 +192,13 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
 
     def _of_episodes(self, value: Any) -> NDArray[np.int64]:
         found = np.zeros((self.buffer_size, self.n_envs), np.int64)
-        self._index.refresh()
-        episodes = self._index.episodes()
+        self.index.refresh()
+        episodes = self.index.episodes()
         runs = episodes.runs
         for run, (first, length) in enumerate(zip(count_of(episodes.first), episodes.length, strict=True)):
-            if writer_of(runs.number[run]) == self._writer.writer:
+            if writer_of(runs.number[run]) == self.writer.writer:
                 counts = count_of(runs.number[run]) + np.arange(runs.length[run])
-                kept = counts >= self._writer.count - self.buffer_size
+                kept = counts >= self.writer.count - self.buffer_size
                 found[counts[kept] % self.buffer_size, environment_of(runs.number[run])] = value(first, length)
         return found
 
@@ -207,7 +207,7 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
         """Infos by position and environment, (buffer_size, n_envs) of dicts: empty ones without `copy_info_dict`."""
         if not self.copy_info_dict:
             return np.array([[{} for _ in range(self.n_envs)] for _ in range(self.buffer_size)])
-        packed = self._positions.read(INFO)
+        packed = self.positions.read(INFO)
         return np.array([unpacked_infos(row) for row in packed])
 
 

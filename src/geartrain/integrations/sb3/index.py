@@ -61,7 +61,7 @@ class Episodes:
         episode = np.cumsum(begins) - 1
         last = np.append(np.flatnonzero(begins)[1:], count) - 1
         whole = np.flatnonzero(runs.ended[last][episode]) if count else np.empty(0, np.int64)
-        self.runs = Runs(*(column[whole] for column in runs))
+        self.runs = Runs(*(column[whole] for column in runs))  # type: ignore[arg-type]
         lengths = np.bincount(episode, weights=runs.length).astype(np.int64) if count else whole
         #: Number of the first transition, and length, of each run's episode.
         self.first = runs.number[begins][episode[whole]]
@@ -72,8 +72,8 @@ class Episodes:
         instants = np.concatenate([at, at + self.runs.length])
         order = np.argsort(instants, kind="stable")
         self._instants = instants[order]
-        self._active = np.cumsum(np.where(order < len(at), 1, -1))[:-1]
-        self._sums = np.cumsum(self._active * np.diff(self._instants))
+        self._in_progress = np.cumsum(np.where(order < len(at), 1, -1))[:-1]
+        self._sums = np.cumsum(self._in_progress * np.diff(self._instants))
 
     def __len__(self) -> int:
         """Transitions of completed episodes."""
@@ -82,7 +82,7 @@ class Episodes:
     def at(self, place: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Transitions by place, from 0 to len - 1: their numbers, and the first number and length of their episodes."""
         span = np.searchsorted(self._sums, place, "right")
-        active = self._active[span]
+        active = self._in_progress[span]
         within = place - (self._sums[span] - active * (self._instants[span + 1] - self._instants[span]))
         time, which = self._instants[span] + within // active, within % active
         numbers = self._streams + time[:, None]

@@ -36,10 +36,11 @@ class NStepReplayBuffer(ReplayBuffer, stock.NStepReplayBuffer):
             raise ArgumentError(f"gamma must be from 0 to 1, found {gamma}")
         self.n_steps = n_steps
         self.gamma = gamma
-        self._reach = n_steps
+        self.reach = n_steps
         super().__init__(*args, **kwargs)
 
-    def _samples(self, windows: Windows, env: Any) -> ReplayBufferSamples:
+    def samples_of(self, windows: Windows, env: Any) -> ReplayBufferSamples:
+        """See `ReplayBuffer.samples_of`; with the discount of each next observation."""
         flags = windows.fields[FLAGS][:, 1:]
         count = summed_steps(flags)
         every = np.arange(len(count))
@@ -47,10 +48,10 @@ class NStepReplayBuffer(ReplayBuffer, stock.NStepReplayBuffer):
         rewards = self._normalize_reward(windows.fields[REWARD][:, 1:], env)
         powers = float(self.gamma) ** np.arange(self.n_steps + 1, dtype=np.float32)
         summed = np.where(np.arange(self.n_steps) < count[:, None], rewards, 0) * powers[:-1]
-        return self._made(
+        return self.as_samples(
             windows,
-            self._observed(windows, 0, env),
-            self._observed(windows, count, env),
+            self.observed(windows, 0, env),
+            self.observed(windows, count, env),
             (last & (DONE | TIMEOUT)) == DONE,
             summed.sum(1, keepdims=True, dtype=np.float32),
             powers[count].astype(np.float32).reshape(-1, 1),

@@ -82,7 +82,7 @@ class ReplayBuffer(stock.ReplayBuffer):
     pos: int
     full: bool
     #: Steps behind the first that a batch needs.
-    _reach = 1
+    reach = 1
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         entries = space.spaces.items() if isinstance(space, spaces.Dict) else [(None, space)]
         self._shapes = {observation_field(key): (get_obs_shape(each), np.dtype(each.dtype)) for key, each in entries}
         #: Key of an observation, or None, to its field, shape and dtype, of all environments.
-        self._observations = {
+        self.observation_fields = {
             key: (name, (self.n_envs, *self._shapes[name][0]), self._shapes[name][1])
             for key, name in ((key, observation_field(key)) for key, _ in entries)
         }
@@ -132,7 +132,7 @@ class ReplayBuffer(stock.ReplayBuffer):
     def _open(self, store: str | Store | None) -> None:
         """Opens or makes the store, and what reads and writes it."""
         fields = fields_of(self._shapes, ((self.action_dim,), self._action_dtype), self._info_bytes)
-        overlap = self._reach
+        overlap = self.reach
         steps = row_steps(self.buffer_size, overlap)
         rows = rows_needed(self.buffer_size, self.n_envs, steps, overlap, self._writers)
         if isinstance(store, Store):
@@ -152,12 +152,12 @@ class ReplayBuffer(stock.ReplayBuffer):
 
     def _attach(self, writer: int | None, count: int) -> None:
         self._forks = _forks
-        self._writer = TransitionWriter(
-            self.store, list(self._shapes), self.n_envs, self._reach, writer=writer, count=count
+        self.writer = TransitionWriter(
+            self.store, list(self._shapes), self.n_envs, self.reach, writer=writer, count=count
         )
-        self._draws = TransitionDraws(self.store, self._drawn_fields(), self._reach)
-        self._index = TransitionIndex(self.store)
-        self._positions = Positions(self.store, self._index, self._writer, self.n_envs, self.buffer_size)
+        self._draws = TransitionDraws(self.store, self._drawn_fields(), self.reach)
+        self.index = TransitionIndex(self.store)
+        self.positions = Positions(self.store, self.index, self.writer, self.n_envs, self.buffer_size)
         self._no_flags = np.full(self.n_envs, TRANSITION, np.uint8)
 
     def _drawn_fields(self) -> list[str]:
@@ -189,7 +189,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         step[FLAGS] = self._flags(done, infos)
         if self._info_bytes:
             step[INFO] = packed_infos(infos, self._info_bytes)
-        self._writer.add(self._arrays(obs), step)
+        self.writer.add(self._arrays(obs), step)
         self.pos += 1
         if self.pos == self.buffer_size:
             self.full = True
@@ -198,7 +198,7 @@ class ReplayBuffer(stock.ReplayBuffer):
     def _arrays(self, observation: Any) -> dict[str, NDArray[Any]]:
         """An observation of all environments, by field, of the spaces' dtypes and shapes."""
         found = {}
-        for key, (field, shape, dtype) in self._observations.items():
+        for key, (field, shape, dtype) in self.observation_fields.items():
             array = np.asarray(observation if key is None else observation[key], dtype)
             found[field] = array if array.shape == shape else array.reshape(shape)
         return found
@@ -225,7 +225,7 @@ class ReplayBuffer(stock.ReplayBuffer):
     def reset(self) -> None:
         """Removes everything, also what other processes have added."""
         self.pos, self.full = 0, False
-        self._writer.cut()
+        self.writer.cut()
         self.store.delete(self.store.keys())
         self._attach(None, 0)
 
@@ -248,59 +248,59 @@ class ReplayBuffer(stock.ReplayBuffer):
         windows = self._draws.sample(batch_size)
         if windows is None:  # few transitions, or none
             windows = self._drawn_by_number(batch_size)
-        return self._samples(windows, env)
+        return self.samples_of(windows, env)
 
     def _drawn_by_number(self, batch_size: int) -> Windows:
         """A batch where there may be too few transitions to draw whole windows."""
-        self._index.refresh()
-        runs = self._index.runs()
+        self.index.refresh()
+        runs = self.index.runs()
         total = np.cumsum(runs.length)
         if not len(total):
             if self.full:
-                return Windows.zeros(self.store, self._drawn_fields(), batch_size, self._reach)
+                return Windows.zeros(self.store, self._drawn_fields(), batch_size, self.reach)
             raise NotEnoughRowsError("the replay buffer is empty: nothing was added yet")
         drawn = np.random.randint(0, total[-1], size=batch_size)
         place = np.searchsorted(total, drawn, "right")
         number = runs.number[place] + drawn - (total[place] - runs.length[place])
-        return self._windows(number)
+        return self.windows_of(number)
 
     def _get_samples(self, batch_inds: NDArray[Any], env: Any = None) -> ReplayBufferSamples:
         """The transitions at positions of this process, each of an environment drawn for it."""
-        self._index.refresh()
+        self.index.refresh()
         environments = np.random.randint(0, self.n_envs, size=len(batch_inds))
-        return self._samples(self._windows(self._positions.numbers_at(np.asarray(batch_inds), environments)), env)
+        return self.samples_of(self.windows_of(self.positions.numbers_at(np.asarray(batch_inds), environments)), env)
 
-    def _windows(self, number: NDArray[np.int64]) -> Windows:
+    def windows_of(self, number: NDArray[np.int64]) -> Windows:
         """The windows of transitions by number."""
-        keys, step = self._index.find(number)
+        keys, step = self.index.find(number)
         return self._windows_at(keys, step, self._drawn_fields())
 
     def _windows_at(self, keys: Keys, step: NDArray[np.int64], fields: Sequence[str]) -> Windows:
-        lengths = self.store.status(keys)["length"].astype(np.int64)
-        ends = np.minimum(step + self._reach - 1, lengths - 1)
-        batch: Any = fetch(self.store, keys, fields=fields, window=self._reach + 1, ends=ends, output="numpy")
-        missing = step + self._reach - 1 - ends
-        return Windows.aligned({name: batch[name] for name in fields}, missing)
+        last = ends = step + self.reach - 1
+        if self.reach > 1:
+            ends = np.minimum(last, self.store.status(keys)["length"].astype(np.int64) - 1)
+        batch: Any = fetch(self.store, keys, fields=fields, window=self.reach + 1, ends=ends, output="numpy")
+        return Windows.aligned({name: batch[name] for name in fields}, last - ends)
 
-    def _samples(self, windows: Windows, env: Any) -> ReplayBufferSamples:
+    def samples_of(self, windows: Windows, env: Any) -> ReplayBufferSamples:
         """What Stable-Baselines3 trains on."""
         fields = windows.fields
         flags = fields[FLAGS][:, 1]
-        return self._made(
+        return self.as_samples(
             windows,
-            self._observed(windows, 0, env),
-            self._observed(windows, 1, env),
+            self.observed(windows, 0, env),
+            self.observed(windows, 1, env),
             (flags & (DONE | TIMEOUT)) == DONE,
             self._normalize_reward(fields[REWARD][:, 1:2], env),
         )
 
-    def _observed(self, windows: Windows, step: int | NDArray[Any], env: Any) -> Any:
+    def observed(self, windows: Windows, step: int | NDArray[Any], env: Any) -> Any:
         """The observations at a step of each window, normalized."""
         every: Any = slice(None) if isinstance(step, int) else np.arange(len(step))
-        found = {key: windows.fields[field][every, step] for key, (field, _, _) in self._observations.items()}
+        found = {key: windows.fields[field][every, step] for key, (field, _, _) in self.observation_fields.items()}
         return self._normalize_obs(found if self._is_dict else found[None], env)
 
-    def _made(
+    def as_samples(
         self,
         windows: Windows,
         obs: Any,
@@ -309,6 +309,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         reward: NDArray[Any],
         discounts: NDArray[Any] | None = None,
     ) -> ReplayBufferSamples:
+        """A batch as Stable-Baselines3 has it: tensors of these arrays and of the windows' actions."""
         made = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
         return made(
             observations=self._tensors(obs),
@@ -347,37 +348,37 @@ class ReplayBuffer(stock.ReplayBuffer):
         return self._observed_arrays(0)
 
     def _observed_arrays(self, step: int) -> Any:
-        found = {key: self._positions.read(field, step) for key, (field, _, _) in self._observations.items()}
+        found = {key: self.positions.read(field, step) for key, (field, _, _) in self.observation_fields.items()}
         return found if self._is_dict else found[None]
 
     @property
     def actions(self) -> NDArray[Any]:
         """Actions, (buffer_size, n_envs, action_dim): a copy."""
-        return self._positions.read(ACTION)
+        return self.positions.read(ACTION)
 
     @property
     def rewards(self) -> NDArray[Any]:
         """Rewards, (buffer_size, n_envs): a copy."""
-        return self._positions.read(REWARD)
+        return self.positions.read(REWARD)
 
     @property
     def dones(self) -> FlagArray:
         """Whether episodes ended, float32 (buffer_size, n_envs); can be set."""
-        return FlagArray(self._positions, DONE)
+        return FlagArray(self.positions, DONE)
 
     @property
     def timeouts(self) -> FlagArray:
         """Whether they were truncated, as `dones`."""
-        return FlagArray(self._positions, TIMEOUT)
+        return FlagArray(self.positions, TIMEOUT)
 
     # --- pickling ---------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything in the store, as `model.save_replay_buffer` writes it: a copy, of which each frame is once."""
-        left = ("store", "_writer", "_draws", "_index", "_positions", "_forks")
+        left = ("store", "writer", "_draws", "index", "positions", "_forks")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
         state["_contents"] = Contents.of(self.store)
-        state["_written"] = (self._writer.writer, self._writer.count)
+        state["_written"] = (self.writer.writer, self.writer.count)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,0 +1,408 @@
+#include "fetch/transitions.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "base/convert.h"
+#include "base/copy.h"
+#include "base/errors.h"
+#include "fetch/pieces.h"
+#include "selection/selection.h"
+#include "store/row_copy.h"
+
+namespace geartrain {
+namespace {
+
+constexpr uint8_t kBool = 1, kHalf = 10, kFloat = 12, kDouble = 13;  // codes of geartrain/core/dtypes.py
+constexpr size_t kLine = 64;
+// Rows whose misses overlap, and lines of one field that are asked for; a processor fetches further ones by itself.
+constexpr size_t kInFlightRows = 32;
+constexpr uint64_t kLinesAhead = 8;
+constexpr size_t kRewardBytes = 1024;
+constexpr uint64_t kFewBytes = 256;
+
+uint64_t timed_step_bytes(const FieldRecord& field) {
+  return field.block_bytes / field.shape[0];
+}
+
+double from_half(uint16_t bits) {
+  const int exponent = bits >> 10 & 31;
+  const double mantissa = bits & 1023;
+  double value;
+  if (exponent == 31) {
+    value = mantissa != 0 ? std::numeric_limits<double>::quiet_NaN() : std::numeric_limits<double>::infinity();
+  } else {
+    value = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(mantissa + 1024, exponent - 25);
+  }
+  return bits >> 15 != 0 ? -value : value;
+}
+
+void halves_to_doubles(std::byte* to, const std::byte* from, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    uint16_t bits;
+    std::memcpy(&bits, from + i * sizeof bits, sizeof bits);
+    const double value = from_half(bits);
+    std::memcpy(to + i * sizeof value, &value, sizeof value);
+  }
+}
+
+#if defined(__SANITIZE_THREAD__)
+// Readers race with writers by design, which only copy_block hides from ThreadSanitizer.
+inline void copy_few(std::byte* to, const std::byte* from, uint64_t bytes) {
+  copy_block(to, from, bytes, false);
+}
+inline uint8_t read_byte(const std::byte* from) {
+  uint8_t value;
+  copy_block(&value, from, 1, false);
+  return value;
+}
+inline void touch(const std::byte* at) {
+  __builtin_prefetch(at);
+}
+#else
+// As much as a call of memcpy costs.
+inline void copy_few(std::byte* to, const std::byte* from, uint64_t bytes) {
+  struct Lane {
+    uint64_t low, high;
+  };
+  if (bytes >= sizeof(Lane)) {
+    Lane lane;
+    for (uint64_t at = 0; at + sizeof lane <= bytes; at += sizeof lane) {
+      std::memcpy(&lane, from + at, sizeof lane);
+      std::memcpy(to + at, &lane, sizeof lane);
+    }
+    std::memcpy(&lane, from + bytes - sizeof lane, sizeof lane);  // the rest, and some of it again
+    std::memcpy(to + bytes - sizeof lane, &lane, sizeof lane);
+  } else if (bytes >= 4) {
+    uint32_t word;
+    for (uint64_t at = 0; at + sizeof word <= bytes; at += sizeof word) {
+      std::memcpy(&word, from + at, sizeof word);
+      std::memcpy(to + at, &word, sizeof word);
+    }
+    std::memcpy(&word, from + bytes - sizeof word, sizeof word);
+    std::memcpy(to + bytes - sizeof word, &word, sizeof word);
+  } else {
+    for (uint64_t at = 0; at < bytes; ++at) to[at] = from[at];
+  }
+}
+inline uint8_t read_byte(const std::byte* from) {
+  return static_cast<uint8_t>(*from);
+}
+// A load and not a prefetch, which processors drop where it needs a page walk: rows lie in pages of 4 KB.
+inline void touch(const std::byte* at) {
+  (void)*reinterpret_cast<const volatile uint8_t*>(at);
+}
+#endif
+
+Conversion to_doubles(uint8_t code) {
+  return code == kHalf ? &halves_to_doubles : conversion(code, kDouble);
+}
+
+class TransitionGather {
+ public:
+  TransitionGather(const Store& store, const TransitionView& view, const TransitionRequest& request)
+      : store_(store), view_(view), request_(request) {
+    uint64_t row_bytes = 0;
+    for (size_t i = 0; i < request.fields.size(); ++i) {
+      const FieldRecord& record = store.fields()[request.fields[i].field];
+      const TransitionRole role = view.roles[i];
+      Part part{request.fields[i],
+                role,
+                record.timed != 0 ? timed_step_bytes(record) : record.block_bytes,
+                record.timed != 0,
+                store.block(request.fields[i].field, 0),
+                record.stride};
+      part.stride = view.row_bytes(record, role);
+      row_bytes += part.stride * (role == TransitionRole::observation && !view.shares_window() ? 2 : 1);
+      if (role == TransitionRole::reward) {
+        elements_ = part.step_bytes / record.itemsize;
+        itemsize_ = record.itemsize;
+        is_float_ = record.dtype == kFloat;
+        to_doubles_ = to_doubles(record.dtype);
+      }
+      parts_.push_back(part);
+    }
+    bytes_ = row_bytes * request.rows.size();
+    stream_ = bytes_ >= stream_from();
+  }
+
+  uint64_t bytes() const { return bytes_; }
+
+  void rows(size_t first, size_t last) const {
+    Placed placed[kInFlightRows];
+    std::vector<double> rewards;
+    for (size_t at = first; at < last; at += kInFlightRows) {
+      const size_t n = std::min(kInFlightRows, last - at);
+      for (size_t i = 0; i < n; ++i) {
+        __builtin_prefetch(&store_.words()[request_.rows[at + i]]);
+        __builtin_prefetch(&store_.status()[request_.rows[at + i]].length);
+      }
+      for (size_t i = 0; i < n; ++i) placed[i] = place(at + i);
+      for (size_t i = 0; i < n; ++i) {
+        if (placed[i].found) ask_for(placed[i]);
+      }
+      for (size_t i = 0; i < n; ++i) {
+        const size_t to = request_.places[at + i];
+        request_.torn[to] = !(placed[i].found && copy_row(placed[i], to, rewards));
+      }
+    }
+    if (stream_) stream_fence();
+  }
+
+ private:
+  struct Part {
+    TransitionField to;
+    TransitionRole role;
+    uint64_t step_bytes;
+    bool timed;
+    const std::byte* column;  // of the store, and from one row's block to the next
+    uint64_t block_stride;
+    uint64_t stride = 0;
+  };
+  static const std::byte* block_of(const Part& part, uint32_t row) { return part.column + row * part.block_stride; }
+
+  // A transition of a row, by what was known of the row when it was looked at.
+  struct Placed {
+    uint32_t row, generation, length, step, count;
+    bool found;
+  };
+
+  Placed place(size_t i) const {
+    Placed out{request_.rows[i], request_.generations[i], 0, 0, 0, false};
+    const uint32_t generation = generation_of(store_.words()[out.row].load(std::memory_order_acquire));
+    if (generation != out.generation || (generation & 1) == 0) return out;
+    // Acquire: an open row's steps are written before they are counted.
+    out.length = std::min(store_.status()[out.row].length.load(std::memory_order_acquire), store_.header().max_length);
+    if (out.length < 2) return out;
+    const uint32_t steps = out.length - 1;  // the last one has none after it
+    out.step = !request_.steps.empty()
+                   ? request_.steps[i]
+                   : static_cast<uint32_t>(below(
+                         random_bits(request_.key, request_.places[i], request_.round * kAttemptsPerRound), steps));
+    if (out.step >= steps) return out;
+    out.count = std::min(view_.n_step, steps - out.step);
+    out.found = true;
+    return out;
+  }
+
+  // Asks for the lines that will be copied: all loads of a few dozen rows are under way before the first is used.
+  void ask_for(const Placed& placed) const {
+    for (const Part& part : parts_) {
+      const std::byte* block = block_of(part, placed.row);
+      uint64_t first = placed.step, steps = 1;
+      if (part.role == TransitionRole::observation) {
+        const uint64_t frames = std::min(placed.step + 1, view_.frame_stack);
+        first = placed.step + 1 - frames;
+        steps = frames + placed.count;
+      } else if (part.role == TransitionRole::reward) {
+        steps = placed.count;
+      } else if (part.role == TransitionRole::last) {
+        first += placed.count;
+      } else if (part.role != TransitionRole::step) {
+        first += placed.count - 1;
+      } else if (!part.timed) {
+        first = 0;
+      }
+      const std::byte* from = block + first * part.step_bytes;
+      const uint64_t bytes = steps * part.step_bytes, near = std::min(bytes, kLinesAhead * kLine);
+      for (uint64_t at = 0; at < near; at += kLine) touch(from + at);
+      if (bytes > 1) touch(from + bytes - 1);
+    }
+  }
+
+  // False: the row is another by now.
+  bool copy_row(const Placed& placed, size_t to, std::vector<double>& rewards) const {
+    RowCopy one(store_, placed.row, placed.generation);
+    while (one.begin()) {
+      copy_steps(placed, to, rewards);
+      if (one.whole()) return true;
+    }
+    return false;
+  }
+
+  void copy_steps(const Placed& placed, size_t to, std::vector<double>& rewards) const {
+    const uint64_t last_action = placed.step + placed.count - 1;
+    uint8_t terminated = 0, truncated = 0, ends = placed.step + placed.count == placed.length - 1;
+    bool has_truncated = false;
+    for (const Part& part : parts_) {
+      const std::byte* block = block_of(part, placed.row);
+      switch (part.role) {
+        case TransitionRole::observation:
+          if (view_.shares_window()) {
+            frames(part.to.out + to * part.stride, block, part, placed.step + 1, view_.frame_stack + 1);
+          } else {
+            frames(part.to.out + to * part.stride, block, part, placed.step, view_.frame_stack);
+            frames(part.to.next + to * part.stride, block, part, placed.step + placed.count, view_.frame_stack);
+          }
+          break;
+        case TransitionRole::reward:
+          sum_rewards(part.to.out + to * part.stride, block + placed.step * part.step_bytes, placed.count, rewards);
+          break;
+        case TransitionRole::terminated:
+          terminated = read_byte(block + last_action);
+          break;
+        case TransitionRole::truncated:
+          truncated = read_byte(block + last_action);
+          has_truncated = true;
+          break;
+        case TransitionRole::last:
+          ends = read_byte(block + last_action + 1);
+          break;
+        case TransitionRole::step:
+          copy(part.to.out + to * part.stride, block + (part.timed ? placed.step * part.step_bytes : 0),
+               part.step_bytes);
+          break;
+      }
+    }
+    // A byte that is to be a bool may hold anything.
+    const bool ended = terminated != 0;
+    request_.terminated[to] = ended;
+    request_.truncated[to] = has_truncated ? truncated != 0 : ends != 0 && !ended;
+    request_.discount[to] = ended ? 0.0F : static_cast<float>(view_.powers[placed.count]);
+    uint8_t* mask = request_.mask.data() + to * view_.frame_stack;
+    const uint32_t real = std::min(placed.step + 1, view_.frame_stack);
+    std::memset(mask, 0, view_.frame_stack - real);
+    std::memset(mask + view_.frame_stack - real, 1, real);
+    request_.starts[to] = static_cast<int32_t>(placed.step);
+    request_.lengths[to] = static_cast<int32_t>(placed.length);
+    request_.versions[to] = store_.status()[placed.row].version.load(std::memory_order_relaxed);
+  }
+
+  void copy(std::byte* to, const std::byte* from, uint64_t bytes) const {
+    if (bytes <= kFewBytes) {
+      copy_few(to, from, bytes);
+    } else {
+      copy_block(to, from, bytes, stream_);
+    }
+  }
+
+  // The `count` frames up to and including `last`; zeros before the row's first.
+  void frames(std::byte* to, const std::byte* block, const Part& part, uint64_t last, uint64_t count) const {
+    const uint64_t real = std::min(last + 1, count), missing = (count - real) * part.step_bytes;
+    if (missing != 0) zero_block(to, missing);
+    copy(to + missing, block + (last + 1 - real) * part.step_bytes, real * part.step_bytes);
+  }
+
+  void sum_rewards(std::byte* to, const std::byte* from, uint32_t count, std::vector<double>& scratch) const {
+    // A copy first: the row may be written meanwhile.
+    const size_t numbers = count * elements_;
+    if (numbers == 1 && itemsize_ == sizeof(float) && is_float_) {
+      copy_few(to, from, sizeof(float));
+      return;
+    }
+    alignas(double) std::byte here[kRewardBytes];
+    double few[kRewardBytes / sizeof(double)];
+    std::vector<std::byte> many;
+    std::byte* raw = here;
+    double* values = few;
+    if (numbers * itemsize_ > sizeof here || numbers > std::size(few)) {
+      many.resize(numbers * itemsize_);
+      scratch.resize(numbers);
+      raw = many.data();
+      values = scratch.data();
+    }
+    copy(raw, from, numbers * itemsize_);
+    to_doubles_(reinterpret_cast<std::byte*>(values), raw, numbers);
+    for (size_t element = 0; element < elements_; ++element) {
+      double sum = 0;
+      for (size_t k = 0; k < count; ++k) sum += view_.powers[k] * values[k * elements_ + element];
+      const auto rounded = static_cast<float>(sum);
+      std::memcpy(to + element * sizeof rounded, &rounded, sizeof rounded);
+    }
+  }
+
+  const Store& store_;
+  const TransitionView& view_;
+  const TransitionRequest& request_;
+  std::vector<Part> parts_;
+  Conversion to_doubles_ = nullptr;
+  size_t elements_ = 0, itemsize_ = 0;
+  uint64_t bytes_ = 0;
+  bool is_float_ = false, stream_ = false;
+};
+
+}  // namespace
+
+uint64_t TransitionView::row_bytes(const FieldRecord& field, TransitionRole role) const {
+  const uint64_t step = field.timed != 0 ? timed_step_bytes(field) : field.block_bytes;
+  switch (role) {
+    case TransitionRole::observation:
+      return step * window_frames();
+    case TransitionRole::reward:
+      return step / field.itemsize * sizeof(float);
+    case TransitionRole::step:
+      return step;
+    default:
+      return 0;
+  }
+}
+
+void TransitionView::check(const Store& store, std::span<const uint32_t> fields) const {
+  if (n_step == 0 || n_step > (1U << 30) || frame_stack == 0 || frame_stack > (1U << 30) ||
+      powers.size() != size_t{n_step} + 1 || roles.size() != fields.size()) {
+    fail(ErrorKind::schema, "transitions of ", n_step, " steps and ", frame_stack, " frames were given ", powers.size(),
+         " powers of gamma and ", roles.size(), " roles for ", fields.size(), " fields");
+  }
+  size_t rewards = 0, flags = 0;
+  for (size_t i = 0; i < fields.size(); ++i) {
+    if (fields[i] >= store.header().field_count) fail(ErrorKind::schema, "no field number ", fields[i]);
+    const FieldRecord& record = store.fields()[fields[i]];
+    bool fits = true;
+    switch (roles[i]) {
+      case TransitionRole::observation:
+        fits = record.timed != 0;
+        break;
+      case TransitionRole::reward:
+        fits = record.timed != 0 && to_doubles(record.dtype) != nullptr && ++rewards == 1;
+        break;
+      case TransitionRole::terminated:
+        ++flags;
+        [[fallthrough]];
+      case TransitionRole::truncated:
+      case TransitionRole::last:
+        fits = record.timed != 0 && record.dtype == kBool && record.ndim == 1 && record.itemsize == 1;
+        break;
+      case TransitionRole::step:
+        break;
+      default:
+        fits = false;
+    }
+    if (!fits) {
+      fail(ErrorKind::schema, "the field '", record.name, "' cannot have role ", static_cast<int>(roles[i]),
+           " in a transition");
+    }
+  }
+  if (rewards != 1 || flags != 1) fail(ErrorKind::schema, "transitions need one field of rewards and one `terminated`");
+}
+
+void gather_transitions(const Store& store, const TransitionView& view, const TransitionRequest& request) {
+  const size_t n = request.rows.size(), size = request.torn.size();
+  if (request.generations.size() != n || request.places.size() != n ||
+      (!request.steps.empty() && request.steps.size() != n) || request.discount.size() != size ||
+      request.terminated.size() != size || request.truncated.size() != size || request.starts.size() != size ||
+      request.lengths.size() != size || request.versions.size() != size ||
+      request.mask.size() != size * view.frame_stack || request.fields.size() != view.roles.size()) {
+    fail(ErrorKind::schema, "transitions of ", n, " rows were given arrays of other sizes");
+  }
+  for (uint32_t row : request.rows) {
+    if (row >= store.header().capacity) {
+      fail(ErrorKind::schema, "row ", row, " is beyond the store's capacity of ", store.header().capacity);
+    }
+  }
+  for (uint32_t place : request.places) {
+    if (place >= size) fail(ErrorKind::schema, "place ", place, " is none of ", size);
+  }
+  const TransitionGather gather(store, view, request);
+  run_in_pieces(n, gather.bytes(), request.threads, [&](size_t first, size_t last) { gather.rows(first, last); });
+  if (store.read_only()) return;
+  const auto torn = std::count_if(request.places.begin(), request.places.end(),
+                                  [&](uint32_t place) { return request.torn[place] != 0; });
+  if (torn != 0) {
+    store.control().counters.torn.fetch_add(static_cast<uint64_t>(torn), std::memory_order_relaxed);
+  }
+}
+
+}  // namespace geartrain

@@ -1,0 +1,75 @@
+// Transitions: what DQN, SAC and their like train on, gathered from rows of recorded steps.
+//
+// The transition of step t of a row of `length` steps, 0 <= t < length - 1, with m = min(n_step, length - 1 - t):
+//
+//   observation     the stack of frames t - frame_stack + 1 .. t and the one that ends at t + m; zeros before step 0
+//   reward          sum of gamma ** k * reward[t + k], k < m, summed in double precision and rounded to float32
+//   discount        gamma ** m, 0 where terminated[t + m - 1]
+//   truncated       truncated[t + m - 1] where the store has it, else: not terminated, and last[t + m], or without that
+//                   field t + m == length - 1
+//   any other       its value at t; of a field without time its block
+//
+// Only these steps are read. Rows are taken a few dozen at a time: their words, then lengths and steps, then the lines
+// that will be copied are asked for before the first of them is used, so that their cache misses overlap.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/random.h"
+#include "fetch/fetch.h"
+
+namespace geartrain {
+
+enum class TransitionRole : uint8_t { step, observation, reward, terminated, truncated, last };
+
+// What a batch of transitions is made of. `roles` and the fields of a batch are in the same order.
+struct TransitionView {
+  uint32_t n_step = 1;
+  uint32_t frame_stack = 1;
+  std::vector<double> powers;  // gamma ** 0 .. gamma ** n_step
+  std::vector<TransitionRole> roles;
+
+  bool operator==(const TransitionView&) const = default;
+
+  // With n_step 1 a stack and the next one are parts of one window of frame_stack + 1 frames; else each is an array of
+  // its own, since a row that ends early brings them closer together.
+  bool shares_window() const { return n_step == 1 && frame_stack > 1; }
+  uint32_t window_frames() const { return shares_window() ? frame_stack + 1 : frame_stack; }
+  // Bytes from one row to the next in a field's output; of rewards, float32. Observations: in each of the two.
+  uint64_t row_bytes(const FieldRecord& field, TransitionRole role) const;
+  // Throws schema unless the store's fields can have these roles: one reward and one terminated, ...
+  void check(const Store& store, std::span<const uint32_t> fields) const;
+};
+
+// Where one field of a batch of transitions goes; nothing for those of the outputs below, which have a place of their
+// own. `next`: of observations; where the two share a window, one frame behind `out`.
+struct TransitionField {
+  uint32_t field;
+  std::byte* out = nullptr;
+  std::byte* next = nullptr;
+};
+
+struct TransitionRequest {
+  std::span<const uint32_t> rows, generations;  // as drawn
+  std::span<const uint32_t> places;             // of each in the outputs and below, and its draw's number
+  std::span<const uint32_t> steps;              // each row's t; empty: uniform over its transitions, from kWindowStream
+  DrawKey key;
+  uint32_t round = 0;
+  unsigned threads = 1;
+  std::span<const TransitionField> fields;
+  std::span<float> discount;
+  std::span<uint8_t> terminated, truncated;
+  // 1: the row was lost, or has no such transition.
+  std::span<uint8_t> torn;
+  std::span<uint8_t> mask;    // (rows, frame_stack): 1 for a real frame
+  std::span<int32_t> starts;  // t
+  std::span<int32_t> lengths;
+  std::span<int64_t> versions;
+};
+
+// Throws schema when rows, places or fields are out of range.
+void gather_transitions(const Store& store, const TransitionView& view, const TransitionRequest& request);
+
+}  // namespace geartrain

@@ -1,0 +1,12 @@
+# CMake toolchain of the wheels: zig's clang and libc++, against the symbols of glibc 2.28. release/wheels.py sets both
+# variables.
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR "$ENV{GEARTRAIN_WHEEL_ARCH}")
+set(CMAKE_CXX_COMPILER "$ENV{GEARTRAIN_WHEEL_CXX}")
+set(CMAKE_CXX_FLAGS_INIT "-g0")
+# By the linker: this machine's strip knows its own processor only.
+set(CMAKE_MODULE_LINKER_FLAGS_INIT "-s")
+set(CMAKE_SHARED_LINKER_FLAGS_INIT "-s")
+set(CMAKE_STRIP "")
+# Python's headers are the same on both processors; the interpreter is this machine's.
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)

@@ -1,0 +1,407 @@
+"""Transitions as DQN and SAC use them, compared with the buffers of other libraries: CPU microseconds a call.
+
+| case | geartrain | baselines |
+|---|---|---|
+| SAC, sample 256 | `Replay` with `Uniform(over="steps")` and `Transitions()`, five fields read as tensors | `sample` |
+| SAC, n-step 3, sample 256 | `Transitions(n_step=3)` | SB3's `NStepReplayBuffer`, cpprb's `Nstep` |
+| Atari, sample 32 | frames stored once, `frame_stack=4` | stacks of 4 stored |
+| SAC, add a step of 1, of 16 environments | `recorder.step` | `add`, `extend` |
+| bytes a step | rows of 1 to 1,000 steps, all lengths alike, until the store is full | their arrays |
+
+SAC: observations of 17 and actions of 6 float32, episodes of 1,000 steps; Atari: frames of 84 x 84 bytes. The floor of
+a case copies the same bytes in C: from each field's array in plain memory, at random steps drawn before the clock
+starts, into warm memory; for `add`, one step of every environment. It draws nothing, and makes no tensors; it is a call
+of Python for each field, so that one call that adds a step may be faster.
+
+Threats to validity: arrays of baselines and floor lie in private memory, with huge pages where the system gives them,
+geartrain's in shared memory. Batches are dropped unread. On a busy machine only the ratios mean something, and
+batches that take longer than 50 us are built on a thread of their own, which costs them about as much again: hence the
+line with prefetch=0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import geartrain._native_testing as _native_testing
+import geartrain_bench.harness.report as report
+import geartrain_bench.harness.timing as harness
+from geartrain.core.schema import Field
+from geartrain.errors import MissingDependencyError, ReplayError
+from geartrain.replay.replay import Replay
+from geartrain.replay.transitions import Transitions
+from geartrain.selection import Uniform
+from geartrain.store.recorder import recorded_fields
+from geartrain.store.store import Store
+from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
+from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
+
+WORKER = Path(__file__).with_name("worker.py")
+ALL_BASELINES = ("sb3", "torchrl", "cpprb")
+GAMMA = 0.99
+ACTION = 6
+METRIC = "CPU time per call"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes, and time limits."""
+
+    sac_steps: int = 500_000
+    atari_steps: int = 20_000
+    bytes_steps: int = 200_000
+    repeats: int = 15
+    case_s: float = 6.0
+    calls: int = 100
+    #: No baseline is started later than this after the start.
+    baselines_until_s: float = float("inf")
+
+
+FULL = Plan()
+QUICK = Plan(60_000, 1_500, 50_000, repeats=7, case_s=0.5, calls=30, baselines_until_s=45.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed: samples of `batch` transitions, or with 0 a step added."""
+
+    name: str
+    observation: tuple[int, ...]
+    dtype: str
+    batch: int = 0
+    n_envs: int = 1
+    n_step: int = 1
+    frame_stack: int = 1
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """An observation as buffers of whole transitions store it."""
+        return self.observation if self.frame_stack == 1 else (self.frame_stack, *self.observation)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """Of a store."""
+        made = recorded_fields(
+            {
+                "obs": Field(self.observation, self.dtype),
+                "action": Field((ACTION,), "float32"),
+                "reward": Field((), "float32"),
+            }
+        )
+        return {**made, "truncated": Field((), "bool")}
+
+
+SAC: dict[str, Any] = {"observation": (17,), "dtype": "float32"}
+CASES = (
+    Case("SAC, sample 256", **SAC, batch=256),
+    Case("SAC, n-step 3, sample 256", **SAC, batch=256, n_step=3),
+    Case("Atari 4 x 84 x 84, sample 32", (84, 84), "uint8", batch=32, frame_stack=4),
+    Case("SAC, add a step of 1", **SAC),
+    Case("SAC, add a step of 16", **SAC, n_envs=16),
+)
+
+
+def main(
+    *,
+    quick: bool = False,
+    json_path: Path | None = None,
+    plot_path: Path | None = None,
+    baselines: dict[str, str] | None = None,
+) -> BenchResult:
+    """Measures, prints the table, writes the requested files, and returns the result.
+
+    `baselines` maps "sb3", "torchrl" and "cpprb" to the interpreter of an environment that has it;
+    GEARTRAIN_BASELINE_PYTHON_SB3 and the like do the same.
+    """
+    result = run(QUICK if quick else FULL, {**report.parse_baselines([]), **(baselines or {})}, quick=quick)
+    report.report(result, json_path)
+    if plot_path is not None:
+        plot(result, plot_path)
+    return result
+
+
+def plot(result: BenchResult, path: Path) -> None:
+    """CPU time per call of each case, as bars of the systems. Needs matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    cases = list(dict.fromkeys(row.case for row in result.rows))
+    figure, axes = pyplot.subplots(1, len(cases), figsize=(3.2 * len(cases), 4.8), layout="constrained")
+    for axis, case in zip(axes, cases, strict=True):
+        rows = [row for row in result.rows if row.case == case]
+        colors = ["tab:gray" if row.system == "floor" else f"C{place}" for place, row in enumerate(rows)]
+        bars = axis.bar([row.system for row in rows], [row.p50 for row in rows], color=colors)
+        axis.bar_label(bars, fmt="%.3g", fontsize=8)
+        axis.set_title(case, fontsize=9)
+        axis.set_ylabel(f"{rows[0].metric}, {rows[0].unit} (median)")
+        axis.tick_params(axis="x", rotation=60)
+    figure.suptitle(f"{result.command}\n{result.machine['cpu']}, {result.machine['cores']} cores", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchResult:
+    """All cases."""
+    began_s = time.monotonic()
+    result = harness.new_result("transitions", quick=quick, baselines=baselines, packages=("numpy", "torch"))
+    for name in ALL_BASELINES:
+        if name not in baselines:
+            result.baselines_missing[name] = f"no interpreter given (--baseline-python {name}=/path/to/python)"
+    for name in set(baselines) - set(ALL_BASELINES):
+        result.baselines_missing[name] = f"unknown to this benchmark, which has {', '.join(ALL_BASELINES)}"
+    stored: dict[str, float] = {}
+    wanted = {name: python for name, python in baselines.items() if name in ALL_BASELINES}
+    with harness.one_torch_thread():
+        with contextlib.ExitStack() as stack:
+            peers = _started(wanted, stack, result)
+            for case in CASES:
+                harness.say(case.name)
+                one = _CaseBench(plan, case, peers, began_s + plan.baselines_until_s, result)
+                one.measure()
+                if case == CASES[0]:
+                    stored = one.bytes
+    _bytes_per_step(plan, stored, result)
+    return harness.finish(result, began_s)
+
+
+def _started(
+    baselines: dict[str, str], stack: contextlib.ExitStack, result: BenchResult
+) -> dict[str, AnsweringProcess]:
+    found = {}
+    for name, python in baselines.items():
+        try:
+            found[name] = stack.enter_context(AnsweringProcess(name, python, WORKER, {"OMP_NUM_THREADS": "1"}))
+        except BaselineError as error:
+            result.baselines_missing[name] = str(error)
+    return found
+
+
+class _CaseBench:
+    """One case: a floor, a store, and one baseline at a time, interleaved."""
+
+    def __init__(
+        self, plan: Plan, case: Case, baselines: dict[str, AnsweringProcess], until_s: float, result: BenchResult
+    ) -> None:
+        self.plan = plan
+        self.case = case
+        self.baselines = baselines
+        self.until_s = until_s
+        self.result = result
+        self.random = np.random.default_rng(0)
+        self.laps: dict[str, list[Lap]] = {}
+        self.bytes: dict[str, float] = {}
+        self.steps = plan.atari_steps if case.frame_stack > 1 else plan.sac_steps
+
+    def measure(self) -> None:
+        """Times all systems, and records them."""
+        ours = self._sample if self.case.batch else self._add
+        with Store.create(
+            self.case.fields, max_length=1001, capacity_steps=self.steps + 2002 * self.case.n_envs
+        ) as store:
+            ours(store)
+        floor = harness.quantiles([one.cpu_seconds for one in self.laps["floor"]])[0]
+        for name, laps in self.laps.items():
+            seconds = [one.cpu_seconds for one in laps]
+            self.result.rows.append(harness.time_row(self.case.name, name, METRIC, "us", seconds, floor))
+
+    def _sample(self, store: Store) -> None:
+        case = self.case
+        self._fill(store)
+        view = Transitions(n_step=case.n_step, gamma=GAMMA, frame_stack=case.frame_stack)
+        names = ("obs", "next_obs", "action", "reward", "discount")
+        selection = Uniform(seed=0, over="steps")
+
+        def reads(replay: Replay) -> Callable[[], None]:
+            def one() -> None:
+                batch = replay.sample()
+                for name in names:
+                    _ = batch[name]
+
+            for _ in range(32):  # it finds out on which thread to build batches
+                one()
+            return one
+
+        with (
+            Replay(store, selection, case.batch, view=view) as replay,
+            Replay(store, selection, case.batch, view=view, prefetch=0) as other,
+        ):
+            ours = [self._system("geartrain", reads(replay)), self._system("geartrain prefetch=0", reads(other))]
+            self._take(ours, self._sample_floor())
+            if replay.stats()["path"] != "native":
+                raise ReplayError(f"batches came by another path: {replay.stats()['path']}")
+
+    def _fill(self, store: Store) -> None:
+        """Whole episodes of 1,000 steps of noise."""
+        rows = min(8, -(-self.steps // 1000))
+        episodes: dict[str, NDArray[Any]] = {}
+        for name, field in store.fields.items():
+            noise = self.random.integers(0, 256, (rows, 1001, *field.shape), np.uint8)
+            episodes[name] = np.zeros(noise.shape, bool) if field.dtype == "bool" else noise.astype(field.dtype)
+        episodes["terminated"][:, -2] = True
+        for _ in range(-(-self.steps // (rows * 1000))):
+            store.insert(episodes, lengths=np.full(rows, 1001))
+
+    def _sample_floor(self) -> Callable[[], None]:
+        """A copy of the bytes of a batch's transitions, out of arrays of as many steps."""
+        case, window = self.case, self.case.frame_stack + self.case.n_step
+        parts = []
+        for name, field in case.fields.items():
+            if name == "last":
+                continue
+            count = window if name == "obs" else case.n_step if name == "reward" else 1
+            step = int(np.prod(field.shape)) * np.dtype(field.dtype).itemsize
+            source = np.ones((self.steps + window) * step, np.uint8)
+            parts.append((source, np.empty(case.batch * count * step, np.uint8), count * step, step))
+        drawn = self.random.integers(0, self.steps, (4096, case.batch)).astype(np.uint32)
+        at = 0
+
+        def one() -> None:
+            nonlocal at
+            rows, at = drawn[at], (at + 1) % len(drawn)
+            for source, out, size, step in parts:
+                _native_testing.gather_floor(source, out, rows, size, step, False)
+
+        return one
+
+    def _add(self, store: Store) -> None:
+        case = self.case
+        n = case.n_envs
+        steps = []
+        for _ in range(64):
+            steps.append(
+                (
+                    self.random.standard_normal((n, *case.observation)).astype(case.dtype),
+                    self.random.standard_normal((n, ACTION)).astype(np.float32),
+                    self.random.standard_normal(n).astype(np.float32),
+                    self.random.random(n) < 1 / 200,
+                )
+            )
+        never, at = np.zeros(n, bool), 0
+        with store.recorder(n, autoreset="next_step") as recorder:
+            recorder.reset(steps[0][0])
+
+            def one() -> None:
+                nonlocal at
+                observation, action, reward, ended = steps[at]
+                recorder.step(observation, action=action, reward=reward, terminated=ended, truncated=never)
+                at = (at + 1) % len(steps)
+
+            self._take([self._system("geartrain", one)], self._add_floor())
+
+    def _add_floor(self) -> Callable[[], None]:
+        """A copy of one step of every environment, a field after the other."""
+        n = self.case.n_envs
+        sizes = [int(np.prod(field.shape)) * np.dtype(field.dtype).itemsize for field in self.case.fields.values()]
+        parts = [(np.ones(n * size, np.uint8), np.empty(n * size, np.uint8), size) for size in sizes]
+        rows = np.arange(n, dtype=np.uint32)
+
+        def one() -> None:
+            for source, out, size in parts:
+                _native_testing.gather_floor(source, out, rows, size, size, False)
+
+        return one
+
+    # --- turns ----------------------------------------------------------------------------------------------
+
+    def _system(self, name: str, one: Callable[[], None], floor: bool = False) -> System:
+        calls = self.plan.calls
+
+        def body() -> None:
+            for _ in range(calls):
+                one()
+
+        return System(name, lambda: harness.lap(calls, body, one), floor)
+
+    def _take(self, ours: list[System], floor: Callable[[], None]) -> None:
+        """geartrain and the floor, alone or with each baseline."""
+        systems = [self._system("floor", floor, True), *ours]
+        self._turns(systems)
+        for name, baseline in self.baselines.items():
+            if time.monotonic() > self.until_s:
+                self._missing(name, "no time was left; run without --quick")
+                continue
+            harness.say(f"{self.case.name}: {name}")
+            try:
+                about = baseline.ask(setup_of(self.case, name, self.steps, fill=self.case.batch > 0), 240)
+                self._note_versions(name, about["versions"])
+                self.bytes[name] = about["bytes"] / self.steps
+                self._turns([*systems, self._peer(name, baseline)])
+            except BaselineError as error:
+                self._missing(name, str(error))
+
+    def _turns(self, systems: list[System]) -> None:
+        plan = self.plan
+        for name, laps in harness.take_turns(systems, repeats=plan.repeats, budget_s=plan.case_s).items():
+            self.laps.setdefault(name, []).extend(laps)
+
+    def _peer(self, name: str, baseline: AnsweringProcess) -> System:
+        request = {"do": "sample" if self.case.batch else "add", "batch": self.case.batch, "calls": self.plan.calls}
+
+        def lap() -> Lap:
+            got = baseline.ask(request, 120)
+            return Lap(got["seconds"], got["cpu_seconds"], got["disturbed"])
+
+        return System(name, lap)
+
+    def _note_versions(self, name: str, versions: dict[str, str]) -> None:
+        for package, version in versions.items():
+            if self.result.versions.setdefault(package, version) != version:
+                self.result.versions[f"{package} of {name}"] = version
+
+    def _missing(self, name: str, reason: str) -> None:
+        known = self.result.baselines_missing.get(name)
+        reason = f"{self.case.name}: {reason}"
+        self.result.baselines_missing[name] = reason if known is None else f"{known}; {reason}"
+
+
+def setup_of(case: Case, name: str, steps: int, fill: bool) -> dict[str, Any]:
+    """The request that sets a baseline up."""
+    return {
+        "do": "setup",
+        "baseline": name,
+        "observation": list(case.stacked),
+        "dtype": case.dtype,
+        "action": ACTION,
+        "steps": steps,
+        "n_envs": case.n_envs,
+        "n_step": case.n_step,
+        "fill": fill,
+    }
+
+
+def _bytes_per_step(plan: Plan, baselines: dict[str, float], result: BenchResult) -> None:
+    """Memory of a full store, pages that were ever written, over its steps."""
+    case, metric = CASES[0], "memory"
+    data = sum(int(np.prod(field.shape)) * np.dtype(field.dtype).itemsize for field in case.fields.values())
+    random = np.random.default_rng(0)
+    name = f"bench-{os.getpid()}"
+    with Store.create(name, case.fields, max_length=1001, capacity_steps=plan.bytes_steps) as store:
+        episode = {name: np.zeros((1, 1001, *field.shape), field.dtype) for name, field in store.fields.items()}
+        before = -1
+        while len(store) > before:  # from then on each row takes the place of another
+            before, length = len(store), int(random.integers(1, 1001)) + 1
+            store.insert({name: array[:, :length] for name, array in episode.items()}, lengths=[length])
+        held = int((store.status(store.keys())["length"] - 1).sum())
+        used = store.path.stat().st_blocks * 512 / held
+    for system, found in {"floor": float(data), "geartrain": used, **baselines}.items():
+        result.rows.append(Row("SAC, bytes a step", system, metric, "bytes", found, found, found, found, data / found))
+
+
+__all__ = ["CASES", "FULL", "QUICK", "Case", "Plan", "main", "plot", "run", "setup_of"]
+
+if __name__ == "__main__":
+    report.main_of("transitions", main)

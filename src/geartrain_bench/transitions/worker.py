@@ -1,0 +1,268 @@
+"""A replay buffer of another library, timed on request: runs with that environment's Python, without geartrain.
+
+Reads one JSON object a line from stdin and answers each with one on stdout:
+
+    {"do": "setup", "baseline": "sb3", "observation": [17], "dtype": "float32", "action": 6, "steps": 500000,
+     "n_envs": 1, "n_step": 1, "fill": true}     -> {"versions": {...}, "bytes": of its arrays}
+    {"do": "sample", "batch": 256, "calls": 50}  -> {"seconds": per call, "cpu_seconds": ..., "disturbed": ...}
+    {"do": "add", "calls": 100}                  -> the same, one step of all environments a call
+
+A request that fails is answered with {"error": "..."}. The end of stdin or of its parent ends it. Contents are noise;
+one step in 200 ends an episode.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from typing import Any, TextIO
+
+import numpy as np
+
+GAMMA = 0.99
+#: Steps whose noise is made before the clock starts; they are added over and over.
+PREPARED = 64
+
+
+class Buffer:
+    """Interface of a library's buffer."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.shape = tuple(request["observation"])
+        self.dtype = np.dtype(request["dtype"])
+        self.action: int = request["action"]
+        self.n_envs: int = request["n_envs"]
+        self.n_step: int = request["n_step"]
+        self.steps: int = request["steps"]
+        self.random = np.random.default_rng(0)
+        self.versions: dict[str, str] = {}
+        self.make()
+        self.noise = [self.prepare(*self.arrays()) for _ in range(PREPARED)]
+        self.at = 0
+        if request["fill"]:
+            self.fill()
+
+    def arrays(self) -> tuple[Any, ...]:
+        """One step of all environments: observation, next one, action, reward, terminated."""
+        shape = (2, self.n_envs, *self.shape)
+        both = self.random.integers(0, 256, shape).astype(self.dtype)
+        action = self.random.standard_normal((self.n_envs, self.action)).astype(np.float32)
+        reward = self.random.standard_normal(self.n_envs).astype(np.float32)
+        return both[0], both[1], action, reward, self.random.random(self.n_envs) < 1 / 200
+
+    def make(self) -> None:
+        """Creates the empty buffer, and notes its versions."""
+        raise NotImplementedError
+
+    def prepare(self, *step: Any) -> Any:
+        """A step as arguments of `store`."""
+        return step
+
+    def store(self, step: Any) -> None:
+        """Adds a step."""
+        raise NotImplementedError
+
+    def sample(self, batch: int) -> None:
+        """Samples transitions, and drops them."""
+        raise NotImplementedError
+
+    def nbytes(self) -> int:
+        """Of its arrays."""
+        raise NotImplementedError
+
+    def fill(self) -> None:
+        """Adds as many steps as there is room for."""
+        self.add(-(-self.steps // self.n_envs))
+
+    def add(self, calls: int) -> None:
+        """Adds so many steps."""
+        for _ in range(calls):
+            self.store(self.noise[self.at])
+            self.at = (self.at + 1) % PREPARED
+
+
+class StableBaselines(Buffer):
+    """`ReplayBuffer`, and with n_step above 1 `NStepReplayBuffer`."""
+
+    def make(self) -> None:
+        """See `Buffer`."""
+        import stable_baselines3  # type: ignore[import-not-found, unused-ignore]
+        import torch
+        from gymnasium import spaces
+        from stable_baselines3.common import buffers  # type: ignore[import-not-found, unused-ignore]
+
+        torch.set_num_threads(1)
+        self.versions = {"stable-baselines3": stable_baselines3.__version__, "torch": torch.__version__}
+        low, high = (0, 255) if self.dtype == np.uint8 else (-np.inf, np.inf)
+        observation = spaces.Box(low, high, self.shape, self.dtype.type)  # type: ignore[arg-type, unused-ignore]
+        action = spaces.Box(-1, 1, (self.action,), np.float32)
+        kind: Any = buffers.ReplayBuffer
+        more: dict[str, Any] = {}
+        if self.n_step > 1:
+            kind, more = buffers.NStepReplayBuffer, {"n_steps": self.n_step, "gamma": GAMMA}
+        self.buffer = kind(self.steps, observation, action, "cpu", n_envs=self.n_envs, **more)
+        self.infos: list[dict[str, Any]] = [{} for _ in range(self.n_envs)]
+
+    def store(self, step: Any) -> None:
+        """See `Buffer`."""
+        observation, following, action, reward, ended = step
+        self.buffer.add(observation, following, action, reward, ended, self.infos)
+
+    def sample(self, batch: int) -> None:
+        """See `Buffer`."""
+        self.buffer.sample(batch)
+
+    def nbytes(self) -> int:
+        """See `Buffer`."""
+        arrays = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+        return sum(getattr(self.buffer, name).nbytes for name in arrays)
+
+
+class Cpprb(Buffer):
+    """`ReplayBuffer`, with its `Nstep` above 1."""
+
+    def make(self) -> None:
+        """See `Buffer`."""
+        from importlib.metadata import version
+
+        import cpprb
+
+        self.versions = {"cpprb": version("cpprb")}
+        shown = {"shape": self.shape, "dtype": self.dtype}
+        env = {"obs": shown, "next_obs": shown, "act": {"shape": self.action}, "rew": {}, "done": {}}
+        more = {"Nstep": {"size": self.n_step, "gamma": GAMMA, "rew": "rew", "next": "next_obs"}}
+        self.buffer = cpprb.ReplayBuffer(self.steps, env, **(more if self.n_step > 1 else {}))
+        self.width = 2 * int(np.prod(self.shape)) * self.dtype.itemsize + 4 * (self.action + 2)
+
+    def store(self, step: Any) -> None:
+        """See `Buffer`."""
+        observation, following, action, reward, ended = step
+        if self.n_envs == 1:
+            observation, following, action, reward, ended = (each[0] for each in step)
+        self.buffer.add(obs=observation, next_obs=following, act=action, rew=reward, done=ended)
+
+    def sample(self, batch: int) -> None:
+        """See `Buffer`."""
+        self.buffer.sample(batch)
+
+    def nbytes(self) -> int:
+        """See `Buffer`."""
+        return int(self.steps * self.width)
+
+
+class Torchrl(Buffer):
+    """`TensorDictReplayBuffer` over a `LazyTensorStorage`; it has no n-step returns of its own."""
+
+    def make(self) -> None:
+        """See `Buffer`."""
+        import tensordict
+        import torch
+        import torchrl
+        from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+        if self.n_step > 1:
+            raise ValueError("n-step returns are a transform of whole trajectories there")
+        torch.set_num_threads(1)
+        self.torch = torch
+        self.step_bytes: int = 0
+        self.versions = {
+            "torchrl": torchrl.__version__,
+            "tensordict": tensordict.__version__,
+            "torch": torch.__version__,
+        }
+        self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(self.steps), batch_size=32)
+
+    def prepare(self, *step: Any) -> Any:
+        """See `Buffer`."""
+        from tensordict import TensorDict
+
+        names = ("observation", "next", "action", "reward", "done")
+        tensors = {
+            name: self.torch.from_numpy(np.ascontiguousarray(each)) for name, each in zip(names, step, strict=True)
+        }
+        following = TensorDict(
+            {"observation": tensors.pop("next"), "reward": tensors.pop("reward"), "done": tensors.pop("done")},
+            batch_size=[self.n_envs],
+        )
+        made = TensorDict({**tensors, "next": following}, batch_size=[self.n_envs])
+        self.step_bytes = made.bytes() // self.n_envs
+        return made
+
+    def store(self, step: Any) -> None:
+        """See `Buffer`."""
+        self.buffer.extend(step)
+
+    def sample(self, batch: int) -> None:
+        """See `Buffer`."""
+        self.buffer.sample(batch)
+
+    def nbytes(self) -> int:
+        """See `Buffer`."""
+        return self.steps * self.step_bytes
+
+    def fill(self) -> None:
+        """Many steps a call: one a call takes minutes."""
+        many = self.torch.cat(self.noise)
+        for _ in range(-(-self.steps // len(many))):
+            self.buffer.extend(many)
+
+
+BUFFERS: dict[str, type[Buffer]] = {"sb3": StableBaselines, "cpprb": Cpprb, "torchrl": Torchrl}
+
+
+def timed(buffer: Buffer, request: dict[str, Any]) -> dict[str, Any]:
+    """One lap, after one untimed call."""
+    calls = request["calls"]
+
+    def body(n: int) -> None:
+        if request["do"] == "add":
+            buffer.add(n)
+            return
+        for _ in range(n):
+            buffer.sample(request["batch"])
+
+    body(1)
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    cpu_s, began_s = time.process_time(), time.perf_counter()
+    body(calls)
+    seconds, cpu_seconds = time.perf_counter() - began_s, time.process_time() - cpu_s
+    disturbed = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw != switches
+    return {"seconds": seconds / calls, "cpu_seconds": cpu_seconds / calls, "disturbed": disturbed}
+
+
+def serve(answers: TextIO) -> None:
+    """Answers requests until stdin closes."""
+    buffer: Buffer | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if request["do"] == "setup":
+                buffer = None  # the one before is freed first
+                buffer = BUFFERS[request["baseline"]](request)
+                answer: dict[str, Any] = {"versions": buffer.versions, "bytes": buffer.nbytes()}
+            elif buffer is None:
+                raise ValueError("nothing was set up")
+            else:
+                answer = timed(buffer, request)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Serves on stdin and stdout."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan holds gigabytes
+    # Libraries print to stdout; the real one is reserved for answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(answers)
+
+
+if __name__ == "__main__":
+    main()

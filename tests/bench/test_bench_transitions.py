@@ -1,0 +1,86 @@
+"""The transitions bench: every case has its floor and its numbers, absent baselines are named. No timing is judged."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import geartrain_bench as bench
+import geartrain_bench.transitions.bench as transitions
+import geartrain_bench.transitions.worker as worker
+from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
+
+TINY = transitions.Plan(3000, 1000, 6000, repeats=3, case_s=0.02, calls=1)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> bench.BenchResult:
+    return transitions.run(TINY, {"sb3": sys.executable + "-that-is-not", "other": sys.executable}, quick=True)
+
+
+def test_it_is_known_by_name() -> None:
+    assert bench.load("transitions") is transitions.main
+
+
+def test_every_case_has_its_floor_and_finite_numbers(tiny: bench.BenchResult) -> None:
+    for row in tiny.rows:
+        assert all(math.isfinite(number) and number > 0 for number in (row.p50, row.p95, row.ratio_to_floor)), row
+    for case in [*(case.name for case in transitions.CASES), "SAC, bytes a step"]:
+        systems = {row.system for row in tiny.rows if row.case == case}
+        assert {"floor", "geartrain"} <= systems
+        assert ("geartrain prefetch=0" in systems) == ("sample" in case)
+
+
+def test_a_step_takes_the_bytes_of_its_fields_and_little_more(tiny: bench.BenchResult) -> None:
+    found = {row.system: row.p50 for row in tiny.rows if row.metric == "memory"}
+    assert found["floor"] == 4 * (17 + 6 + 1) + 3
+    assert found["floor"] < found["geartrain"] < 10 * found["floor"]
+
+
+def test_absent_baselines_are_named_with_the_reason(tiny: bench.BenchResult) -> None:
+    missing = tiny.baselines_missing
+    assert set(missing) == {"sb3", "torchrl", "cpprb", "other"}
+    assert "does not start" in missing["sb3"]
+    assert "--baseline-python" in missing["torchrl"] and "unknown" in missing["other"]
+
+
+class _Kept(worker.Buffer):
+    def make(self) -> None:
+        self.stored: list[object] = []
+
+    def store(self, step: object) -> None:
+        self.stored.append(step)
+
+    def nbytes(self) -> int:
+        return 7
+
+
+def test_a_baseline_is_filled_with_steps_of_the_case() -> None:
+    case = transitions.CASES[2]
+    made = _Kept(transitions.setup_of(case, "sb3", 50, fill=True))
+    assert len(made.stored) == 50
+    observation, following, action, reward, ended = made.noise[0]
+    assert observation.shape == following.shape == (1, 4, 84, 84) and observation.dtype == np.uint8
+    assert action.shape == (1, 6) and reward.shape == ended.shape == (1,)
+
+
+def test_a_request_that_fails_is_an_error_and_the_worker_goes_on() -> None:
+    with AnsweringProcess("cpprb", sys.executable, transitions.WORKER, {}) as peer:
+        for _ in range(2):
+            with pytest.raises(BaselineError, match="nothing was set up"):
+                peer.ask({"do": "sample", "batch": 1, "calls": 1}, 60)
+
+
+def test_the_plot_is_an_image(tiny: bench.BenchResult, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    transitions.plot(tiny, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_result_is_json(tiny: bench.BenchResult) -> None:
+    assert json.loads(json.dumps(tiny.as_json()))["bench"] == "transitions"

@@ -1,0 +1,98 @@
+"""Transforms: a function of the user's on the thread that builds batches."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from typing import Any
+
+import numpy as np
+import pytest
+
+import geartrain as gt
+from geartrain.errors import ArgumentError
+from geartrain.selection import Fifo, Uniform
+
+
+def make_store(rows: int = 20) -> gt.Store:
+    store = gt.Store.create({"x": gt.Field((3,), "float32", per_row=True)}, capacity=rows)
+    store.insert({"x": np.arange(3 * rows, dtype=np.float32).reshape(rows, 3)})
+    return store
+
+
+def by_hand(batch: gt.Batch) -> tuple[Any, Any]:
+    return batch["x"].sum(1), batch.keys
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_replay_gives_what_the_transform_returns(prefetch: int) -> None:
+    with make_store() as store:
+        options: dict[str, Any] = {"output": "numpy", "prefetch": prefetch, "num_batches": 12}
+        with (
+            gt.Replay(store, Uniform(seed=0), 4, **options) as plain,
+            gt.Replay(store, Uniform(seed=0), 4, transform=by_hand, **options) as replay,
+        ):
+            for batch, (sums, keys) in zip(plain, replay, strict=True):
+                assert np.array_equal(sums, batch["x"].sum(1))
+                assert np.array_equal(keys.row, batch.keys.row)
+            assert replay.stats()["bytes"] == plain.stats()["bytes"] == 12 * 4 * 12
+
+
+def test_a_transform_that_takes_long_runs_on_the_prefetch_thread() -> None:
+    seen: list[threading.Thread] = []
+    waits = threading.Event()
+
+    def slow(batch: gt.Batch) -> gt.Batch:
+        seen.append(threading.current_thread())
+        waits.wait(2e-3)  # far more than it costs to change the thread
+        return batch
+
+    with make_store() as store, gt.Replay(store, Uniform(seed=0), 2, transform=slow, num_batches=12) as replay:
+        assert len(list(replay)) == 12
+        assert {thread.name for thread in seen} == {"geartrain-prefetch"}
+    with make_store() as store, gt.Replay(store, Uniform(seed=0), 2, transform=slow, prefetch=0) as replay:
+        seen.clear()
+        replay.sample()
+        assert seen == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_what_it_raises_reaches_the_consumer_with_its_traceback_and_the_batch_is_built_again(prefetch: int) -> None:
+    failing = True
+
+    def picky(batch: gt.Batch) -> list[float]:
+        if batch.step == 2 and failing:
+            raise KeyError("no such thing in this batch")
+        return [float(value) for value in batch["x"][:, 0]]
+
+    with make_store() as store:
+        options: dict[str, Any] = {"output": "numpy", "prefetch": prefetch, "transform": picky}
+        with gt.Replay(store, Fifo(), 4, **options) as replay:
+            first = [replay.sample(), replay.sample()]
+            for _ in range(2):
+                with pytest.raises(KeyError, match="no such thing") as caught:
+                    replay.sample()
+                assert "picky" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+                assert replay.step == 2
+            failing = False
+            rest = [replay.sample(), replay.sample(), replay.sample()]
+    assert np.array_equal(np.concatenate([*first, *rest]), np.arange(20) * 3)
+
+
+def test_a_replay_with_a_transform_resumes() -> None:
+    with make_store() as store:
+        with gt.Replay(store, Fifo(), 5, transform=by_hand, output="numpy") as replay:
+            replay.sample()
+            state = replay.state_dict()
+            wanted = replay.sample()[1].row
+        with gt.Replay(store, Fifo(), 5, transform=by_hand, output="numpy") as other:
+            other.load_state_dict(state)
+            assert np.array_equal(other.sample()[1].row, wanted)
+
+
+def test_what_is_no_transform_is_refused() -> None:
+    with make_store() as store:
+        with pytest.raises(ArgumentError, match="transform is a function of a batch"):
+            gt.Replay(store, Uniform(), 2, transform="shuffle")  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="leave out group, mesh and device"):
+            gt.Replay(store, Uniform(), 2, transform=by_hand, device="cuda")

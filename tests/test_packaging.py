@@ -1,0 +1,173 @@
+"""Packaging: what a build needs, what the files hold, where geartrain refuses to run, and what needs torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from deadlines import patience
+
+import geartrain as gt
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+REFUSAL = "geartrain needs 64-bit Linux; this "
+
+# Names stand in for a meta path without torch: the import of torch fails as where it is not installed.
+WITHOUT_TORCH = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "triton"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+import numpy as np
+import geartrain as gt
+"""
+
+
+def python(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience(60), check=False
+    )
+
+
+def test_a_build_takes_none_of_its_tools_from_the_path() -> None:
+    found = re.search(r"^requires = \[(.*)\]$", PYPROJECT, re.MULTILINE)
+    assert found is not None
+    names = set(re.findall(r'"([a-z-]+)', found[1]))
+    assert names == {"scikit-build-core", "nanobind", "cmake", "ninja"}
+
+
+def test_the_version_stands_once_more_than_once() -> None:
+    version = re.search(r'^version = "(.*)"$', PYPROJECT, re.MULTILINE)
+    assert version is not None
+    assert gt.__version__ == version[1]
+    assert f"geartrain:{version[1]}" in (ROOT / "compose.yaml").read_text()
+    assert f"=={version[1]}" in (ROOT / "Dockerfile").read_text()
+
+
+def test_every_extra_that_an_error_names_is_one() -> None:
+    extras = set(re.findall(r"^([a-z]+) = \[", PYPROJECT.split("[project.optional-dependencies]")[1], re.MULTILINE))
+    for path in [*(ROOT / "src").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for named in re.findall(r"geartrain\[([a-z,]+)\]", path.read_text()):
+            assert set(named.split(",")) <= extras, f"{path} names the extra {named}"
+
+
+def test_every_room_of_native_code_is_in_the_sdist() -> None:
+    kept = re.search(r"^sdist\.include = \[(.*)\]$", PYPROJECT, re.MULTILINE)
+    assert kept is not None
+    for needed in ("/CMakeLists.txt", "/native", "/src", "/README.md", "/LICENSE"):
+        assert f'"{needed}"' in kept[1]
+
+
+@pytest.mark.parametrize(("platform", "maxsize"), [("darwin", 2**63 - 1), ("win32", 2**63 - 1), ("linux", 2**31 - 1)])
+def test_another_machine_is_refused_in_one_line(platform: str, maxsize: int) -> None:
+    done = python(f"import sys\nsys.platform, sys.maxsize = {platform!r}, {maxsize}\nimport geartrain")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"ImportError: {REFUSAL}is {platform} with ")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["-DCMAKE_SYSTEM_NAME=Darwin"], ["-DCMAKE_CXX_FLAGS=-m32", "-DCMAKE_TRY_COMPILE_TARGET_TYPE=STATIC_LIBRARY"]],
+    ids=["another-system", "32-bit"],
+)
+def test_a_build_for_another_machine_is_refused(options: list[str], tmp_path: Path) -> None:
+    cmake = shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if cmake is None:
+        pytest.skip("no cmake here")
+    done = subprocess.run(
+        [cmake, "-S", str(ROOT), "-B", str(tmp_path), *options],
+        capture_output=True, text=True, timeout=patience(60), check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert REFUSAL in " ".join(done.stderr.split())
+
+
+def test_without_torch_arrays_work_and_tensors_name_their_extra() -> None:
+    done = python(
+        WITHOUT_TORCH
+        + """
+store = gt.Store.create({"obs": gt.Field((2,), "float32")}, max_length=4, capacity=8)
+for i in range(4):
+    with store.row() as row:
+        row["obs"][:2], row.length = i, 2
+uniform = gt.selection.Uniform(seed=0)
+with gt.Replay(store, uniform, 4, output="numpy", num_batches=2) as replay:
+    for batch in replay:
+        assert isinstance(batch["obs"], np.ndarray)
+assert isinstance(gt.fetch(store, batch.keys, output="numpy")["obs"], np.ndarray)
+wanting = {
+    "Replay": lambda: gt.Replay(store, uniform, 4),
+    "Replay on a device": lambda: gt.Replay(store, uniform, 4, device="cuda"),
+    "Replay of a group": lambda: gt.Replay(store, uniform, 4, output="numpy", group=object()),
+    "ReplayDataset": lambda: gt.ReplayDataset(replay),
+    "fetch": lambda: gt.fetch(store, batch.keys),
+    "a row's tensor": lambda: store.row().torch("obs"),
+    "the backend": lambda: __import__("geartrain.collectives.torch_backend.process_group"),
+}
+for what, make in wanting.items():
+    try:
+        made = make()
+    except gt.errors.MissingDependencyError as error:
+        assert "pip install 'geartrain[torch]'" in str(error), (what, str(error))
+    else:
+        raise AssertionError((what, made))
+print("all of", len(wanting))
+"""
+    )
+    assert done.stdout.strip() == "all of 7", done.stderr
+
+
+@pytest.mark.slow
+def test_an_sdist_holds_what_a_build_reads(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core")
+    program = f"import scikit_build_core.build as b; print(b.build_sdist({str(tmp_path)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=patience(60), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    sdist = tmp_path / done.stdout.split()[-1]
+    assert subprocess.run([sys.executable, ROOT / "release" / "checks.py", sdist], check=False).returncode == 0
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    rooms = {str(path.relative_to(ROOT)) for path in (ROOT / "native").rglob("*.cc")}
+    assert {room for room in rooms if not room.startswith("native/tests/")} <= names
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_wheel_of_the_sdist_works_where_nothing_else_is(tmp_path: Path) -> None:
+    """Compiles everything: some minutes."""
+    pytest.importorskip("scikit_build_core")
+    import numpy as np
+
+    made = f"import scikit_build_core.build as b; b.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", made], cwd=ROOT, check=True, timeout=patience(60), stdout=subprocess.DEVNULL)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation"]
+    installed = tmp_path / "installed"
+    subprocess.run(
+        [*command, "--target", installed, sdist], cwd=tmp_path, env={**os.environ, "PATH": tools}, check=True,
+        timeout=patience(1200),
+    )  # fmt: skip
+    for name in ("numpy", "numpy.libs"):
+        if (Path(np.__file__).parent.parent / name).exists():
+            (installed / name).symlink_to(Path(np.__file__).parent.parent / name)
+    smoke = (
+        f"import sys, runpy; sys.path.insert(0, {str(installed)!r}); runpy.run_path(sys.argv[1], run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", smoke, ROOT / "release" / "smoke.py"],
+        cwd=tmp_path, env={"PATH": "/nowhere"}, capture_output=True, text=True, timeout=patience(60), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("geartrain ")
