@@ -287,7 +287,7 @@ def _update_for_ever(name, seed):
     with gt.Store.open(name) as store:
         while True:
             keys = store.keys()
-            lengths = store.status(keys)["length"]
+            lengths = store.status(keys.of_steps(0))["length"]
             some = rng.integers(0, len(keys), 300)
             steps = keys[some].of_steps((rng.random(300) * lengths[some]).astype(np.uint32))
             store.update_priorities(steps, rng.random(300) * 50)
@@ -339,3 +339,46 @@ def test_writers_and_updaters_killed_at_random_leave_sums_that_are_those_of_the_
 @pytest.mark.slow
 def test_dozens_of_kills_leave_sums_that_are_those_of_the_steps(name, fork):
     _kill_them(name, fork, 0.4, 40)
+
+
+def _insert_short_rows(name, seed):
+    rng = np.random.default_rng(seed)
+    with gt.Store.open(name) as store:
+        values = np.zeros((1024, 8), np.float32)
+        while True:
+            store.insert({"x": values}, lengths=rng.integers(1, 9, 1024).astype(np.uint32))
+
+
+@pytest.mark.slow
+def test_of_1e8_steps_the_sums_are_right_again_within_a_second_of_a_death(name, fork):
+    steps = 10_000
+    with make_store(name, capacity=10_000, max_length=steps, max_rows=200, reserve=False) as store:
+        assert store.capacity * store.max_length == 10**8
+        long_rows = store.insert({"x": np.zeros((3, steps), np.float32)})
+        strategy = gt.selection.Prioritized(seed=1)
+        with gt.Replay(store, strategy, 64, window=1, prefetch=0, output="numpy") as replay:
+            deadline = time.monotonic() + patience(10)
+            kills, repairs = 0, 0
+            while (kills < 6 or repairs == 0) and time.monotonic() < deadline:
+                crew = [fork(functools.partial(work, name, kills)) for work in (_update_for_ever, _insert_short_rows)]
+                before = store.stats()
+                while time.monotonic() < deadline:  # until both are at work
+                    replay.sample()
+                    now = store.stats()
+                    if all(now[what] > before[what] + 3000 for what in ("inserted", "priorities_updated")):
+                        break
+                for each in crew:
+                    kill(each)
+                began = time.process_time()
+                replay.sample()
+                store.reap()
+                assert time.process_time() - began < 1
+                kills, repairs = kills + 1, store.stats()["repairs"]
+                keys = store.keys()
+                words, whole = store.native.copy_step_priorities(
+                    keys.row, keys.generation, store.status(keys.of_steps(0))["length"]
+                )
+                assert whole.all()
+                assert store.native.total_priority() == words.sum(dtype=np.uint64)
+            assert repairs > 0, "no process died with the lock: this test has shown half of what it is to show"
+        assert len(long_rows) == 3
