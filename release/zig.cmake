@@ -3,7 +3,8 @@
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR "$ENV{GEARTRAIN_WHEEL_ARCH}")
 set(CMAKE_CXX_COMPILER "$ENV{GEARTRAIN_WHEEL_CXX}")
-set(CMAKE_CXX_FLAGS_INIT "-g0")
+# nanobind's headers name stderr, and with libc++ and the stable ABI nothing before them brings it in.
+set(CMAKE_CXX_FLAGS_INIT "-g0 -include stdio.h")
 # By the linker: this machine's strip knows its own processor only.
 set(CMAKE_MODULE_LINKER_FLAGS_INIT "-s")
 set(CMAKE_SHARED_LINKER_FLAGS_INIT "-s")

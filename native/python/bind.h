@@ -17,6 +17,7 @@
 #include "base/deadline.h"
 #include "base/errors.h"
 #include "base/interruption.h"
+#include "python/limited_api.h"
 #include "store/store.h"
 
 namespace geartrain {
