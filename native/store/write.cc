@@ -17,10 +17,12 @@ constexpr uint64_t kReapEvery_ns = 100'000'000;
 void Store::allocate(std::span<uint32_t> rows) {
   ensure_client();
   Guard guard(*this);
-  Sums sums(*this);
   Control& c = control();
   release_abandoned_locked();
-  if (header().max_age_ns != 0) expire_locked(sums, wall_ns());
+  if (header().max_age_ns != 0) {
+    Sums sums(*this);  // settled before a repair, below, makes the sums from the words
+    expire_locked(sums, wall_ns());
+  }
   if (c.free_count < rows.size()) {
     // Dead writers' rows are reclaimed before living ones' are evicted. Querying the kernel for liveness costs a system
     // call per client, so it is not done for every row of a full store.
@@ -32,6 +34,7 @@ void Store::allocate(std::span<uint32_t> rows) {
          " are being written, ", c.open_count, " extended and ", c.exhausted_count,
          " read for the last time; commit, seal or abandon some, or create the store with more capacity");
   }
+  Sums sums(*this);
   const size_t free_rows = std::min<uint64_t>(c.free_count, rows.size());
   take_free_rows(rows.first(free_rows));
   for (size_t taken = free_rows; taken < rows.size();) taken += take_victims(sums, rows.subspan(taken));
