@@ -478,6 +478,34 @@ TEST(many_threads_ask_over_one_connection_and_each_gets_its_own_answer) {
   }
 }
 
+TEST(a_call_starts_once_another_is_answered_whoever_reads_for_how_long) {
+  for (const char* transport : transports()) {
+    Pair pair = connected(transport);
+    PendingCalls calls(pair.one, 2);
+    const uint64_t slow = calls.start(0, {}, {}, false, soon()), quick = calls.start(0, {}, {}, false, soon());
+    std::thread reader([&] {
+      Message answer;
+      calls.wait(slow, &answer, soon(60));
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));  // it reads
+    std::thread starter([&] { calls.start(0, {}, {}, false, soon(60)); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));  // it waits for a place
+    pair.other->send({quick, 1, {}, {}}, soon());
+    Message third;
+    for (int n = 0; n < 2; ++n) pair.other->receive(&third, soon());
+    bool sent = true;
+    try {
+      pair.other->receive(&third, soon());
+    } catch (const Error&) {
+      sent = false;
+    }
+    pair.other->send({slow, 1, {}, {}}, soon());
+    starter.join();
+    reader.join();
+    CHECK(sent);
+  }
+}
+
 }  // namespace
 }  // namespace geartrain
 
