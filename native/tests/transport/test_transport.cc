@@ -506,6 +506,18 @@ TEST(a_call_starts_once_another_is_answered_whoever_reads_for_how_long) {
   }
 }
 
+TEST(a_call_that_was_dropped_cannot_be_waited_for) {
+  for (const char* transport : transports()) {
+    Pair pair = connected(transport);
+    PendingCalls calls(pair.one);
+    Message answer;
+    const uint64_t dropped = calls.start(0, {}, {}, false, soon());
+    calls.drop(dropped);
+    CHECK_THROWS(schema, calls.wait(dropped, &answer, soon()));
+    CHECK_THROWS(schema, calls.detach(dropped));
+  }
+}
+
 }  // namespace
 }  // namespace geartrain
 

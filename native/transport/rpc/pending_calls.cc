@@ -49,7 +49,7 @@ void PendingCalls::wait(uint64_t tag, Message* answer, Deadline deadline) {
   check_process();
   std::unique_lock lock(mutex_);
   auto found = questions_.find(tag);
-  if (found == questions_.end() || found->second.detached || found->second.waiter != nullptr) {
+  if (found == questions_.end() || found->second.detached || found->second.dropped || found->second.waiter != nullptr) {
     fail(ErrorKind::schema, "no pending call has the number ", tag, ", or another thread waits for it");
   }
   Question& question = found->second;  // stays where it is: the map is of nodes
@@ -169,7 +169,7 @@ void PendingCalls::detach(uint64_t tag) {
   check_process();
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
-  if (found == questions_.end() || found->second.waiter != nullptr) {
+  if (found == questions_.end() || found->second.dropped || found->second.waiter != nullptr) {
     fail(ErrorKind::schema, "no pending call has the number ", tag, ", or a thread waits for it");
   }
   if (found->second.detached) return;
