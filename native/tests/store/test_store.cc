@@ -453,6 +453,31 @@ TEST(expired_rows_count_once_where_an_insert_also_finds_a_dead_updater) {
   }
 }
 
+TEST(a_late_note_of_a_sample_is_no_priority_of_the_next_row) {
+  constexpr uint32_t kRows = 2048;
+  StoreOptions options = options_of(kRows);
+  options.remover = Remover::least_recently_sampled;
+  auto store = Store::create(testing::unique_name(), tagged_fields(), options);
+  std::atomic<bool> over{false};
+  std::thread late([&] {  // as samplers do that were stopped between their look at a key and their note
+    while (!over) {
+      for (uint32_t row = 0; row < kRows; ++row) std::atomic_ref<uint32_t>(store->status()[row].heap_slot).store(12345);
+    }
+  });
+  std::vector<uint32_t> rows(kRows), generations(kRows);
+  const std::vector<double> priorities(kRows, 2.0);
+  uint64_t wrong = 0;
+  for (int round = 0; round < 100; ++round) {
+    store->allocate(rows);
+    store->commit(rows, {{}, priorities, {}}, generations);
+    for (const uint32_t row : rows) wrong += store->info(row).priority != 2u << 16;
+  }
+  over = true;
+  late.join();
+  CHECK_EQ(wrong, uint64_t{0});
+  check_sound(*store);
+}
+
 TEST(an_audit_finds_what_does_not_add_up) {
   auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
   uint32_t row = 0, generation = 0;
