@@ -121,6 +121,11 @@ void PendingCalls::read_until(std::unique_lock<std::mutex>& lock, ConditionVaria
         wake_another();
       }
       throw;
+    } catch (...) {  // no memory for the message: another may have some for the next
+      lock.lock();
+      reading_ = false;
+      wake_another();
+      throw;
     }
     lock.lock();
     reading_ = false;
