@@ -121,14 +121,17 @@ uint32_t Store::fixed_point(double priority) {
   const double scaled = priority * priority_scale_;
   if (scaled >= 4294967295.5) {
     count(control().counters.priorities_saturated);
-    return std::numeric_limits<uint32_t>::max();
+  } else if (priority > 0 && std::nearbyint(scaled) == 0) {
+    count(control().counters.priorities_rounded_up);
   }
+  return rounded(priority);
+}
+
+uint32_t Store::rounded(double priority) const {
+  const double scaled = priority * priority_scale_;
+  if (scaled >= 4294967295.5) return std::numeric_limits<uint32_t>::max();
   const auto fixed = static_cast<uint32_t>(std::nearbyint(scaled));
-  if (fixed == 0 && priority > 0) {
-    count(control().counters.priorities_rounded_up);  // a row with a positive priority must stay reachable
-    return 1;
-  }
-  return fixed;
+  return fixed == 0 && priority > 0 ? 1 : fixed;  // a row with a positive priority must stay reachable
 }
 
 void Store::validate_priorities(std::span<const double> priorities) const {

@@ -167,11 +167,12 @@ void Store::rebuild_locked(Steps steps) {
     uint64_t word = words()[row].load(kRelaxed);
     const bool owner_alive = s.owner < kMaxClients && alive[s.owner];
     if ((content_number(row) & 1) != 0) {  // its writer died while it wrote in place
-      s.inserted_at_ns.fetch_add(1, kRelaxed);
       if (is_committed(word) && s.state == RowState::committed) {
         word = make_word(generation_of(word) + 1, 0);
         words()[row].store(word, kRelaxed);  // its state makes it one that was reclaimed, below
       }
+      // Last: who finds the number even, a reader or the next rebuild after a death in here, finds the key stale.
+      s.inserted_at_ns.fetch_add(1, std::memory_order_release);
     }
     if (is_committed(word) && s.state != RowState::exhausted) {
       if (s.state == RowState::open && owner_alive) {

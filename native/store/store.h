@@ -439,7 +439,7 @@ class Store final : public OpenStore {
   void check_extended(std::span<const uint32_t> rows, std::span<const uint32_t> lengths) const;
   void enter(Sums& sums, const RowChanges::Entering& publish, const RowChanges::Entering& commit);
   void write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t sequence, uint64_t now_ns);
-  uint32_t make_selectable(Sums& sums, uint32_t row);
+  uint32_t make_selectable(Sums& sums, uint32_t row, uint32_t priority);
   bool finish_pending(uint32_t row, RowStatus& status);
   void seal_locked(uint32_t row, uint64_t now_ns);
   void check_the_cap(size_t rows) const;
@@ -454,6 +454,7 @@ class Store final : public OpenStore {
   void rebuild_trees_locked(const StepsInDoubt& doubt);
   void wait_for_priority_writers() const;
   uint32_t fixed_point(double priority);
+  uint32_t rounded(double priority) const;  // the same, not counted
   void validate_priorities(std::span<const double> priorities) const;
 
   friend class PriorityWriter;

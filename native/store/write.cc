@@ -17,10 +17,12 @@ constexpr uint64_t kReapEvery_ns = 100'000'000;
 void Store::allocate(std::span<uint32_t> rows) {
   ensure_client();
   Guard guard(*this);
-  Sums sums(*this);
   Control& c = control();
   release_abandoned_locked();
-  if (header().max_age_ns != 0) expire_locked(sums, wall_ns());
+  if (header().max_age_ns != 0) {
+    Sums sums(*this);  // settled before a repair, below, makes the sums from the words
+    expire_locked(sums, wall_ns());
+  }
   if (c.free_count < rows.size()) {
     // Dead writers' rows are reclaimed before living ones' are evicted. Querying the kernel for liveness costs a system
     // call per client, so it is not done for every row of a full store.
@@ -32,6 +34,7 @@ void Store::allocate(std::span<uint32_t> rows) {
          " are being written, ", c.open_count, " extended and ", c.exhausted_count,
          " read for the last time; commit, seal or abandon some, or create the store with more capacity");
   }
+  Sums sums(*this);
   const size_t free_rows = std::min<uint64_t>(c.free_count, rows.size());
   take_free_rows(rows.first(free_rows));
   for (size_t taken = free_rows; taken < rows.size();) taken += take_victims(sums, rows.subspan(taken));
@@ -152,13 +155,18 @@ void Store::enter(Sums& sums, const RowChanges::Entering& publish, const RowChan
     pending.open_rows = static_cast<uint32_t>(publish.rows.size());
     pending.first.store(first, std::memory_order_release);
   }
+  // Not what write_values noted for a rebuild: a sampler of the block's last row, which looked at its key long ago, may
+  // have put a time there.
+  const auto priority_of_row = [&](const RowChanges::Entering& part, size_t i) {
+    return rounded(part.values.priorities.empty() ? 1.0 : part.values.priorities[i]);
+  };
   for (size_t i = 0; i < publish.rows.size(); ++i) {
     const uint32_t row = publish.rows[i];
     make_room_at_the_cap(sums);
     --c.writing_count;
     ++c.open_count;
     status()[row].state = RowState::open;  // it stays on this client's held list
-    publish.generations[i] = make_selectable(sums, row);
+    publish.generations[i] = make_selectable(sums, row, priority_of_row(publish, i));
     c.committed_count.store(committed_count() + 1, kRelaxed);
   }
   const bool ordered = header().remover == static_cast<uint32_t>(Remover::lowest_priority);
@@ -171,7 +179,7 @@ void Store::enter(Sums& sums, const RowChanges::Entering& publish, const RowChan
     unhold(together);
     for (size_t i = at; i < at + n; ++i) {
       status()[commit.rows[i]].state = RowState::committed;
-      commit.generations[i] = make_selectable(sums, commit.rows[i]);
+      commit.generations[i] = make_selectable(sums, commit.rows[i], priority_of_row(commit, i));
     }
     c.committed_count.store(committed_count() + n, kRelaxed);
     link_order(together);
@@ -213,11 +221,11 @@ void Store::write_values(uint32_t row, size_t i, const CommitValues& values, uin
   s.length.store(values.lengths.empty() ? header().max_length : values.lengths[i], kRelaxed);
   s.version.store(values.versions.empty() ? 0 : values.versions[i], kRelaxed);
   s.times_sampled.store(0, kRelaxed);
-  s.heap_slot = fixed_point(values.priorities.empty() ? 1.0 : values.priorities[i]);
+  const uint32_t priority = fixed_point(values.priorities.empty() ? 1.0 : values.priorities[i]);
+  std::atomic_ref<uint32_t>(s.heap_slot).store(priority, kRelaxed);
 }
 
-uint32_t Store::make_selectable(Sums& sums, uint32_t row) {
-  const uint32_t priority = status()[row].heap_slot;
+uint32_t Store::make_selectable(Sums& sums, uint32_t row, uint32_t priority) {
   const uint32_t generation = generation_of(words()[row].load(kRelaxed)) + 1;
   if (per_step()) add_steps(sums, row, generation, 0, status()[row].length.load(kRelaxed), priority);
   const uint32_t of_row = per_step() ? 0 : priority;

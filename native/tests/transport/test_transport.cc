@@ -478,6 +478,46 @@ TEST(many_threads_ask_over_one_connection_and_each_gets_its_own_answer) {
   }
 }
 
+TEST(a_call_starts_once_another_is_answered_whoever_reads_for_how_long) {
+  for (const char* transport : transports()) {
+    Pair pair = connected(transport);
+    PendingCalls calls(pair.one, 2);
+    const uint64_t slow = calls.start(0, {}, {}, false, soon()), quick = calls.start(0, {}, {}, false, soon());
+    std::thread reader([&] {
+      Message answer;
+      calls.wait(slow, &answer, soon(60));
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));  // it reads
+    std::thread starter([&] { calls.start(0, {}, {}, false, soon(60)); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));  // it waits for a place
+    pair.other->send({quick, 1, {}, {}}, soon());
+    Message third;
+    for (int n = 0; n < 2; ++n) pair.other->receive(&third, soon());
+    bool sent = true;
+    try {
+      pair.other->receive(&third, soon());
+    } catch (const Error&) {
+      sent = false;
+    }
+    pair.other->send({slow, 1, {}, {}}, soon());
+    starter.join();
+    reader.join();
+    CHECK(sent);
+  }
+}
+
+TEST(a_call_that_was_dropped_cannot_be_waited_for) {
+  for (const char* transport : transports()) {
+    Pair pair = connected(transport);
+    PendingCalls calls(pair.one);
+    Message answer;
+    const uint64_t dropped = calls.start(0, {}, {}, false, soon());
+    calls.drop(dropped);
+    CHECK_THROWS(schema, calls.wait(dropped, &answer, soon()));
+    CHECK_THROWS(schema, calls.detach(dropped));
+  }
+}
+
 }  // namespace
 }  // namespace geartrain
 

@@ -17,7 +17,14 @@ uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes>
     if (failed_) fail(failed_kind_, reason_);
     if (unanswered_ >= max_open_) {
       ConditionVariable mine;
-      read_until(lock, &mine, deadline, [&] { return unanswered_ < max_open_; });
+      starting_.push_back(&mine);
+      try {
+        read_until(lock, &mine, deadline, [&] { return unanswered_ < max_open_; });
+      } catch (...) {
+        std::erase(starting_, &mine);
+        throw;
+      }
+      std::erase(starting_, &mine);
     }
     tag = next_tag_++;
     questions_[tag].detached = detached;
@@ -42,8 +49,9 @@ void PendingCalls::wait(uint64_t tag, Message* answer, Deadline deadline) {
   check_process();
   std::unique_lock lock(mutex_);
   auto found = questions_.find(tag);
-  if (found == questions_.end() || found->second.detached)
-    fail(ErrorKind::schema, "no pending call has the number ", tag);
+  if (found == questions_.end() || found->second.detached || found->second.dropped || found->second.waiter != nullptr) {
+    fail(ErrorKind::schema, "no pending call has the number ", tag, ", or another thread waits for it");
+  }
   Question& question = found->second;  // stays where it is: the map is of nodes
   ConditionVariable mine;
   if (!question.answered) {
@@ -113,6 +121,11 @@ void PendingCalls::read_until(std::unique_lock<std::mutex>& lock, ConditionVaria
         wake_another();
       }
       throw;
+    } catch (...) {  // no memory for the message: another may have some for the next
+      lock.lock();
+      reading_ = false;
+      wake_another();
+      throw;
     }
     lock.lock();
     reading_ = false;
@@ -127,6 +140,7 @@ void PendingCalls::deliver(Message&& message) {
   Question& question = found->second;
   question.answered = true;
   --unanswered_;
+  make_place();
   if (question.dropped) {
     questions_.erase(found);
     return;
@@ -144,6 +158,11 @@ void PendingCalls::wake_another() {
   if (!reading_ && !waiters_.empty()) waiters_.front()->notify_one();
 }
 
+// For those who wait to start a call: who reads for all of them may go on for long.
+void PendingCalls::make_place() {
+  for (ConditionVariable* other : starting_) other->notify_one();
+}
+
 bool PendingCalls::ready(uint64_t tag) const {
   if (forked()) return true;  // wait() throws at once
   std::lock_guard lock(mutex_);
@@ -155,7 +174,7 @@ void PendingCalls::detach(uint64_t tag) {
   check_process();
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
-  if (found == questions_.end() || found->second.waiter != nullptr) {
+  if (found == questions_.end() || found->second.dropped || found->second.waiter != nullptr) {
     fail(ErrorKind::schema, "no pending call has the number ", tag, ", or a thread waits for it");
   }
   if (found->second.detached) return;
@@ -171,6 +190,7 @@ void PendingCalls::forget(uint64_t tag) {
   const auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.forgotten) return;
   unanswered_ -= !found->second.answered;
+  make_place();
   if (found->second.waiter != nullptr) {
     found->second.forgotten = true;
     found->second.waiter->notify_one();

@@ -56,6 +56,7 @@ class PendingCalls {
   void read_until(std::unique_lock<std::mutex>& lock, ConditionVariable* waiter, Deadline deadline, Done&& done);
   void deliver(Message&& message);
   void wake_another();
+  void make_place();
   bool forked() const { return forks_ != forks(); }
   void check_process() const;
 
@@ -66,6 +67,7 @@ class PendingCalls {
   std::unordered_map<uint64_t, Question> questions_;
   std::deque<uint64_t> detached_answered_;
   std::deque<ConditionVariable*> waiters_;
+  std::vector<ConditionVariable*> starting_;  // of threads that wait for a place among the open calls
   ConditionVariable detached_;  // of threads in next_detached, which need not read while no detached request is open
   size_t detached_open_ = 0;
   size_t unanswered_ = 0;
