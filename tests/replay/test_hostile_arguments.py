@@ -156,6 +156,7 @@ REPLAY: dict[str, Callable[[Any], bool]] = {
     "assignment": lambda value: isinstance(value, str) and value in ("local_first", "ordered"),
     "seed": whole(0, 2**64 - 1),
     "view": lambda value: value is None,
+    "transform": lambda value: value is None or callable(value),
 }
 
 

@@ -36,7 +36,7 @@ POINTERS = {
     "best": "*i64", "keys": "*i64", "bits": "*i64", "groups": "*i64", "top": "*i64", "shares": "*i64",
     "tiles": "*i64", "values": "*u32", "segment": "*u8", "arena": "*u8", "generations": "*u32", "ends": "*i32",
     "places": "*u32", "cu_seqlens": "*i32", "fields": "*i64", "slots": "*i32", "factors": "*fp32", "counts": "*i32",
-    "lengths": "*i32",
+    "lengths": "*i32", "contents": "*i64",
 }  # fmt: skip
 
 # Constants that kernels are launched with, the sizes those on a GPU.
