@@ -110,7 +110,7 @@ def build_wheel(source: Path, tools: Path, arch: str, version: str, python: Path
     tag = version.replace(".", "")
     run(
         inside, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", raw,
-        "-C", f"build-dir={WORK / f'native-{arch}'}", source,
+        "--config-settings", f"build-dir={WORK / f'native-{arch}'}", source,
         env={
             **os.environ,
             "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}",

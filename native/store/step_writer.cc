@@ -184,7 +184,8 @@ void StepWriter::settle(CompletedRows* completed) {
        .extend = extend_.rows,
        .lengths = extend_.lengths,
        .seal = seal_.rows,
-       .abandon = unused_});
+       .abandon = unused_,
+       .extend_priorities = extend_.priorities});
   for (size_t i = 0; i < publish_.rows.size(); ++i) {
     Environment& mine = environments_[publish_.environments[i]];
     mine.published = publish_.lengths[i];

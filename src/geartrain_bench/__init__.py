@@ -109,6 +109,8 @@ def plot_saved(saved: Path, path: Path) -> None:
         result = _found(bench.result).of_json(found)
     except ArgumentError as error:
         raise ArgumentError(f"{saved}: {error}") from None
+    if not result.rows:
+        raise ArgumentError(f"{saved} has no rows to draw: nothing was measured")
     _found(Bench.plot if on_gpu else bench.plot)(result, path)
 
 

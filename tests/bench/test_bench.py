@@ -198,8 +198,9 @@ def test_saved_results_are_drawn_again_by_the_command(tiny: BenchResult, tmp_pat
         ('{"bench": "pigeons"}', "is no result of geartrain bench"),
         ('{"bench": "store"}', "no saved result"),
         ('{"bench": "store", "rows": [{"case": 1}]}', "no saved result"),
+        ('{"bench": "store", "command": "", "machine": {}, "versions": {}, "rows": []}', "no rows to draw"),
     ],
-    ids=["cut", "a list", "another", "without rows", "rows without figures"],
+    ids=["cut", "a list", "another", "without rows", "rows without figures", "no rows"],
 )
 def test_what_is_no_saved_result_is_refused_in_one_line(text: str, said: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"

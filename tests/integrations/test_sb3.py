@@ -22,7 +22,14 @@ from stable_baselines3.common import buffers as stock
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from stable_baselines3.her import her_replay_buffer
 
-from geartrain.errors import ArgumentError, IncompatibleStoreError, NotEnoughRowsError, StaleKeyError, StoreClosedError
+from geartrain.errors import (
+    ArgumentError,
+    IncompatibleStoreError,
+    NotEnoughRowsError,
+    SchemaError,
+    StaleKeyError,
+    StoreClosedError,
+)
 from geartrain.integrations.sb3 import DictReplayBuffer, HerReplayBuffer, NStepReplayBuffer, ReplayBuffer
 
 OBS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -371,6 +378,18 @@ def test_a_forked_child_adds_transitions_of_its_own():
     assert set(buffer.sample(1000).observations[:, 0].tolist()) == {*range(20), *range(500, 520)}
 
 
+def test_a_transition_of_other_shapes_is_refused_and_nothing_is_added():
+    buffer = ReplayBuffer(100, OBS, ACT, n_envs=2)
+    given = {"obs": (2, 3), "next_obs": (2, 3), "action": (2, 2), "reward": (2,), "done": (2,)}
+    for name, shape in (("obs", (2, 4)), ("next_obs", (3, 3)), ("action", (2, 3)), ("reward", (2, 2)), ("done", (3,))):
+        with pytest.raises(SchemaError, match="shape"):
+            buffer.add(**{each: np.zeros(shape if each == name else given[each]) for each in given}, infos=[{}, {}])
+    assert buffer.pos == 0
+    with pytest.raises(NotEnoughRowsError):
+        buffer.sample(1)
+    buffer.close()
+
+
 def test_what_means_nothing_is_refused():
     for options in ({"buffer_size": 0}, {"buffer_size": 10, "writers": 0}, {"buffer_size": 10, "info_bytes": -1}):
         with pytest.raises(ArgumentError):
@@ -381,7 +400,7 @@ def test_what_means_nothing_is_refused():
     buffer = ReplayBuffer(10, OBS, ACT)
     with pytest.raises(ArgumentError):
         buffer.sample(0)
-    with pytest.raises(ValueError, match="reshape"):
+    with pytest.raises(SchemaError, match="shape"):
         buffer.add(np.zeros((1, 4)), np.zeros((1, 4)), np.zeros((1, 2)), np.zeros(1), np.zeros(1), [{}])
     Stream(1).add(buffer, 5)
     with pytest.raises(ArgumentError, match="nothing was added"):

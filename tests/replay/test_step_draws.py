@@ -239,6 +239,17 @@ def test_uniform_and_ordered_draws_name_the_steps_that_they_placed_their_windows
             assert (again["obs"] == batch["obs"]).all()
 
 
+def test_whole_rows_are_named_without_steps():
+    with recorded_store([20, 10, 5]) as store:
+        with gt.Replay(store, Uniform(seed=0), 8, prefetch=0, output="numpy") as replay:
+            batch = replay.sample()
+            assert batch.keys.step is None
+            with pytest.raises(ArgumentError, match="these keys name rows"):
+                replay.update_priorities(batch.keys, 2.0)
+        tails = gt.fetch(store, batch.keys, window=1, output="numpy")
+        assert (tails.start == batch.length - 1).all(), "and their windows end where they do"
+
+
 def test_mixtures_draw_steps_from_each_of_their_stores():
     one, two = recorded_store([20, 10]), recorded_store([7] * 3)
     with one, two:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, WaitTimeoutError
 from geartrain.selection import Fifo, Uniform
 
 
@@ -96,3 +96,21 @@ def test_what_is_no_transform_is_refused() -> None:
             gt.Replay(store, Uniform(), 2, transform="shuffle")  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="leave out group, mesh and device"):
             gt.Replay(store, Uniform(), 2, transform=by_hand, device="cuda")
+
+
+def test_a_timeout_says_that_the_transform_is_at_it() -> None:
+    go_on = threading.Event()
+
+    def stuck(batch: gt.Batch) -> gt.Batch:
+        assert go_on.wait(60)
+        return batch
+
+    with make_store() as store, gt.Replay(store, Uniform(seed=0), 2, transform=stuck, timeout_s=0.2) as replay:
+        for _ in range(100):  # the first may find the thread not there yet
+            with pytest.raises(WaitTimeoutError) as caught:
+                replay.sample()
+            if "the replay is in `transform`" in str(caught.value):
+                break
+        else:
+            raise AssertionError(str(caught.value))
+        go_on.set()

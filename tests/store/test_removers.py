@@ -91,6 +91,7 @@ def test_rows_are_evicted_in_any_order_a_caller_has(store_name):
             (1, lambda keys: np.full(len(keys), np.nan), SchemaError),
             (1, lambda keys: np.zeros(3), SchemaError),
             (1, lambda keys: None, SchemaError),
+            (1, "score", ArgumentError),
         ):
             with pytest.raises(error):
                 store.evict(n, by=by)

@@ -15,6 +15,7 @@ from segments import kill
 import geartrain as gt
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, CheckpointError, SchemaError
+from geartrain.store.recorder import recorded_fields
 
 LENGTH = 37
 SCALE = 2.0**16
@@ -151,6 +152,19 @@ def test_more_keys_than_a_journal_has_room_for_are_updated_in_one_call():
         given = np.random.default_rng(0).integers(0, 1000, len(every)).astype(float)
         assert store.update_priorities(every, given) == 0
         assert store.native.total_priority() == given.sum() * SCALE
+        assert store.audit() == []
+
+
+@pytest.mark.parametrize("publish_every", [None, 1, 3])
+def test_a_recorders_priority_is_that_of_every_step(publish_every):
+    fields = recorded_fields({"obs": gt.Field((), "float32")})
+    with gt.Store.create(fields, max_length=8, capacity=8, priority_per="step") as store:
+        with store.recorder(2, priority=2.5, publish_every=publish_every, autoreset="disabled") as recorder:
+            recorder.reset(np.zeros(2))
+            for _ in range(10):
+                recorder.step(np.ones(2), terminated=np.zeros(2, bool), truncated=np.zeros(2, bool))
+        status = store.status()
+        assert len(status["length"]) == 4 and (status["priority"] == 2.5 * status["length"]).all(), status
         assert store.audit() == []
 
 

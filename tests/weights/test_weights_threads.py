@@ -157,3 +157,30 @@ def test_a_signal_handler_closes_a_publisher_that_copies(name: str, monkeypatch:
     with weights.Publisher(name) as other:  # the name is free
         other.publish(3, {"w": np.ones(3)})
     reader.close()
+
+
+def test_a_signal_handler_that_closes_as_a_publication_begins_ends_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right after the look whether the publisher is open: it says that it was closed, first publication or not."""
+    from geartrain.weights.writer import Writer
+
+    check = Writer._check_open
+    for published in (0, 1):
+        publisher = weights.Publisher(name)
+        for version in range(published):
+            publisher.publish(100 * published + version, {"w": np.ones(3)})
+
+        def close_after(writer: Writer, publisher: weights.Publisher = publisher) -> None:
+            check(writer)
+            monkeypatch.undo()  # the handler looks as well
+            publisher.close()
+
+        monkeypatch.setattr(Writer, "_check_open", close_after)
+        with pytest.raises(StoreClosedError):
+            publisher.publish(200, {"w": np.full(3, 2.0)})
+        monkeypatch.undo()
+        with pytest.raises(StoreClosedError):
+            publisher.publish(201, {"w": np.ones(3)})
+    with weights.Publisher(name) as other:  # the name is free
+        other.publish(300, {"w": np.ones(3)})

@@ -242,7 +242,13 @@ def _finish_with(builder: BatchBuilder[Any], transform: Callable[[Batch], Any] |
     def finish(started: Any) -> BuiltBatch:
         built = builder.finish(started)
         began_s = time.perf_counter()
-        made = transform(built.batch)
+        for sampler in builder.samplers:
+            sampler.stage = "in `transform`"
+        try:
+            made = transform(built.batch)
+        finally:
+            for sampler in builder.samplers:
+                sampler.stage = "idle"
         return replace(built, make_s=built.make_s + time.perf_counter() - began_s, transformed=(made,))
 
     return finish

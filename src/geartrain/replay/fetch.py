@@ -213,7 +213,7 @@ class FetchPlan:
         self.names = names
         self.places = {name: place for place, name in enumerate(names)}
         self.numbers = [store.field_number(name) for name in names]
-        self.per_step = store.per_step
+        self.per_step = store.per_step and window != 0  # whole rows were placed by no step
         self.window = window
         self.pad_left = pad_left
         self.output = output

@@ -594,12 +594,15 @@ class Store(StoreHandle):
                 lowest go; of equals the oldest.
 
         Raises:
-            ArgumentError: n is no whole number above zero; SchemaError: `by` returned no number for each row, or NaN.
+            ArgumentError: n is no whole number above zero, or `by` is no function; SchemaError: `by` returned no number
+                for each row, or NaN.
 
         Cost: that of `by`, and a sort. Rows that others remove or commit meanwhile are not counted.
         """
         if check_whole("the number of rows", n) < 1:
             raise ArgumentError(f"at least one row must be evicted, found {n}")
+        if not callable(by):
+            raise ArgumentError(f"the order is a function of keys, found {by!r}")
         keys = self.keys()
         keys = keys[self.status(keys)["state"] != OPEN]
         scores = as_column(by(keys), len(keys), np.float64, "scores of rows")

@@ -73,13 +73,14 @@ class Writer:
         if not self._lock.acquire(timeout=timeout_s):
             raise WaitTimeoutError(f"another thread has published to {self.name!r} for {timeout_s} s, and is not done")
         try:
-            self._check_open()
             if self._in_turn:
+                self._check_open()
                 raise GeartrainError(
                     f"this thread is publishing to {self.name!r} already: a signal's handler cannot do so in between"
                 )
-            self._in_turn = True
+            self._in_turn = True  # from here on a handler's `close` leaves the file to this turn
             try:
+                self._check_open()
                 yield
             finally:
                 self._in_turn = False

@@ -17,7 +17,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 
 from geartrain.core.arguments import check_whole
 from geartrain.core.keys import Keys
-from geartrain.errors import ArgumentError, NotEnoughRowsError
+from geartrain.errors import ArgumentError, NotEnoughRowsError, SchemaError
 from geartrain.integrations.sb3.contents import Contents, FlagArray, Positions
 from geartrain.integrations.sb3.draws import TransitionDraws, Windows
 from geartrain.integrations.sb3.index import TransitionIndex
@@ -183,9 +183,9 @@ class ReplayBuffer(stock.ReplayBuffer):
             self._join_after_fork()
         step = self._arrays(next_obs)
         action = np.asarray(action, self._action_dtype)
-        step[ACTION] = action if action.shape == self._action_shape else action.reshape(self._action_shape)
+        step[ACTION] = action if action.shape == self._action_shape else _shaped(ACTION, action, self._action_shape)
         reward = np.asarray(reward, np.float32)
-        step[REWARD] = reward if reward.ndim == 1 else reward.reshape(self.n_envs)
+        step[REWARD] = reward if reward.ndim == 1 else _shaped(REWARD, reward, (self.n_envs,))
         step[FLAGS] = self._flags(done, infos)
         if self._info_bytes:
             step[INFO] = packed_infos(infos, self._info_bytes)
@@ -200,18 +200,19 @@ class ReplayBuffer(stock.ReplayBuffer):
         found = {}
         for key, (field, shape, dtype) in self.observation_fields.items():
             array = np.asarray(observation if key is None else observation[key], dtype)
-            found[field] = array if array.shape == shape else array.reshape(shape)
+            found[field] = array if array.shape == shape else _shaped(field, array, shape)
         return found
 
     def _flags(self, done: NDArray[Any], infos: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
+        done = _shaped("done", np.asarray(done), (self.n_envs,))
         cut = False
         if self.handle_timeout_termination:
             for info in infos:
                 if info.get("TimeLimit.truncated", False):
                     cut = True
-        if not cut and not any(np.asarray(done).reshape(self.n_envs).tolist()):
+        if not cut and not any(done.tolist()):
             return self._no_flags
-        flags = self._no_flags | np.where(np.asarray(done).reshape(self.n_envs) != 0, DONE, 0).astype(np.uint8)
+        flags = self._no_flags | np.where(done != 0, DONE, 0).astype(np.uint8)
         if cut:
             late = [bool(info.get("TimeLimit.truncated", False)) for info in infos]
             flags |= np.where(late, TIMEOUT, 0).astype(np.uint8)
@@ -389,6 +390,16 @@ class ReplayBuffer(stock.ReplayBuffer):
         self._open(None)
         contents.put(self.store)
         self._attach(*written)
+
+
+def _shaped(name: str, array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """The array in the shape that a transition of all environments has."""
+    if array.shape == shape:
+        return array
+    try:
+        return array.reshape(shape)
+    except ValueError:
+        raise SchemaError(f"{name!r} of a step has shape {array.shape}; this buffer takes {shape}") from None
 
 
 class DictReplayBuffer(ReplayBuffer, stock.DictReplayBuffer):

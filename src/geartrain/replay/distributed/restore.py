@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.keys import Keys
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
 from geartrain.store.checkpoint_format import ROW_RECORD, json_checksum, write_json
@@ -20,7 +21,8 @@ from geartrain.store.checkpoint_reader import Checkpoint, put_blocks, restore
 from geartrain.store.store import Store
 
 # Limits that shards of one population share.
-SHARED_LIMITS = ("remover", "max_times_sampled", "max_age_s", "priority_fraction_bits")
+SHARED_LIMITS = ("remover", "max_times_sampled", "max_age_s", "priority_fraction_bits", "priority_per")
+_NO_STEPS: NDArray[np.uint32] = np.empty(0, np.uint32)
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,7 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
         there = before[keys.row]
         same = (there["generation"] == keys.generation) & (there["sequence"] == infos["sequence"])
         same &= infos["generation"] == keys.generation
-        moved = np.flatnonzero(same & (there["priority"] != infos["priority"]))
-        priorities = there["priority"][moved] / 2.0 ** store.options["priority_fraction_bits"]
-        lost = store.update_priorities(keys[moved], priorities)
+        lost = _reset_priorities(store, keys, same, infos, there, source.step_priorities())
         drawn = np.flatnonzero(same & (there["times_sampled"] != infos["times_sampled"]))
         counts = np.ascontiguousarray(there["times_sampled"][drawn])
         store.native.set_times_sampled(keys.row[drawn], keys.generation[drawn], counts)
@@ -87,6 +87,36 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
         raise
     adopted = int(same.sum()) - lost
     return store, (adopted, len(keys) - int(same.sum()), len(saved) - adopted)
+
+
+def _reset_priorities(
+    store: Store,
+    keys: Keys,
+    same: NDArray[np.bool_],
+    infos: Mapping[str, NDArray[Any]],
+    there: NDArray[Any],
+    steps: list[NDArray[np.uint32]] | None,
+) -> int:
+    """Sets the priorities of the rows that are the `same` to the saved ones; returns how many of these are gone.
+
+    Args:
+        infos, there: of each row in the store, and in the checkpoint.
+        steps: the checkpoint's priorities of steps, by row number; None in a store without.
+    """
+    if steps is None:
+        moved = np.flatnonzero(same & (there["priority"] != infos["priority"]))
+        saved = there["priority"][moved]
+        rows = keys[moved]
+    else:
+        mine = np.flatnonzero(same)
+        counts = there["length"][mine]  # steps that a row has grown by since keep theirs
+        saved = np.concatenate([_NO_STEPS, *(steps[row] for row in keys.row[mine])])
+        numbers = [np.arange(count, dtype=np.uint32) for count in counts]
+        rows = keys[np.repeat(mine, counts)].of_steps(np.concatenate([_NO_STEPS, *numbers]))
+    lost = store.update_priorities(rows, saved / 2.0 ** store.options["priority_fraction_bits"])
+    if steps is None or not lost:
+        return lost
+    return int((store.native.infos(keys.row[mine])["generation"] != keys.generation[mine]).sum())
 
 
 class SavedShard(ABC):
@@ -110,6 +140,10 @@ class SavedShard(ABC):
     @abstractmethod
     def rows(self) -> NDArray[Any]:
         """The table of its selectable rows, (n,) of ROW_RECORD."""
+
+    @abstractmethod
+    def step_priorities(self) -> list[NDArray[np.uint32]] | None:
+        """Of each of those rows, at the place of its number, its steps' priorities; None in a store without."""
 
     def state(self) -> dict[str, Any] | None:
         """The replay's state for these shards."""
@@ -169,6 +203,16 @@ class _WholeShard(SavedShard):
     def rows(self) -> NDArray[Any]:
         return self._source.records()[: self._source.rows]
 
+    def step_priorities(self) -> list[NDArray[np.uint32]] | None:
+        records = self._source.records()
+        parts = _priorities_by_record(self._source, records)
+        if parts is None:
+            return None
+        found = [_NO_STEPS] * len(records)
+        for row, part in zip(records["row"].tolist(), parts, strict=False):  # rows that are free have none
+            found[row] = part
+        return found
+
     def is_in(self, store_id: int) -> bool:
         return self._source.store_id == store_id or super().is_in(store_id)
 
@@ -202,6 +246,18 @@ class _ReshardedShard(SavedShard):
 
     def rows(self) -> NDArray[Any]:
         return self._rows
+
+    def step_priorities(self) -> list[NDArray[np.uint32]] | None:
+        if not self._sources[0].per_step:
+            return None
+        found = [_NO_STEPS] * len(self._rows)
+        for number, source in enumerate(self._sources):
+            mine = np.flatnonzero(self._shard_of[self._low : self._high] == number)
+            parts = _priorities_by_record(source, self._tables[number]) if len(mine) else None
+            if parts is not None:
+                for row, place in zip(mine.tolist(), self._place_of[self._low + mine].tolist(), strict=True):
+                    found[row] = parts[place]
+        return found
 
     def state(self) -> dict[str, Any] | None:
         """The state, with a FIFO's cursor in the new sequence numbers."""
@@ -240,7 +296,7 @@ class _ReshardedShard(SavedShard):
         max_rows = capacity
         if any(options["max_rows"] < options["capacity"] for options in every):
             max_rows = min(capacity, max(-(-sum(options["max_rows"] for options in every) // n), rows, 1))
-        shared = {limit: every[0][limit] for limit in SHARED_LIMITS}
+        shared = {limit: every[0][limit] for limit in SHARED_LIMITS if limit in every[0]}  # "row" is not written
         return {"capacity": capacity, "max_rows": max_rows, **shared}
 
     def _fill(self, store: Store, progress: bool) -> None:
@@ -265,7 +321,11 @@ class _ReshardedShard(SavedShard):
         committed = table[: len(self._rows)]
         committed[:] = self._rows[np.argsort(self._rows["sequence"])]
         table["row"][len(self._rows) :] = np.arange(len(self._rows), store.capacity)
-        restore(native, table, self._total + 1)
+        steps = self.step_priorities()
+        if steps is None:
+            restore(native, table, self._total + 1)
+        else:
+            restore(native, table, self._total + 1, np.concatenate([_NO_STEPS, *(steps[k] for k in committed["row"])]))
         if self._shard[0] == 0:  # counters of the past are kept by one shard
             counters: dict[str, int] = {}
             for source in self._sources:
@@ -309,6 +369,15 @@ class _ReshardedShard(SavedShard):
         entry = self._entry()
         alone = entry.get("after", 0) if len(self._sources) == 1 else 0
         return np.array([entry.get(f"after/{k}", alone) for k in range(len(self._sources))], np.uint64)
+
+
+def _priorities_by_record(source: Checkpoint, records: NDArray[Any]) -> list[NDArray[np.uint32]] | None:
+    """A checkpoint's priorities of steps, of each committed row in the order of its records; None without any."""
+    priorities = source.step_priorities(records)
+    if priorities is None:
+        return None
+    ends = np.cumsum(records["length"][: source.rows], dtype=np.int64)
+    return np.split(priorities, ends[:-1]) if len(ends) else []
 
 
 def _cursor_names(entry: Mapping[str, int]) -> set[str]:
