@@ -128,7 +128,7 @@ def build_wheel(source: Path, tools: Path, arch: str, version: str, python: Path
         env={**os.environ, "PATH": f"{tools.parent}{os.pathsep}{os.environ['PATH']}"},
     )  # fmt: skip
     (wheel,) = repaired.glob("*.whl")
-    checks.check_wheel(wheel, arch)
+    run(tools, ROOT / "release" / "checks.py", wheel)  # there is pyelftools
     return Path(shutil.copy(wheel, DIST))
 
 
@@ -163,8 +163,9 @@ def test_wheel(wheel: Path, version: str, python: Path) -> None:
     suite = []
     for part in checks.CORE_SUITE:
         for path in sorted((outside / "tests" / part).glob("test_*.py")):
-            if re.search(r"^(import|from) torch\b", path.read_text(), re.MULTILINE):
-                print(f"{path.relative_to(outside)}: left out, it is about tensors")
+            extra = re.search(r"^(?:import|from) (torch|typer|gymnasium)\b", path.read_text(), re.MULTILINE)
+            if extra is not None:
+                print(f"{path.relative_to(outside)}: left out, it needs {extra.group(1)}")
             else:
                 suite.append(path)
     run(
