@@ -152,6 +152,7 @@ def test_without_two_reducers_killed_together_the_work_goes_on(processes: list[P
         tmp_path,
         3,
         steps=2000,
+        gate=str(tmp_path / "killed"),
         n=10_000,
         timeout_s=3600.0,
         op_timeout_s=3600.0,
@@ -164,6 +165,7 @@ def test_without_two_reducers_killed_together_the_work_goes_on(processes: list[P
             pass
     for process, _ in reducers[:2]:
         process.child.kill()
+    (tmp_path / "killed").touch()
     for rank in ranks:
         said = rank.last()
         assert said.get("done"), said
