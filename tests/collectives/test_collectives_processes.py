@@ -166,9 +166,9 @@ def test_without_two_reducers_killed_together_the_work_goes_on(processes: list[P
     for process, _ in reducers[:2]:
         process.child.kill()
     (tmp_path / "killed").touch()
-    for rank in ranks:
-        said = rank.last()
-        assert said.get("done"), said
+    every = [rank.last() for rank in ranks]
+    for rank, said in zip(ranks, every, strict=True):
+        assert said.get("done"), every
         assert said["reducers"] == addresses[2:]
 
 
