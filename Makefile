@@ -19,7 +19,7 @@ demo: setup
 # pytest-xdist workers; many tests wait, hence more than cores. WORKERS=0: sequential.
 WORKERS ?= 3
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
-test: setup  # at least one case of every guarantee: about seven minutes on two idle cores
+test: setup  # at least one case of every guarantee: six to seven minutes on two cores
 	$(PYTEST)
 
 test-all: setup  # further cases, run by continuous integration
