@@ -52,6 +52,13 @@ class NobodyListens final : public Error {
   explicit NobodyListens(const std::string& message) : Error(ErrorKind::not_viable, message) {}
 };
 
+// A member of a group that cannot be reached: a rank, or world + index for a reducer.
+class MemberUnreached final : public Error {
+ public:
+  MemberUnreached(ErrorKind kind, const std::string& message, uint32_t number) : Error(kind, message), member(number) {}
+  const uint32_t member;
+};
+
 // One part of a message: text, a number or a character, seen and not copied. Without a stream, whose code would stand
 // at every place that can fail.
 class MessagePart {

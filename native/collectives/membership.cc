@@ -14,7 +14,6 @@ namespace {
 
 constexpr char kKeyMark[] = ";key=";
 constexpr uint64_t kNever = ~uint64_t{0};
-constexpr std::chrono::seconds kToldIn{1};  // the loop is at the next event by then
 constexpr double kDialPauseS = 0.05;
 
 void count_bytes(const Peer& peer, GroupCounts* out) {
@@ -92,11 +91,7 @@ void Membership::connect(const std::vector<std::string>& addresses, Deadline dea
       // Members that were reached are told at once; they would wait for this one until their deadlines.
       const FaultKind kind = member < options_.world ? FaultKind::rank_lost : FaultKind::reducer_lost;
       const std::string text = "rank " + std::to_string(options_.rank) + " " + error.what();
-      if (loop_.post([this, kind, text, member] { end({kind, text, {member}}); })) {
-        // Whoever asks for the fault next, to name the member, has to find it.
-        std::unique_lock lock(mutex_);
-        met_changed_.wait_for(lock, kToldIn, [this] { return fault_ != nullptr; });
-      }
+      loop_.post([this, kind, text, member] { end({kind, text, {member}}); });
       throw;
     }
   }
@@ -153,7 +148,8 @@ void Membership::dial_member(uint32_t member, const Join& join, const std::vecto
       // A member that has not started yet, or is restarting.
       const bool again = error.kind == ErrorKind::not_viable || error.kind == ErrorKind::peer_lost;
       if (!again || deadline.passed()) {
-        throw Error(error.kind, "cannot reach " + name_of(member) + ": " + error.what());
+        // Named by the error itself: the fault that follows may come too late for who asks, or after another one.
+        throw MemberUnreached(error.kind, "cannot reach " + name_of(member) + ": " + error.what(), member);
       }
       check();
       Interruption::check();

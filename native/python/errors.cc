@@ -67,7 +67,11 @@ void translate(const std::exception_ptr& pointer, void*) {
     const bool nobody = dynamic_cast<const NobodyListens*>(&error) != nullptr;
     const char* const name = nobody ? "ListenerGoneError" : error_class(error.kind);
     const nb::object type = nb::module_::import_("geartrain.errors").attr(name);
-    PyErr_SetString(type.ptr(), error.what());
+    const nb::object raised = type(error.what());
+    if (const auto* unreached = dynamic_cast<const MemberUnreached*>(&error)) {
+      raised.attr("members") = nb::make_tuple(unreached->member);
+    }
+    PyErr_SetObject(type.ptr(), raised.ptr());
   }
 }
 

@@ -305,7 +305,7 @@ def test_a_reducer_with_another_secret_is_the_same_error_on_all_ranks_at_once(re
     for result in results:
         assert isinstance(result, UntrustedPeerError), result
         assert addresses[0] in str(result)
-        assert result.reducers == (addresses[0],)
+        assert result.reducers == (addresses[0],), [str(each) for each in results]
     for reducer in crew:
         reducer.close(0.0)
 

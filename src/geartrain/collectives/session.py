@@ -130,8 +130,10 @@ class Session:
                 return told
             if fault is not None:
                 error = self.error_of(fault)
-        if not hasattr(error, "reducers") and fault is not None:
-            named = self.error_of(fault)
+        members = getattr(error, "members", None)  # of an error that names whom this rank could not reach
+        about = fault if members is None else (REDUCER_LOST, str(error), list(members))
+        if not hasattr(error, "reducers") and about is not None:
+            named = self.error_of(about)
             vars(error).update(ranks=named.ranks, reducers=named.reducers)  # type: ignore[attr-defined]
         bootstrap.fail(error)
         return error
