@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import preloaded
 import pytest
-from deadlines import patience
+from deadlines import patience, stop
 
 from geartrain import _native, rpc
 from geartrain.errors import (
@@ -786,17 +786,11 @@ def test_a_stopped_peer_is_a_deadline(spawn: Callable[..., tuple[subprocess.Pope
     process, address = spawn("stopped")
     with rpc.Node("me", peers={"stopped": address}) as me:
         assert me.call("stopped", "add", 1, 2) == 3
-        stop(process)
+        stop(process.pid)
         with pytest.raises(WaitTimeoutError):
             me.call("stopped", "add", 1, 2, timeout_s=0.2)
         process.send_signal(signal.SIGCONT)
         assert me.call("stopped", "add", 1, 2) == 3
-
-
-def stop(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGSTOP)
-    while Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
-        time.sleep(0.001)
 
 
 @pytest.mark.skipif(not hasattr(_native.Connection, "expose"), reason="transports without signs of life")
@@ -816,7 +810,7 @@ def test_a_peer_that_gives_no_sign_of_life_is_lost_in_time(
         me.on_peer_lost(note)
         assert me.call("silent", "add", 1, 2) == 3
         waiting = me.call_async("silent", "forever")
-        stop(process)
+        stop(process.pid)
         began_s = time.monotonic()
         with pytest.raises(PeerLostError, match=r"no heartbeat for 2(\.\d+)? s"):  # as it counted, and not sooner
             waiting.result()
@@ -843,7 +837,7 @@ def test_a_caller_that_gives_no_sign_of_life_is_lost_too(
             time.sleep(0.01)
         me._clients["caller"].connection.close()  # this way round nobody asks it for anything
         lost.clear()
-        stop(process)
+        stop(process.pid)
         assert lost.wait(patience(6))
         until_s = time.monotonic() + patience(5)  # callers are told of before they are forgotten
         while "caller" in {one.name for one in me.server.sessions}:

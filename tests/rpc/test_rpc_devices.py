@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import preloaded
 import pytest
-from deadlines import patience
+from deadlines import patience, stop
 
 from geartrain import rpc
 from geartrain.errors import (
@@ -377,7 +377,7 @@ def test_a_stopped_peer_is_a_deadline(world: World) -> None:
     peer = world.own_peer()
     node = world.node(peer.address)
     node.call("peer", "twice", tensor(node, 0, np.ones(10)))
-    peer.process.send_signal(signal.SIGSTOP)
+    stop(peer.process.pid)
     began_s = time.monotonic()
     with pytest.raises(WaitTimeoutError):
         node.call("peer", "twice", tensor(node, 0, np.ones(10)), timeout_s=0.5)

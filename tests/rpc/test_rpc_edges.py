@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import preloaded
 import pytest
-from deadlines import patience
+from deadlines import patience, stop
 
 from geartrain import rpc, weights
 from geartrain.errors import (
@@ -90,7 +89,7 @@ def test_a_name_goes_over_from_a_killed_node_and_not_from_a_stopped_one(monkeypa
     store = distributed.HashStore()
     process, address = start()
     store.set("geartrain/rpc/same", address)
-    process.send_signal(signal.SIGSTOP)
+    stop(process.pid)
     with pytest.raises(NameTakenError, match="is not known to be gone"):
         rpc.Node("same", store=store, timeout_s=0.5)
     assert store.get("geartrain/rpc/same") == address.encode()

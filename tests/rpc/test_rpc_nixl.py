@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deadlines import patience
+from deadlines import patience, stop
 
 import geartrain.transport.nixl as nixl
 from geartrain import rpc
@@ -99,7 +99,7 @@ def test_a_peer_that_dies_or_stops_is_a_named_error(tmp_path: Path) -> None:
     peer = Peer(tmp_path)
     array = np.ones(4 << 20)
     assert (peer.node.call("peer", "twice", array) == 2).all()
-    peer.process.send_signal(signal.SIGSTOP)
+    stop(peer.process.pid)
     began_s = time.monotonic()
     with pytest.raises(WaitTimeoutError):
         peer.node.call("peer", "twice", array, timeout_s=0.5)

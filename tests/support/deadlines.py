@@ -7,7 +7,10 @@ process that must end, a call that must return, a file that must appear. A timeo
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import time
 from pathlib import Path
 
 VARIABLE = "GEARTRAIN_TEST_PATIENCE"
@@ -30,3 +33,14 @@ def factor() -> float:
 def patience(seconds: float) -> float:
     """Seconds to wait for what takes less than `seconds` on an idle machine."""
     return seconds * factor()
+
+
+def stop(pid: int) -> None:
+    """Stops a process by SIGSTOP; returns when all its threads stand still, which on a busy machine takes a while."""
+    os.kill(pid, signal.SIGSTOP)
+    until_s = time.monotonic() + patience(10)
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            while (thread / "stat").read_text().rsplit(")", 1)[1].split()[0] not in "TZ":
+                assert time.monotonic() < until_s, f"process {pid} does not stop"
+                time.sleep(0.001)

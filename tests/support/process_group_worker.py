@@ -457,6 +457,10 @@ def example() -> None:
     if os.environ["RANK"] == "0":
         port.set("port", mine)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port.get("port").decode())
+    # torch's deadlock (its issue 56297): a DDP module that is dropped after its group frees the group with the GIL
+    # held, and waits for a thread of Gloo's that wants the GIL to drop the last operation. So it is not freed here.
+    kept, destroy = [], dist.destroy_process_group
+    dist.destroy_process_group = lambda: (kept.append(dist.group.WORLD), destroy())
     runpy.run_path(script, run_name="__main__")
 
 

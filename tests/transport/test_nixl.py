@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from deadlines import patience
+from deadlines import patience, stop
 
 import geartrain.transport.connection as transport
 import geartrain.transport.nixl as nixl
@@ -186,7 +186,7 @@ def test_a_killed_peer_is_lost_within_the_deadline(peers: Callable[[], Peer]) ->
 @here
 def test_a_stopped_peer_is_a_deadline_at_most(peers: Callable[[], Peer]) -> None:
     peer = peers()
-    peer.process.send_signal(signal.SIGSTOP)
+    stop(peer.process.pid)
     began_s = time.monotonic()
     try:
         for _ in range(20):

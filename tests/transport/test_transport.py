@@ -16,7 +16,7 @@ import certificates
 import numpy as np
 import preloaded
 import pytest
-from deadlines import patience
+from deadlines import patience, stop
 
 import geartrain.transport.connection as transport
 from geartrain.errors import (
@@ -150,7 +150,7 @@ def test_a_killed_peer_is_lost_and_what_it_sent_stays(echo: Start, name: str) ->
 @pytest.mark.parametrize("name", WAYS)
 def test_a_stopped_peer_is_a_deadline_and_bounds_what_is_queued(echo: Start, name: str) -> None:
     connection, process = echo(name)
-    process.send_signal(signal.SIGSTOP)
+    stop(process.pid)
     with pytest.raises(WaitTimeoutError):
         connection.receive(timeout_s=0.1)
     began_s = time.monotonic()
@@ -292,7 +292,7 @@ def test_a_stopped_peer_is_lost_though_nobody_waits_for_it(name: str) -> None:
         process = preloaded.Popen([sys.executable, "-c", PEER, listener.address, provider(name)])
         try:
             connection = listener.accept()
-            process.send_signal(signal.SIGSTOP)
+            stop(process.pid)
             until_s = time.monotonic() + patience(8)
             while not connection.native.lost and time.monotonic() < until_s:
                 time.sleep(0.05)
