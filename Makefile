@@ -19,6 +19,8 @@ demo: setup
 # pytest-xdist workers; many tests wait, hence more than cores. WORKERS=0: sequential.
 WORKERS ?= 3
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
+# Workers and hundreds of processes import the same files: without bytecode each of them compiles all of them.
+test test-all test-failed test-long: export PYTHONDONTWRITEBYTECODE =
 test: setup  # at least one case of every guarantee: six to seven minutes on two cores
 	$(PYTEST)
 
