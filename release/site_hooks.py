@@ -22,6 +22,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parent.parent
 # Pages that are made of files outside docs/, by the path in the site.
 OUTSIDE = {"architecture.md": "ARCHITECTURE.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+# No index.md: that would be the page of the section that it stands in.
+DECISIONS = "decisions.md"
 _CODE = re.compile(r"(^```.*?^```[^\n]*\n)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _INCLUDE = re.compile(r'^<!-- include: (\S+) "([^"]+)" -->$', re.MULTILINE)
@@ -32,9 +34,9 @@ def on_files(files: Any, config: Any) -> Any:
     for page, source in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     decisions = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
-    rows = [f"- [{path.read_text().splitlines()[0].removeprefix('# ')}]({path.name})" for path in decisions]
+    rows = [f"- [{path.read_text().splitlines()[0][2:]}](decisions/{path.name})" for path in decisions]
     index = "# Decisions\n\nSituation, options, measurements, choice, and when to revisit it.\n\n" + "\n".join(rows)
-    files.append(File.generated(config, "decisions/index.md", content=index + "\n"))
+    files.append(File.generated(config, DECISIONS, content=index + "\n"))
     notebook = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text())
     files.append(File.generated(config, "tutorial.md", content=notebook_as_markdown(notebook)))
     return files
@@ -75,11 +77,13 @@ def with_site_links(markdown: str, source: str, site_path: str, sources: str, fi
         if inside == "docs/tutorial.ipynb":
             place = inside.removeprefix("docs/")
         elif inside.startswith("docs/"):
-            place = inside.removeprefix("docs/") + ("/index.md" if (ROOT / inside).is_dir() else "")
+            place = DECISIONS if inside == "docs/decisions" else inside.removeprefix("docs/")
         if place is None or files.get_file_from_path(place) is None:
             if image:
                 raise PluginError(f"{source} shows {target}, which is not in docs/")
             return f"[{text}]({sources.rstrip('/')}/{inside})" if sources else text
+        if text == posixpath.basename(path):
+            text = text.removesuffix(".md").lower()  # the site has pages, not files
         relative = posixpath.relpath(place, posixpath.dirname(site_path) or ".")
         return f"{image}[{text}]({relative}{'#' + anchor if anchor else ''})"
 
