@@ -77,7 +77,7 @@ class ZeroMq:
 
         socket = zmq.Context().socket(zmq.ROUTER)
         socket.bind(address)
-        print(socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0"), flush=True)
+        print(bytes(socket.LAST_ENDPOINT).decode().rstrip("\0"), flush=True)
         while True:
             caller, what, *frames = socket.recv_multipart(copy=False)
             value = _value(frames)
