@@ -77,7 +77,9 @@ class ZeroMq:
 
         socket = zmq.Context().socket(zmq.ROUTER)
         socket.bind(address)
-        print(bytes(socket.LAST_ENDPOINT).decode().rstrip("\0"), flush=True)
+        address = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(address, bytes)
+        print(address.decode().rstrip("\0"), flush=True)
         while True:
             caller, what, *frames = socket.recv_multipart(copy=False)
             value = _value(frames)
