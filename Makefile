@@ -53,7 +53,8 @@ bench: setup
 results: setup  # long: trains every example of docs/results.md
 	$(BIN)/python examples/results.py
 
-docs: setup
+docs: setup  # the site, in build/site; a warning or a link that leads nowhere fails. Then the code on its pages is run
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/pytest tests/test_docs.py tests/test_architecture.py tests/test_words.py
 
 check: setup native-check
