@@ -128,7 +128,7 @@ class SampledBatch {
   }
 
   // The order of the fields is part of the binding (geartrain/replay/transitions.py): of each field what it gives, an
-  // observation twice; then reward, discount, terminated, truncated.
+  // observation twice; then reward, discount, terminated, truncated, and with goals relabelled.
   void add_transitions(const Store& store, const std::vector<uint32_t>& fields) {
     Field reward{};
     for (size_t i = 0; i < fields.size(); ++i) {
@@ -173,6 +173,11 @@ class SampledBatch {
     fields_.push_back({reinterpret_cast<std::byte*>(arrays_.terminated.data()), {n_}, nb::dtype<bool>()});
     fields_.push_back({reinterpret_cast<std::byte*>(arrays_.truncated.data()), {n_}, nb::dtype<bool>()});
     nbytes_ += (sizeof(float) + 2) * n_;
+    if (view_->goals.strategy != GoalStrategy::none) {
+      take(arrays_.relabelled, n_);
+      fields_.push_back({reinterpret_cast<std::byte*>(arrays_.relabelled.data()), {n_}, nb::dtype<bool>()});
+      nbytes_ += n_;
+    }
   }
 
   static size_t bytes_needed(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
@@ -186,7 +191,7 @@ class SampledBatch {
       if (!with_fields) fail(ErrorKind::schema, "transitions go to recycled memory, not to arrays of the caller's");
       view->check(store, fields);
       steps = view->frame_stack;
-      bytes += PooledMemory::padded(4 * n) + 2 * PooledMemory::padded(n);
+      bytes += PooledMemory::padded(4 * n) + 3 * PooledMemory::padded(n);
     }
     for (size_t i = 0; with_fields && i < fields.size(); ++i) {
       const FieldRecord& record = store.fields()[fields[i]];
@@ -321,12 +326,18 @@ void bind_batch(nb::module_& module) {
       .def(
           "__init__",
           [](TransitionView* self, uint32_t n_step, uint32_t frame_stack, std::vector<double> powers,
-             const std::vector<uint8_t>& roles) {
-            TransitionView view{n_step, frame_stack, std::move(powers), {}};
+             const std::vector<uint8_t>& roles, const std::tuple<uint8_t, uint32_t, uint32_t, uint32_t>& goals) {
+            const auto [strategy, k, achieved, desired] = goals;
+            TransitionView view{n_step,
+                                frame_stack,
+                                std::move(powers),
+                                {},
+                                {static_cast<GoalStrategy>(strategy), k, achieved, desired}};
             for (uint8_t role : roles) view.roles.push_back(static_cast<TransitionRole>(role));
             new (self) TransitionView(std::move(view));
           },
-          nb::arg("n_step"), nb::arg("frame_stack"), nb::arg("powers"), nb::arg("roles"));
+          nb::arg("n_step"), nb::arg("frame_stack"), nb::arg("powers"), nb::arg("roles"),
+          nb::arg("goals") = std::tuple<uint8_t, uint32_t, uint32_t, uint32_t>{});
   nb::class_<SampledBatch>(module, "SampledBatch")
       .def(
           "__init__",

@@ -59,7 +59,14 @@ def fetch(
 def pooled_bytes(nbytes: int, /) -> NDArray[np.uint8]: ...
 
 class TransitionView:
-    def __init__(self, n_step: int, frame_stack: int, powers: Sequence[float], roles: Sequence[int]) -> None: ...
+    def __init__(
+        self,
+        n_step: int,
+        frame_stack: int,
+        powers: Sequence[float],
+        roles: Sequence[int],
+        goals: tuple[int, int, int, int] = (0, 0, 0, 0),
+    ) -> None: ...
 
 class SampledBatch:
     def __init__(

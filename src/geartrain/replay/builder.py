@@ -146,7 +146,8 @@ class HostBatchBuilder:
         self.mixed = selection is not samplers[0].strategy
         self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self._selection = selection
-        self._shown: BatchPlan = samplers[0].transitions or samplers[0].plan
+        self._transitions = samplers[0].transitions
+        self._shown: BatchPlan = self._transitions or samplers[0].plan
         self._make_s = 0.0
         self._built = 0
 
@@ -157,6 +158,8 @@ class HostBatchBuilder:
         """See `BatchBuilder`. The batch is finished when this returns."""
         began_s = time.perf_counter()
         native, after = self.sample(step, state)
+        if self._transitions is not None:
+            self._transitions.settle(native)
         batch = NativeBatch(native, self._shown, step, self.store_ids)
         make_s = time.perf_counter() - began_s
         self._make_s += make_s
