@@ -270,14 +270,19 @@ class Sampler {
     return nb::make_tuple(result.cursor, result.redrawn, result.count);
   }
 
-  // Copies rows that Python has drawn to the places `numbers` of a part. Returns how many were lost.
+  // Copies rows that Python has drawn to the places `numbers` of a part, with `steps` where it has drawn these as well.
+  // Returns how many were lost.
   uint64_t gather(SampledBatch& batch, size_t first, size_t n, const In<uint32_t>& numbers, const In<uint32_t>& rows,
-                  const In<uint32_t>& generations, const In<double>& probability, uint64_t step, uint32_t round) {
+                  const In<uint32_t>& generations, const In<double>& probability, uint64_t step, uint32_t round,
+                  const std::optional<In<uint32_t>>& steps) {
     const BatchArrays arrays = arrays_of(batch);
     batch.check_part(first, n);
     if (rows.size() != numbers.size() || generations.size() != numbers.size() || probability.size() != numbers.size()) {
       fail(ErrorKind::schema, numbers.size(), " numbers were given with ", rows.size(), " rows, ", generations.size(),
            " generations and ", probability.size(), " probabilities");
+    }
+    if (steps && steps->size() != numbers.size()) {
+      fail(ErrorKind::schema, numbers.size(), " numbers were given with ", steps->size(), " steps");
     }
     for (uint32_t number : view(numbers)) {
       if (number >= n) fail(ErrorKind::schema, "draw ", number, " is none of ", n);
@@ -287,7 +292,8 @@ class Sampler {
     }
     return released(store_, [&] {
       return sampler_.gather(arrays.part(store_, window_, sampler_.view(), first, n),
-                             {view(numbers), view(rows), view(generations), view(probability)}, step, round);
+                             {view(numbers), view(rows), view(generations), view(probability), view(steps)}, step,
+                             round);
     });
   }
 
@@ -394,7 +400,9 @@ void bind_batch(nb::module_& module) {
           nb::arg("transitions").none() = nb::none())
       .def("sample_into", &Sampler::sample_into, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("step"),
            nb::arg("limits").none(), nb::arg("cursor"), nb::arg("admitted"), nb::arg("beta").none())
-      .def("gather", &Sampler::gather);
+      .def("gather", &Sampler::gather, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("numbers"),
+           nb::arg("rows"), nb::arg("generations"), nb::arg("probability"), nb::arg("step"), nb::arg("round"),
+           nb::arg("steps").none() = nb::none());
   module.def("importance_weights", &weights_of);
 }
 
