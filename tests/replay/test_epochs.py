@@ -206,3 +206,34 @@ def test_what_makes_no_passes_is_refused():
         pytest.raises(ArgumentError, match="use Fifo"),
     ):
         gt.Replay(store, Epochs(), 1)
+
+
+@pytest.mark.parametrize(("drop_last", "at"), [(False, 0), (False, 3), (False, 4), (True, 1), (True, 3)])
+def test_rows_that_go_between_being_taken_and_being_copied_are_replaced_or_left_out(drop_last, at):
+    """24 rows in batches of 5; of one batch two rows go under the hand of the sampler."""
+    store = make_store(24, 30)
+    gone = []
+
+    class Losing(Epochs):
+        def take(self, shard, n, state, **options):
+            taken = super().take(shard, n, state, **options)
+            if not gone and len(calls) == at:
+                rows = taken.rows[:2]
+                keys = store.keys()
+                lost = keys[np.isin(keys.row, rows)]
+                gone.extend(gt.fetch(store, lost, output="numpy")["tag"].tolist())
+                store.delete(lost)
+            calls.append(n)
+            return taken
+
+    calls = []
+    with store, replay_of(store, Losing(seed=2, drop_last=drop_last), 5) as replay:
+        batches = [batch["tag"].tolist() for batch in replay]
+        seen = list(itertools.chain(*batches))
+        assert len(gone) == 2 and len(set(seen)) == len(seen) and not set(seen) & set(gone)
+        figures = replay.stats()
+        assert figures["skipped"] == 2 and figures["dropped"] == (2 if drop_last else 0)
+        assert figures["rows"] == len(seen) == 20 + (0 if drop_last else 2)
+        assert figures["epoch"] == 1
+        following = [tag for batch in replay for tag in batch["tag"].tolist()]
+        assert len(following) == (20 if drop_last else 22) and not set(following) & set(gone)

@@ -230,32 +230,27 @@ class StoreSampler:
                     return batch, taken.state
                 attempt += 1
                 self.note_lost(len(lost), attempt)
-                taken, numbers = self._without(taken, lost)
+                taken, numbers = self._without(taken, lost, n)
                 if len(taken.rows) < size:
                     break  # the pass has no more; what is left is copied into a smaller batch
 
-    def _take(self, n: int, state: dict[str, int]) -> Taken:
+    def _take(self, n: int, state: dict[str, int], of_batch: int | None = None) -> Taken:
         assert self.epochs is not None
         shard = Shard(self.candidates, 0, 1, lambda array: array[None])
         row_steps = self.plan.store.max_length if self.epochs.over == "steps" else 0
-        return self.epochs.take(shard, n, state, row_steps=row_steps, need=0 if self.transitions is None else 1)
+        need = 0 if self.transitions is None else 1
+        return self.epochs.take(shard, n, state, row_steps=row_steps, need=need, of_batch=of_batch)
 
-    def _without(self, taken: Taken, lost: NDArray[np.intp]) -> tuple[Taken, NDArray[np.uint32]]:
+    def _without(self, taken: Taken, lost: NDArray[np.intp], n: int) -> tuple[Taken, NDArray[np.uint32]]:
         """Further rows of the pass in the place of lost ones, as far as there are any, and their numbers.
 
         Where there are fewer, what is left is one after the other, and all of it is to be copied anew.
         """
-        state = dict(taken.state)
         kept = np.delete(np.arange(len(taken.rows)), lost)
-        nothing = taken.rows[:0]
-        if taken.over:  # they were counted as given
-            state["skipped"] += len(lost)
-            more = Taken(taken.shard[:0], nothing, nothing, nothing, state, True)
-        else:
-            state["given"] -= len(lost)
-            more = self._take(len(lost), state)
+        rest = taken.rest | {"given": taken.rest["given"] - len(lost)}
+        more = self._take(len(lost), rest, n)
         if len(more.rows) < len(lost):
-            return Epochs.joined(taken, kept, more), nothing
+            return Epochs.joined(taken, kept, more), taken.rows[:0]
         order = np.argsort(np.concatenate([kept, lost]))  # each further row where the lost one was
         joined = Epochs.joined(taken, kept, more)
         return joined._replace(

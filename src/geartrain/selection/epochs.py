@@ -28,7 +28,7 @@ class Taken(NamedTuple):
     """The next rows of a pass, (n,) each: at most those asked for, fewer at its end.
 
     `shard` is the same on all ranks, the others of this rank's shard only. `state` is that before the next rows; `over`
-    says that these are the last of the pass.
+    says that these are the last of the pass, and `rest` is the state to take what is left of it, if anything.
     """
 
     shard: NDArray[np.int64]
@@ -36,6 +36,7 @@ class Taken(NamedTuple):
     generations: NDArray[np.uint32]
     steps: NDArray[np.uint32]
     state: dict[str, int]
+    rest: dict[str, int]
     over: bool
 
 
@@ -139,11 +140,19 @@ class Epochs:
             np.concatenate([taken.generations[kept], more.generations]),
             np.concatenate([taken.steps[kept], more.steps]),
             more.state,
+            more.rest,
             more.over,
         )
 
     def take(
-        self, shard: Shard, n: int, state: Mapping[str, int] | None, *, row_steps: int = 0, need: int = 0
+        self,
+        shard: Shard,
+        n: int,
+        state: Mapping[str, int] | None,
+        *,
+        row_steps: int = 0,
+        need: int = 0,
+        of_batch: int | None = None,
     ) -> Taken:
         """The next n rows or steps of the pass; the first of a pass begins it.
 
@@ -151,6 +160,7 @@ class Epochs:
             state: `Taken.state` of those before; None at the very first.
             row_steps: the most steps of a row, where steps are taken; 0 for rows.
             need: steps at a row's end that do not count.
+            of_batch: these are to replace some of a batch of so many; fewer than n will do.
 
         Raises:
             EmptyStoreError: the pass has nothing.
@@ -173,7 +183,8 @@ class Epochs:
         first, total = sum(places[: shard.number]), sum(places)
         if now["count"] == 0:
             raise EmptyStoreError("no selectable row can be in a pass")
-        wanted = 2 * n if self.drop_last else n + 1  # so that it is known whether these are the last
+        ahead = (of_batch or n) if self.drop_last else 1  # with fewer left than these, the pass is over
+        wanted = n + ahead
         found: list[NDArray[np.int64]] = []  # position, owner, row, generation, step
         position, have = now["position"], 0
         while have < wanted and position < total:
@@ -198,19 +209,22 @@ class Epochs:
             found.append(np.stack([at + position, owner, rows, generations, steps[at]]).astype(np.int64))
             have, position = have + len(at), position + span
         every = np.concatenate(found, axis=1) if found else np.empty((5, 0), np.int64)
-        if self.drop_last and have < n and now["position"] == 0:
+        short = self.drop_last and of_batch is None and have < n
+        if short and now["position"] == 0:
             raise NotEnoughRowsError(f"a pass has {have} of the {n} that a batch takes, and drop_last leaves them out")
-        chosen = every[:, : 0 if self.drop_last and have < n else n]
+        chosen = every[:, : 0 if short else n]
         given, left = now["given"] + chosen.shape[1], have - chosen.shape[1]
-        over = left < (n if self.drop_last else 1)
+        over = left < ahead
+        rest = {**now, "given": given}
+        if chosen.shape[1]:
+            rest["position"] = int(chosen[0, -1]) + 1
+        after = rest
         if over:
             gone = max(0, now["count"] - given - left)
             after = {"epoch": epoch + 1, "skipped": skipped + gone, "dropped": dropped + left}
-        else:
-            after = {**now, "position": int(chosen[0, -1]) + 1, "given": given}
         _, owner, rows, generations, steps = chosen
         keys = rows.astype(np.uint32), generations.astype(np.uint32), steps.astype(np.uint32)
-        return Taken(owner, keys[0], keys[1], keys[2], after, over)
+        return Taken(owner, keys[0], keys[1], keys[2], after, rest, over)
 
 
 def _alone(candidates: Candidates) -> Shard:
