@@ -172,7 +172,7 @@ def test_a_batch_that_is_kept_is_never_overwritten(store: gt.Store) -> None:
 def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], str], path: Any, packed: bool) -> None:
     device = SimulatedDevice(2)
     done = threading.Event()
-    with gt.Store.create(store_name(), tagged.FIELDS, max_length=tagged.STEPS, capacity=40) as store:
+    with tagged.create(store_name(), capacity=40) as store:
         tagged.insert(store, np.arange(1, 41))
 
         pause_s = 0.0

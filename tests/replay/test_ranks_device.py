@@ -185,7 +185,7 @@ def test_heads_tails_and_tensor_parallel_peers(
 def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], str], path: Any, packed: bool) -> None:
     """Every shard is written anew about once a batch, while two ranks of a shard read it for all four."""
     done = threading.Event()
-    stores = [gt.Store.create(store_name(), tagged.FIELDS, max_length=tagged.STEPS, capacity=40) for _ in range(2)]
+    stores = [tagged.create(store_name(), capacity=40) for _ in range(2)]
     for store in stores:
         tagged.insert(store, np.arange(1, 41))
     redrawn = [0.0] * 4
