@@ -43,6 +43,11 @@ def rows_of(tags: NDArray[np.uint64]) -> dict[str, NDArray[Any]]:
     }
 
 
+def create(name: str, capacity: int = 16, **options: Any) -> gt.Store:
+    """A store for such rows."""
+    return gt.Store.create(name, FIELDS, max_length=STEPS, capacity=capacity, **options)
+
+
 def insert(store: gt.Store, tags: Any, **options: Any) -> gt.Keys:
     """Rows of these tags, with the tag as version and each with its own length."""
     tags = np.asarray(tags, np.uint64)
