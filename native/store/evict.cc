@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
-#include <vector>
 
 #include "base/clock.h"
 #include "base/convert.h"
@@ -65,6 +64,10 @@ namespace {
 
 // A 64th of the rows is ranked away at a time, so that an insert pays for looking at 64 rows.
 constexpr uint64_t kRankedShare = 64;
+constexpr uint64_t kLeastRanked = 64;
+// Where fewer than this share of the rows is committed, their list is walked: a row costs more, but only those are
+// seen.
+constexpr uint64_t kFullShare = 8;
 
 bool ranks(Remover remover) {
   return remover != Remover::fifo && remover != Remover::lifo && remover != Remover::lowest_priority;
@@ -127,15 +130,12 @@ size_t Store::take_victims(Sums& sums, std::span<uint32_t> rows) {
   return rows.size();
 }
 
+// No memory is taken here: a caller may be in the middle of a commit, which an exception would leave half done.
 void Store::evict_worst(Sums& sums, size_t needed) {
-  struct Candidate {
-    double score;
-    uint64_t sequence;
-    uint32_t row;
-    bool operator<(const Candidate& other) const {
-      return score != other.score ? score < other.score : sequence < other.sequence;
-    }
-  };
+  for (size_t evicted = 0; evicted < needed;) evicted += evict_some_of_the_worst(sums, needed - evicted);
+}
+
+size_t Store::evict_some_of_the_worst(Sums& sums, size_t needed) {
   const Remover remover = remover_of(header().remover);
   const uint32_t field = remover_field_of(header().remover);
   const auto now = static_cast<uint32_t>(samples_so_far());
@@ -154,20 +154,44 @@ void Store::evict_worst(Sums& sums, size_t needed) {
     if (std::isnan(value)) return -std::numeric_limits<double>::infinity();
     return remover == Remover::lowest_value ? value : -value;
   };
-  std::vector<Candidate> candidates;
-  candidates.reserve(removable_count());
-  for (uint32_t row = 0; row < header().capacity; ++row) {
+  const uint64_t committed = removable_count();
+  const size_t n = std::min<size_t>(worst_.capacity(), std::max<size_t>(needed, committed / kRankedShare));
+  worst_.clear();  // the n worst so far, the best of them at the front
+  uint64_t found = 0;
+  const auto consider = [&](uint32_t row) {
     const RowStatus& s = status()[row];
-    if (s.state == RowState::committed) candidates.push_back({score(row), s.sequence.load(kRelaxed), row});
+    if (s.state != RowState::committed) return;
+    ++found;
+    const RankedRow candidate{score(row), s.sequence.load(kRelaxed), row};
+    if (worst_.size() == n) {
+      if (!(candidate < worst_.front())) return;
+      std::pop_heap(worst_.begin(), worst_.end());
+      worst_.pop_back();
+    }
+    worst_.push_back(candidate);
+    std::push_heap(worst_.begin(), worst_.end());
+  };
+  if (committed < header().capacity / kFullShare) {
+    uint32_t row = control().order_head;
+    for (uint64_t walked = 0; row != kNoRow; row = status()[row].next) {
+      if (walked++ == header().capacity) fail_damaged("the order list is a circle through row", row);
+      consider(row);
+    }
+  } else {
+    for (uint32_t row = 0; row < header().capacity; ++row) consider(row);
   }
-  if (candidates.size() < needed) fail_damaged("fewer rows are committed than the count says:", candidates.size());
-  const size_t n = std::min<size_t>(candidates.size(), std::max<size_t>(needed, candidates.size() / kRankedShare));
-  std::partial_sort(candidates.begin(), candidates.begin() + static_cast<ptrdiff_t>(n), candidates.end());
-  for (size_t i = 0; i < n; ++i) {
-    retire(sums, candidates[i].row);
-    put_free_row(candidates[i].row);
+  if (found < needed) fail_damaged("fewer rows are committed than the count says:", found);
+  std::sort_heap(worst_.begin(), worst_.end());
+  for (const RankedRow& each : worst_) {
+    retire(sums, each.row);
+    put_free_row(each.row);
   }
-  count(control().counters.evicted, n);
+  count(control().counters.evicted, worst_.size());
+  return worst_.size();
+}
+
+void Store::reserve_for_ranking() {
+  if (ranks(remover_of(header().remover))) worst_.reserve(header().capacity / kRankedShare + kLeastRanked);
 }
 
 void Store::note_sampled(uint32_t row, uint64_t samples) const {

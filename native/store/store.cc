@@ -112,6 +112,7 @@ void Store::bind_trees() {
   bit_tree_ = BitTree(region<std::atomic<uint64_t>>(kBitsRegion), region<std::atomic<uint64_t>>(kBitNodesRegion),
                       (rows + 63) / 64);
   content_mask_ = (header().required_features & kContentNumbers) != 0 ? ~uint64_t{0} : 0;
+  if (!read_only_) reserve_for_ranking();
   if (per_step()) {
     step_tree_ = PriorityTree(region<std::atomic<uint64_t>>(kStepWordsRegion),
                               region<std::atomic<uint64_t>>(kStepNodesRegion), rows * header().max_length);

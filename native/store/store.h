@@ -428,6 +428,8 @@ class Store final : public OpenStore {
   size_t take_victims(Sums& sums, std::span<uint32_t> rows);
   // For removers that order rows by what changes without the lock: ranks all of them, and evicts `needed` or a 64th.
   void evict_worst(Sums& sums, size_t needed);
+  size_t evict_some_of_the_worst(Sums& sums, size_t needed);
+  void reserve_for_ranking();
   void note_sampled(uint32_t row, uint64_t samples) const;
   uint64_t samples_so_far() const { return control().counters.sampled.load(kRelaxed); }
   void retire(Sums& sums, uint32_t row);  // a committed row: no longer selectable, on no list
@@ -459,6 +461,16 @@ class Store final : public OpenStore {
 
   friend class PriorityWriter;
 
+  // A row in the order in which a remover takes rows.
+  struct RankedRow {
+    double score;
+    uint64_t sequence;
+    uint32_t row;
+    bool operator<(const RankedRow& other) const {
+      return score != other.score ? score < other.score : sequence < other.sequence;
+    }
+  };
+
   std::shared_ptr<Mapping> mapping_;
   Geometry geometry_;
   std::atomic<uint64_t>* words_ = nullptr;
@@ -472,6 +484,7 @@ class Store final : public OpenStore {
   std::mutex journal_mutex_;
   std::mutex given_up_mutex_;
   std::vector<uint32_t> given_up_;
+  std::vector<RankedRow> worst_;  // under the segment's lock; room for a share of the rows, of no other stores
   double lock_timeout_s_ = 10.0;
   uint64_t content_mask_ = 0;  // all ones in segments with content numbers
   bool read_only_ = false;

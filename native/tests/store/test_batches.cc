@@ -2,11 +2,30 @@
 
 #include <algorithm>
 #include <deque>
+#include <iterator>
+#include <new>
 #include <random>
+#include <set>
 
 #include "store/store.h"
 #include "tests/support/check.h"
 #include "tests/support/tagged_rows.h"
+
+namespace {
+thread_local bool out_of_memory = false;
+}  // namespace
+
+void* operator new(size_t bytes) {
+  void* const memory = out_of_memory ? nullptr : std::malloc(bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept {
+  std::free(memory);
+}
+void operator delete(void* memory, size_t) noexcept {
+  std::free(memory);
+}
 
 namespace geartrain {
 namespace {
@@ -81,6 +100,56 @@ void check_against_model(Remover remover, uint64_t max_rows) {
 TEST(rows_committed_in_any_order_and_number_are_kept_and_evicted_as_one_by_one) {
   for (const Remover remover : {Remover::fifo, Remover::lifo, Remover::lowest_priority}) {
     for (const uint64_t max_rows : {uint64_t{40}, uint64_t{7}}) check_against_model(remover, max_rows);
+  }
+}
+
+// With a value for a remover to go by: rows leave from the lowest, in shares of a 64th or what is needed, and memory
+// runs out in the middle of each commit.
+TEST(rows_are_ranked_without_taking_memory_in_the_middle_of_a_commit) {
+  constexpr uint64_t kCapacity = 20'000;
+  for (const uint64_t max_rows : {kCapacity, uint64_t{500}}) {  // all rows are looked at, or the list of those kept
+    StoreOptions options;
+    options.capacity = kCapacity;
+    options.max_rows = max_rows;
+    options.remover = Remover::lowest_value;
+    auto store = Store::create(testing::unique_name(), {{"value", 8, 8, false, {}}}, options);
+    std::mt19937 random(static_cast<uint32_t>(max_rows));
+    std::multiset<uint64_t> model;
+    uint64_t inserted = 0;
+    for (const size_t n : {20'000, 1, 377, 5'000, 1, 63}) {
+      std::vector<uint32_t> rows(n), generations(n);
+      out_of_memory = true;
+      store->allocate(rows);
+      out_of_memory = false;
+      if (max_rows == kCapacity && inserted != 0) CHECK_EQ(store->counts().writing, n);
+      std::vector<uint64_t> values(n);
+      for (size_t i = 0; i < n; ++i) {
+        values[i] = random();
+        std::memcpy(store->block(0, rows[i]), &values[i], 8);
+      }
+      out_of_memory = true;
+      store->commit(rows, {}, generations);
+      out_of_memory = false;
+      inserted += n;
+      // The lowest values went, more than needed but never a row that is better than one that stayed, but for the rows
+      // that came after.
+      model.insert(values.begin(), values.end());
+      std::vector<uint32_t> kept, kept_generations;
+      store->keys(&kept, &kept_generations);
+      CHECK(kept.size() <= max_rows && kept.size() + max_rows / 64 + 1 >= std::min<uint64_t>(max_rows, inserted));
+      std::multiset<uint64_t> here;
+      for (const uint32_t row : kept) here.insert(*reinterpret_cast<const uint64_t*>(store->block(0, row)));
+      CHECK(std::includes(model.begin(), model.end(), here.begin(), here.end()));
+      if (n == 1) {  // what went was not better than what stayed
+        std::vector<uint64_t> gone;
+        std::set_difference(model.begin(), model.end(), here.begin(), here.end(), std::back_inserter(gone));
+        here.erase(here.find(values[0]));
+        CHECK(gone.empty() || here.empty() || gone.back() <= *here.begin());
+      }
+      model.clear();
+      for (const uint32_t row : kept) model.insert(*reinterpret_cast<const uint64_t*>(store->block(0, row)));
+      CHECK(store->audit().empty());
+    }
   }
 }
 

@@ -13,6 +13,7 @@ The algorithms, for N workers behind links of B bytes a second:
 
 | | bytes of a worker, each way | hops, one after the other |
 |---|---|---|
+| root: one worker sums and broadcasts | the root (N - 1) K | 2 |
 | ring | 2 (N - 1) / N K | 2 (N - 1) |
 | tree (halving and doubling) | 2 (N - 1) / N K; K more where N is no power of two | 2 log2 N, 2 more |
 | dedicated | K, if there are enough reducers | 2 |
@@ -30,7 +31,7 @@ from dataclasses import dataclass, replace
 import geartrain._native as _native
 from geartrain.errors import ArgumentError
 
-ALGORITHMS = ("ring", "tree", "dedicated", "hybrid")
+ALGORITHMS = ("root", "ring", "tree", "dedicated", "hybrid")
 #: Most reducers that are compared when the cheapest number is searched.
 MOST_REDUCERS = 10_000
 
@@ -138,7 +139,12 @@ def cost(network: Network, algorithm: str) -> Cost:
     """Cost of one algorithm. Raises `ArgumentError` for an unknown one, and for dedicated without reducers."""
     n, k, slowest = len(network.workers), network.nbytes, min(network.workers)
     reducers = 0
-    if algorithm == "ring":
+    if algorithm == "root":
+        root = network.workers.index(max(network.workers))
+        shares = [float(i == root) for i in range(n)]
+        moved = max(_native.moved_bytes(n, 0, shares, k))
+        seconds, hops = _native.shares_seconds(network.workers, (), shares, k), _native.DIRECT_HOPS if n > 1 else 0
+    elif algorithm == "ring":
         moved, hops = _native.ring_bytes(n, k), _native.ring_hops(n)
         seconds = moved / slowest
     elif algorithm == "tree":

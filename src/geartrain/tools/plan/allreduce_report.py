@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ def _print(
     )
     if best is not None:
         say(_price_line(best, compute_s))
+        console.print(_price_table(table_of, best, compute_s))
     table = table_of(title="on this network", title_justify="left")
     table.add_column("")
     for name in ("reducers", "bytes of a worker", "K", "hops", "latency", "time", "K/B"):
@@ -100,13 +101,13 @@ def _print(
     table = table_of(title=title, title_justify="left")
     table.add_column("N", justify="right")
     for name in ALGORITHMS:
-        table.add_column(f"{name}: K, {'latency' if network.rtt_s else 'hops'}, time", justify="right", no_wrap=True)
+        table.add_column(f"{name}:\nK, {'latency' if network.rtt_s else 'hops'}, time", justify="right", no_wrap=True)
     for count, row in zip(counts, rows, strict=True):
         delays = [seconds_text(one.latency_s) if network.rtt_s else str(one.hops) for one in row]
         table.add_row(
             str(count),
             *(
-                f"{_ratio(one.worker_bytes, network.nbytes)} {delay:>7} {seconds_text(one.seconds):>7}"
+                f"{_short_ratio(one.worker_bytes, network.nbytes)} {delay:>6} {seconds_text(one.seconds):>7}"
                 for one, delay in zip(row, delays, strict=True)
             ),
         )
@@ -123,6 +124,26 @@ def _price_line(best: tuple[Priced, list[Priced]], compute_s: float) -> str:
         f"({seconds_text(none.step_s)}, {none.cost:.4g}); the fastest, {priced[-1].reducers}, takes "
         f"{seconds_text(priced[-1].step_s)} and costs {priced[-1].cost:.4g}"
     )
+
+
+def _price_table(table_of: Callable[..., Any], best: tuple[Priced, list[Priced]], compute_s: float) -> Any:
+    """Some numbers of reducers between none and the fastest, the cheapest among them."""
+    least, priced = best
+    fastest = len(priced) - 1
+    shown = sorted({0, least.reducers, *(round(fastest * part / 5) for part in range(6))})
+    table = table_of(title="cost of a step by the number of reducers", title_justify="left")
+    for name in ("reducers", "all-reduce", "step", "steps/s", "cost of 1000 steps", "of none"):
+        table.add_column(name, justify="right")
+    for one in (priced[count] for count in shown):
+        table.add_row(
+            f"{one.reducers}{' (cheapest)' if one is least else ''}",
+            seconds_text(one.step_s - compute_s),
+            seconds_text(one.step_s),
+            f"{1 / one.step_s:.4g}" if one.step_s else "-",
+            f"{1000 * one.cost:.4g}",
+            _ratio(one.cost, priced[0].cost),
+        )
+    return table
 
 
 def _kinds(rates: Sequence[float]) -> str:
@@ -150,6 +171,10 @@ def _ratio(value: float, unit: float) -> str:
     return f"{value / unit:.3f}" if unit else "-"
 
 
+def _short_ratio(value: float, unit: float) -> str:
+    return f"{value / unit:#.3g}" if unit else "-"
+
+
 def _as_json(
     found: AllReducePlan, best: tuple[Priced, list[Priced]] | None, rows: Sequence[Sequence[Cost]]
 ) -> dict[str, Any]:
@@ -175,7 +200,13 @@ def plot(found: AllReducePlan, best: tuple[Priced, list[Priced]] | None, path: P
     counts = range(2, max(COUNTS) + 1)
     rows = growing(network, counts)
     figure, (moved, latency, helped) = pyplot.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
-    styles = {"ring": ("C3", "-"), "tree": ("C1", ":"), "dedicated": ("C2", "--"), "hybrid": ("C0", "-")}
+    styles = {
+        "root": ("C4", "-."),
+        "ring": ("C3", "-"),
+        "tree": ("C1", ":"),
+        "dedicated": ("C2", "--"),
+        "hybrid": ("C0", "-"),
+    }
     powers = [i for i, n in enumerate(counts) if n & (n - 1) == 0]
     for column, name in enumerate(ALGORITHMS):
         color, dash = styles[name]
@@ -193,7 +224,7 @@ def plot(found: AllReducePlan, best: tuple[Priced, list[Priced]] | None, path: P
     most = min(MOST_PLOTTED, max(4, math.ceil(1.2 * found.needed_dedicated), len(network.reducers)))
     times = with_reducers(network, rate, most)
     unit = network.unit_s or 1.0
-    ring = found.costs[0].seconds / unit
+    ring = next(one.seconds for one in found.costs if one.algorithm == "ring") / unit
     helped.axhline(ring, color="C3", label="ring")
     helped.plot(range(1, most + 1), [b / unit for _, b in times[1:]], color="C2", linestyle="--", label="dedicated")
     helped.plot(range(most + 1), [a / unit for a, _ in times], color="C0", label="hybrid")
