@@ -19,8 +19,11 @@ namespace {
 constexpr uint8_t kBool = 1, kHalf = 10, kFloat = 12, kDouble = 13;  // codes of geartrain/core/dtypes.py
 constexpr size_t kLine = 64;
 // Rows whose misses overlap, and lines of one field that are asked for; a processor fetches further ones by itself.
-constexpr size_t kInFlightRows = 32;
+constexpr size_t kInFlightRows = 64;
 constexpr uint64_t kLinesAhead = 8;
+// Rows that are copied field by field between two looks at their words.
+constexpr size_t kTogether = 16;
+constexpr size_t kFewRewards = 8;
 constexpr size_t kRewardBytes = 1024;
 constexpr uint64_t kFewBytes = 256;
 
@@ -132,22 +135,18 @@ class TransitionGather {
   uint64_t bytes() const { return bytes_; }
 
   void rows(size_t first, size_t last) const {
-    Placed placed[kInFlightRows];
-    std::vector<double> rewards;
+    Block block(parts_.size());
     for (size_t at = first; at < last; at += kInFlightRows) {
       const size_t n = std::min(kInFlightRows, last - at);
       for (size_t i = 0; i < n; ++i) {
         __builtin_prefetch(&store_.words()[request_.rows[at + i]]);
         __builtin_prefetch(&store_.status()[request_.rows[at + i]].length);
       }
-      for (size_t i = 0; i < n; ++i) placed[i] = place(at + i);
-      for (size_t i = 0; i < n; ++i) {
-        if (placed[i].found) ask_for(placed[i]);
-      }
-      for (size_t i = 0; i < n; ++i) {
-        const size_t to = request_.places[at + i];
-        request_.torn[to] = !(placed[i].found && copy_row(placed[i], to, rewards));
-      }
+      block.size = 0;
+      for (size_t i = 0; i < n; ++i) place(at + i, block);
+      for (size_t part = 0; part < parts_.size(); ++part) locate(parts_[part], block, block.from(part));
+      ask_for(block);
+      for (size_t i = 0; i < block.size; i += kTogether) copy_rows(block, i, std::min(block.size, i + kTogether));
     }
     if (stream_) stream_fence();
   }
@@ -166,109 +165,188 @@ class TransitionGather {
 
   // A transition of a row, by what was known of the row when it was looked at.
   struct Placed {
-    uint32_t row, generation, length, step, count;
-    bool found;
+    uint32_t row, generation, length, step, count, to;
   };
 
-  Placed place(size_t i) const {
-    Placed out{request_.rows[i], request_.generations[i], 0, 0, 0, false};
+  // Transitions that are copied together, and where each of their fields begins.
+  struct Block {
+    explicit Block(size_t parts) : addresses(parts * kInFlightRows) { copies.reserve(kTogether); }
+    const std::byte** from(size_t part) { return addresses.data() + part * kInFlightRows; }
+    const std::byte* const* from(size_t part) const { return addresses.data() + part * kInFlightRows; }
+
+    size_t size = 0;
+    Placed placed[kInFlightRows];
+    std::vector<const std::byte*> addresses;
+    std::vector<RowCopy> copies;
+    std::vector<double> rewards;
+  };
+
+  // Adds a row to the block, unless it is lost.
+  void place(size_t i, Block& block) const {
+    Placed& out = block.placed[block.size];
+    out.row = request_.rows[i];
+    out.generation = request_.generations[i];
+    out.to = request_.places[i];
+    request_.torn[out.to] = 1;
     const uint32_t generation = generation_of(store_.words()[out.row].load(std::memory_order_acquire));
-    if (generation != out.generation || (generation & 1) == 0) return out;
+    if (generation != out.generation || (generation & 1) == 0) return;
     // Acquire: an open row's steps are written before they are counted.
     out.length = std::min(store_.status()[out.row].length.load(std::memory_order_acquire), store_.header().max_length);
-    if (out.length < 2) return out;
+    if (out.length < 2) return;
     const uint32_t steps = out.length - 1;  // the last one has none after it
     out.step = !request_.steps.empty()
                    ? request_.steps[i]
-                   : static_cast<uint32_t>(below(
-                         random_bits(request_.key, request_.places[i], request_.round * kAttemptsPerRound), steps));
-    if (out.step >= steps) return out;
+                   : static_cast<uint32_t>(
+                         below(random_bits(request_.key, out.to, request_.round * kAttemptsPerRound), steps));
+    if (out.step >= steps) return;
     out.count = std::min(view_.n_step, steps - out.step);
-    out.found = true;
-    return out;
+    ++block.size;
   }
 
-  // Asks for the lines that will be copied: all loads of a few dozen rows are under way before the first is used.
-  void ask_for(const Placed& placed) const {
-    for (const Part& part : parts_) {
-      const std::byte* block = block_of(part, placed.row);
-      uint64_t first = placed.step, steps = 1;
-      if (part.role == TransitionRole::observation) {
-        const uint64_t frames = std::min(placed.step + 1, view_.frame_stack);
-        first = placed.step + 1 - frames;
-        steps = frames + placed.count;
-      } else if (part.role == TransitionRole::reward) {
-        steps = placed.count;
-      } else if (part.role == TransitionRole::last) {
-        first += placed.count;
-      } else if (part.role != TransitionRole::step) {
-        first += placed.count - 1;
-      } else if (!part.timed) {
-        first = 0;
+  // Where a field's part of each transition begins.
+  void locate(const Part& part, const Block& block, const std::byte** from) const {
+    const auto locate_at = [&](auto&& step_of) {
+      for (size_t i = 0; i < block.size; ++i) {
+        const Placed& one = block.placed[i];
+        from[i] = block_of(part, one.row) + uint64_t{step_of(one)} * part.step_bytes;
       }
-      const std::byte* from = block + first * part.step_bytes;
-      const uint64_t bytes = steps * part.step_bytes, near = std::min(bytes, kLinesAhead * kLine);
-      for (uint64_t at = 0; at < near; at += kLine) touch(from + at);
-      if (bytes > 1) touch(from + bytes - 1);
+    };
+    switch (part.role) {
+      case TransitionRole::observation:
+        locate_at([&](const Placed& one) { return one.step + 1 - std::min(one.step + 1, view_.frame_stack); });
+        break;
+      case TransitionRole::terminated:
+      case TransitionRole::truncated:
+        locate_at([](const Placed& one) { return one.step + one.count - 1; });
+        break;
+      case TransitionRole::last:
+        locate_at([](const Placed& one) { return one.step + one.count; });
+        break;
+      default:
+        locate_at([&](const Placed& one) { return part.timed ? one.step : 0U; });
     }
   }
 
-  // False: the row is another by now.
-  bool copy_row(const Placed& placed, size_t to, std::vector<double>& rewards) const {
-    RowCopy one(store_, placed.row, placed.generation);
-    while (one.begin()) {
-      copy_steps(placed, to, rewards);
-      if (one.whole()) return true;
+  // Asks for the lines that will be copied. The first of each field is loaded, one right after the other, so that as
+  // many page walks as can be are under way; further ones are prefetched, as their page is known by then.
+  void ask_for(const Block& block) const {
+    for (size_t part = 0; part < parts_.size(); ++part) {
+      const std::byte* const* from = block.from(part);
+      for (size_t i = 0; i < block.size; ++i) touch(from[i]);
     }
-    return false;
+    for (size_t number = 0; number < parts_.size(); ++number) {
+      const Part& part = parts_[number];
+      const std::byte* const* from = block.from(number);
+      for (size_t i = 0; i < block.size; ++i) {
+        const Placed& one = block.placed[i];
+        uint64_t steps = 1;
+        if (part.role == TransitionRole::observation) {
+          steps = std::min(one.step + 1, view_.frame_stack) + one.count;
+        } else if (part.role == TransitionRole::reward) {
+          steps = one.count;
+        }
+        const uint64_t bytes = steps * part.step_bytes, near = std::min(bytes, kLinesAhead * kLine);
+        for (uint64_t at = kLine; at < near; at += kLine) __builtin_prefetch(from[i] + at);
+        if (bytes > 1) __builtin_prefetch(from[i] + bytes - 1);
+      }
+    }
   }
 
-  void copy_steps(const Placed& placed, size_t to, std::vector<double>& rewards) const {
-    const uint64_t last_action = placed.step + placed.count - 1;
-    uint8_t terminated = 0, truncated = 0, ends = placed.step + placed.count == placed.length - 1;
+  // Copies transitions of a block field by field; those whose rows changed meanwhile once more, one by one.
+  void copy_rows(Block& block, size_t first, size_t last) const {
+    std::vector<RowCopy>& copies = block.copies;
+    copies.clear();
+    bool begun[kTogether];
+    for (size_t i = first; i < last; ++i) {
+      const Placed& one = block.placed[i];
+      copies.emplace_back(store_, one.row, one.generation);
+      begun[i - first] = copies.back().begin();
+    }
+    copy_steps(block, first, last);  // of those that are lost as well, for nothing
+    for (size_t i = first; i < last; ++i) {
+      RowCopy& copy = copies[i - first];
+      bool whole = begun[i - first] && copy.whole();
+      for (bool found = begun[i - first]; found && !whole; whole = found && copy.whole()) {
+        found = copy.begin();
+        if (found) copy_steps(block, i, i + 1);
+      }
+      request_.torn[block.placed[i].to] = !whole;
+    }
+  }
+
+  void copy_steps(Block& block, size_t first, size_t last) const {
+    const Placed* const placed = block.placed;
+    uint8_t terminated[kTogether] = {}, truncated[kTogether] = {}, ends[kTogether];
     bool has_truncated = false;
-    for (const Part& part : parts_) {
-      const std::byte* block = block_of(part, placed.row);
+    for (size_t i = first; i < last; ++i) ends[i - first] = placed[i].step + placed[i].count == placed[i].length - 1;
+    for (size_t number = 0; number < parts_.size(); ++number) {
+      const Part& part = parts_[number];
+      const std::byte* const* from = block.from(number);
+      const auto read_bytes = [&](uint8_t* to) {
+        for (size_t i = first; i < last; ++i) to[i - first] = read_byte(from[i]);
+      };
       switch (part.role) {
         case TransitionRole::observation:
-          if (view_.shares_window()) {
-            frames(part.to.out + to * part.stride, block, part, placed.step + 1, view_.frame_stack + 1);
-          } else {
-            frames(part.to.out + to * part.stride, block, part, placed.step, view_.frame_stack);
-            frames(part.to.next + to * part.stride, block, part, placed.step + placed.count, view_.frame_stack);
-          }
+          copy_observations(part, block, from, first, last);
           break;
         case TransitionRole::reward:
-          sum_rewards(part.to.out + to * part.stride, block + placed.step * part.step_bytes, placed.count, rewards);
+          for (size_t i = first; i < last; ++i) {
+            sum_rewards(part.to.out + placed[i].to * part.stride, from[i], placed[i].count, block.rewards);
+          }
           break;
         case TransitionRole::terminated:
-          terminated = read_byte(block + last_action);
+          read_bytes(terminated);
           break;
         case TransitionRole::truncated:
-          truncated = read_byte(block + last_action);
+          read_bytes(truncated);
           has_truncated = true;
           break;
         case TransitionRole::last:
-          ends = read_byte(block + last_action + 1);
+          read_bytes(ends);
           break;
         case TransitionRole::step:
-          copy(part.to.out + to * part.stride, block + (part.timed ? placed.step * part.step_bytes : 0),
-               part.step_bytes);
+          for (size_t i = first; i < last; ++i) {
+            copy(part.to.out + placed[i].to * part.stride, from[i], part.step_bytes);
+          }
           break;
       }
     }
-    // A byte that is to be a bool may hold anything.
-    const bool ended = terminated != 0;
-    request_.terminated[to] = ended;
-    request_.truncated[to] = has_truncated ? truncated != 0 : ends != 0 && !ended;
-    request_.discount[to] = ended ? 0.0F : static_cast<float>(view_.powers[placed.count]);
-    uint8_t* mask = request_.mask.data() + to * view_.frame_stack;
-    const uint32_t real = std::min(placed.step + 1, view_.frame_stack);
-    std::memset(mask, 0, view_.frame_stack - real);
-    std::memset(mask + view_.frame_stack - real, 1, real);
-    request_.starts[to] = static_cast<int32_t>(placed.step);
-    request_.lengths[to] = static_cast<int32_t>(placed.length);
-    request_.versions[to] = store_.status()[placed.row].version.load(std::memory_order_relaxed);
+    for (size_t i = first; i < last; ++i) {
+      const Placed& one = placed[i];
+      // A byte that is to be a bool may hold anything.
+      const bool ended = terminated[i - first] != 0;
+      request_.terminated[one.to] = ended;
+      request_.truncated[one.to] = has_truncated ? truncated[i - first] != 0 : ends[i - first] != 0 && !ended;
+      request_.discount[one.to] = ended ? 0.0F : static_cast<float>(view_.powers[one.count]);
+      request_.starts[one.to] = static_cast<int32_t>(one.step);
+      request_.lengths[one.to] = static_cast<int32_t>(one.length);
+      request_.versions[one.to] = store_.status()[one.row].version.load(std::memory_order_relaxed);
+      if (view_.frame_stack == 1) {
+        request_.mask[one.to] = 1;
+        continue;
+      }
+      uint8_t* mask = request_.mask.data() + size_t{one.to} * view_.frame_stack;
+      const uint32_t real = std::min(one.step + 1, view_.frame_stack);
+      std::memset(mask, 0, view_.frame_stack - real);
+      std::memset(mask + view_.frame_stack - real, 1, real);
+    }
+  }
+
+  void copy_observations(const Part& part, const Block& block, const std::byte* const* from, size_t first,
+                         size_t last) const {
+    const bool together = view_.shares_window();
+    for (size_t i = first; i < last; ++i) {
+      const Placed& one = block.placed[i];
+      std::byte* const to = part.to.out + one.to * part.stride;
+      if (view_.frame_stack == 1) {
+        copy(to, from[i], part.step_bytes);
+        copy(part.to.next + one.to * part.stride, from[i] + one.count * part.step_bytes, part.step_bytes);
+        continue;
+      }
+      const std::byte* rows = block_of(part, one.row);
+      frames(to, rows, part, together ? one.step + 1 : one.step, view_.frame_stack + (together ? 1 : 0));
+      if (!together) frames(part.to.next + one.to * part.stride, rows, part, one.step + one.count, view_.frame_stack);
+    }
   }
 
   void copy(std::byte* to, const std::byte* from, uint64_t bytes) const {
@@ -291,6 +369,15 @@ class TransitionGather {
     const size_t numbers = count * elements_;
     if (numbers == 1 && itemsize_ == sizeof(float) && is_float_) {
       copy_few(to, from, sizeof(float));
+      return;
+    }
+    if (numbers <= kFewRewards && elements_ == 1 && is_float_ && itemsize_ == sizeof(float)) {
+      float few[kFewRewards];
+      copy_few(reinterpret_cast<std::byte*>(few), from, numbers * sizeof(float));
+      double sum = 0;
+      for (size_t k = 0; k < numbers; ++k) sum += view_.powers[k] * static_cast<double>(few[k]);
+      const auto rounded = static_cast<float>(sum);
+      std::memcpy(to, &rounded, sizeof rounded);
       return;
     }
     alignas(double) std::byte here[kRewardBytes];

@@ -179,7 +179,10 @@ def test_priorities_are_refused_all_together(name):
 
 def test_unknown_fields_are_named_with_the_known_ones(name):
     with gt.Store.create(name, TIMED, max_length=6, capacity=1) as store:
-        for wrong in (lambda: store.column("reward"), lambda: gt.fetch(store, store.keys(), fields=["reward"])):
+        for wrong in (
+            lambda: store.column("reward"),
+            lambda: gt.fetch(store, store.keys(), fields=["reward"], output="numpy"),
+        ):
             with pytest.raises(FieldError, match="no field 'reward'; it has obs, act, task"):
                 wrong()
         with store.row() as row, pytest.raises(FieldError):

@@ -84,7 +84,7 @@ def test_a_closed_store_refuses_everything_and_views_of_it_stay_readable(name):
     keys = put(store, 7)
     column = store.column("x")
     batch = gt.fetch(store, keys, output="numpy")
-    replay = gt.Replay(store, gt.selection.Uniform(), 1, prefetch=0)
+    replay = gt.Replay(store, gt.selection.Uniform(), 1, prefetch=0, output="numpy")
     store.close()
     for refused in (
         store.row,
@@ -95,7 +95,7 @@ def test_a_closed_store_refuses_everything_and_views_of_it_stay_readable(name):
         lambda: store.rows(1),
         lambda: store.update_priorities(keys, 1),
         lambda: store.delete(keys),
-        lambda: gt.fetch(store, keys),
+        lambda: gt.fetch(store, keys, output="numpy"),
         replay.sample,
     ):
         with pytest.raises(StoreClosedError):
