@@ -6,7 +6,6 @@ on the host, on a device (device/builder.py), or together with other ranks (dist
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -22,24 +21,30 @@ from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, CallCancelledError, ReplayError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import BatchLoader
-from geartrain.replay.builder import BatchBuilder, HostBatchBuilder, PriorityUpdate
-from geartrain.replay.config import ReplayConfig, checked_state, make_samplers, seeded_selection, stores_of
+from geartrain.replay.builder import PriorityUpdate
+from geartrain.replay.builder_choice import open_builder
+from geartrain.replay.config import (
+    ReplayConfig,
+    ReplayOptions,
+    checked_state,
+    seeded_selection,
+    stores_of,
+)
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
-from geartrain.replay.distributed.rank_group import RankGroup, as_rank_group, run_on_all_ranks
-from geartrain.replay.distributed.topology import Mesh, topology_of
-from geartrain.replay.epochs import check_epochs
+from geartrain.replay.distributed.rank_group import RankGroup
+from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch import As, Pad
-from geartrain.replay.step_priorities import check_step_priorities
 from geartrain.replay.transitions import Transitions
 from geartrain.selection.epochs import Epochs
-from geartrain.selection.mixture import Mixture, Selection, strategies_of
-from geartrain.selection.strategy import Strategy, traits_of
+from geartrain.selection.mixture import Mixture, Selection
+from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
 
 #: How long `close` waits for a batch that other ranks take part in, before it leaves them without it.
 LEAVE_S = 0.5
@@ -119,25 +124,7 @@ class Replay:
         store: Store,
         selection: Strategy,
         batch_size: int,
-        *,
-        fields: Sequence[str] | None = ...,
-        window: int | None = ...,
-        pad: Pad = ...,
-        prefetch: int = ...,
-        output: As = ...,
-        num_batches: int | None = ...,
-        min_rows: int | None = ...,
-        threads: int | None = ...,
-        timeout_s: float = ...,
-        group: ProcessGroup | RankGroup | None = ...,
-        mesh: Mesh | None = ...,
-        inputs: Sequence[str] | None = ...,
-        targets: Sequence[str] | None = ...,
-        assignment: Assignment = ...,
-        device: str | torch.device | DeviceOptions | None = ...,
-        seed: int = ...,
-        view: Transitions | None = ...,
-        transform: Callable[[Batch], Any] | None = ...,
+        **options: Unpack[ReplayOptions],
     ) -> None: ...
 
     @overload
@@ -146,25 +133,7 @@ class Replay:
         store: Sequence[Store],
         selection: Mixture,
         batch_size: int,
-        *,
-        fields: Sequence[str] | None = ...,
-        window: int | None = ...,
-        pad: Pad = ...,
-        prefetch: int = ...,
-        output: As = ...,
-        num_batches: int | None = ...,
-        min_rows: int | None = ...,
-        threads: int | None = ...,
-        timeout_s: float = ...,
-        group: ProcessGroup | RankGroup | None = ...,
-        mesh: Mesh | None = ...,
-        inputs: Sequence[str] | None = ...,
-        targets: Sequence[str] | None = ...,
-        assignment: Assignment = ...,
-        device: str | torch.device | DeviceOptions | None = ...,
-        seed: int = ...,
-        view: Transitions | None = ...,
-        transform: Callable[[Batch], Any] | None = ...,
+        **options: Unpack[ReplayOptions],
     ) -> None: ...
 
     def __init__(
@@ -216,7 +185,7 @@ class Replay:
             view=view,
             transform=transform,
         )
-        self._builder, release = self._open_builder(config, group, mesh)
+        self._builder, release = open_builder(stores, self.selection, config, group, mesh)
         self._loader = BatchLoader(self._builder, config, self.stores)
         if release is not None:  # one that is dropped unpins its memory, leaves its group; its thread ends before that
             weakref.finalize(self._loader, _close_here, os.getpid(), release)
@@ -256,56 +225,6 @@ class Replay:
     def _foreign(self) -> bool:
         shared = self._builder.collective or self._config.device is not None
         return shared and self._pid != os.getpid()
-
-    def _open_builder(
-        self, config: ReplayConfig, group: ProcessGroup | RankGroup | None, mesh: Mesh | None
-    ) -> tuple[BatchBuilder[Any], Callable[[], object] | None]:
-        """The builder, and what releases what it holds besides memory."""
-        alone = group is None and mesh is None
-        over_steps = any(traits_of(each).over_steps for each in strategies_of(self.selection))
-        if config.transform is not None and not (alone and config.device is None):
-            raise ArgumentError(
-                "transforms are of batches of this process's stores, in host memory: leave out group, mesh and device"
-            )
-        if (config.view is not None and not alone) or (over_steps and not (alone and config.device is None)):
-            raise ArgumentError(
-                "views and draws over steps are of this process's stores, in host memory: leave out group, mesh and "
-                "device"
-            )
-        check_epochs(
-            self.stores,
-            self.selection,
-            alone=alone,
-            device=config.device is not None,
-            windows=config.view is not None or config.window is not None,
-        )
-        check_step_priorities(
-            self.stores,
-            self.selection,
-            local=alone and config.device is None,
-            windows=config.view is not None or config.window is not None,
-        )
-        make = functools.partial(make_samplers, self.stores, self.selection, config)
-        if alone:
-            if config.device is None:
-                return HostBatchBuilder(make(), self.selection, config.batch_size), None
-            from geartrain.replay.device.builder import DeviceBatchBuilder
-
-            on_device = DeviceBatchBuilder(make(), self.selection, config.batch_size, config.device)
-            return on_device, on_device.close
-        from geartrain.replay.distributed.builder import DistributedBatchBuilder
-
-        topology = topology_of(group, mesh)
-        ranks = as_rank_group(group, topology.members, config.timeout_s)
-        members = None if ranks is group else topology.members
-        try:
-            samplers = run_on_all_ranks(ranks, make)
-            builder = DistributedBatchBuilder(samplers, self.selection, config, ranks, topology.position, members)
-        except BaseException:
-            if ranks is not group:
-                ranks.close()
-            raise
-        return builder, builder.assembler.close
 
     # --- batches --------------------------------------------------------------------------------------------
 
