@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import preloaded
 import pytest
-from deadlines import patience
+from deadlines import killed, patience
 
 import geartrain as gt
 from geartrain import rpc
@@ -231,7 +231,7 @@ for step in range(1000):
 
 
 def test_rows_of_a_killed_host_are_kept_as_far_as_published_and_given_back_otherwise(world: World) -> None:
-    with preloaded.Popen([sys.executable, "-c", HOST, world.learner.address], stdout=-1) as victim:
+    with killed(preloaded.Popen([sys.executable, "-c", HOST, world.learner.address], stdout=-1)) as victim:
         assert victim.stdout.readline() == "recording\n"
         victim.kill()
     until_s = time.monotonic() + patience(20)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from deadlines import killed
 
 import geartrain.core.futex as futex
 
@@ -60,7 +61,7 @@ def test_a_sleeper_in_another_process_is_woken(tmp_path: Path) -> None:
     )
     with path.open("r+b") as file:
         words = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint32)
-    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as child:
+    with killed(subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "asleep\n"
         words[7] = 9

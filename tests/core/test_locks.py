@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import killed
 
 import geartrain.core.locks as locks
 from geartrain.errors import GeartrainError
@@ -111,7 +112,9 @@ def test_a_killed_process_leaves_no_lock(two: tuple[int, int], tmp_path: Path) -
         "print(locks.take(fd, locks.EXCLUSIVE, 3), flush=True)\n"
         "time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "locked")], stdout=subprocess.PIPE) as child:
+    with killed(
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "locked")], stdout=subprocess.PIPE)
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"True\n"
         assert locks.is_taken(two[0], 3)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deadlines import patience, stop
+from deadlines import killed, patience, stop
 
 import geartrain.integrations.di_engine.message_queue as engine
 import geartrain_bench.di_engine.bench as bench
@@ -338,7 +338,9 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_noticed_and_the_rest_goes_
     other.bus.set_handler(lambda topic, args, kwargs: words.extend(a for a in args if isinstance(a, str)) or [])
     linked(one, other)
     other.bus.subscribe("n")
-    with subprocess.Popen([sys.executable, "-c", VICTIM, tcp(one)], stdout=subprocess.PIPE, text=True) as victim:
+    with killed(
+        subprocess.Popen([sys.executable, "-c", VICTIM, tcp(one)], stdout=subprocess.PIPE, text=True)
+    ) as victim:
         assert victim.stdout is not None
         assert victim.stdout.readline() == "linked\n"
         until(lambda: len(one.bus.peers) == 2 and all(one.bus.peers.values()))
@@ -356,19 +358,18 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_noticed_and_the_rest_goes_
 
 def test_a_stopped_peer_is_a_named_error_within_the_deadline(make: Callable[..., Listener]) -> None:
     one = make(0, timeout_s=1.0, window=Window(events=2))
-    with subprocess.Popen([sys.executable, "-c", VICTIM, tcp(one)], stdout=subprocess.PIPE, text=True) as victim:
+    with killed(
+        subprocess.Popen([sys.executable, "-c", VICTIM, tcp(one)], stdout=subprocess.PIPE, text=True)
+    ) as victim:
         assert victim.stdout is not None
         assert victim.stdout.readline() == "linked\n"
-        try:
-            until(lambda: one.bus.peers and all(one.bus.peers.values()))
-            stop(victim.pid)
-            began = time.monotonic()
-            with pytest.raises(WaitTimeoutError, match="node 7 does not keep up"):
-                for _ in range(5):
-                    one.bus.emit("n", (np.zeros(1_000_000, np.uint8),), {})
-            assert time.monotonic() - began < patience(6)
-        finally:
-            victim.kill()
+        until(lambda: one.bus.peers and all(one.bus.peers.values()))
+        stop(victim.pid)
+        began = time.monotonic()
+        with pytest.raises(WaitTimeoutError, match="node 7 does not keep up"):
+            for _ in range(5):
+                one.bus.emit("n", (np.zeros(1_000_000, np.uint8),), {})
+        assert time.monotonic() - began < patience(6)
     until(lambda: one.bus.peers == {})
 
 

@@ -17,15 +17,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
 pytestmark = pytest.mark.usefixtures("preloaded_children")
 
 
-def files(name: str, steps: int) -> dict[str, str]:
-    """The files of the page's job, which differ from it in the job's name and in the number of steps."""
+def files(name: str, steps: int, least: int) -> dict[str, str]:
+    """The files of the page's job, but for the job's name, the number of steps and that of rows waited for."""
     text = PAGE.read_text()
     (toml,) = re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     for wanted, instead in (('name = "pendulum"', f'name = "{name}"'), ("steps = 10_000", f"steps = {steps}")):
         assert toml.count(wanted) == 1, wanted
         toml = toml.replace(wanted, instead)
-    scripts = re.findall(r"^```py\n# (\S+\.py)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return {"pendulum.toml": toml, **dict(scripts)}
+    scripts = dict(re.findall(r"^```py\n# (\S+\.py)\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    assert scripts["pendulum.py"].count("min_size_to_sample=16") == 1
+    scripts["pendulum.py"] = scripts["pendulum.py"].replace("min_size_to_sample=16", f"min_size_to_sample={least}")
+    return {"pendulum.toml": toml, **scripts}
 
 
 def run(folder: Path, made: dict[str, str]) -> dict[str, object]:
@@ -44,13 +46,13 @@ def run(folder: Path, made: dict[str, str]) -> dict[str, object]:
     return summary
 
 
-def check(summary: dict[str, object], learners: int, steps: int) -> None:
+def check(summary: dict[str, object], learners: int, steps: int, least: int) -> None:
     assert summary["outcome"] == "finished"
     for rank in range(learners):
         learner = summary["processes"][f"learner-{rank}"]  # type: ignore[index]
         assert (learner["steps"], learner["version"]) == (steps, steps)
         assert learner["samples"] == steps * 256 // learners
-    assert summary["store"]["inserted"] >= 16, "the first batch waited for rows"  # type: ignore[index]
+    assert summary["store"]["inserted"] >= least, "the first batch waited for rows"  # type: ignore[index]
     assert not any(summary["restarts"].values())  # type: ignore[attr-defined]
 
 
@@ -58,16 +60,16 @@ def check(summary: dict[str, object], learners: int, steps: int) -> None:
 def test_a_learner_that_starts_before_there_are_rows_waits_for_them(
     store_name: Callable[[], str], tmp_path: Path
 ) -> None:
-    made = files(store_name(), 5)
+    made = files(store_name(), 5, 4)
     assert made["pendulum.toml"].count("processes = 2") == made["pendulum.toml"].count("processes = 4") == 1
     fewer = re.sub("processes = [24]", "processes = 1", made["pendulum.toml"])
     without = fewer[: fewer.index("[role.evaluator]")]
-    check(run(tmp_path, {**made, "pendulum.toml": without}), 1, 5)
+    check(run(tmp_path, {**made, "pendulum.toml": without}), 1, 5, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_job_of_the_page_runs_with_all_of_its_processes(store_name: Callable[[], str], tmp_path: Path) -> None:
-    made = files(store_name(), 30)
+    made = files(store_name(), 30, 16)
     assert list(made) == ["pendulum.toml", "pendulum.py", "evaluate.py"]
-    check(run(tmp_path, made), 2, 30)
+    check(run(tmp_path, made), 2, 30, 16)

@@ -10,10 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 VARIABLE = "GEARTRAIN_TEST_PATIENCE"
+P = TypeVar("P", str, bytes)
 MOST = 50.0  # beyond this a test that hangs would hang for hours
 
 
@@ -33,6 +37,16 @@ def factor() -> float:
 def patience(seconds: float) -> float:
     """Seconds to wait for what takes less than `seconds` on an idle machine."""
     return seconds * factor()
+
+
+@contextlib.contextmanager
+def killed(process: subprocess.Popen[P]) -> Iterator[subprocess.Popen[P]]:
+    """`with process`, which waits for its end, but that what fails within leaves nothing to wait for."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def stop(pid: int) -> None:

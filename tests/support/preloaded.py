@@ -40,7 +40,18 @@ from typing import Any, NoReturn
 
 from deadlines import patience
 
-PACKAGES = ("numpy", "torch", "torch.distributed", "typer", "rich.console", "rich.table", "rich.progress", "geartrain")
+# (torch's first optimizer imports torch._dynamo, 1.5 s of a core)
+PACKAGES = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "typer",
+    "rich.console",
+    "rich.table",
+    "rich.progress",
+    "geartrain",
+)
 # of geartrain, whose parts are imported when they are first used
 USED = ("Store", "Replay", "actors.Actor", "launch.Job", "rpc.Node", "weights.Reader", "weights.Publisher")
 ORDER_BYTES = 1 << 20

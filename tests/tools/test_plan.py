@@ -153,6 +153,7 @@ def test_constants_survive_a_file_and_foreign_ones_are_refused(tmp_path: Path) -
         read_constants(tmp_path / "missing.json")
 
 
+@pytest.mark.usefixtures("preloaded_children")
 def test_this_machine_can_be_measured() -> None:
     pytest.importorskip("torch")
     found = measure()
