@@ -19,6 +19,8 @@ demo: setup
 # pytest-xdist workers; many tests wait, hence more than cores. WORKERS=0: sequential.
 WORKERS ?= 3
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
+# Workers and hundreds of processes import the same files: without bytecode each of them compiles all of them.
+test test-all test-failed test-long: export PYTHONDONTWRITEBYTECODE =
 test: setup  # at least one case of every guarantee: six to seven minutes on two cores
 	$(PYTEST)
 
@@ -51,7 +53,8 @@ bench: setup
 results: setup  # long: trains every example of docs/results.md
 	$(BIN)/python examples/results.py
 
-docs: setup
+docs: setup  # the site, in build/site; a warning or a link that leads nowhere fails. Then the code on its pages is run
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/pytest tests/test_docs.py tests/test_architecture.py tests/test_words.py
 
 check: setup native-check

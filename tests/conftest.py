@@ -11,6 +11,7 @@ from pathlib import Path
 
 import certificates
 import deadlines
+import preloaded
 import pytest
 from kernel_worker import Interpreter
 
@@ -127,6 +128,18 @@ def fork() -> Iterator[Callable[[Callable[[], object]], int]]:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(child, 9)
             os.waitpid(child, 0)
+
+
+@pytest.fixture
+def real_interpreters() -> None:
+    """For tests in files of `preloaded_children` whose processes are to be what they are elsewhere."""
+
+
+@pytest.fixture
+def preloaded_children(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Interpreters that the tested code starts are forks, but in a test that asks for `real_interpreters`."""
+    with contextlib.nullcontext() if "real_interpreters" in request.fixturenames else preloaded.children():
+        yield
 
 
 @pytest.fixture(scope="session")

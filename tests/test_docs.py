@@ -7,6 +7,7 @@ import importlib
 import os
 import pkgutil
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -67,10 +68,49 @@ def test_a_search_for_the_usual_term_finds_the_page(words: str, page: str) -> No
     assert page in (ROOT / "docs" / "index.md").read_text()
 
 
-def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert page.name == "index.md" or f"({page.name})" in index, page.name
+def test_every_page_is_in_the_index_and_in_the_sites_navigation() -> None:
+    index, site = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        path = page.relative_to(ROOT / "docs").as_posix()
+        if path.startswith(("decisions/", "notes/")):
+            continue
+        assert path == "index.md" or path.startswith("api/") or f"({path})" in index, path
+        assert re.search(rf" {re.escape(path)}$", site, re.MULTILINE), f"{path} is not in mkdocs.yml"
+
+
+def test_every_public_name_is_on_a_page_of_the_api() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    for name in geartrain.__all__:
+        # An object, or the module that shows all of its public names.
+        assert re.search(rf"^::: geartrain\.(.*\.)?{name}$", pages, re.MULTILINE), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
+        timeout=patience(200), check=False,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    # Nothing is loaded from elsewhere: the site works without a network, and tells nobody who reads it.
+    home = (tmp_path / "index.html").read_text()
+    assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="?https?://[^>]*', home)
+    for shown, where in (("A row's life", "concepts.html"), ("no torn row is returned", "guarantees.html")):
+        assert shown in (tmp_path / where).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_tutorial_runs_from_top_to_bottom() -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(ROOT / "docs" / "tutorial.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=patience(200), kernel_name="python3").execute()
+    said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert "return of ten episodes" in said
 
 
 def modules() -> list[str]:

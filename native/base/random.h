@@ -5,6 +5,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
 namespace geartrain {
@@ -49,6 +50,14 @@ inline Random128 random_bits(const DrawKey& key, uint32_t draw, uint32_t attempt
       {static_cast<uint32_t>(key.seed), static_cast<uint32_t>(key.seed >> 32)});
   return {uint64_t{out[0]} << 32 | out[1], uint64_t{out[2]} << 32 | out[3]};
 }
+
+// The same of n draws at once, halves apart, in the widest form that the CPU has.
+void random_bits(const DrawKey& key, const uint32_t* draws, size_t n, uint32_t attempt, uint64_t* high, uint64_t* low);
+
+// "avx512", "avx2" or "portable".
+const char* random_kernel();
+// Forces one of them, for tests; false when this machine does not have it.
+bool set_random_kernel(const char* name);
 
 // An integer in [0, bound): floor(bits * bound / 2^128). Off from uniform by less than 2^-64 of a leaf's share.
 inline uint64_t below(const Random128& bits, uint64_t bound) {

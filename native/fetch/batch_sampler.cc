@@ -1,7 +1,6 @@
 #include "fetch/batch_sampler.h"
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 
 #include "base/errors.h"
@@ -275,19 +274,6 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
     }
   }
   return static_cast<uint64_t>(std::count(request.torn.begin(), request.torn.end(), uint8_t{1}));
-}
-
-void importance_weights(std::span<const double> probability, uint64_t count, double beta, double lowest,
-                        std::span<double> weights) {
-  const auto unscaled = [&](double p) {
-    return std::pow(std::max(p, std::numeric_limits<double>::min()) * static_cast<double>(count), -beta);
-  };
-  double largest = lowest > 0 ? unscaled(lowest) : 0;
-  for (size_t i = 0; i < probability.size(); ++i) {
-    weights[i] = unscaled(probability[i]);
-    largest = std::max(largest, weights[i]);
-  }
-  for (double& weight : weights) weight /= largest;
 }
 
 }  // namespace geartrain

@@ -110,9 +110,4 @@ class BatchSampler {
   Population from_;
 };
 
-// (count * probability) ** -beta, scaled so that the largest is 1; `lowest` above 0 is the lowest probability of the
-// batch that these rows are a part of.
-void importance_weights(std::span<const double> probability, uint64_t count, double beta, double lowest,
-                        std::span<double> weights);
-
 }  // namespace geartrain

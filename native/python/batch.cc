@@ -11,6 +11,7 @@
 #include "fetch/batch_sampler.h"
 #include "python/batch_shapes.h"
 #include "python/bind.h"
+#include "selection/importance_weights.h"
 
 namespace geartrain {
 namespace {

@@ -104,6 +104,11 @@ class Recorder {
   }
 
   uint64_t rows() const { return writer_->rows(); }
+  double priority() const { return writer_->priority(); }
+  void set_priority(double priority) {
+    const Use use(*this);
+    writer_->set_priority(priority);
+  }
   bool in_episode(uint32_t environment) const {
     if (environment >= n_) fail(ErrorKind::schema, "there are ", n_, " environments, none has number ", environment);
     return writer_->in_episode(environment);
@@ -290,6 +295,7 @@ void bind_step_writer(nb::module_& module) {
       .def("cut", &Recorder::cut, nb::arg("mask").none(), nb::arg("admitted"))
       .def("abandon", &Recorder::abandon)
       .def("in_episode", &Recorder::in_episode)
+      .def_prop_rw("priority", &Recorder::priority, &Recorder::set_priority)
       .def_prop_ro("rows", &Recorder::rows);
 }
 

@@ -25,6 +25,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <utility>
 
 #include "segment/descend.h"
 
@@ -121,11 +122,21 @@ class SumTree {
     __builtin_prefetch(&nodes_[leaf / kFanout], 1);
   }
 
-  // Adds deltas of many leaves, those under one node together, level by level: neighbours share their way up. The sums
-  // lag behind the leaves until flush(), which the destructor does, and for at most kLag additions.
+  // Adds deltas of many leaves, those under one node together, level by level: neighbours share their way up. Told how
+  // many additions will come, it adds up the differences of the lowest level that is much narrower than that on its
+  // own, and writes each of its nodes once. The sums lag behind the leaves until flush(), which the destructor does,
+  // and for at most kLag additions.
   class Adder {
    public:
-    explicit Adder(const SumTree& tree) : tree_(tree) {}
+    explicit Adder(const SumTree& tree, size_t additions = 0) : tree_(tree) {
+      // Not the level above the leaves: that one a descent compares with them.
+      for (int level = 1; level < tree_.shape_.levels && additions != 0; ++level) {
+        if (tree_.shape_.width[level] > std::min<uint64_t>(additions / 4, kWidest)) continue;
+        gathered_level_ = level;
+        std::fill_n(gathered_.begin(), tree_.shape_.width[level], uint64_t{0});
+        break;
+      }
+    }
     ~Adder() { flush(); }
     Adder(const Adder&) = delete;
     Adder& operator=(const Adder&) = delete;
@@ -135,14 +146,26 @@ class SumTree {
       carry(0, leaf / kFanout, delta);
     }
     void flush() {
-      for (int level = 0; level < tree_.shape_.levels; ++level) settle(level);
+      for (int level = 0; level < tree_.shape_.levels; ++level) {
+        if (level == gathered_level_) {
+          for (uint64_t node = 0; node < tree_.shape_.width[level]; ++node) {
+            write(level, node, std::exchange(gathered_[node], 0));
+          }
+        }
+        settle(level);
+      }
       added_ = 0;
     }
 
    private:
     static constexpr uint32_t kLag = 4096;
+    static constexpr uint64_t kWidest = 1024;
 
     void carry(int level, uint64_t node, uint64_t delta) {
+      if (level == gathered_level_) {
+        gathered_[node] += delta;
+        return;
+      }
       if (node_[level] != node) {
         settle(level);
         node_[level] = node;
@@ -150,18 +173,19 @@ class SumTree {
       delta_[level] += delta;
     }
     // Writes the pending difference to the node that this level is at, and carries it to the one above.
-    void settle(int level) {
-      const uint64_t delta = delta_[level];
+    void settle(int level) { write(level, node_[level], std::exchange(delta_[level], 0)); }
+    void write(int level, uint64_t node, uint64_t delta) {
       if (delta == 0) return;
-      delta_[level] = 0;
-      tree_.nodes_[tree_.shape_.offset[level] + node_[level]].fetch_add(delta, std::memory_order_relaxed);
-      if (level + 1 < tree_.shape_.levels) carry(level + 1, node_[level] / kFanout, delta);
+      tree_.nodes_[tree_.shape_.offset[level] + node].fetch_add(delta, std::memory_order_relaxed);
+      if (level + 1 < tree_.shape_.levels) carry(level + 1, node / kFanout, delta);
     }
 
     const SumTree& tree_;
     std::array<uint64_t, kMaxLevels> node_{};
     std::array<uint64_t, kMaxLevels> delta_{};
     uint32_t added_ = 0;
+    int gathered_level_ = kMaxLevels;
+    std::array<uint64_t, kWidest> gathered_;  // set where there is such a level
   };
 
   // Finds the leaves that targets[0..n) fall into, all of them one level at a time, so that their cache misses

@@ -8,6 +8,7 @@
 #include "base/errors.h"
 #include "segment/bucket_order.h"
 #include "selection/allowed_rows.h"
+#include "selection/missing_rows.h"
 
 namespace geartrain {
 namespace {
@@ -15,20 +16,53 @@ namespace {
 // Enough draws at once to keep the memory system busy; more no longer helps.
 constexpr size_t kInFlight = 64;
 
+// What is drawn from: where targets fall, what a row's share of the total is, and whether it can be drawn.
 struct ByPriority {
+  ByPriority(const Population& population, uint64_t /*total*/, size_t /*draws*/) : from(population) {}
+
   const Population& from;
   const PriorityTree& tree = from.priorities;
 
-  uint32_t row_of(const PriorityTree::Found& found) const { return static_cast<uint32_t>(found.node); }
+  void find(const uint64_t* targets, size_t n, Search* found, uint32_t* rows) const {
+    tree.find(targets, n, found);
+    for (size_t i = 0; i < n; ++i) rows[i] = tree.inside(found[i]) ? static_cast<uint32_t>(found[i].node) : kNoRow;
+  }
   double share(uint64_t word) const { return priority_of(word); }
   bool has(uint64_t word) const { return is_committed(word) && priority_of(word) != 0; }
 };
 
 struct ByRow {
+  ByRow(const Population& population, uint64_t total, size_t draws)
+      : from(population), missing(population.bits, population.rows(), total, draws) {}
+
   const Population& from;
   const BitTree& tree = from.bits;
+  MissingRows missing;
 
-  uint32_t row_of(const BitTree::Found& found) const {
+  void find(const uint64_t* targets, size_t n, Search* found, uint32_t* rows) const {
+    if (missing.listed() && tree.total() == missing.total()) {
+      const auto* words = tree.leaves();
+      for (size_t i = 0; i < n; ++i) {
+        rows[i] = targets[i] < missing.total() ? static_cast<uint32_t>(missing.row_of(targets[i])) : kNoRow;
+        if (rows[i] == kNoRow) continue;
+        __builtin_prefetch(&words[rows[i] / 64]);
+        __builtin_prefetch(&from.words[rows[i]]);
+      }
+      for (size_t i = 0; i < n; ++i) {  // its bit tells what the list was too old for
+        if (rows[i] == kNoRow) continue;
+        if ((words[rows[i] / 64].load(std::memory_order_relaxed) >> (rows[i] % 64) & 1) == 0) rows[i] = kNoRow;
+      }
+      return;
+    }
+    tree.find(targets, n, found);
+    for (size_t i = 0; i < n; ++i) rows[i] = row_of(found[i]);
+  }
+  double share(uint64_t) const { return 1.0; }
+  bool has(uint64_t word) const { return is_committed(word); }
+
+ private:
+  uint32_t row_of(const Search& found) const {
+    if (!tree.inside(found)) return kNoRow;
     const uint64_t bits = tree.leaves()[found.node].load(std::memory_order_relaxed);
     if (found.residual >= BitLeaf::count(bits)) return kNoRow;
     const auto row = static_cast<uint32_t>(found.node * 64 + select_bit(bits, static_cast<uint32_t>(found.residual)));
@@ -36,24 +70,36 @@ struct ByRow {
     __builtin_prefetch(&from.words[row]);
     return row;
   }
-  double share(uint64_t) const { return 1.0; }
-  bool has(uint64_t word) const { return is_committed(word); }
 };
 
-uint64_t target_of(const DrawKey& key, uint32_t strata, uint32_t draw, uint32_t attempt, uint64_t total) {
-  const Random128 bits = random_bits(key, draw, attempt);
+uint64_t target_of(const Random128& bits, uint32_t strata, uint32_t draw, uint64_t total) {
   if (strata == 0) return below(bits, total);
   const auto first = static_cast<uint64_t>(static_cast<uint128>(draw) * total / strata);
   const auto last = static_cast<uint64_t>(static_cast<uint128>(draw + uint64_t{1}) * total / strata);
   return std::min(first + below(bits, std::max<uint64_t>(last - first, 1)), total - 1);
 }
 
+// Targets of n draws, kInFlight at most.
+void make_targets(const DrawKey& key, uint32_t strata, const uint32_t* draws, size_t n, uint32_t attempt,
+                  uint64_t total, uint64_t* targets) {
+  uint64_t high[kInFlight], low[kInFlight];
+  random_bits(key, draws, n, attempt, high, low);
+  for (size_t i = 0; i < n; ++i) targets[i] = target_of({high[i], low[i]}, strata, draws[i], total);
+}
+
 uint64_t length_of(const Population& from, uint32_t row) {
   return std::min(from.status[row].length.load(std::memory_order_relaxed), from.row_steps);
 }
 
+void make_targets(const DrawPlan& plan, const uint32_t* draws, size_t n, uint32_t attempt, uint64_t total,
+                  uint64_t* targets) {
+  make_targets(plan.key, plan.strata, draws, n, plan.round * kAttemptsPerRound + attempt, total, targets);
+}
+
 uint64_t target_of(const DrawPlan& plan, uint32_t draw, uint32_t attempt, uint64_t total) {
-  return target_of(plan.key, plan.strata, draw, plan.round * kAttemptsPerRound + attempt, total);
+  uint64_t target = 0;
+  make_targets(plan, &draw, 1, attempt, total, &target);
+  return target;
 }
 
 template <typename Kind>
@@ -63,8 +109,7 @@ uint64_t find_by(const Kind& kind, std::span<const uint64_t> targets, std::span<
   uint64_t missing = 0;
   for (size_t first = 0; first < targets.size(); first += kInFlight) {
     const size_t n = std::min(kInFlight, targets.size() - first);
-    kind.tree.find(targets.data() + first, n, found);
-    for (size_t i = 0; i < n; ++i) rows[first + i] = kind.tree.inside(found[i]) ? kind.row_of(found[i]) : kNoRow;
+    kind.find(targets.data() + first, n, found, rows.data() + first);
     for (size_t i = first; i < first + n; ++i) {
       const uint64_t word = rows[i] == kNoRow ? 0 : kind.from.words[rows[i]].load(std::memory_order_acquire);
       if (!kind.has(word)) {
@@ -89,12 +134,21 @@ struct Aim {
 // In smaller populations the tree stays in the cache, and ordering the draws costs more than it saves.
 constexpr uint64_t kOrderRows = uint64_t{1} << 25;
 
-template <typename Kind>
-uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out) {
+template <typename Tree>
+uint64_t total_of(const Tree& tree, const DrawPlan& plan) {
+  const uint64_t total = tree.total();
+  if (total == 0) fail_empty(plan);
+  return total;
+}
+
+// Plain: rows are drawn, and all that are found are allowed.
+template <bool kPlain, typename Kind>
+uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, std::span<const uint32_t> numbers,
+                 const Draws& out) {
   const Population& from = kind.from;
-  const bool over_steps = plan.max_steps != 0;
-  const uint32_t per_row = from.row_steps;
-  const bool limited = !plan.limits.none() || over_steps || (per_row != 0 && plan.need != 0);
+  const bool over_steps = !kPlain && plan.max_steps != 0;
+  const uint32_t per_row = kPlain ? 0 : from.row_steps;
+  const bool limited = !kPlain && (!plan.limits.none() || over_steps || (per_row != 0 && plan.need != 0));
   const DrawKey step_key{plan.key.seed, plan.key.step, kStepStream};
   Search found[kInFlight];
   uint64_t targets[kInFlight];
@@ -103,11 +157,10 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
 
   // Searches targets[0..n) for index[0..n); those refused come first in index afterwards. Returns how many.
   const auto look = [&](size_t n, uint64_t total, uint32_t attempt) {
-    kind.tree.find(targets, n, found);
-    for (size_t i = 0; i < n; ++i) {
-      rows[i] = kind.tree.inside(found[i]) ? kind.row_of(found[i]) : kNoRow;
-      if (limited && rows[i] != kNoRow) {
-        __builtin_prefetch(&from.status[per_row != 0 ? rows[i] / per_row : rows[i]]);
+    kind.find(targets, n, found, rows);
+    if (limited) {
+      for (size_t i = 0; i < n; ++i) {
+        if (rows[i] != kNoRow) __builtin_prefetch(&from.status[per_row != 0 ? rows[i] / per_row : rows[i]]);
       }
     }
     size_t again = 0;
@@ -134,19 +187,15 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
     }
     return again;
   };
-  const auto total_now = [&] {
-    const uint64_t total = kind.tree.total();
-    if (total == 0) fail_empty(plan);
-    return total;
-  };
-
   // Large batches are processed roughly in the order of their targets, so that neighbouring draws share
   // cache lines and pages. Strata are in that order already.
-  const uint64_t first_total = total_now();
   PooledArray<Aim> aims;
   if (numbers.size() >= kOrderFrom && from.rows() >= kOrderRows && plan.strata == 0) {
     PooledArray<uint64_t> drawn(numbers.size());
-    for (size_t i = 0; i < numbers.size(); ++i) drawn[i] = target_of(plan, numbers[i], 0, first_total);
+    for (size_t first = 0; first < numbers.size(); first += kInFlight) {
+      const size_t n = std::min(kInFlight, numbers.size() - first);
+      make_targets(plan, numbers.data() + first, n, 0, first_total, &drawn[first]);
+    }
     aims = bucket_order<Aim>(
         numbers.size(), first_total, [&](size_t i) { return drawn[i]; },
         [&](size_t i) { return Aim{drawn[i], static_cast<uint32_t>(i)}; });
@@ -154,14 +203,21 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
   uint64_t failed = 0;
   for (size_t first = 0; first < numbers.size(); first += kInFlight) {
     size_t n = std::min(kInFlight, numbers.size() - first);
-    for (size_t i = 0; i < n; ++i) {
-      index[i] = aims.empty() ? static_cast<uint32_t>(first + i) : aims[first + i].index;
-      targets[i] = aims.empty() ? target_of(plan, numbers[index[i]], 0, first_total) : aims[first + i].target;
+    if (aims.empty()) {
+      make_targets(plan, numbers.data() + first, n, 0, first_total, targets);
+      for (size_t i = 0; i < n; ++i) index[i] = static_cast<uint32_t>(first + i);
+    } else {
+      for (size_t i = 0; i < n; ++i) {
+        index[i] = aims[first + i].index;
+        targets[i] = aims[first + i].target;
+      }
     }
     n = look(n, first_total, 0);
     for (uint32_t attempt = 1; n > 0 && attempt < kRefusals; ++attempt) {
-      const uint64_t total = total_now();
-      for (size_t i = 0; i < n; ++i) targets[i] = target_of(plan, numbers[index[i]], attempt, total);
+      const uint64_t total = total_of(kind.tree, plan);
+      uint32_t again[kInFlight];
+      for (size_t i = 0; i < n; ++i) again[i] = numbers[index[i]];
+      make_targets(plan, again, n, attempt, total, targets);
       n = look(n, total, attempt);
     }
     failed += n;
@@ -169,11 +225,20 @@ uint64_t draw_by(const Kind& kind, const DrawPlan& plan, std::span<const uint32_
   return failed;
 }
 
+template <typename Kind, typename Tree>
+uint64_t draw_by(const Population& from, const Tree& tree, const DrawPlan& plan, std::span<const uint32_t> numbers,
+                 const Draws& out) {
+  const uint64_t total = total_of(tree, plan);
+  const Kind kind(from, total, numbers.size());
+  const bool plain = plan.limits.none() && plan.max_steps == 0 && from.row_steps == 0;
+  return plain ? draw_by<true>(kind, total, plan, numbers, out) : draw_by<false>(kind, total, plan, numbers, out);
+}
+
 }  // namespace
 
 uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint32_t> numbers, const Draws& out) {
-  const uint64_t failed = plan.by == By::priority ? draw_by(ByPriority{from}, plan, numbers, out)
-                                                  : draw_by(ByRow{from}, plan, numbers, out);
+  const uint64_t failed = plan.by == By::priority ? draw_by<ByPriority>(from, from.priorities, plan, numbers, out)
+                                                  : draw_by<ByRow>(from, from.bits, plan, numbers, out);
   if (failed == 0) return 0;
   if (from.row_steps != 0) {
     return plan.limits.none() && plan.need == 0 ? failed : draw_from_allowed_steps(from, plan, numbers, out);
@@ -192,13 +257,16 @@ uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint
 void draw_targets(const DrawKey& key, uint32_t attempt, uint32_t strata, uint64_t total,
                   std::span<const uint32_t> numbers, std::span<uint64_t> targets) {
   if (total == 0) fail(ErrorKind::empty, "nothing can be drawn from a total of 0");
-  for (size_t i = 0; i < numbers.size(); ++i) targets[i] = target_of(key, strata, numbers[i], attempt, total);
+  for (size_t first = 0; first < numbers.size(); first += kInFlight) {
+    const size_t n = std::min(kInFlight, numbers.size() - first);
+    make_targets(key, strata, numbers.data() + first, n, attempt, total, targets.data() + first);
+  }
 }
 
 uint64_t find_rows(const Population& from, By by, std::span<const uint64_t> targets, std::span<uint32_t> rows,
                    std::span<uint32_t> generations, std::span<uint32_t> priorities) {
-  return by == By::priority ? find_by(ByPriority{from}, targets, rows, generations, priorities)
-                            : find_by(ByRow{from}, targets, rows, generations, priorities);
+  if (by == By::priority) return find_by(ByPriority{from, 0, 0}, targets, rows, generations, priorities);
+  return find_by(ByRow{from, from.bits.total(), targets.size()}, targets, rows, generations, priorities);
 }
 
 uint32_t select_bit(uint64_t word, uint32_t rank) {
@@ -216,9 +284,14 @@ uint32_t select_bit(uint64_t word, uint32_t rank) {
 void draw_window_ends(const DrawKey& key, uint32_t round, std::span<const uint32_t> numbers,
                       std::span<const int32_t> lengths, std::span<int32_t> ends) {
   const DrawKey windows{key.seed, key.step, kWindowStream};
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    const auto length = static_cast<uint64_t>(std::max(lengths[i], 1));
-    ends[i] = static_cast<int32_t>(below(random_bits(windows, numbers[i], round * kAttemptsPerRound), length));
+  uint64_t high[kInFlight], low[kInFlight];
+  for (size_t first = 0; first < numbers.size(); first += kInFlight) {
+    const size_t n = std::min(kInFlight, numbers.size() - first);
+    random_bits(windows, numbers.data() + first, n, round * kAttemptsPerRound, high, low);
+    for (size_t i = 0; i < n; ++i) {
+      const auto length = static_cast<uint64_t>(std::max(lengths[first + i], 1));
+      ends[first + i] = static_cast<int32_t>(below({high[i], low[i]}, length));
+    }
   }
 }
 

@@ -30,7 +30,8 @@
 // refused draw is made again like one that limits refuse, in the end from a copy in which rows weigh length - need. No
 // sum of lengths is kept, so the probability of a draw is not known.
 //
-// Cost: one cache miss per level of the tree, 64 draws in flight; no locks. The copies cost a pass over the population.
+// Cost: one cache miss per level of the tree, 64 draws in flight; no locks. By row, where few runs of rows are missing,
+// none but the row's own (missing_rows.h). The copies cost a pass over the population.
 #pragma once
 
 #include <algorithm>

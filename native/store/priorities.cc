@@ -55,7 +55,7 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
       ordered = bucket_order<Update>(rows.size(), header().capacity, [&](size_t i) { return rows[i]; }, update);
     }
     PriorityWriter writer(*this);
-    PriorityTree::Adder sums(priority_tree_);
+    PriorityTree::Adder sums(priority_tree_, rows.size());
     for (size_t i = 0; i < rows.size(); ++i) {
       const size_t ahead = i + kAhead;
       if (ahead < rows.size()) priority_tree_.prefetch(ordered.empty() ? rows[ahead] : ordered[ahead].row);
@@ -118,13 +118,20 @@ void Store::set_priority_locked(uint32_t row, uint32_t priority) {
 }
 
 uint32_t Store::fixed_point(double priority) {
+  const uint32_t fixed = rounded(priority);
+  // One rounding for the many; what was clamped is looked at again.
+  if (fixed <= 1 || fixed == std::numeric_limits<uint32_t>::max()) [[unlikely]]
+    count_clamped(priority);
+  return fixed;
+}
+
+void Store::count_clamped(double priority) {
   const double scaled = priority * priority_scale_;
   if (scaled >= 4294967295.5) {
     count(control().counters.priorities_saturated);
   } else if (priority > 0 && std::nearbyint(scaled) == 0) {
     count(control().counters.priorities_rounded_up);
   }
-  return rounded(priority);
 }
 
 uint32_t Store::rounded(double priority) const {

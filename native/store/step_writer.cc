@@ -36,7 +36,11 @@ void StepWriter::Group::clear() {
 }
 
 StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
-    : store_(store), mapping_(store.mapping()), options_(options), fork_count_(forks_so_far()) {
+    : store_(store),
+      mapping_(store.mapping()),
+      options_(options),
+      priority_(options.priority),
+      fork_count_(forks_so_far()) {
   store.check_usable();
   const Header& header = store.header();
   if (options.roles.size() != header.field_count) fail(ErrorKind::schema, "every field needs a role");
@@ -145,7 +149,7 @@ void StepWriter::put(Group& group, uint32_t environment, uint32_t length) {
   group.rows.push_back(mine.row);
   group.lengths.push_back(length);
   group.generations.push_back(mine.generation);
-  group.priorities.push_back(options_.priority);
+  group.priorities.push_back(priority_);
   group.versions.push_back(mine.version);
 }
 

@@ -100,6 +100,9 @@ class StepWriter {
   // Whether this process is a child of the one that made the writer.
   bool is_foreign() const;
   const StepWriterOptions& options() const { return options_; }
+  double priority() const { return priority_; }
+  // What steps, or rows, that are published from now on enter with.
+  void set_priority(double priority) { priority_ = priority; }
   uint64_t rows() const { return completed_rows_; }
   bool in_episode(uint32_t environment) const { return environments_[environment].row != kNoRow; }
 
@@ -148,6 +151,7 @@ class StepWriter {
   Store& store_;
   const std::shared_ptr<Mapping> mapping_;
   const StepWriterOptions options_;
+  double priority_;
   const uint64_t fork_count_;
   std::vector<Environment> environments_;
   std::vector<TimedField> timed_;

@@ -457,6 +457,7 @@ class Store final : public OpenStore {
   void wait_for_priority_writers() const;
   uint32_t fixed_point(double priority);
   uint32_t rounded(double priority) const;  // the same, not counted
+  __attribute__((cold, noinline)) void count_clamped(double priority);
   void validate_priorities(std::span<const double> priorities) const;
 
   friend class PriorityWriter;

@@ -294,11 +294,16 @@ def test_a_callback_may_wait_for_a_later_operation() -> None:
         started.wait(patience(20))
         return later[0].wait()
 
-    gate = threading.Event()
+    gate = threading.Event()  # the callback is there before the first is done: it runs on a finisher's thread
+
+    def wait(_: float | None) -> None:
+        assert gate.wait(patience(20))
+
     finisher = Finisher("test")
-    works = [TorchWork(lambda _: None, gate.is_set, [torch.full((1,), i)], finisher) for i in (1.0, 2.0)]
+    works = [TorchWork(wait, gate.is_set, [torch.full((1,), i)], finisher) for i in (1.0, 2.0)]
     futures = [work.get_future() for work in works[:1]]
     chain = futures[0].then(of_the_first)
+    gate.set()
     later.append(works[1].get_future())
     started.set()
     assert chain.wait()[0] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +11,11 @@ import sys
 import pytest
 
 import geartrain as gt
+from geartrain.errors import MissingDependencyError
+
+# Public names that are subclasses of torch's; without it they are an error that says what to install.
+NEED_TORCH = {"ReplayDataset"}
+TORCH = importlib.util.find_spec("torch") is not None
 
 # What gt.Store and gt.Replay may cost above `import numpy`: CPU time as a share of what NumPy's own import takes in the
 # same process, since machines differ and are busy. Where NumPy takes 80 ms, that is 60 ms.
@@ -32,14 +38,20 @@ def in_a_fresh_process(code: str, **environment: str) -> dict[str, object]:
 
 def test_every_public_name_is_found_and_listed():
     for name in gt.__all__:
-        assert getattr(gt, name) is not None
         assert name in dir(gt)
+        if TORCH or name not in NEED_TORCH:
+            assert getattr(gt, name) is not None
+        else:
+            with pytest.raises(MissingDependencyError, match=rf"{name} needs torch: pip install"):
+                getattr(gt, name)
     with pytest.raises(AttributeError, match="no attribute 'Weighted'"):
         gt.Weighted  # noqa: B018
 
 
 @pytest.mark.parametrize("name", gt.__all__)
 def test_a_public_name_works_as_the_first_one(name):
+    if name in NEED_TORCH:
+        pytest.importorskip("torch")
     assert in_a_fresh_process(f"import geartrain as gt; gt.{name}; found['version'] = gt.__version__")["version"]
 
 

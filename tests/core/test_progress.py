@@ -20,6 +20,8 @@ def test_progress_is_lines_where_there_is_no_terminal(monkeypatch: pytest.Monkey
 
 
 def test_progress_is_a_bar_on_a_terminal() -> None:
+    pytest.importorskip("rich")
+
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

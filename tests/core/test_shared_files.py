@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -360,6 +361,8 @@ def test_a_directory_that_cannot_be_is_named(monkeypatch, tmp_path, name):
 @pytest.fixture
 def small_shm(tmp_path: Path):
     """A file system of 64 MiB, as a container's /dev/shm; skips where this user may not mount one."""
+    if shutil.which("mount") is None:
+        pytest.skip("no command `mount` on PATH")
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64m", "none", tmp_path], capture_output=True, check=False
     )

@@ -29,7 +29,7 @@ stop_s = 5
 directory = "{tests}"
 [learner]
 run = "launched:learn"
-args = {{ steps = 60, pause_s = 0.02 }}
+args = {{ steps = 60, pause_s = 0.02, follow = "{folder}" }}
 [agent]
 run = "launched:serve"
 hosts = "{agents}"
@@ -87,7 +87,8 @@ def summary(tmp_path, i):
 
 @pytest.mark.parametrize("agents", ["all", pytest.param("first", marks=pytest.mark.slow)])
 def test_actors_ask_agents_and_weights_follow_over_hosts(hosts, tmp_path, agents):
-    launchers = start(hosts, tmp_path, REMOTE.format(tests=TESTS, limit_s=patience(100), agents=agents), plain=True)
+    job = REMOTE.format(tests=TESTS, limit_s=patience(100), agents=agents, folder=tmp_path)
+    launchers = start(hosts, tmp_path, job, plain=True)
     codes = [launcher.wait(patience(100)) for launcher in launchers]
     assert codes == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
     found = summary(tmp_path, 0)["processes"] | summary(tmp_path, 1)["processes"]

@@ -892,13 +892,16 @@ rpc.init(f"worker{rank}", rank=rank, world_size=3, init_method=sys.argv[2], time
 for other in range(3):
     assert rpc.call(f"worker{other}", whoami) == f"worker{other}"
 rpc.call("worker0", "whoami")
-import time
+import os, time
 from pathlib import Path
 here = Path(sys.argv[0]).parent
-(here / f"called-{rank}").touch()
+(here / f"{rank}.here").write_text(str(os.getpid()))
+(here / f"{rank}.here").rename(here / f"called-{rank}")
 while len(list(here.glob("called-*"))) < 3:  # not by the store, which may go while another asks it
     time.sleep(0.01)
-time.sleep(0.3 * rank)  # rank 0, which has the tcp store, goes first
+before = rank and Path(f"/proc/{(here / f'called-{rank - 1}').read_text()}/stat")
+while before and before.exists() and before.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+    time.sleep(0.01)  # rank 0, which has the tcp store, goes first: one that asks it as it goes is told so by torch
 rpc.shutdown()
 print("fine")
 """

@@ -126,11 +126,11 @@ def test_fifo_chooses_every_row_once_in_order_and_lifo_the_newest(store: gt.Stor
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_a_resumed_fifo_goes_on_behind_the_last_row_that_was_delivered(store: gt.Store, prefetch: int) -> None:
-    with gt.Replay(store, Fifo(), 10, prefetch=prefetch) as replay:
+    with gt.Replay(store, Fifo(), 10, prefetch=prefetch, output="numpy") as replay:
         seen = [replay.sample().keys.row.tolist() for _ in range(2)]
         state = replay.state_dict()
         seen += [replay.sample().keys.row.tolist() for _ in range(2)]
-    with gt.Replay(store, Fifo(), 10, prefetch=prefetch) as resumed:
+    with gt.Replay(store, Fifo(), 10, prefetch=prefetch, output="numpy") as resumed:
         resumed.load_state_dict(state)
         assert [resumed.sample().keys.row.tolist() for _ in range(2)] == seen[2:]
 
@@ -272,7 +272,7 @@ def test_a_group_that_lost_a_row_is_replaced_as_a_whole(store: gt.Store) -> None
 
 
 def test_priorities_are_stored_to_the_power_of_the_exponent(store: gt.Store) -> None:
-    with gt.Replay(store, Prioritized(0, alpha=0.5), 8, prefetch=0) as replay:
+    with gt.Replay(store, Prioritized(0, alpha=0.5), 8, prefetch=0, output="numpy") as replay:
         batch = replay.sample()
         assert replay.update_priorities(batch.keys, np.full(8, -9.0)) == 0
         assert store.status(batch.keys)["priority"] == pytest.approx(np.full(8, 3.0), abs=2**-16)
@@ -281,13 +281,13 @@ def test_priorities_are_stored_to_the_power_of_the_exponent(store: gt.Store) -> 
         with pytest.raises(ArgumentError, match="shape"):
             replay.update_priorities(batch.keys, np.ones(3))
     with pytest.raises(ArgumentError, match="alpha"):
-        gt.Replay(store, Prioritized(0, alpha=lambda step: -1.0), 8)
+        gt.Replay(store, Prioritized(0, alpha=lambda step: -1.0), 8, output="numpy")
 
 
 def test_all_priorities_follow_an_exponent_that_changes(store: gt.Store) -> None:
     keys = store.keys()
     priorities = np.random.default_rng(0).uniform(0.5, 200, 80)
-    with gt.Replay(store, Prioritized(0, alpha=Linear(0.4, 0.8, steps=50)), 8, prefetch=0) as replay:
+    with gt.Replay(store, Prioritized(0, alpha=Linear(0.4, 0.8, steps=50)), 8, prefetch=0, output="numpy") as replay:
         replay.update_priorities(keys, priorities)
         assert store.status()["priority"] == pytest.approx(priorities**0.4, rel=1e-3)
         for _ in range(60):
@@ -331,7 +331,7 @@ def test_importance_weights_undo_the_bias_of_weighted_draws() -> None:
 
 
 def test_a_batch_carries_importance_weights_when_the_strategy_makes_them(store: gt.Store) -> None:
-    with gt.Replay(store, Prioritized(0, beta=Linear(0.0, 1.0, steps=1)), 8, prefetch=0) as replay:
+    with gt.Replay(store, Prioritized(0, beta=Linear(0.0, 1.0, steps=1)), 8, prefetch=0, output="numpy") as replay:
         assert (replay.sample().importance_weights == 1).all()
         batch = replay.sample()
         assert (
@@ -339,7 +339,7 @@ def test_a_batch_carries_importance_weights_when_the_strategy_makes_them(store: 
             and float(batch.importance_weights.max()) == 1
             and "importance_weights" in batch.as_dict()
         )
-    with gt.Replay(store, Uniform(), 8, prefetch=0) as replay:
+    with gt.Replay(store, Uniform(), 8, prefetch=0, output="numpy") as replay:
         assert replay.sample().importance_weights is None
 
 
@@ -380,9 +380,9 @@ def test_mixtures_that_cannot_be_are_refused(store: gt.Store, store_name: Any) -
     with pytest.raises(ArgumentError, match="not all 0"):
         Mixture([0.0, 0.0], [Uniform(), Uniform()])
     with pytest.raises(ArgumentError, match="needs as many stores"):
-        gt.Replay(store, Mixture([1.0, 1.0], [Uniform(), Uniform()]), 4)
+        gt.Replay(store, Mixture([1.0, 1.0], [Uniform(), Uniform()]), 4, output="numpy")
     with pytest.raises(ArgumentError, match="need a Mixture"):
-        gt.Replay([store, store], Uniform(), 4)
+        gt.Replay([store, store], Uniform(), 4, output="numpy")
     with gt.Store.create(
         store_name(),
         {"x": gt.Field((), "int32"), "prompt": gt.Field((), "int64", per_row=True)},
@@ -390,7 +390,7 @@ def test_mixtures_that_cannot_be_are_refused(store: gt.Store, store_name: Any) -
         capacity=5,
     ) as other:
         with pytest.raises(ArgumentError, match="must be the same in all stores"):
-            gt.Replay([store, other], Mixture([1, 1], [Uniform(), Uniform()]), 4)
+            gt.Replay([store, other], Mixture([1, 1], [Uniform(), Uniform()]), 4, output="numpy")
 
 
 # --- the same everywhere --------------------------------------------------------------------------------------------
@@ -414,14 +414,14 @@ ALL = [
 def test_a_restored_store_and_a_resumed_replay_choose_what_the_uninterrupted_run_would_have(
     store: gt.Store, store_name: Any, tmp_path: Any, strategy: Any
 ) -> None:
-    with gt.Replay(store, strategy, 16, window=2) as replay:
+    with gt.Replay(store, strategy, 16, window=2, output="numpy") as replay:
         replay.sample()
         state = replay.state_dict()
         store.save(tmp_path / "ckpt")
         expected = [replay.sample() for _ in range(3)]
         with (
             gt.Store.load(tmp_path / "ckpt", store_name()) as restored,
-            gt.Replay(restored, strategy, 16, window=2) as resumed,
+            gt.Replay(restored, strategy, 16, window=2, output="numpy") as resumed,
         ):
             resumed.load_state_dict(state)
             for batch in expected:

@@ -268,7 +268,7 @@ def test_a_stopped_lock_holder_is_an_error_in_bounded_time_and_everything_goes_o
         # What needs no lock goes on: reading, drawing and priorities.
         assert tagged.mixed(gt.fetch(store, keys, output="numpy")) == []
         assert store.update_priorities(keys, 2.0) == 0
-        assert len(gt.Replay(store, gt.selection.Prioritized(), 4, prefetch=0).sample().keys) == 4
+        assert len(gt.Replay(store, gt.selection.Prioritized(), 4, prefetch=0, output="numpy").sample().keys) == 4
         os.kill(child, signal.SIGCONT)
         assert wait_for(child) == 0
         tagged.insert(store, [4, 5])
@@ -521,4 +521,4 @@ def test_an_empty_store_is_an_error_of_its_own_for_every_strategy(name):
     with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=2) as store:
         for strategy in (gt.selection.Uniform(), gt.selection.Prioritized()):
             with pytest.raises(EmptyStoreError):
-                gt.Replay(store, strategy, 2, prefetch=0).sample()
+                gt.Replay(store, strategy, 2, prefetch=0, output="numpy").sample()

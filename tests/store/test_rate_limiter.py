@@ -76,7 +76,7 @@ def test_a_replay_that_is_ahead_goes_on_when_rows_come(store):
 
 def test_closing_a_replay_ends_its_wait(store):
     store.limiter.set(min_size_to_sample=100)
-    replay = gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=1, timeout_s=patience(60))
+    replay = gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=1, timeout_s=patience(60), output="numpy")
     told = []
 
     def wait():
@@ -96,7 +96,7 @@ def test_closing_a_replay_ends_its_wait(store):
 def test_a_draw_that_failed_is_not_counted(store):
     store.limiter.set(samples_per_insert=1, min_size_to_sample=1, error_buffer=50)
     insert(store, 2)
-    with gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=0, min_rows=5) as replay:
+    with gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=0, min_rows=5, output="numpy") as replay:
         with pytest.raises(gt.errors.NotEnoughRowsError):
             replay.sample()
     assert store.limiter.state().samples == 0

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
-import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import geartrain as gt
 from geartrain.errors import (
@@ -20,6 +18,9 @@ from geartrain.errors import (
     StoreFullError,
 )
 from geartrain.store.recorder import recorded_fields
+
+gym = pytest.importorskip("gymnasium")
+AutoresetMode, SyncVectorEnv = gym.vector.AutoresetMode, gym.vector.SyncVectorEnv
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 

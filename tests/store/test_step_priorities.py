@@ -168,6 +168,23 @@ def test_a_recorders_priority_is_that_of_every_step(publish_every):
         assert store.audit() == []
 
 
+def test_a_recorders_priority_that_is_set_is_that_of_what_is_published_from_then_on():
+    fields = recorded_fields({"obs": gt.Field((), "float32")})
+    with gt.Store.create(fields, max_length=20, capacity=8, priority_per="step") as store:
+        with store.recorder(1, priority=2.5, publish_every=1, autoreset="disabled") as recorder:
+            recorder.reset(np.zeros(1))
+            for t in range(9):
+                recorder.priority = t
+                assert recorder.priority == t
+                recorder.step(np.ones(1), terminated=[t == 8], truncated=[False])
+            for wrong in (-1, float("nan"), float("inf"), "1", True):
+                with pytest.raises(ArgumentError, match="priority"):
+                    recorder.priority = wrong
+        steps = store.keys()[np.zeros(10, int)].of_steps(np.arange(10))
+        assert store.status(steps)["priority"].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]  # the last two at once
+        assert store.audit() == []
+
+
 def test_raised_priorities_are_those_of_the_steps():
     with make_store() as store:
         keys = insert(store, [4, 2])

@@ -176,7 +176,7 @@ def test_a_read_only_look_refuses_every_call_that_would_write(name, fork):
                 look.limiter.off,
                 lambda: look.limiter.give_back(inserts=1),
                 lambda: look.insert({"x": np.arange(1)}),
-                gt.Replay(look, gt.selection.Uniform(), 1, prefetch=0).sample,
+                gt.Replay(look, gt.selection.Uniform(), 1, prefetch=0, output="numpy").sample,
             ):
                 with pytest.raises(StoreClosedError, match="read-only"):
                     refused()

@@ -283,7 +283,7 @@ class StoreModel(RuleBasedStateMachine):
     def a_key_of_a_row_that_went_is_stale_for_good(self):
         if self.gone:
             with pytest.raises(StaleKeyError):
-                gt.fetch(self.store, self.keys_of(self.gone[-1:]))
+                gt.fetch(self.store, self.keys_of(self.gone[-1:]), output="numpy")
 
 
 StoreModel.TestCase.settings = settings(

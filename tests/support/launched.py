@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import tagged
@@ -60,15 +61,18 @@ def serve(context):
         time.sleep(0.02)
 
 
-def learn(context, steps=60, batch_size=8, pause_s=0.0, least=20):
-    """Draws batches and checks each; publishes a version a step. Every rank does it alone."""
+def learn(context, steps=60, batch_size=8, pause_s=0.0, least=20, follow=None):
+    """Draws batches and checks each; publishes a version a step. Every rank does it alone.
+
+    With a folder `follow` it goes on until actors of both hosts have acted by a published version.
+    """
     store = context.store(FIELDS, max_length=LENGTH, capacity=400)
     publisher = context.publisher() if context.rank == 0 else None
     wait_for_rows(context, store, least)
     with context.watch(gt.Replay(store, gt.selection.Uniform(seed=context.rank), batch_size, output="numpy")) as replay:
-        for step in range(1, steps + 1):
-            if context.stopping:
-                break
+        step = 0
+        while not context.stopping and (step < steps or not followed(context, store, follow)):
+            step += 1
             batch = replay.sample()
             check(batch)
             if publisher is not None:
@@ -76,6 +80,14 @@ def learn(context, steps=60, batch_size=8, pause_s=0.0, least=20):
             context.report(steps=step, version=step, loss=1.0 / step)
             time.sleep(pause_s)
     print(f"learned {step} steps on {len(store)} rows, restart {context.restart}")
+
+
+def followed(context, store, folder):
+    if folder is None:
+        return True
+    if (store.status()["version"] > 0).any():
+        (Path(folder) / f"acted-{context.rank}").touch()
+    return len(list(Path(folder).glob("acted-*"))) == 2
 
 
 def wait_for_rows(context, store, least):

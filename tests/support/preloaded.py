@@ -6,6 +6,10 @@ the program has a process, environment, arguments, folder and pipes of its own, 
 killed or stopped. What it shares is what was imported. So it is not for programs that test imports, or that set
 variables which torch, OpenMP or geartrain read when they are imported.
 
+`Child` is for code that is tested and starts interpreters by `subprocess.Popen`: a fork too, which becomes a child of
+this process like any other, for it is orphaned at birth while this process is a subreaper (prctl(2)). `children`
+has a test's processes made so; those that they start by `subprocess.Popen` are again.
+
 `python preloaded.py NUMBER` is the other side, which takes orders from the socket of that number.
 """
 
@@ -13,10 +17,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import fcntl
 import functools
 import gc
 import importlib
 import json
+import operator
 import os
 import queue
 import runpy
@@ -27,18 +34,23 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from deadlines import patience
 
 PACKAGES = ("numpy", "torch", "torch.distributed", "typer", "rich.console", "rich.table", "rich.progress", "geartrain")
-USED = ("Store", "Replay")  # of geartrain, whose parts are imported when they are first used
+# of geartrain, whose parts are imported when they are first used
+USED = ("Store", "Replay", "actors.Actor", "launch.Job", "rpc.Node", "weights.Reader", "weights.Publisher")
 ORDER_BYTES = 1 << 20
+FILES = 64  # that an order can carry at most
+PR_SET_CHILD_SUBREAPER = 36
+NESTED = "GEARTRAIN_TEST_PRELOADED_CHILDREN"
+_Popen = subprocess.Popen  # which `children` replaces
 
 
-class Popen(subprocess.Popen[str]):
+class Popen(_Popen[str]):
     """A process that the preloaded one forks, and that is its child and not this process's."""
 
     def __init__(self, command: Sequence[str | Path], **options: Any) -> None:
@@ -52,6 +64,8 @@ class Popen(subprocess.Popen[str]):
             "env": dict(os.environ if env is None else env),
             "cwd": os.fspath(cwd or Path.cwd()),
             "session": bool(options[20]),
+            "passed": [],
+            "adopted": False,
         }
         theirs = [each if each != -1 else number for number, each in enumerate((pipes[0], pipes[3], pipes[5]))]
         self._server = server()
@@ -72,6 +86,55 @@ class Popen(subprocess.Popen[str]):
         return self.returncode
 
 
+class Child(_Popen):
+    """`subprocess.Popen`, but that programs of this interpreter are forked."""
+
+    def _execute_child(self, args: Any, *options: Any) -> None:
+        executable, preexec, _, pass_fds, cwd, env, *_ = options
+        usual = executable in (None, sys.executable) and preexec is None and not options[8]
+        words = _program(args) if usual and all(each in (None, -1) for each in (*options[16:20], options[21])) else None
+        if words is None:
+            super()._execute_child(args, *options)  # type: ignore[misc]
+            return
+        pipes = options[9:15]
+        order = {
+            "argv": words,
+            "env": dict(os.environ if env is None else env),
+            "cwd": os.fspath(cwd or Path.cwd()),
+            "session": bool(options[20]),
+            "passed": [int(each) for each in pass_fds],
+            "adopted": True,
+        }
+        theirs = [each if each != -1 else number for number, each in enumerate((pipes[0], pipes[3], pipes[5]))]
+        self.pid = server().start(order, [*theirs, *order["passed"]])
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def _program(args: Any) -> list[str] | None:
+    """What follows the interpreter and its options in a command line; None where it is another program's."""
+    if isinstance(args, str | bytes | os.PathLike) or os.fspath(args[0]) != sys.executable:
+        return None
+    words = [os.fspath(each) for each in args[1:]]
+    if words[:1] == ["-B"]:  # which this interpreter has passed on
+        del words[0]
+    plain = bool(words) and all(isinstance(each, str) for each in words)
+    return words if plain and (words[0] in ("-m", "-c") or not words[0].startswith("-")) else None
+
+
+@contextlib.contextmanager
+def children() -> Iterator[None]:
+    """Meanwhile interpreters that this process starts by `subprocess.Popen` are `Child`, and those that they start."""
+    before, nested = subprocess.Popen, os.environ.get(NESTED)
+    subprocess.Popen, os.environ[NESTED] = Child, "1"  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        subprocess.Popen = before  # type: ignore[misc]
+        if nested is None:
+            del os.environ[NESTED]
+
+
 def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
     """`subprocess.run(command, capture_output=True, text=True, check=False, ...)`."""
     with Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
@@ -86,17 +149,24 @@ def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> sub
 class Server:
     """This side of the preloaded process."""
 
-    def __init__(self) -> None:
+    def __init__(self, forked: bool = False) -> None:
+        """Starts it, or with `forked` forks it from this process, which is a fork of another one itself."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for each in (ours, theirs):
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ORDER_BYTES)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        self._end: Callable[[], object]
+        if forked:
+            self._fork(ours, theirs)
+        else:
+            with theirs:
+                process = _Popen(
+                    [sys.executable, __file__, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            self._end = process.wait
         self._socket = ours
+        self._owner = os.getpid()
         self._lock = threading.Lock()
         self._pids: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._codes: dict[int, int] = {}
@@ -104,9 +174,22 @@ class Server:
         threading.Thread(target=self._listen, daemon=True).start()
         atexit.register(self._close)
 
+    def _fork(self, ours: socket.socket, theirs: socket.socket) -> None:
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            os.setsid()  # signals to this program's group are not for that process
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for number in range(3):  # or whoever reads what this program writes would wait for that process as well
+                os.dup2(nothing, number)
+            serve(theirs)
+            os._exit(0)
+        theirs.close()
+        self._end = lambda: os.waitpid(pid, 0)
+
     def _close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
-        self._process.wait()
+        self._end()
 
     def _listen(self) -> None:
         while message := self._socket.recv(1000):
@@ -118,11 +201,19 @@ class Server:
                 self._codes[answer["pid"]] = answer["code"]
                 self._ended.notify_all()
 
-    def start(self, order: dict[str, Any], streams: Sequence[int]) -> int:
-        """Forks a program that has these three files as its standard streams; returns its process id."""
+    def start(self, order: dict[str, Any], files: Sequence[int]) -> int:
+        """Forks a program that has the first three files as its standard streams; returns its process id."""
+        adopted = order.get("adopted", False)
+        assert os.getpid() == self._owner or not adopted, "a fork of the process that is to be the parent"
         with self._lock:
-            socket.send_fds(self._socket, [json.dumps(order).encode()], list(streams))
-            pid = self._pids.get(timeout=patience(100))
+            if adopted:
+                _adopt_orphans(True)
+            try:
+                socket.send_fds(self._socket, [json.dumps(order).encode()], list(files))
+                pid = self._pids.get(timeout=patience(100))
+            finally:
+                if adopted:
+                    _adopt_orphans(False)
             with self._ended:
                 self._codes.pop(pid, None)  # of an earlier process of that number
             self._socket.send(b"{}")  # and now it may begin
@@ -136,24 +227,36 @@ class Server:
             return self._codes.get(pid)
 
 
+def _adopt_orphans(wanted: bool) -> None:
+    """Whether orphans below this process become its children, or the first process's (of the machine or container)."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
 @functools.cache
 def server() -> Server:
     """The preloaded process of this one, started when it is first needed; it ends with this process."""
-    return Server()
+    return Server(forked=_forked)
+
+
+_forked = False  # whether this process is a fork of the preloaded one
 
 
 # --- the preloaded process --------------------------------------------------------------------------------------------
 
 
-def serve(number: int) -> None:
-    """Forks programs until the socket is closed; in a forked process, returns when its program has."""
-    orders = socket.socket(fileno=number)
+def load() -> None:
+    """Imports what programs need."""
     for package in PACKAGES:
         with contextlib.suppress(ImportError):
             importlib.import_module(package)
     for name in USED:
-        getattr(sys.modules["geartrain"], name)
+        operator.attrgetter(name)(sys.modules["geartrain"])
     gc.freeze()  # a collection in a forked process is not to touch, and so copy, what is here
+
+
+def serve(orders: socket.socket) -> None:
+    """Forks programs until the socket is closed."""
     told, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -171,40 +274,55 @@ def serve(number: int) -> None:
                         orders.send(json.dumps({"pid": pid, "code": code}).encode())
         if orders not in ready:
             continue
-        message, streams, _, _ = socket.recv_fds(orders, ORDER_BYTES, 3)
+        message, files, _, _ = socket.recv_fds(orders, ORDER_BYTES, FILES)
         if not message:
             for pid in running:
                 os.kill(pid, signal.SIGKILL)
             return
+        order = json.loads(message)
         begin, go = os.pipe()
+        born, bear = os.pipe()
         pid = os.fork()
+        if pid == 0 and order["adopted"] and (orphan := os.fork()) != 0:
+            os.write(bear, orphan.to_bytes(4, "little"))
+            os._exit(0)
         if pid == 0:
-            for each in (go, told, tell):
+            for each in (go, told, tell, born, bear):
                 os.close(each)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             orders.close()
             os.read(begin, 1)
             os.close(begin)
-            end(execute(json.loads(message), streams))
-        running.add(pid)
-        for each in (begin, *streams):
+            end(execute(order, files))
+        if order["adopted"]:
+            os.waitpid(pid, 0)  # its child is an orphan now, and who gave the order has adopted it
+            pid = int.from_bytes(os.read(born, 4), "little")
+        else:
+            running.add(pid)
+        for each in (begin, born, bear, *files):
             os.close(each)
         orders.send(json.dumps({"pid": pid}).encode())
         orders.recv(10)
         os.close(go)
 
 
-def execute(order: dict[str, Any], streams: list[int]) -> int:
+def execute(order: dict[str, Any], files: list[int]) -> int:
     """Runs a program as the interpreter would: a module (-m), a text (-c) or a file. Returns what it ends with."""
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    wanted = dict(zip([0, 1, 2, *order["passed"]], files, strict=True))
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1) for each in files]
+    for each in files:
+        os.close(each)
+    for number, each in zip(wanted, high, strict=True):
+        os.dup2(each, number)
+        os.close(each)
     if order["session"]:
         os.setsid()
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
+    if os.environ.pop(NESTED, None) is not None and not order["adopted"]:
+        _give_children()
     first, *rest = order["argv"]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -232,6 +350,14 @@ def execute(order: dict[str, Any], streams: list[int]) -> int:
     return 0
 
 
+def _give_children() -> None:
+    """Lets this fork have children that are forks, by a preloaded process of its own."""
+    global _forked
+    _forked = True
+    server()
+    subprocess.Popen = Child  # type: ignore[misc]
+
+
 def end(code: int) -> NoReturn:
     """Ends a forked process as the interpreter ends, but for the modules: to free torch's takes most of a second."""
     threading._shutdown()  # type: ignore[attr-defined]
@@ -248,4 +374,5 @@ def end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    load()
+    serve(socket.socket(fileno=int(sys.argv[1])))

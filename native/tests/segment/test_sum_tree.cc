@@ -95,6 +95,28 @@ TEST(the_largest_priorities_add_up_without_loss) {
   }
 }
 
+TEST(differences_gathered_by_level_leave_every_sum_exact) {
+  std::mt19937_64 random(4);
+  for (uint64_t leaves : {1, 17, 300, 5000, 70'000}) {
+    // What the adder is told, and what comes: as many, more than told, and beyond its longest lag.
+    for (auto [told, additions] : {std::pair{0, 500}, {300, 300}, {64, 5000}, {10'000, 10'000}}) {
+      TreeMemory memory(leaves);
+      for (uint64_t i = 0; i < leaves; ++i) memory.leaf_words[i] = make_word(1, 100);
+      memory.tree.rebuild();
+      {
+        PriorityTree::Adder sums(memory.tree, static_cast<size_t>(told));
+        for (int i = 0; i < additions; ++i) {
+          const uint64_t leaf = random() % leaves;
+          const uint32_t priority = random() % 1000;
+          const uint64_t old = memory.leaf_words[leaf].exchange(make_word(1, priority));
+          sums.add(leaf, uint64_t{priority} - priority_of(old));
+        }
+      }
+      CHECK_EQ(memory.tree.audit(), uint64_t{0});
+    }
+  }
+}
+
 TEST(updates_from_many_threads_leave_every_sum_exact) {
   constexpr uint64_t kLeaves = 1000;
   constexpr int kThreads = 4, kUpdates = 50'000;

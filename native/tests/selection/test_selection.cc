@@ -4,12 +4,17 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
+#include <limits>
 #include <map>
 #include <random>
 #include <thread>
 
 #include "segment/descend.h"
+#include "selection/importance_weights.h"
+#include "selection/missing_rows.h"
 #include "store/store.h"
 #include "tests/support/check.h"
 
@@ -26,6 +31,25 @@ TEST(philox_gives_the_published_vectors) {
   same(philox4x32({~0u, ~0u, ~0u, ~0u}, {~0u, ~0u}), {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd});
   same(philox4x32({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}),
        {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1});
+}
+
+TEST(every_form_of_the_random_numbers_has_the_same_bits) {
+  std::mt19937_64 random(3);
+  for (size_t n : {1, 7, 8, 9, 64, 83}) {
+    const DrawKey key{random(), random(), kStepStream};
+    std::vector<uint32_t> draws(n);
+    for (uint32_t& draw : draws) draw = static_cast<uint32_t>(random());
+    for (const char* form : {"portable", "avx2", "avx512"}) {
+      if (!set_random_kernel(form)) continue;  // not on this machine
+      std::vector<uint64_t> high(n), low(n);
+      random_bits(key, draws.data(), n, 0xabcdef, high.data(), low.data());
+      for (size_t i = 0; i < n; ++i) {
+        const Random128 expected = random_bits(key, draws[i], 0xabcdef);
+        CHECK_EQ(high[i], expected.high);
+        CHECK_EQ(low[i], expected.low);
+      }
+    }
+  }
 }
 
 TEST(an_integer_below_a_bound_is_the_floor_of_the_product) {
@@ -176,6 +200,121 @@ TEST(every_form_of_the_descent_finds_the_same_leaves) {
         draw(population(*store), plan, numbers, {found, generation, probability});
         for (size_t i = 0; i < 300; ++i) CHECK_EQ(found[i], expected[i]);
       }
+    }
+  }
+}
+
+TEST(a_uniform_draw_is_the_nth_selectable_row_whatever_is_missing) {
+  std::mt19937_64 random(8);
+  struct Case {
+    const char* what;
+    std::function<bool(uint64_t)> missing;
+    bool listed;  // for 300 draws
+  };
+  for (uint64_t rows : {64, 1000, 40'001}) {
+    const std::vector<Case> cases{
+        {"nothing", [](uint64_t) { return false; }, true},
+        {"all from a row on", [&](uint64_t row) { return row >= rows / 3 + 1; }, true},
+        {"the first row", [](uint64_t row) { return row == 0; }, true},
+        {"a long run and all from a row on", [&](uint64_t row) { return row / 7 == 2 || row > rows - 5; }, true},
+        {"half of the rows in one run", [&](uint64_t row) { return row > rows / 4 && row < rows / 4 * 3; }, true},
+        {"some here and there", [&](uint64_t row) { return row * 13 / rows != (row + 1) * 13 / rows; }, true},
+        {"every second row", [](uint64_t row) { return row % 2 == 0; }, rows == 64},
+        {"half of the rows at random", [&](uint64_t) { return random() % 2 == 0; }, rows == 64},
+    };
+    for (const Case& some : cases) {
+      auto store = store_of(rows);
+      std::vector<uint32_t> all(rows), generations(rows), gone, gone_generations, left;
+      store->allocate(all);
+      store->commit(all, {}, generations);
+      for (size_t i = 0; i < rows; ++i) {
+        const bool is_missing = some.missing(all[i]);
+        (is_missing ? gone : left).push_back(all[i]);
+        if (is_missing) gone_generations.push_back(generations[i]);
+      }
+      store->remove(gone, gone_generations);
+      std::sort(left.begin(), left.end());
+      const Population from = population(*store);
+      CHECK_EQ(from.bits.total(), left.size());
+      CHECK_EQ(MissingRows(from.bits, rows, left.size(), 300).listed(), some.listed);
+      for (size_t n : {1, 20, 300}) {
+        std::vector<uint32_t> numbers(n), found(n), generation(n), priority(n);
+        std::vector<uint64_t> targets(n);
+        std::vector<double> probability(n);
+        for (uint32_t i = 0; i < n; ++i) numbers[i] = i;
+        for (uint32_t strata : {uint32_t{0}, static_cast<uint32_t>(n)}) {
+          const DrawPlan plan{{rows, 3, kRowStream}, By::row, 0, strata};
+          CHECK_EQ(draw(from, plan, numbers, {found, generation, probability}), uint64_t{0});
+          draw_targets(plan.key, 0, strata, left.size(), numbers, targets);
+          for (size_t i = 0; i < n; ++i) {
+            CHECK_EQ(found[i], left[targets[i]]);
+            CHECK_EQ(generation[i], generation_of(store->words()[found[i]].load()));
+            CHECK_EQ(probability[i], 1.0 / static_cast<double>(left.size()));
+          }
+          CHECK_EQ(find_rows(from, By::row, targets, found, generation, priority), uint64_t{0});
+          for (size_t i = 0; i < n; ++i) CHECK_EQ(found[i], left[targets[i]]);
+        }
+      }
+    }
+  }
+}
+
+TEST(a_row_that_left_since_the_missing_ones_were_listed_is_not_drawn) {
+  // Total and bits at odds, as for an instant while a row is removed and another takes its place in the count.
+  auto store = store_of(1000);
+  std::vector<uint32_t> all(1000), generations(1000);
+  store->allocate(all);
+  store->commit(all, {}, generations);
+  const Population from = population(*store);
+  from.bits.leaves()[5].fetch_and(~(uint64_t{1} << 9));
+  std::vector<uint32_t> numbers(5000), found(5000), generation(5000);
+  std::vector<double> probability(5000);
+  for (uint32_t i = 0; i < 5000; ++i) numbers[i] = i;
+  CHECK_EQ(draw(from, {{1, 1, kRowStream}, By::row}, numbers, {found, generation, probability}), uint64_t{0});
+  for (uint32_t row : found) CHECK(row != 5 * 64 + 9 && row < 1000);
+  from.bits.leaves()[5].fetch_or(uint64_t{1} << 9);
+}
+
+TEST(importance_weights_are_powers_to_the_last_bits_in_every_form) {
+  std::mt19937_64 random(9);
+  constexpr size_t kMany = 3001;
+  std::vector<double> probability(kMany), expected(kMany), weights(kMany);
+  for (double& p : probability) p = std::exp(std::normal_distribution<double>(-9, 6)(random));
+  for (double beta : {0.0, 0.4, 1.0, 1.7}) {
+    CHECK(set_power_kernel("portable"));
+    importance_weights(probability, 1000, beta, 0, expected);
+    CHECK_EQ(*std::max_element(expected.begin(), expected.end()), 1.0);
+    const double lowest = *std::min_element(probability.begin(), probability.end());
+    for (size_t i = 0; i < kMany; ++i) {
+      const long double exact =
+          std::pow(static_cast<long double>(probability[i]) / lowest, -static_cast<long double>(beta));
+      CHECK(std::abs(static_cast<double>(expected[i] / exact - 1)) < 8e-16);
+    }
+    for (const char* form : {"avx2", "avx512"}) {
+      if (!set_power_kernel(form)) continue;  // not on this machine
+      importance_weights(probability, 1000, beta, 0, weights);
+      for (size_t i = 0; i < kMany; ++i) CHECK_EQ(weights[i], expected[i]);
+    }
+    // Of a part of the batch, with the whole batch's lowest: the same weights.
+    for (size_t first : {0, 1, 2998}) {
+      const size_t n = std::min<size_t>(13, kMany - first);
+      importance_weights(std::span(probability).subspan(first, n), 1000, beta, lowest, std::span(weights).first(n));
+      for (size_t i = 0; i < n; ++i) CHECK_EQ(weights[i], expected[first + i]);
+    }
+  }
+}
+
+TEST(importance_weights_at_the_edges_are_those_of_the_standard_library) {
+  const std::vector<double> odd{0.0, 5e-324, 1e-300, 0.5, 1e300, std::numeric_limits<double>::infinity()};
+  for (double beta : {0.0, 0.4, 1.0, 3.0}) {
+    std::vector<double> weights(odd.size());
+    importance_weights(odd, 7, beta, 0, weights);
+    const double largest = std::pow(std::numeric_limits<double>::min() * 7, -beta);
+    for (size_t i = 0; i < odd.size(); ++i) {
+      const double expected = std::pow(std::max(odd[i], std::numeric_limits<double>::min()) * 7, -beta) / largest;
+      const bool same = weights[i] == expected || (std::isnan(weights[i]) && std::isnan(expected)) ||
+                        std::abs(weights[i] / expected - 1) < 8e-16;
+      CHECK(same);
     }
   }
 }

@@ -14,6 +14,8 @@ from geartrain.actors.actor import Actor, ActorStats
 from geartrain.actors.envs.adapters import StepResult, VectorEnv, environments_of
 from geartrain.actors.policy import LocalPolicy, Policy, RandomPolicy, RemotePolicy
 from geartrain.actors.recorder import EpisodeRecorder, recorded_fields
+from geartrain.actors.remote_store import RemoteRecorder, RemoteStore
+from geartrain.actors.store_server import StoreServer
 
 __all__ = [
     "Actor",
@@ -23,7 +25,10 @@ __all__ = [
     "Policy",
     "RandomPolicy",
     "RemotePolicy",
+    "RemoteRecorder",
+    "RemoteStore",
     "StepResult",
+    "StoreServer",
     "VectorEnv",
     "environments_of",
     "recorded_fields",

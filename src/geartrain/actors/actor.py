@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from geartrain.actors.envs.adapters import Arrays, StepResult, VectorEnv, environments_of, named
 from geartrain.actors.policy import Policy
 from geartrain.actors.recorder import absent_values, check_fields
+from geartrain.actors.remote_store import RemoteRecorder, RemoteStore
 from geartrain.errors import ArgumentError, CallCancelledError
 from geartrain.store.recorder import StepRecorder
 from geartrain.store.store import Store
@@ -48,7 +49,8 @@ class Actor:
     Args:
         environments: a `VectorEnv`, or whatever `environments_of` adapts.
         policy: anything with `act(observation) -> (actions, extras)` and a `version`.
-        store: with the fields of the environments (see `recorded_fields`), and one for each extra.
+        store: with the fields of the environments (see `recorded_fields`), and one for each extra; of this host, or of
+            a peer (`RemoteStore`).
         seed: of the environments' episodes; environment i gets seed + i.
         publish_every, overlap, priority: as for `Store.recorder`.
 
@@ -70,7 +72,7 @@ class Actor:
         self,
         environments: Any,
         policy: Policy,
-        store: Store,
+        store: Store | RemoteStore,
         *,
         seed: int = 0,
         publish_every: int | None = None,
@@ -83,7 +85,7 @@ class Actor:
         self.stats = ActorStats()
         self._seed = seed
         check_fields(store)
-        self._recorder: StepRecorder = store.recorder(
+        self._recorder: StepRecorder | RemoteRecorder = store.recorder(
             self.environments.n,
             observations=[name for name in store.fields if name.partition(".")[0] == "observation"],
             publish_every=publish_every,

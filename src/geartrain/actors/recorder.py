@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.actors.remote_store import RemoteStore
 from geartrain.core.dtypes import DTYPES
 from geartrain.core.keys import Keys
 from geartrain.errors import FieldError, SchemaError
@@ -19,7 +20,7 @@ from geartrain.store.recorder import OPTIONAL_FIELDS, REQUIRED_FIELDS, StepRecor
 from geartrain.store.store import Store
 
 
-def check_fields(store: Store, values: Mapping[str, NDArray[Any]] | None = None, n: int = 1) -> None:
+def check_fields(store: Store | RemoteStore, values: Mapping[str, NDArray[Any]] | None = None, n: int = 1) -> None:
     """Checks that a store can record: it has the fields of `recorded_fields`, and those of a policy's values.
 
     Args:
@@ -46,7 +47,7 @@ def check_fields(store: Store, values: Mapping[str, NDArray[Any]] | None = None,
             )
 
 
-def absent_values(store: Store, given: Collection[str], n: int) -> dict[str, NDArray[Any]]:
+def absent_values(store: Store | RemoteStore, given: Collection[str], n: int) -> dict[str, NDArray[Any]]:
     """Zeros for the fields of n environments' steps that neither `given` has nor a recorder fills by itself."""
     automatic = {*REQUIRED_FIELDS, *OPTIONAL_FIELDS, *given}
     raw = {name: DTYPES[field.dtype] for name, field in store.fields.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from geartrain.rpc.node import Node
@@ -32,3 +32,6 @@ class Caller(Protocol):
     @property
     def node(self) -> Node:
         """The node of this process that is called."""
+
+    def keep(self, kept: Any) -> int:
+        """Keeps an object for the client, until it drops it or is lost: `Remote(node, peer, number)` calls it."""

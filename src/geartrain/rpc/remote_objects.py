@@ -49,9 +49,7 @@ def _make(session: ServerSession, name: str, args: tuple[Any, ...], kwargs: dict
     cls = functions.get(name)
     if not isinstance(cls, type):
         raise LookupError(f"no class {name!r} is registered")
-    number = len(session.objects) and max(session.objects) + 1
-    session.objects[number] = cls(*args, **kwargs)
-    return number
+    return session.keep(cls(*args, **kwargs))
 
 
 def _method(session: ServerSession, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -43,8 +43,8 @@ class Worker:
 class ServerSession:
     """A client that has connected to this node, from its first message to the end of its connection.
 
-    Functions registered `with_caller` get it, of which `rpc.Caller` is the public part: `name`, `node` and
-    `authenticated`.
+    Functions registered `with_caller` get it, of which `rpc.Caller` is the public part: `name`, `node`,
+    `authenticated` and `keep`.
 
     `queue`, `queued_bytes`, `worker` and `running` belong to the scheduler, which changes them under its lock.
     """
@@ -69,6 +69,12 @@ class ServerSession:
     def authenticated(self) -> bool:
         """Whether the client proved that it knows the cluster's secret."""
         return self.connection.authenticated
+
+    def keep(self, kept: Any) -> int:
+        """Keeps an object for the client, whose `Remote` of that number calls it, until it drops it or is lost."""
+        number = max(self.objects, default=-1) + 1
+        self.objects[number] = kept
+        return number
 
     def cancel(self, tag: int) -> None:
         """The client does not want the reply to a call any more: a pending one, or tensors held for it."""

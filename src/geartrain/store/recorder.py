@@ -91,6 +91,7 @@ class StepRecorder:
     Attributes:
         n_envs: environments.
         observations: names of the fields that are observations.
+        priority: of what is published from now on; can be set.
 
     Example:
         >>> import numpy as np
@@ -123,9 +124,7 @@ class StepRecorder:
         self.n_envs = check_whole("n_envs", n_envs)
         if self.n_envs < 1:
             raise ArgumentError(f"n_envs must be at least 1, found {n_envs}")
-        real = isinstance(priority, int | float | np.integer | np.floating) and not isinstance(priority, bool)
-        if not real or not 0 <= priority < float("inf"):
-            raise ArgumentError(f"the priority of rows is a finite number >= 0, found {priority!r}")
+        first_priority = _check_priority(priority)
         if publish_every is not None and check_whole("publish_every", publish_every) < 1:
             raise ArgumentError(f"publish_every must be at least 1, found {publish_every}")
         if not 0 <= check_whole("overlap", overlap) < max(1, columns.max_length - 1):
@@ -143,7 +142,7 @@ class StepRecorder:
             self.n_envs,
             publish_every or 0,
             overlap,
-            float(priority),
+            first_priority,
             AUTORESETS.index(mode),
             [self._role(name) for name in names],
             names,
@@ -257,6 +256,19 @@ class StepRecorder:
     def rows(self) -> int:
         """Rows completed so far."""
         return self._native.rows
+
+    @property
+    def priority(self) -> float:
+        """What rows, or with `priority_per="step"` steps, that are published from now on enter with; can be set.
+
+        Raises:
+            ArgumentError: it is set to something else than a finite number >= 0.
+        """
+        return self._native.priority
+
+    @priority.setter
+    def priority(self, priority: float) -> None:
+        self._native.priority = _check_priority(priority)
 
     def in_episode(self, environment: int) -> bool:
         """Whether an environment is in an episode."""
@@ -456,6 +468,14 @@ def _check_automatic(fields: Mapping[str, Field], observations: Sequence[str]) -
         wanted = Field((), dtype, per_row=name == "episode_return")
         if name in fields and fields[name] != wanted:
             raise FieldError(f"a recorder fills {name!r}, which must be {wanted}; the store has {fields[name]}")
+
+
+def _check_priority(priority: Any) -> float:
+    """The priority; raises `ArgumentError` unless it is a finite number >= 0."""
+    real = isinstance(priority, int | float | np.integer | np.floating) and not isinstance(priority, bool)
+    if not real or not 0 <= priority < float("inf"):
+        raise ArgumentError(f"the priority of rows is a finite number >= 0, found {priority!r}")
+    return float(priority)
 
 
 def _check_version(version: Any) -> int:

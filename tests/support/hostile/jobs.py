@@ -15,7 +15,10 @@ from geartrain.actors import (
     LocalPolicy,
     RandomPolicy,
     RemotePolicy,
+    RemoteRecorder,
+    RemoteStore,
     StepResult,
+    StoreServer,
     recorded_fields,
 )
 from geartrain.core.counters import CounterSlot, SharedCounters
@@ -154,6 +157,70 @@ def step_recorder(tools: Tools) -> Subject:
         close=store.close,
         survives=frozenset({"rows", "in_episode"}),
         work=step,
+    )
+
+
+def served(tools: Tools) -> tuple[Node, StoreServer, RemoteStore]:
+    """A host's node, and the server of a store at a peer."""
+    store, learner = tools.enter(episodes(tools)), tools.enter(Node("learner"))
+    host = tools.enter(Node("host", peers={"learner": learner.address}))
+    server = StoreServer(learner, store, "replay")
+    return host, server, RemoteStore(host, "learner", "replay", timeout_s=tools.patience(10))
+
+
+def two_rows() -> dict[str, Any]:
+    flags = {name: np.zeros((2, 8), bool) for name in ("terminated", "last")}
+    values = {"action": np.zeros((2, 8), np.int64), "reward": np.zeros((2, 8), np.float32)}
+    return {"observation": np.zeros((2, 8, 2), np.float32), **values, **flags}
+
+
+@factory(StoreServer)
+def store_server(tools: Tools) -> Subject:
+    _, server, there = served(tools)
+    return Subject(
+        calls={"insert": lambda: there.insert(two_rows()), "repr": lambda: repr(server)},
+        close=server.close,
+        survives=frozenset({"repr"}),
+        owned=[there],
+    )
+
+
+@factory(RemoteStore)
+def remote_store(tools: Tools) -> Subject:
+    host, server, there = served(tools)
+    keys = there.insert(two_rows())
+    return Subject(
+        calls={
+            "insert": lambda: there.insert(two_rows()),
+            "fetch": lambda: there.fetch(keys, on_stale="drop", output="numpy"),
+            "update_priorities": lambda: there.update_priorities(keys, np.ones(2)),
+            "delete": lambda: there.delete(keys),
+            "figures": lambda: (len(there), there.stats(), there.keys()),
+            "recorder": lambda: there.recorder(1, autoreset="disabled"),
+            "repr": lambda: repr(there),
+        },
+        close=host.close,
+        survives=frozenset({"repr"}),
+        owned=[server],
+    )
+
+
+@factory(RemoteRecorder, one_thread=ACTOR_ONE_THREAD)
+def remote_recorder(tools: Tools) -> Subject:
+    host, server, there = served(tools)
+    one = there.recorder(2, autoreset="disabled")
+    seen, flags = np.zeros((2, 2), np.float32), np.zeros(2, bool)
+
+    def step() -> None:
+        one.reset(seen)
+        one.step(seen, action=np.zeros(2, np.int64), reward=np.zeros(2), terminated=flags, truncated=flags)
+
+    return Subject(
+        calls={"step": step, "cut": one.cut, "rows": lambda: one.rows},
+        close=host.close,
+        survives=frozenset({"rows"}),
+        work=step,
+        owned=[server, there],
     )
 
 

@@ -65,6 +65,17 @@ def n_step_replay_buffer(tools: Tools) -> Subject:
     return subject(NStepReplayBuffer(100, BOX, ACTION, store=tools.name(), writers=4))
 
 
+@factory("PrioritizedReplayBuffer", one_thread=ONE_THREAD)
+def prioritized_replay_buffer(tools: Tools) -> Subject:
+    from geartrain.integrations.sb3 import PrioritizedReplayBuffer
+
+    buffer = PrioritizedReplayBuffer(100, BOX, ACTION, store=tools.name(), writers=4)
+    found = subject(buffer)
+    batch = buffer.sample(8)
+    found.calls["update_priorities"] = lambda: buffer.update_priorities(batch.keys, np.ones(8))
+    return found
+
+
 @factory("HerReplayBuffer", one_thread=ONE_THREAD)
 def her_replay_buffer(tools: Tools) -> Subject:
     from geartrain.integrations.sb3 import HerReplayBuffer

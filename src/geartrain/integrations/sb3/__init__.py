@@ -17,8 +17,18 @@ except ImportError as error:
         f"the replay buffers need Stable-Baselines3: pip install 'geartrain[sb3]' ({error})"
     ) from None
 
+from geartrain.integrations.sb3.dqn import PrioritizedDQN
 from geartrain.integrations.sb3.her import HerReplayBuffer
 from geartrain.integrations.sb3.n_step import NStepReplayBuffer
+from geartrain.integrations.sb3.prioritized import PrioritizedReplayBuffer, PrioritizedReplayBufferSamples
 from geartrain.integrations.sb3.replay_buffer import DictReplayBuffer, ReplayBuffer
 
-__all__ = ["DictReplayBuffer", "HerReplayBuffer", "NStepReplayBuffer", "ReplayBuffer"]
+__all__ = [
+    "DictReplayBuffer",
+    "HerReplayBuffer",
+    "NStepReplayBuffer",
+    "PrioritizedDQN",
+    "PrioritizedReplayBuffer",
+    "PrioritizedReplayBufferSamples",
+    "ReplayBuffer",
+]

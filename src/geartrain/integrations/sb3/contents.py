@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ class Contents:
 
     fields: dict[str, NDArray[Any]]
     lengths: NDArray[np.uint32]
+    priorities: NDArray[np.float64] | None = None  # (rows, steps), where the store keeps those of steps
 
     @staticmethod
     def of(store: Store) -> Contents:
@@ -33,13 +34,37 @@ class Contents:
         keys = store.keys()
         if not len(keys):
             return Contents({}, np.empty(0, np.uint32))
-        batch: Any = fetch(store, keys, output="numpy", pad="right", on_stale="drop")
-        return Contents(dict(batch.fields), np.asarray(batch.length).astype(np.uint32))
+        return Contents.of_rows(store, keys, on_stale="drop")
+
+    @staticmethod
+    def of_rows(store: Store, keys: Keys, on_stale: Literal["raise", "drop"] = "raise") -> Contents:
+        """A copy of some rows."""
+        batch: Any = fetch(store, keys, output="numpy", pad="right", on_stale=on_stale)
+        lengths = np.asarray(batch.length).astype(np.uint32)
+        priorities = None
+        if store.per_step:
+            rows, steps = _steps_of(lengths)
+            priorities = np.zeros((len(lengths), store.max_length))
+            priorities[rows, steps] = store.status(batch.keys[rows].of_steps(steps))["priority"]
+        return Contents(dict(batch.fields), lengths, priorities)
 
     def put(self, store: Store) -> None:
-        """Inserts the rows."""
-        if len(self.lengths):
+        """Inserts the rows; their steps can be drawn once they have their priorities."""
+        if not len(self.lengths):
+            return
+        if self.priorities is None:
             store.insert(self.fields, lengths=self.lengths)
+            return
+        keys = store.insert(self.fields, lengths=self.lengths, priorities=np.zeros(len(self.lengths)))
+        rows, steps = _steps_of(self.lengths)
+        store.update_priorities(keys[rows].of_steps(steps), self.priorities[rows, steps])
+
+
+def _steps_of(lengths: NDArray[np.uint32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Row and step of every step of rows."""
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    first = np.cumsum(lengths, dtype=np.int64) - lengths
+    return rows, np.arange(len(rows)) - first[rows]
 
 
 class Positions:
@@ -110,13 +135,13 @@ class Positions:
                 places.setdefault((int(runs.row[run]), int(runs.generation[run])), []).append((step, value))
         rows = np.array(list(places), np.uint32)
         keys = Keys.of_rows(rows[:, 0], rows[:, 1], self._store.id)
-        batch: Any = fetch(self._store, keys, output="numpy", pad="right")
-        fields = dict(batch.fields)
+        contents = Contents.of_rows(self._store, keys)
+        fields = contents.fields
         for row, steps in enumerate(places.values()):
             for step, value in steps:
                 flags = fields[FLAGS][row, step]
                 fields[FLAGS][row, step] = flags | bit if value else flags & ~np.uint8(bit)
-        self._store.insert(fields, lengths=np.asarray(batch.length).astype(np.uint32))
+        contents.put(self._store)
         self._store.delete(keys)
 
 

@@ -91,6 +91,10 @@ class TransitionDraws:
 
     def _batch(self, replay: Replay) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
         """Windows as drawn, and which begin with a transition."""
+        return self.gathered(replay)[:2]
+
+    def gathered(self, replay: Replay) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_], Any]:
+        """The same, and the batch."""
         batch: Any = replay.sample()
         arrays: dict[str, NDArray[Any]] = {name: batch[name] for name in self._fields}
         # Whole: begins within its row, with a transition, and does not end with the zeros of a full row, whose last
@@ -98,12 +102,12 @@ class TransitionDraws:
         real = np.asarray(batch.mask)[:, 0] & ((arrays[FLAGS][:, 1] & TRANSITION) != 0)
         if self._reach > 1:
             real &= ~batch[_LAST][:, -1]
-        return arrays, real
+        return arrays, real, batch
 
     def _made(self, n: int) -> Replay:
         return Replay(
             self._store,
-            self._strategy(),
+            self._strategy(int(np.random.randint(0, 2**31))),
             n + max(4, n // _SPARE),
             fields=[*self._fields, _LAST] if self._reach > 1 else self._fields,
             window=self._reach + 1,
@@ -111,8 +115,8 @@ class TransitionDraws:
             output="numpy",
         )
 
-    def _strategy(self) -> Strategy:
-        return Uniform(seed=int(np.random.randint(0, 2**31)), over="steps")
+    def _strategy(self, seed: int) -> Strategy:
+        return Uniform(seed=seed, over="steps")
 
 
 __all__ = ["TransitionDraws", "Windows"]

@@ -17,7 +17,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 
 from geartrain.core.arguments import check_whole
 from geartrain.core.keys import Keys
-from geartrain.errors import ArgumentError, NotEnoughRowsError, SchemaError
+from geartrain.errors import ArgumentError, IncompatibleStoreError, NotEnoughRowsError, SchemaError
 from geartrain.integrations.sb3.contents import Contents, FlagArray, Positions
 from geartrain.integrations.sb3.draws import TransitionDraws, Windows
 from geartrain.integrations.sb3.index import TransitionIndex
@@ -37,6 +37,7 @@ from geartrain.integrations.sb3.layout import (
 )
 from geartrain.integrations.sb3.writer import TransitionWriter, packed_infos
 from geartrain.replay.fetch import fetch
+from geartrain.store.segment import PriorityPer
 from geartrain.store.store import Store
 
 _forks = 0  # how often this process is a forked child
@@ -76,13 +77,16 @@ class ReplayBuffer(stock.ReplayBuffer):
         dones, timeouts: the same; they can be set, `buffer.dones[position] = True`, which writes rows anew.
 
     Raises:
-        NoSpaceError: /dev/shm is too small. IncompatibleStoreError: the store of that name has other fields.
+        NoSpaceError: /dev/shm is too small. IncompatibleStoreError: the store of that name has other fields,
+            or is of a buffer of the other kind, with or without priorities.
     """
 
     pos: int
     full: bool
     #: Steps behind the first that a batch needs.
     reach = 1
+    #: What the store keeps priorities of.
+    priority_per: PriorityPer = "row"
 
     def __init__(
         self,
@@ -139,15 +143,21 @@ class ReplayBuffer(stock.ReplayBuffer):
             if store.fields != fields:
                 raise ArgumentError(f"the store {store.name!r} has other fields than this buffer: {list(store.fields)}")
             self.store = store
-        elif store is not None:
-            self.store = Store.open(
-                store, fields, max_length=steps, create="missing", capacity=rows, reserve=self._reserve
-            )
         else:
-            self.store = Store.create(fields, max_length=steps, capacity=rows, reserve=self._reserve)
+            options: dict[str, Any] = {"capacity": rows, "reserve": self._reserve, "priority_per": self.priority_per}
+            if store is None:
+                self.store = Store.create(fields, max_length=steps, **options)
+            else:
+                self.store = Store.open(store, fields, max_length=steps, create="missing", **options)
         self._owned = not isinstance(store, Store)
         if self._owned:
             weakref.finalize(self, self.store.close).atexit = False
+        if self.store.per_step != (self.priority_per == "step"):
+            self.close()
+            raise IncompatibleStoreError(
+                f"the store {self.store.name!r} is of a buffer {'with' if self.store.per_step else 'without'} "
+                f"priorities of transitions, and this one is a {type(self).__name__}"
+            )
         self._attach(None, 0)
 
     def _attach(self, writer: int | None, count: int) -> None:
@@ -155,12 +165,16 @@ class ReplayBuffer(stock.ReplayBuffer):
         self.writer = TransitionWriter(
             self.store, list(self._shapes), self.n_envs, self.reach, writer=writer, count=count
         )
-        self._draws = TransitionDraws(self.store, self._drawn_fields(), self.reach)
+        self._draws = self._make_draws()
         self.index = TransitionIndex(self.store)
         self.positions = Positions(self.store, self.index, self.writer, self.n_envs, self.buffer_size)
         self._no_flags = np.full(self.n_envs, TRANSITION, np.uint8)
 
-    def _drawn_fields(self) -> list[str]:
+    def _make_draws(self) -> TransitionDraws:
+        return TransitionDraws(self.store, self.drawn_fields(), self.reach)
+
+    def drawn_fields(self) -> list[str]:
+        """Fields that a batch is made of."""
         return [*self._shapes, ACTION, REWARD, FLAGS]
 
     # --- adding -----------------------------------------------------------------------------------------------
@@ -258,7 +272,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         total = np.cumsum(runs.length)
         if not len(total):
             if self.full:
-                return Windows.zeros(self.store, self._drawn_fields(), batch_size, self.reach)
+                return Windows.zeros(self.store, self.drawn_fields(), batch_size, self.reach)
             raise NotEnoughRowsError("the replay buffer is empty: nothing was added yet")
         drawn = np.random.randint(0, total[-1], size=batch_size)
         place = np.searchsorted(total, drawn, "right")
@@ -274,9 +288,10 @@ class ReplayBuffer(stock.ReplayBuffer):
     def windows_of(self, number: NDArray[np.int64]) -> Windows:
         """The windows of transitions by number."""
         keys, step = self.index.find(number)
-        return self._windows_at(keys, step, self._drawn_fields())
+        return self.windows_at(keys, step, self.drawn_fields())
 
-    def _windows_at(self, keys: Keys, step: NDArray[np.int64], fields: Sequence[str]) -> Windows:
+    def windows_at(self, keys: Keys, step: NDArray[np.int64], fields: Sequence[str]) -> Windows:
+        """Some fields of the windows whose transitions are at these steps of rows."""
         last = ends = step + self.reach - 1
         if self.reach > 1:
             ends = np.minimum(last, self.store.status(keys)["length"].astype(np.int64) - 1)
@@ -314,19 +329,19 @@ class ReplayBuffer(stock.ReplayBuffer):
         made = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
         return made(
             observations=self._tensors(obs),
-            actions=self._tensor(windows.fields[ACTION][:, 1]),
+            actions=self.tensor_of(windows.fields[ACTION][:, 1]),
             next_observations=self._tensors(next_obs),
-            dones=self._tensor(over.astype(np.float32).reshape(-1, 1)),
-            rewards=self._tensor(reward),
-            discounts=None if discounts is None else self._tensor(discounts),
+            dones=self.tensor_of(over.astype(np.float32).reshape(-1, 1)),
+            rewards=self.tensor_of(reward),
+            discounts=None if discounts is None else self.tensor_of(discounts),
         )
 
     def _tensors(self, observation: Any) -> Any:
         if isinstance(observation, dict):
-            return {key: self._tensor(each) for key, each in observation.items()}
-        return self._tensor(observation)
+            return {key: self.tensor_of(each) for key, each in observation.items()}
+        return self.tensor_of(observation)
 
-    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
+    def tensor_of(self, array: NDArray[Any]) -> torch.Tensor:
         """A tensor over a batch's memory, which is the batch's alone; a copy on other devices."""
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device)

@@ -100,6 +100,15 @@ class TransitionWriter:
         )
         self._begun = True
 
+    @property
+    def priority(self) -> float:
+        """Of the transitions that are added, where the store keeps priorities of steps; can be set."""
+        return self._recorder.priority
+
+    @priority.setter
+    def priority(self, priority: float) -> None:
+        self._recorder.priority = priority
+
     def cut(self) -> None:
         """Ends the rows that are being written; what is added next begins new ones."""
         self._recorder.cut()

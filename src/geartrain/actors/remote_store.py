@@ -1,0 +1,329 @@
+"""Remote store: a store of another process or host, by the name under which it is served there.
+
+    node = rpc.init("simulator-3", ...)
+    store = RemoteStore(node, "learner", "replay")
+    Actor(environments, policy, store).run(steps=1_000_000)     # no store, learner or GPU on this host
+
+The other side is `geartrain.actors.StoreServer`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from geartrain.actors.store_server import pack, unpack
+from geartrain.core.arguments import check_whole, refuse_copies, timeout
+from geartrain.core.dtypes import DTYPES, as_tensor
+from geartrain.core.keys import Keys, check_keys
+from geartrain.core.schema import Field
+from geartrain.errors import (
+    ArgumentError,
+    CallCancelledError,
+    ConnectionClosedError,
+    FieldError,
+    GeartrainError,
+    PeerLostError,
+    WaitTimeoutError,
+)
+from geartrain.replay.batch import Batch
+from geartrain.rpc.future import Future
+from geartrain.rpc.node import Node
+from geartrain.rpc.remote_objects import Remote
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: By default calls wait as long as a local commit waits for the store's rate limiter.
+TIMEOUT_S = 600.0
+
+
+class RemoteStore:
+    """A store that a peer serves. Any thread may use it; it holds nothing but the peer's name.
+
+    Keys are the store's own: those that an insert returns here, that a learner's batch has there and that were sent by
+    hand name the same rows. Arrays go without pickle, in one message there and one back; big ones through shared memory
+    within a host, and without a copy on this side.
+
+    Args:
+        node: of `geartrain.rpc`, that knows the peer.
+        peer: its name.
+        name: of the store at the peer.
+        timeout_s: for each call, from 0 to 1e9; inserts and steps wait for the store's rate limiter meanwhile.
+
+    Raises:
+        PeerLostError, UnknownPeerError, WaitTimeoutError: the peer cannot be reached. So do all methods.
+        LookupError: it serves no store of that name. What the store refuses is raised here as it is there, as a
+            `RemoteError` that is a `SchemaError`, say, too.
+
+    Attributes:
+        name: of the store at the peer.
+        id: of the store, which its keys carry.
+        fields, max_length, capacity, per_step: as of `Store`.
+    """
+
+    def __init__(self, node: Node, peer: str, name: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        if not isinstance(node, Node):
+            raise ArgumentError(f"a remote store is reached by a node of geartrain.rpc, found {node!r}")
+        self.node, self.peer, self.name = node, peer, name
+        self.timeout_s = timeout(timeout_s)
+        about = self._call("describe")
+        self.id: int = about["id"]
+        self.fields = {
+            each: Field(tuple(shape), dtype, per_row=per_row)
+            for each, (shape, dtype, per_row) in about["fields"].items()
+        }
+        self.max_length: int = about["max_length"]
+        self.capacity: int = about["capacity"]
+        self.per_step: bool = about["per_step"]
+
+    def _call(self, what: str, *args: Any) -> Any:
+        return self.node.call(self.peer, f"geartrain.store.{what}", self.name, *args, timeout_s=self.timeout_s)
+
+    def __len__(self) -> int:
+        return int(self._call("figures")[0])
+
+    def stats(self) -> dict[str, int]:
+        """The store's counters, as `Store.stats`."""
+        return dict(self._call("figures")[1])
+
+    def keys(self) -> Keys:
+        """Keys of all rows, oldest first; for big stores a large message."""
+        return unpack(self._call("keys"))
+
+    def insert(
+        self,
+        fields: Mapping[str, Any],
+        *,
+        lengths: ArrayLike | None = None,
+        priorities: ArrayLike | None = None,
+        versions: ArrayLike | None = None,
+        casting: Literal["no", "safe", "same_kind"] = "no",
+    ) -> Keys:
+        """Inserts `n` rows and returns their keys; arguments and errors as of `Store.insert`.
+
+        Where the peer is lost meanwhile (`PeerLostError`) the rows may be there or not; after `PeerUnreachableError`
+        they are not.
+        """
+        if not isinstance(fields, Mapping):
+            raise ArgumentError(f"an insert takes arrays by field, found {type(fields).__name__}")
+        given: dict[str, Any] = {"lengths": lengths, "priorities": priorities, "versions": versions}
+        given = {what: np.asarray(value) for what, value in given.items() if value is not None}
+        if casting != "no":
+            given["casting"] = casting
+        arrays = {each: value if hasattr(value, "dtype") else np.asarray(value) for each, value in fields.items()}
+        return unpack(self._call("insert", arrays, given))
+
+    def fetch(
+        self,
+        keys: Keys,
+        *,
+        fields: Sequence[str] | None = None,
+        window: int | None = None,
+        ends: ArrayLike | None = None,
+        pad: Literal["left", "right"] = "left",
+        output: Literal["torch", "numpy"] = "torch",
+        on_stale: Literal["raise", "drop"] = "raise",
+    ) -> Batch:
+        """The rows behind the keys, as one batch; arguments and errors as of `gt.fetch`.
+
+        Cost: a copy at the peer, and its bytes once over the transport.
+        """
+        check_keys(keys).check_store(self.id, self.name)
+        if output not in ("torch", "numpy"):
+            raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
+        given: dict[str, Any] = {"fields": fields, "window": window, "pad": pad, "on_stale": on_stale}
+        given["fields"] = None if fields is None else list(fields)
+        if ends is not None:
+            given["ends"] = np.asarray(ends)
+        found = self._call("fetch", pack(keys), given)
+        arrays = {each: self._as_output(each, value, output) for each, value in found["fields"].items()}
+        rest = [self._plain(found[each], output) for each in ("mask", "start", "length", "version")]
+        return Batch(arrays, unpack(found["keys"]), *rest)
+
+    def _as_output(self, name: str, value: Any, output: str) -> Any:
+        dtype = DTYPES[self.fields[name].dtype]
+        if output == "numpy" and dtype.numpy_name is None:
+            raise FieldError(f"NumPy has no {dtype.name}, of field {name!r}; use output='torch'")
+        return as_tensor(value, dtype) if output == "torch" and isinstance(value, np.ndarray) else value
+
+    def _plain(self, value: Any, output: str) -> Any:
+        if isinstance(value, np.ndarray):
+            return as_tensor(value, DTYPES[value.dtype.name]) if output == "torch" else value
+        return value if value is None or output == "torch" else value.numpy()
+
+    def update_priorities(self, keys: Keys, priorities: ArrayLike) -> int:
+        """Sets the priorities of rows or steps, as `Store.update_priorities`; returns how many keys were stale."""
+        check_keys(keys).check_store(self.id, self.name)
+        return int(self._call("update_priorities", pack(keys), np.asarray(priorities)))
+
+    def delete(self, keys: Keys) -> int:
+        """Removes rows; returns how many keys were stale."""
+        check_keys(keys).check_store(self.id, self.name)
+        return int(self._call("delete", pack(keys)))
+
+    def recorder(
+        self,
+        n_envs: int = 1,
+        *,
+        observations: Sequence[str] | None = None,
+        publish_every: int | None = None,
+        overlap: int = 0,
+        priority: float = 1.0,
+        autoreset: Any = None,
+        max_in_flight: int = 8,
+    ) -> RemoteRecorder:
+        """A recorder of the steps of `n_envs` environments, as `Store.recorder`.
+
+        Args:
+            max_in_flight: steps that are sent before the first of them is known to be recorded; 0 waits for each.
+        """
+        options: dict[str, Any] = {"publish_every": publish_every, "overlap": overlap, "priority": priority}
+        if observations is not None:
+            options["observations"] = [observations] if isinstance(observations, str) else list(observations)
+        if autoreset is not None:
+            options["autoreset"] = str(getattr(autoreset, "value", autoreset))
+        if check_whole("max_in_flight", max_in_flight) < 0:
+            raise ArgumentError(f"max_in_flight must be at least 0, found {max_in_flight}")
+        number, found = self._call("recorder", n_envs, options)
+        remote = Remote(self.node, self.peer, number)
+        return RemoteRecorder(remote, n_envs, tuple(found), int(max_in_flight), self.timeout_s)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "make another one there, with RemoteStore(node, peer, name)")
+
+    def __repr__(self) -> str:
+        return f"<RemoteStore {self.name!r} of {self.peer!r}>"
+
+
+class RemoteRecorder:
+    """Records steps of n environments in a peer's store; made by `RemoteStore.recorder`. One thread at a time.
+
+    `reset`, `step`, `cut` and `rows` are those of `StepRecorder`, but up to `max_in_flight` steps are under way: a step
+    returns the keys of rows that became known as completed meanwhile, and raises what an earlier one was refused with.
+    The episodes then end where they were, and the recorder refuses everything with that error, as it does once the peer
+    is lost; make another one, and reset. With `max_in_flight=0` a step that is refused can be given again.
+
+    When this process ends or loses the peer, rows that were not published are given back there.
+
+    Attributes:
+        n_envs: environments.
+        observations: names of the fields that are observations.
+    """
+
+    def __init__(
+        self, remote: Remote, n_envs: int, observations: tuple[str, ...], max_in_flight: int, timeout_s: float
+    ) -> None:
+        self._remote = remote
+        self.n_envs, self.observations = n_envs, observations
+        self._most, self._timeout_s = max_in_flight, timeout_s
+        self._sent: deque[Future] = deque()
+        self._number = 0
+        self._rows = 0
+        self._completed: list[Keys] = []
+        self._error: GeartrainError | None = None
+
+    def reset(self, observation: Any, *, mask: Any = None, version: int = 0) -> Keys | None:
+        """Begins an episode in every environment (of `mask`); one that is in progress is kept as it is."""
+        return self._send("reset", {"observation": _plain(observation), "mask": _plain(mask), "version": version})
+
+    def step(
+        self,
+        observation: Any,
+        *,
+        terminated: Any,
+        truncated: Any,
+        final_observation: Any = None,
+        mask: Any = None,
+        version: int = 0,
+        **values: Any,
+    ) -> Keys | None:
+        """Records one step of all environments; arguments as of `StepRecorder.step`. Sent when it returns."""
+        flags = {"terminated": _plain(terminated), "truncated": _plain(truncated), "mask": _plain(mask)}
+        given = {name: _plain(value) for name, value in values.items()}
+        given |= {"observation": _plain(observation), "version": version, **flags}
+        if final_observation is not None:
+            given["final_observation"] = _plain(final_observation)
+        return self._send("step", given)
+
+    def cut(self, mask: Any = None) -> Keys | None:
+        """Ends the episodes (of `mask`) where they are; all steps are recorded when it returns."""
+        completed = self._send("cut", {"mask": _plain(mask)})
+        self._settle(0)
+        rest = self._known()
+        return rest if completed is None else completed if rest is None else completed + rest
+
+    def close(self) -> None:
+        """Ends all episodes where they are and keeps their steps."""
+        if self._error is None:
+            self.cut()
+
+    @property
+    def rows(self) -> int:
+        """Rows completed, of the steps that are known to be recorded."""
+        return self._rows
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "make another one there, with RemoteStore.recorder(...)")
+
+    def _send(self, what: str, given: dict[str, Any]) -> Keys | None:
+        if self._error is not None:
+            raise self._error
+        number = self._number if self._most else None
+        try:
+            self._sent.append(self._remote.call_async("call", number, what, given, timeout_s=self._timeout_s))
+        except (PeerLostError, ConnectionClosedError, WaitTimeoutError) as error:
+            self._fail(error)
+            raise
+        self._number += 1
+        self._settle(self._most)
+        return self._known()
+
+    def _settle(self, most: int) -> None:
+        """Waits until so few steps are under way, and takes in what is known of the others."""
+        while self._sent and (len(self._sent) > most or self._sent[0].done()):
+            try:
+                rows, keys = self._sent.popleft().result()
+            except GeartrainError as error:
+                if self._most or isinstance(
+                    error, PeerLostError | ConnectionClosedError | WaitTimeoutError | CallCancelledError
+                ):
+                    self._fail(error)
+                raise
+            self._rows = rows
+            if keys is not None:
+                self._completed.append(unpack(keys))
+
+    def _fail(self, error: GeartrainError) -> None:
+        self._error = error
+        self._sent.clear()
+
+    def _known(self) -> Keys | None:
+        completed, self._completed = self._completed, []
+        return Keys.join(completed) if completed else None
+
+
+def _plain(value: Any) -> Any:
+    """What the codec sends: arrays and tensors as they are, nested dicts, tuples and lists of them, NumPy's numbers."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, tuple | list):
+        return (
+            type(value)(_plain(each) for each in value) if type(value) in (tuple, list) else tuple(map(_plain, value))
+        )
+    if isinstance(value, np.ndarray) and value.dtype == object:  # Gymnasium's final observations
+        return [_plain(each) for each in value]
+    return np.asarray(value) if isinstance(value, np.generic) else value
+
+
+__all__ = ["RemoteRecorder", "RemoteStore"]

@@ -1,0 +1,264 @@
+"""Store server: stores of this process that peers insert into, record in, fetch from and update, by name.
+
+    node = rpc.init("learner", ...)
+    with StoreServer(node, store, "replay"):
+        train(gt.Replay(store, ...))
+
+A peer's side is `geartrain.actors.RemoteStore`. What arrives is written into the store's rows by the same native calls
+that local writers use, out of the buffers of the transport: one copy on this side.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.arguments import refuse_copies
+from geartrain.core.dtypes import DTYPES
+from geartrain.core.keys import Keys
+from geartrain.errors import ArgumentError, GeartrainError, MessageError, StoreClosedError, WaitTimeoutError
+from geartrain.replay.fetch import fetch
+from geartrain.rpc.caller import Caller
+from geartrain.rpc.node import Node
+from geartrain.rpc.registry import function
+from geartrain.rpc.running import about_to_wait
+from geartrain.store.recorder import StepRecorder
+from geartrain.store.store import Store
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: Seconds for which a numbered step waits for the one before it, which was sent first and comes first.
+_ORDER_S = 60.0
+
+#: Keys between peers: rows, generations, steps or None, the store's id or None.
+PackedKeys = tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32] | None, int | None]
+
+
+class StoreServer:
+    """Serves a store to the peers of a node, under a name, until it is closed or the node or the store is.
+
+    Several servers of a node have several names. Peers need no permission beyond their connection: a node that listens
+    beyond loopback has a secret, and whoever knows it may write, as may processes of this host that open the store.
+
+    Args:
+        node: of `geartrain.rpc`, whose peers may call.
+        store: open, and not read-only.
+        name: by which peers ask for it; the store's own by default.
+
+    Raises:
+        ArgumentError: the node serves another store under that name; no node or store.
+        StoreClosedError: the store is closed.
+
+    Example:
+        >>> import geartrain as gt
+        >>> from geartrain import rpc
+        >>> from geartrain.actors import RemoteStore, StoreServer
+        >>> store = gt.Store.create({"x": gt.Field((), "float32")}, max_length=1, capacity=8)
+        >>> learner = rpc.Node("learner")
+        >>> host = rpc.Node("host", peers={"learner": learner.address})
+        >>> with StoreServer(learner, store, "replay"):
+        ...     remote = RemoteStore(host, "learner", "replay")
+        ...     keys = remote.insert({"x": np.ones((2, 1), np.float32)})
+        >>> (len(store), store.keys() == keys)
+        (2, True)
+        >>> host.close(); learner.close(); store.close()
+    """
+
+    def __init__(self, node: Node, store: Store, name: str | None = None) -> None:
+        if not isinstance(node, Node) or not isinstance(store, Store):
+            raise ArgumentError(f"a node of geartrain.rpc serves a Store, found {node!r} and {store!r}")
+        if store.closed:
+            raise StoreClosedError(f"the store {store.name!r} was closed")
+        self.name = store.name if name is None else name
+        if not isinstance(self.name, str) or not self.name:
+            raise ArgumentError(f"a store is served under a name, found {name!r}")
+        self.node, self.store = node, store
+        with _lock:
+            served = _served.setdefault(node, {})
+            if self.name in served:
+                raise ArgumentError(f"the node {node.name!r} serves a store {self.name!r} already")
+            served[self.name] = store
+
+    def close(self) -> None:
+        """Peers are refused from now on; calls in flight end. The store stays open."""
+        with _lock:
+            served = _served.get(self.node, {})
+            if served.get(self.name) is self.store:
+                del served[self.name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "it serves a store of this process")
+
+    def __repr__(self) -> str:
+        return f"<StoreServer of {self.store.name!r} as {self.name!r} at {self.node.name!r}>"
+
+
+_lock = threading.RLock()  # a signal's handler may come in between
+_served: weakref.WeakKeyDictionary[Node, dict[str, Store]] = weakref.WeakKeyDictionary()
+
+
+def pack(keys: Keys) -> PackedKeys:
+    """Keys of one store as plain values, without shards and draws."""
+    store = keys.store
+    if isinstance(store, np.ndarray):
+        stores = np.unique(store)
+        if len(stores) > 1:
+            raise ArgumentError(f"these keys are of {len(stores)} stores, and one of them is asked")
+        store = int(stores[0]) if len(stores) else None
+    return keys.row, keys.generation, keys.step, store
+
+
+def unpack(packed: Any) -> Keys:
+    """The same keys. Raises `MessageError` for anything else."""
+    if not isinstance(packed, tuple | list) or len(packed) != 4:
+        raise MessageError("keys are sent as rows, generations, steps and a store")
+    row, generation, step, store = packed
+    return Keys(row, generation, None, None, store, step)
+
+
+# --- what peers call ------------------------------------------------------------------------------------------------
+
+
+def _called(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return function(name=f"geartrain.store.{name}", with_caller=True)
+
+
+def _store_of(caller: Caller, name: str) -> Store:
+    with _lock:
+        served = dict(_served.get(caller.node, {}))
+    if name not in served:
+        known = ", ".join(map(repr, sorted(served))) or "none"
+        raise LookupError(f"{caller.node.name!r} serves no store {name!r}; it serves {known}")
+    return served[name]
+
+
+@_called("describe")
+def _describe(caller: Caller, name: str) -> dict[str, Any]:
+    store = _store_of(caller, name)
+    fields = {each: (list(field.shape), field.dtype, field.per_row) for each, field in store.fields.items()}
+    sizes = {"max_length": store.max_length, "capacity": store.capacity, "per_step": store.per_step}
+    return {"id": store.id, "name": store.name, "fields": fields, **sizes}
+
+
+@_called("figures")
+def _figures(caller: Caller, name: str) -> tuple[int, dict[str, int]]:
+    store = _store_of(caller, name)
+    return len(store), store.stats()
+
+
+@_called("insert")
+def _insert(caller: Caller, name: str, fields: Mapping[str, Any], given: Mapping[str, Any]) -> PackedKeys:
+    store = _store_of(caller, name)
+    if store.limiter.state().enabled:
+        about_to_wait()
+    allowed = {"lengths", "priorities", "versions", "casting"}
+    if not isinstance(fields, dict) or not isinstance(given, dict) or not set(given) <= allowed:
+        raise MessageError("an insert has arrays by field, and lengths, priorities, versions and casting")
+    return pack(store.insert(fields, **given))
+
+
+@_called("keys")
+def _keys(caller: Caller, name: str) -> PackedKeys:
+    return pack(_store_of(caller, name).keys())
+
+
+@_called("update_priorities")
+def _update_priorities(caller: Caller, name: str, keys: PackedKeys, priorities: Any) -> int:
+    return _store_of(caller, name).update_priorities(unpack(keys), priorities)
+
+
+@_called("delete")
+def _delete(caller: Caller, name: str, keys: PackedKeys) -> int:
+    return _store_of(caller, name).delete(unpack(keys))
+
+
+@_called("fetch")
+def _fetch(caller: Caller, name: str, keys: PackedKeys, given: Mapping[str, Any]) -> dict[str, Any]:
+    store = _store_of(caller, name)
+    if not isinstance(given, dict) or not set(given) <= {"fields", "window", "ends", "pad", "on_stale"}:
+        raise MessageError("a fetch has fields, window, ends, pad and on_stale")
+    fields = given.get("fields")
+    wanted = [each for each in store.fields if fields is None or each in fields]
+    plain = all(DTYPES[store.fields[each].dtype].numpy_name is not None for each in wanted)
+    batch = fetch(store, unpack(keys), output="numpy" if plain else "torch", **given)
+    return {
+        "fields": dict(batch.fields),
+        "keys": pack(batch.keys),
+        "mask": batch.mask,
+        "start": batch.start,
+        "length": batch.length,
+        "version": batch.version,
+    }
+
+
+class ServedRecorder:
+    """A peer's recorder, kept here for as long as the peer is connected: then its unpublished rows are given back.
+
+    Calls come with a number where the peer sends the next one before it has the reply to this one. They are executed in
+    that order, and once one was refused, which ends the episodes where they are, so are all that follow.
+    """
+
+    def __init__(self, store: Store, n_envs: int, options: Mapping[str, Any]) -> None:
+        self._store = store
+        self._recorder: StepRecorder = store.recorder(n_envs, **options)
+        self.observations = self._recorder.observations
+        self._turn = threading.Condition()
+        self._next = 0
+        self._refused: str | None = None
+
+    def call(self, number: int | None, what: str, given: Mapping[str, Any]) -> tuple[int, PackedKeys | None]:
+        """One of `reset`, `step` and `cut`: rows completed so far, and the keys of those that it completes."""
+        if what not in ("reset", "step", "cut") or not isinstance(given, dict):
+            raise MessageError(f"a recorder is asked to reset, step or cut, not {what!r}")
+        if self._store.limiter.state().enabled:
+            about_to_wait()
+        if number is None:
+            with self._turn:
+                return self._record(what, given)
+        with self._turn:
+            if not self._turn.wait_for(lambda: self._next >= number, _ORDER_S):
+                raise WaitTimeoutError(f"the step before number {number} did not come within {_ORDER_S:g} s")
+            try:
+                if self._refused is not None:
+                    raise MessageError(f"a step before this one was refused: {self._refused}")
+                if self._next != number:
+                    raise MessageError(f"step {number} was given twice")
+                return self._record(what, given)
+            except BaseException as error:
+                if self._refused is None:
+                    self._refused = f"{type(error).__name__}: {error}"
+                    with suppress(GeartrainError):
+                        self._recorder.cut()
+                raise
+            finally:
+                self._next = max(self._next, number + 1)
+                self._turn.notify_all()
+
+    def _record(self, what: str, given: Mapping[str, Any]) -> tuple[int, PackedKeys | None]:
+        keys = getattr(self._recorder, what)(**given)
+        return self._recorder.rows, None if keys is None else pack(keys)
+
+
+@_called("recorder")
+def _recorder(caller: Caller, name: str, n_envs: int, options: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
+    allowed = {"observations", "publish_every", "overlap", "priority", "autoreset"}
+    if not isinstance(options, dict) or not set(options) <= allowed:
+        raise MessageError(f"a recorder has {', '.join(sorted(allowed))}")
+    made = ServedRecorder(_store_of(caller, name), n_envs, options)
+    return caller.keep(made), made.observations
+
+
+__all__ = ["StoreServer"]

@@ -1,0 +1,201 @@
+"""Prioritized experience replay for Stable-Baselines3: `PrioritizedReplayBuffer`, which it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from geartrain.core.keys import Keys
+from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
+from geartrain.integrations.sb3.draws import TransitionDraws, Windows
+from geartrain.integrations.sb3.n_step import NStepReplayBuffer
+from geartrain.integrations.sb3.replay_buffer import ReplayBuffer
+from geartrain.replay.replay import Replay
+from geartrain.selection.arguments import check_number
+from geartrain.selection.random import Prioritized, checked_beta
+from geartrain.selection.strategy import Strategy
+from geartrain.store.segment import PriorityPer
+from geartrain.store.store import Store
+
+# Beside a store's fields, windows have the key of the step that was drawn, and its probability; of names that no
+# observation has.
+_ROW, _GENERATION, _STEP, _PROBABILITY = "drawn.row", "drawn.generation", "drawn.step", "drawn.probability"
+
+
+class PrioritizedReplayBufferSamples(NamedTuple):
+    """`ReplayBufferSamples` of Stable-Baselines3, also of dict observations, with importance weights and keys."""
+
+    observations: Any
+    actions: torch.Tensor
+    next_observations: Any
+    dones: torch.Tensor
+    rewards: torch.Tensor
+    discounts: torch.Tensor | None
+    weights: torch.Tensor  # (B, 1) float32; the largest of a batch is 1
+    keys: Keys  # of the transitions, for `update_priorities`
+
+
+class PrioritizedReplayBuffer(NStepReplayBuffer):
+    """Proportional prioritized experience replay (Schaul et al., 2016) over a store; see `ReplayBuffer`.
+
+    A transition is drawn in proportion to (|td_error| + min_priority) ** alpha, exactly, from a sum tree in shared
+    memory: any process that has the buffer open draws by what any other has set. A transition that was not drawn yet
+    has the priority of the largest TD error that this process has seen.
+
+    An algorithm has to weight its loss and to give the errors back, which those of Stable-Baselines3 do not;
+    `PrioritizedDQN` does:
+
+        batch = buffer.sample(256)
+        loss = (batch.weights * elementwise_loss).mean()
+        buffer.update_priorities(batch.keys, td_error)
+
+    Args:
+        alpha: how much priorities count: 0 for uniform draws.
+        beta: of the importance weights (N * probability) ** -beta, 1 for a full correction; and `final_beta`, which it
+            moves to as `update_priorities` is told of the progress.
+        min_priority: what is added to errors, above 0, so that every transition can be drawn again.
+        n_steps: rewards that are summed up, as in `NStepReplayBuffer`; with 1, the default, a batch has no `discounts`.
+        gamma: discount of a step, with n_steps above 1.
+
+    Attributes:
+        beta: that weights are made with now; can be set.
+        max_priority: the largest |td_error| so far, or 1, for transitions that are added; can be set, in a process that
+            only adds.
+
+    Raises:
+        ArgumentError: numbers out of range.
+    """
+
+    priority_per: PriorityPer = "step"
+
+    def __init__(
+        self,
+        *args: Any,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        final_beta: float = 1.0,
+        min_priority: float = 1e-6,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        **kwargs: Any,
+    ) -> None:
+        check_number("alpha", alpha, "a finite number >= 0", least=0)
+        check_number("min_priority", min_priority, "a finite number above zero", least=0, above=True)
+        self.alpha = float(alpha)
+        self.initial_beta = self.beta = checked_beta(beta)
+        self.final_beta = checked_beta(final_beta)
+        self.min_priority = float(min_priority)
+        self._max_priority = 1.0
+        super().__init__(*args, n_steps=n_steps, gamma=gamma, **kwargs)
+
+    def _make_draws(self) -> PrioritizedDraws:
+        return PrioritizedDraws(self.store, self.drawn_fields(), self.reach)
+
+    def _attach(self, writer: int | None, count: int) -> None:
+        super()._attach(writer, count)
+        self.writer.priority = self._stored(self._max_priority)
+
+    def _stored(self, error: Any) -> Any:
+        """Priorities of transitions, by the absolute values of their errors."""
+        return (error + self.min_priority) ** self.alpha
+
+    @property
+    def max_priority(self) -> float:
+        """See the class."""
+        return self._max_priority
+
+    @max_priority.setter
+    def max_priority(self, value: float) -> None:
+        check_number("max_priority", value, "a finite number >= 0", least=0)
+        self._max_priority = float(value)
+        self.writer.priority = self._stored(self._max_priority)
+
+    def update_priorities(self, keys: Keys, td_errors: ArrayLike, progress_remaining: float | None = None) -> int:
+        """Sets the priorities of transitions of earlier batches; returns how many of them are gone.
+
+        Args:
+            keys: of a batch.
+            td_errors: (n,) or (n, 1), a tensor or an array, of any sign.
+            progress_remaining: the algorithm's `_current_progress_remaining`, by which `beta` moves from its first
+                value at 1 to `final_beta` at 0 (and below: algorithms may end late).
+
+        Raises:
+            ArgumentError: keys of another buffer, or progress out of range. SchemaError: an error that is not finite.
+                No priority is set.
+        """
+        tensor: Any = td_errors
+        errors = tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else np.asarray(tensor)
+        if errors.size != len(keys):
+            raise ArgumentError(f"{len(keys)} transitions have td_errors of shape {errors.shape}")
+        if progress_remaining is not None and not progress_remaining <= 1:
+            raise ArgumentError(f"progress_remaining goes from 1 to 0, found {progress_remaining}")
+        errors = np.abs(errors.reshape(-1), dtype=np.float64)
+        stale = self.store.update_priorities(keys, self._stored(errors))
+        if errors.size and errors.max() > self._max_priority:
+            self.max_priority = errors.max()
+        if progress_remaining is not None:
+            self.beta = self.final_beta + max(0.0, float(progress_remaining)) * (self.initial_beta - self.final_beta)
+        return stale
+
+    def _drawn_by_number(self, batch_size: int) -> Windows:
+        raise NotEnoughRowsError("no transition can be drawn: nothing was added yet, or all have priority 0")
+
+    def windows_of(self, number: NDArray[np.int64]) -> Windows:
+        """The windows of transitions by number, each drawn with the same probability."""
+        keys, step = self.index.find(number)
+        drawn = np.minimum(step + self.reach - 1, self.store.max_length - 1)
+        extras: dict[str, NDArray[Any]] = {
+            _ROW: keys.row,
+            _GENERATION: keys.generation,
+            _STEP: drawn.astype(np.uint32),
+            _PROBABILITY: np.ones(len(number)),
+        }
+        return Windows(self.windows_at(keys, step, self.drawn_fields()).fields | extras)
+
+    def samples_of(self, windows: Windows, env: Any) -> Any:
+        """A batch with weights and keys."""
+        make = ReplayBuffer.samples_of if self.n_steps == 1 else NStepReplayBuffer.samples_of
+        fields = windows.fields
+        probability = fields[_PROBABILITY]
+        # The number of transitions cancels out where the largest is to be 1.
+        weights = (probability.min() / probability) ** checked_beta(self.beta)
+        keys = Keys.of_rows(fields[_ROW], fields[_GENERATION], self.store.id).of_steps(fields[_STEP])
+        weight = self.tensor_of(weights.astype(np.float32).reshape(-1, 1))
+        return PrioritizedReplayBufferSamples(**make(self, windows, env)._asdict(), weights=weight, keys=keys)
+
+
+class PrioritizedDraws(TransitionDraws):
+    """Draws of transitions by the priorities of the steps that their windows end at.
+
+    A step whose window begins with no transition never will: it loses its priority when it is first drawn.
+    """
+
+    def __init__(self, store: Store, fields: Sequence[str], reach: int) -> None:
+        super().__init__(store, fields, reach)
+        self._store = store
+
+    def sample(self, n: int) -> Windows | None:
+        """n windows whose first transition is drawn by its priority; None where none has any."""
+        try:
+            return super().sample(n)
+        except EmptyStoreError:
+            return None
+
+    def _batch(self, replay: Replay) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
+        arrays, real, batch = self.gathered(replay)
+        keys = batch.keys
+        if not real.all():
+            without = keys[~real]
+            self._store.update_priorities(without, np.zeros(len(without)))
+        extras = {_ROW: keys.row, _GENERATION: keys.generation, _STEP: keys.step, _PROBABILITY: batch.probability}
+        return arrays | extras, real
+
+    def _strategy(self, seed: int) -> Strategy:
+        return Prioritized(seed=seed)
+
+
+__all__ = ["PrioritizedReplayBuffer", "PrioritizedReplayBufferSamples"]
