@@ -23,6 +23,8 @@ from geartrain.core.counters import SharedCounters
 from geartrain.errors import ActorDiedError, ArgumentError, GeartrainError, StoreExistsError, StoreMissingError
 from geartrain.launch import ActorPool
 
+pytestmark = pytest.mark.usefixtures("preloaded_children")
+
 
 class Quiet(Numbers):
     def act(self, observation):
@@ -56,7 +58,7 @@ def wait_for(condition, timeout_s=60.0):
         time.sleep(0.01)
 
 
-def test_a_pool_acts_until_it_is_stopped(store):
+def test_a_pool_acts_until_it_is_stopped(store, real_interpreters):
     with ActorPool(store, environments, policy, 2, publish_every=10) as pool:
         wait_for(lambda: pool.stats()["rows"] > 20)
         stats = pool.stats()
