@@ -19,7 +19,8 @@ from saved_stores import FIELDS, bfloat16, chunks, contents, fill, small_files
 import geartrain as gt
 import geartrain.store.checkpoint_writer as saving
 from geartrain.errors import ArgumentError, CheckpointError, NoSpaceError, SchemaError
-from geartrain.store.checkpoint_format import read_manifest, write_json
+from geartrain.store.checkpoint_directory import HeldDirectory
+from geartrain.store.checkpoint_format import manifest_of, write_json
 
 
 @pytest.mark.parametrize("remover", ["fifo", "lifo", "lowest_priority"])
@@ -256,7 +257,8 @@ def test_rows_overwritten_while_saving_are_left_out_and_counted(
         monkeypatch.setattr(saving._native, "fetch", overwriting)
         store.save(tmp_path / "ckpt")
         monkeypatch.undo()
-        manifest = read_manifest(tmp_path / "ckpt")
+        with HeldDirectory(tmp_path / "ckpt") as held:
+            manifest = manifest_of(held)
         assert (manifest["rows"], manifest["rows_left_out"]) == (7, 3)
         with gt.Store.load(tmp_path / "ckpt", store_name()) as restored:
             assert len(restored) == 7 and restored.audit() == []
