@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import signal
@@ -52,6 +53,11 @@ class Names:
                 path.unlink()
         found = {path.name.removeprefix("geartrain.") for path in left}
         return sorted(found - self._forgiven)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: no collection of a test, and no forked process, is to go through it."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

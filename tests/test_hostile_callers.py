@@ -25,10 +25,25 @@ OPEN_TRIES = 20
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def plain_server() -> Iterator[Server]:
     one = Server()
     yield one
     one.close()
+
+
+@pytest.fixture(scope="module")
+def sb3_server() -> Iterator[Server]:
+    """Of subjects that import torch and Stable-Baselines3, two seconds of a core in each process."""
+    one = Server("geartrain.integrations.sb3")
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, subject: str) -> Server:
+    wanted = "sb3_server" if FACTORIES[subject].make.__module__ == "hostile.sb3" else "plain_server"
+    found: Server = request.getfixturevalue(wanted)
+    return found
 
 
 @functools.cache

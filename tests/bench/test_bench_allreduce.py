@@ -27,6 +27,7 @@ from geartrain_bench.harness.baselines import BaselineError
 
 no_hosts = Hosts.viable()
 needs_hosts = pytest.mark.skipif(no_hosts is not None, reason=str(no_hosts))
+pytestmark = pytest.mark.usefixtures("preloaded_children")
 TINY = allreduce.Plan(
     workers=(2,), sizes=(1 << 18,), hybrids=(1,), hybrid_workers=2, hybrid_size=1 << 18, slow_mbit=(50.0, 200.0),
     slow_sizes=(1 << 18,), rtts_ms=(5.0,), delay_workers=(2,), delay_sizes=(4096,), ranks=(2,), loopback_sizes=(4096,),

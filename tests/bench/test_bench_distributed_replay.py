@@ -36,7 +36,8 @@ ABOUT = 0.2, 1.8
 @pytest.fixture(scope="module")
 def result() -> ranks.RanksResult:
     """Two processes on one host; where hosts can be made, two hosts and the links as well."""
-    return ranks.run(ranks.Plan(SCALING, LINKS, ROW_BYTES), {}, quick=True, constants=False)
+    with preloaded.children():
+        return ranks.run(ranks.Plan(SCALING, LINKS, ROW_BYTES), {}, quick=True, constants=False)
 
 
 def cases(result: ranks.RanksResult, part: str) -> dict[str, dict[str, Any]]:

@@ -22,6 +22,8 @@ from geartrain_bench.harness.report import parse_baselines, write_json
 from geartrain_bench.messages.baseline_client import SYSTEMS, Foreign
 from geartrain_bench.messages.bench import Plan, run
 
+pytestmark = pytest.mark.usefixtures("preloaded_children")
+
 
 def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")

@@ -18,6 +18,7 @@ from geartrain_bench import plot_saved
 from geartrain_bench.harness.report import write_json
 from geartrain_bench.harness.timing import new_result
 
+pytestmark = pytest.mark.usefixtures("preloaded_children")
 #: On the clock of `time.monotonic`: far away.
 LATER_S = 1e12
 ASKED = {

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import curves
 import results
 
+pytestmark = pytest.mark.usefixtures("preloaded_children")
 SCRIPT = """
 import sys
 sys.path.insert(0, {examples!r})

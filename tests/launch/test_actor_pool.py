@@ -24,6 +24,8 @@ from geartrain.core.counters import SharedCounters
 from geartrain.errors import ActorDiedError, ArgumentError, GeartrainError, StoreExistsError, StoreMissingError
 from geartrain.launch import ActorPool
 
+pytestmark = pytest.mark.usefixtures("preloaded_children")
+
 
 class Quiet(Numbers):
     def act(self, observation):
@@ -50,7 +52,7 @@ def store(store_name):
         yield made
 
 
-def test_a_pool_acts_until_it_is_stopped(store):
+def test_a_pool_acts_until_it_is_stopped(store, real_interpreters):
     with ActorPool(store, environments, policy, 2, publish_every=10) as pool:
         wait_for(lambda: pool.stats()["rows"] > 20)
         stats = pool.stats()

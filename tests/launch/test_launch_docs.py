@@ -14,6 +14,7 @@ import pytest
 from deadlines import patience
 
 PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
+pytestmark = pytest.mark.usefixtures("preloaded_children")
 
 
 def files(name: str, steps: int) -> dict[str, str]:

@@ -26,6 +26,7 @@ from geartrain.core.counters import SharedCounters
 from geartrain.errors import GeartrainError, ProcessDiedError
 
 TESTS = Path(__file__).parents[1] / "support"
+pytestmark = pytest.mark.usefixtures("preloaded_children")
 
 
 class Killer(threading.Thread):

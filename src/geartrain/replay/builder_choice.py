@@ -11,6 +11,7 @@ from geartrain.replay.builder import BatchBuilder, HostBatchBuilder
 from geartrain.replay.config import ReplayConfig, make_samplers
 from geartrain.replay.distributed.rank_group import RankGroup, as_rank_group, run_on_all_ranks
 from geartrain.replay.distributed.topology import Mesh, topology_of
+from geartrain.replay.epochs import check_epochs
 from geartrain.replay.step_priorities import check_step_priorities
 from geartrain.selection.mixture import Selection, strategies_of
 from geartrain.selection.strategy import traits_of
@@ -42,6 +43,13 @@ def open_builder(
         raise ArgumentError(
             "views and draws over steps are of this process's stores, in host memory: leave out group, mesh and device"
         )
+    check_epochs(
+        stores,
+        selection,
+        alone=alone,
+        device=config.device is not None,
+        windows=config.view is not None or config.window is not None,
+    )
     check_step_priorities(
         stores,
         selection,

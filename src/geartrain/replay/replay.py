@@ -23,19 +23,14 @@ from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import BatchLoader
 from geartrain.replay.builder import PriorityUpdate
 from geartrain.replay.builder_choice import open_builder
-from geartrain.replay.config import (
-    ReplayConfig,
-    ReplayOptions,
-    checked_state,
-    seeded_selection,
-    stores_of,
-)
+from geartrain.replay.config import ReplayConfig, ReplayOptions, checked_state, seeded_selection, stores_of
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch import As, Pad
 from geartrain.replay.transitions import Transitions
+from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Mixture, Selection
 from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
@@ -195,6 +190,8 @@ class Replay:
         self._released = False  # at its end
         self._batches = 0
         self._bytes = 0
+        self._short = 0  # rows that last batches of passes had less than others
+        self._passes_end = isinstance(self.selection, Epochs) and not self.selection.drop_last
         self._wait_s = 0.0
         self._started_s: float | None = None
         self._last_s = 0.0
@@ -226,7 +223,10 @@ class Replay:
     # --- batches --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the current step on. One iteration at a time: a new one ends the one before."""
+        """Batches from the current step on; with `Epochs` those of one pass.
+
+        One iteration at a time: a new one ends the one before.
+        """
         with self._turn:
             self._check_open()
             self._loader.restart()
@@ -236,8 +236,13 @@ class Replay:
             return self._iterate(self._iteration, stop)
 
     def _iterate(self, iteration: int, stop: int | None) -> Iterator[Batch]:
-        while iteration == self._iteration and (stop is None or self.step < stop):
+        epoch = self._epoch()
+        while iteration == self._iteration and (stop is None or self.step < stop) and epoch == self._epoch():
             yield self.sample()
+
+    def _epoch(self) -> int:
+        """The pass that the next batch is of, with `Epochs`; 0 without."""
+        return self._loader.state[0].get("epoch", 0)
 
     def sample(self) -> Batch:
         """The next batch, or what `transform` made of it.
@@ -264,6 +269,8 @@ class Replay:
         self._last_s = time.perf_counter()
         self._wait_s += self._last_s - asked_s
         self._batches += 1
+        if self._passes_end:
+            self._short += self._builder.rows - len(batch)
         self._bytes += batch.nbytes
         if built.transformed is not None:
             made: Batch = built.transformed[0]
@@ -386,7 +393,8 @@ class Replay:
         the consumer's own pauses included), wait_share; make_s (the time spent
         selecting and fetching, on whichever thread), gb_per_s and samples_per_s of that time; redrawn (rows
         lost between their draw and their copy); in host memory path, a text: "native" where a batch is one native call,
-        else what the strategies' own code does.
+        else what the strategies' own code does; with `Epochs` epoch (the pass of the next batch), and over all passes
+        that have ended skipped (rows that went before their turn) and dropped (by `drop_last`).
 
         Over several ranks rows and bytes are this rank's, and there are: local_bytes (read from the shard of this
         host), received_bytes and sent_bytes (fields, from and for other ranks), local_share, selection_bytes (sent
@@ -399,7 +407,7 @@ class Replay:
         bytes_per_batch = self._bytes / self._batches if self._batches else 0.0
         return {
             "batches": self._batches,
-            "rows": self._batches * rows,
+            "rows": self._batches * rows - self._short,
             "bytes": self._bytes,
             "wait_s": self._wait_s,
             "elapsed_s": elapsed_s,
@@ -408,8 +416,15 @@ class Replay:
             "gb_per_s": built * bytes_per_batch / make_s / 1e9 if make_s else 0.0,
             "samples_per_s": built * rows / make_s if make_s else 0.0,
             "redrawn": redrawn,
+            **self._passes(),
             **more,
         }
+
+    def _passes(self) -> dict[str, int]:
+        if not isinstance(self.selection, Epochs):
+            return {}
+        state = self._loader.state[0]
+        return {name: state.get(name, 0) for name in ("epoch", "skipped", "dropped")}
 
     def describe(self) -> list[dict[str, Any]]:
         """For each store, how its rows come to the device: path and why, where rows are chosen, pinned bytes.

@@ -77,7 +77,9 @@ class ZeroMq:
 
         socket = zmq.Context().socket(zmq.ROUTER)
         socket.bind(address)
-        print(socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0"), flush=True)
+        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        print(endpoint.decode().rstrip("\0"), flush=True)
         while True:
             caller, what, *frames = socket.recv_multipart(copy=False)
             value = _value(frames)

@@ -1,7 +1,8 @@
 """Fork server of the scenarios: `python -m hostile.server` reads orders from stdin, a line of JSON each.
 
-A scenario runs in a fork, which has NumPy and geartrain imported already, and ends as an interpreter does: all its
-objects are finalised, in whatever order that comes to. So what a program leaves alive is tested for what it costs.
+A scenario runs in a fork, which has NumPy, geartrain and the modules of the command line imported already, and ends as
+an interpreter does: all its objects are finalised, in whatever order that comes to. So what a program leaves alive is
+tested for what it costs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import select
@@ -28,7 +30,8 @@ SHM = Path("/dev/shm")
 class Server:
     """The client's side."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        """Starts it; `modules` are imported there before any scenario runs."""
         here = Path(__file__).resolve().parent.parent
         environment = {
             **os.environ,
@@ -38,7 +41,7 @@ class Server:
         }
         environment.pop("GEARTRAIN_SECRET", None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hostile.server"],
+            [sys.executable, "-m", "hostile.server", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -76,6 +79,9 @@ def serve() -> dict[str, Any] | None:
     import hostile.scenarios
     import hostile.stores  # noqa: F401
 
+    for name in sys.argv[1:]:
+        with contextlib.suppress(ImportError):  # its factories say what is missing
+            importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
