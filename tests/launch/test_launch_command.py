@@ -97,9 +97,12 @@ def fill_and_fail(context):
         launched.fail(context, 0.5)
 
 
-def test_processes_die_with_a_launcher_that_is_killed_and_its_name_is_free_again(store_name, tmp_path, monkeypatch):
+def test_processes_die_with_a_launcher_that_is_killed_and_its_name_is_free_again(
+    store_name, tmp_path, tmp_path_factory, monkeypatch
+):
     pytest.importorskip("typer")
-    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))  # where no other test's job removes what this one leaves behind
+    # Where no other test's job removes what this one leaves behind.
+    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path_factory.mktemp("segments")))
     name = store_name()
     learner = 'run = ["sleep", "1000"]'
     more = '[role.deaf]\nrun = "launched:linger"\nargs = {deaf = true}'

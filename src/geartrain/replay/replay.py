@@ -23,13 +23,7 @@ from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import BatchLoader
 from geartrain.replay.builder import PriorityUpdate
 from geartrain.replay.builder_choice import open_builder
-from geartrain.replay.config import (
-    ReplayConfig,
-    ReplayOptions,
-    checked_state,
-    seeded_selection,
-    stores_of,
-)
+from geartrain.replay.config import ReplayConfig, ReplayOptions, checked_state, seeded_selection, stores_of
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
